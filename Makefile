@@ -1,0 +1,89 @@
+# Every target works as the first command after `git clone`: it makes .venv when that is missing or stale.
+# Needs Python >= 3.11 with venv and pip, and a C toolchain. Another interpreter: make PYTHON=python3.13 test
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-builtin-rules
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# The two halves of the tests. jaxtyping's import hook checks every shape at run time and breaks
+# torch.compile(fullgraph=True), so what compiles or measures runs in a second process without it.
+SHAPES := --jaxtyping-packages=headwise,beartype.beartype
+CHECKED := not compile and not slow
+COMPILED := compile and not slow
+QUICK := not slow and not compile and not anchors and not gpu
+
+.PHONY: help demo install check format fast test slow gpu mutate bench docs clean broken
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */\1\t/' | expand -t 10
+
+demo: $(STAMP)  ## the whole loop on an embedded task
+	@$(BIN)/headwise demo
+
+install: $(STAMP)  ## make .venv with everything in it; says where the command is
+	@echo "headwise is installed: $(CURDIR)/$(BIN)/headwise"
+
+check: $(STAMP)  ## format, lint, types, the import map, fresh docs
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/python docs/build.py --check
+
+fast: $(STAMP)  ## a quick subset, stopping at the first failure
+	@$(BIN)/pytest -x -q --fast -m "$(QUICK)" $(wildcard tests/test_*.py tests/contract)
+
+test: $(STAMP)  ## every test but the slow ones; warnings are errors
+	@$(BIN)/pytest -n 2 $(SHAPES) -m "$(CHECKED)"
+	@$(BIN)/pytest -m "$(COMPILED)"
+
+slow: $(STAMP)  ## the slow tests, 500 hypothesis examples each
+	@$(BIN)/pytest -n 2 --hypothesis-profile=slow -m slow
+
+gpu: $(STAMP)  ## the tests that need CUDA
+	@$(BIN)/pytest -m gpu
+
+mutate: $(STAMP)  ## plant every known bug in a copy; the tests it names must catch it
+	@$(BIN)/python tests/planted.py
+
+bench: $(STAMP)  ## our paths against peers and the machine's limits
+	@test -d benchmarks || { echo "there is no benchmarks/ folder in this checkout" >&2; exit 1; }
+	@$(BIN)/python -m benchmarks
+
+docs: $(STAMP)  ## write the generated parts of README.md and docs/ again
+	@$(BIN)/python docs/build.py
+
+format: $(STAMP)  ## let ruff rewrite what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:  ## remove .venv, builds and caches; runs/ holds your results and stays
+	@rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- .venv ---------------------------------------------------------------------------------------------
+
+# The environment is sound when the last install reached its end (the stamp), its interpreter starts, and
+# that interpreter finds headwise in this very checkout: a moved checkout or a replaced Python fails this.
+PROBE := import importlib.util as u, os, sys; \
+         sys.exit(not os.path.samefile(u.find_spec("headwise").origin, "src/headwise/__init__.py"))
+SOUND := $(shell test -e $(STAMP) && $(BIN)/python -c '$(PROBE)' 2>/dev/null && echo yes)
+
+# The stamp goes first and comes back last, so that an interrupted install is seen as broken and begun anew.
+$(STAMP): pyproject.toml constraints.txt $(if $(SOUND),,broken)
+	@$(PYTHON) -c 'import sys; sys.exit("headwise needs Python 3.11 or newer, $(PYTHON) is " \
+	    + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	@echo "installing into $(VENV) ..."
+	@test -e $@ || $(PYTHON) -m venv $(VENV)
+	@rm -f $@
+	@$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+broken:
+	@rm -rf $(VENV)

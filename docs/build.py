@@ -1,0 +1,142 @@
+"""Write the generated parts of README.md and docs/*.md; with --check, say which are stale and fail.
+
+A generated part stands between `<!-- generated: NAME -->` and `<!-- /generated -->`; the function of that
+name below says what belongs there. What a reader could take for a fact about the code is written this way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<body>.*?)(<!-- /generated -->)", re.DOTALL)
+MARK = re.compile(r"<!-- (?:generated: [\w-]+|/generated) -->")
+
+Generator = Callable[[], str]
+GENERATORS: dict[str, Generator] = {}
+
+
+def generates(make: Generator) -> Generator:
+    """Register a generator under its own name, underscores as hyphens."""
+    GENERATORS[make.__name__.replace("_", "-")] = make
+    return make
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; a bar inside a cell is escaped."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+# --- generators ----------------------------------------------------------------------------------------
+
+
+@generates
+def layers() -> str:
+    """The import map, as import-linter enforces it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contracts = project["tool"]["importlinter"]["contracts"]
+    rows = next(contract["layers"] for contract in contracts if contract["id"] == "layers")
+    package = ROOT / "src" / "headwise"
+    lines = []
+    for row in rows:
+        rooms = [room for room in re.findall(r"\w+", row) if present(package / room)]
+        lines += ["    " + "  ".join(rooms)] if rooms else []
+    return "\n".join(lines)
+
+
+def present(room: Path) -> bool:
+    return room.with_suffix(".py").is_file() or (room / "__init__.py").is_file()
+
+
+@generates
+def parts() -> str:
+    """Every registered part: when it acts, what it is, where it was published."""
+    rows = [(f"`{cls.__name__}`", phase(cls), summary(cls), cls.paper or "-") for cls in registered_parts()]
+    return table(["part", "acts on", "what it is", "paper"], rows)
+
+
+def registered_parts() -> list[type]:
+    import headwise.parts  # noqa: F401 - importing it fills the registry
+    from headwise.registry import REGISTRY
+    from headwise.seams import Part
+
+    return [cls for _, cls in sorted(REGISTRY.items()) if issubclass(cls, Part)]
+
+
+def phase(cls: type) -> str:
+    """The seam it fills, which says when it acts."""
+    from headwise import seams
+
+    return next(base.__name__ for base in cls.__mro__ if base.__module__ == seams.__name__)
+
+
+def summary(cls: type) -> str:
+    return " ".join((cls.__doc__ or "").strip().split("\n\n")[0].split())
+
+
+# --- the files -----------------------------------------------------------------------------------------
+
+
+def pages() -> list[Path]:
+    return [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.is_file()]
+
+
+def fresh(path: Path) -> str:
+    """The page with every generated part written anew."""
+    text = path.read_text()
+
+    def filled(block: re.Match[str]) -> str:
+        name = block["name"]
+        if name not in GENERATORS:
+            known = ", ".join(sorted(GENERATORS))
+            raise SystemExit(f"{path.relative_to(ROOT)}: nothing generates {name!r}; known: {known}")
+        if MARK.search(block["body"]):
+            raise SystemExit(f"{path.relative_to(ROOT)}: the generated part {name!r} is not closed")
+        return f"{block[1]}{GENERATORS[name]().strip(chr(10))}\n{block[4]}"
+
+    new, found = BLOCK.subn(filled, text)
+    if 2 * found != len(MARK.findall(new)):
+        raise SystemExit(f"{path.relative_to(ROOT)}: a generated part is opened or closed alone")
+    return new
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file as a whole or not at all."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.chmod(file.name, path.stat().st_mode)
+    os.replace(file.name, path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when something is stale")
+    check = parser.parse_args(argv).check
+    stale = 0
+    for path in pages():
+        old, new, name = path.read_text(), fresh(path), path.relative_to(ROOT).as_posix()
+        if old == new:
+            continue
+        stale += 1
+        if check:
+            diff = difflib.unified_diff(old.splitlines(), new.splitlines(), name, "fresh", lineterm="")
+            print(*diff, sep="\n")
+        else:
+            write(path, new)
+            print(f"wrote {name}")
+    if check and stale:
+        print(f"{stale} page(s) are stale: run `make docs`", file=sys.stderr)
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

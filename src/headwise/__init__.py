@@ -1,0 +1,76 @@
+"""headwise: the workbench for attention heads.
+
+>>> import headwise as hw
+>>> hw.design(model=512, heads=8, kv=2).heads
+Heads.grouped(q=8, kv=2, dim=64)
+"""
+
+import sys
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Where each public name lives. Nothing is imported, and torch stays untouched, until a name is used.
+_HOMES = {
+    "CacheFull": "errors",
+    "NoBackend": "errors",
+    "SpecError": "errors",
+    "Heads": "heads",
+    "BigBird": "pattern",
+    "Blocks": "pattern",
+    "Causal": "pattern",
+    "Dilated": "pattern",
+    "Edges": "pattern",
+    "First": "pattern",
+    "Full": "pattern",
+    "Global": "pattern",
+    "Pattern": "pattern",
+    "Prefix": "pattern",
+    "Window": "pattern",
+    "Ledger": "seams",
+    "Work": "seams",
+    "AttentionSpec": "spec",
+    "Sight": "tokens",
+    "Tokens": "tokens",
+    "Cache": "cache",
+    "Probe": "probe",
+    "PRESETS": "presets",
+    "design": "presets",
+    "from_json": "presets",
+    "from_toml": "presets",
+    "to_json": "text",
+    "to_toml": "text",
+    "Attention": "module",
+    "LearnedPositions": "positions",
+    "Sinusoidal": "positions",
+    "walk": "steps",
+    "why": "reasons",
+    "REGISTRY": "parts",
+}
+# What the repr of a spec is made of, besides parts.
+_SPOKEN = {name: home for name, home in _HOMES.items() if home in ("heads", "pattern", "spec")}
+_MODULES = ("axes", "backends", "counting", "errors", "layout", "parts", "pattern", "presets", "reference", "seams")
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - the names live in one table; every part of the registry is public too
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, a module, or any part of the registry: a new part needs no line here."""
+    if name in _HOMES:
+        found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    elif name in _MODULES:
+        found = import_module(f"{__name__}.{name}")
+    elif name[:1].isupper() and name in (registry := import_module(f"{__name__}.parts").REGISTRY):
+        found = registry[name]
+    else:
+        raise AttributeError(f"headwise has no {name!r}")
+    globals()[name] = found
+    if f"{__name__}.parts" in sys.modules:  # a spec may exist now, and its repr speaks of any of these
+        globals().update(import_module(f"{__name__}.parts").REGISTRY)
+        globals().update({word: getattr(import_module(f"{__name__}.{home}"), word) for word, home in _SPOKEN.items()})
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*_HOMES, *_MODULES, *import_module(f"{__name__}.parts").REGISTRY]

@@ -1,0 +1,108 @@
+"""Cut, share and repeat heads along their named axes, knowing no layer by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .errors import SpecError
+from .heads import Heads
+from .layout import Layout
+from .spec import SLOTS, AttentionSpec
+
+Weights = Mapping[str, Tensor]
+
+
+def along(tensor: Tensor, layout: Layout, sizes: Mapping[str, int], axis: str, change: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Open a tensor by its axes, change it along one of them, close it again."""
+    if axis not in layout.axes:
+        return tensor
+    where = layout.axes.index(axis)
+    changed = change(tensor.reshape(layout.opened(sizes)), where)
+    return changed.reshape(layout.shape({**sizes, axis: changed.shape[where]}))
+
+
+def take(keep: Sequence[int]) -> Callable[[Tensor, int], Tensor]:
+    """Keep these, in this order."""
+    return lambda t, axis: t.index_select(axis, torch.tensor(list(keep), dtype=torch.int64, device=t.device))
+
+
+def merge(groups: Sequence[Sequence[int]]) -> Callable[[Tensor, int], Tensor]:
+    """The mean of each group."""
+    return lambda t, axis: torch.stack([take(group)(t, axis).mean(axis) for group in groups], axis)
+
+
+def repeat(reads: Sequence[int]) -> Callable[[Tensor, int], Tensor]:
+    """One copy for every reader, of what it reads."""
+    return take(reads)
+
+
+def changed(spec: AttentionSpec, weights: Weights, moves: Mapping[str, Callable[[Tensor, int], Tensor]]) -> dict[str, Tensor]:
+    """Every weight of a spec, changed along the axes that `moves` names."""
+    out: dict[str, Tensor] = {}
+    for name, part in spec.parts():
+        for key, param in part.params(spec).items():
+            tensor, sizes = weights[f"{name}.{key}"], spec.sizes_of(part)
+            for axis, move in moves.items():
+                tensor = along(tensor, param.layout, sizes, axis, move)
+                if axis in param.layout.axes:
+                    sizes = {**sizes, axis: move(torch.empty(sizes[axis]), 0).shape[0]}
+            out[f"{name}.{key}"] = tensor.clone()
+    return out
+
+
+def cut(spec: AttentionSpec, weights: Weights, keep: Iterable[int]) -> tuple[AttentionSpec, dict[str, Tensor]]:
+    """The layer with only these output heads, which equals silencing all others, exactly.
+
+    Kept besides are the score heads that a kept head needs and the key and value heads that somebody still
+    reads; when all talk to all, that is every one of them and nothing but the output side gets smaller.
+    """
+    outs = sorted(set(keep))
+    if not outs or outs[0] < 0 or outs[-1] >= len(spec.speaks):
+        raise SpecError(f"heads {outs} cannot be kept of {len(spec.speaks)}; name at least one of 0..{len(spec.speaks) - 1}")
+    heads = spec.heads
+    q = sorted(frozenset[int]().union(*(spec.sources(out) for out in outs)))
+    read_k = {heads.reads[h] for h in q}
+    read_v = {heads.value_of[h] for h in q}
+    kv = sorted(read_k if heads.values else read_k | read_v)
+    moves = {"out": take(outs), "q": take(q), "kv": take(kv)} | ({"v": take(sorted(read_v))} if heads.values else {})
+    smaller = Heads(
+        q=len(q),
+        kv=len(kv),
+        dim=heads.dim,
+        vdim=heads.vdim,
+        reads=tuple(kv.index(heads.reads[h]) for h in q),
+        values=tuple(sorted(read_v).index(heads.values[h]) for h in q) if heads.values else (),
+        speaks=tuple(q.index(spec.speaks[out]) for out in outs),
+    )
+    return _with(spec, smaller), changed(spec, weights, moves)
+
+
+def share(spec: AttentionSpec, weights: Weights, groups: Sequence[Sequence[int]]) -> tuple[AttentionSpec, dict[str, Tensor]]:
+    """The layer whose key-value heads are the means of these groups; equal heads lose nothing."""
+    heads = spec.heads
+    if sorted(head for group in groups for head in group) != list(range(heads.kv)) or heads.values:
+        raise SpecError(f"groups {groups} must hold each of {heads.kv} key-value heads once")
+    owner = {head: n for n, group in enumerate(groups) for head in group}
+    fewer = replace(heads, kv=len(groups), reads=tuple(owner[r] for r in heads.reads))
+    return _with(spec, fewer), changed(spec, weights, {"kv": merge(groups)})
+
+
+def split(spec: AttentionSpec, weights: Weights) -> tuple[AttentionSpec, dict[str, Tensor]]:
+    """The layer in which every query head has a copy of the key-value head it read: the same function."""
+    heads = spec.heads
+    if heads.values:
+        raise SpecError(f"keys and values are grouped apart here ({heads}); give every head its own by hand")
+    own = replace(heads, kv=heads.q, reads=tuple(range(heads.q)))
+    return _with(spec, own), changed(spec, weights, {"kv": repeat(heads.reads)})
+
+
+def _with(spec: AttentionSpec, heads: Heads) -> AttentionSpec:
+    """The same parts, with sizes that followed from the number of heads written out, around other heads."""
+    slots = {slot: getattr(spec, slot).settled(spec) for slot in SLOTS if slot != "pattern"}
+    settled = replace(spec, **slots, modifiers=tuple(m.settled(spec) for m in spec.modifiers))
+    usual = replace(settled, heads=replace(heads, speaks=()))
+    return usual if usual.speaks == heads.speaks or not heads.speaks else replace(settled, heads=heads)

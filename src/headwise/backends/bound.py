@@ -1,0 +1,103 @@
+"""The parts that run inside the core, each with its weights, in the order in which they act."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..seams import Mix, Normaliser, Part, Phase, ScoreStep, Similarity, ValueStep, Weighted, WeightStep
+from ..spec import AttentionSpec
+from ..tokens import Sight
+from .job import Inputs
+
+
+class Act(Protocol):
+    """One change of a tensor [B, H, T, S] of scores or weights."""
+
+    def __call__(self, a_BHTS: Tensor, sight: Sight, inputs: Inputs) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a backend runs between q, k, v and the per-head outputs."""
+
+    similarity: Similarity
+    similarity_p: Weighted
+    scores: Sequence[Act]
+    normaliser: Normaliser
+    normaliser_p: Weighted
+    weights: Sequence[Act]
+    values: Sequence[tuple[ValueStep, Weighted]]
+    elementwise: Sequence[tuple[ScoreStep, Weighted]]
+    selected: tuple[int, ...] | None  # the rows of weights that read values, when some do not
+
+    @staticmethod
+    def of(spec: AttentionSpec, p: Mapping[str, Weighted]) -> Bound:
+        """Bind the parts of a spec to their weights."""
+        acts = {
+            phase: [
+                _act(spec, name, part, p[name])
+                for name, part in spec.parts()
+                if isinstance(part, (ScoreStep, Mix, WeightStep)) and part.phase is phase
+            ]
+            for phase in (Phase.SCORES, Phase.WEIGHTS)
+        }
+        mixed = any(isinstance(part, Mix) and part.phase is Phase.WEIGHTS for _, part in spec.parts())
+        every = mixed or spec.voices == tuple(range(spec.heads.q))
+        return Bound(
+            similarity=spec.similarity,
+            similarity_p=p["similarity"],
+            scores=acts[Phase.SCORES],
+            normaliser=spec.normaliser,
+            normaliser_p=p["normaliser"],
+            weights=acts[Phase.WEIGHTS],
+            values=[(step, p[name]) for name, step in spec.steps(ValueStep)],
+            elementwise=[(step, p[name]) for name, step in spec.steps(ScoreStep)],
+            selected=None if every else spec.voices,
+        )
+
+    def bias(self, sight: Sight, inputs: Inputs) -> Tensor:
+        """What additive score steps add, as scores over which they were run on zero."""
+        zero = inputs.q.new_zeros(1, 1, sight.queries.count, sight.keys.count)
+        for act in self.scores:
+            zero = act(zero, sight, inputs)
+        return zero
+
+
+class Cells:
+    """All pairs of a call at once: positions [B, 1, T, 1] and [B, 1, 1, S]."""
+
+    def __init__(self, sight: Sight) -> None:
+        self.i, self.j = sight.i, sight.j
+
+    def take(self, factors: Tensor, index: Tensor) -> Tensor:
+        """factors [B, T, H, R] at index [B, 1, T, S], as [B, H, T, S]."""
+        by_head = factors.transpose(1, 2)
+        return by_head.gather(-1, index.expand(*by_head.shape[:3], index.shape[-1]))
+
+
+def _act(spec: AttentionSpec, name: str, part: Part, p: Weighted) -> Act:
+    if isinstance(part, Mix):
+        kept = tuple(part.entry(spec))
+        return lambda a, sight, inputs: part.mix(
+            a, part.ask(inputs.asked.x_BTD, p), {key: inputs.entry[f"{name}.{key}"] for key in kept}, p
+        )
+    if isinstance(part, ScoreStep):
+        return lambda a, sight, inputs: part.score(a, Cells(sight), part.ask(inputs.asked, p), p.spread())
+    assert isinstance(part, WeightStep)
+    return lambda a, sight, inputs: part.weigh(a, p)
+
+
+def spread_heads(x_BSGK: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """x_BHSK: for each reader the head it reads; a view when every head has its own or all read one."""
+    x_BGSK = x_BSGK.transpose(1, 2)
+    if heads == tuple(range(x_BGSK.shape[1])):
+        return x_BGSK
+    if x_BGSK.shape[1] == 1:
+        return x_BGSK.expand(-1, len(heads), -1, -1)
+    return x_BGSK.index_select(1, torch.tensor(heads, device=x_BGSK.device))
+

@@ -1,0 +1,111 @@
+"""FlexAttention: any elementwise change of scores, compiled into one kernel."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..parts.dot import Dot
+from ..parts.softmax import Softmax
+from ..parts.weight_dropout import WeightDropout
+from ..probe import Probe
+from ..seams import Core, Mix, ScoreStep, ValueStep, Work
+from ..tokens import Sight
+from .bound import Bound
+from .job import Inputs, Job
+
+
+def refuses(job: Job) -> list[str]:
+    """Why this job cannot run here."""
+    spec, reasons = job.spec, []
+    if job.stated:
+        reasons.append("past tokens are a state, not scores")
+    if not isinstance(spec.similarity, Dot) or not isinstance(spec.normaliser, Softmax):
+        reasons.append("its kernel is a softmax over scaled dot products")
+    for _, part in spec.parts():
+        if isinstance(part, (Mix, ValueStep)):
+            reasons.append(f"{type(part).__name__} needs all heads or the weights, its kernel sees one score")
+        elif isinstance(part, WeightDropout) and job.training and part.rate > 0:
+            reasons.append("it has no dropout")
+    if unseen := sorted(job.wants & {"scores", "weights", "lse"}):
+        reasons.append(f"it cannot show {', '.join(unseen)}")
+    if job.masked:
+        reasons.append("a mask of the caller's own is for dense")
+    if not job.groups:
+        reasons.append("its groups of heads must be equal")
+    return [*reasons, *_refuses_device(job)]
+
+
+def _refuses_device(job: Job) -> list[str]:
+    if job.device == "cuda":
+        sizes = (job.core.dim, job.core.vdim)
+        return [] if min(sizes) >= 16 else [f"its CUDA kernel wants heads of at least 16 channels, not {min(sizes)}"]
+    if job.device != "cpu":
+        return [f"it has no kernel for {job.device}"]
+    reasons = ["it has no backward pass on the CPU"] if job.grad else []
+    if job.dtype == torch.float64:
+        reasons.append("its CPU kernel has no float64")
+    if job.core.dim != job.core.vdim:
+        reasons.append("its CPU kernel wants keys and values of one width")
+    if not (shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")):
+        reasons.append("there is no C++ compiler for its CPU kernel")
+    return reasons
+
+
+def spent(core: Core, work: Work) -> int:
+    """The products over blocks of 128 by 128 that hold an allowed pair; at least the allowed ones."""
+    return core.flops(work.batch * work.pairs)
+
+
+class _Pair:
+    """One pair, as the kernel shows it."""
+
+    def __init__(self, i: Tensor, j: Tensor, b: Tensor, h: Tensor, t: Tensor) -> None:
+        self.i, self.j, self._at = i, j, (b, t, h)
+
+    def take(self, factors: Tensor, index: Tensor) -> Tensor:
+        """factors [B, T, H, R] of this pair's query and head at an index."""
+        b, t, h = self._at
+        return factors[b, t, h, index]
+
+
+def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
+    """Per-head outputs o_BTHV."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
+    batch = q.shape[0]
+    asks, told = ((t.position.expand(batch, -1), t.segment.expand(batch, -1)) for t in (sight.queries, sight.keys))
+
+    def allowed(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        same = (asks[1][b, t] == told[1][b, s]) & (told[1][b, s] >= 0)
+        return same & sight.pattern.allows(asks[0][b, t], told[0][b, s])
+
+    blocks = create_block_mask(allowed, batch, None, q.shape[2], k.shape[2], device=str(q.device))
+    steps = [(step, p, step.ask(inputs.asked, p)) for step, p in bound.elementwise]
+
+    def score(s: Tensor, b: Tensor, h: Tensor, t: Tensor, n: Tensor) -> Tensor:
+        pair = _Pair(asks[0][b, t], told[0][b, n], b, h, t)
+        for step, p, factors in steps:
+            s = step.score(s, pair, factors, p.head(h))  # pyright: ignore[reportArgumentType]
+        return s
+
+    o_BHTV = _kernel()(
+        q, k, v, score_mod=score if steps else None, block_mask=blocks, scale=inputs.asked.scale, enable_gqa=job.groups > 1
+    )
+    return o_BHTV.transpose(1, 2)
+
+
+_COMPILED: dict[str, Any] = {}
+
+
+def _kernel() -> Any:
+    """The compiled function, made once: uncompiled it forms every score, which dense does better."""
+    if "flex" not in _COMPILED:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        _COMPILED["flex"] = torch.compile(flex_attention, dynamic=False)
+    return _COMPILED["flex"]

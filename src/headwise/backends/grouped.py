@@ -1,0 +1,44 @@
+"""One query per row: the heads that share a key head become the rows of one call, and no key is repeated."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..parts.softmax import Softmax
+from ..probe import Probe
+from ..seams import Core, Work
+from ..tokens import Sight
+from .bound import Bound
+from .job import Inputs, Job
+from .sdpa import refuses_core, shadow
+
+
+def refuses(job: Job) -> list[str]:
+    """Why this job cannot run here."""
+    reasons = refuses_core(job)
+    if not job.one:
+        reasons.append("there is more than one query per row")
+    if job.groups <= 1:
+        reasons.append("no equal groups of heads share a key head")
+    if not isinstance(job.spec.normaliser, Softmax):
+        reasons.append("it has no sink")
+    return reasons
+
+
+def spent(core: Core, work: Work) -> int:
+    """The products of the full rectangle, allowed or not."""
+    return core.flops(work.batch * work.queries * work.keys)
+
+
+def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
+    """Per-head outputs o_B1HV."""
+    each = job.groups
+    rows_BGRK = inputs.q.squeeze(1).unflatten(1, (-1, each))
+    _, bias = shadow(sight, inputs, bound)
+    if bias is not None and bias.shape[1] > 1:
+        bias = bias.squeeze(2).unflatten(1, (-1, each))
+    o_BGRV = F.scaled_dot_product_attention(
+        rows_BGRK, inputs.k.transpose(1, 2), inputs.v.transpose(1, 2), bias, scale=inputs.asked.scale
+    )
+    return o_BGRV.flatten(1, 2)[:, None]

@@ -1,0 +1,50 @@
+"""What a backend is told before it decides, and what it is handed when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..seams import Asked, Core
+from ..spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kind of call. Everything in it is known without looking at the device."""
+
+    spec: AttentionSpec
+    core: Core
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    grad: bool = False
+    one: bool = False  # a single query per row
+    stated: bool = False  # past tokens are a state
+    masked: bool = False  # the caller hands a mask of their own
+    training: bool = False
+    wants: frozenset[str] = field(default_factory=frozenset)
+
+    @property
+    def groups(self) -> int:
+        """How many score heads share a key head when all groups are equal neighbours, else 0."""
+        keys, values = self.core.keys, self.core.values
+        heads, kept = len(keys), max(keys) + 1
+        each = heads // kept
+        even = keys == values and keys == tuple(h // each for h in range(kept * each))
+        return each if even else 0
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call: q_BTHK, k_BSGK, v_BSGV, what queries bring, and what was remembered beside."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    asked: Asked
+    entry: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+

@@ -1,0 +1,98 @@
+"""torch's scaled dot product attention: fused, and silent about its weights."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..parts.dot import Dot
+from ..parts.sink_softmax import SinkSoftmax
+from ..parts.softmax import Softmax
+from ..parts.weight_dropout import WeightDropout
+from ..probe import Probe
+from ..seams import Core, Mix, ScoreStep, ValueStep, Work
+from ..tokens import Sight
+from .bound import Bound, spread_heads
+from .job import Inputs, Job
+
+
+def refuses(job: Job) -> list[str]:
+    """Why this job cannot run here."""
+    return [*refuses_core(job), *(["a single query runs in rows instead"] if job.one and job.groups > 1 else [])]
+
+
+def refuses_core(job: Job) -> list[str]:
+    """What the fused call cannot say, whoever makes it."""
+    spec, reasons = job.spec, []
+    if job.stated:
+        reasons.append("past tokens are a state, not scores")
+    if not isinstance(spec.similarity, Dot):
+        reasons.append(f"it compares by dot product, not {type(spec.similarity).__name__}")
+    if not isinstance(spec.normaliser, (Softmax, SinkSoftmax)):
+        reasons.append(f"it normalises by softmax, not {type(spec.normaliser).__name__}")
+    for _, part in spec.parts():
+        name = type(part).__name__
+        if isinstance(part, Mix):
+            reasons.append(f"{name} mixes heads between its two products")
+        elif isinstance(part, ScoreStep) and not part.additive:
+            reasons.append(f"{name} is not additive")
+        elif isinstance(part, ValueStep):
+            reasons.append(f"{name} needs the weights")
+        elif isinstance(part, WeightDropout) and job.training and part.rate > 0:
+            reasons.append(f"{name} drops weights that only dense can repeat")
+    if job.masked:
+        reasons.append("a mask of the caller's own is for dense")
+    if unseen := sorted(job.wants & {"scores", "weights", "lse"}):
+        reasons.append(f"it cannot show {', '.join(unseen)}")
+    if len(job.core.keys) != len(job.core.values):
+        reasons.append("some score heads do not read values")
+    return reasons
+
+
+def spent(core: Core, work: Work) -> int:
+    """The products of the full rectangle, allowed or not, as torch counts them."""
+    return core.flops(work.batch * work.queries * work.keys)
+
+
+def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
+    """Per-head outputs o_BTHV."""
+    q_BHTK = inputs.q.transpose(1, 2)
+    grouped = job.groups > 0
+    k, v = (
+        (inputs.k.transpose(1, 2), inputs.v.transpose(1, 2))
+        if grouped
+        else (spread_heads(inputs.k, job.core.keys), spread_heads(inputs.v, job.core.values))
+    )
+    triangle, bias = shadow(sight, inputs, bound)
+    if isinstance(bound.normaliser, SinkSoftmax):
+        k, v, bias, triangle = _with_sink(k, v, bias, triangle, sight, bound, q_BHTK)
+    o_BHTV = F.scaled_dot_product_attention(
+        q_BHTK, k, v, bias, is_causal=triangle, scale=inputs.asked.scale, enable_gqa=job.groups > 1
+    )
+    return o_BHTV.transpose(1, 2)
+
+
+def shadow(sight: Sight, inputs: Inputs, bound: Bound) -> tuple[bool, Tensor | None]:
+    """What the call needs of the pattern and of additive steps: the triangle flag, and a mask or bias."""
+    if not bound.scores:
+        if sight.shape == "any":
+            return False, sight.allowed
+        return sight.shape == "triangle", None
+    bias = bound.bias(sight, inputs)
+    return False, bias if sight.shape == "full" else bias.masked_fill(~sight.allowed, -torch.inf)
+
+
+def _with_sink(
+    k: Tensor, v: Tensor, bias: Tensor | None, triangle: bool, sight: Sight, bound: Bound, q: Tensor
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """One more key of zeros whose bias is the sink and whose value is nothing: softmax with a sink, exactly."""
+    if bias is None:
+        bias = q.new_zeros(1, 1, q.shape[2], k.shape[2])
+        bias = bias.masked_fill(~sight.allowed, -torch.inf) if triangle else bias
+    elif bias.dtype == torch.bool:
+        bias = q.new_zeros(bias.shape).masked_fill(~bias, -torch.inf)
+    heads = q.shape[1]
+    sink = bound.normaliser_p.spread()["sink"].to(q.dtype).expand(*bias.shape[:1], heads, q.shape[2], 1)
+    bias = torch.cat([bias.expand(-1, heads, q.shape[2], -1), sink], -1)
+    return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), bias, False

@@ -1,0 +1,82 @@
+"""What a spec costs, read off the same declarations that build it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ..seams import Work
+from ..spec import AttentionSpec
+
+
+def params(spec: AttentionSpec) -> int:
+    """Learned numbers of one layer.
+
+    >>> import headwise as hw
+    >>> params(hw.design(model=512, heads=8, bias="qkvo"))  # 4 d^2 + 4 d
+    1050624
+    """
+    learned = {name for name, param in spec.params().items() if param.learned}
+    return sum(math.prod(shape) for name, shape in spec.shapes().items() if name in learned)
+
+
+def constants(spec: AttentionSpec) -> int:
+    """Numbers that are saved and moved but never trained, such as slopes and frequencies."""
+    return sum(math.prod(shape) for shape in spec.shapes().values()) - params(spec)
+
+
+def cache_numbers(spec: AttentionSpec) -> int:
+    """Numbers remembered of one token; 0 when all of them share one state."""
+    return 0 if spec.similarity.state(spec) else sum(math.prod(shape) for shape in spec.entry().values())
+
+
+def cache_bytes(spec: AttentionSpec, *, batch: int, capacity: int, bytes_each: int = 4) -> int:
+    """Bytes that a cache of this capacity holds: a ring of what the pattern still reads, or a state.
+
+    >>> import headwise as hw
+    >>> cache_bytes(hw.design(model=512, heads=8, kv=2, pattern="window(256) | first(4)"), batch=1, capacity=9999)
+    266240
+    """
+    if state := spec.similarity.state(spec):
+        sizes = spec.sizes_of(spec.similarity)
+        return batch * bytes_each * sum(layout.numel(sizes) for layout in state.values())
+    first, last = spec.pattern.memory
+    slots = capacity if last is None else min(capacity, first + last)
+    return batch * slots * cache_numbers(spec) * bytes_each
+
+
+def asked(spec: AttentionSpec, work: Work) -> int:
+    """FLOPs of what the spec asks for: projections, and the core over allowed pairs only."""
+    return _outside(spec, work) + spec.core.flops(work.batch * work.pairs)
+
+
+def counted(spec: AttentionSpec, work: Work) -> int:
+    """FLOPs of the dense forward as torch's counter sees them: the full rectangle of queries and keys."""
+    return asked(spec, replace(work, pairs=work.queries * work.keys))
+
+
+def spent(spec: AttentionSpec, work: Work, core_flops: int) -> int:
+    """FLOPs that a backend executes, given what it spends in the core."""
+    return _outside(spec, work) + core_flops
+
+
+def _outside(spec: AttentionSpec, work: Work) -> int:
+    total = 0
+    for _, part in spec.parts():
+        sizes = spec.sizes_of(part)
+        for param in part.params(spec).values():
+            total += 2 * param.layout.numel(sizes) * work.tokens(param.applied)
+        total += part.flops(spec, work)
+    return total
+
+
+def work_of(spec: AttentionSpec, *, batch: int, queries: int, past: int = 0) -> Work:
+    """Self-attention of new tokens after `past` remembered ones, with the pairs its pattern allows.
+
+    >>> import headwise as hw
+    >>> work_of(hw.design(model=8, heads=2, pattern="causal"), batch=1, queries=4).pairs
+    10
+    """
+    keys = past + queries
+    pairs = spec.pattern.pairs(range(past, keys), range(keys))
+    return Work(batch, queries, queries, keys, pairs)

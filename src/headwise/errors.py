@@ -1,0 +1,30 @@
+"""What can go wrong, said as: the fact, the values, the remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SpecError(ValueError):
+    """A description that cannot be meant: a wrong size, name, key, pattern or combination."""
+
+
+class NoBackend(RuntimeError):
+    """No backend can run this job; the message lists every refusal with its reason."""
+
+
+class CacheFull(RuntimeError):
+    """More tokens were remembered than the cache has slots for."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The remedy for an unknown word: the closest known one, or all of them.
+
+    >>> nearest("windo", ["window", "first"])
+    "did you mean 'window'?"
+    >>> nearest("xyz", ["window", "first"])
+    'use one of first, window'
+    """
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {close[0]!r}?" if close else "use one of " + ", ".join(sorted(known))

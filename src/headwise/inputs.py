@@ -1,0 +1,94 @@
+"""What a layer is handed is looked at once, at the door: fact, values, remedy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .cache import Cache, Remembered
+from .pattern import Full
+from .spec import AttentionSpec
+from .tokens import Tokens
+
+
+def check(
+    spec: AttentionSpec,
+    x: Tensor,
+    source: Tensor | Remembered | None,
+    cache: Cache | None,
+    tokens: Tokens | None,
+    like: Tensor,
+) -> None:
+    """Refuse a call that cannot be meant."""
+    _tensor("x", x, spec.model, like)
+    if source is None:
+        if spec.source not in (None, spec.model):
+            raise ValueError(f"this layer reads a source of width {spec.source}; hand it over as source=z")
+    else:
+        _source(spec, x, source, cache)
+    if cache is not None:
+        cache.check(spec, x)
+    if tokens is not None:
+        _tokens("x", x, tokens)
+
+
+def check_source(spec: AttentionSpec, z: Tensor, tokens: Tokens | None, like: Tensor) -> None:
+    """Refuse a source that this layer cannot read."""
+    _tensor("source", z, spec.source or spec.model, like)
+    if tokens is not None:
+        _tokens("source", z, tokens)
+
+
+def checked_mask(mask: Tensor | None, x: Tensor, keys: int, heads: int) -> Tensor | None:
+    """The caller's own mask, if its shape can be meant."""
+    if mask is None:
+        return None
+    batch, queries = x.shape[:2]
+    fits = mask.dim() == 4 and all(
+        have in (1, want) for have, want in zip(mask.shape, (batch, heads, queries, keys), strict=True)
+    )
+    if mask.dtype != torch.bool or not fits or mask.device != x.device:
+        raise ValueError(
+            f"mask is {mask.dtype} {tuple(mask.shape)} on {mask.device}; give True where a key may be read, "
+            f"as torch.bool [{batch} or 1, {heads} or 1, {queries}, {keys}] on {x.device}"
+        )
+    return mask
+
+
+def _source(spec: AttentionSpec, x: Tensor, source: Tensor | Remembered, cache: Cache | None) -> None:
+    if cache is not None:
+        raise ValueError("a source is remembered by layer.remember(z), not in a cache; pass one or the other")
+    if spec.source is None and spec.pattern != Full():
+        raise ValueError(
+            f"pattern {spec.pattern.text} compares positions of x with those of a source, which this spec does not "
+            "foresee; give the spec source=width if that is meant, else use pattern full()"
+        )
+    if isinstance(source, Tensor):
+        batch = source.shape[0] if source.dim() else 0
+    elif source.spec is spec or source.spec == spec:
+        batch = next(iter(source.entry.values())).shape[0]
+    else:
+        raise ValueError("this source was remembered by a layer of another spec; use this layer's own remember(z)")
+    if batch != x.shape[0]:
+        raise ValueError(f"source has {batch} rows but x has {x.shape[0]}; give one source row for each row of x")
+
+
+def _tensor(name: str, x: Tensor, width: int, like: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}; give a tensor [batch, tokens, {width}]")
+    if x.dim() != 3 or x.shape[-1] != width:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; give [batch, tokens, {width}]")
+    if not x.is_floating_point():
+        raise ValueError(f"{name} is {x.dtype}; give floating-point numbers, {like.dtype} as the layer's weights")
+    if x.device != like.device:
+        raise ValueError(f"{name} is on {x.device} but the layer is on {like.device}; move one of them")
+    if x.dtype != like.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"{name} is {x.dtype} but the layer is {like.dtype}; convert one, or use autocast")
+
+
+def _tokens(name: str, x: Tensor, tokens: Tokens) -> None:
+    shape = tuple(tokens.position.shape)
+    if shape[0] not in (1, x.shape[0]) or shape[1] != x.shape[1]:
+        raise ValueError(f"tokens are {list(shape)} but {name} is {list(x.shape[:2])}; give Tokens.of({name}, ...)")
+    if tokens.position.device != x.device:
+        raise ValueError(f"tokens are on {tokens.position.device} but {name} is on {x.device}; move one of them")

@@ -1,0 +1,50 @@
+"""Attention with linear biases: a score falls with distance, faster in some heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..layout import Layout
+from ..registry import part
+from ..seams import Base, Cell, Param, ScoreStep, Weighted
+from ..spec import AttentionSpec
+from .start import constant
+
+
+@part
+class Alibi(ScoreStep):
+    """s - m_h |i - j|, with m_h = 2^(-8h/H) for h = 1..H when H is a power of two (2108.12409).
+
+    Other head counts take the slopes of the power of two below, then every second one of the next. Under a
+    causal pattern this is the published m (j - i); both ways it is the symmetric form.
+
+    >>> [round(math.log2(m), 3) for m in slopes(4)], len(slopes(6))
+    ([-2.0, -4.0, -6.0, -8.0], 6)
+    """
+
+    paper = "2108.12409"
+    additive: ClassVar[bool] = True
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        return {"slope": Param(Layout.parse("q"), constant(slopes(spec.heads.q)), learned=False)}
+
+    def score(self, s: Tensor, cell: Cell, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
+        return s - p["slope"].to(s.dtype) * (cell.i - cell.j).abs()
+
+    @classmethod
+    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        yield base(modifiers=(cls(),))
+        yield base(modifiers=(cls(),), pattern="causal", kv=2)
+
+
+def slopes(heads: int) -> list[float]:
+    """The published slope of each head."""
+    below = 2 ** int(math.log2(heads))
+    series = [2.0 ** (-8 * (h + 1) / below) for h in range(below)]
+    between = [2.0 ** (-8 * (h + 1) / (2 * below)) for h in range(0, 2 * below, 2)]
+    return series + between[: heads - below]

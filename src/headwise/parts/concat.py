@@ -1,0 +1,42 @@
+"""Per-head outputs side by side, and one linear map to the model's width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..layout import Layout
+from ..registry import part
+from ..seams import Base, Merge, Param, Weighted
+from ..spec import AttentionSpec
+from .start import xavier, zeros
+
+
+@part
+class Concat(Merge):
+    """y = concat(o_1 .. o_h) W_O + b_O, which is the sum over heads of o_h W_O[h] (1706.03762).
+
+    >>> import headwise as hw
+    >>> hw.Attention(hw.design(model=8, heads=2, bias="o")).state_dict()["output.o"].shape
+    torch.Size([8, 8])
+    """
+
+    paper = "1706.03762"
+    bias: str = ""
+
+    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        if self.bias not in ("", "o"):
+            yield f"Concat(bias={self.bias!r}) is unknown; say bias='o' for an output bias or '' for none"
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        weights = {"o": Param(Layout.parse("model (out vdim)"), xavier, "query")}
+        return weights | ({"o_bias": Param(Layout.parse("model"), zeros)} if self.bias else {})
+
+    def merge(self, o_BTOV: Tensor, p: Weighted) -> Tensor:
+        return F.linear(o_BTOV.flatten(2), p["o"], p["o_bias"] if self.bias else None)
+
+    @classmethod
+    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        yield base(merge=cls(bias="o"))

@@ -1,0 +1,78 @@
+"""Differential attention: what two heads agree on is noise, and is taken away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..heads import Heads
+from ..layout import Layout
+from ..registry import part
+from ..seams import Base, OutputStep, Param, Weighted
+from ..spec import AttentionSpec
+from .start import normal, ones
+
+
+@part
+class Differential(OutputStep):
+    """o_i = (1 - l0) RMSNorm(softmax(q_2i k_2i) V_i - l softmax(q_2i+1 k_2i+1) V_i), V_i twice as wide.
+
+    Version 1 (2410.05258): l = exp(a1.b1) - exp(a2.b2) + l0 with l0 = 0.8 - 0.6 exp(-0.3 depth), depth counted
+    from 0, one l for all heads of a layer. `design(heads=h)` makes h pairs of score heads.
+
+    >>> round(Differential(depth=0).start, 3), round(Differential(depth=10).start, 3)
+    (0.2, 0.77)
+    """
+
+    paper = "2410.05258"
+    depth: int = 0
+    eps: float = 1e-5
+
+    @property
+    def start(self) -> float:
+        """The first value of lambda at this depth."""
+        return 0.8 - 0.6 * math.exp(-0.3 * self.depth)
+
+    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        heads = spec.heads
+        if self.depth < 0:
+            yield f"Differential(depth={self.depth}) is no depth; the first layer is 0"
+        if heads.q % 2 or any(heads.value_of[i] != heads.value_of[i + 1] for i in range(0, heads.q - 1, 2)):
+            yield "Differential subtracts heads in pairs that read the same value head; give an even q and values=(0, 0, 1, 1, ...)"
+
+    def fitted(self, heads: Heads) -> Heads:
+        double = Heads.grouped(q=2 * heads.q, kv=2 * heads.kv, dim=heads.dim)
+        pairs = tuple(read for read in heads.reads for _ in range(2))
+        reads = tuple(2 * read + half for read in heads.reads for half in range(2))
+        return replace(double, vdim=2 * heads.dim, reads=reads, values=pairs)
+
+    def placed(self, layer: int, layers: int) -> Self:
+        return replace(self, depth=layer)
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        lambdas = {name: Param(Layout.parse("dim"), normal(0.1)) for name in ("a1", "b1", "a2", "b2")}
+        return lambdas | {"norm": Param(Layout.parse("vdim"), ones)}
+
+    def voices(self, speaks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(own + half for own in speaks for half in range(2))
+
+    def speaks(self, rows: int) -> tuple[int, ...]:
+        return tuple(range(0, rows, 2))
+
+    def finish(self, o_BTHV: Tensor, x_BTD: Tensor, p: Weighted) -> Tensor:
+        exact = torch.promote_types(o_BTHV.dtype, torch.float32)
+        up, down = (p["a1"] * p["b1"]).sum(dtype=exact).exp(), (p["a2"] * p["b2"]).sum(dtype=exact).exp()
+        noise = (up - down + self.start).to(o_BTHV.dtype)
+        left = o_BTHV[..., ::2, :] - noise * o_BTHV[..., 1::2, :]
+        return F.rms_norm(left, left.shape[-1:], p["norm"], self.eps) * (1 - self.start)
+
+    @classmethod
+    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        yield base(modifiers=(cls(),), pattern="causal")
+        yield base(modifiers=(cls(depth=3, eps=1e-6),), heads=3, kv=3, vdim=None)

@@ -1,0 +1,75 @@
+"""Queries, keys and values as three linear maps of the input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..layout import Layout
+from ..registry import part
+from ..seams import Base, Core, Param, Project, Turning, Weighted
+from ..spec import AttentionSpec
+from .start import xavier, zeros
+
+
+@part
+class Direct(Project):
+    """q = x W_Q + b_Q, k = z W_K + b_K, v = z W_V + b_V; keys and values are what is remembered.
+
+    `bias` says which of the three have one: "qkv", "q", "". With 8 query heads of 64 on 2 key-value heads
+    a token costs 256 remembered numbers:
+
+    >>> import headwise as hw
+    >>> hw.counting.cache_numbers(hw.design(model=512, heads=8, kv=2))
+    256
+    """
+
+    paper = "1706.03762"
+    bias: str = ""
+
+    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        if set(self.bias) - set("qkv") or len(set(self.bias)) != len(self.bias):
+            yield f"Direct(bias={self.bias!r}) asks for unknown biases; name each of q, k and v at most once"
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        axis = spec.heads.value_axis
+        weights = {
+            "q": Param(Layout.parse("(q dim) model"), xavier, "query"),
+            "k": Param(Layout.parse("(kv dim) source"), xavier, "source"),
+            "v": Param(Layout.parse(f"({axis} vdim) source"), xavier, "source"),
+        }
+        wide = {"q": "(q dim)", "k": "(kv dim)", "v": f"({axis} vdim)"}
+        return weights | {f"{side}_bias": Param(Layout.parse(wide[side]), zeros) for side in self.bias}
+
+    def entry(self, spec: AttentionSpec) -> Mapping[str, Layout]:
+        return {"k": Layout.parse("kv dim"), "v": Layout.parse(f"{spec.heads.value_axis} vdim")}
+
+    def core(self, spec: AttentionSpec) -> Core:
+        heads = spec.heads
+        values = tuple(heads.value_of[row] for row in spec.voices)
+        return Core(heads.reads, values, heads.dim, heads.vdim, heads.dim**-0.5)
+
+    def ask(self, x_BTD: Tensor, turn: Turning, p: Weighted) -> Tensor:
+        return turn(self._project(x_BTD, "q", "dim", p), "q")
+
+    def remember(self, z_BSE: Tensor, turn: Turning, p: Weighted) -> dict[str, Tensor]:
+        k = turn(self._project(z_BSE, "k", "dim", p), "k")
+        v = turn(self._project(z_BSE, "v", "vdim", p), "v")
+        return {"k": k, "v": v}
+
+    def recall(self, entry: Mapping[str, Tensor], turn: Turning, p: Weighted) -> tuple[Tensor, Tensor]:
+        return entry["k"], entry["v"]
+
+    def _project(self, x: Tensor, side: str, width: str, p: Weighted) -> Tensor:
+        bias = p[f"{side}_bias"] if side in self.bias else None
+        flat = F.linear(x, p[side], bias)
+        return flat.view(*x.shape[:-1], -1, p.sizes[width])
+
+    @classmethod
+    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        yield base()
+        yield base(kv=2, vdim=5, bias="qkvo")
+        yield base(kv=3, project=cls(bias="v"))
+        yield base(kv=1, source=13, project=cls(bias="q"))

@@ -1,0 +1,103 @@
+"""Heads that overlap: each sees a few channels of both its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..heads import Heads
+from ..layout import Layout
+from ..registry import part
+from ..seams import Base, Core, Param, Project, Turning, Weighted
+from ..spec import AttentionSpec
+from .start import constant, xavier, zeros
+
+
+@part
+class Overlapping(Project):
+    """Head i takes channels [i D - overlap, (i + 1) D + overlap) of q, k and v, zeros beyond the ends.
+
+    MOHSA's soft division (2410.14874): projections as plain attention's, scale 1/sqrt(D) and not of the wider
+    slice, W_O of h (D + 2 overlap) columns. Channels are remembered before they are divided. `heads.vdim` is
+    D + 2 overlap. Channels are an axis of their own, so cutting a head leaves its neighbours' view untouched.
+
+    >>> import headwise as hw
+    >>> spec = hw.design(model=8, heads=2, project=Overlapping(overlap=1))
+    >>> spec.heads.vdim, hw.counting.params(spec) - hw.counting.params(hw.design(model=8, heads=2))
+    (6, 32)
+    """
+
+    paper = "2410.14874"
+    overlap: int = 1
+    bias: str = ""
+    channels: int = 0
+
+    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        heads = spec.heads
+        if set(self.bias) - set("qkv"):
+            yield f"Overlapping(bias={self.bias!r}) asks for unknown biases; name each of q, k and v at most once"
+        if self.overlap < 0:
+            yield f"Overlapping(overlap={self.overlap}) is negative; 0 is plain attention"
+        if heads.reads != tuple(range(heads.q)) or heads.values:
+            yield f"Overlapping divides q, k and v alike, but {heads.q} heads read {heads.kv}; use kv={heads.q}"
+        if heads.vdim != heads.dim + 2 * self.overlap:
+            yield f"overlapping heads deliver dim + 2 overlap channels; use vdim={heads.dim + 2 * self.overlap}"
+
+    def fitted(self, heads: Heads) -> Heads:
+        return replace(heads, vdim=heads.dim + 2 * self.overlap)
+
+    def settled(self, spec: AttentionSpec) -> Self:
+        return replace(self, channels=self.sizes(spec)["channel"])
+
+    def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
+        return {"channel": self.channels or spec.heads.q * spec.heads.dim}
+
+    def turned(self, spec: AttentionSpec) -> int:
+        return spec.heads.dim + 2 * self.overlap
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        starts = constant([head * spec.heads.dim for head in range(spec.heads.q)])
+        weights = {
+            "q": Param(Layout.parse("channel model"), xavier, "query"),
+            "k": Param(Layout.parse("channel source"), xavier, "source"),
+            "v": Param(Layout.parse("channel source"), xavier, "source"),
+            "start": Param(Layout.parse("q"), starts, learned=False),
+        }
+        return weights | {f"{side}_bias": Param(Layout.parse("channel"), zeros) for side in self.bias}
+
+    def entry(self, spec: AttentionSpec) -> Mapping[str, Layout]:
+        return {"k": Layout.parse("channel"), "v": Layout.parse("channel")}
+
+    def core(self, spec: AttentionSpec) -> Core:
+        heads, wide = spec.heads, self.turned(spec)
+        return Core(heads.reads, spec.voices, wide, wide, heads.dim**-0.5)
+
+    def ask(self, x_BTD: Tensor, turn: Turning, p: Weighted) -> Tensor:
+        return turn(self._divide(self._project(x_BTD, "q", p), p), "q")
+
+    def remember(self, z_BSE: Tensor, turn: Turning, p: Weighted) -> dict[str, Tensor]:
+        return {side: self._project(z_BSE, side, p) for side in "kv"}
+
+    def recall(self, entry: Mapping[str, Tensor], turn: Turning, p: Weighted) -> tuple[Tensor, Tensor]:
+        return turn(self._divide(entry["k"], p), "k"), turn(self._divide(entry["v"], p), "v")
+
+    def _project(self, x: Tensor, side: str, p: Weighted) -> Tensor:
+        return F.linear(x, p[side], p[f"{side}_bias"] if side in self.bias else None)
+
+    def _divide(self, channels_BTC: Tensor, p: Weighted) -> Tensor:
+        padded = F.pad(channels_BTC, (self.overlap, self.overlap))
+        own = torch.arange(p.sizes["dim"] + 2 * self.overlap, device=padded.device)
+        return padded[..., p["start"][:, None] + own]
+
+    @classmethod
+    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        from .rotary import Rotary
+
+        yield base(project=cls(overlap=1), vdim=6, modifiers=(Rotary(),), pattern="causal")
+        yield base(project=cls(overlap=5, bias="qkv"), vdim=14, source=13)
+        yield base(project=cls(overlap=0, channels=28), vdim=4)

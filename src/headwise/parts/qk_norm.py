@@ -1,0 +1,72 @@
+"""Queries and keys of a fixed length before they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..layout import Layout
+from ..registry import part
+from ..seams import Base, Param, Turn, Weighted
+from ..spec import AttentionSpec
+from .start import full, ones
+
+
+@part
+class QKNorm(Turn):
+    """Normalises q and k, each with weights of its own.
+
+    kind="rms", scope="head": RMSNorm over each head's channels, as Qwen3 (2505.09388); scope="full": over all
+    heads at once, as OLMo 2 (2501.00656). kind="l2": unit vectors, and a learned temperature per head in
+    place of 1/sqrt(dim), so it goes with Dot(scale=1.0) (2010.04245). Where it stands among the turns is its
+    order: before Rotary as Qwen3, after it when written after.
+
+    >>> QKNorm().turn(torch.tensor([[[[3.0, 4.0]]]]), "q", torch.zeros(1, 1), {"q": torch.ones(2)}).round(decimals=3)
+    tensor([[[[0.8490, 1.1310]]]])
+    """
+
+    paper = "2010.04245"
+    kind: str = "rms"
+    scope: str = "head"
+    eps: float = 1e-6
+    temperature: float = 10.0
+
+    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        if (self.kind, self.scope) not in (("rms", "head"), ("rms", "full"), ("l2", "head")):
+            yield (
+                f"QKNorm(kind={self.kind!r}, scope={self.scope!r}) is not defined; "
+                "use kind 'rms' with scope 'head' or 'full', or kind 'l2' with scope 'head'"
+            )
+        if self.kind == "l2" and spec.similarity.factor(spec.core) != 1.0:
+            yield "QKNorm(kind='l2') brings a temperature in place of 1/sqrt(dim); use similarity Dot(scale=1.0)"
+        if spec.core.dim != spec.heads.dim or "k" not in spec.project.entry(spec):
+            yield "QKNorm would reach only a slice of what this project compares; its own norms stand in its place"
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        if self.kind == "l2":
+            return {"temperature": Param(Layout.parse("q"), full(self.temperature))}
+        axes = {"q": "(q dim)", "k": "(kv dim)"} if self.scope == "full" else {"q": "dim", "k": "dim"}
+        return {side: Param(Layout.parse(axis), ones) for side, axis in axes.items()}
+
+    def sources(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
+        return frozenset(range(spec.heads.q)) if self.scope == "full" else heads
+
+    def turn(self, x_BTHK: Tensor, side: str, position_BT: Tensor, p: Weighted) -> Tensor:
+        if self.kind == "l2":
+            unit = F.normalize(x_BTHK, dim=-1, eps=self.eps)
+            return unit * p["temperature"][:, None] if side == "q" else unit
+        if self.scope == "full":
+            flat = x_BTHK.flatten(-2)
+            return F.rms_norm(flat, flat.shape[-1:], p[side], self.eps).view_as(x_BTHK)
+        return F.rms_norm(x_BTHK, x_BTHK.shape[-1:], p[side], self.eps)
+
+    @classmethod
+    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        from .dot import Dot
+
+        yield base(modifiers=(cls(),), kv=2)
+        yield base(modifiers=(cls(scope="full", eps=1e-5),), kv=2)
+        yield base(modifiers=(cls(kind="l2", temperature=3.0),), similarity=Dot(scale=1.0))

@@ -1,0 +1,84 @@
+"""Rotary positions: queries and keys turn with where they stand, so that only distances matter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ..layout import Layout
+from ..registry import part
+from ..seams import Base, Param, Turn, Weighted
+from ..spec import AttentionSpec
+from .rotary_scaling import NTK, PI, Llama3, Plain, Scaling, YaRN
+from .start import constant
+
+
+@part
+class Rotary(Turn):
+    """Pair c of a head's first `dims` channels turns by t base^(-2c/dims) at position t (2104.09864).
+
+    pairs="half" takes channels (c, c + dims/2) together, as Llama checkpoints on the Hub; "interleaved" takes
+    (2c, 2c + 1), as the paper. `scaling` bends the frequencies for longer texts.
+
+    >>> Rotary(base=10_000.0).frequencies(4)
+    [1.0, 0.01]
+    """
+
+    paper = "2104.09864"
+    base: float = 10_000.0
+    dims: int | None = None
+    pairs: str = "half"
+    scaling: Scaling = Plain()
+
+    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        if self.pairs not in ("half", "interleaved"):
+            yield f"Rotary(pairs={self.pairs!r}) is unknown; use 'half' or 'interleaved'"
+        if not isinstance(self.scaling, Scaling):
+            yield f"Rotary(scaling={self.scaling!r}) is no scaling; use Plain, PI, NTK, YaRN or Llama3"
+            return
+        if not self.base > 1:
+            yield f"Rotary(base={self.base!r}) must be above 1; 10000.0 is usual"
+        reached = spec.project.turned(spec)
+        dims = reached if self.dims is None else self.dims
+        if dims % 2 or not 0 < dims <= reached:
+            yield f"Rotary turns pairs, but {dims} of {reached} channels are asked; use an even number up to {reached}"
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        dims = self.dims or spec.project.turned(spec)
+        return {"frequency": Param(Layout.parse("turning"), constant(self.frequencies(dims)), learned=False)}
+
+    def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
+        return {"turning": (self.dims or spec.project.turned(spec)) // 2}
+
+    def frequencies(self, dims: int) -> list[float]:
+        """The angle per position of each pair, after scaling."""
+        plain = [self.base ** (-2 * c / dims) for c in range(dims // 2)]
+        return self.scaling.bend(plain, self.base, dims)
+
+    def turn(self, x_BTHK: Tensor, side: str, position_BT: Tensor, p: Weighted) -> Tensor:
+        if side == "v":
+            return x_BTHK
+        exact = torch.promote_types(x_BTHK.dtype, torch.float32)
+        angle = position_BT[..., None, None].to(exact) * p["frequency"].to(exact)
+        swell = self.scaling.swell
+        cos, sin = (angle.cos() * swell).to(x_BTHK.dtype), (angle.sin() * swell).to(x_BTHK.dtype)
+        turned = 2 * angle.shape[-1]
+        x, rest = x_BTHK[..., :turned], x_BTHK[..., turned:]
+        halves = self.pairs == "half"
+        a, b = x.chunk(2, -1) if halves else (x[..., ::2], x[..., 1::2])
+        a, b = a * cos - b * sin, a * sin + b * cos
+        y = torch.cat([a, b], -1) if halves else torch.stack([a, b], -1).flatten(-2)
+        return y if rest.shape[-1] == 0 else torch.cat([y, rest], -1)
+
+    @classmethod
+    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        yield base(modifiers=(cls(),), pattern="causal", kv=2)
+        yield base(modifiers=(cls(base=50.0, dims=2, pairs="interleaved"),))
+        yield base(modifiers=(cls(scaling=PI(factor=4.0)),), pattern="causal")
+        yield base(modifiers=(cls(scaling=NTK(factor=4.0)),), pattern="causal")
+        yield base(modifiers=(cls(scaling=YaRN(factor=4.0, original=32)),), pattern="causal")
+        yield base(modifiers=(cls(scaling=YaRN(4.0, 32, 8.0, 2.0, "paper", 1.5)),), pattern="causal")
+        yield base(modifiers=(cls(scaling=Llama3(factor=4.0, low=1.5, high=3.0, original=64)),), kv=3)

@@ -1,0 +1,150 @@
+"""Ways to bend rotary frequencies so that a model reads further than it was trained."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from ..errors import SpecError
+from ..registry import part
+
+
+@dataclass(frozen=True)
+class Scaling(ABC):
+    """A change of every frequency, and `swell`, a factor on the turned channels."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, (int, float)) and not value > 0:
+                raise SpecError(f"{type(self).__name__}({name}={value!r}) must be positive; see its docstring")
+
+    @abstractmethod
+    def bend(self, plain: list[float], base: float, dims: int) -> list[float]:
+        """The frequencies to use, given the plain ones."""
+
+    @property
+    def swell(self) -> float:
+        """What turned channels are multiplied with."""
+        return 1.0
+
+
+@part
+class Plain(Scaling):
+    """Frequencies as they are.
+
+    >>> Plain().bend([1.0, 0.5], 10_000.0, 4)
+    [1.0, 0.5]
+    """
+
+    def bend(self, plain: list[float], base: float, dims: int) -> list[float]:
+        return plain
+
+
+@part
+class PI(Scaling):
+    """Position interpolation: position t counts as t / factor (2306.15595).
+
+    >>> PI(4.0).bend([1.0], 10_000.0, 2)
+    [0.25]
+    """
+
+    factor: float = 2.0
+
+    def bend(self, plain: list[float], base: float, dims: int) -> list[float]:
+        return [f / self.factor for f in plain]
+
+
+@part
+class NTK(Scaling):
+    """NTK-aware: base becomes base * factor^(dims / (dims - 2)); the slowest pair slows by exactly the factor.
+
+    >>> plain = [1.0, 0.01]
+    >>> [round(b / f, 6) for b, f in zip(NTK(4.0).bend(plain, 10_000.0, 4), plain)]
+    [1.0, 0.25]
+    """
+
+    factor: float = 2.0
+
+    def bend(self, plain: list[float], base: float, dims: int) -> list[float]:
+        if dims <= 2:
+            return plain
+        stretched = base * self.factor ** (dims / (dims - 2))
+        return [stretched ** (-2 * c / dims) for c in range(len(plain))]
+
+
+@part
+class YaRN(Scaling):
+    """Pairs that turn often keep their frequency, pairs that turn seldom are interpolated (2309.00071).
+
+    A pair makes r = original f / (2 pi) turns within the trained length. ramp="paper" blends linearly in r
+    between `slow` and `fast`; ramp="code", what released checkpoints were trained with, blends linearly in the
+    pair's index between the (rounded) indices where r is `fast` and `slow`. Turned channels swell by
+    0.1 ln(factor) + 1 unless said.
+
+    >>> YaRN(4.0, original=2048).bend([1.0], 10_000.0, 64)[0], round(YaRN(4.0).swell, 4)
+    (1.0, 1.1386)
+    """
+
+    factor: float = 4.0
+    original: int = 4096
+    fast: float = 32.0
+    slow: float = 1.0
+    ramp: str = "code"
+    swelling: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ramp not in ("code", "paper"):
+            raise SpecError(f"YaRN(ramp={self.ramp!r}) is unknown; use 'code' or 'paper'")
+        if self.fast <= self.slow:
+            raise SpecError(f"YaRN(fast={self.fast}, slow={self.slow}): fast pairs turn more often; use fast > slow")
+
+    @property
+    def swell(self) -> float:
+        """0.1 ln(factor) + 1, or as said."""
+        usual = 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+        return usual if self.swelling is None else self.swelling
+
+    def bend(self, plain: list[float], base: float, dims: int) -> list[float]:
+        kept = self._kept_by_turns(plain) if self.ramp == "paper" else self._kept_by_index(plain, base, dims)
+        return [f * k + f / self.factor * (1 - k) for f, k in zip(plain, kept, strict=True)]
+
+    def _kept_by_turns(self, plain: list[float]) -> list[float]:
+        turns = [self.original * f / (2 * math.pi) for f in plain]
+        return [_between(r, self.slow, self.fast) for r in turns]
+
+    def _kept_by_index(self, plain: list[float], base: float, dims: int) -> list[float]:
+        def index(turns: float) -> float:
+            return dims * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        first, last = max(math.floor(index(self.fast)), 0), min(math.ceil(index(self.slow)), dims - 1)
+        last = last + 0.001 if first == last else last
+        return [1 - _between(c, first, last) for c in range(len(plain))]
+
+
+@part
+class Llama3(Scaling):
+    """Llama 3.1's ramp: pairs with `high` turns or more within `original` stay, with `low` or fewer slow down.
+
+    >>> Llama3().bend([1.0, 1e-6], 500_000.0, 4)
+    [1.0, 1.25e-07]
+    """
+
+    factor: float = 8.0
+    low: float = 1.0
+    high: float = 4.0
+    original: int = 8192
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.high <= self.low:
+            raise SpecError(f"Llama3(low={self.low}, high={self.high}): the ramp runs upwards; use high > low")
+
+    def bend(self, plain: list[float], base: float, dims: int) -> list[float]:
+        kept = [_between(self.original * f / (2 * math.pi), self.low, self.high) for f in plain]
+        return [f * k + f / self.factor * (1 - k) for f, k in zip(plain, kept, strict=True)]
+
+
+def _between(x: float, low: float, high: float) -> float:
+    return min(max((x - low) / (high - low), 0.0), 1.0)

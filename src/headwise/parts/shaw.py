@@ -1,0 +1,92 @@
+"""Relative position representations: a vector per clipped distance, met by queries and added to values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..layout import Layout
+from ..registry import part
+from ..seams import Asked, Base, Cell, Param, ScoreStep, ValueStep, Weighted
+from ..spec import AttentionSpec
+from .start import xavier
+
+
+@part
+class Shaw(ScoreStep):
+    """s + scale q.a[clip(j - i, -reach, reach)]: one table of 2 reach + 1 vectors for all heads (1803.02155).
+
+    >>> import headwise as hw
+    >>> Shaw(reach=2).params(hw.design(model=8, heads=2))["table"].layout
+    Layout(dims=(('place',), ('dim',)))
+    """
+
+    paper = "1803.02155"
+    additive: ClassVar[bool] = True
+    reach: int = 16
+
+    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        if self.reach < 1:
+            yield f"Shaw(reach={self.reach}) sees no distance; use at least 1"
+        if spec.core.dim != spec.heads.dim:
+            yield f"Shaw's vectors are {spec.heads.dim} wide, but this project asks with {spec.core.dim}; use Direct()"
+
+    def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
+        return {"place": 2 * self.reach + 1}
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        return {"table": Param(Layout.parse("place dim"), xavier)}
+
+    def flops(self, spec: AttentionSpec, work) -> int:
+        return 2 * work.batch * work.queries * spec.heads.q * (2 * self.reach + 1) * spec.heads.dim
+
+    def ask(self, asked: Asked, p: Weighted) -> Tensor | None:
+        return torch.matmul(asked.q_BTHK * asked.scale, p["table"].T)
+
+    def score(self, s: Tensor, cell: Cell, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
+        assert factors is not None
+        return s + cell.take(factors, (cell.j - cell.i).clamp(-self.reach, self.reach) + self.reach)
+
+    @classmethod
+    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        yield base(modifiers=(cls(reach=2), ShawValues(reach=3)), pattern="causal", kv=2)
+        yield base(modifiers=(cls(reach=4),), vdim=5)
+
+
+@part
+class ShawValues(ValueStep):
+    """o + sum over keys of w a[clip(j - i, -reach, reach)]: the values' half of Shaw et al. (1803.02155).
+
+    >>> import headwise as hw
+    >>> ShawValues(reach=2).params(hw.design(model=8, heads=2))["table"].layout.axes
+    ('place_of_value', 'vdim')
+    """
+
+    paper = "1803.02155"
+    reach: int = 16
+
+    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        if self.reach < 1:
+            yield f"ShawValues(reach={self.reach}) sees no distance; use at least 1"
+        if spec.core.vdim != spec.heads.vdim:
+            yield "ShawValues adds to values as they are; a project that reads something else first cannot have it"
+
+    def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
+        return {"place_of_value": 2 * self.reach + 1}
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        return {"table": Param(Layout.parse("place_of_value vdim"), xavier)}
+
+    def flops(self, spec: AttentionSpec, work) -> int:
+        return 2 * work.batch * work.queries * len(spec.voices) * (2 * self.reach + 1) * spec.heads.vdim
+
+    def value(self, i: int, j: int, p: Weighted) -> Tensor:
+        return p["table"][min(max(j - i, -self.reach), self.reach) + self.reach]
+
+    def read(self, w_BHTS: Tensor, i: Tensor, j: Tensor, p: Weighted) -> Tensor:
+        place = ((j - i).clamp(-self.reach, self.reach) + self.reach).expand(w_BHTS.shape)
+        by_place = w_BHTS.new_zeros(*w_BHTS.shape[:3], 2 * self.reach + 1).scatter_add(-1, place, w_BHTS)
+        return torch.matmul(by_place, p["table"].to(w_BHTS.dtype))

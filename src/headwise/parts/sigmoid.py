@@ -1,0 +1,39 @@
+"""Every weight on its own: no row competes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ..registry import part
+from ..seams import Base, Normaliser, Weighted
+from ..spec import AttentionSpec
+
+
+@part
+class Sigmoid(Normaliser):
+    """w_j = sigmoid(s_j - log n), n the number of keys that this query may read (2409.04431).
+
+    Counting the allowed keys of the query itself, and not the length of the batch, keeps a cached step equal
+    to one pass. Two keys of score 0 get a third each:
+
+    >>> Sigmoid().row(torch.zeros(2), {}).tolist() == [torch.tensor(1 / 3).item()] * 2
+    True
+    """
+
+    paper = "2409.04431"
+
+    def row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
+        return torch.sigmoid(s_S - math.log(len(s_S)))
+
+    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
+        count = allowed.expand(*allowed.shape[:-1], s_BHTS.shape[-1]).sum(-1, keepdim=True)
+        bias = count.clamp(min=1).to(s_BHTS.dtype).log()
+        return torch.sigmoid(s_BHTS - bias).masked_fill(~allowed, 0.0)
+
+    @classmethod
+    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        yield base(normaliser=cls(), pattern="causal")

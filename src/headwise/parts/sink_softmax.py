@@ -1,0 +1,45 @@
+"""Softmax with a sink that takes weight and gives nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ..layout import Layout
+from ..registry import part
+from ..seams import Base, Normaliser, Param, Weighted
+from ..spec import AttentionSpec
+from .start import zeros
+
+
+@part
+class SinkSoftmax(Normaliser):
+    """w_j = exp(s_j) / (exp(sink_h) + sum of exp(s)): one learned score per head beside the keys (2508.10925).
+
+    A head whose sink is large reads almost nothing; a sink of 0 beside one key of score 0 takes half:
+
+    >>> SinkSoftmax().row(torch.zeros(1), {"sink": torch.tensor(0.0)}).item()
+    0.5
+    """
+
+    paper = "2508.10925"
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        return {"sink": Param(Layout.parse("q"), zeros)}
+
+    def row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
+        top = torch.maximum(s_S.max(), p_h["sink"])
+        e_S = (s_S - top).exp()
+        return e_S / (e_S.sum() + (p_h["sink"] - top).exp())
+
+    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
+        lowest = torch.finfo(s_BHTS.dtype).min
+        s_BHTS = s_BHTS.masked_fill(~allowed, lowest)
+        sink = p.spread()["sink"].to(s_BHTS.dtype).expand(*s_BHTS.shape[:3], 1)
+        return torch.cat([s_BHTS, sink], -1).softmax(-1)[..., :-1].masked_fill(~allowed, 0.0)
+
+    @classmethod
+    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        yield base(normaliser=cls(), pattern="window(4)", kv=2)

@@ -1,0 +1,35 @@
+"""Scores that saturate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ..registry import part
+from ..seams import Base, Cell, ScoreStep
+from ..spec import AttentionSpec
+
+
+@part
+class Softcap(ScoreStep):
+    """s -> limit tanh(s / limit): no score beyond the limit (Gemma 2, 2408.00118).
+
+    >>> Softcap(50.0).score(torch.tensor(1e6), None, None, {}).item()
+    50.0
+    """
+
+    paper = "2408.00118"
+    limit: float = 50.0
+
+    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        if not self.limit > 0:
+            yield f"Softcap(limit={self.limit!r}) must be positive; Gemma 2 uses 50.0"
+
+    def score(self, s: Tensor, cell: Cell, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
+        return torch.tanh(s / self.limit) * self.limit
+
+    @classmethod
+    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        yield base(modifiers=(cls(limit=0.5),), pattern="causal")

@@ -1,0 +1,35 @@
+"""Softmax over the keys a query may read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ..registry import part
+from ..seams import Base, Normaliser, Weighted
+from ..spec import AttentionSpec
+
+
+@part
+class Softmax(Normaliser):
+    """w_j = exp(s_j) / sum of exp(s) over the allowed keys; nothing allowed, no weight (1706.03762).
+
+    >>> Softmax().row(torch.tensor([0.0, 0.0, 0.0, 0.0]), {})[0].item()
+    0.25
+    """
+
+    paper = "1706.03762"
+
+    def row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
+        e_S = (s_S - s_S.max()).exp()
+        return e_S / e_S.sum()
+
+    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
+        lowest = torch.finfo(s_BHTS.dtype).min
+        return s_BHTS.masked_fill(~allowed, lowest).softmax(-1).masked_fill(~allowed, 0.0)
+
+    @classmethod
+    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        yield base(normaliser=cls(), pattern="causal")

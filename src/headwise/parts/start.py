@@ -1,0 +1,48 @@
+"""How parameters start: each function takes a shape and gives a tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Start = Callable[[tuple[int, ...]], Tensor]
+
+
+def xavier(shape: tuple[int, ...]) -> Tensor:
+    """Uniform within sqrt(6 / (fan in + fan out)) (Glorot and Bengio 2010)."""
+    bound = math.sqrt(6 / (shape[-1] + math.prod(shape[:-1])))
+    return torch.rand(shape) * (2 * bound) - bound
+
+
+def zeros(shape: tuple[int, ...]) -> Tensor:
+    """All zero."""
+    return torch.zeros(shape)
+
+
+def ones(shape: tuple[int, ...]) -> Tensor:
+    """All one."""
+    return torch.ones(shape)
+
+
+def full(value: float) -> Start:
+    """All one value."""
+    return lambda shape: torch.full(shape, value)
+
+
+def normal(std: float) -> Start:
+    """Gaussian with mean 0."""
+    return lambda shape: torch.randn(shape) * std
+
+
+def constant(values: Sequence[float] | Sequence[int]) -> Start:
+    """These very numbers; floats are kept in float64."""
+    dtype = torch.int64 if all(isinstance(value, int) for value in values) else torch.float64
+    return lambda shape: torch.tensor(values, dtype=dtype).reshape(shape)
+
+
+def identity(shape: tuple[int, ...]) -> Tensor:
+    """Ones on the diagonal."""
+    return torch.eye(*shape)

@@ -1,0 +1,218 @@
+"""Patterns kept as tables: some tokens read all, blocks read drawn blocks, nodes read along edges."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from headwise.boxes import Lines, Memory, either, grid, least, meet
+from headwise.errors import SpecError
+from headwise.pattern_base import Swept, whole
+
+CELLS = 2**22  # the longest table a pattern may keep
+
+
+def lookup(table: tuple[int, ...], index: Any) -> Any:
+    """table[index] for an int or a tensor of ints; beyond the end, its last entry.
+
+    >>> lookup((5, 7, -1), 1), lookup((5, 7, -1), 40)
+    (7, -1)
+    """
+    end = len(table) - 1
+    inside = index - (index - end) * (index > end)  # min(index, end), as arithmetic
+    return table[inside] if isinstance(inside, int) else inside.new_tensor(table)[inside]
+
+
+def listed(table: tuple[int, ...], value: Any) -> Any:
+    """Whether a value >= 0 stands in the sorted table, led by -1: a binary search that does not branch.
+
+    >>> [value for value in range(9) if listed((-1, 1, 4, 5), value)]
+    [1, 4, 5]
+    """
+    at = value - value
+    for bit in reversed(range(len(table).bit_length())):
+        at = at + (lookup(table, at + (1 << bit)) <= value) * (1 << bit)
+    return lookup(table, at) == value
+
+
+@dataclass(frozen=True, repr=False)
+class Global(Swept):
+    """The tokens at `positions` read every key and are read by every query (2004.05150); sorted and unique.
+
+    >>> Global((0, 3)).pairs(range(5), range(5))
+    16
+    """
+
+    positions: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        positions = {
+            whole("each of positions", position, 0) for position in entries("positions", self.positions)
+        }
+        object.__setattr__(self, "positions", tuple(sorted(positions)))
+
+    def allows(self, i: Any, j: Any) -> Any:
+        table = (-1, *self.positions)
+        return listed(table, i) | listed(table, j)
+
+    @property
+    def memory(self) -> Memory:
+        # What a global query reads from memory is no later than itself, hence no later than the last of them.
+        return Memory(max(self.positions, default=-1) + 1, 1)
+
+    @property
+    def opening(self) -> int | None:
+        return None if self.positions else 0
+
+    def spans(self, i: int, keys: range) -> list[range]:
+        return [keys] if i in self.positions else [range(at, at + 1) for at in self.positions if at in keys]
+
+    def lines(self, queries: range, keys: range) -> Lines:
+        edges = frozenset(at + edge for at in self.positions for edge in (0, 1))
+        return Lines(edges, edges)
+
+
+@dataclass(frozen=True, repr=False)
+class BigBird(Swept):
+    """Blocks of tokens read blocks (2007.14062): query block r reads key block c if one of these holds.
+
+    |r - c| <= window // 2: the `window` neighbours, its own included. c < globals: all read the first blocks.
+    r < globals: the first blocks read all. c was drawn for r: among the blocks that `length` tokens fill or
+    begin, each row r >= globals draws `random` different ones that it does not read already, all if fewer are
+    left. Beyond those blocks nothing is drawn, and the other three rules go on.
+
+    >>> bird = BigBird(length=24, block=2, window=3, globals=1, random=2, seed=0)
+    >>> [c for c in range(12) if bird.allows(2 * 5, 2 * c)]
+    [0, 4, 5, 6, 7, 8]
+    """
+
+    length: int
+    block: int = 64
+    window: int = 3
+    globals: int = 2
+    random: int = 3
+    seed: int = 0
+    drawn: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, low in {"length": 1, "block": 1, "window": 1, "globals": 0, "random": 0, "seed": 0}.items():
+            whole(name, getattr(self, name), low)
+        if self.window % 2 == 0:
+            fact = "window must be odd, for as many blocks before as after"
+            raise SpecError(f"{fact}; got {self.window}; use {self.window - 1} or {self.window + 1}")
+        if self._rows * self.random > CELLS:
+            fact = f"{self._rows} rows of {self.random} random blocks are more than {CELLS}"
+            raise SpecError(f"{fact}; got length={self.length}, block={self.block}; use a larger block")
+        rows = list(self._draws())
+        # One column for each draw, ended by -1, which is no block, for the rows beyond.
+        object.__setattr__(self, "drawn", tuple((*column, -1) for column in zip(*rows, strict=True)))
+
+    @property
+    def _rows(self) -> int:
+        return -(-self.length // self.block)
+
+    def _draws(self) -> Iterator[list[int]]:
+        # random() is the only method of Random whose numbers are promised to stay the same in every Python.
+        draw = random.Random(self.seed).random
+        for row in range(self._rows):
+            left = range(self.globals, max(self.globals, row - self.window // 2))
+            right = range(max(self.globals, row + self.window // 2 + 1), self._rows)
+            free = len(left) + len(right) if row >= self.globals else 0
+            ranks: set[int] = set()
+            while len(ranks) < min(self.random, free):
+                ranks.add(int(draw() * free))
+            chosen = [left[rank] if rank < len(left) else right[rank - len(left)] for rank in sorted(ranks)]
+            yield chosen + [-1] * (self.random - len(chosen))
+
+    def allows(self, i: Any, j: Any) -> Any:
+        r, c = i // self.block, j // self.block
+        near = (c >= r - self.window // 2) & (c <= r + self.window // 2)
+        drawn = [c == lookup(column, r) for column in self.drawn]
+        return either(near, c < self.globals, r < self.globals, *drawn)
+
+    @property
+    def memory(self) -> Memory:
+        past = [c for column in self.drawn for r, c in enumerate(column) if c < r]
+        first = max([self.globals - 1, *past]) + 1
+        return Memory(first * self.block, (self.window // 2 + 1) * self.block)
+
+    @property
+    def opening(self) -> int | None:
+        return None
+
+    def spans(self, i: int, keys: range) -> list[range]:
+        r = i // self.block
+        if r < self.globals:
+            return [keys]
+        near = range(r - self.window // 2, r + self.window // 2 + 1)
+        read = {*range(self.globals), *near, *(lookup(column, r) for column in self.drawn)}
+        return [meet(keys, range(c * self.block, (c + 1) * self.block)) for c in sorted(read) if c >= 0]
+
+    def lines(self, queries: range, keys: range) -> Lines:
+        return grid(self.block, queries, keys)
+
+
+@dataclass(frozen=True, repr=False)
+class Edges(Swept):
+    """Query i reads key j if the edge (i, j) is listed: message passing on a graph; sorted and unique.
+
+    >>> Edges(((0, 1), (2, 0))).allows(2, 0), Edges.complete(3).pairs(range(3), range(3))
+    (True, 9)
+    """
+
+    edges: tuple[tuple[int, int], ...]
+    width: int = field(init=False, repr=False, compare=False)
+    codes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        edges = tuple(sorted({_edge(edge) for edge in entries("edges", self.edges)}))
+        width = 1 + max((j for _, j in edges), default=0)
+        object.__setattr__(self, "edges", edges)
+        object.__setattr__(self, "width", width)
+        object.__setattr__(self, "codes", (-1, *(i * width + j for i, j in edges)))
+
+    @classmethod
+    def complete(cls, nodes: int) -> Edges:
+        """Every edge between `nodes` nodes, and from each to itself: Full on those nodes."""
+        return cls(tuple((i, j) for i in range(whole("nodes", nodes, 0)) for j in range(nodes)))
+
+    def allows(self, i: Any, j: Any) -> Any:
+        # A key beyond the listed ones would pass for a key of the next query.
+        return (j < self.width) & listed(self.codes, i * self.width + j)
+
+    @property
+    def memory(self) -> Memory:
+        past = [(i, j) for i, j in self.edges if j <= i]
+        first = 1 + max((j for _, j in past), default=-1)
+        return least(Memory(0, 1 + max((i - j for i, j in past), default=0)), Memory(first, 1))
+
+    @property
+    def opening(self) -> int | None:
+        return None if any(j > i for i, j in self.edges) else 0
+
+    def spans(self, i: int, keys: range) -> list[range]:
+        start, stop = (bisect_left(self.edges, (query, 0)) for query in (i, i + 1))
+        return [range(j, j + 1) for _, j in self.edges[start:stop] if j in keys]
+
+    def lines(self, queries: range, keys: range) -> Lines:
+        return Lines(
+            frozenset(i + edge for i, _ in self.edges for edge in (0, 1)),
+            frozenset(j + edge for _, j in self.edges for edge in (0, 1)),
+        )
+
+
+def entries(name: str, value: object) -> Iterable[object]:
+    """The entries of a tuple or list."""
+    if not isinstance(value, tuple | list):
+        raise SpecError(f"{name} must be a tuple; got {value!r}; write (0,) for a single entry")
+    return cast("Iterable[object]", value)
+
+
+def _edge(value: object) -> tuple[int, int]:
+    ends = list(cast("Iterable[object]", value)) if isinstance(value, tuple | list) else []
+    if len(ends) != 2:
+        raise SpecError(f"an edge is a pair (query, key); got {value!r}; write edges like ((0, 1), (2, 0))")
+    return whole("the query of an edge", ends[0], 0), whole("the key of an edge", ends[1], 0)

@@ -1,0 +1,73 @@
+"""Positions that are added to the input, before any layer."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .errors import SpecError
+from .tokens import Tokens
+
+LAYOUTS = ("interleaved", "halves")
+
+
+def sinusoidal(position: Tensor, model: int, layout: str = "interleaved", base: float = 10_000.0) -> Tensor:
+    """sin and cos of t base^(-2i/model), i = 0 .. model/2 - 1, for each position t (1706.03762, section 3.5).
+
+    layout="interleaved" alternates sine and cosine as the paper writes; "halves" puts all sines first, as
+    tensor2tensor does. Models trained with one cannot be read with the other.
+
+    >>> sinusoidal(torch.tensor([0, 1]), 4).round(decimals=4)[1].tolist()
+    [0.8414999842643738, 0.5403000116348267, 0.009999999776482582, 1.0]
+    """
+    if layout not in LAYOUTS:
+        raise SpecError(f"sinusoidal layout {layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
+    if model % 2 or model < 2:
+        raise SpecError(f"sines and cosines come in pairs, but model={model}; use an even width")
+    rate = torch.exp(torch.arange(0, model, 2, device=position.device, dtype=torch.float64) * (-math.log(base) / model))
+    angle = position[..., None].double() * rate
+    pair = torch.stack([angle.sin(), angle.cos()], -1)
+    flat = pair.flatten(-2) if layout == "interleaved" else pair.transpose(-1, -2).flatten(-2)
+    return flat.to(torch.get_default_dtype())
+
+
+class Sinusoidal(nn.Module):
+    """Adds sinusoidal positions to x.
+
+    >>> Sinusoidal(4)(torch.zeros(1, 1, 4)).tolist()
+    [[[0.0, 1.0, 0.0, 1.0]]]
+    """
+
+    def __init__(self, model: int, *, layout: str = "interleaved", base: float = 10_000.0) -> None:
+        super().__init__()
+        sinusoidal(torch.zeros(1), model, layout, base)
+        self.model, self.layout, self.base = model, layout, base
+
+    def forward(self, x_BTD: Tensor, *, tokens: Tokens | None = None) -> Tensor:
+        """x plus the code of where each token stands."""
+        at = tokens or Tokens.run(0, x_BTD.shape[1], x_BTD.device)
+        return x_BTD + sinusoidal(at.position, self.model, self.layout, self.base).to(x_BTD.dtype)
+
+
+class LearnedPositions(nn.Module):
+    """Adds a learned vector per position to x; there are `length` of them and no more.
+
+    >>> LearnedPositions(4, length=3)(torch.zeros(1, 2, 4)).shape
+    torch.Size([1, 2, 4])
+    """
+
+    def __init__(self, model: int, *, length: int) -> None:
+        super().__init__()
+        if model < 1 or length < 1:
+            raise SpecError(f"a table of {length} positions of width {model} is empty; both need at least 1")
+        self.table = nn.Parameter(torch.randn(length, model) * 0.02)
+
+    def forward(self, x_BTD: Tensor, *, tokens: Tokens | None = None) -> Tensor:
+        """x plus the vector of where each token stands."""
+        at = tokens or Tokens.run(0, x_BTD.shape[1], x_BTD.device)
+        last = at.start + at.count - 1 if at.start is not None else int(at.position.max()) if at.count else -1
+        if last >= len(self.table):
+            raise ValueError(f"position {last} is beyond the {len(self.table)} learned ones; use length={last + 1} or more")
+        return x_BTD + self.table[at.position]

@@ -1,0 +1,54 @@
+"""A probe sees, and may change, what passes a named place inside a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from .errors import nearest
+
+# Where a probe may stand, with the axes of what passes there.
+PLACES = {
+    "q": "B T H K",
+    "k": "B S G K",
+    "v": "B S G V",
+    "scores": "B H T S",
+    "weights": "B H T S",
+    "lse": "B H T",
+    "heads": "B T O V",
+}
+
+
+class Probe:
+    """Calls `see(place, tensor)` at each place it wants; a tensor it returns takes the other's place.
+
+    >>> import headwise as hw, torch
+    >>> layer = hw.Attention(hw.design(model=8, heads=2))
+    >>> with_weights = hw.Probe("weights")
+    >>> _ = layer(torch.randn(1, 3, 8), probe=with_weights)
+    >>> with_weights.seen["weights"].shape
+    torch.Size([1, 2, 3, 3])
+    """
+
+    def __init__(self, *places: str, see: Callable[[str, Tensor], Tensor | None] | None = None) -> None:
+        for place in places:
+            if place not in PLACES:
+                raise ValueError(f"no probe can stand at {place!r}; {nearest(place, PLACES)}")
+        self.wants: frozenset[str] = frozenset(places)
+        self.see = see
+        self.seen: dict[str, Tensor] = {}
+
+    def __call__(self, place: str, tensor: Tensor) -> Tensor:
+        if place not in self.wants:
+            return tensor
+        if self.see is None:
+            self.seen[place] = tensor
+            return tensor
+        changed = self.see(place, tensor)
+        return tensor if changed is None else changed
+
+
+def wanted(probe: Probe | None) -> Iterable[str]:
+    """What a probe asks of the backend: nothing when there is none."""
+    return probe.wants if probe is not None else ()

@@ -1,0 +1,50 @@
+"""Every part and pattern by its name: what text may speak of."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
+
+from .errors import SpecError, nearest
+
+if TYPE_CHECKING:
+    from .seams import Part
+
+C = TypeVar("C")
+REGISTRY: dict[str, type] = {}
+
+
+@dataclass_transform(frozen_default=True)
+def part(cls: type[C]) -> type[C]:
+    """Freeze a class and let text name it: parts, and the small values parts are made of."""
+    frozen = dataclass(frozen=True, repr=False)(cls)
+    frozen.__repr__ = _said
+    known = REGISTRY.get(cls.__name__)
+    if known is not None and known.__module__ != cls.__module__:
+        raise SpecError(f"two parts are named {cls.__name__}: {known.__module__} and {cls.__module__}; rename one")
+    REGISTRY[cls.__name__] = frozen
+    return frozen
+
+
+def find(name: str) -> type:
+    """The registered class of this name.
+
+    >>> find("Softmaxx")
+    Traceback (most recent call last):
+    headwise.errors.SpecError: there is no part 'Softmaxx'; ...
+    """
+    if name not in REGISTRY:
+        raise SpecError(f"there is no part {name!r}; {nearest(name, REGISTRY)}")
+    return REGISTRY[name]
+
+
+def defaults(cls: type) -> dict[str, Any]:
+    """The fields of a registered class that need not be said, with their values."""
+    return {f.name: f.default for f in fields(cls) if f.default is not MISSING}
+
+
+def _said(self: Part) -> str:
+    usual = defaults(type(self))
+    values = [(f.name, getattr(self, f.name)) for f in fields(self)]
+    said = [f"{n}={v!r}" for n, v in values if n not in usual or v != usual[n]]
+    return f"{type(self).__name__}({', '.join(said)})"

@@ -1,0 +1,198 @@
+"""A layer is six choices and a list. Everything else is a reading of this."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from .errors import SpecError, nearest
+from .heads import Heads
+from .pattern import Pattern
+from .seams import (
+    Core,
+    Gate,
+    Merge,
+    Mix,
+    Modifier,
+    Normaliser,
+    OutputStep,
+    Param,
+    Part,
+    Phase,
+    Project,
+    ScoreStep,
+    Similarity,
+    Turn,
+    ValueStep,
+    WeightStep,
+)
+
+P = TypeVar("P", bound=Part)
+SLOTS: dict[str, type] = {
+    "project": Project,
+    "similarity": Similarity,
+    "pattern": Pattern,
+    "normaliser": Normaliser,
+    "merge": Merge,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What an attention layer is, never how it runs: frozen, comparable, printable, and plain text if you like.
+
+    `source` is the width of what cross-attention reads; giving it says that the positions of both sequences
+    are meant to be comparable.
+    """
+
+    model: int
+    heads: Heads
+    project: Project
+    similarity: Similarity
+    pattern: Pattern
+    normaliser: Normaliser
+    merge: Merge
+    modifiers: tuple[Modifier, ...] = ()
+    source: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("model", "source"):
+            size = getattr(self, name)
+            if not (isinstance(size, int) and not isinstance(size, bool) and size > 0 or name == "source" and size is None):
+                raise SpecError(f"{name}={size!r} is not a width; give a whole number of at least 1")
+        for name, kind in {"heads": Heads, **SLOTS}.items():
+            _must_be(name, getattr(self, name), kind)
+        for modifier in self.modifiers:
+            _must_be("modifiers", modifier, Modifier)
+        by_phase = tuple(sorted(self.modifiers, key=lambda modifier: modifier.phase))
+        object.__setattr__(self, "modifiers", by_phase)
+        reasons = [reason for _, part in self.parts() for reason in part.clashes(self)]
+        if self.heads.speaks and max(self.heads.speaks) >= self.heads.q:
+            reasons.append(f"speaks={self.heads.speaks} names a score head that does not exist")
+        if reasons:
+            raise SpecError("; ".join(dict.fromkeys(reasons)))
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        """Every part with the name its parameters go by: "project", "output" (the merge), "alibi", "alibi_2"."""
+        yield "project", self.project
+        yield "similarity", self.similarity
+        yield "normaliser", self.normaliser
+        yield "output", self.merge  # "merge" is what the layer does
+        seen: dict[str, int] = {}
+        for modifier in self.modifiers:
+            name = snake(type(modifier).__name__)
+            seen[name] = seen.get(name, 0) + 1
+            yield (name if seen[name] == 1 else f"{name}_{seen[name]}"), modifier
+
+    def params(self) -> dict[str, Param]:
+        """Every parameter by its full name, "project.q"."""
+        return {f"{name}.{key}": param for name, part in self.parts() for key, param in part.params(self).items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every parameter by its full name."""
+        return {
+            f"{name}.{key}": param.layout.shape(self.sizes_of(part))
+            for name, part in self.parts()
+            for key, param in part.params(self).items()
+        }
+
+    def entry(self) -> dict[str, tuple[int, ...]]:
+        """The shape of what is remembered of one token, by name: "k", "v", "dynamic.gate"."""
+        return {
+            key if part is self.project else f"{name}.{key}": layout.opened(self.sizes_of(part))
+            for name, part in self.parts()
+            for key, layout in part.entry(self).items()
+        }
+
+    def steps(self, kind: type[P]) -> list[tuple[str, P]]:
+        """The parts that fill one seam, with their names, in order."""
+        return [(name, part) for name, part in self.parts() if isinstance(part, kind)]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the axes that every part knows."""
+        heads = self.heads
+        sizes = {"model": self.model, "source": self.source or self.model}
+        sizes |= {"q": heads.q, "kv": heads.kv, "v": heads.v, "dim": heads.dim, "vdim": heads.vdim}
+        return sizes | {"out": len(self.speaks)}
+
+    def sizes_of(self, part: Part) -> dict[str, int]:
+        """The sizes of every axis that this part's layouts may name: the spec's and its own."""
+        return self.sizes | dict(part.sizes(self))
+
+    @property
+    def speaks(self) -> tuple[int, ...]:
+        """The own score head of each output head."""
+        speaks = tuple(range(self.heads.q))
+        for _, step in self.steps(OutputStep):
+            speaks = step.speaks(len(speaks))
+        return self.heads.speaks or speaks
+
+    @property
+    def voices(self) -> tuple[int, ...]:
+        """The own score head of each row of weights that reads values, in the order of the rows."""
+        voices = self.speaks
+        for _, step in reversed(self.steps(OutputStep)):
+            voices = step.voices(voices)
+        return voices
+
+    def sources(self, out: int) -> frozenset[int]:
+        """Every score head that this output head needs: what cutting must keep."""
+        speaks = (self.speaks[out],)
+        for _, step in reversed(self.steps(OutputStep)):
+            speaks = step.voices(speaks)
+        heads = frozenset(speaks)
+        for _, part in reversed(list(self.parts())):
+            heads = part.sources(self, heads)
+        return heads
+
+    @property
+    def core(self) -> Core:
+        """Shapes and scale of the attention core, as the project gives them."""
+        return self.project.core(self)
+
+    def with_heads(self, **changes: Any) -> AttentionSpec:
+        """The same layer with other heads; who reads whom is made even again unless said.
+
+        A change of q or kv that keeps even groups needs nothing else: ``spec.with_heads(kv=2)``.
+        """
+        known = {f.name for f in fields(Heads)}
+        if wrong := sorted(set(changes) - known):
+            raise SpecError(f"heads have no {wrong[0]!r}; {nearest(wrong[0], known)}")
+        fresh: dict[str, Any] = {"reads": (), "values": (), "speaks": ()} if {"q", "kv"} & set(changes) else {}
+        if "dim" in changes and self.heads.vdim == self.heads.dim:
+            fresh["vdim"] = 0
+        return replace(self, heads=replace(self.heads, **(fresh | changes)))
+
+    def placed(self, layer: int, layers: int) -> AttentionSpec:
+        """The same layer at one depth of a stack: parts with a schedule get their numbers."""
+        moved = {slot: getattr(self, slot).placed(layer, layers) for slot in SLOTS if slot != "pattern"}
+        return replace(self, **moved, modifiers=tuple(m.placed(layer, layers) for m in self.modifiers))
+
+    def __repr__(self) -> str:
+        shown = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        kept = [f"{name}={value!r}" for name, value in shown if value not in ((), None)]
+        return f"AttentionSpec({', '.join(kept)})"
+
+    def __str__(self) -> str:
+        from .text import to_toml
+
+        return to_toml(self)
+
+
+def snake(name: str) -> str:
+    """A class name as words: ``QKNorm`` -> ``qk_norm``.
+
+    >>> snake("QKNorm"), snake("T5Bias"), snake("HeadGate")
+    ('qk_norm', 't5_bias', 'head_gate')
+    """
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def _must_be(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        said = f"{value!r} is a {type(value).__name__}"
+        raise SpecError(f"{name}: {said}, not a {kind.__name__}; see headwise.PARTS for what fits")
+

@@ -1,0 +1,144 @@
+"""Tokens know where they stand; who may read whom is a question asked of two sets of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .pattern import Causal, Pattern
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """The position of each token inside its own segment, counted from 0; segment -1 is padding and meets nobody.
+
+    Both tensors are [B, T], or [1, T] when all rows are alike. `start` is set when every row is known, without
+    looking at the device, to hold the neighbouring positions start, start + 1, ... of segment 0.
+
+    >>> Tokens.of(torch.zeros(2, 3, 8), lengths=[3, 2]).segment.tolist()
+    [[0, 0, 0], [0, 0, -1]]
+    """
+
+    position: Tensor
+    segment: Tensor
+    start: int | None = None
+    checked: bool = field(default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.checked:
+            _check(self.position, self.segment)
+
+    @staticmethod
+    def of(
+        x: Tensor,
+        *,
+        lengths: Sequence[int] | Tensor | None = None,
+        segments: Tensor | None = None,
+        pad: str = "right",
+    ) -> Tokens:
+        """The tokens of a batch x [B, T, ...]: whole rows, rows of these lengths, or packed segments [B, T].
+
+        A segment's positions count from 0 where it begins in its row; -1 marks padding.
+        """
+        batch, count = x.shape[0], x.shape[1]
+        if lengths is not None and segments is not None:
+            raise ValueError("both lengths and segments were given; segments alone can say both")
+        if segments is not None:
+            return _packed(segments.to(x.device), batch, count)
+        if lengths is None:
+            return Tokens.run(0, count, x.device)
+        sizes = torch.as_tensor(lengths, device=x.device)
+        if sizes.shape != (batch,) or sizes.is_floating_point() or ((sizes < 0) | (sizes > count)).any():
+            raise ValueError(f"lengths={lengths!r} do not fit {batch} rows of {count} tokens; give one in 0..{count} a row")
+        if pad not in ("right", "left"):
+            raise ValueError(f"pad={pad!r} is unknown; use 'right' or 'left'")
+        place = torch.arange(count, device=x.device)[None]
+        position = place - (count - sizes[:, None]) if pad == "left" else place.expand(batch, count)
+        live = position >= 0 if pad == "left" else place < sizes[:, None]
+        return Tokens(position.clamp(min=0), live.long() - 1, checked=True)
+
+    @staticmethod
+    def run(start: int, count: int, device: torch.device | str) -> Tokens:
+        """Every row the same: positions start .. start + count - 1 of segment 0."""
+        position = torch.arange(start, start + count, device=device)[None]
+        return Tokens(position, torch.zeros_like(position), start, checked=True)
+
+    @property
+    def count(self) -> int:
+        """How many tokens a row has."""
+        return self.position.shape[1]
+
+    @property
+    def live(self) -> Tensor:
+        """Which tokens are no padding."""
+        return self.segment >= 0
+
+
+class Sight:
+    """Which keys each query may read in this call, asked once and shared by all that want to know."""
+
+    def __init__(self, queries: Tokens, keys: Tokens, pattern: Pattern, mask: Tensor | None = None) -> None:
+        self.queries, self.keys, self.pattern, self.mask = queries, keys, pattern, mask
+        self._allowed: Tensor | None = None
+
+    @property
+    def i(self) -> Tensor:
+        """Query positions, shaped [B, 1, T, 1]."""
+        return self.queries.position[:, None, :, None]
+
+    @property
+    def j(self) -> Tensor:
+        """Key positions, shaped [B, 1, 1, S]."""
+        return self.keys.position[:, None, None, :]
+
+    @property
+    def allowed(self) -> Tensor:
+        """The rule as a tensor [B or 1, 1, T, S]."""
+        if self._allowed is None:
+            asks, told = self.queries.segment[:, None, :, None], self.keys.segment[:, None, None, :]
+            allowed = (asks == told) & (told >= 0) & self.pattern.allows(self.i, self.j)
+            self._allowed = allowed if self.mask is None else allowed & self.mask
+        return self._allowed
+
+    @property
+    def shape(self) -> str:
+        """What is known without asking the device: "full", the square "triangle", or "any"."""
+        first, second = self.queries.start, self.keys.start
+        if self.mask is not None or first is None or second is None:
+            return "any"
+        asks = range(first, first + self.queries.count)
+        told = range(second, second + self.keys.count)
+        pairs = self.pattern.pairs(asks, told)
+        if pairs == len(asks) * len(told):
+            return "full"
+        square = asks == told and self.pattern.opening == 0 and pairs == Causal().pairs(asks, told)
+        return "triangle" if square else "any"
+
+
+def _packed(segment: Tensor, batch: int, count: int) -> Tokens:
+    if segment.shape != (batch, count) or segment.is_floating_point():
+        raise ValueError(f"segments of shape {tuple(segment.shape)} do not fit; give whole numbers [{batch}, {count}]")
+    place = torch.arange(count, device=segment.device).expand(batch, count)
+    begins = torch.ones_like(segment, dtype=torch.bool)
+    begins[:, 1:] = segment[:, 1:] != segment[:, :-1]
+    position = place - torch.where(begins, place, 0).cummax(1).values
+    return Tokens(position, segment)
+
+
+def _check(position: Tensor, segment: Tensor) -> None:
+    if position.shape != segment.shape or position.dim() != 2:
+        shapes = tuple(position.shape), tuple(segment.shape)
+        raise ValueError(f"positions and segments have shapes {shapes}; both must be [batch, tokens]")
+    if any(t.is_floating_point() or t.is_complex() or t.dtype == torch.bool for t in (position, segment)):
+        raise ValueError(f"positions and segments are {position.dtype} and {segment.dtype}; both must be whole numbers")
+    if ((position < 0) & (segment >= 0)).any():
+        raise ValueError("a position below 0 has no place in its segment; count from 0")
+    live = segment >= 0
+    alone = torch.arange(position.shape[1], device=position.device).expand_as(position)
+    key = torch.where(live, segment * (position.amax() + 1 if position.numel() else 1) + position, -1 - alone)
+    ordered = key.sort(1).values
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        raise ValueError("two tokens of one segment stand at the same position; count positions inside each segment from 0")

@@ -1,0 +1,58 @@
+"""The tensors of one part, named as the part declared them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .seams import Param, Part
+from .spec import AttentionSpec
+
+
+class Weights(nn.Module):
+    """Parameters and constants of one part: ``p["q"]``, one head's with `head`, shaped for scores with `spread`."""
+
+    def __init__(self, spec: AttentionSpec, part: Part) -> None:
+        super().__init__()
+        self.sizes: dict[str, int] = spec.sizes_of(part)
+        params = part.params(spec)
+        self._by_head = [name for name, param in params.items() if param.layout.dims[:1] == (("q",),)]
+        self._scalars = [name for name in self._by_head if params[name].layout.axes == ("q",)]
+        for name, param in params.items():
+            self._add(name, param)
+
+    def _add(self, name: str, param: Param) -> None:
+        tensor = param.init(param.layout.shape(self.sizes))
+        if param.learned:
+            self.register_parameter(name, nn.Parameter(tensor))
+        else:
+            self.register_buffer(name, tensor)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._parameters.get(name)
+        return self._buffers[name] if tensor is None else tensor  # pyright: ignore[reportReturnType]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parameters or name in self._buffers
+
+    def head(self, h: int) -> Mapping[str, Tensor]:
+        """What belongs to score head h, its axis gone; what belongs to all, as it is."""
+        return {n: self[n][h] if n in self._by_head else self[n] for n in (*self._parameters, *self._buffers)}
+
+    def spread(self) -> Mapping[str, Tensor]:
+        """One number per score head shaped [H, 1, 1], to meet scores [B, H, T, S]."""
+        every = (*self._parameters, *self._buffers)
+        return {n: self[n][:, None, None] if n in self._scalars else self[n] for n in every}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # Constants follow a move between devices but keep their own precision: angles and slopes rounded to
+        # bfloat16 would be other positions.
+        exact = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, before in exact.items():
+            after = self._buffers[name]
+            if before is not None and after is not None and after.dtype != before.dtype:
+                self._buffers[name] = before.to(after.device)
+        return self

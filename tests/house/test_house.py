@@ -1,0 +1,361 @@
+"""The house rules that a machine can check, on every file of the source, the tests and the docs.
+
+The number after each heading is the rule in docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import doctest
+import functools
+import importlib
+import io
+import re
+import statistics
+import subprocess
+import sys
+import time
+import tokenize
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "headwise"
+FILES = sorted(SOURCE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+OUTSIDE = {".venv", ".git", "node_modules", "runs", "build", "dist", ".pytest_cache", ".ruff_cache"}
+
+LINES_OF_A_FILE = 300
+LINES_OF_A_FUNCTION = 40
+ARGUMENTS = 6  # without self and cls
+NESTING = 3
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def named(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def functions(path: Path) -> Iterator[Function]:
+    yield from (node for node in ast.walk(tree(path)) if isinstance(node, Function))
+
+
+def comments(path: Path) -> Iterator[tuple[int, str]]:
+    """The line and text of each comment: strings that look like one are not one."""
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def at(path: Path, node: ast.AST | int, what: str = "") -> str:
+    line = node if isinstance(node, int) else node.lineno
+    return f"{named(path)}:{line} {what}".rstrip()
+
+
+def check_none(found: list[str]) -> None:
+    """Nothing was found; else all of it is said, one a line."""
+    assert not found, "\n" + "\n".join(found)
+
+
+def modules() -> list[str]:
+    """Every module of the package by its dotted name, except those that run when imported."""
+    inside = [path.relative_to(SOURCE.parent).with_suffix("") for path in FILES if path.stem != "__main__"]
+    return [".".join(path.parts).removesuffix(".__init__") for path in inside]
+
+
+def test_there_is_a_source():
+    assert FILES, f"no Python file under {SOURCE}"
+
+
+# --- size (20) -----------------------------------------------------------------------------------------
+
+
+def test_files_are_short():
+    check_none([named(p) for p in FILES if len(p.read_text().splitlines()) > LINES_OF_A_FILE])
+
+
+def test_functions_are_short():
+    long = [
+        at(path, f, f"{f.name} has {f.end_lineno - f.lineno + 1} lines")
+        for path in FILES
+        for f in functions(path)
+        if f.end_lineno - f.lineno + 1 > LINES_OF_A_FUNCTION
+    ]
+    check_none(long)
+
+
+def arguments(f: Function) -> list[str]:
+    """The names a caller may fill, without the receiver."""
+    given = [*f.args.posonlyargs, *f.args.args]
+    positional = given[1:] if given and given[0].arg in ("self", "cls") else given
+    return [argument.arg for argument in (*positional, *f.args.kwonlyargs)]
+
+
+def test_functions_take_few_arguments():
+    many = [
+        at(path, f, f"{f.name} takes {len(arguments(f))} arguments")
+        for path in FILES
+        for f in functions(path)
+        if len(arguments(f)) > ARGUMENTS
+    ]
+    check_none(many)
+
+
+NESTS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.With, ast.AsyncWith, ast.Match)
+
+
+def depth(node: ast.AST) -> int:
+    """How many control statements stand inside each other; `elif` is no deeper than its `if`.
+
+    A function or class inside starts again at zero: it is measured on its own.
+    """
+    deepest = 0
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function | ast.ClassDef | ast.Lambda):
+            continue
+        elif_branch = isinstance(node, ast.If) and node.orelse == [child] and isinstance(child, ast.If)
+        deepest = max(deepest, depth(child) + (isinstance(child, NESTS) and not elif_branch))
+    return deepest
+
+
+def test_control_flow_is_flat():
+    nests = ((path, f, depth(f)) for path in FILES for f in functions(path))
+    deep = [at(path, f, f"{f.name} is {levels} deep") for path, f, levels in nests if levels > NESTING]
+    check_none(deep)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("def f():\n  return 1", 0),
+        ("def f(x):\n  if x:\n    pass\n  elif 1:\n    pass\n  elif 2:\n    pass\n  else:\n    pass", 1),
+        ("def f(x):\n  for y in x:\n    if y:\n      while 1:\n        with y:\n          pass", 4),
+        ("def f(x):\n  if x:\n    def g():\n      if x:\n        pass", 1),
+    ],
+)
+def test_depth_counts_what_it_says(code: str, expected: int):
+    assert depth(ast.parse(code).body[0]) == expected
+
+
+# --- what is not written (8, 17, 25) -------------------------------------------------------------------
+
+
+def test_no_check_is_silenced_without_a_reason():
+    """`# noqa: RULE - why` and `# pyright: ignore[rule] - why`; `type: ignore` never."""
+    excused = re.compile(r"(noqa: [A-Z]+\d+(, ?[A-Z]+\d+)*|pyright: ignore\[[\w, ]+\]) +[-:(] *\w+ \w+")
+    silent = [
+        at(path, line, text)
+        for path in (*FILES, *TESTS)
+        for line, text in comments(path)
+        if re.search(r"type:\s*ignore", text)
+        or (re.search(r"#\s*(ruff:\s*)?noqa|pyright:", text) and not excused.search(text))
+    ]
+    check_none(silent)
+
+
+def test_nothing_is_left_to_do():
+    words = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+    left = [at(p, line, text) for p in (*FILES, *TESTS) for line, text in comments(p) if words.search(text)]
+    check_none(left)
+
+
+def calls(path: Path, *names: str) -> Iterator[ast.Call]:
+    """Calls of these builtins, outside a module's own command: `main` and `if __name__ == "__main__"`."""
+    pending: list[ast.AST] = [
+        node for node in tree(path).body if not (isinstance(node, Function) and node.name == "main")
+    ]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
+            continue
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+            yield node
+        pending.extend(ast.iter_child_nodes(node))
+
+
+def test_only_the_command_line_prints():
+    rooms = ("cli", "demo", "demo.py", "__main__.py")
+    quiet = [path for path in FILES if path.relative_to(SOURCE).parts[0] not in rooms]
+    check_none([at(path, call) for path in quiet for call in calls(path, "print")])
+
+
+def test_nobody_asks_hasattr():
+    check_none([at(path, call) for path in FILES for call in calls(path, "hasattr")])
+
+
+def test_nothing_crosses_a_seam_unnamed():
+    """No method of a seam, a part or a backend takes **kwargs: a seam says what it hands over."""
+    seams = [path for path in FILES if path.relative_to(SOURCE).parts[0] in ("seams.py", "parts", "backends")]
+    classes = [(path, cls) for path in seams for cls in ast.walk(tree(path)) if isinstance(cls, ast.ClassDef)]
+    loose = [
+        at(path, method, method.name)
+        for path, cls in classes
+        for method in cls.body
+        if isinstance(method, Function) and method.args.kwarg
+    ]
+    check_none(loose)
+
+
+def test_nothing_is_cached_behind_the_back_of_the_compiler():
+    """lru_cache, cache and cached_property break torch.compile(fullgraph=True) under warnings-as-errors."""
+    banned = {"lru_cache", "cached_property", "cache"}
+    found = []
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ImportFrom) and node.module == "functools":
+                found += [at(path, node, name.name) for name in node.names if name.name in banned]
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "functools":
+                found += [at(path, node, node.attr)] if node.attr in banned else []
+    check_none(found)
+
+
+def test_no_path_of_one_machine():
+    machine = re.compile(r"(?<![\w.])/(home|root|work|mnt|opt|tmp|Users|usr|var)/\w|[A-Z]:\\\\Users")
+    found = [
+        at(path, number, line.strip())
+        for path in FILES
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if machine.search(line)
+    ]
+    check_none(found)
+
+
+# --- who knows whom (3) --------------------------------------------------------------------------------
+
+REGISTERS = {"part", "named"}  # decorators that put a class into the registry
+
+
+def registered(path: Path) -> set[str]:
+    """Classes that a register decorates, called or bare."""
+    found = set()
+    for cls in ast.walk(tree(path)):
+        if isinstance(cls, ast.ClassDef):
+            marks = [mark.func if isinstance(mark, ast.Call) else mark for mark in cls.decorator_list]
+            if REGISTERS & {ast.unparse(mark).split(".")[-1] for mark in marks}:
+                found.add(cls.name)
+    return found
+
+
+def spoken(path: Path) -> Iterator[tuple[int, str]]:
+    """Every name in the code and every identifier that is imported; strings and docstrings do not count."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Name):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+
+
+def test_only_parts_backends_and_presets_name_a_part():
+    inside = {"parts", "backends", "presets.py", "presets", "__init__.py"}  # the last hands names on
+    parts = set().union(*(registered(path) for path in (SOURCE / "parts").rglob("*.py")))
+    outside = [
+        p for p in FILES if p.relative_to(SOURCE).parts[0] not in inside and p != SOURCE / "__init__.py"
+    ]
+    told = [at(path, line, name) for path in outside for line, name in spoken(path) if name in parts]
+    check_none(told)
+
+
+# --- public means documented and doctested (23) --------------------------------------------------------
+
+
+def test_every_public_name_has_a_docstring():
+    import headwise
+
+    public = {name: getattr(headwise, name) for name in getattr(headwise, "__all__", [])}
+    described = (type, types.FunctionType, types.ModuleType)  # a constant cannot carry a docstring
+    check_none([name for name, thing in public.items() if isinstance(thing, described) and not thing.__doc__])
+
+
+@pytest.mark.parametrize("name", modules())
+def test_doctests(name: str):
+    """Every example in a docstring says what really comes out."""
+    module = importlib.import_module(name)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        result = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0, said.getvalue()
+
+
+def test_import_headwise_is_light(record_property):
+    """Neither torch nor numpy comes in before something needs it. Times are reported, never asserted."""
+    code = "import sys, headwise; print(*{'torch', 'numpy', 'transformers'} & set(sys.modules))"
+    times = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        times.append(time.perf_counter() - begun)
+        assert ran.stdout.split() == []
+    record_property("import_headwise_seconds", statistics.median(times))
+    print(f"python -c 'import headwise': median {statistics.median(times):.3f} s of 5")
+
+
+# --- the docs ------------------------------------------------------------------------------------------
+
+
+def pages() -> list[Path]:
+    found = (path for path in ROOT.rglob("*.md") if not OUTSIDE & set(path.relative_to(ROOT).parts))
+    return sorted(found)
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragment each heading of a page answers to."""
+    headings = re.findall(r"^#+ +(.+?) *$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    broken = []
+    for link in re.findall(r"\]\(<?([^)\s>]+)>?(?: +\"[^\"]*\")?\)", text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, fragment = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (fragment and target.suffix == ".md" and fragment not in anchors(target)):
+            broken.append(f"{named(page)}: {link}")
+    return broken
+
+
+def test_relative_links_resolve():
+    check_none([link for page in pages() for link in broken_links(page)])
+
+
+def test_a_broken_link_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    page = tmp_path / "a.md"
+    page.write_text("# One two\n[x](b.md) [y](#one-two) [z](a.md#three) [w](https://example.org) `[v](c.md)`")
+    assert broken_links(page) == ["a.md: b.md", "a.md: a.md#three"]
+
+
+# --- the tests themselves (12) -------------------------------------------------------------------------
+
+
+def judges(node: ast.AST) -> bool:
+    """An assert, a pytest.raises or .fail, a call whose name starts with check_ or assert_."""
+    if isinstance(node, ast.Assert):
+        return True
+    if not isinstance(node, ast.Call):
+        return False
+    last = ast.unparse(node.func).split(".")[-1]
+    return last in ("raises", "fail") or last.startswith(("check_", "assert_"))
+
+
+def test_every_test_asserts_something():
+    silent = [
+        at(path, f, f.name)
+        for path in TESTS
+        for f in functions(path)
+        if f.name.startswith("test_") and not any(judges(node) for node in ast.walk(f))
+    ]
+    check_none(silent)
