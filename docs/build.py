@@ -64,6 +64,48 @@ def parts() -> str:
     return table(["part", "acts on", "what it is", "paper"], rows)
 
 
+@generates
+def clashes() -> str:
+    """Every pair of parts that refuse each other, in the words of the refusal; what is not here can be combined."""
+    cannot, pairs, rows = alone(), 0, []
+    parts = registered_parts()
+    for n, one in enumerate(parts):
+        for other in parts[n + 1 :]:
+            if phase(one) == phase(other) and phase(one) in slots():
+                continue  # a slot holds one part
+            pairs += 1
+            reasons = [said for said in refusals(one, other) if said not in cannot[one] + cannot[other]]
+            rows += [(f"`{one.__name__}`", f"`{other.__name__}`", "; ".join(reasons))] if reasons else []
+    single = [(f"`{cls.__name__}`", "-", "; ".join(said)) for cls, said in cannot.items() if said]
+    told = f"{pairs} pairs of parts were tried as they come, beside the usual choices; {len(rows)} refuse each other."
+    return f"{told}\n\n{table(['part', 'with', 'why not'], [*single, *rows])}"
+
+
+def alone() -> dict[type, list[str]]:
+    """What each part, as it comes, refuses of the usual choices."""
+    return {cls: refusals(cls) for cls in registered_parts()}
+
+
+def refusals(*parts: type) -> list[str]:
+    """Why these parts cannot stand together beside the usual choices."""
+    import headwise as hw
+
+    slotted = {phase(cls).lower(): cls() for cls in parts if phase(cls) in slots()}
+    rest = tuple(cls() for cls in parts if phase(cls) not in slots())
+    try:
+        hw.design(model=512, heads=8, modifiers=rest, **slotted)
+    except hw.SpecError as error:
+        return str(error).split("; ")
+    return []
+
+
+def slots() -> set[str]:
+    """The seams of which a spec has exactly one."""
+    from headwise.spec import SLOTS
+
+    return {kind.__name__ for kind in SLOTS.values()}
+
+
 def registered_parts() -> list[type]:
     import headwise.parts  # noqa: F401 - importing it fills the registry
     from headwise.registry import REGISTRY

@@ -28,8 +28,8 @@ _HOMES = {
     "Pattern": "pattern",
     "Prefix": "pattern",
     "Window": "pattern",
-    "Ledger": "seams",
-    "Work": "seams",
+    "Ledger": "terms",
+    "Work": "terms",
     "AttentionSpec": "spec",
     "Sight": "tokens",
     "Tokens": "tokens",
@@ -50,9 +50,20 @@ _HOMES = {
 }
 # What the repr of a spec is made of, besides parts.
 _SPOKEN = {name: home for name, home in _HOMES.items() if home in ("heads", "pattern", "spec")}
-_MODULES = ("axes", "backends", "counting", "errors", "layout", "parts", "pattern", "presets", "reference", "seams")
+_MODULES = (
+    "axes",
+    "backends",
+    "counting",
+    "errors",
+    "layout",
+    "parts",
+    "pattern",
+    "presets",
+    "reference",
+    "seams",
+)
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605 - the names live in one table; every part of the registry is public too
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,15 +16,6 @@ from .spec import SLOTS, AttentionSpec
 Weights = Mapping[str, Tensor]
 
 
-def along(tensor: Tensor, layout: Layout, sizes: Mapping[str, int], axis: str, change: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Open a tensor by its axes, change it along one of them, close it again."""
-    if axis not in layout.axes:
-        return tensor
-    where = layout.axes.index(axis)
-    changed = change(tensor.reshape(layout.opened(sizes)), where)
-    return changed.reshape(layout.shape({**sizes, axis: changed.shape[where]}))
-
-
 def take(keep: Sequence[int]) -> Callable[[Tensor, int], Tensor]:
     """Keep these, in this order."""
     return lambda t, axis: t.index_select(axis, torch.tensor(list(keep), dtype=torch.int64, device=t.device))
@@ -40,18 +31,26 @@ def repeat(reads: Sequence[int]) -> Callable[[Tensor, int], Tensor]:
     return take(reads)
 
 
-def changed(spec: AttentionSpec, weights: Weights, moves: Mapping[str, Callable[[Tensor, int], Tensor]]) -> dict[str, Tensor]:
+def changed(
+    spec: AttentionSpec, weights: Weights, moves: Mapping[str, Callable[[Tensor, int], Tensor]]
+) -> dict[str, Tensor]:
     """Every weight of a spec, changed along the axes that `moves` names."""
-    out: dict[str, Tensor] = {}
-    for name, part in spec.parts():
-        for key, param in part.params(spec).items():
-            tensor, sizes = weights[f"{name}.{key}"], spec.sizes_of(part)
-            for axis, move in moves.items():
-                tensor = along(tensor, param.layout, sizes, axis, move)
-                if axis in param.layout.axes:
-                    sizes = {**sizes, axis: move(torch.empty(sizes[axis]), 0).shape[0]}
-            out[f"{name}.{key}"] = tensor.clone()
-    return out
+    return {
+        f"{name}.{key}": _moved(weights[f"{name}.{key}"], param.layout, spec.sizes_of(part), moves)
+        for name, part in spec.parts()
+        for key, param in part.params(spec).items()
+    }
+
+
+def _moved(
+    tensor: Tensor, layout: Layout, sizes: dict[str, int], moves: Mapping[str, Callable[[Tensor, int], Tensor]]
+) -> Tensor:
+    opened = tensor.reshape(layout.opened(sizes))
+    for where, axis in enumerate(layout.axes):
+        if axis in moves:
+            opened = moves[axis](opened, where)
+            sizes = {**sizes, axis: opened.shape[where]}
+    return opened.reshape(layout.shape(sizes)).clone()
 
 
 def cut(spec: AttentionSpec, weights: Weights, keep: Iterable[int]) -> tuple[AttentionSpec, dict[str, Tensor]]:
@@ -62,7 +61,9 @@ def cut(spec: AttentionSpec, weights: Weights, keep: Iterable[int]) -> tuple[Att
     """
     outs = sorted(set(keep))
     if not outs or outs[0] < 0 or outs[-1] >= len(spec.speaks):
-        raise SpecError(f"heads {outs} cannot be kept of {len(spec.speaks)}; name at least one of 0..{len(spec.speaks) - 1}")
+        raise SpecError(
+            f"heads {outs} cannot be kept of {len(spec.speaks)}; name at least one of 0..{len(spec.speaks) - 1}"
+        )
     heads = spec.heads
     q = sorted(frozenset[int]().union(*(spec.sources(out) for out in outs)))
     read_k = {heads.reads[h] for h in q}
@@ -81,7 +82,9 @@ def cut(spec: AttentionSpec, weights: Weights, keep: Iterable[int]) -> tuple[Att
     return _with(spec, smaller), changed(spec, weights, moves)
 
 
-def share(spec: AttentionSpec, weights: Weights, groups: Sequence[Sequence[int]]) -> tuple[AttentionSpec, dict[str, Tensor]]:
+def share(
+    spec: AttentionSpec, weights: Weights, groups: Sequence[Sequence[int]]
+) -> tuple[AttentionSpec, dict[str, Tensor]]:
     """The layer whose key-value heads are the means of these groups; equal heads lose nothing."""
     heads = spec.heads
     if sorted(head for group in groups for head in group) != list(range(heads.kv)) or heads.values:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 NOTHING: frozenset[int] = frozenset()
 
@@ -103,9 +103,7 @@ class Box(NamedTuple):
     def span(self, i: int, keys: range) -> range:
         """The keys that query i reads."""
         start = keys.start if self.back is None else max(keys.start, i - self.back)
-        ends = [
-            end for end in (self.high, None if self.ahead is None else i + self.ahead + 1) if end is not None
-        ]
+        ends = [end for end in (self.high, None if self.ahead is None else i + self.ahead + 1) if end is not None]
         return range(start, min([keys.stop, *ends]))
 
     @property
@@ -113,9 +111,7 @@ class Box(NamedTuple):
         """The lines its two ends run on."""
         back = NOTHING if self.back is None else {-self.back}
         ahead = NOTHING if self.ahead is None else {self.ahead + 1}
-        return Lines(
-            NOTHING, NOTHING if self.high is None else frozenset({self.high}), frozenset(back | ahead)
-        )
+        return Lines(NOTHING, NOTHING if self.high is None else frozenset({self.high}), frozenset(back | ahead))
 
     @property
     def memory(self) -> Memory:
@@ -129,6 +125,7 @@ class Box(NamedTuple):
         return 0 if self.ahead == 0 else self.high
 
 
+@runtime_checkable
 class Spanned(Protocol):
     """What counting needs to know of a pattern."""
 

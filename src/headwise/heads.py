@@ -50,7 +50,9 @@ class Heads:
         if self.values:
             _covers("values", self.values, self.q, self.v, "value head")
         if any(not 0 <= own < self.q for own in self.speaks):
-            raise SpecError(f"speaks={self.speaks} names a score head outside 0..{self.q - 1}; give one per output head")
+            raise SpecError(
+                f"speaks={self.speaks} names a score head outside 0..{self.q - 1}; give one per output head"
+            )
 
     @property
     def value_of(self) -> tuple[int, ...]:

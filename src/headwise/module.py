@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from . import backends, inputs
-from .backends import Bound, Inputs, Job
+from .backends import Attend, Bound, Inputs, Job
 from .cache import Cache, Remembered, StateCache
 from .probe import Probe
-from .seams import Asked, Core, Gate, Ledger, Mix, OutputStep, Project, Turn, Weighted
+from .seams import Gate, Mix, OutputStep, Project, Turn
 from .spec import AttentionSpec
+from .terms import Asked, Core, Weighted
 from .tokens import Sight, Tokens
-from .weights import Weights
+from .weights import Weights, weights_of
 
 
 class Plan(NamedTuple):
@@ -25,7 +25,7 @@ class Plan(NamedTuple):
 
     project: Project
     job: Job
-    backend: ModuleType
+    attend: Attend
     scale: float
 
 
@@ -33,7 +33,7 @@ class Plan(NamedTuple):
 class Turning:
     """The turns of each side, at the positions in hand."""
 
-    turns: Mapping[str, list[tuple[Turn, Weighted]]]
+    turns: Mapping[str, Sequence[tuple[Turn, Weighted]]]
     position_BT: Tensor
 
     def __call__(self, x_BTHK: Tensor, side: str) -> Tensor:
@@ -63,15 +63,14 @@ class Attention(nn.Module):
         self._bind()
 
     def _bind(self) -> None:
-        p: dict[str, Weighted] = {name: self.get_submodule(name) for name, _ in self.spec.parts()}  # pyright: ignore
-        spec = self.spec
+        spec, p = self.spec, weights_of(self, self.spec)
         turns = spec.steps(Turn)
         self._turns = {s: [(t, p[n]) for n, t in turns if s in t.reaches(spec)] for s in "qkv"}
         self._mixes = [(name, mix, p[name]) for name, mix in spec.steps(Mix)]
         self._outputs = [(step, p[name]) for name, step in spec.steps(OutputStep)]
         self._gates = [(gate, p[name]) for name, gate in spec.steps(Gate)]
         self._bound = Bound.of(spec, p)
-        self._p, self._merge_p = p["project"], p["output"]
+        self._p = p
 
     def forward(
         self,
@@ -82,12 +81,9 @@ class Attention(nn.Module):
         tokens: Tokens | None = None,
         mask: Tensor | None = None,
         probe: Probe | None = None,
-        ledger: Ledger | None = None,
     ) -> Tensor:
         """y_BTD: what each token of x reads, of x itself or of `source`."""
-        o_BTOV = self.heads(
-            x_BTD, source=source, cache=cache, tokens=tokens, mask=mask, probe=probe, ledger=ledger
-        )
+        o_BTOV = self.heads(x_BTD, source=source, cache=cache, tokens=tokens, mask=mask, probe=probe)
         return self.merge(o_BTOV)
 
     def heads(
@@ -99,7 +95,6 @@ class Attention(nn.Module):
         tokens: Tokens | None = None,
         mask: Tensor | None = None,
         probe: Probe | None = None,
-        ledger: Ledger | None = None,
     ) -> Tensor:
         """o_BTOV: what each output head reads, before the merge."""
         inputs.check(self.spec, x_BTD, source, cache, tokens, self._like)
@@ -107,27 +102,29 @@ class Attention(nn.Module):
         entry, told = self._remembered(x_BTD, at, source, cache)
         state = {} if cache is None else cache.state
         plan = self._plan(x_BTD, bool(state), mask is not None, probe)
-        q_BTHK = plan.project.ask(x_BTD, Turning(self._turns, at.position), self._p)
-        k_BSGK, v_BSGV = plan.project.recall(entry, Turning(self._turns, told.position), self._p)
+        p = self._p["project"]
+        q_BTHK = plan.project.ask(x_BTD, Turning(self._turns, at.position), p)
+        k_BSGK, v_BSGV = plan.project.recall(entry, Turning(self._turns, told.position), p)
         if probe is not None:
             q_BTHK, k_BSGK, v_BSGV = probe("q", q_BTHK), probe("k", k_BSGK), probe("v", v_BSGV)
         asked = Asked(x_BTD, q_BTHK, plan.scale, at.live)
-        gates = [gate.gate(asked, p, ledger) for gate, p in self._gates]
+        ledger = None if probe is None else probe.ledger
+        gates = [gate.gate(asked, own, ledger) for gate, own in self._gates]
         sight = Sight(at, told, self.spec.pattern, inputs.checked_mask(mask, x_BTD, told.count, self.spec.heads.q))
         job_inputs = Inputs(q_BTHK, k_BSGK, v_BSGV, asked, entry, state)
-        o_BTHV = plan.backend.attend(plan.job, sight, job_inputs, self._bound, probe)
+        o_BTHV = plan.attend(plan.job, sight, job_inputs, self._bound, probe)
         if isinstance(cache, StateCache):
             cache.fold(self._folded(plan.job.core, job_inputs, told))
-        o_BTOV = plan.project.deliver(o_BTHV, self._p)
-        for step, p in self._outputs:
-            o_BTOV = step.finish(o_BTOV, x_BTD, p)
+        o_BTOV = plan.project.deliver(o_BTHV, p)
+        for step, own in self._outputs:
+            o_BTOV = step.finish(o_BTOV, x_BTD, own)
         for gate in gates:
             o_BTOV = o_BTOV * gate
         return o_BTOV if probe is None else probe("heads", o_BTOV)
 
     def merge(self, o_BTOV: Tensor) -> Tensor:
         """y_BTD from per-head outputs."""
-        return self.spec.merge.merge(o_BTOV, self._merge_p)
+        return self.spec.merge.merge(o_BTOV, self._p["output"])
 
     def remember(self, z_BSE: Tensor, *, tokens: Tokens | None = None) -> Remembered:
         """Another sequence, projected once: hand it over as `source` as often as you like."""
@@ -155,7 +152,7 @@ class Attention(nn.Module):
         return (entry, at) if cache is None else cache.append(entry, at)
 
     def _entry(self, z_BSE: Tensor, at: Tokens) -> dict[str, Tensor]:
-        entry = self.spec.project.remember(z_BSE, Turning(self._turns, at.position), self._p)
+        entry = self.spec.project.remember(z_BSE, Turning(self._turns, at.position), self._p["project"])
         for name, mix, p in self._mixes:
             entry |= {f"{name}.{key}": factor for key, factor in mix.remember(z_BSE, p).items()}
         return entry
@@ -174,7 +171,7 @@ class Attention(nn.Module):
             job = Job(self.spec, form(self.spec, one).core(self.spec), *key)
             backend = backends.choose(job, self.only)
             scale = self.spec.similarity.factor(job.core)
-            self._plans[key] = Plan(form(self.spec, one), job, backend, scale)
+            self._plans[key] = Plan(form(self.spec, one), job, backend.attend, scale)
         return self._plans[key]
 
 

@@ -48,9 +48,7 @@ class Pattern(ABC):
         """
         for axis in (queries, keys):
             if axis and (axis.step != 1 or axis.start < 0):
-                raise SpecError(
-                    f"pairs are counted in step-1 ranges from 0 up; got {axis}; use range(start, stop)"
-                )
+                raise SpecError(f"pairs are counted in step-1 ranges from 0 up; got {axis}; use range(start, stop)")
         return self._count(queries, keys) if queries and keys else 0
 
     def __and__(self, other: Pattern) -> And:
@@ -219,9 +217,7 @@ def _spell(pattern: Pattern, leaf: Callable[[Pattern], str]) -> str:
     sign = " & " if isinstance(pattern, And) else " | "
     sides = ((side, _spell(side, leaf)) for side in (pattern.left, pattern.right))
     # & binds tighter than |, so only an Or inside an And needs brackets.
-    return sign.join(
-        f"({said})" if isinstance(pattern, And) and isinstance(side, Or) else said for side, said in sides
-    )
+    return sign.join(f"({said})" if isinstance(pattern, And) and isinstance(side, Or) else said for side, said in sides)
 
 
 def _given(pattern: Pattern) -> dict[str, tuple[object, object]]:
@@ -232,8 +228,7 @@ def _given(pattern: Pattern) -> dict[str, tuple[object, object]]:
 
 def _short(pattern: Pattern) -> str:
     said = (
-        repr(value) if default is MISSING else f"{name}={value!r}"
-        for name, (value, default) in _given(pattern).items()
+        repr(value) if default is MISSING else f"{name}={value!r}" for name, (value, default) in _given(pattern).items()
     )
     return f"{type(pattern).__name__.lower()}({', '.join(said)})"
 

@@ -49,9 +49,7 @@ class Global(Swept):
     positions: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        positions = {
-            whole("each of positions", position, 0) for position in entries("positions", self.positions)
-        }
+        positions = {whole("each of positions", position, 0) for position in entries("positions", self.positions)}
         object.__setattr__(self, "positions", tuple(sorted(positions)))
 
     def allows(self, i: Any, j: Any) -> Any:

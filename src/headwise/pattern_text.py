@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from headwise.errors import SpecError, nearest
 
@@ -64,6 +64,7 @@ def _call(name: str, args: list[ast.expr], keywords: list[ast.keyword], known: M
     return known[name](*bound.args, **bound.kwargs)
 
 
+@runtime_checkable
 class Drawable(Protocol):
     """What drawing needs to know of a pattern."""
 
@@ -83,9 +84,7 @@ def draw(pattern: Drawable, queries: int, keys: int) -> str:
     Beyond 64 queries or keys it is shrunk: a mark stands for a square of pairs, and the legend says so.
     """
     if min(queries, keys) < 1:
-        raise SpecError(
-            f"there is nothing to draw; got {queries} queries and {keys} keys; use at least 1 of each"
-        )
+        raise SpecError(f"there is nothing to draw; got {queries} queries and {keys} keys; use at least 1 of each")
     side = -(-max(queries, keys) // CELLS)
     tops, lefts = range(0, queries, side), range(0, keys, side)
     margin = max(len(str(tops[-1])), 4)

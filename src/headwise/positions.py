@@ -69,5 +69,7 @@ class LearnedPositions(nn.Module):
         at = tokens or Tokens.run(0, x_BTD.shape[1], x_BTD.device)
         last = at.start + at.count - 1 if at.start is not None else int(at.position.max()) if at.count else -1
         if last >= len(self.table):
-            raise ValueError(f"position {last} is beyond the {len(self.table)} learned ones; use length={last + 1} or more")
+            raise ValueError(
+                f"position {last} is beyond the {len(self.table)} learned ones; use length={last + 1} or more"
+            )
         return x_BTD + self.table[at.position]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,9 @@ from .parts.dot import Dot
 from .parts.latent import Latent
 from .parts.rotary import Rotary
 from .parts.softmax import Softmax
-from .pattern import Full, Pattern, parse
-from .seams import Merge, Modifier, Normaliser, Project, Similarity
+from .pattern import Full, parse
+from .registry import defaults
+from .seams import Merge, Part, Project
 from .spec import AttentionSpec
 from .text import from_json as _from_json
 from .text import from_toml as _from_toml
@@ -30,84 +31,73 @@ USUAL: dict[str, Any] = {
 }
 
 
-def design(*, preset: str | None = None, **said: Any) -> AttentionSpec:
-    """A spec from the few words that matter: model, heads, kv, dim, vdim, pattern, modifiers, bias, and any slot.
+# Every word that `design` knows; None where something follows from the others.
+WORDS: dict[str, Any] = {
+    **USUAL,
+    **dict.fromkeys(("model", "heads", "kv", "dim", "vdim", "bias", "source")),
+    "modifiers": (),
+}
 
-    `dim` is model / heads unless given, `kv` as many as heads, `pattern` text or a pattern, `bias` the letters
-    of "qkvo" that have one. `preset` starts from a named spec.
+
+def design(*, preset: str | None = None, **said: Any) -> AttentionSpec:
+    """A spec from the few words that matter.
+
+    model, heads; kv (as many as heads), dim (model / heads), vdim (dim); pattern, as text or as a pattern;
+    modifiers; bias, the letters of "qkvo" that have one; source, the width of what cross-attention reads; and
+    project, similarity, normaliser, merge. `preset` starts from a named spec instead.
 
     >>> design(model=512, heads=8, kv=2).heads
     Heads.grouped(q=8, kv=2, dim=64)
     """
-    if preset is None:
-        return _design(**_known(said, set(_design.__kwdefaults__ or {}) | {"model", "heads"}))
-    if preset not in PRESETS:
-        raise SpecError(f"there is no preset {preset!r}; {nearest(preset, PRESETS)}")
-    return PRESETS[preset](**said)
+    if preset is not None:
+        if preset not in PRESETS:
+            raise SpecError(f"there is no preset {preset!r}; {nearest(preset, PRESETS)}")
+        return PRESETS[preset](**said)
+    word = _words(said)
+    slots = {slot: word[slot] for slot in ("project", "similarity", "normaliser", "merge")}
+    heads = _heads(word)
+    for part in (*slots.values(), *word["modifiers"]):
+        heads = part.fitted(heads) if isinstance(part, Part) and word["vdim"] is None else heads
+    if word["bias"] is not None:
+        slots |= _biased(word["bias"], slots["project"], slots["merge"])
+    pattern = parse(word["pattern"]) if isinstance(word["pattern"], str) else word["pattern"]
+    rest = {"model": word["model"], "source": word["source"], "modifiers": word["modifiers"]}
+    return AttentionSpec(heads=heads, pattern=pattern, **slots, **rest)
 
 
-def _design(
-    *,
-    model: int,
-    heads: int,
-    kv: int | None = None,
-    dim: int | None = None,
-    vdim: int | None = None,
-    pattern: str | Pattern = "full()",
-    modifiers: Sequence[Modifier] = (),
-    bias: str | None = None,
-    source: int | None = None,
-    project: Project = USUAL["project"],
-    similarity: Similarity = USUAL["similarity"],
-    normaliser: Normaliser = USUAL["normaliser"],
-    merge: Merge = USUAL["merge"],
-) -> AttentionSpec:
-    shape = _heads(model, heads, kv, dim, vdim)
-    for part in (project, similarity, normaliser, merge, *modifiers):
-        shape = part.fitted(shape) if vdim is None else shape
-    if bias is not None:
-        project, merge = _biased(bias, project, merge)
-    return AttentionSpec(
-        model=model,
-        heads=shape,
-        project=project,
-        similarity=similarity,
-        pattern=parse(pattern) if isinstance(pattern, str) else pattern,
-        normaliser=normaliser,
-        merge=merge,
-        modifiers=tuple(modifiers),
-        source=source,
-    )
-
-
-def _heads(model: int, heads: int, kv: int | None, dim: int | None, vdim: int | None) -> Heads:
-    for name, size in (("model", model), ("heads", heads)):
+def _words(said: dict[str, Any]) -> dict[str, Any]:
+    for name in said:
+        if name not in WORDS:
+            raise SpecError(f"design has no {name!r}; {nearest(name, WORDS)}")
+    word = WORDS | said
+    for name in ("model", "heads"):
+        size = word[name]
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise SpecError(f"{name}={size!r} is not a size; give a whole number of at least 1")
+            raise SpecError(f"design needs {name}, a whole number of at least 1, not {size!r}; say {name}=8")
+    if not isinstance(word["modifiers"], (tuple, list)):
+        raise SpecError(f"modifiers={word['modifiers']!r} is no list; write modifiers=(Rotary(),) with the comma")
+    return word | {"modifiers": tuple(word["modifiers"])}
+
+
+def _heads(word: dict[str, Any]) -> Heads:
+    model, heads, dim = word["model"], word["heads"], word["dim"]
     if dim is None and model % heads:
         ways = [n for n in range(1, model + 1) if model % n == 0]
         raise SpecError(f"a model of {model} does not divide among {heads} heads; use heads in {ways}, or say dim=")
-    return Heads.grouped(q=heads, kv=kv, dim=model // heads if dim is None else dim, vdim=vdim)
+    return Heads.grouped(q=heads, kv=word["kv"], dim=model // heads if dim is None else dim, vdim=word["vdim"])
 
 
-def _biased(bias: str, project: Project, merge: Merge) -> tuple[Project, Merge]:
-    if unknown := set(bias) - set("qkvo"):
-        raise SpecError(f"bias={bias!r} names {sorted(unknown)[0]!r}; use letters of 'qkvo'")
-    inner = "".join(letter for letter in "qkv" if letter in bias)
-    fields = project.__dataclass_fields__
-    if inner and "bias" not in fields:
-        raise SpecError(f"{type(project).__name__} has no biases of its own; use bias='o' or bias=''")
-    project = replace(project, bias=inner) if "bias" in fields else project  # pyright: ignore[reportCallIssue]
-    return project, replace(merge, bias="o" if "o" in bias else "")  # pyright: ignore[reportCallIssue]
-
-
-def _known(said: dict[str, Any], known: set[str]) -> dict[str, Any]:
-    for name in said:
-        if name not in known:
-            raise SpecError(f"design has no {name!r}; {nearest(name, known)}")
-    if missing := [name for name in ("model", "heads") if name not in said]:
-        raise SpecError(f"design needs {' and '.join(missing)}; say {missing[0]}=...")
-    return said
+def _biased(bias: str, project: Project, merge: Merge) -> dict[str, Part]:
+    if unknown := sorted(set(bias) - set("qkvo")):
+        raise SpecError(f"bias={bias!r} names {unknown[0]!r}; use letters of 'qkvo'")
+    inner, outer = ("".join(letter for letter in letters if letter in bias) for letters in ("qkv", "o"))
+    told: dict[str, tuple[Part, str]] = {"project": (project, inner), "merge": (merge, outer)}
+    out: dict[str, Part] = {}
+    for slot, (part, letters) in told.items():
+        if "bias" not in defaults(type(part)) and letters:
+            raise SpecError(f"{type(part).__name__} has no bias of its own; leave {letters!r} out of bias={bias!r}")
+        out[slot] = replace(part, bias=letters) if "bias" in defaults(type(part)) else part
+    return out
 
 
 def mha(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
@@ -143,7 +133,7 @@ PRESETS: dict[str, Callable[..., AttentionSpec]] = {"mha": mha, "gqa": gqa, "mqa
 def from_toml(text: str) -> AttentionSpec:
     """The spec that a TOML document describes; a choice it does not make is the usual one.
 
-    >>> from_toml('model = 8\\nheads = {q = 2, dim = 4}') == design(model=8, heads=2)
+    >>> from_toml("model = 8\\nheads = {q = 2, dim = 4}") == design(model=8, heads=2)
     True
     """
     return _from_toml(text, USUAL)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from torch import Tensor
 
 from .errors import nearest
+from .terms import Ledger
 
 # Where a probe may stand, with the axes of what passes there.
 PLACES = {
@@ -23,6 +24,8 @@ PLACES = {
 class Probe:
     """Calls `see(place, tensor)` at each place it wants; a tensor it returns takes the other's place.
 
+    Without `see` it keeps what it saw. `ledger` is where parts set their training terms.
+
     >>> import headwise as hw, torch
     >>> layer = hw.Attention(hw.design(model=8, heads=2))
     >>> with_weights = hw.Probe("weights")
@@ -31,12 +34,15 @@ class Probe:
     torch.Size([1, 2, 3, 3])
     """
 
-    def __init__(self, *places: str, see: Callable[[str, Tensor], Tensor | None] | None = None) -> None:
+    def __init__(
+        self, *places: str, see: Callable[[str, Tensor], Tensor | None] | None = None, ledger: Ledger | None = None
+    ) -> None:
         for place in places:
             if place not in PLACES:
                 raise ValueError(f"no probe can stand at {place!r}; {nearest(place, PLACES)}")
         self.wants: frozenset[str] = frozenset(places)
         self.see = see
+        self.ledger = ledger
         self.seen: dict[str, Tensor] = {}
 
     def __call__(self, place: str, tensor: Tensor) -> Tensor:
@@ -47,8 +53,3 @@ class Probe:
             return tensor
         changed = self.see(place, tensor)
         return tensor if changed is None else changed
-
-
-def wanted(probe: Probe | None) -> Iterable[str]:
-    """What a probe asks of the backend: nothing when there is none."""
-    return probe.wants if probe is not None else ()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 from .errors import SpecError, nearest
-
-if TYPE_CHECKING:
-    from .seams import Part
 
 C = TypeVar("C")
 REGISTRY: dict[str, type] = {}
@@ -18,7 +15,6 @@ REGISTRY: dict[str, type] = {}
 def part(cls: type[C]) -> type[C]:
     """Freeze a class and let text name it: parts, and the small values parts are made of."""
     frozen = dataclass(frozen=True, repr=False)(cls)
-    frozen.__repr__ = _said
     known = REGISTRY.get(cls.__name__)
     if known is not None and known.__module__ != cls.__module__:
         raise SpecError(f"two parts are named {cls.__name__}: {known.__module__} and {cls.__module__}; rename one")
@@ -43,8 +39,12 @@ def defaults(cls: type) -> dict[str, Any]:
     return {f.name: f.default for f in fields(cls) if f.default is not MISSING}
 
 
-def _said(self: Part) -> str:
-    usual = defaults(type(self))
-    values = [(f.name, getattr(self, f.name)) for f in fields(self)]
-    said = [f"{n}={v!r}" for n, v in values if n not in usual or v != usual[n]]
-    return f"{type(self).__name__}({', '.join(said)})"
+@dataclass(frozen=True, repr=False)
+class Spoken:
+    """Something whose repr is the code that makes it, with what equals its default left out."""
+
+    def __repr__(self) -> str:
+        usual = defaults(type(self))
+        values = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        said = [f"{name}={value!r}" for name, value in values if name not in usual or value != usual[name]]
+        return f"{type(self).__name__}({', '.join(said)})"

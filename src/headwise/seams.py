@@ -1,20 +1,20 @@
-"""The seams: what a part of an attention layer may do, and the little that others may know of it.
+"""The seams: what a part of an attention layer may do.
 
 A part is a frozen description with pure methods. Its parameters are declared by named axes and handed back
-to it as `p`; so one declaration builds, counts, cuts, shares and saves it. Letters: B batch, T queries,
-S keys, H score heads, G key or value heads, O output heads, K key width, V value width, D model, E source.
+to it as `p`; so one declaration builds, counts, cuts, shares and saves it. Letters: see `headwise.terms`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, Self
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from .heads import Heads
 from .layout import Layout
+from .registry import Spoken
+from .terms import Asked, Base, Cell, Core, Ledger, Param, Phase, Turning, Weighted, Work
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,115 +22,8 @@ if TYPE_CHECKING:
     from .spec import AttentionSpec
 
 
-class Phase(IntEnum):
-    """When a modifier acts; modifiers are sorted by it, and keep the order written inside one phase."""
-
-    TURN = 1
-    SCORES = 2
-    WEIGHTS = 3
-    VALUES = 4
-    OUTPUTS = 5
-    GATES = 6
-
-
-@dataclass(frozen=True)
-class Core:
-    """All that a backend and the counting may know of shapes.
-
-    keys[h] is the key head that score head h reads; values[r] the value head that row r of the weights reads.
-    """
-
-    keys: tuple[int, ...]
-    values: tuple[int, ...]
-    dim: int
-    vdim: int
-    scale: float
-
-    def flops(self, pairs: int) -> int:
-        """Two matrix products over `pairs` (query, key) pairs: scores, then the reading of values."""
-        return 2 * pairs * (len(self.keys) * self.dim + len(self.values) * self.vdim)
-
-
-@dataclass(frozen=True)
-class Param:
-    """A parameter: its axes, how it starts, and which tokens it is multiplied with.
-
-    `applied` names the tokens that meet it in a matrix product: each "query", each "source" token when it is
-    remembered, each "recalled" token whenever it is read; None for what only adds or scales. A constant
-    (learned=False) is saved, cut and moved with the rest but never trained. `tied` names its owner.
-    """
-
-    layout: Layout
-    init: Callable[[tuple[int, ...]], Tensor]
-    applied: Literal["query", "source", "recalled"] | None = None
-    learned: bool = True
-    tied: str | None = None
-
-
-@dataclass(frozen=True)
-class Work:
-    """One call: batch, queries asked, tokens newly remembered, keys to be read, pairs allowed (of one row)."""
-
-    batch: int
-    queries: int
-    remembered: int
-    keys: int
-    pairs: int = -1
-
-    def __post_init__(self) -> None:
-        if self.pairs < 0:
-            object.__setattr__(self, "pairs", self.queries * self.keys)
-
-    def tokens(self, applied: str | None) -> int:
-        """How many tokens of this call meet a parameter that is `applied` so."""
-        each = {"query": self.queries, "source": self.remembered, "recalled": self.keys}
-        return self.batch * each[applied] if applied else 0
-
-
-class Weighted(Protocol):
-    """The parameters of one part: by name, by head, or shaped to broadcast over a score tensor."""
-
-    training: bool
-    sizes: Mapping[str, int]
-
-    def __getitem__(self, name: str) -> Tensor: ...
-    def __contains__(self, name: str) -> bool: ...
-    def head(self, h: int) -> Mapping[str, Tensor]: ...
-    def spread(self) -> Mapping[str, Tensor]: ...
-
-
-class Turning(Protocol):
-    """Applies every turn of the layer to one side, "q", "k" or "v", of x_BTHK."""
-
-    def __call__(self, x_BTHK: Tensor, side: str) -> Tensor: ...
-
-
-class Asked(NamedTuple):
-    """What a query token brings: its input, its turned queries, the scale of scores, and whether it is no padding."""
-
-    x_BTD: Tensor
-    q_BTHK: Tensor
-    scale: float
-    live_BT: Tensor
-
-
-class Cell(Protocol):
-    """The (query, key) pairs in hand: their positions, and `take`, which reads per-query factors at an index."""
-
-    i: Any
-    j: Any
-
-    def take(self, factors: Tensor, index: Any) -> Tensor: ...
-
-
-class Base(Protocol):
-    """Makes a small spec from the words of `design`; what is not said gets sizes that no two axes share."""
-
-    def __call__(self, **said: Any) -> AttentionSpec: ...
-
-
-@dataclass(frozen=True)
-class Part(ABC):
+@dataclass(frozen=True, repr=False)
+class Part(Spoken, ABC):
     """Anything an attention layer is made of. Every method has a meaning of its own and a neutral default."""
 
     paper: ClassVar[str] = ""
@@ -360,19 +253,3 @@ class Merge(Part):
 
     @abstractmethod
     def merge(self, o_BTOV: Tensor, p: Weighted) -> Tensor: ...
-
-
-@dataclass
-class Ledger:
-    """Training terms by (layer, term): set, never added to, so that recomputing a layer cannot double them."""
-
-    terms: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    layer: str = ""
-
-    def set(self, term: str, value: Tensor) -> None:
-        """Write one term of the layer in hand."""
-        self.terms[self.layer, term] = value
-
-    def total(self, term: str) -> Tensor | float:
-        """The sum of one term over layers."""
-        return sum((v for (_, name), v in self.terms.items() if name == term), 0.0)

@@ -11,23 +11,16 @@ from .errors import SpecError, nearest
 from .heads import Heads
 from .pattern import Pattern
 from .seams import (
-    Core,
-    Gate,
     Merge,
     Mix,
     Modifier,
     Normaliser,
     OutputStep,
-    Param,
     Part,
-    Phase,
     Project,
-    ScoreStep,
     Similarity,
-    Turn,
-    ValueStep,
-    WeightStep,
 )
+from .terms import Core, Param, Phase
 
 P = TypeVar("P", bound=Part)
 SLOTS: dict[str, type] = {
@@ -60,7 +53,10 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         for name in ("model", "source"):
             size = getattr(self, name)
-            if not (isinstance(size, int) and not isinstance(size, bool) and size > 0 or name == "source" and size is None):
+            if not (
+                (isinstance(size, int) and not isinstance(size, bool) and size > 0)
+                or (name == "source" and size is None)
+            ):
                 raise SpecError(f"{name}={size!r} is not a width; give a whole number of at least 1")
         for name, kind in {"heads": Heads, **SLOTS}.items():
             _must_be(name, getattr(self, name), kind)
@@ -69,8 +65,11 @@ class AttentionSpec:
         by_phase = tuple(sorted(self.modifiers, key=lambda modifier: modifier.phase))
         object.__setattr__(self, "modifiers", by_phase)
         reasons = [reason for _, part in self.parts() for reason in part.clashes(self)]
-        if self.heads.speaks and max(self.heads.speaks) >= self.heads.q:
-            reasons.append(f"speaks={self.heads.speaks} names a score head that does not exist")
+        mixes = [type(mix).__name__ for _, mix in self.steps(Mix) if mix.phase is Phase.WEIGHTS]
+        if len(mixes) > 1:
+            reasons.append(f"{' and '.join(mixes)} both turn weights into output heads; only one part can mix them")
+        if mixes and self.voices != self.speaks:
+            reasons.append(f"{mixes[0]} gives output heads, but an output step wants to join their rows itself")
         if reasons:
             raise SpecError("; ".join(dict.fromkeys(reasons)))
 
@@ -195,4 +194,3 @@ def _must_be(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         said = f"{value!r} is a {type(value).__name__}"
         raise SpecError(f"{name}: {said}, not a {kind.__name__}; see headwise.PARTS for what fits")
-

@@ -6,12 +6,12 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NoReturn, cast
 
 from . import pattern
 from .errors import SpecError, nearest
 from .heads import Heads
-from .registry import REGISTRY, defaults, find
+from .registry import defaults, find
 from .spec import SLOTS, AttentionSpec
 
 
@@ -37,19 +37,7 @@ def from_dict(said: Mapping[str, Any], usual: Mapping[str, Any] | None = None) -
     """The spec that a dictionary describes; `usual` fills the choices that it does not make."""
     known = [f.name for f in fields(AttentionSpec)]
     _known_keys("a spec", said, known)
-    chosen: dict[str, Any] = dict(usual or {})
-    for name, value in said.items():
-        if name == "pattern":
-            chosen[name] = pattern.parse(value) if isinstance(value, str) else _mistyped("pattern", value, "text")
-        elif name == "heads":
-            chosen[name] = _heads(value)
-        elif name in SLOTS:
-            chosen[name] = _object(name, value)
-        elif name == "modifiers":
-            rows = value if isinstance(value, (list, tuple)) else _mistyped(name, value, "a list of parts")
-            chosen[name] = tuple(_object(f"modifiers[{n}]", row) for n, row in enumerate(rows))
-        else:
-            chosen[name] = value
+    chosen = dict(usual or {}) | {name: _choice(name, value) for name, value in said.items()}
     if missing := [name for name in ("model", "heads", *SLOTS) if name not in chosen]:
         raise SpecError(f"the spec says nothing of {', '.join(missing)}; add {missing[0]} = ...")
     return AttentionSpec(**chosen)
@@ -66,18 +54,19 @@ def from_json(text: str, usual: Mapping[str, Any] | None = None) -> AttentionSpe
         said = json.loads(text)
     except json.JSONDecodeError as error:
         raise SpecError(f"this is not JSON: {error}; write what spec.to_json gives") from None
-    return from_dict(said if isinstance(said, dict) else _mistyped("a spec", said, "an object"), usual)
+    return from_dict(_table("a spec", said), usual)
 
 
 def to_toml(spec: AttentionSpec) -> str:
     """One TOML document; nested parts are inline tables."""
     said = to_dict(spec)
-    tables = {name: value for name, value in said.items() if isinstance(value, dict)}
-    lines = [f"{n} = {_toml(v)}" for n, v in said.items() if n not in tables and n != "modifiers"]
-    for name, table in tables.items():
-        lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
-    for table in said.get("modifiers", []):
-        lines += ["", "[[modifiers]]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
+    modifiers: list[dict[str, Any]] = said.pop("modifiers", [])
+    tables: dict[str, dict[str, Any]] = {name: value for name, value in said.items() if isinstance(value, dict)}
+    lines = [f"{name} = {_toml(value)}" for name, value in said.items() if name not in tables]
+    headed = [(f"[{name}]", table) for name, table in tables.items()]
+    headed += [("[[modifiers]]", table) for table in modifiers]
+    for head, table in headed:
+        lines += ["", head, *(f"{key} = {_toml(value)}" for key, value in table.items())]
     return "\n".join(lines)
 
 
@@ -90,59 +79,73 @@ def from_toml(text: str, usual: Mapping[str, Any] | None = None) -> AttentionSpe
     return from_dict(said, usual)
 
 
-def _plain(value: object) -> Any:
-    if is_dataclass(value):
-        name = type(value).__name__
+def _choice(name: str, said: Any) -> Any:
+    if name == "pattern":
+        return pattern.parse(said) if isinstance(said, str) else _mistyped(name, said, "text such as 'causal()'")
+    if name == "heads":
+        return _heads(_table(name, said))
+    if name in SLOTS:
+        return _object(name, said)
+    if name == "modifiers":
+        return tuple(_object(f"modifiers[{n}]", row) for n, row in enumerate(_list(name, said)))
+    return said
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
         usual = defaults(type(value))
         own = {f.name: getattr(value, f.name) for f in fields(value)}
-        return {"part": name} | {n: _plain(v) for n, v in own.items() if n not in usual or usual[n] != v}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    return value
+        said = {name: _plain(v) for name, v in own.items() if name not in usual or usual[name] != v}
+        return {"part": type(value).__name__} | said
+    return [_plain(item) for item in _list("", value)] if isinstance(value, (tuple, list)) else value
 
 
 def _object(where: str, said: Any) -> Any:
-    if isinstance(said, str):
-        said = {"part": said}
-    if not isinstance(said, Mapping) or not isinstance(said.get("part"), str):
-        _mistyped(where, said, 'a table with part = "..."')
-    cls = find(said["part"])
-    own = {f.name: f for f in fields(cls)}
-    given = {name: value for name, value in said.items() if name != "part"}
-    _known_keys(said["part"], given, own)
-    values = {name: _value(f"{where}.{name}", value) for name, value in given.items()}
+    table = _table(where, {"part": said} if isinstance(said, str) else said)
+    name = table.pop("part", None)
+    if not isinstance(name, str):
+        _mistyped(f"{where}.part", name, "the name of a part")
+    cls = find(name)
+    _known_keys(name, table, [f.name for f in fields(cls)])
+    values = {key: _value(f"{where}.{key}", value) for key, value in table.items()}
     try:
         return cls(**values)
     except TypeError as error:
-        raise SpecError(f"{where}: {cls.__name__} cannot be made of {given}: {error}") from None
+        raise SpecError(f"{where}: {name} cannot be made of {values}: {error}; see its docstring") from None
 
 
 def _value(where: str, said: Any) -> Any:
     if isinstance(said, Mapping):
         return _object(where, said)
-    if isinstance(said, (list, tuple)):
-        return tuple(_value(where, item) for item in said)
-    return said
+    return tuple(_value(where, item) for item in _list(where, said)) if isinstance(said, (list, tuple)) else said
 
 
-def _heads(said: Any) -> Heads:
-    if not isinstance(said, Mapping):
-        _mistyped("heads", said, "a table with q, kv and dim")
+def _heads(said: dict[str, Any]) -> Heads:
     _known_keys("heads", said, [f.name for f in fields(Heads)])
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in said.items()}
-    values.setdefault("kv", values.get("q"))
-    if missing := [name for name in ("q", "dim") if name not in values]:
+    if missing := [name for name in ("q", "dim") if name not in said]:
         raise SpecError(f"heads say nothing of {missing[0]}; add {missing[0]} = ...")
-    return Heads(**values)
+    rows: dict[str, Any] = {
+        name: tuple(_list(f"heads.{name}", said[name])) for name in ("reads", "values", "speaks") if name in said
+    }
+    chosen: dict[str, Any] = {"kv": said["q"]} | said | rows
+    return Heads(**chosen)
 
 
-def _known_keys(what: str, said: Mapping[str, Any], known: Any) -> None:
+def _known_keys(what: str, said: Mapping[str, Any], known: list[str]) -> None:
     for name in said:
         if name not in known:
             raise SpecError(f"{what} has no {name!r}; {nearest(name, known)}")
 
 
-def _mistyped(where: str, value: object, wanted: str) -> Any:
+def _table(where: str, said: Any) -> dict[str, Any]:
+    return dict(cast("Mapping[str, Any]", said)) if isinstance(said, Mapping) else _mistyped(where, said, "a table")
+
+
+def _list(where: str, said: Any) -> list[Any]:
+    return list(cast("list[Any]", said)) if isinstance(said, (list, tuple)) else _mistyped(where, said, "a list")
+
+
+def _mistyped(where: str, value: object, wanted: str) -> NoReturn:
     raise SpecError(f"{where} = {value!r} is a {type(value).__name__}; give {wanted}")
 
 
@@ -151,11 +154,8 @@ def _toml(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name} = {_toml(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml(item) for item in _list("", value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {_toml(item)}" for name, item in _table("", value).items()) + "}"
     return repr(value)
-
-
-__all__ = ["REGISTRY", "from_dict", "from_json", "from_toml", "to_dict", "to_json", "to_toml"]

@@ -52,7 +52,9 @@ class Tokens:
             return Tokens.run(0, count, x.device)
         sizes = torch.as_tensor(lengths, device=x.device)
         if sizes.shape != (batch,) or sizes.is_floating_point() or ((sizes < 0) | (sizes > count)).any():
-            raise ValueError(f"lengths={lengths!r} do not fit {batch} rows of {count} tokens; give one in 0..{count} a row")
+            raise ValueError(
+                f"lengths={lengths!r} do not fit {batch} rows of {count} tokens; give one in 0..{count} a row"
+            )
         if pad not in ("right", "left"):
             raise ValueError(f"pad={pad!r} is unknown; use 'right' or 'left'")
         place = torch.arange(count, device=x.device)[None]
@@ -98,10 +100,13 @@ class Sight:
     def allowed(self) -> Tensor:
         """The rule as a tensor [B or 1, 1, T, S]."""
         if self._allowed is None:
-            asks, told = self.queries.segment[:, None, :, None], self.keys.segment[:, None, None, :]
-            allowed = (asks == told) & (told >= 0) & self.pattern.allows(self.i, self.j)
-            self._allowed = allowed if self.mask is None else allowed & self.mask
+            self._allowed = self._ask()
         return self._allowed
+
+    def _ask(self) -> Tensor:
+        asks, told = self.queries.segment[:, None, :, None], self.keys.segment[:, None, None, :]
+        allowed = (asks == told) & (told >= 0) & self.pattern.allows(self.i, self.j)
+        return allowed if self.mask is None else allowed & self.mask
 
     @property
     def shape(self) -> str:
@@ -141,4 +146,6 @@ def _check(position: Tensor, segment: Tensor) -> None:
     key = torch.where(live, segment * (position.amax() + 1 if position.numel() else 1) + position, -1 - alone)
     ordered = key.sort(1).values
     if (ordered[:, 1:] == ordered[:, :-1]).any():
-        raise ValueError("two tokens of one segment stand at the same position; count positions inside each segment from 0")
+        raise ValueError(
+            "two tokens of one segment stand at the same position; count positions inside each segment from 0"
+        )

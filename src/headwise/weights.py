@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from .seams import Param, Part
+from .seams import Part
 from .spec import AttentionSpec
+from .terms import Param
+
+
+def weights_of(layer: nn.Module, spec: AttentionSpec) -> dict[str, Weights]:
+    """The weights of each part of a layer, by the part's name."""
+    return {name: cast(Weights, layer.get_submodule(name)) for name, _ in spec.parts()}
 
 
 class Weights(nn.Module):
@@ -16,7 +22,7 @@ class Weights(nn.Module):
 
     def __init__(self, spec: AttentionSpec, part: Part) -> None:
         super().__init__()
-        self.sizes: dict[str, int] = spec.sizes_of(part)
+        self.sizes: Mapping[str, int] = spec.sizes_of(part)
         params = part.params(spec)
         self._by_head = [name for name, param in params.items() if param.layout.dims[:1] == (("q",),)]
         self._scalars = [name for name in self._by_head if params[name].layout.axes == ("q",)]
@@ -31,13 +37,14 @@ class Weights(nn.Module):
             self.register_buffer(name, tensor)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._parameters.get(name)
-        return self._buffers[name] if tensor is None else tensor  # pyright: ignore[reportReturnType]
+        tensor = self._parameters[name] if name in self._parameters else self._buffers[name]
+        assert tensor is not None
+        return tensor
 
     def __contains__(self, name: str) -> bool:
         return name in self._parameters or name in self._buffers
 
-    def head(self, h: int) -> Mapping[str, Tensor]:
+    def head(self, h: Any) -> Mapping[str, Tensor]:
         """What belongs to score head h, its axis gone; what belongs to all, as it is."""
         return {n: self[n][h] if n in self._by_head else self[n] for n in (*self._parameters, *self._buffers)}
 

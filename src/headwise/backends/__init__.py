@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from ..errors import NoBackend, nearest
 from . import dense, flex, grouped, linear, sdpa
 from .bound import Bound, spread_heads
 from .job import Inputs, Job
 
-# In the order of preference: the first that does not refuse runs.
+Attend = Callable[..., Any]
+
+# In the order of preference (see `order`): the first that does not refuse runs.
 BACKENDS: dict[str, ModuleType] = {
     "grouped": grouped,
     "sdpa": sdpa,
@@ -24,7 +28,7 @@ def choose(job: Job, only: str | None = None) -> ModuleType:
     if only is not None and only not in BACKENDS:
         raise NoBackend(f"there is no backend {only!r}; {nearest(only, BACKENDS)}")
     refusals = {}
-    for name in [only] if only else BACKENDS:
+    for name in [only] if only else order(job):
         if not (reasons := BACKENDS[name].refuses(job)):
             return BACKENDS[name]
         refusals[name] = reasons
@@ -32,9 +36,15 @@ def choose(job: Job, only: str | None = None) -> ModuleType:
     raise NoBackend(f"nothing can run this layer here: {said}")
 
 
+def order(job: Job) -> list[str]:
+    """The names of all backends, the preferred first."""
+    # On the CPU flex compiles for seconds and then forms every score, so there dense goes before it.
+    return sorted(BACKENDS, key=lambda name: name == "flex" and job.device == "cpu")
+
+
 def why(job: Job) -> dict[str, list[str]]:
     """Every backend, in order of preference, with its reasons to refuse; none means it takes the job."""
-    return {name: backend.refuses(job) for name, backend in BACKENDS.items()}
+    return {name: BACKENDS[name].refuses(job) for name in order(job)}
 
 
-__all__ = ["BACKENDS", "Bound", "Inputs", "Job", "choose", "spread_heads", "why"]
+__all__ = ["BACKENDS", "Attend", "Bound", "Inputs", "Job", "choose", "spread_heads", "why"]

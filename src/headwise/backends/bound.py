@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ..seams import Mix, Normaliser, Part, Phase, ScoreStep, Similarity, ValueStep, Weighted, WeightStep
+from ..seams import Mix, Normaliser, Part, ScoreStep, Similarity, ValueStep, WeightStep
 from ..spec import AttentionSpec
+from ..terms import Phase, Weighted
 from ..tokens import Sight
 from .job import Inputs
 
 
+@runtime_checkable
 class Act(Protocol):
     """One change of a tensor [B, H, T, S] of scores or weights."""
 
-    def __call__(self, a_BHTS: Tensor, sight: Sight, inputs: Inputs) -> Tensor: ...
+    def __call__(self, a_BHTS: Tensor, sight: Sight, inputs: Inputs, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -81,15 +84,26 @@ class Cells:
 
 
 def _act(spec: AttentionSpec, name: str, part: Part, p: Weighted) -> Act:
+    # Partials and not closures: a copy of a layer must act with its own weights, and only these are copied.
     if isinstance(part, Mix):
-        kept = tuple(part.entry(spec))
-        return lambda a, sight, inputs: part.mix(
-            a, part.ask(inputs.asked.x_BTD, p), {key: inputs.entry[f"{name}.{key}"] for key in kept}, p
-        )
+        return partial(_mix, part, p, {key: f"{name}.{key}" for key in part.entry(spec)})
     if isinstance(part, ScoreStep):
-        return lambda a, sight, inputs: part.score(a, Cells(sight), part.ask(inputs.asked, p), p.spread())
+        return partial(_score, part, p)
     assert isinstance(part, WeightStep)
-    return lambda a, sight, inputs: part.weigh(a, p)
+    return partial(_weigh, part, p)
+
+
+def _mix(part: Mix, p: Weighted, names: Mapping[str, str], a: Tensor, sight: Sight, inputs: Inputs) -> Tensor:
+    kept = {key: inputs.entry[name] for key, name in names.items()}
+    return part.mix(a, part.ask(inputs.asked.x_BTD, p), kept, p)
+
+
+def _score(part: ScoreStep, p: Weighted, s: Tensor, sight: Sight, inputs: Inputs) -> Tensor:
+    return part.score(s, Cells(sight), part.ask(inputs.asked, p), p.spread())
+
+
+def _weigh(part: WeightStep, p: Weighted, w: Tensor, sight: Sight, inputs: Inputs) -> Tensor:
+    return part.weigh(w, p)
 
 
 def spread_heads(x_BSGK: Tensor, heads: tuple[int, ...]) -> Tensor:
@@ -100,4 +114,3 @@ def spread_heads(x_BSGK: Tensor, heads: tuple[int, ...]) -> Tensor:
     if x_BGSK.shape[1] == 1:
         return x_BGSK.expand(-1, len(heads), -1, -1)
     return x_BGSK.index_select(1, torch.tensor(heads, device=x_BGSK.device))
-

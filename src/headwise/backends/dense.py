@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..probe import Probe
-from ..seams import Core, Work
+from ..terms import Work
 from ..tokens import Sight
 from .bound import Bound, spread_heads
 from .job import Inputs, Job
@@ -17,9 +17,9 @@ def refuses(job: Job) -> list[str]:
     return ["past tokens are a state, not scores"] if job.stated else []
 
 
-def spent(core: Core, work: Work) -> int:
+def spent(job: Job, work: Work) -> int:
     """The products of the full rectangle, allowed or not."""
-    return core.flops(work.batch * work.queries * work.keys)
+    return job.core.flops(work.batch * work.queries * work.keys)
 
 
 def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from ..parts.dot import Dot
 from ..parts.softmax import Softmax
 from ..parts.weight_dropout import WeightDropout
 from ..probe import Probe
-from ..seams import Core, Mix, ScoreStep, ValueStep, Work
+from ..seams import Mix, ValueStep
+from ..terms import Work
 from ..tokens import Sight
 from .bound import Bound
 from .job import Inputs, Job
@@ -55,9 +56,9 @@ def _refuses_device(job: Job) -> list[str]:
     return reasons
 
 
-def spent(core: Core, work: Work) -> int:
+def spent(job: Job, work: Work) -> int:
     """The products over blocks of 128 by 128 that hold an allowed pair; at least the allowed ones."""
-    return core.flops(work.batch * work.pairs)
+    return job.core.flops(work.batch * work.pairs)
 
 
 class _Pair:
@@ -90,22 +91,27 @@ def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | 
     def score(s: Tensor, b: Tensor, h: Tensor, t: Tensor, n: Tensor) -> Tensor:
         pair = _Pair(asks[0][b, t], told[0][b, n], b, h, t)
         for step, p, factors in steps:
-            s = step.score(s, pair, factors, p.head(h))  # pyright: ignore[reportArgumentType]
+            s = step.score(s, pair, factors, p.head(h))
         return s
 
-    o_BHTV = _kernel()(
-        q, k, v, score_mod=score if steps else None, block_mask=blocks, scale=inputs.asked.scale, enable_gqa=job.groups > 1
-    )
+    how: dict[str, Any] = {"score_mod": score if steps else None, "block_mask": blocks}
+    how |= {"scale": inputs.asked.scale, "enable_gqa": job.groups > 1}
+    o_BHTV = _kernel(q, k, v, how)
     return o_BHTV.transpose(1, 2)
 
 
 _COMPILED: dict[str, Any] = {}
 
 
-def _kernel() -> Any:
-    """The compiled function, made once: uncompiled it forms every score, which dense does better."""
-    if "flex" not in _COMPILED:
-        from torch.nn.attention.flex_attention import flex_attention
+def _kernel(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> Tensor:
+    """One compiled kernel for each shape; uncompiled it would form every score, which dense does better."""
+    from torch.nn.attention.flex_attention import flex_attention
 
-        _COMPILED["flex"] = torch.compile(flex_attention, dynamic=False)
-    return _COMPILED["flex"]
+    if torch.compiler.is_compiling():
+        return cast(Tensor, flex_attention(q, k, v, **how))
+    if "flex" not in _COMPILED:
+        _COMPILED["flex"] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    # Every length is a kernel of its own, since the CPU's code generator fails on symbolic ones; eight, the
+    # compiler's usual limit, is few for that.
+    with torch._dynamo.config.patch(recompile_limit=128):
+        return _COMPILED["flex"](q, k, v, **how)

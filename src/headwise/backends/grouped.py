@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..parts.softmax import Softmax
 from ..probe import Probe
-from ..seams import Core, Work
+from ..terms import Work
 from ..tokens import Sight
 from .bound import Bound
 from .job import Inputs, Job
@@ -26,9 +26,9 @@ def refuses(job: Job) -> list[str]:
     return reasons
 
 
-def spent(core: Core, work: Work) -> int:
+def spent(job: Job, work: Work) -> int:
     """The products of the full rectangle, allowed or not."""
-    return core.flops(work.batch * work.queries * work.keys)
+    return job.core.flops(work.batch * work.queries * work.keys)
 
 
 def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:

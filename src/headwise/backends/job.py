@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..seams import Asked, Core
 from ..spec import AttentionSpec
+from ..terms import Asked, Core
 
 
 @dataclass(frozen=True)
@@ -47,4 +47,3 @@ class Inputs(NamedTuple):
     asked: Asked
     entry: Mapping[str, Tensor]
     state: Mapping[str, Tensor]
-

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..parts.sum import Sum
 from ..probe import Probe
-from ..seams import Core, Work
+from ..terms import Work
 from ..tokens import Sight
 from .bound import Bound, spread_heads
 from .job import Inputs, Job
@@ -27,8 +27,9 @@ def refuses(job: Job) -> list[str]:
     return reasons
 
 
-def spent(core: Core, work: Work) -> int:
+def spent(job: Job, work: Work) -> int:
     """Own scores of the new tokens, and for each one reading of the state."""
+    core = job.core
     own = core.flops(work.batch * work.queries * work.queries)
     return own + 2 * work.batch * work.queries * len(core.keys) * core.dim * (core.vdim + 1)
 

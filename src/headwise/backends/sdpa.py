@@ -11,7 +11,8 @@ from ..parts.sink_softmax import SinkSoftmax
 from ..parts.softmax import Softmax
 from ..parts.weight_dropout import WeightDropout
 from ..probe import Probe
-from ..seams import Core, Mix, ScoreStep, ValueStep, Work
+from ..seams import Mix, ScoreStep, ValueStep
+from ..terms import Work
 from ..tokens import Sight
 from .bound import Bound, spread_heads
 from .job import Inputs, Job
@@ -19,7 +20,10 @@ from .job import Inputs, Job
 
 def refuses(job: Job) -> list[str]:
     """Why this job cannot run here."""
-    return [*refuses_core(job), *(["a single query runs in rows instead"] if job.one and job.groups > 1 else [])]
+    return [
+        *refuses_core(job),
+        *(["a single query runs in rows instead"] if job.one and job.groups > 1 else []),
+    ]
 
 
 def refuses_core(job: Job) -> list[str]:
@@ -50,9 +54,10 @@ def refuses_core(job: Job) -> list[str]:
     return reasons
 
 
-def spent(core: Core, work: Work) -> int:
-    """The products of the full rectangle, allowed or not, as torch counts them."""
-    return core.flops(work.batch * work.queries * work.keys)
+def spent(job: Job, work: Work) -> int:
+    """The products of the full rectangle, allowed or not, and of a sink's own column."""
+    sinks = isinstance(job.spec.normaliser, SinkSoftmax)
+    return job.core.flops(work.batch * work.queries * (work.keys + sinks))
 
 
 def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
@@ -66,7 +71,9 @@ def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | 
     )
     triangle, bias = shadow(sight, inputs, bound)
     if isinstance(bound.normaliser, SinkSoftmax):
-        k, v, bias, triangle = _with_sink(k, v, bias, triangle, sight, bound, q_BHTK)
+        # One more key of zeros whose bias is the sink and whose value is nothing: softmax with a sink, exactly.
+        bias, triangle = _with_sink(sight.allowed if triangle else bias, bound, inputs), False
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     o_BHTV = F.scaled_dot_product_attention(
         q_BHTK, k, v, bias, is_causal=triangle, scale=inputs.asked.scale, enable_gqa=job.groups > 1
     )
@@ -83,16 +90,10 @@ def shadow(sight: Sight, inputs: Inputs, bound: Bound) -> tuple[bool, Tensor | N
     return False, bias if sight.shape == "full" else bias.masked_fill(~sight.allowed, -torch.inf)
 
 
-def _with_sink(
-    k: Tensor, v: Tensor, bias: Tensor | None, triangle: bool, sight: Sight, bound: Bound, q: Tensor
-) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """One more key of zeros whose bias is the sink and whose value is nothing: softmax with a sink, exactly."""
-    if bias is None:
-        bias = q.new_zeros(1, 1, q.shape[2], k.shape[2])
-        bias = bias.masked_fill(~sight.allowed, -torch.inf) if triangle else bias
-    elif bias.dtype == torch.bool:
-        bias = q.new_zeros(bias.shape).masked_fill(~bias, -torch.inf)
-    heads = q.shape[1]
-    sink = bound.normaliser_p.spread()["sink"].to(q.dtype).expand(*bias.shape[:1], heads, q.shape[2], 1)
-    bias = torch.cat([bias.expand(-1, heads, q.shape[2], -1), sink], -1)
-    return F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1)), bias, False
+def _with_sink(bias: Tensor | None, bound: Bound, inputs: Inputs) -> Tensor:
+    heads, queries, keys = inputs.q.shape[2], inputs.q.shape[1], inputs.k.shape[1]
+    zero = inputs.q.new_zeros(1, 1, queries, keys)
+    if bias is None or bias.dtype == torch.bool:
+        bias = zero if bias is None else zero.masked_fill(~bias, -torch.inf)
+    sink = bound.normaliser_p.spread()["sink"].to(bias.dtype).expand(*bias.shape[:1], heads, queries, 1)
+    return torch.cat([bias.expand(-1, heads, queries, keys), sink], -1)

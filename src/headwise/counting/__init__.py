@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..seams import Work
 from ..spec import AttentionSpec
+from ..terms import Work
 
 
 def params(spec: AttentionSpec) -> int:

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from ..layout import Layout
 from ..registry import part
-from ..seams import Base, Cell, Param, ScoreStep, Weighted
+from ..seams import ScoreStep
 from ..spec import AttentionSpec
+from ..terms import Base, Cell, Param
 from .start import constant
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..registry import part
-from ..seams import Base, Core, Param, Project, Turn, Turning, Weighted
+from ..seams import Project, Turn
 from ..spec import AttentionSpec
+from ..terms import Base, Core, Param, Turning, Weighted
 from .start import normal, xavier, zeros
 
 
@@ -70,8 +71,12 @@ class Collaborative(Project):
 
     def remember(self, z_BSE: Tensor, turn: Turning, p: Weighted) -> dict[str, Tensor]:
         v = F.linear(z_BSE, p["v"], p["v_bias"] if self.bias else None)
-        v_BSGV = v.view(*v.shape[:-1], -1, p.sizes["vdim"])
-        return {"k": F.linear(z_BSE, p["k"]), "content": F.linear(z_BSE, p["content"]), "v": turn(v_BSGV, "v")}
+        v_BSGV = v.unflatten(-1, (-1, p.sizes["vdim"]))
+        return {
+            "k": F.linear(z_BSE, p["k"]),
+            "content": F.linear(z_BSE, p["content"]),
+            "v": turn(v_BSGV, "v"),
+        }
 
     def recall(self, entry: Mapping[str, Tensor], turn: Turning, p: Weighted) -> tuple[Tensor, Tensor]:
         return torch.cat([entry["k"], entry["content"]], -1)[..., None, :], entry["v"]

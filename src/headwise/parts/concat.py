@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..registry import part
-from ..seams import Base, Merge, Param, Weighted
+from ..seams import Merge
 from ..spec import AttentionSpec
+from ..terms import Base, Param, Weighted
 from .start import xavier, zeros
 
 

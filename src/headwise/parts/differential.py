@@ -14,8 +14,9 @@ from torch import Tensor
 from ..heads import Heads
 from ..layout import Layout
 from ..registry import part
-from ..seams import Base, OutputStep, Param, Weighted
+from ..seams import OutputStep
 from ..spec import AttentionSpec
+from ..terms import Base, Param, Weighted
 from .start import normal, ones
 
 
@@ -44,7 +45,7 @@ class Differential(OutputStep):
         if self.depth < 0:
             yield f"Differential(depth={self.depth}) is no depth; the first layer is 0"
         if heads.q % 2 or any(heads.value_of[i] != heads.value_of[i + 1] for i in range(0, heads.q - 1, 2)):
-            yield "Differential subtracts heads in pairs that read the same value head; give an even q and values=(0, 0, 1, 1, ...)"
+            yield "Differential subtracts pairs of heads that read one value head; use q even, values=(0, 0, 1, 1, ...)"
 
     def fitted(self, heads: Heads) -> Heads:
         double = Heads.grouped(q=2 * heads.q, kv=2 * heads.kv, dim=heads.dim)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..registry import part
-from ..seams import Base, Core, Param, Project, Turning, Weighted
+from ..seams import Project
 from ..spec import AttentionSpec
+from ..terms import Base, Core, Param, Turning, Weighted
 from .start import xavier, zeros
 
 
@@ -65,7 +66,7 @@ class Direct(Project):
     def _project(self, x: Tensor, side: str, width: str, p: Weighted) -> Tensor:
         bias = p[f"{side}_bias"] if side in self.bias else None
         flat = F.linear(x, p[side], bias)
-        return flat.view(*x.shape[:-1], -1, p.sizes[width])
+        return flat.unflatten(-1, (-1, p.sizes[width]))
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:

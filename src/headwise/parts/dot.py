@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..registry import part
-from ..seams import Base, Core, Similarity, Weighted
+from ..seams import Similarity
 from ..spec import AttentionSpec
+from ..terms import Base, Core, Weighted
 
 
 @part
@@ -19,7 +20,7 @@ class Dot(Similarity):
     Unit vectors of width 4 that agree score a half:
 
     >>> q = torch.tensor([1.0, 0, 0, 0])
-    >>> Dot().pair(q, q, 4 ** -0.5, {}).item()
+    >>> Dot().pair(q, q, 4**-0.5, {}).item()
     0.5
     """
 

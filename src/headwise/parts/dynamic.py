@@ -11,9 +11,11 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..registry import part
-from ..seams import Base, Mix, Param, Phase, Weighted, Work
+from ..seams import Mix
 from ..spec import AttentionSpec
+from ..terms import Applied, Base, Param, Phase, Weighted, Work
 from .start import constant, normal, zeros
+from .talking_heads import mixed_heads
 
 _EPS = 1e-6
 
@@ -49,8 +51,6 @@ class Dynamic(Mix):
             yield f"Dynamic(static={self.static!r}) is unknown; use 'none' or 'full'"
         if self.rank < 1:
             yield f"Dynamic(rank={self.rank}) mixes nothing; use at least 1, 2 is published"
-        if self.on == "weights" and spec.voices != spec.speaks:
-            yield "Dynamic(on='weights') gives output heads, but an output step wants to join their rows first"
 
     @property
     def _target(self) -> str:
@@ -66,7 +66,8 @@ class Dynamic(Mix):
         second = normal(0.02 / (math.sqrt(hidden) * (heads + self.rank)))
         own = spec.voices if self.on == "weights" else tuple(range(heads))
         params = {"own": Param(Layout.parse(self._target), constant(own), learned=False)}
-        for side, width, met in (("query", "model", "query"), ("key", "source", "source")):
+        sides: tuple[tuple[str, str, Applied], ...] = (("query", "model", "query"), ("key", "source", "source"))
+        for side, width, met in sides:
             first = normal(math.sqrt(2 / (sizes[width] + hidden)))
             gate = normal(0.005 * math.sqrt(2 / (sizes[width] + heads)))
             params |= {
@@ -119,18 +120,20 @@ class Dynamic(Mix):
 
     def mix(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: Weighted) -> Tensor:
         own = a_BHTS.index_select(1, p["own"])
-        a_q, a_k = (f["source"].to(own.dtype) for f in (asked, kept))
-        q_R = torch.einsum("bgts,btrg->btrs", a_BHTS, a_q)
-        k_R = torch.einsum("bgts,bsrg->bstr", a_BHTS, a_k)
-        by_query = torch.einsum("btrs,btrh->bhts", q_R, asked["target"].to(own.dtype))
-        by_key = torch.einsum("bstr,bsrh->bhts", k_R, kept["target"].to(own.dtype))
+        # By query, the pairs of one query are the columns of a product; by key, those of one key.
+        by_query = _composed(a_BHTS.permute(0, 2, 1, 3), asked).permute(0, 2, 1, 3)
+        by_key = _composed(a_BHTS.permute(0, 3, 1, 2), kept).permute(0, 2, 3, 1)
         gate = asked["gate"].transpose(1, 2)[..., None] + kept["gate"].transpose(1, 2)[..., None, :]
         mixed = own + by_query + by_key + own * gate.to(own.dtype)
-        if "static" in p:
-            mixed = mixed + torch.einsum("bgts,gh->bhts", a_BHTS, p["static"].to(own.dtype))
-        return mixed
+        return mixed + mixed_heads(a_BHTS, p["static"]) if "static" in p else mixed
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(rank=1), cls(on="weights", rank=2)), pattern="causal", kv=2)
         yield base(modifiers=(cls(on="weights", static="full"),), pattern="window(4)", source=13)
+
+
+def _composed(a: Tensor, factors: Mapping[str, Tensor]) -> Tensor:
+    """Heads to ranks to heads: [.., H, N] to [.., O, N]."""
+    source, target = factors["source"].to(a.dtype), factors["target"].to(a.dtype)
+    return target.transpose(-1, -2) @ (source @ a)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..registry import part
-from ..seams import Base, Core, Phase, Similarity, Weighted
+from ..seams import Similarity
 from ..spec import AttentionSpec
+from ..terms import Base, Core, Phase, Weighted
 
 
 @part

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..registry import part
-from ..seams import Base, Core, Param, Project, Turning, Weighted
+from ..seams import Project
 from ..spec import AttentionSpec
+from ..terms import Base, Core, Param, Turning, Weighted
 from .start import ones, xavier
 
 
@@ -93,7 +94,7 @@ class Latent(Project):
             low = F.rms_norm(F.linear(x_BTD, p["q_down"]), (self.query_rank,), p["q_norm"], self.eps)
             flat = F.linear(low, p["q_up"])
         dim = p.sizes["dim"]
-        q_BTHK = flat.view(*x_BTD.shape[:-1], -1, dim + self.rope)
+        q_BTHK = flat.unflatten(-1, (-1, dim + self.rope))
         own, shared = q_BTHK.split([dim, self.rope], -1)
         if self.form == "absorbed":
             own = torch.einsum("bthk,hkr->bthr", own, p["k_up"].view(-1, dim, self.rank))
@@ -110,9 +111,9 @@ class Latent(Project):
         c, r = entry["c"], entry["r"]
         if self.form == "absorbed":
             return torch.cat([c, r], -1)[..., None, :], c[..., None, :]
-        own = F.linear(c, p["k_up"]).view(*c.shape[:-1], -1, p.sizes["dim"])
+        own = F.linear(c, p["k_up"]).unflatten(-1, (-1, p.sizes["dim"]))
         shared = r[..., None, :].expand(*own.shape[:-1], -1)
-        v = F.linear(c, p["v_up"]).view(*c.shape[:-1], -1, p.sizes["vdim"])
+        v = F.linear(c, p["v_up"]).unflatten(-1, (-1, p.sizes["vdim"]))
         return torch.cat([own, shared], -1), v
 
     def deliver(self, o_BTHV: Tensor, p: Weighted) -> Tensor:

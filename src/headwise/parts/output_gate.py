@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..registry import part
-from ..seams import Asked, Base, Gate, Ledger, Param, Weighted
+from ..seams import Gate
 from ..spec import AttentionSpec
+from ..terms import Asked, Base, Ledger, Param, Weighted
 from .start import full, xavier
 
 
@@ -35,7 +36,7 @@ class OutputGate(Gate):
     def gate(self, asked: Asked, p: Weighted, ledger: Ledger | None) -> Tensor:
         bias = None if self.start is None else p["bias"]
         flat = torch.sigmoid(F.linear(asked.x_BTD, p["gate"], bias))
-        return flat.view(*flat.shape[:-1], -1, p.sizes["vdim"])
+        return flat.unflatten(-1, (-1, p.sizes["vdim"]))
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:

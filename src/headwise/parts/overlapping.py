@@ -13,8 +13,9 @@ from torch import Tensor
 from ..heads import Heads
 from ..layout import Layout
 from ..registry import part
-from ..seams import Base, Core, Param, Project, Turning, Weighted
+from ..seams import Project
 from ..spec import AttentionSpec
+from ..terms import Base, Core, Param, Turning, Weighted
 from .start import constant, xavier, zeros
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..layout import Layout
 from ..registry import part
-from ..seams import Base, Param, Turn, Weighted
+from ..seams import Turn
 from ..spec import AttentionSpec
+from ..terms import Base, Param, Weighted
 from .start import full, ones
 
 
@@ -24,6 +24,7 @@ class QKNorm(Turn):
     place of 1/sqrt(dim), so it goes with Dot(scale=1.0) (2010.04245). Where it stands among the turns is its
     order: before Rotary as Qwen3, after it when written after.
 
+    >>> import torch
     >>> QKNorm().turn(torch.tensor([[[[3.0, 4.0]]]]), "q", torch.zeros(1, 1), {"q": torch.ones(2)}).round(decimals=3)
     tensor([[[[0.8490, 1.1310]]]])
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -10,8 +9,9 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..registry import part
-from ..seams import Base, Param, Turn, Weighted
+from ..seams import Turn
 from ..spec import AttentionSpec
+from ..terms import Base, Param, Weighted
 from .rotary_scaling import NTK, PI, Llama3, Plain, Scaling, YaRN
 from .start import constant
 

@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from ..errors import SpecError
-from ..registry import part
+from ..registry import Spoken, part
 
 
-@dataclass(frozen=True)
-class Scaling(ABC):
+@dataclass(frozen=True, repr=False)
+class Scaling(Spoken, ABC):
     """A change of every frequency, and `swell`, a factor on the turned channels."""
 
     def __post_init__(self) -> None:

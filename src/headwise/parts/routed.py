@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..registry import part
-from ..seams import Asked, Base, Gate, Ledger, Param, Weighted
+from ..seams import Gate
 from ..spec import AttentionSpec
+from ..terms import Asked, Base, Ledger, Param, Weighted
 from .start import constant, xavier
 
 

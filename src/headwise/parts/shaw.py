@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..registry import part
-from ..seams import Asked, Base, Cell, Param, ScoreStep, ValueStep, Weighted
+from ..seams import ScoreStep, ValueStep
 from ..spec import AttentionSpec
+from ..terms import Asked, Base, Cell, Param, Weighted
 from .start import xavier
 
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..registry import part
-from ..seams import Base, Normaliser, Param, Weighted
+from ..seams import Normaliser
 from ..spec import AttentionSpec
+from ..terms import Base, Param, Weighted
 from .start import zeros
 
 

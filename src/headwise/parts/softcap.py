@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..registry import part
-from ..seams import Base, Cell, ScoreStep
+from ..seams import ScoreStep
 from ..spec import AttentionSpec
+from ..terms import Base, Cell
 
 
 @part

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..registry import part
-from ..seams import Base, Normaliser, Weighted
+from ..seams import Normaliser
 from ..spec import AttentionSpec
+from ..terms import Base, Weighted
 from .feature_map import FeatureMap
 
 

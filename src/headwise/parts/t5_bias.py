@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..registry import part
-from ..seams import Base, Cell, Param, ScoreStep
+from ..seams import ScoreStep
 from ..spec import AttentionSpec
+from ..terms import Base, Cell, Param
 from .start import constant, normal
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-import torch
 from torch import Tensor
 
 from ..layout import Layout
 from ..registry import part
-from ..seams import Base, Mix, Param, Phase, Weighted, Work
+from ..seams import Mix
 from ..spec import AttentionSpec
+from ..terms import Base, Param, Phase, Weighted, Work
 from .start import identity
 
 
@@ -20,6 +20,7 @@ class TalkingHeads(Mix):
 
     P starts as the identity, so a fresh layer is plain attention:
 
+    >>> import torch
     >>> TalkingHeads().pair(torch.tensor([1.0, 2.0]), {}, {}, {"mixing": torch.eye(2)}).tolist()
     [1.0, 2.0]
     """
@@ -34,8 +35,6 @@ class TalkingHeads(Mix):
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         if self.on not in ("scores", "weights"):
             yield f"TalkingHeads(on={self.on!r}) is unknown; use 'scores' or 'weights'"
-        if self.on == "weights" and spec.voices != spec.speaks:
-            yield "TalkingHeads(on='weights') gives output heads, but an output step wants to join their rows first"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         axes = "q out" if self.on == "weights" else "q mixed"
@@ -55,9 +54,14 @@ class TalkingHeads(Mix):
         return a_H @ p["mixing"].to(a_H.dtype)
 
     def mix(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: Weighted) -> Tensor:
-        return torch.einsum("bgts,gh->bhts", a_BHTS, p["mixing"].to(a_BHTS.dtype))
+        return mixed_heads(a_BHTS, p["mixing"])
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(),), pattern="causal", kv=2)
         yield base(modifiers=(cls(on="scores"), cls(on="weights")), pattern="window(4)", vdim=5)
+
+
+def mixed_heads(a_BHTS: Tensor, mixing_HO: Tensor) -> Tensor:
+    """Heads mixed alike at every pair: [B, H, T, S] to [B, O, T, S]."""
+    return (mixing_HO.to(a_BHTS.dtype).T @ a_BHTS.flatten(2)).unflatten(2, a_BHTS.shape[2:])

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..registry import part
-from ..seams import Base, Weighted, WeightStep
+from ..seams import WeightStep
 from ..spec import AttentionSpec
+from ..terms import Base, Weighted
 
 
 @part

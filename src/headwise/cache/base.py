@@ -1,0 +1,147 @@
+"""What every cache is: rows of remembered tokens that only go forward."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import SpecError
+from ..spec import AttentionSpec
+from ..tokens import Tokens
+
+Entry = dict[str, Tensor]
+
+
+class Remembered(NamedTuple):
+    """Tokens of another sequence, projected once for many queries."""
+
+    entry: Entry
+    tokens: Tokens
+    spec: AttentionSpec
+
+
+class Cache(ABC):
+    """Remembered tokens of one layer: `append` new ones, `rows` to reorder the batch, `nbytes` to know the cost."""
+
+    def __init__(self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec, self.batch, self.dtype, self.device = spec, batch, dtype, device
+        self.used = 0  # tokens appended, padding included
+        self.uniform = True  # every row holds positions 0 .. used - 1 of segment 0, known without asking the device
+        self._last = torch.full((batch,), -1, dtype=torch.int64, device=device)
+        self._segment = torch.zeros(batch, dtype=torch.int64, device=device)
+
+    @staticmethod
+    def of(
+        spec: AttentionSpec,
+        *,
+        batch: int,
+        capacity: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> Cache:
+        """The cache this spec needs: a state, a ring of what its pattern still reads, or every token.
+
+        >>> import headwise as hw
+        >>> hw.Cache.of(hw.design(model=8, heads=2, pattern="window(3) | first(2)"), batch=1, capacity=100).slots
+        5
+        """
+        if batch < 0 or capacity < 1:
+            raise SpecError(f"a cache of batch={batch}, capacity={capacity} holds nothing; capacity needs at least 1")
+        if spec.pattern.opening is None:
+            raise SpecError(
+                f"pattern {spec.pattern.text} reads tokens that have not come yet, so nothing can be decoded step by "
+                "step; use a causal pattern such as causal() or window(256)"
+            )
+        from .slots import PlainCache, RingCache
+        from .state import StateCache
+
+        where = torch.device(device)
+        if spec.similarity.state(spec):
+            return StateCache(spec, batch, dtype, where)
+        first, last = spec.pattern.memory
+        if last is not None and first + last < capacity:
+            return RingCache(spec, batch, first, last, dtype, where)
+        return PlainCache(spec, batch, capacity, dtype, where)
+
+    @abstractmethod
+    def append(self, entry: Entry, at: Tokens) -> tuple[Entry, Tokens]:
+        """Remember these tokens; what their queries may read, and where each of it stands."""
+
+    @abstractmethod
+    def rows(self, index: Tensor) -> None:
+        """Keep these rows of the batch, in this order; a row may be taken twice."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """The bytes held for remembered tokens."""
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """The state of all past tokens, for similarities that have one."""
+        return {}
+
+    def next(self, count: int) -> Tokens:
+        """Where the next tokens stand when nobody says otherwise: after the last one of each row."""
+        if self.uniform:
+            return Tokens.run(self.used, count, self.device)
+        position = self._last[:, None] + torch.arange(1, count + 1, device=self.device)
+        return Tokens(position, self._segment[:, None].expand_as(position), checked=True)
+
+    def check(self, spec: AttentionSpec, x: Tensor) -> None:
+        """Refuse what was not made for this cache."""
+        if spec is not self.spec and spec != self.spec:
+            raise ValueError("this cache was made for another spec; make one with layer.cache(batch=..., capacity=...)")
+        if x.shape[0] != self.batch:
+            raise ValueError(f"this cache holds {self.batch} rows, not {x.shape[0]}; make it with batch={x.shape[0]}")
+        if x.dtype != self.dtype or x.device != self.device:
+            raise ValueError(
+                f"this cache holds {self.dtype} on {self.device} but x is {x.dtype} on {x.device}; make one to match"
+            )
+
+    def _advance(self, at: Tokens) -> None:
+        if self.used == 0 and self.spec.pattern.opening:
+            self._opened(at)
+        if at.start == self.used and self.uniform:
+            self.used += at.count
+            return
+        if self.uniform:
+            self._last, self.uniform = torch.full_like(self._last, self.used - 1), False
+        self._ordered(at)
+        self.used += at.count
+        if at.count:
+            self._follow(at)
+
+    def _opened(self, at: Tokens) -> None:
+        needed = self.spec.pattern.opening or 0
+        given = at.count if at.start is not None else int(at.live.sum(1).min()) if at.live.numel() else 0
+        if given < needed:
+            raise ValueError(
+                f"pattern {self.spec.pattern.text} needs its first {needed} tokens at once, not {given}; "
+                "append the whole prefix first"
+            )
+
+    def _ordered(self, at: Tokens) -> None:
+        """Refuse tokens that go back: what they would read may have been forgotten."""
+        place = torch.cat([self._last[:, None], at.position.expand(self.batch, -1)], 1)
+        segment = torch.cat([self._segment[:, None], at.segment.expand(self.batch, -1)], 1)
+        live = torch.cat([torch.ones_like(self._last, dtype=torch.bool)[:, None], at.live.expand(self.batch, -1)], 1)
+        rank = torch.where(live, segment * (place.amax() + 2) + place + 1, -1) if place.numel() else place
+        if bool((live[:, 1:] & (rank[:, 1:] <= rank.cummax(1).values[:, :-1])).any()):
+            raise ValueError("tokens went back to an earlier position or segment; a cache only goes forward")
+
+    def _follow(self, at: Tokens) -> None:
+        order = torch.arange(at.count, device=self.device)
+        latest = torch.where(at.live, order, -1).amax(1, keepdim=True).expand(self.batch, 1)
+        some, pick = latest.squeeze(1) >= 0, latest.clamp(min=0)
+        for name, new in (("_last", at.position), ("_segment", at.segment)):
+            told = new.expand(self.batch, -1).gather(1, pick).squeeze(1)
+            setattr(self, name, torch.where(some, told, getattr(self, name)))
+
+    def _take(self, index: Tensor) -> None:
+        self.batch = len(index)
+        self._last, self._segment = self._last[index], self._segment[index]

@@ -1,0 +1,141 @@
+"""Caches of tokens: every one in a slot of its own, or a ring of those the pattern can still read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import CacheFull
+from ..spec import AttentionSpec
+from ..tokens import Tokens
+from .base import Cache, Entry
+
+
+class Slots(Cache):
+    """Tokens in a fixed number of slots; a slot that holds nothing is of segment -1."""
+
+    def __init__(self, spec: AttentionSpec, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(spec, batch, dtype, device)
+        self.slots = slots
+        shapes = spec.entry().items()
+        self.entry: Entry = {n: torch.zeros(batch, slots, *s, dtype=dtype, device=device) for n, s in shapes}
+        empty = torch.full((batch, slots), -1, dtype=torch.int64, device=device)
+        self.tokens = Tokens(torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True)
+
+    def rows(self, index: Tensor) -> None:
+        self._take(index)
+        self.entry = {name: held[index] for name, held in self.entry.items()}
+        self.tokens = Tokens(self.tokens.position[index], self.tokens.segment[index], checked=True)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(held.nbytes for held in self.entry.values())
+
+    def _write(self, entry: Entry, at: Tokens, slot_BT: Tensor) -> None:
+        """Put each token into its slot; those whose slot is `slots` go nowhere."""
+        keep = slot_BT < self.slots
+        row = torch.arange(self.batch, device=self.device)[:, None].expand_as(slot_BT)[keep]
+        slot = slot_BT[keep]
+        for name, new in entry.items():
+            self.entry[name][row, slot] = new[keep]
+        for held, new in ((self.tokens.position, at.position), (self.tokens.segment, at.segment)):
+            held[row, slot] = new.expand(self.batch, -1)[keep]
+
+    def _write_run(self, entry: Entry, at: Tokens, first: int) -> None:
+        """The same for neighbouring slots in all rows at once."""
+        last = first + at.count
+        for name, new in entry.items():
+            self.entry[name][:, first:last] = new
+        self.tokens.position[:, first:last] = at.position
+        self.tokens.segment[:, first:last] = at.segment
+
+
+class PlainCache(Slots):
+    """Every token has a slot of its own, until there are no more."""
+
+    def __init__(self, spec: AttentionSpec, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(spec, batch, slots, dtype, device)
+        self._filled = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._bound = 0  # no row has filled more slots than this
+
+    def append(self, entry: Entry, at: Tokens) -> tuple[Entry, Tokens]:
+        self._room(at)
+        was_run, alone, first = self.uniform, self.used == 0, self.used
+        self._advance(at)
+        if self.uniform:
+            self._write_run(entry, at, first)
+        else:
+            if was_run:
+                self._filled = torch.full_like(self._filled, first)
+            self._write(entry, at, self._slot(at))
+            self._filled = self._filled + at.live.expand(self.batch, -1).sum(1)
+        self._bound += at.count
+        if at.count == 1:
+            return self.entry, self.tokens
+        if alone:
+            return entry, at
+        filled = {name: held[:, : self._bound] for name, held in self.entry.items()}
+        position, segment = self.tokens.position[:, : self._bound], self.tokens.segment[:, : self._bound]
+        return filled, Tokens(position, segment, 0 if self.uniform else None, checked=True)
+
+    def _slot(self, at: Tokens) -> Tensor:
+        live = at.live.expand(self.batch, -1)
+        return torch.where(live, self._filled[:, None] + live.cumsum(1) - 1, self.slots)
+
+    def _room(self, at: Tokens) -> None:
+        if self._bound + at.count <= self.slots:
+            return
+        longest = self._bound + at.count
+        if not (self.uniform and at.start is not None) and self.batch:
+            # The bound counts padding; only now is it worth asking the device for the truth.
+            filled = self._filled if not self.uniform else torch.full_like(self._filled, self.used)
+            longest = int((filled + at.live.expand(self.batch, -1).sum(1)).max())
+        if longest > self.slots:
+            raise CacheFull(
+                f"{longest} tokens do not fit in {self.slots} slots; make the cache with capacity={longest} or more"
+            )
+        self._bound = longest - at.count
+
+    def rows(self, index: Tensor) -> None:
+        super().rows(index)
+        self._filled = self._filled[index]
+
+
+class RingCache(Slots):
+    """The first tokens of a segment for ever, and of the others the latest: what the pattern can still read."""
+
+    def __init__(
+        self, spec: AttentionSpec, batch: int, first: int, last: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(spec, batch, first + last, dtype, device)
+        self.first, self.last = first, last
+
+    def append(self, entry: Entry, at: Tokens) -> tuple[Entry, Tokens]:
+        alone, old_entry, old = self.used == 0, self.entry, self.tokens
+        told, where = entry, at
+        if at.count != 1 and not alone:
+            told = {name: torch.cat([held, entry[name]], 1) for name, held in old_entry.items()}
+            position, segment = (
+                torch.cat([held, new.expand(self.batch, -1)], 1)
+                for held, new in ((old.position, at.position), (old.segment, at.segment))
+            )
+            where = Tokens(position, segment, checked=True)
+        before = self.used
+        self._advance(at)
+        if self.uniform and at.count == 1:
+            slot = before if before < self.first else self.first + (before - self.first) % self.last
+            self._write_run(entry, at, slot)
+        else:
+            self._write(entry, at, self._slot(at))
+        return (self.entry, self.tokens) if at.count == 1 else (told, where)
+
+    def _slot(self, at: Tokens) -> Tensor:
+        position = at.position.expand(self.batch, -1)
+        ring = self.first + (position - self.first) % self.last
+        slot = torch.where(position < self.first, position, ring)
+        slot = torch.where(at.live.expand(self.batch, -1), slot, self.slots)
+        # Of several new tokens that want one slot the latest stays; index_put would pick any.
+        order = torch.arange(at.count, device=self.device).expand_as(slot)
+        winner = torch.full((self.batch, self.slots + 1), -1, device=self.device)
+        winner = winner.scatter_reduce(1, slot, order, "amax")
+        return torch.where(winner.gather(1, slot) == order, slot, self.slots)

@@ -1,0 +1,46 @@
+"""A cache without tokens: one state per head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..spec import AttentionSpec
+from ..tokens import Tokens
+from .base import Cache, Entry
+
+
+class StateCache(Cache):
+    """No tokens at all: one state per head, folded up as tokens pass."""
+
+    def __init__(self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(spec, batch, dtype, device)
+        sizes = spec.sizes_of(spec.similarity)
+        self._state = {
+            name: torch.zeros(batch, *layout.opened(sizes), dtype=dtype, device=device)
+            for name, layout in spec.similarity.state(spec).items()
+        }
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        return self._state
+
+    def fold(self, state: dict[str, Tensor]) -> None:
+        """The state after the tokens just appended."""
+        self._state = state
+
+    def append(self, entry: Entry, at: Tokens) -> tuple[Entry, Tokens]:
+        if at.start is None and bool((at.live & (at.segment != 0)).any()):
+            raise ValueError("a state cannot tell segments apart; give each packed document a cache of its own")
+        self._advance(at)
+        return entry, at
+
+    def rows(self, index: Tensor) -> None:
+        self._take(index)
+        self._state = {name: held[index] for name, held in self._state.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(held.nbytes for held in self._state.values())

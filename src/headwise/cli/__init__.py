@@ -1,0 +1,69 @@
+"""The command line: `headwise VERB`, one file per verb, each a thin reading of the library.
+
+Nothing heavy is imported before a verb runs, so that `headwise --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from .. import __version__
+from ..errors import NoBackend, nearest
+from .screen import Wrong, prepare
+
+# In the order of the help: what each verb does, in a few words.
+VERBS = {
+    "demo": "a look around: soft look-up, one spec and all that follows from it",
+    "spec": "show a spec: parameters by name, cost, cache, mask",
+    "walk": "every tensor operation of a layer, with shape, strides, copy or view",
+    "why": "which backend would run a spec, and why each other one refuses",
+}
+BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
+
+
+def usage() -> str:
+    """What `headwise --help` says."""
+    verbs = [f"  {verb:<6}{what}" for verb, what in VERBS.items()]
+    head = ["headwise VERB [...]: the workbench for attention heads", ""]
+    tail = ["", "headwise VERB --help says more; headwise --version says which one this is"]
+    return "\n".join([*head, *verbs, *tail])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 when it did what was asked, 2 on bad input, 130 when interrupted."""
+    prepare()
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone, as after `| head`. Python would complain once more when it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except MemoryError:
+        return _refuse("this does not fit into memory; make something smaller")
+    except (ValueError, OSError, NoBackend) as error:
+        return _refuse(str(error))
+
+
+def _refuse(said: str) -> int:
+    print(f"headwise: {' '.join(said.split())}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def _run(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        print(f"headwise {__version__}")
+        return 0
+    if argv[0] not in VERBS:
+        what = "option" if argv[0].startswith("-") else "verb"
+        raise Wrong(f"there is no {what} {argv[0]!r}; {nearest(argv[0], [*VERBS, '--help', '--version'])}")
+    return import_module(f"{__name__}.{argv[0]}").main(argv[1:])

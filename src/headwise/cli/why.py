@@ -1,0 +1,45 @@
+"""`headwise why`: which backend would run a spec, and why each other one refuses."""
+
+from __future__ import annotations
+
+from .screen import Arguments, document, show, spec_of, take_form, take_spec
+
+
+def main(argv: list[str]) -> int:
+    """Say what each backend would say."""
+    parser = Arguments(
+        "why",
+        "Which backend would run a spec, and why each other one refuses. Nothing is run, no device is needed.",
+        "headwise why gqa --device cuda --dtype bf16 --want weights",
+    )
+    take_spec(parser)
+    parser.add_argument(
+        "--want", action="append", default=[], metavar="PLACE", help="what must be seen, such as weights"
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (cpu unless given)")
+    parser.add_argument("--dtype", default="float32", help="float32, bf16, fp16 or float64")
+    parser.add_argument("--tokens", default="many", help="many queries per row, or one (decoding from a cache)")
+    parser.add_argument(
+        "--when", action="append", default=[], metavar="STATE",
+        help="grad, training, or mask (a mask of the caller's own); may be repeated",
+    )  # fmt: skip
+    take_form(parser)
+    given = parser.parse_args(argv)
+    spec = spec_of(given)
+    from ..reasons import why
+
+    said = why(
+        spec,
+        want=_words(given.want),
+        device=given.device,
+        dtype=given.dtype,
+        tokens=given.tokens,
+        when=_words(given.when),
+    )
+    show(document(said.data) if given.json else str(said))
+    return 0
+
+
+def _words(given: list[str]) -> list[str]:
+    """Options that may be repeated or joined by commas."""
+    return [word for option in given for word in option.split(",") if word]

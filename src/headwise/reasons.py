@@ -1,0 +1,172 @@
+"""Why a spec runs where it runs: every backend in order of preference, with its reasons to refuse."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from . import backends
+from .backends import Job
+from .errors import nearest
+from .module import form
+from .probe import PLACES
+from .spec import AttentionSpec
+
+WIDTH = 80
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+STATES = ("grad", "training", "mask")
+CALLS = {"many": "several queries per row", "one": "one query per row"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kind of call: the form the project runs in, and what each backend says to it."""
+
+    tokens: str
+    job: Job
+    form: str
+    refusals: dict[str, list[str]]
+
+    @property
+    def runs(self) -> str | None:
+        """The backend that runs it: the first without a refusal."""
+        return next((name for name, reasons in self.refusals.items() if not reasons), None)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The same as plain values."""
+        job = self.job
+        told = {"tokens": self.tokens, "device": job.device, "dtype": str(job.dtype).removeprefix("torch.")}
+        told |= {"grad": job.grad, "training": job.training, "mask": job.masked, "state": job.stated}
+        told |= {"want": sorted(job.wants), "form": self.form, "runs": self.runs}
+        return told | {"backends": [{"name": name, "refuses": said} for name, said in self.refusals.items()]}
+
+
+@dataclass(frozen=True)
+class Reasons:
+    """What `why` found: `asked` is the kind of call in question, `other` the same with one query or with several."""
+
+    spec: AttentionSpec
+    asked: Call
+    other: Call
+
+    @property
+    def runs(self) -> str | None:
+        """The backend that runs the call in question, if any."""
+        return self.asked.runs
+
+    @property
+    def refusals(self) -> dict[str, list[str]]:
+        """The reasons of every backend for the call in question, in order of preference."""
+        return self.asked.refusals
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The same as plain values, ready for JSON."""
+        return self.asked.data | {
+            "otherwise": {"tokens": self.other.tokens, "form": self.other.form, "runs": self.other.runs}
+        }
+
+    def json(self) -> str:
+        """One JSON document."""
+        return json.dumps(self.data, indent=2)
+
+    def __str__(self) -> str:
+        job = self.asked.job
+        said = [CALLS[self.asked.tokens], str(job.dtype).removeprefix("torch."), f"on {job.device}"]
+        states = {"training": job.training, "with gradient": job.grad, "with a mask of its own": job.masked}
+        said += [state for state, holds in states.items() if holds]
+        said += [f"showing {', '.join(sorted(job.wants))}"] if job.wants else []
+        name = max(map(len, self.refusals))
+        lines = [*textwrap.wrap(", ".join(said), WIDTH), ""]
+        for backend, reasons in self.refusals.items():
+            lines += _row(backend, name, "; ".join(reasons) or ("runs it" if backend == self.runs else "could run it"))
+        lines += ["", *_ends(self.asked)]
+        return "\n".join([*lines, *_ends(self.other)])
+
+
+def why(
+    spec: AttentionSpec,
+    *,
+    want: Iterable[str] = (),
+    device: str = "cpu",
+    dtype: str = "float32",
+    tokens: str = "many",
+    when: Iterable[str] = (),
+) -> Reasons:
+    """Which backend would run this spec, and why each other one refuses; nothing is run, no device is needed.
+
+    `want` names what a probe asks to see, `tokens` is "many" or "one" query per row, `when` any of "grad",
+    "training" and "mask" (a mask of the caller's own). One query per row means decoding from a cache.
+
+    >>> import headwise as hw
+    >>> reasons = why(hw.design(model=512, heads=8, pattern="causal"), want=["weights"])
+    >>> reasons.runs, reasons.refusals["sdpa"]
+    ('dense', ['it cannot show weights'])
+    """
+    want, when = _each(want), _each(when)
+    _known("want", want, PLACES)
+    _known("when", when, STATES)
+    _known("dtype", [dtype], DTYPES)
+    _known("tokens", [tokens], CALLS)
+    job = Job(
+        spec,
+        spec.core,
+        device=_device(device),
+        dtype=DTYPES[dtype],
+        grad="grad" in when,
+        masked="mask" in when,
+        training="training" in when,
+        wants=frozenset(want),
+    )
+    return Reasons(spec, _call(job, tokens), _call(job, "one" if tokens == "many" else "many"))
+
+
+def _call(job: Job, tokens: str) -> Call:
+    spec, one = job.spec, tokens == "one"
+    project = form(spec, one)
+    job = replace(job, core=project.core(spec), one=one, stated=one and bool(spec.similarity.state(spec)))
+    return Call(tokens, job, "" if project == spec.project else repr(project), backends.why(job))
+
+
+def _each(words: Iterable[str]) -> tuple[str, ...]:
+    return (words,) if isinstance(words, str) else tuple(words)
+
+
+def _known(name: str, words: Sequence[str], known: Iterable[str]) -> None:
+    for word in words:
+        if word not in known:
+            raise ValueError(f"{name}={word!r} is unknown; {nearest(str(word), known)}")
+
+
+def _device(name: str) -> str:
+    try:
+        return torch.device(name).type
+    except RuntimeError:
+        raise ValueError(f"device={name!r} is unknown; use one such as cpu, cuda or mps") from None
+
+
+def _row(backend: str, wide: int, said: str) -> list[str]:
+    indent = " " * (wide + 4)
+    return textwrap.wrap(said, WIDTH, initial_indent=f"  {backend.ljust(wide)}  ", subsequent_indent=indent)
+
+
+def _ends(call: Call) -> list[str]:
+    wide = max(map(len, CALLS.values()))
+    ran = (call.runs or "nothing can run it") + (f", as {call.form}" if call.form and call.runs else "")
+    start = f"{CALLS[call.tokens].ljust(wide)}  "
+    return textwrap.wrap(ran, WIDTH, initial_indent=start, subsequent_indent=" " * len(start))

@@ -1,0 +1,239 @@
+"""The library against the listings of five source documents: equal wherever a query may read anything at all.
+
+Where it may not, the listings average the values of the forbidden keys and we read zero; both is asserted.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import headwise as hw
+from anchors import seeds
+
+BATCH, TOKENS, SOURCE, HEADS, DIM = 2, 7, 11, 3, 4
+MODEL, WIDE = HEADS * DIM, 17
+BACKENDS = ("dense", "sdpa")
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def check_close(ours: Tensor, theirs: Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def adopted(spec: hw.AttentionSpec, backend: str | None = None, **weights: nn.Module) -> hw.Attention:
+    """Our layer in float64 with the weights of these linear maps, named q, k, v and o."""
+    layer = hw.Attention(spec, backend=backend).double()
+    state = layer.state_dict()
+    for letter, linear in weights.items():
+        name = f"output.{letter}" if letter == "o" else f"project.{letter}"
+        state[name] = linear.weight
+        if linear.bias is not None:
+            assert f"{name}_bias" in state, f"our layer has no place for the bias of {letter}"
+            state[f"{name}_bias"] = linear.bias
+    layer.load_state_dict(state)
+    return layer
+
+
+def of_four(theirs: nn.Module, backend: str | None = None, **said: object) -> hw.Attention:
+    """Our layer with the four linear maps of their MultiHeadedAttention."""
+    spec = hw.design(model=MODEL, heads=HEADS, bias="qkvo", **said)
+    return adopted(spec, backend, **dict(zip("qkvo", theirs.linears, strict=True)))
+
+
+def holed(batch: int, queries: int, keys: int) -> Tensor:
+    """A mask [B, T, S] with about half its keys visible; the second query of the first row sees nothing."""
+    mask = torch.rand(batch, queries, keys) < 0.5
+    mask[..., 0] = True
+    mask[0, 1] = False
+    return mask
+
+
+# --- 000 and 001 ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("qkv_bias", [False, True])
+def test_projections(qkv_bias: bool):
+    theirs = seeds.scattered(seeds.Projections(MODEL, HEADS * 5, qkv_bias=qkv_bias))
+    spec = hw.design(model=MODEL, heads=HEADS, dim=5, bias="qkv" if qkv_bias else "")
+    layer = adopted(spec, q=theirs.query, k=theirs.key, v=theirs.value)
+    x, probe = numbers(BATCH, TOKENS, MODEL), hw.Probe("q", "k", "v")
+    layer(x, probe=probe)
+    for letter, wanted in zip("qkv", theirs(x), strict=True):
+        check_close(probe.seen[letter].flatten(2), wanted)
+    counted = sum(parameter.numel() for parameter in theirs.parameters())
+    assert hw.counting.params(spec) - MODEL * HEADS * 5 == counted
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scaled_dot_products_of_four_axes(backend: str):
+    theirs = seeds.scattered(seeds.Projections(MODEL, MODEL, qkv_bias=True))
+    layer = adopted(
+        hw.design(model=MODEL, heads=HEADS, bias="qkv"), backend, q=theirs.query, k=theirs.key, v=theirs.value
+    )
+    x = numbers(BATCH, TOKENS, MODEL)
+    q, k, v = (side.view(BATCH, TOKENS, HEADS, DIM).transpose(1, 2) for side in theirs(x))
+    check_close(layer.heads(x), seeds.ScaledDotProductAttention(DIM)(q, k, v).transpose(1, 2))
+
+
+# --- 002: Llama 3 --------------------------------------------------------------------------------------
+
+THETA = 500_000.0
+
+
+def llama(kv: int) -> tuple[nn.Module, hw.Attention]:
+    theirs = seeds.scattered(seeds.LlamaAttention(24, 6, kv, BATCH, 16))
+    rotary = hw.Rotary(base=THETA, pairs="interleaved")
+    spec = hw.design(model=24, heads=6, kv=kv, pattern="causal()", modifiers=(rotary,))
+    return theirs, adopted(spec, q=theirs.wq, k=theirs.wk, v=theirs.wv, o=theirs.wo)
+
+
+@pytest.mark.parametrize("kv", [1, 2, 3, 6])
+def test_llama_in_one_pass(kv: int):
+    theirs, layer = llama(kv)
+    x = numbers(BATCH, 13, 24)
+    with torch.no_grad():
+        check_close(layer(x), theirs(x, 0, seeds.rotations(4, 16, THETA)))
+
+
+@pytest.mark.parametrize("chunks", [(5, 1, 1, 1, 5), (1,) * 13, (12, 1), (3, 7, 3)])
+def test_llama_with_its_cache(chunks: tuple[int, ...]):
+    theirs, layer = llama(2)
+    turns, cache, start = seeds.rotations(4, 16, THETA), layer.cache(batch=BATCH, capacity=16), 0
+    with torch.no_grad():
+        for x in numbers(BATCH, 13, 24).split(chunks, 1):
+            check_close(layer(x, cache=cache), theirs(x, start, turns))
+            start += x.shape[1]
+        check_close(cache.entry["k"][:, :13], theirs.cache_k[:, :13])
+        check_close(cache.entry["v"][:, :13], theirs.cache_v[:, :13])
+
+
+def test_the_other_pairing_is_another_function():
+    """Half-split pairs, as Hub checkpoints have them, differ from the listing's neighbouring ones."""
+    theirs, layer = llama(2)
+    halves = hw.design(model=24, heads=6, kv=2, pattern="causal()", modifiers=(hw.Rotary(base=THETA),))
+    other = hw.Attention(halves).double()
+    other.load_state_dict(layer.state_dict())
+    x = numbers(BATCH, 13, 24)
+    with torch.no_grad():
+        assert (other(x) - theirs(x, 0, seeds.rotations(4, 16, THETA))).abs().max() > 1e-3
+
+
+# --- 002: the annotated transformer --------------------------------------------------------------------
+
+
+def test_multi_headed_attention_under_any_mask():
+    theirs = seeds.scattered(seeds.MultiHeadedAttention(HEADS, MODEL))
+    x, z, mask = numbers(BATCH, TOKENS, MODEL), numbers(BATCH, SOURCE, MODEL), holed(BATCH, TOKENS, SOURCE)
+    layer, probe = of_four(theirs), hw.Probe("weights", "heads")
+    with torch.no_grad():
+        ours, wanted = layer(x, source=z, mask=mask[:, None], probe=probe), theirs(x, z, z, mask)
+    seen = mask.any(-1)
+    check_close(ours[seen], wanted[seen])
+    check_close(probe.seen["weights"].transpose(1, 2)[seen], theirs.weights.transpose(1, 2)[seen])
+    check_blind(layer, theirs, ours, wanted, probe.seen["heads"], seen, z)
+
+
+def check_blind(
+    layer: hw.Attention, theirs: nn.Module, ours: Tensor, wanted: Tensor, heads: Tensor, seen: Tensor, z: Tensor
+) -> None:
+    """A query without a visible key: theirs is the mean of all forbidden values, ours nothing but the bias."""
+    assert not seen.all()
+    assert (heads[~seen] == 0).all()
+    bias = layer.state_dict()["output.o_bias"]
+    check_close(ours[~seen], bias.expand_as(ours[~seen]))
+    assert theirs.weights.transpose(1, 2)[~seen].sub(1 / z.shape[1]).abs().max() < 1e-12
+    mean = theirs.linears[3](theirs.linears[2](z).mean(1, keepdim=True)).expand_as(wanted)
+    check_close(wanted[~seen], mean[~seen])
+    assert (ours[~seen] - wanted[~seen]).abs().min() > 1e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_causal_self_attention(backend: str):
+    theirs = seeds.scattered(seeds.MultiHeadedAttention(HEADS, MODEL))
+    x = numbers(BATCH, TOKENS, MODEL)
+    later = torch.ones(1, TOKENS, TOKENS).tril()
+    check_close(of_four(theirs, backend, pattern="causal()")(x), theirs(x, x, x, later))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_as_a_mask_of_keys(backend: str):
+    """Padding queries read there and not here; of rows with a token every live query agrees."""
+    theirs = seeds.scattered(seeds.MultiHeadedAttention(HEADS, MODEL))
+    x, lengths = numbers(3, TOKENS, MODEL), torch.tensor([5, 0, TOKENS])
+    layer, tokens = of_four(theirs, backend), hw.Tokens.of(x, lengths=lengths)
+    src_mask = (torch.arange(TOKENS) < lengths[:, None])[:, None]
+    ours, wanted, live = layer(x, tokens=tokens), theirs(x, x, x, src_mask), tokens.live
+    check_close(ours[live], wanted[live])
+    check_close(ours[~live], layer.state_dict()["output.o_bias"].expand_as(ours[~live]))
+    assert (ours[1] - wanted[1]).abs().min() > 1e-6, "the empty row reads zero here and a mean there"
+
+
+def norm(x: Tensor, a: Tensor, b: Tensor, eps: float) -> Tensor:
+    """Unbiased deviation, epsilon outside the root; from the biased variance, so as not to say it as they do."""
+    width = x.shape[-1]
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / ((centred.square().sum(-1, keepdim=True) / (width - 1)).sqrt() + eps) * a + b
+
+
+def test_the_norm_of_the_listing_is_not_that_of_torch():
+    theirs, x = seeds.scattered(seeds.LayerNorm(MODEL)), numbers(BATCH, TOKENS, MODEL)
+    check_close(norm(x, theirs.a, theirs.b, theirs.eps), theirs(x))
+    assert (F.layer_norm(x, (MODEL,), theirs.a, theirs.b, theirs.eps) - theirs(x)).abs().max() > 1e-2
+
+
+def encoded(theirs: nn.Module, ours: hw.Attention, x: Tensor, tokens: hw.Tokens) -> Tensor:
+    """An encoder layer around our attention: norm first, then what is read is added."""
+    first, second = (connection.norm for connection in theirs.sublayer)
+    x = x + ours(norm(x, first.a, first.b, first.eps), tokens=tokens)
+    return x + theirs.feed_forward(norm(x, second.a, second.b, second.eps))
+
+
+def test_encoder_layer():
+    inner = seeds.MultiHeadedAttention(HEADS, MODEL)
+    theirs = seeds.scattered(seeds.EncoderLayer(MODEL, inner, seeds.feed_forward(MODEL, WIDE)))
+    x = numbers(BATCH, TOKENS, MODEL)
+    tokens = hw.Tokens.of(x, lengths=[TOKENS, 5])
+    ours = encoded(theirs, of_four(theirs.self_attn), x, tokens)
+    wanted = theirs(x, tokens.live[:, None])
+    check_close(ours[tokens.live], wanted[tokens.live])
+
+
+def test_decoder_layer():
+    parts = [seeds.MultiHeadedAttention(HEADS, MODEL) for _ in range(2)]
+    theirs = seeds.scattered(seeds.DecoderLayer(MODEL, *parts, seeds.feed_forward(MODEL, WIDE)))
+    x, memory = numbers(BATCH, TOKENS, MODEL), numbers(BATCH, SOURCE, MODEL)
+    own, cross = of_four(theirs.self_attn, pattern="causal()"), of_four(theirs.src_attn)
+    at = hw.Tokens.of(memory, lengths=[SOURCE, 6])
+    n1, n2, n3 = (connection.norm for connection in theirs.sublayer)
+    y = x + own(norm(x, n1.a, n1.b, n1.eps))
+    y = y + cross(norm(y, n2.a, n2.b, n2.eps), source=cross.remember(memory, tokens=at))
+    y = y + theirs.feed_forward(norm(y, n3.a, n3.b, n3.eps))
+    later = torch.ones(1, TOKENS, TOKENS).tril()
+    check_close(y, theirs(x, memory, at.live[:, None], later))
+
+
+# --- 003 -----------------------------------------------------------------------------------------------
+
+
+def test_three_axes_and_a_mask_of_three_axes():
+    """Their head is a batch row of its own; the same mask for every head, and one row that sees nothing."""
+    spec = hw.design(model=MODEL, heads=HEADS, dim=5, vdim=DIM)
+    layer, probe = hw.Attention(spec).double(), hw.Probe("q", "k", "v", "weights", "heads")
+    x, z, mask = numbers(BATCH, TOKENS, MODEL), numbers(BATCH, SOURCE, MODEL), holed(BATCH, TOKENS, SOURCE)
+    layer(x, source=z, mask=mask[:, None], probe=probe)
+    seen = mask.any(-1)
+    for h in range(HEADS):
+        q, k, v = (probe.seen[side][:, :, h] for side in "qkv")
+        read, weights = seeds.scaled_dot_product_attention(q, k, v, mask)
+        check_close(probe.seen["heads"][:, :, h][seen], read[seen])
+        check_close(probe.seen["weights"][:, h][seen], weights[seen])
+        check_close(read[0, 1], v[0].mean(0))
+        assert (probe.seen["heads"][0, 1, h] == 0).all()
+        assert (probe.seen["weights"][0, h, 1] == 0).all()
+        assert read[0, 1].abs().max() > 1e-3

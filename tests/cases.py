@@ -1,0 +1,116 @@
+"""The specs that the contract runs over, and the layers and batches made of them.
+
+No two axes are equal: batch 3, tokens 7, source tokens 11, source width 13, model 10, heads 6, dim 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations
+
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise.backends import BACKENDS, Job
+from headwise.module import form
+from headwise.seams import Modifier, Part
+from headwise.spec import AttentionSpec
+from headwise.terms import Phase
+
+BATCH, TOKENS, SOURCE, WIDTH = 3, 7, 11, 13
+EXACT = {"rtol": 1e-10, "atol": 1e-11}
+
+
+def base(**said) -> AttentionSpec:
+    """A small spec; what is not said gets sizes that no two axes share."""
+    return hw.design(**({"model": 10, "heads": 6, "dim": 4} | said))
+
+
+def examples() -> dict[str, AttentionSpec]:
+    """Every example of every part, by name and number."""
+    parts = {name: cls for name, cls in hw.parts.REGISTRY.items() if issubclass(cls, Part)}
+    return {f"{name}{n}": spec for name in sorted(parts) for n, spec in enumerate(parts[name].examples(base))}
+
+
+def pairs() -> dict[str, AttentionSpec]:
+    """Two modifiers of one phase in either order, where the two can stand together."""
+    small = [
+        hw.Rotary(base=30.0),
+        hw.QKNorm(),
+        hw.Alibi(),
+        hw.T5Bias(buckets=8, reach=9),
+        hw.Shaw(reach=2),
+        hw.Softcap(limit=1.5),
+        hw.TalkingHeads(),
+        hw.Dynamic(rank=1),
+        hw.HeadGate(),
+        hw.OutputGate(),
+        hw.Routed(always=2, active=2),
+    ]
+    both = [(a, b) for a, b in permutations(small, 2) if a.phase is b.phase and a.phase is not Phase.WEIGHTS]
+    return {f"{_name(a)}-{_name(b)}": base(kv=2, vdim=5, pattern="causal()", modifiers=(a, b)) for a, b in both}
+
+
+def _name(modifier: Modifier) -> str:
+    return type(modifier).__name__ + getattr(modifier, "on", "")[:1]
+
+
+EXAMPLES = examples()
+PAIRS = pairs()
+EVERY = EXAMPLES | PAIRS
+
+
+def causal(spec: AttentionSpec) -> AttentionSpec:
+    """The same spec, decodable: causal where its own pattern reads ahead, and of one sequence."""
+    pattern = spec.pattern if spec.pattern.opening == 0 else hw.Causal()
+    return replace(spec, pattern=pattern, source=None)
+
+
+def crossed(spec: AttentionSpec) -> AttentionSpec:
+    """The same spec over a source of another width."""
+    return replace(spec, pattern=hw.Full(), source=WIDTH)
+
+
+def layer(spec: AttentionSpec, dtype: torch.dtype = torch.float64, backend: str | None = None) -> hw.Attention:
+    """A layer whose every learned number matters: none stays at the zero or one it starts from."""
+    made = hw.Attention(spec, backend=backend).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * 0.5)
+    return made
+
+
+def tensors(spec: AttentionSpec, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor | None]:
+    """x, and a source when the spec reads one."""
+    x = torch.randn(BATCH, TOKENS, spec.model, dtype=torch.float64).to(dtype)
+    return x, None if spec.source is None else torch.randn(BATCH, SOURCE, spec.source, dtype=torch.float64).to(dtype)
+
+
+def batches(x: Tensor) -> dict[str, hw.Tokens]:
+    """Ways to fill a batch of seven tokens."""
+    packed = torch.tensor([[0, 0, 0, 1, 1, 2, -1], [0, 0, 0, 0, 0, 0, 0], [-1, 0, 0, 1, 1, 1, 1]])
+    return {
+        "whole": hw.Tokens.of(x),
+        "right": hw.Tokens.of(x, lengths=[7, 3, 0]),
+        "left": hw.Tokens.of(x, lengths=[5, 7, 2], pad="left"),
+        "packed": hw.Tokens.of(x, segments=packed),
+    }
+
+
+def takers(
+    spec: AttentionSpec, *, one: bool = False, dtype: torch.dtype = torch.float64, grad: bool = False
+) -> list[str]:
+    """The backends that run this spec on the CPU."""
+    job = Job(spec, form(spec, one).core(spec), "cpu", dtype, grad, one)
+    return [name for name, backend in BACKENDS.items() if name != "flex" and not backend.refuses(job)]
+
+
+def check_close(ours: Tensor, theirs: Tensor, **tolerance: float) -> None:
+    """Equal to within float64 rounding, or as told."""
+    torch.testing.assert_close(ours, theirs, **(EXACT | tolerance), check_dtype=False)
+
+
+def normal(spec: AttentionSpec, **changes) -> AttentionSpec:
+    """A spec with some fields replaced."""
+    return replace(spec, **changes)

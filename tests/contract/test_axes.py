@@ -1,0 +1,89 @@
+"""Axes travel with parameters: cutting is silencing, sharing equal heads changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cases
+import headwise as hw
+from cases import EVERY, check_close
+from headwise import axes
+
+KEPT = [(0,), (1, 3, 4), (5, 0), (0, 1, 2, 3, 4)]
+
+
+def rebuilt(spec, weights):
+    """A layer of this spec with these weights."""
+    layer = hw.Attention(spec).double().eval()
+    layer.load_state_dict(weights, strict=True)
+    return layer
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_cutting_is_silencing(name):
+    spec = EVERY[name]
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    outs = len(spec.speaks)
+    for keep in {tuple(sorted(o for o in kept if o < outs)) for kept in KEPT}:
+        loud = torch.zeros(outs, 1, dtype=x.dtype)
+        loud[list(keep)] = 1
+        silenced = layer(x, source=z, probe=hw.Probe("heads", see=lambda _, o, loud=loud: o * loud))
+        small, weights = axes.cut(spec, layer.state_dict(), keep)
+        assert len(small.speaks) == len(keep)
+        cut = rebuilt(small, weights)
+        check_close(cut(x, source=z), silenced)
+        assert sum(p.numel() for p in cut.parameters()) <= sum(p.numel() for p in layer.parameters())
+        again, twice = axes.cut(small, weights, [0])
+        loud[list(keep[1:])] = 0
+        silenced = layer(x, source=z, probe=hw.Probe("heads", see=lambda _, o, loud=loud: o * loud))
+        check_close(rebuilt(again, twice)(x, source=z), silenced)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_cut_layer_decodes_and_round_trips(name):
+    spec = cases.causal(EVERY[name])
+    layer = cases.layer(spec)
+    x, _ = cases.tensors(spec)
+    small, weights = axes.cut(spec, layer.state_dict(), [1, len(spec.speaks) - 1])
+    cut = rebuilt(small, weights)
+    cache = cut.cache(batch=cases.BATCH, capacity=9)
+    steps = torch.cat([cut(x[:, t : t + 1], cache=cache) for t in range(cases.TOKENS)], 1)
+    check_close(steps, cut(x))
+    assert hw.from_toml(str(small)) == small
+    assert eval(repr(small), vars(hw)) == small
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_sharing_equal_heads_changes_nothing(name):
+    spec = EVERY[name]
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    if spec.heads.values:
+        pytest.skip("keys and values are grouped apart")
+    try:
+        wide, weights = axes.split(spec, layer.state_dict())
+    except hw.SpecError as reason:
+        pytest.skip(f"its heads cannot be split: {reason}")
+    expected = layer(x, source=z)
+    if any(getattr(part, "scope", "") == "full" for _, part in spec.parts()) and spec.heads.kv != spec.heads.q:
+        pytest.skip("a norm over all key heads is another one over more of them")
+    check_close(rebuilt(wide, weights)(x, source=z), expected)
+    groups = [[h for h, read in enumerate(spec.heads.reads) if read == g] for g in range(spec.heads.kv)]
+    back, shared = axes.share(wide, weights, groups)
+    assert back.heads == spec.heads
+    check_close(rebuilt(back, shared)(x, source=z), expected)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_permuting_outputs_changes_nothing(name):
+    spec = EVERY[name]
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    o = layer.heads(x, source=z)
+    y = layer.merge(o)
+    check_close(y, layer(x, source=z))
+    parts = [layer.merge(o * torch.eye(o.shape[2], dtype=o.dtype)[h][:, None]) for h in range(o.shape[2])]
+    silent = layer.merge(torch.zeros_like(o))
+    check_close(sum(parts) - (len(parts) - 1) * silent, y)

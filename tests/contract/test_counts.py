@@ -1,0 +1,83 @@
+"""What is counted is what is made: parameters, products, pairs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
+
+import cases
+import headwise as hw
+from cases import EVERY, EXAMPLES
+from headwise import counting
+from headwise.backends import BACKENDS, Job
+
+
+def flash_on_cpu(q, k, v, *args, out_shape=None, **kwargs):
+    """FlopCounterMode has no entry for the CPU's flash attention and would count nothing."""
+    return sdpa_flop(q, k, v)
+
+
+MAPPING = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flash_on_cpu}
+
+
+def torch_counts(layer, x, **call) -> int:
+    """FLOPs of a call as torch's counter sees them."""
+    with FlopCounterMode(display=False, custom_mapping=MAPPING) as counter, torch.no_grad():
+        layer(x, **call)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_parameters_are_counted_as_made(name):
+    spec = EVERY[name]
+    layer = hw.Attention(spec)
+    assert counting.params(spec) == sum(p.numel() for p in layer.parameters())
+    assert counting.constants(spec) == sum(b.numel() for b in layer.buffers())
+    assert {k: tuple(v.shape) for k, v in layer.state_dict().items()} == spec.shapes()
+
+
+@pytest.mark.parametrize("backend", ["dense", "sdpa"])
+@pytest.mark.parametrize("name", EVERY)
+def test_products_are_counted_as_torch_counts_them(name, backend):
+    spec = EVERY[name]
+    if backend not in cases.takers(spec, dtype=torch.float32):
+        pytest.skip(f"{backend} refuses it")
+    layer = cases.layer(spec, torch.float32, backend)
+    x, z = cases.tensors(spec, torch.float32)
+    keys = cases.TOKENS if z is None else cases.SOURCE
+    work = hw.Work(cases.BATCH, cases.TOKENS, keys, keys)
+    made = torch_counts(layer, x, source=z)
+    assert made == counting.spent(spec, work, BACKENDS[backend].spent(Job(spec, spec.core), work))
+    if backend == "dense":
+        assert made == counting.counted(spec, work)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_step_is_counted_as_torch_counts_it(name):
+    spec = cases.causal(EXAMPLES[name])
+    layer = cases.layer(spec, torch.float32)
+    x, _ = cases.tensors(spec, torch.float32)
+    cache = layer.cache(batch=cases.BATCH, capacity=9)
+    layer(x, cache=cache)
+    if spec.similarity.state(spec):
+        pytest.skip("the state's own updates are elementwise, which torch's counter does not see")
+    made = torch_counts(layer, x[:, :1], cache=cache)
+    slots = 9 if spec.pattern.memory.last is None else min(9, sum(spec.pattern.memory))
+    form = hw.module.form(spec, True)
+    step = cases.normal(spec, project=form)
+    assert made == counting.counted(step, hw.Work(cases.BATCH, 1, 1, slots))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_is_asked_is_what_is_allowed(name):
+    spec = EXAMPLES[name]
+    x, z = cases.tensors(spec)
+    if z is not None:
+        pytest.skip("pairs of a source are its rectangle, counted above")
+    sight = hw.Sight(hw.Tokens.of(x), hw.Tokens.of(x), spec.pattern)
+    work = counting.work_of(spec, batch=cases.BATCH, queries=cases.TOKENS)
+    assert work.pairs == int(sight.allowed.expand(1, 1, cases.TOKENS, cases.TOKENS).sum())
+    full = hw.Work(cases.BATCH, cases.TOKENS, cases.TOKENS, cases.TOKENS)
+    saved = counting.counted(spec, full) - counting.asked(spec, work)
+    assert saved == 0 if work.pairs == full.pairs else saved > 0

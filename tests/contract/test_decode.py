@@ -1,0 +1,102 @@
+"""Decoding from a cache is one pass, whatever the chunks; and what is cached is what is counted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import cases
+import headwise as hw
+from cases import EVERY, EXAMPLES, check_close
+from headwise import counting, reference
+
+CHUNKINGS = [(7,), (1,) * 7, (3, 1, 3), (2, 5)]
+
+
+def decoded(layer, x, chunks, cache, **call):
+    """y of x handed over in chunks."""
+    parts, start = [], 0
+    for count in chunks:
+        parts.append(layer(x[:, start : start + count], cache=cache, **call))
+        start += count
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_cached_decode_is_one_pass(name):
+    try:
+        spec = cases.causal(EVERY[name])
+    except hw.SpecError as reason:
+        pytest.skip(f"not causal: {reason}")
+    layer = cases.layer(spec)
+    x, _ = cases.tensors(spec)
+    expected = reference.attention(layer, x)
+    for chunks in CHUNKINGS:
+        check_close(decoded(layer, x, chunks, layer.cache(batch=cases.BATCH, capacity=9)), expected)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_ring_forgets_only_what_nobody_reads(name):
+    spec = replace(cases.causal(EXAMPLES[name]), pattern=hw.Window(3) | hw.First(2))
+    if spec.similarity.state(spec):
+        pytest.skip("a state cannot forget, and its backend says so")
+    layer = cases.layer(spec)
+    x = torch.randn(cases.BATCH, 17, spec.model, dtype=torch.float64)
+    expected = layer(x)
+    for chunks in [(17,), (1,) * 17, (5, 1, 1, 9, 1), (1, 13, 3)]:
+        cache = layer.cache(batch=cases.BATCH, capacity=100)
+        check_close(decoded(layer, x, chunks, cache), expected)
+        assert cache.nbytes == counting.cache_bytes(spec, batch=cases.BATCH, capacity=100, bytes_each=8)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_ragged_rows_decode_on_from_where_each_ends(name):
+    spec = cases.causal(EXAMPLES[name])
+    layer = cases.layer(spec)
+    x, _ = cases.tensors(spec)
+    lengths = [4, 2, 3]
+    for pad in ("right", "left"):
+        cache = layer.cache(batch=cases.BATCH, capacity=9)
+        first = torch.zeros(cases.BATCH, 4, spec.model, dtype=torch.float64)
+        for row, length in enumerate(lengths):
+            first[row, 4 - length if pad == "left" else 0 :][:length] = x[row, :length]
+        layer(first, cache=cache, tokens=hw.Tokens.of(first, lengths=lengths, pad=pad))
+        next_two = torch.stack([x[row, length : length + 2] for row, length in enumerate(lengths)])
+        ours = decoded(layer, next_two, (1, 1), cache)
+        for row, length in enumerate(lengths):
+            check_close(ours[row], layer(x[row : row + 1, : length + 2])[0, length:])
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_what_is_held_is_what_is_counted(name):
+    spec = cases.causal(EXAMPLES[name])
+    layer = cases.layer(spec)
+    x, _ = cases.tensors(spec)
+    cache = layer.cache(batch=cases.BATCH, capacity=9)
+    shapes = set()
+    for t in range(cases.TOKENS):
+        seen = hw.Probe("k", "v")
+        layer(x[:, t : t + 1], cache=cache, probe=seen)
+        shapes.add(tuple((place, tensor.shape) for place, tensor in seen.seen.items()))
+    assert len(shapes) == 1, "a step of one token changed a shape"
+    assert cache.nbytes == counting.cache_bytes(spec, batch=cases.BATCH, capacity=9, bytes_each=8)
+    held = [*cache.state.values()] or [*cache.entry.values()]
+    assert cache.nbytes == sum(tensor.untyped_storage().nbytes() for tensor in held)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_one_query_runs_in_every_backend_that_takes_it(name):
+    spec = cases.causal(EXAMPLES[name])
+    layer = cases.layer(spec)
+    x, _ = cases.tensors(spec)
+    expected = layer(x)[:, -1:]
+    for backend in [None] if spec.similarity.state(spec) else cases.takers(spec, one=True):
+        cache = layer.cache(batch=cases.BATCH, capacity=9)
+        layer.only = None
+        layer._plans.clear()
+        layer(x[:, :-1], cache=cache)
+        layer.only = backend
+        layer._plans.clear()
+        check_close(layer(x[:, -1:], cache=cache), expected)

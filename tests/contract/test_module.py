@@ -1,0 +1,103 @@
+"""A layer is a well-behaved torch module, and what passes inside can be seen."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import cases
+import headwise as hw
+from cases import EXAMPLES, check_close
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_probe_sees_every_place(name):
+    spec = EXAMPLES[name]
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    seen = hw.Probe("q", "k", "v", "scores", "weights", "lse", "heads")
+    y = layer(x, source=z, probe=seen)
+    check_close(y, layer(x, source=z))
+    keys = cases.TOKENS if z is None else cases.SOURCE
+    rows = len(spec.voices)
+    assert seen.seen["scores"].shape == (cases.BATCH, spec.heads.q, cases.TOKENS, keys)
+    assert seen.seen["weights"].shape == (cases.BATCH, rows, cases.TOKENS, keys)
+    assert seen.seen["lse"].shape == (cases.BATCH, spec.heads.q, cases.TOKENS)
+    assert seen.seen["heads"].shape == (cases.BATCH, cases.TOKENS, len(spec.speaks), layer.spec.heads.vdim)
+    assert seen.seen["q"].shape[:3] == (cases.BATCH, cases.TOKENS, spec.heads.q)
+    check_close(layer.merge(seen.seen["heads"]), y)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_weights_stay_within_the_pattern(name):
+    spec = EXAMPLES[name]
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    seen = hw.Probe("weights")
+    layer(x, source=z, probe=seen)
+    told = hw.Tokens.of(x if z is None else z)
+    allowed = hw.Sight(hw.Tokens.of(x), told, spec.pattern).allowed
+    assert (seen.seen["weights"].masked_select(~allowed) == 0).all()
+    assert seen.seen["weights"].masked_select(allowed).abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_copies_saves_and_moves(name):
+    spec = EXAMPLES[name]
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    y = layer(x, source=z)
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+    check_close(twin(x, source=z), y)
+    fresh = hw.Attention(spec).double().eval()
+    fresh.load_state_dict(twin.state_dict(), strict=True)
+    check_close(fresh(x, source=z), y)
+    constants = {k: v.clone() for k, v in twin.named_buffers()}
+    back = twin.to(torch.bfloat16).to(torch.float64)
+    for key, constant in back.named_buffers():
+        assert torch.equal(constant, constants[key]), f"{key} lost its precision on a trip through bfloat16"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_odd_inputs_work(name):
+    spec = EXAMPLES[name]
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    y = layer(x, source=z)
+    check_close(layer(x.transpose(0, 1).contiguous().transpose(0, 1), source=z), y)
+    assert layer(x[:0], source=None if z is None else z[:0]).shape == (0, cases.TOKENS, spec.model)
+    assert layer(x[:, :0], source=z).shape == (cases.BATCH, 0, spec.model)
+    if spec.pattern.opening == 0 and z is None:
+        check_close(layer(x[:, :1]), y[:, :1])
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_one_graph_holds_the_whole_layer(name):
+    spec = EXAMPLES[name]
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    expected = layer(x, source=z)
+    torch._dynamo.reset()
+    traced = torch.compile(layer, fullgraph=True, backend="eager")
+    check_close(traced(x, source=z), expected)
+    cold = cases.layer(spec)
+    torch._dynamo.reset()
+    traced = torch.compile(cold, fullgraph=True, backend="eager")
+    check_close(traced(x, source=z), cold(x, source=z))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ["Rotary0", "Alibi1", "Dynamic0"])
+def test_the_compiler_keeps_the_numbers(name):
+    spec = EXAMPLES[name]
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    expected = layer(x, source=z)
+    torch._dynamo.reset()
+    check_close(torch.compile(layer, fullgraph=True)(x, source=z), expected)

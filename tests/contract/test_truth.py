@@ -1,0 +1,146 @@
+"""Output and every gradient are the reference's: every example, every way to fill a batch, every backend."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import cases
+import headwise as hw
+from cases import EVERY, EXAMPLES, check_close
+from headwise import reference
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_output_is_the_references(name):
+    spec = EVERY[name]
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    ways = cases.batches(x) if name in EXAMPLES else {"packed": cases.batches(x)["packed"]}
+    for tokens in ways.values():
+        expected = reference.attention(layer, x, source=z, tokens=tokens)
+        for backend in cases.takers(spec):
+            layer.only = backend
+            layer._plans.clear()
+            check_close(layer(x, source=z, tokens=tokens), expected)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_source_is_read_as_the_reference_reads_it(name):
+    try:
+        spec = cases.crossed(EXAMPLES[name])
+    except hw.SpecError as reason:
+        pytest.skip(f"not defined for a source: {reason}")
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    told = hw.Tokens.of(z, lengths=[11, 5, 0])
+    expected = reference.attention(layer, x, source=z, source_tokens=told)
+    kept = layer.remember(z, tokens=told)
+    for backend in cases.takers(spec):
+        layer.only = backend
+        layer._plans.clear()
+        check_close(layer(x, source=kept), expected)
+    check_close(layer(x[:, :1], source=kept), expected[:, :1])
+    check_close(layer(x, source=z), reference.attention(layer, x, source=z))
+
+
+def gradients(layer, y, x):
+    """Of a loss that weighs every output differently, for x and every parameter."""
+    loss = (y * torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view_as(y)).sum()
+    named = dict(layer.named_parameters()) | {"x": x}
+    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {n: torch.zeros_like(named[n]) if g is None else g for n, g in zip(named, grads, strict=True)}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_gradients_are_the_references(name):
+    spec = EVERY[name]
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    x.requires_grad_()
+    tokens = cases.batches(x)["packed"]
+    expected = gradients(layer, reference.attention(layer, x, source=z, tokens=tokens), x)
+    for backend in cases.takers(spec, grad=True):
+        layer.only = backend
+        layer._plans.clear()
+        ours = gradients(layer, layer(x, source=z, tokens=tokens), x)
+        for parameter, grad in expected.items():
+            check_close(ours[parameter], grad, msg=lambda m, p=parameter: f"{p}: {m}")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_mask_of_the_callers_own_is_obeyed(name):
+    spec = EXAMPLES[name]
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    mask = torch.rand(cases.BATCH, 1, cases.TOKENS, cases.TOKENS if z is None else cases.SOURCE) < 0.6
+    check_close(layer(x, source=z, mask=mask), reference.attention(layer, x, source=z, mask=mask))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_low_precision_errs_no_more_than_twice_as_dense(name, dtype):
+    spec = EXAMPLES[name]
+    exact = cases.layer(spec)
+    coarse = copy.deepcopy(exact).to(dtype)
+    exact.load_state_dict({k: v.double() if v.is_floating_point() else v for k, v in coarse.state_dict().items()})
+    x, z = cases.tensors(spec, dtype)
+    truth = reference.attention(exact, x.double(), source=None if z is None else z.double())
+
+    def error(backend):
+        coarse.only = backend
+        coarse._plans.clear()
+        return (coarse(x, source=z).double() - truth).abs().max()
+
+    limit = 2 * error("dense") + 4 * torch.finfo(dtype).eps * truth.abs().max()
+    assert limit < 0.2 * truth.abs().max() + 1e-3
+    for backend in cases.takers(spec, dtype=dtype):
+        assert error(backend) <= limit, backend
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_only_distances_matter(name):
+    spec = EXAMPLES[name]
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    place = torch.arange(cases.TOKENS)[None]
+    moved = hw.Tokens(place + 1000, torch.zeros_like(place))
+    if z is None:
+        check_close(layer(x, tokens=moved), layer(x), rtol=1e-8, atol=1e-9)
+        return
+    far = torch.arange(cases.SOURCE)[None] + 1000
+    kept = layer.remember(z, tokens=hw.Tokens(far, torch.zeros_like(far)))
+    check_close(layer(x, source=kept, tokens=moved), layer(x, source=z), rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_packed_documents_do_not_meet(name):
+    spec = EXAMPLES[name]
+    if spec.source is not None:
+        pytest.skip("a source is another sequence; packing is tested within one")
+    layer = cases.layer(spec)
+    x, _ = cases.tensors(spec)
+    together = layer(x, tokens=hw.Tokens.of(x, segments=torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * cases.BATCH)))
+    apart = torch.cat([layer(x[:, :3]), layer(x[:, 3:])], 1)
+    check_close(together, apart)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_query_with_nothing_to_read_reads_zero(name):
+    spec = EXAMPLES[name]
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    x.requires_grad_()
+    keys = cases.TOKENS if z is None else cases.SOURCE
+    seen = hw.Probe("heads")
+    mask = torch.ones(cases.BATCH, 1, cases.TOKENS, keys, dtype=torch.bool)
+    mask[1, :, 2] = False
+    y = layer(x, source=z, mask=mask, probe=seen)
+    assert (seen.seen["heads"][1, 2] == 0).all()
+    for grad in gradients(layer, y, x).values():
+        assert grad.isfinite().all()
+    if z is None:
+        blind = layer(x, tokens=hw.Tokens.of(x, lengths=[7, 3, 0]))
+        check_close(blind[2], layer.merge(torch.zeros_like(seen.seen["heads"]))[2])

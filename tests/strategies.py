@@ -1,0 +1,137 @@
+"""What hypothesis draws specs from: every registered part, in combinations that the library itself calls legal.
+
+`specs()` starts from the example of a part and changes it step by step; a change that clashes is not made, so that
+nothing is ever thrown away and a failing spec shrinks to a bare example. `modifier_lists()` grows a list the same
+way on a given spec. Neither names a part: a new one is drawn as soon as it has examples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+import headwise as hw
+
+BASE = {"model": 10, "heads": 6, "dim": 4}  # what an example does not say; no two sizes are equal
+
+
+def base(**said: Any) -> hw.AttentionSpec:
+    """The small spec that examples are made from."""
+    return hw.design(**(BASE | said))
+
+
+def examples() -> list[tuple[str, hw.AttentionSpec]]:
+    """Every example of every registered part, by a name that says whose it is."""
+    found = []
+    for name, part in hw.REGISTRY.items():
+        if issubclass(part, hw.seams.Part):
+            found += [(f"{name}-{n}", spec) for n, spec in enumerate(part.examples(base))]
+    return found
+
+
+def pool(slot: str) -> list[Any]:
+    """Everything that the examples put into one slot, or into the list of modifiers; each once, plainest first."""
+    found = [base()] + [spec for _, spec in examples()]
+    values = [value for spec in found for value in (spec.modifiers if slot == "modifiers" else [getattr(spec, slot)])]
+    return list(dict.fromkeys(values))
+
+
+def legal(spec: hw.AttentionSpec, **changes: Any) -> hw.AttentionSpec:
+    """The spec so changed, or as it is when the change clashes."""
+    try:
+        return replace(spec, **changes)
+    except hw.SpecError:
+        return spec
+
+
+# --- patterns ------------------------------------------------------------------------------------------
+
+
+def leaves(*, forward: bool = False) -> st.SearchStrategy[hw.Pattern]:
+    """Patterns that are no joins; `forward` leaves out those that read tokens that have not come yet."""
+    sizes = st.integers(1, 7)
+    back = [
+        st.just(hw.Causal()),
+        sizes.map(hw.Window),
+        st.builds(hw.Dilated, keys=st.integers(1, 4), rate=st.integers(1, 3)),
+        sizes.map(hw.First),
+    ]
+    ahead = [
+        st.just(hw.Full()),
+        sizes.flatmap(lambda keys: st.builds(hw.Window, keys=st.just(keys), after=st.integers(0, keys - 1))),
+        sizes.map(hw.Prefix),
+        st.sets(st.integers(0, 6), min_size=1, max_size=3).map(lambda found: hw.Global(tuple(sorted(found)))),
+        sizes.map(hw.Blocks),
+        st.builds(hw.BigBird, length=st.just(12), block=st.just(2), random=st.integers(0, 1), seed=st.integers(0, 3)),
+        st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=5).map(
+            lambda found: hw.Edges(tuple(sorted(found)))
+        ),
+    ]
+    return st.one_of(*back) if forward else st.one_of(*back, *ahead)
+
+
+def patterns(*, forward: bool = False) -> st.SearchStrategy[hw.Pattern]:
+    """Patterns and joins of up to three."""
+    joins = lambda inner: st.tuples(inner, inner, st.booleans()).map(  # noqa: E731 - hypothesis wants a function
+        lambda drawn: drawn[0] & drawn[1] if drawn[2] else drawn[0] | drawn[1]
+    )
+    return st.recursive(leaves(forward=forward), joins, max_leaves=3)
+
+
+# --- heads ---------------------------------------------------------------------------------------------
+
+
+@st.composite
+def heads(draw: st.DrawFn) -> hw.Heads:
+    """Multi-head, grouped, multi-query, unevenly read, and values narrower or wider than keys."""
+    q, dim = draw(st.integers(1, 6)), draw(st.sampled_from((4, 2, 6)))
+    kv = draw(st.integers(1, q))
+    vdim = draw(st.sampled_from((0, 5, 3)))
+    if q % kv == 0 and draw(st.booleans()):
+        return hw.Heads(q=q, kv=kv, dim=dim, vdim=vdim)
+    return hw.Heads(q=q, kv=kv, dim=dim, vdim=vdim, reads=draw(readings(q, kv)))
+
+
+@st.composite
+def readings(draw: st.DrawFn, q: int, kv: int) -> tuple[int, ...]:
+    """Who reads whom: q readers of kv heads, none of them unread."""
+    rest = draw(st.lists(st.integers(0, kv - 1), min_size=q - kv, max_size=q - kv))
+    return tuple(draw(st.permutations([*range(kv), *rest])))
+
+
+# --- specs ---------------------------------------------------------------------------------------------
+
+
+@st.composite
+def modifier_lists(draw: st.DrawFn, spec: hw.AttentionSpec | None = None, *, most: int = 3) -> tuple[Any, ...]:
+    """Up to `most` modifiers, each legal beside those before it on this spec (the base unless given)."""
+    spec = replace(base() if spec is None else spec, modifiers=())
+    for modifier in draw(st.lists(st.sampled_from(pool("modifiers")), max_size=most)):
+        spec = legal(spec, modifiers=(*spec.modifiers, modifier))
+    return spec.modifiers
+
+
+@st.composite
+def specs(draw: st.DrawFn, *, forward: bool = False, most: int = 3) -> hw.AttentionSpec:
+    """Any layer: an example, then other heads, slots, pattern, source and up to `most` more modifiers.
+
+    `forward` draws only patterns that can be decoded token by token.
+    """
+    spec = draw(st.sampled_from([one for _, one in examples()]))
+    if forward and spec.pattern.opening != 0:
+        spec = replace(spec, pattern=hw.Causal())
+    changes: list[tuple[str, st.SearchStrategy[Any]]] = [
+        ("heads", heads()),
+        ("model", st.sampled_from((10, 14))),
+        ("source", st.sampled_from((None, 13))),
+        ("pattern", patterns(forward=forward)),
+        *((slot, st.sampled_from(pool(slot))) for slot in ("project", "similarity", "normaliser", "merge")),
+    ]
+    for name, values in changes:
+        if draw(st.booleans()):
+            spec = legal(spec, **{name: draw(values)})
+    for modifier in draw(st.lists(st.sampled_from(pool("modifiers")), max_size=most)):
+        spec = legal(spec, modifiers=(*spec.modifiers, modifier))
+    return spec

@@ -1,0 +1,201 @@
+"""What biases of keys and values can do: b_K nothing and b_V a constant, exactly where that is true.
+
+Under softmax a bias of all keys adds the same number to every score of a row, which softmax forgets; and weights
+that sum to one hand a bias of all values on unchanged. Each law comes with the layers for which it is false.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+
+BATCH, TOKENS, SOURCE = 2, 7, 11
+SHAPES = {
+    "all-their-own": {"kv": 6},
+    "grouped": {"kv": 2, "vdim": 5},
+    "one-for-all": {"kv": 1, "vdim": 3},
+}
+ROUNDING = 1e-12
+
+# Layers whose rows of weights sum to one and whose keys are not turned after their bias.
+TRUE = {
+    "plain": {},
+    "causal": {"pattern": "causal()"},
+    "alibi": {"pattern": "window(3)", "modifiers": (hw.Alibi(),)},
+    "t5": {"modifiers": (hw.T5Bias(buckets=8, reach=9),)},
+    "talking-scores": {"modifiers": (hw.TalkingHeads(),)},
+    "gate": {"modifiers": (hw.HeadGate(),)},
+}
+# Where a bias of keys is seen, and why.
+SEEN = {
+    "turned afterwards": {"modifiers": (hw.Rotary(),)},
+    "normed afterwards": {"modifiers": (hw.QKNorm(),)},
+    "bent scores": {"modifiers": (hw.Softcap(0.5),)},
+    "a sink beside the keys": {"normaliser": hw.SinkSoftmax()},
+    "no competition": {"normaliser": hw.Sigmoid()},
+    "sums of features": {"similarity": hw.FeatureMap(), "normaliser": hw.Sum()},
+}
+UNEQUAL = {
+    "a sink takes weight": {"normaliser": hw.SinkSoftmax()},
+    "no competition": {"normaliser": hw.Sigmoid()},
+    "mixed afterwards": {"modifiers": (hw.TalkingHeads(on="weights"),)},
+}
+
+
+def built(bias: str, **said: object) -> tuple[hw.Attention, hw.Attention]:
+    """A layer with every number random but for the bias, which is zero; and its twin with a random bias."""
+    words = {"model": 10, "heads": 6, "dim": 4, "bias": bias} | said
+    plain = hw.Attention(hw.design(**words)).double()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+        plain.project[f"{bias}_bias"].zero_()
+    biased = hw.Attention(plain.spec).double()
+    biased.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        biased.project[f"{bias}_bias"].normal_()
+    return plain, biased
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def change(plain: hw.Attention, biased: hw.Attention, x: Tensor, **call: object) -> float:
+    return (biased(x, **call) - plain(x, **call)).abs().max().item()
+
+
+def gradient(layer: hw.Attention, x: Tensor, bias: str) -> float:
+    """How much any loss can feel the bias, beside how much it feels the weight that it is added to."""
+    layer.zero_grad()
+    (layer(x) * numbers(*x.shape)).sum().backward()
+    felt, usual = (layer.project[name].grad.abs().max().item() for name in (f"{bias}_bias", bias))
+    return felt / usual
+
+
+# --- b_K -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("said", TRUE)
+def test_a_bias_of_keys_changes_nothing(said: str, shape: str):
+    plain, biased = built("k", **SHAPES[shape], **TRUE[said])
+    x = numbers(BATCH, TOKENS, 10)
+    assert change(plain, biased, x) < ROUNDING
+    assert gradient(biased, x, "k") < ROUNDING
+
+
+@pytest.mark.parametrize("why", SEEN)
+def test_a_bias_of_keys_is_seen(why: str):
+    plain, biased = built("k", **SEEN[why])
+    x = numbers(BATCH, TOKENS, 10)
+    assert change(plain, biased, x) > 1e-3
+    assert gradient(biased, x, "k") > 1e-3
+
+
+def test_a_bias_of_keys_changes_nothing_across_either():
+    plain, biased = built("k", source=13, kv=3)
+    x, z = numbers(BATCH, TOKENS, 10), numbers(BATCH, SOURCE, 13)
+    assert change(plain, biased, x, source=z) < ROUNDING
+
+
+def test_a_bias_of_queries_is_no_bias_of_keys():
+    """It meets every key differently: the law is about keys only."""
+    plain, biased = built("q")
+    assert change(plain, biased, numbers(BATCH, TOKENS, 10)) > 1e-3
+
+
+def test_a_bias_before_the_turn_of_a_single_position_is_forgotten():
+    """Rotary fails the law by distance alone: keys that all stand at one place keep it."""
+    plain, biased = built("k", modifiers=(hw.Rotary(),), source=13)
+    x, z = numbers(BATCH, 1, 10), numbers(BATCH, SOURCE, 13)
+    assert change(plain, biased, x, source=z) > 1e-3
+    assert change(plain, biased, x, source=z[:, :1]) < ROUNDING
+
+
+# --- b_V -----------------------------------------------------------------------------------------------
+
+
+def constant(layer: hw.Attention) -> Tensor:
+    """b_V W_O by heads: each output head adds the bias of the value head that it reads, through its own W_O."""
+    heads, out = layer.spec.heads, layer.output["o"].view(10, layer.spec.heads.q, -1)
+    bias = layer.project["v_bias"].view(heads.v, heads.vdim)
+    return sum(out[:, h] @ bias[heads.value_of[h]] for h in range(heads.q))
+
+
+UNEVEN = {"uneven": hw.Heads(q=6, kv=3, dim=4, vdim=5, reads=(2, 0, 0, 1, 0, 0))}
+APART = {"values-apart": hw.Heads(q=6, kv=2, dim=4, vdim=5, values=(0, 1, 2, 0, 1, 2))}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("said", [name for name in TRUE if name != "gate"])
+def test_a_bias_of_values_adds_a_constant(said: str, shape: str):
+    plain, biased = built("v", **SHAPES[shape], **TRUE[said])
+    x = numbers(BATCH, TOKENS, 10)
+    added = biased(x) - plain(x)
+    torch.testing.assert_close(added, constant(biased).expand_as(added), rtol=0, atol=ROUNDING)
+    assert added.abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("heads", [*UNEVEN.values(), *APART.values()], ids=[*UNEVEN, *APART])
+def test_the_constant_follows_who_reads_whom(heads: hw.Heads):
+    spec = hw.AttentionSpec(
+        model=10,
+        heads=heads,
+        project=hw.Direct(bias="v"),
+        similarity=hw.Dot(),
+        pattern=hw.Causal(),
+        normaliser=hw.Softmax(),
+        merge=hw.Concat(),
+    )
+    layer, x = hw.Attention(spec).double(), numbers(BATCH, TOKENS, 10)
+    without = layer(x).detach()
+    with torch.no_grad():
+        layer.project["v_bias"].normal_()
+    added = layer(x) - without
+    torch.testing.assert_close(added, constant(layer).expand_as(added), rtol=0, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("why", UNEQUAL)
+def test_a_bias_of_values_adds_no_constant(why: str):
+    plain, biased = built("v", **UNEQUAL[why])
+    x = numbers(BATCH, TOKENS, 10)
+    added = biased(x) - plain(x)
+    assert (added - constant(biased)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("backend", ["dense", "sdpa"])
+def test_a_query_without_a_key_gets_no_constant(backend: str):
+    """Fully masked rows read zero, so there b_V is not handed on; the others in the same call get all of it."""
+    plain, biased = built("v", kv=2)
+    for layer in (plain, biased):
+        layer.only = backend
+    x = numbers(BATCH, TOKENS, 10)
+    tokens = hw.Tokens.of(x, lengths=[TOKENS, 5])
+    added = biased(x, tokens=tokens) - plain(x, tokens=tokens)
+    live = tokens.live
+    torch.testing.assert_close(added[live], constant(biased).expand_as(added[live]), rtol=0, atol=ROUNDING)
+    assert (added[~live] == 0).all()
+
+
+# --- how many ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "heads"), [(10, 5), (14, 7), (512, 8)])
+def test_multi_head_biases_are_four_times_the_width(model: int, heads: int):
+    with_all, without = (hw.counting.params(hw.design(model=model, heads=heads, bias=b)) for b in ("qkvo", ""))
+    assert with_all - without == 4 * model
+    assert without == 4 * model**2
+
+
+@pytest.mark.parametrize(("h", "g", "d_k", "d_v", "d"), [(6, 2, 4, 5, 10), (6, 6, 4, 3, 11), (5, 1, 2, 7, 13)])
+def test_biases_in_general(h: int, g: int, d_k: int, d_v: int, d: int):
+    def counted(bias: str) -> int:
+        return hw.counting.params(hw.design(model=d, heads=h, kv=g, dim=d_k, vdim=d_v, bias=bias))
+
+    assert counted("qkvo") - counted("") == h * d_k + g * (d_k + d_v) + d
+    each = {"q": h * d_k, "k": g * d_k, "v": g * d_v, "o": d}
+    assert {letter: counted(letter) - counted("") for letter in each} == each

@@ -1,0 +1,268 @@
+"""Caches: whatever arrives in whatever chunks, each document reads as if it had been passed at once and alone.
+
+A stream is written as text: a chunk is one word per row, letters are the tokens of segments, dots are padding.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise.cache import PlainCache, RingCache, StateCache
+
+MODEL = 10
+KINDS = {
+    "plain": {"pattern": "causal()", "kv": 2, "vdim": 5, "modifiers": (hw.Rotary(),)},
+    "extra": {"pattern": "causal()", "modifiers": (hw.Dynamic(rank=1), hw.Alibi())},
+    "ring": {"pattern": "window(3)", "kv": 3, "modifiers": (hw.Alibi(),)},
+    "dilated": {"pattern": "dilated(3, 2)"},
+    "sinks": {"pattern": "window(3) | first(2)", "kv": 2, "modifiers": (hw.Rotary(),)},
+    "latent": {"pattern": "causal()", "project": hw.Latent(rank=8, rope=2), "modifiers": (hw.Rotary(),)},
+    "latent ring": {"pattern": "window(4)", "project": hw.Latent(rank=8, rope=2), "modifiers": (hw.Rotary(),)},
+    "state": {"pattern": "causal()", "similarity": hw.FeatureMap(), "normaliser": hw.Sum(), "kv": 2, "vdim": 5},
+}
+TYPES = {"ring": RingCache, "dilated": RingCache, "sinks": RingCache, "latent ring": RingCache, "state": StateCache}
+SLOTS = {"ring": 3, "dilated": 5, "sinks": 5, "latent ring": 4}
+ONE_DOCUMENT = {
+    "right padding": [["aaaaa", "aaa.."], ["a", "a"], ["a", "."], ["a", "a"], [".", "a"], ["aaa", ".aa"], ["a", "a"]],
+    "left padding": [["aaaaa", "..aaa"], ["a", "a"], [".", "a"], ["a", "a"], ["aa", ".a"], ["a", "a"], ["a", "a"]],
+    "a late row": [["aaa", "..."], ["a", "."], ["a", "a"], ["a", "a"], ["aa", "aa"], ["a", "a"], ["aaaa", "a..."]],
+    "holes": [["a.aa", ".a.a"], ["a", "a"], ["a..a", "aaaa"], ["a", "."], ["a", "a"]],
+    "even": [["aaa", "aaa"], ["a", "a"], ["aaaa", "aaaa"], ["a", "a"], ["a", "a"], ["aaaaaaa", "aaaaaaa"]],
+    "one by one": [["a", "a"]] * 13,
+    "a long start": [["a" * 11, "a" * 11], ["a", "a"], ["aa", "aa"], ["a", "a"]],
+    "nothing first": [["", ""], ["aaa", "aaa"], ["", ""], ["a", "a"]],
+    "one row only": [["aaaa"], ["a"], ["aa"]],
+}
+PACKED = {
+    "two and two": [["aaabb", "aabbb"], ["b", "b"], ["bbb", "bcc"], ["b", "c"], ["bc", "cc"], ["c", "c"]],
+    "new each step": [["a", "a"], ["b", "a"], ["b", "b"], ["c", "b"], ["c", "c"], ["cc", "cd"], ["d", "d"]],
+    "three in a chunk": [["aabbbcc", "abbcccc"], ["cc", "cd"], ["c", "d"], ["c", "d"], ["cd", "dd"]],
+    "padding between": [["aa.bb", "a.b.c"], ["b", "."], ["b", "c"], [".c", "cc"], ["c", "c"], ["c", "."]],
+    "long ones": [["aaaaaaaabb", "aabbbbbbbb"], ["b", "b"], ["bbbbbbbbcc", "bbcccccccc"], ["c", "c"], ["c", "c"]],
+}
+
+
+def built(kind: str) -> hw.Attention:
+    layer = hw.Attention(hw.design(**({"model": MODEL, "heads": 6, "dim": 4} | KINDS[kind]))).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return layer
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def told(stream: list[list[str]]) -> Iterator[tuple[Tensor, hw.Tokens]]:
+    """x and tokens of each chunk; a token stands after those of its segment that the row has had."""
+    seen: list[dict[str, int]] = [defaultdict(int) for _ in stream[0]]
+    for words in stream:
+        position = torch.zeros(len(words), len(words[0]), dtype=torch.int64)
+        segment = position - 1
+        for b, word in enumerate(words):
+            for t, letter in enumerate(word):
+                if letter != ".":
+                    position[b, t], segment[b, t] = seen[b][letter], ord(letter) - ord("a")
+                    seen[b][letter] += 1
+        yield numbers(len(words), len(words[0]), MODEL), hw.Tokens(position, segment)
+
+
+def check_stream(layer: hw.Attention, stream: list[list[str]], cache: hw.Cache) -> None:
+    """Each document, passed alone and at once, says what its tokens said as they arrived."""
+    asked, said = defaultdict(list), defaultdict(list)
+    with torch.no_grad():
+        for x, at in told(stream):
+            y = layer(x, cache=cache, tokens=at)
+            for b, t in at.live.nonzero().tolist():
+                asked[b, int(at.segment[b, t])].append(x[b, t])
+                said[b, int(at.segment[b, t])].append(y[b, t])
+        for document, xs in asked.items():
+            alone = layer(torch.stack(xs)[None])[0]
+            torch.testing.assert_close(torch.stack(said[document]), alone, rtol=0, atol=1e-11, msg=f"{document}")
+    assert len(asked) >= len(stream[0])
+
+
+@pytest.mark.parametrize("stream", ONE_DOCUMENT)
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_with_padding(kind: str, stream: str):
+    layer, rows = built(kind), ONE_DOCUMENT[stream]
+    check_stream(layer, rows, layer.cache(batch=len(rows[0]), capacity=31))
+
+
+@pytest.mark.parametrize("stream", PACKED)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "state"])
+def test_documents_that_arrive_over_several_appends(kind: str, stream: str):
+    layer, rows = built(kind), PACKED[stream]
+    check_stream(layer, rows, layer.cache(batch=len(rows[0]), capacity=31))
+
+
+@pytest.mark.parametrize("kind", SLOTS)
+def test_a_ring_wraps_many_times(kind: str):
+    layer = built(kind)
+    cache = layer.cache(batch=2, capacity=1000)
+    assert isinstance(cache, RingCache)
+    assert cache.slots == SLOTS[kind]
+    check_stream(layer, [["aa", "aa"], *[["a", "a"]] * 23, ["aaaa", "aaaa"], *[["a", "a"]] * 7], cache)
+    ragged = layer.cache(batch=2, capacity=1000)
+    check_stream(layer, [["aa", "a."], *[["a", "a"], ["a", "."], ["aa", ".a"]] * 9], ragged)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_kind_follows_from_the_spec(kind: str):
+    assert type(built(kind).cache(batch=2, capacity=31)) is TYPES.get(kind, PlainCache)
+
+
+def test_a_ring_no_shorter_than_the_capacity_is_plain():
+    layer = built("sinks")
+    assert isinstance(layer.cache(batch=2, capacity=5), PlainCache)
+    assert isinstance(layer.cache(batch=2, capacity=6), RingCache)
+
+
+def test_a_prefix_that_comes_at_once():
+    layer = hw.Attention(hw.design(model=MODEL, heads=5, pattern="prefix(3)")).double()
+    check_stream(layer, [["aaa", "aaa"], ["a", "a"], ["aa", "a."]], layer.cache(batch=2, capacity=9))
+    check_stream(layer, [["aaaa", "aaa."], ["a", "a"]], layer.cache(batch=2, capacity=9))
+
+
+def test_padding_takes_no_slot():
+    """Six slots hold six tokens a row, however much padding came between."""
+    layer = built("plain")
+    check_stream(
+        layer, [["aaa..", "a...."], ["..aa", "aaaa"], ["a", "."], [".", "a"]], layer.cache(batch=2, capacity=6)
+    )
+
+
+# --- rows ----------------------------------------------------------------------------------------------
+
+MOVES = {
+    "reorder": [[1, 0, 2], [2, 1, 0]],
+    "duplicate": [[1, 1, 0, 2, 1], [0, 0, 4]],
+    "drop": [[2, 0], [1]],
+    "beam": [[0, 0, 1], [2, 0, 0], [1, 1, 1], [0, 2, 1]],
+}
+
+
+@pytest.mark.parametrize("moves", MOVES)
+@pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_go_their_own_way(kind: str, ragged: bool, moves: str):
+    """After each move a row says what it would had it come all the way alone."""
+    layer = built(kind)
+    cache, lengths = layer.cache(batch=3, capacity=31), [4, 2, 3] if ragged else [4, 4, 4]
+    x = numbers(3, 4, MODEL)
+    past = [x[b, :length] for b, length in enumerate(lengths)]
+    with torch.no_grad():
+        layer(x, cache=cache, tokens=hw.Tokens.of(x, lengths=lengths) if ragged else None)
+        for move in MOVES[moves]:
+            cache.rows(torch.tensor(move))
+            past = [past[b] for b in move]
+            for count in (1, 2, 1):
+                x = numbers(len(move), count, MODEL)
+                past = [torch.cat([row, new]) for row, new in zip(past, x, strict=True)]
+                for y, row in zip(layer(x, cache=cache), past, strict=True):
+                    torch.testing.assert_close(y, layer(row[None])[0, -count:], rtol=0, atol=1e-11)
+    assert cache.batch == len(MOVES[moves][-1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_goes_its_own_way(kind: str):
+    layer, x = built(kind), numbers(2, 7, MODEL)
+    cache = layer.cache(batch=2, capacity=31)
+    with torch.no_grad():
+        layer(x[:, :3], cache=cache)
+        other = copy.deepcopy(cache)
+        layer(numbers(2, 2, MODEL), cache=other)
+        torch.testing.assert_close(layer(x[:, 3:], cache=cache), layer(x)[:, 3:], rtol=0, atol=1e-11)
+
+
+# --- bytes and shapes ----------------------------------------------------------------------------------
+
+
+def held(cache: hw.Cache) -> dict[str, Tensor]:
+    """Every tensor of remembered numbers."""
+    return dict(cache.state) or cache.entry
+
+
+def check_bytes(cache: hw.Cache, capacity: int) -> None:
+    """What is said, what is counted and what is really there; no tensor is a window on a larger one."""
+    width = torch.empty(0, dtype=cache.dtype).element_size()
+    counted = hw.counting.cache_bytes(cache.spec, batch=cache.batch, capacity=capacity, bytes_each=width)
+    stored = sum(tensor.untyped_storage().nbytes() for tensor in held(cache).values())
+    assert cache.nbytes == counted == stored
+    others = [value for value in vars(cache).values() if isinstance(value, Tensor)]
+    if not isinstance(cache, StateCache):
+        others += [cache.tokens.position, cache.tokens.segment]
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_those_counted(kind: str, dtype: torch.dtype):
+    layer = built(kind).to(dtype)
+    cache = layer.cache(batch=3, capacity=31)
+    check_bytes(cache, 31)
+    with torch.no_grad():
+        for count in (11, 1, 1, 3):
+            layer(torch.randn(3, count, MODEL, dtype=dtype), cache=cache)
+            check_bytes(cache, 31)
+    for rows in ([2, 0], [0, 0, 1, 1, 1], [4]):
+        cache.rows(torch.tensor(rows))
+        check_bytes(cache, 31)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "state"])
+@pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
+def test_a_step_never_changes_a_shape(kind: str, ragged: bool):
+    """What a single query is shown is the whole cache each time: one graph serves every step."""
+    layer, x = built(kind), numbers(2, 5, MODEL)
+    cache, shapes = layer.cache(batch=2, capacity=31), set()
+    with torch.no_grad():
+        layer(x, cache=cache, tokens=hw.Tokens.of(x, lengths=[5, 2]) if ragged else None)
+        places = {name: tensor.data_ptr() for name, tensor in cache.entry.items()}
+        for _ in range(9):
+            probe = hw.Probe("k", "v")
+            layer(numbers(2, 1, MODEL), cache=cache, probe=probe)
+            shapes.add((probe.seen["k"].shape, probe.seen["v"].shape))
+    assert len(shapes) == 1
+    assert shapes.pop()[0][:2] == (2, cache.slots)
+    assert places == {name: tensor.data_ptr() for name, tensor in cache.entry.items()}
+
+
+# --- next ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_tokens_stand_after_the_last_of_each_row(kind: str):
+    layer = built(kind)
+    cache, x = layer.cache(batch=3, capacity=31), numbers(3, 5, MODEL)
+    assert cache.next(2).position.tolist() == [[0, 1]]
+    with torch.no_grad():
+        layer(x, cache=cache)
+        after = cache.next(2)
+        assert (after.position.tolist(), after.start) == ([[5, 6]], 5)
+        layer(x, cache=cache, tokens=hw.Tokens(torch.arange(5, 10).repeat(3, 1), ragged([5, 0, 3])))
+    assert cache.next(2).position.tolist() == [[10, 11], [5, 6], [8, 9]]
+    assert cache.next(2).segment.tolist() == [[0, 0]] * 3
+    cache.rows(torch.tensor([2, 1]))
+    assert cache.next(1).position.tolist() == [[8], [5]]
+
+
+def ragged(lengths: list[int]) -> Tensor:
+    """Segment 0 for so many tokens of five, then padding."""
+    return (torch.arange(5) < torch.tensor(lengths)[:, None]).long() - 1
+
+
+def test_the_next_tokens_stay_in_the_last_segment():
+    layer, x = built("sinks"), numbers(2, 5, MODEL)
+    cache = layer.cache(batch=2, capacity=31)
+    layer(x, cache=cache, tokens=hw.Tokens.of(x, segments=torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, -1]])))
+    assert cache.next(1).position.tolist() == [[3], [2]]
+    assert cache.next(1).segment.tolist() == [[1], [2]]

@@ -1,0 +1,161 @@
+"""The command line: right answers, one clear line on bad input, nothing heavy before it is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import headwise as hw
+from headwise import cli
+
+COMMAND = [sys.executable, "-c", "import sys; from headwise.cli import main; sys.exit(main())"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(argv)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_help_is_light():
+    code = "import sys; from headwise.cli import main; main(['--help']); print(*{'torch', 'numpy'} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *said, last = ran.stdout.splitlines()
+    assert last == ""
+    assert max(map(len, said)) <= 80
+
+
+def test_version(capsys):
+    assert run(capsys, "--version") == (0, f"headwise {hw.__version__}\n", "")
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_every_verb_has_help_with_an_example(capsys, verb: str):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([verb, "--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert f"headwise {verb}" in out.split("example:")[1]
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    "argv", [("spec", "gqa"), ("walk", "mha", "--batch", "2", "--tokens", "3"), ("why", "--preset", "mla"), ("demo",)]
+)
+def test_json_is_one_document(capsys, argv: tuple[str, ...]):
+    code, out, err = run(capsys, *argv, "--json")
+    assert (code, err) == (0, "")
+    assert isinstance(json.loads(out), dict)
+
+
+@pytest.mark.parametrize("name", hw.PRESETS)
+def test_pages_fit_a_terminal(capsys, name: str):
+    for verb in ("spec", "why", "walk"):
+        code, out, _ = run(capsys, verb, name)
+        assert code == 0
+        assert max(map(len, out.splitlines())) <= 80, verb
+
+
+def test_a_spec_travels_through_a_file(capsys, tmp_path: Path):
+    _, text, _ = run(capsys, "spec", "mla", "--set", "pattern=window(7)", "--toml")
+    path = tmp_path / "layer.toml"
+    path.write_text(text)
+    told = json.loads(run(capsys, "spec", str(path), "--json")[1])
+    assert told["spec"]["pattern"] == "window(7)"
+    assert told["cache"]["keeps"] == {"first": 0, "last": 7}
+    (tmp_path / "layer.json").write_text(json.dumps(told["spec"]))
+    assert json.loads(run(capsys, "spec", str(tmp_path / "layer.json"), "--json")[1]) == told
+
+
+def test_set_changes_one_thing(capsys):
+    argv = ("spec", "gqa", "--set", "heads.kv=4", "--set", "modifiers.0.base=500000.0", "--set", "project.bias=qv")
+    told = json.loads(run(capsys, *argv, "--json")[1])
+    expected = hw.design(preset="gqa", kv=4, bias="qv", modifiers=(hw.Rotary(base=500000.0),))
+    assert hw.from_json(json.dumps(told["spec"])) == expected
+    assert told["counts"]["parameters"] == hw.counting.params(expected)
+
+
+BAD = {
+    "verb": (("wy",), "did you mean 'why'"),
+    "option": (("--hlep",), "did you mean '--help'"),
+    "preset": (("spec", "gqaa"), "did you mean 'gqa'"),
+    "named preset": (("spec", "--preset", "gqaa"), "did you mean 'gqa'"),
+    "nothing": (("why",), "name one spec"),
+    "both": (("why", "mha", "--preset", "gqa"), "name one spec"),
+    "unknown flag": (("walk", "mha", "--bach", "3"), "headwise walk --help"),
+    "no number": (("walk", "mha", "--batch", "x"), "headwise walk --help"),
+    "no tokens": (("spec", "mha", "--tokens", "0"), "at least 1"),
+    "negative tokens": (("spec", "mha", "--tokens", "-3"), "1"),
+    "missing file": (("spec", "nowhere/layer.toml"), "no file"),
+    "set nothing": (("spec", "mha", "--set", "heads.kv"), "KEY=VALUE"),
+    "set unknown": (("spec", "mha", "--set", "heads.kw=2"), "heads"),
+    "set below text": (("spec", "mha", "--set", "pattern.x=2"), "as a whole"),
+    "set too deep": (("spec", "mha", "--set", "heeds.kv=2"), "did you mean 'heads'"),
+    "uneven": (("spec", "mha", "--set", "heads.kv=3"), "use kv in"),
+    "want": (("why", "mha", "--want", "weight"), "did you mean 'weights'"),
+    "dtype": (("why", "mha", "--dtype", "f8"), "dtype='f8'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(capsys, name: str):
+    argv, remedy = BAD[name]
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("headwise: ")
+    assert err.count("\n") == 1
+    assert remedy in err
+
+
+@pytest.mark.parametrize(
+    ("content", "remedy"),
+    [
+        (b"\x00\xff\xfe", "no text"),
+        (b"model = = 3", "not TOML"),
+        (b'{"model": ', "not JSON"),
+        (b"", "says nothing of"),
+        (b"model = 8\nheads = 3", "give a table"),
+        (b"a = " + b"[" * 5000, "nested too deeply"),
+        (b"#" * 2**21, "too long"),
+    ],
+    ids=["binary", "toml", "json", "empty", "type", "deep", "long"],
+)
+def test_bad_files_are_one_line(capsys, tmp_path: Path, content: bytes, remedy: str):
+    path = tmp_path / "bad.toml"
+    path.write_bytes(content)
+    code, out, err = run(capsys, "spec", str(path))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert remedy in err
+
+
+def test_a_folder_is_no_spec(capsys, tmp_path: Path):
+    code, _, err = run(capsys, "why", str(tmp_path))
+    assert code == 2
+    assert "is a folder" in err
+
+
+def test_interrupted(capsys, monkeypatch: pytest.MonkeyPatch):
+    def stop(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", stop)
+    assert run(capsys, "why", "mha") == (130, "", "")
+
+
+def test_plain_terminals_and_readers_that_leave():
+    plain = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ran = subprocess.run([*COMMAND, "spec", "gqa"], capture_output=True, env=plain, check=True)
+    drawn = ran.stdout.decode("ascii")
+    assert "###.." in drawn
+    assert "?" not in drawn
+    with subprocess.Popen([*COMMAND, "spec", "gqa"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as left:
+        assert left.stdout is not None
+        assert left.stderr is not None
+        left.stdout.close()
+        assert left.stderr.read() == b""
+        assert left.wait() in (0, 141)
