@@ -85,13 +85,13 @@ def patterns(*, forward: bool = False) -> st.SearchStrategy[hw.Pattern]:
 
 @st.composite
 def heads(draw: st.DrawFn) -> hw.Heads:
-    """Multi-head, grouped, multi-query, unevenly read, and values narrower or wider than keys."""
+    """Multi-head, grouped, multi-query, unevenly read, pruned, and values narrower or wider than keys."""
     q, dim = draw(st.integers(1, 6)), draw(st.sampled_from((4, 2, 6)))
     kv = draw(st.integers(1, q))
     vdim = draw(st.sampled_from((0, 5, 3)))
-    if q % kv == 0 and draw(st.booleans()):
-        return hw.Heads(q=q, kv=kv, dim=dim, vdim=vdim)
-    return hw.Heads(q=q, kv=kv, dim=dim, vdim=vdim, reads=draw(readings(q, kv)))
+    even = q % kv == 0 and draw(st.booleans())
+    speaks = draw(st.just(()) | st.lists(st.integers(0, q - 1), min_size=1, unique=True).map(tuple))
+    return hw.Heads(q=q, kv=kv, dim=dim, vdim=vdim, reads=() if even else draw(readings(q, kv)), speaks=speaks)
 
 
 @st.composite

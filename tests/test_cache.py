@@ -75,12 +75,15 @@ def told(stream: list[list[str]]) -> Iterator[tuple[Tensor, hw.Tokens]]:
         yield numbers(len(words), len(words[0]), MODEL), hw.Tokens(position, segment)
 
 
-def check_stream(layer: hw.Attention, stream: list[list[str]], cache: hw.Cache) -> None:
-    """Each document, passed alone and at once, says what its tokens said as they arrived."""
+def check_stream(layer: hw.Attention, stream: list[list[str]], cache: hw.Cache, *, unsaid: bool = False) -> None:
+    """Each document, passed alone and at once, says what its tokens said as they arrived.
+
+    `unsaid` leaves it to the cache to know where the tokens stand.
+    """
     asked, said = defaultdict(list), defaultdict(list)
     with torch.no_grad():
         for x, at in told(stream):
-            y = layer(x, cache=cache, tokens=at)
+            y = layer(x, cache=cache, tokens=None if unsaid else at)
             for b, t in at.live.nonzero().tolist():
                 asked[b, int(at.segment[b, t])].append(x[b, t])
                 said[b, int(at.segment[b, t])].append(y[b, t])
@@ -97,6 +100,17 @@ def test_chunks_with_padding(kind: str, stream: str):
     check_stream(layer, rows, layer.cache(batch=len(rows[0]), capacity=31))
 
 
+EVEN = [name for name, chunks in ONE_DOCUMENT.items() if all(set("".join(c)) <= {"a"} for c in chunks)]
+
+
+@pytest.mark.parametrize("stream", EVEN)
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_without_a_word_about_positions(kind: str, stream: str):
+    """The usual call: the cache knows that every row is the same run, and takes short cuts."""
+    layer, rows = built(kind), ONE_DOCUMENT[stream]
+    check_stream(layer, rows, layer.cache(batch=len(rows[0]), capacity=31), unsaid=True)
+
+
 @pytest.mark.parametrize("stream", PACKED)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "state"])
 def test_documents_that_arrive_over_several_appends(kind: str, stream: str):
@@ -106,11 +120,12 @@ def test_documents_that_arrive_over_several_appends(kind: str, stream: str):
 
 @pytest.mark.parametrize("kind", SLOTS)
 def test_a_ring_wraps_many_times(kind: str):
-    layer = built(kind)
-    cache = layer.cache(batch=2, capacity=1000)
-    assert isinstance(cache, RingCache)
-    assert cache.slots == SLOTS[kind]
-    check_stream(layer, [["aa", "aa"], *[["a", "a"]] * 23, ["aaaa", "aaaa"], *[["a", "a"]] * 7], cache)
+    layer, stream = built(kind), [["aa"] * 2, *[["a"] * 2] * 23, ["aaaa"] * 2, *[["a"] * 2] * 7]
+    for unsaid in (False, True):
+        cache = layer.cache(batch=2, capacity=1000)
+        assert isinstance(cache, RingCache)
+        assert cache.slots == SLOTS[kind]
+        check_stream(layer, stream, cache, unsaid=unsaid)
     ragged = layer.cache(batch=2, capacity=1000)
     check_stream(layer, [["aa", "a."], *[["a", "a"], ["a", "."], ["aa", ".a"]] * 9], ragged)
 
@@ -128,8 +143,9 @@ def test_a_ring_no_shorter_than_the_capacity_is_plain():
 
 def test_a_prefix_that_comes_at_once():
     layer = hw.Attention(hw.design(model=MODEL, heads=5, pattern="prefix(3)")).double()
-    check_stream(layer, [["aaa", "aaa"], ["a", "a"], ["aa", "a."]], layer.cache(batch=2, capacity=9))
-    check_stream(layer, [["aaaa", "aaa."], ["a", "a"]], layer.cache(batch=2, capacity=9))
+    for stream in ([["aaa", "aaa"], ["a", "a"], ["aa", "a."]], [["aaaa", "aaa."], ["a", "a"]]):
+        check_stream(layer, stream, layer.cache(batch=2, capacity=9))
+    check_stream(layer, [["aaaa"] * 2, *[["a"] * 2] * 3], layer.cache(batch=2, capacity=9), unsaid=True)
 
 
 def test_padding_takes_no_slot():
@@ -220,20 +236,20 @@ def test_bytes_are_those_counted(kind: str, dtype: torch.dtype):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "state"])
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
-def test_a_step_never_changes_a_shape(kind: str, ragged: bool):
-    """What a single query is shown is the whole cache each time: one graph serves every step."""
+def test_a_step_never_changes_a_shape(kind: str, ragged: bool, monkeypatch: pytest.MonkeyPatch):
+    """What the append of a single token hands over is the whole cache, each time the very same memory."""
     layer, x = built(kind), numbers(2, 5, MODEL)
-    cache, shapes = layer.cache(batch=2, capacity=31), set()
+    cache, handed = layer.cache(batch=2, capacity=31), []
+    append = cache.append
+    monkeypatch.setattr(cache, "append", lambda entry, at: handed.append(append(entry, at)) or handed[-1])
     with torch.no_grad():
         layer(x, cache=cache, tokens=hw.Tokens.of(x, lengths=[5, 2]) if ragged else None)
-        places = {name: tensor.data_ptr() for name, tensor in cache.entry.items()}
         for _ in range(9):
-            probe = hw.Probe("k", "v")
-            layer(numbers(2, 1, MODEL), cache=cache, probe=probe)
-            shapes.add((probe.seen["k"].shape, probe.seen["v"].shape))
-    assert len(shapes) == 1
-    assert shapes.pop()[0][:2] == (2, cache.slots)
-    assert places == {name: tensor.data_ptr() for name, tensor in cache.entry.items()}
+            layer(numbers(2, 1, MODEL), cache=cache)
+    steps = [{name: (t.shape, t.data_ptr()) for name, t in entry.items()} for entry, _ in handed[1:]]
+    assert steps == [{name: (t.shape, t.data_ptr()) for name, t in cache.entry.items()}] * 9
+    assert all(t.shape[:2] == (2, cache.slots) for t in cache.entry.values())
+    assert {tuple(at.position.shape) for _, at in handed[1:]} == {(2, cache.slots)}
 
 
 # --- next ----------------------------------------------------------------------------------------------

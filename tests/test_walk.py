@@ -25,6 +25,10 @@ TAUGHT = [
     ("merge", "linear", (5, 10, 512)),
 ]
 
+# Where a step may belong: the methods of the seams, the backend, the layer itself, and what was given.
+SEAMS = {"x", "source", "remember", "ask", "turn", "recall", "gate", "scores", "score", "mix", "normalise", "weigh"}
+SEAMS |= {"read", "attend", "deliver", "finish", "layer", "merge"}
+
 
 def test_multi_head_attention_walks_as_it_is_taught():
     steps = iter(walk(hw.design(model=512, heads=8)).steps)
@@ -52,6 +56,7 @@ def test_every_example_can_be_walked(name: str):
     assert (first.memory, first.shape) == ("given", (cases.BATCH, cases.TOKENS, spec.model))
     assert last.shape == (cases.BATCH, cases.TOKENS, spec.model)
     assert [step.number for step in walked.steps] == list(range(len(walked.steps)))
+    assert {step.seam for step in walked.steps} <= SEAMS
     acting = {step.part for step in walked.steps}
     assert {type(part).__name__ for part in (spec.project, spec.similarity, spec.merge)} <= acting
     assert max(map(len, str(walked).splitlines())) <= 80

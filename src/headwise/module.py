@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +28,19 @@ class Plan(NamedTuple):
     scale: float
 
 
-@dataclass(frozen=True)
 class Turning:
-    """The turns of each side, at the positions in hand."""
+    """The turns of each side, at the positions in hand; what they need of these is worked out once."""
 
-    turns: Mapping[str, Sequence[tuple[Turn, Weighted]]]
-    position_BT: Tensor
+    def __init__(self, turns: Mapping[str, Sequence[tuple[str, Turn, Weighted]]], position_BT: Tensor) -> None:
+        self.turns, self.position_BT = turns, position_BT
+        self.placed: dict[str, Any] = {}
 
     def __call__(self, x_BTHK: Tensor, side: str) -> Tensor:
-        for turn, p in self.turns[side]:
-            x_BTHK = turn.turn(x_BTHK, side, self.position_BT, p)
+        for name, turn, p in self.turns[side]:
+            if name not in self.placed:
+                exact = torch.promote_types(x_BTHK.dtype, torch.float32)
+                self.placed[name] = turn.place(self.position_BT, exact, p)
+            x_BTHK = turn.turn(x_BTHK, side, self.placed[name], p)
         return x_BTHK
 
 
@@ -65,7 +67,7 @@ class Attention(nn.Module):
     def _bind(self) -> None:
         spec, p = self.spec, weights_of(self, self.spec)
         turns = spec.steps(Turn)
-        self._turns = {s: [(t, p[n]) for n, t in turns if s in t.reaches(spec)] for s in "qkv"}
+        self._turns = {s: [(n, t, p[n]) for n, t in turns if s in t.reaches(spec)] for s in "qkv"}
         self._mixes = [(name, mix, p[name]) for name, mix in spec.steps(Mix)]
         self._outputs = [(step, p[name]) for name, step in spec.steps(OutputStep)]
         self._gates = [(gate, p[name]) for name, gate in spec.steps(Gate)]
@@ -74,7 +76,7 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x_BTD: Tensor,
+        x: Tensor,
         *,
         source: Tensor | Remembered | None = None,
         cache: Cache | None = None,
@@ -82,13 +84,13 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
         probe: Probe | None = None,
     ) -> Tensor:
-        """y_BTD: what each token of x reads, of x itself or of `source`."""
-        o_BTOV = self.heads(x_BTD, source=source, cache=cache, tokens=tokens, mask=mask, probe=probe)
+        """y [B, T, model]: what each token of x reads, of x itself or of `source`."""
+        o_BTOV = self.heads(x, source=source, cache=cache, tokens=tokens, mask=mask, probe=probe)
         return self.merge(o_BTOV)
 
     def heads(
         self,
-        x_BTD: Tensor,
+        x: Tensor,
         *,
         source: Tensor | Remembered | None = None,
         cache: Cache | None = None,
@@ -96,28 +98,29 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
         probe: Probe | None = None,
     ) -> Tensor:
-        """o_BTOV: what each output head reads, before the merge."""
-        inputs.check(self.spec, x_BTD, source, cache, tokens, self._like)
-        at = tokens or (Tokens.run(0, x_BTD.shape[1], x_BTD.device) if cache is None else cache.next(x_BTD.shape[1]))
-        entry, told = self._remembered(x_BTD, at, source, cache)
+        """o [B, T, O, vdim]: what each output head reads, before the merge."""
+        inputs.check(self.spec, x, source, cache, tokens, self._like)
+        at = tokens or (Tokens.run(0, x.shape[1], x.device) if cache is None else cache.next(x.shape[1]))
+        turning = Turning(self._turns, at.position)
+        entry, told = self._remembered(x, at, turning, source, cache)
         state = {} if cache is None else cache.state
-        plan = self._plan(x_BTD, bool(state), mask is not None, probe)
+        plan = self._plan(x, bool(state), mask is not None, probe)
         p = self._p["project"]
-        q_BTHK = plan.project.ask(x_BTD, Turning(self._turns, at.position), p)
+        q_BTHK = plan.project.ask(x, turning, p)
         k_BSGK, v_BSGV = plan.project.recall(entry, Turning(self._turns, told.position), p)
         if probe is not None:
             q_BTHK, k_BSGK, v_BSGV = probe("q", q_BTHK), probe("k", k_BSGK), probe("v", v_BSGV)
-        asked = Asked(x_BTD, q_BTHK, plan.scale, at.live)
+        asked = Asked(x, q_BTHK, plan.scale, at)
         ledger = None if probe is None else probe.ledger
         gates = [gate.gate(asked, own, ledger) for gate, own in self._gates]
-        sight = Sight(at, told, self.spec.pattern, inputs.checked_mask(mask, x_BTD, told.count, self.spec.heads.q))
+        sight = Sight(at, told, self.spec.pattern, inputs.checked_mask(mask, x, told.count, self.spec.heads.q))
         job_inputs = Inputs(q_BTHK, k_BSGK, v_BSGV, asked, entry, state)
         o_BTHV = plan.attend(plan.job, sight, job_inputs, self._bound, probe)
         if isinstance(cache, StateCache):
             cache.fold(self._folded(plan.job.core, job_inputs, told))
         o_BTOV = plan.project.deliver(o_BTHV, p)
         for step, own in self._outputs:
-            o_BTOV = step.finish(o_BTOV, x_BTD, own)
+            o_BTOV = step.finish(o_BTOV, x, own)
         for gate in gates:
             o_BTOV = o_BTOV * gate
         return o_BTOV if probe is None else probe("heads", o_BTOV)
@@ -126,11 +129,11 @@ class Attention(nn.Module):
         """y_BTD from per-head outputs."""
         return self.spec.merge.merge(o_BTOV, self._p["output"])
 
-    def remember(self, z_BSE: Tensor, *, tokens: Tokens | None = None) -> Remembered:
+    def remember(self, z: Tensor, *, tokens: Tokens | None = None) -> Remembered:
         """Another sequence, projected once: hand it over as `source` as often as you like."""
-        inputs.check_source(self.spec, z_BSE, tokens, self._like)
-        at = tokens or Tokens.run(0, z_BSE.shape[1], z_BSE.device)
-        return Remembered(self._entry(z_BSE, at), at, self.spec)
+        inputs.check_source(self.spec, z, tokens, self._like)
+        at = tokens or Tokens.run(0, z.shape[1], z.device)
+        return Remembered(self._entry(z, Turning(self._turns, at.position)), at, self.spec)
 
     def cache(self, *, batch: int, capacity: int) -> Cache:
         """A fresh cache for this layer, in its dtype and on its device."""
@@ -139,20 +142,25 @@ class Attention(nn.Module):
 
     @property
     def _like(self) -> Tensor:
-        return next(p for p in self.parameters() if p.is_floating_point())
+        return self._p["project"].first
 
     def _remembered(
-        self, x_BTD: Tensor, at: Tokens, source: Tensor | Remembered | None, cache: Cache | None
+        self, x_BTD: Tensor, at: Tokens, turning: Turning, source: Tensor | Remembered | None, cache: Cache | None
     ) -> tuple[dict[str, Tensor], Tokens]:
         if isinstance(source, Tensor):
             source = self.remember(source)
         if source is not None:
             return source.entry, source.tokens
-        entry = self._entry(x_BTD, at)
-        return (entry, at) if cache is None else cache.append(entry, at)
+        entry = self._entry(x_BTD, turning)
+        if cache is None:
+            return entry, at
+        entry, told = cache.append(entry, at)
+        if told.filled is None or torch.compiler.is_compiling():  # a compiled step keeps its shapes
+            return entry, told
+        return {name: held[:, : told.filled] for name, held in entry.items()}, told.narrowed()
 
-    def _entry(self, z_BSE: Tensor, at: Tokens) -> dict[str, Tensor]:
-        entry = self.spec.project.remember(z_BSE, Turning(self._turns, at.position), self._p["project"])
+    def _entry(self, z_BSE: Tensor, turning: Turning) -> dict[str, Tensor]:
+        entry = self.spec.project.remember(z_BSE, turning, self._p["project"])
         for name, mix, p in self._mixes:
             entry |= {f"{name}.{key}": factor for key, factor in mix.remember(z_BSE, p).items()}
         return entry

@@ -48,7 +48,7 @@ def attention(
     asks, tells = _Turned(spec, p, at), _Turned(spec, p, told)
     q = spec.project.ask(x_BTD, asks, p["project"])
     k, v = spec.project.recall(spec.project.remember(z_BSE, tells, p["project"]), tells, p["project"])
-    asked = Asked(x_BTD, q, spec.similarity.factor(spec.core), at.live)
+    asked = Asked(x_BTD, q, spec.similarity.factor(spec.core), at)
     query = _Query(spec, p, asked, z_BSE)
     rows = [
         query.read(b, t, _readable(layer, b, t, at, told, mask), k[b], v[b], (_of(at, b), _of(told, b)))
@@ -73,7 +73,8 @@ class _Turned:
 
     def __call__(self, x_BTHK: Tensor, side: str) -> Tensor:
         for turn, sides, p in self.turns:
-            x_BTHK = turn.turn(x_BTHK, side, self.at.position, p) if side in sides else x_BTHK
+            placed = turn.place(self.at.position, x_BTHK.dtype, p)
+            x_BTHK = turn.turn(x_BTHK, side, placed, p) if side in sides else x_BTHK
         return x_BTHK
 
 

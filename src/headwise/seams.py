@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .heads import Heads
 from .layout import Layout
@@ -17,6 +17,7 @@ from .registry import Spoken
 from .terms import Asked, Base, Cell, Core, Ledger, Param, Phase, Turning, Weighted, Work
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from .spec import AttentionSpec
@@ -115,12 +116,18 @@ class Turn(Modifier):
         """The sides it changes."""
         return frozenset("qk")
 
+    def place(self, position_BT: Tensor, exact: torch.dtype, p: Weighted) -> Any:
+        """What it needs of the positions, for both sides alike, in a precision that angles can stand."""
+        return None
+
     @abstractmethod
-    def turn(self, x_BTHK: Tensor, side: str, position_BT: Tensor, p: Weighted) -> Tensor: ...
+    def turn(self, x_BTHK: Tensor, side: str, placed: Any, p: Weighted) -> Tensor: ...
 
 
 class Similarity(Part):
-    """How alike a query and a key are."""
+    """How alike a query and a key are. `signed` when that may be negative."""
+
+    signed: ClassVar[bool] = True
 
     @abstractmethod
     def pair(self, q_K: Tensor, k_K: Tensor, scale: float, p_h: Mapping[str, Tensor]) -> Tensor: ...
@@ -182,7 +189,12 @@ class Mix(Modifier):
 
 
 class Normaliser(Part):
-    """Scores to weights. A query with nothing to read gets no weight at all."""
+    """Scores to weights. A query with nothing to read gets no weight at all.
+
+    `proportional` when weights are the scores themselves over their sum, which is all that a state can give.
+    """
+
+    proportional: ClassVar[bool] = False
 
     @abstractmethod
     def row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor: ...

@@ -192,5 +192,5 @@ def snake(name: str) -> str:
 
 def _must_be(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
-        said = f"{value!r} is a {type(value).__name__}"
-        raise SpecError(f"{name}: {said}, not a {kind.__name__}; see headwise.PARTS for what fits")
+        said = f"{value!r} is of type {type(value).__name__}"
+        raise SpecError(f"{name}: {said}, not {kind.__name__}; headwise.REGISTRY lists what fits")

@@ -195,8 +195,7 @@ def _running() -> tuple[str, str]:
     while frame is not None:
         name, ours = frame.f_code.co_name, frame.f_code.co_filename.startswith(HERE)
         if frame.f_locals.get("self") is owner:
-            # Helpers and comprehensions work for the method that called them.
-            seam = seam if name.startswith(("_", "<")) else name
+            seam = name  # the outermost counts: helpers work for the method that called them
         elif ours and not name.startswith("<"):
             break
         frame = frame.f_back

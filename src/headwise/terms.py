@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .spec import AttentionSpec
+    from .tokens import Tokens
 
 
 Applied = Literal["query", "source", "recalled"]
@@ -108,12 +109,12 @@ class Turning(Protocol):
 
 
 class Asked(NamedTuple):
-    """What a query token brings: its input, its turned queries, the scale of scores, and whether it is no padding."""
+    """What queries bring: their input, themselves turned, the scale of scores, and where they stand."""
 
     x_BTD: Tensor
     q_BTHK: Tensor
     scale: float
-    live_BT: Tensor
+    at: Tokens
 
 
 @runtime_checkable

@@ -146,7 +146,7 @@ def _list(where: str, said: Any) -> list[Any]:
 
 
 def _mistyped(where: str, value: object, wanted: str) -> NoReturn:
-    raise SpecError(f"{where} = {value!r} is a {type(value).__name__}; give {wanted}")
+    raise SpecError(f"{where} = {value!r} is of type {type(value).__name__}; give {wanted}")
 
 
 def _toml(value: Any) -> str:

@@ -11,12 +11,13 @@ from torch import Tensor
 from .pattern import Causal, Pattern
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Tokens:
     """The position of each token inside its own segment, counted from 0; segment -1 is padding and meets nobody.
 
     Both tensors are [B, T], or [1, T] when all rows are alike. `start` is set when every row is known, without
-    looking at the device, to hold the neighbouring positions start, start + 1, ... of segment 0.
+    looking at the device, to hold the neighbouring positions start, start + 1, ... of segment 0. A cache that knows its
+    newest token to read the first so many of these, and no others, says so in `filled`.
 
     >>> Tokens.of(torch.zeros(2, 3, 8), lengths=[3, 2]).segment.tolist()
     [[0, 0, 0], [0, 0, -1]]
@@ -26,6 +27,7 @@ class Tokens:
     segment: Tensor
     start: int | None = None
     checked: bool = field(default=False, repr=False)
+    filled: int | None = None
 
     def __post_init__(self) -> None:
         if not self.checked:
@@ -73,6 +75,11 @@ class Tokens:
         """How many tokens a row has."""
         return self.position.shape[1]
 
+    def narrowed(self) -> Tokens:
+        """Only those that are filled."""
+        position, segment = (t[:, : self.filled] for t in (self.position, self.segment))
+        return Tokens(position, segment, checked=True, filled=self.filled)
+
     @property
     def live(self) -> Tensor:
         """Which tokens are no padding."""
@@ -104,6 +111,9 @@ class Sight:
         return self._allowed
 
     def _ask(self) -> Tensor:
+        if self.mask is None and self.keys.filled is not None:
+            slot = torch.arange(self.keys.count, device=self.keys.position.device)
+            return (slot < self.keys.filled)[None, None, None]
         asks, told = self.queries.segment[:, None, :, None], self.keys.segment[:, None, None, :]
         allowed = (asks == told) & (told >= 0) & self.pattern.allows(self.i, self.j)
         return allowed if self.mask is None else allowed & self.mask
@@ -112,6 +122,8 @@ class Sight:
     def shape(self) -> str:
         """What is known without asking the device: "full", the square "triangle", or "any"."""
         first, second = self.queries.start, self.keys.start
+        if self.mask is None and self.keys.filled == self.keys.count:
+            return "full"
         if self.mask is not None or first is None or second is None:
             return "any"
         asks = range(first, first + self.queries.count)

@@ -41,6 +41,11 @@ class Weights(nn.Module):
         assert tensor is not None
         return tensor
 
+    @property
+    def first(self) -> Tensor:
+        """Any one parameter, to know dtype and device by."""
+        return cast(Tensor, next(iter(self._parameters.values())))
+
     def __contains__(self, name: str) -> bool:
         return name in self._parameters or name in self._buffers
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..parts.softmax import Softmax
+from ..parts.sink_softmax import SinkSoftmax
 from ..probe import Probe
 from ..terms import Work
 from ..tokens import Sight
@@ -21,8 +21,8 @@ def refuses(job: Job) -> list[str]:
         reasons.append("there is more than one query per row")
     if job.groups <= 1:
         reasons.append("no equal groups of heads share a key head")
-    if not isinstance(job.spec.normaliser, Softmax):
-        reasons.append("it has no sink")
+    if isinstance(job.spec.normaliser, SinkSoftmax):
+        reasons.append("it has no column for a sink")
     return reasons
 
 
@@ -33,12 +33,11 @@ def spent(job: Job, work: Work) -> int:
 
 def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
     """Per-head outputs o_B1HV."""
-    each = job.groups
-    rows_BGRK = inputs.q.squeeze(1).unflatten(1, (-1, each))
+    batch, _, heads, dim = inputs.q.shape
+    kept = inputs.k.shape[2]
+    rows_BGRK = inputs.q.reshape(batch, kept, heads // kept, dim)
     _, bias = shadow(sight, inputs, bound)
     if bias is not None and bias.shape[1] > 1:
-        bias = bias.squeeze(2).unflatten(1, (-1, each))
-    o_BGRV = F.scaled_dot_product_attention(
-        rows_BGRK, inputs.k.transpose(1, 2), inputs.v.transpose(1, 2), bias, scale=inputs.asked.scale
-    )
-    return o_BGRV.flatten(1, 2)[:, None]
+        bias = bias.reshape(bias.shape[0], kept, heads // kept, -1)
+    k, v, scale = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2), inputs.asked.scale
+    return F.scaled_dot_product_attention(rows_BGRK, k, v, bias, scale=scale).reshape(batch, 1, heads, -1)

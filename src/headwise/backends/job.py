@@ -28,14 +28,13 @@ class Job:
     training: bool = False
     wants: frozenset[str] = field(default_factory=frozenset)
 
-    @property
-    def groups(self) -> int:
-        """How many score heads share a key head when all groups are equal neighbours, else 0."""
-        keys, values = self.core.keys, self.core.values
-        heads, kept = len(keys), max(keys) + 1
-        each = heads // kept
-        even = keys == values and keys == tuple(h // each for h in range(kept * each))
-        return each if even else 0
+    groups: int = field(init=False)  # score heads to a key head when all groups are equal neighbours, else 0
+
+    def __post_init__(self) -> None:
+        keys = self.core.keys
+        each = len(keys) // (max(keys) + 1)
+        even = keys == self.core.values and keys == tuple(h // each for h in range(each * (max(keys) + 1)))
+        object.__setattr__(self, "groups", each if even else 0)
 
 
 class Inputs(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..parts.sum import Sum
 from ..probe import Probe
 from ..terms import Work
 from ..tokens import Sight
@@ -16,7 +15,7 @@ from .job import Inputs, Job
 def refuses(job: Job) -> list[str]:
     """Why this job cannot run here."""
     reasons = [] if job.stated else ["there is no state of past tokens"]
-    if not isinstance(job.spec.normaliser, Sum):
+    if not job.spec.normaliser.proportional:
         reasons.append(f"a state gives sums, which {type(job.spec.normaliser).__name__} is not made of")
     if job.spec.pattern.opening != 0 or job.spec.pattern.memory.last is not None:
         reasons.append(f"a state cannot forget, as pattern {job.spec.pattern.text} demands")

@@ -32,6 +32,7 @@ class Cache(ABC):
         self.used = 0  # tokens appended, padding included
         self.uniform = True  # every row holds positions 0 .. used - 1 of segment 0, known without asking the device
         self._last = torch.full((batch,), -1, dtype=torch.int64, device=device)
+        self._zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._segment = torch.zeros(batch, dtype=torch.int64, device=device)
 
     @staticmethod
@@ -88,7 +89,9 @@ class Cache(ABC):
     def next(self, count: int) -> Tokens:
         """Where the next tokens stand when nobody says otherwise: after the last one of each row."""
         if self.uniform:
-            return Tokens.run(self.used, count, self.device)
+            position = torch.arange(self.used, self.used + count, device=self.device)[None]
+            segment = self._zero if count == 1 else torch.zeros_like(position)
+            return Tokens(position, segment, self.used, checked=True)
         position = self._last[:, None] + torch.arange(1, count + 1, device=self.device)
         return Tokens(position, self._segment[:, None].expand_as(position), checked=True)
 
@@ -104,14 +107,15 @@ class Cache(ABC):
             )
 
     def _advance(self, at: Tokens) -> None:
+        """Take note of new tokens, or refuse them and change nothing."""
         if self.used == 0 and self.spec.pattern.opening:
             self._opened(at)
-        if at.start == self.used and self.uniform:
+        if self.uniform and at.start == self.used:
             self.used += at.count
             return
-        if self.uniform:
-            self._last, self.uniform = torch.full_like(self._last, self.used - 1), False
-        self._ordered(at)
+        last = torch.full_like(self._last, self.used - 1) if self.uniform else self._last
+        self._ordered(last, at)
+        self._last, self.uniform = last, False
         self.used += at.count
         if at.count:
             self._follow(at)
@@ -125,11 +129,11 @@ class Cache(ABC):
                 "append the whole prefix first"
             )
 
-    def _ordered(self, at: Tokens) -> None:
+    def _ordered(self, last: Tensor, at: Tokens) -> None:
         """Refuse tokens that go back: what they would read may have been forgotten."""
-        place = torch.cat([self._last[:, None], at.position.expand(self.batch, -1)], 1)
+        place = torch.cat([last[:, None], at.position.expand(self.batch, -1)], 1)
         segment = torch.cat([self._segment[:, None], at.segment.expand(self.batch, -1)], 1)
-        live = torch.cat([torch.ones_like(self._last, dtype=torch.bool)[:, None], at.live.expand(self.batch, -1)], 1)
+        live = torch.cat([torch.ones_like(last, dtype=torch.bool)[:, None], at.live.expand(self.batch, -1)], 1)
         rank = torch.where(live, segment * (place.amax() + 2) + place + 1, -1) if place.numel() else place
         if bool((live[:, 1:] & (rank[:, 1:] <= rank.cummax(1).values[:, :-1])).any()):
             raise ValueError("tokens went back to an earlier position or segment; a cache only goes forward")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import torch
 from torch import Tensor
 
 from ..errors import CacheFull
+from ..pattern import Causal, First, Pattern, Window
 from ..spec import AttentionSpec
 from ..tokens import Tokens
 from .base import Cache, Entry
@@ -21,6 +24,29 @@ class Slots(Cache):
         self.entry: Entry = {n: torch.zeros(batch, slots, *s, dtype=dtype, device=device) for n, s in shapes}
         empty = torch.full((batch, slots), -1, dtype=torch.int64, device=device)
         self.tokens = Tokens(torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True)
+        self._known, self._all = 0, False
+
+    @abstractmethod
+    def _rule(self) -> Pattern:
+        """Which of all tokens so far are still in a slot."""
+
+    def _held(self) -> Tokens:
+        """All slots; and when the newest token of every row may read whatever is held, that too is said."""
+        if not (self.uniform and self._reads_all):
+            if self.uniform:
+                self._settle(self.used)
+            return self.tokens
+        filled = min(self.used, self.slots)
+        return Tokens(self.tokens.position, self.tokens.segment, checked=True, filled=filled)
+
+    @property
+    def _reads_all(self) -> bool:
+        """Whether the pattern allows exactly what is held, found by counting pairs, ahead of need."""
+        if self.used > self._known:
+            self._known = 2 * max(self.used, self.slots)
+            span = range(self._known)
+            self._all = self.spec.pattern.pairs(span, span) == self._rule().pairs(span, span)
+        return self._all
 
     def rows(self, index: Tensor) -> None:
         self._take(index)
@@ -41,13 +67,14 @@ class Slots(Cache):
         for held, new in ((self.tokens.position, at.position), (self.tokens.segment, at.segment)):
             held[row, slot] = new.expand(self.batch, -1)[keep]
 
-    def _write_run(self, entry: Entry, at: Tokens, first: int) -> None:
-        """The same for neighbouring slots in all rows at once."""
-        last = first + at.count
+    def _write_entry(self, entry: Entry, first: int, count: int) -> None:
+        """Put tokens into neighbouring slots of all rows at once."""
         for name, new in entry.items():
-            self.entry[name][:, first:last] = new
-        self.tokens.position[:, first:last] = at.position
-        self.tokens.segment[:, first:last] = at.segment
+            self.entry[name][:, first : first + count] = new
+
+    @abstractmethod
+    def _settle(self, used: int) -> None:
+        """Write down what was clear so far of the first tokens of rows that run alike."""
 
 
 class PlainCache(Slots):
@@ -63,20 +90,31 @@ class PlainCache(Slots):
         was_run, alone, first = self.uniform, self.used == 0, self.used
         self._advance(at)
         if self.uniform:
-            self._write_run(entry, at, first)
+            self._write_entry(entry, first, at.count)
         else:
             if was_run:
+                self._settle(first)
                 self._filled = torch.full_like(self._filled, first)
             self._write(entry, at, self._slot(at))
             self._filled = self._filled + at.live.expand(self.batch, -1).sum(1)
         self._bound += at.count
         if at.count == 1:
-            return self.entry, self.tokens
+            return self.entry, self._held()
         if alone:
             return entry, at
+        if self.uniform:
+            self._settle(self.used)
         filled = {name: held[:, : self._bound] for name, held in self.entry.items()}
         position, segment = self.tokens.position[:, : self._bound], self.tokens.segment[:, : self._bound]
         return filled, Tokens(position, segment, 0 if self.uniform else None, checked=True)
+
+    def _settle(self, used: int) -> None:
+        # While all rows run alike a slot's position is its index and its segment 0; nobody needs that written
+        # before somebody looks.
+        self.tokens.segment[:, :used] = 0
+
+    def _rule(self) -> Pattern:
+        return Causal()
 
     def _slot(self, at: Tokens) -> Tensor:
         live = at.live.expand(self.batch, -1)
@@ -124,10 +162,18 @@ class RingCache(Slots):
         self._advance(at)
         if self.uniform and at.count == 1:
             slot = before if before < self.first else self.first + (before - self.first) % self.last
-            self._write_run(entry, at, slot)
+            self._write_entry(entry, slot, 1)
+            self.tokens.position[:, slot : slot + 1] = at.position
+            self.tokens.segment[:, slot : slot + 1] = 0
         else:
             self._write(entry, at, self._slot(at))
-        return (self.entry, self.tokens) if at.count == 1 else (told, where)
+        return (self.entry, self._held()) if at.count == 1 else (told, where)
+
+    def _settle(self, used: int) -> None:
+        """A ring writes every position as it comes: slots come round again."""
+
+    def _rule(self) -> Pattern:
+        return Window(self.last) | First(self.first) if self.first else Window(self.last)
 
     def _slot(self, at: Tokens) -> Tensor:
         position = at.position.expand(self.batch, -1)

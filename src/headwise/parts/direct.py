@@ -53,20 +53,20 @@ class Direct(Project):
         return Core(heads.reads, values, heads.dim, heads.vdim, heads.dim**-0.5)
 
     def ask(self, x_BTD: Tensor, turn: Turning, p: Weighted) -> Tensor:
-        return turn(self._project(x_BTD, "q", "dim", p), "q")
+        return turn(self._project(x_BTD, "q", ("q", "dim"), p), "q")
 
     def remember(self, z_BSE: Tensor, turn: Turning, p: Weighted) -> dict[str, Tensor]:
-        k = turn(self._project(z_BSE, "k", "dim", p), "k")
-        v = turn(self._project(z_BSE, "v", "vdim", p), "v")
+        k = turn(self._project(z_BSE, "k", ("kv", "dim"), p), "k")
+        v = turn(self._project(z_BSE, "v", ("v", "vdim"), p), "v")
         return {"k": k, "v": v}
 
     def recall(self, entry: Mapping[str, Tensor], turn: Turning, p: Weighted) -> tuple[Tensor, Tensor]:
         return entry["k"], entry["v"]
 
-    def _project(self, x: Tensor, side: str, width: str, p: Weighted) -> Tensor:
+    def _project(self, x: Tensor, side: str, axes: tuple[str, str], p: Weighted) -> Tensor:
         bias = p[f"{side}_bias"] if side in self.bias else None
-        flat = F.linear(x, p[side], bias)
-        return flat.unflatten(-1, (-1, p.sizes[width]))
+        heads, width = p.sizes[axes[0]], p.sizes[axes[1]]
+        return F.linear(x, p[side], bias).view(x.shape[0], x.shape[1], heads, width)
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:

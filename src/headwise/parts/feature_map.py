@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +27,12 @@ class FeatureMap(Similarity):
     """
 
     paper = "2006.16236"
+    signed: ClassVar[bool] = False
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        if not spec.normaliser.proportional:
+            name = type(spec.normaliser).__name__
+            yield f"FeatureMap keeps past tokens as sums, of which {name} cannot be made; use normaliser Sum()"
         if any(modifier.phase in (Phase.SCORES, Phase.WEIGHTS, Phase.VALUES) for modifier in spec.modifiers):
             yield "FeatureMap never forms scores while decoding, so nothing may change scores, weights or values"
 

@@ -46,7 +46,7 @@ class Latent(Project):
         if min(self.rank, self.query_rank or 1) < 1 or self.rope < 0:
             yield f"{self!r} has an impossible width; rank and query_rank need at least 1, rope at least 0"
         if spec.heads.kv != spec.heads.q or spec.heads.values or spec.heads.reads != tuple(range(spec.heads.q)):
-            yield f"Latent gives every head keys of its own, but kv={spec.heads.kv}; use kv={spec.heads.q}"
+            yield f"Latent gives every head a key and a value of its own, unlike {spec.heads}; use kv={spec.heads.q}"
         if self.form == "absorbed" and spec.voices != tuple(range(spec.heads.q)):
             yield "Latent(form='absorbed') needs every score head to speak for itself; use form='expanded'"
 

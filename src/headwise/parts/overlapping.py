@@ -45,7 +45,7 @@ class Overlapping(Project):
         if self.overlap < 0:
             yield f"Overlapping(overlap={self.overlap}) is negative; 0 is plain attention"
         if heads.reads != tuple(range(heads.q)) or heads.values:
-            yield f"Overlapping divides q, k and v alike, but {heads.q} heads read {heads.kv}; use kv={heads.q}"
+            yield f"Overlapping divides q, k and v alike, unlike {heads}; use kv={heads.q}"
         if heads.vdim != heads.dim + 2 * self.overlap:
             yield f"overlapping heads deliver dim + 2 overlap channels; use vdim={heads.dim + 2 * self.overlap}"
 

@@ -25,7 +25,7 @@ class QKNorm(Turn):
     order: before Rotary as Qwen3, after it when written after.
 
     >>> import torch
-    >>> QKNorm().turn(torch.tensor([[[[3.0, 4.0]]]]), "q", torch.zeros(1, 1), {"q": torch.ones(2)}).round(decimals=3)
+    >>> QKNorm().turn(torch.tensor([[[[3.0, 4.0]]]]), "q", None, {"q": torch.ones(2)}).round(decimals=3)
     tensor([[[[0.8490, 1.1310]]]])
     """
 
@@ -55,7 +55,7 @@ class QKNorm(Turn):
     def sources(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         return frozenset(range(spec.heads.q)) if self.scope == "full" else heads
 
-    def turn(self, x_BTHK: Tensor, side: str, position_BT: Tensor, p: Weighted) -> Tensor:
+    def turn(self, x_BTHK: Tensor, side: str, placed: None, p: Weighted) -> Tensor:
         if self.kind == "l2":
             unit = F.normalize(x_BTHK, dim=-1, eps=self.eps)
             return unit * p["temperature"][:, None] if side == "q" else unit

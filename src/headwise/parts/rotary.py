@@ -58,20 +58,25 @@ class Rotary(Turn):
         plain = [self.base ** (-2 * c / dims) for c in range(dims // 2)]
         return self.scaling.bend(plain, self.base, dims)
 
-    def turn(self, x_BTHK: Tensor, side: str, position_BT: Tensor, p: Weighted) -> Tensor:
-        if side == "v":
-            return x_BTHK
-        exact = torch.promote_types(x_BTHK.dtype, torch.float32)
-        angle = position_BT[..., None, None].to(exact) * p["frequency"].to(exact)
+    def place(self, position_BT: Tensor, exact: torch.dtype, p: Weighted) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every pair's angle."""
+        angle = position_BT.view(*position_BT.shape, 1, 1) * p["frequency"].to(exact)
         swell = self.scaling.swell
-        cos, sin = (angle.cos() * swell).to(x_BTHK.dtype), (angle.sin() * swell).to(x_BTHK.dtype)
-        turned = 2 * angle.shape[-1]
-        x, rest = x_BTHK[..., :turned], x_BTHK[..., turned:]
+        return (angle.cos(), angle.sin()) if swell == 1 else (angle.cos() * swell, angle.sin() * swell)
+
+    def turn(self, x_BTHK: Tensor, side: str, placed: tuple[Tensor, Tensor], p: Weighted) -> Tensor:
+        cos, sin = placed
+        if cos.dtype != x_BTHK.dtype:
+            cos, sin = cos.to(x_BTHK.dtype), sin.to(x_BTHK.dtype)
+        turned = 2 * cos.shape[-1]
+        x = x_BTHK if turned == x_BTHK.shape[-1] else x_BTHK[..., :turned]
         halves = self.pairs == "half"
         a, b = x.chunk(2, -1) if halves else (x[..., ::2], x[..., 1::2])
         a, b = a * cos - b * sin, a * sin + b * cos
-        y = torch.cat([a, b], -1) if halves else torch.stack([a, b], -1).flatten(-2)
-        return y if rest.shape[-1] == 0 else torch.cat([y, rest], -1)
+        if turned < x_BTHK.shape[-1]:
+            rest = x_BTHK[..., turned:]
+            return torch.cat([a, b, rest] if halves else [torch.stack([a, b], -1).flatten(-2), rest], -1)
+        return torch.cat([a, b], -1) if halves else torch.stack([a, b], -1).flatten(-2)
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
@@ -81,4 +86,5 @@ class Rotary(Turn):
         yield base(modifiers=(cls(scaling=NTK(factor=4.0)),), pattern="causal")
         yield base(modifiers=(cls(scaling=YaRN(factor=4.0, original=32)),), pattern="causal")
         yield base(modifiers=(cls(scaling=YaRN(4.0, 32, 8.0, 2.0, "paper", 1.5)),), pattern="causal")
+        yield base(modifiers=(cls(scaling=YaRN(4.0, 32, 8.0, 2.0, "exact")),), pattern="causal")
         yield base(modifiers=(cls(scaling=Llama3(factor=4.0, low=1.5, high=3.0, original=64)),), kv=3)

@@ -78,9 +78,9 @@ class YaRN(Scaling):
     """Pairs that turn often keep their frequency, pairs that turn seldom are interpolated (2309.00071).
 
     A pair makes r = original f / (2 pi) turns within the trained length. ramp="paper" blends linearly in r
-    between `slow` and `fast`; ramp="code", what released checkpoints were trained with, blends linearly in the
-    pair's index between the (rounded) indices where r is `fast` and `slow`. Turned channels swell by
-    0.1 ln(factor) + 1 unless said.
+    between `slow` and `fast`. Released checkpoints were trained with a blend that is linear in the pair's index
+    between those where r is `fast` and `slow`: ramp="code" rounds them outwards, "exact" does not (gpt-oss).
+    Turned channels swell by 0.1 ln(factor) + 1 unless said.
 
     >>> YaRN(4.0, original=2048).bend([1.0], 10_000.0, 64)[0], round(YaRN(4.0).swell, 4)
     (1.0, 1.1386)
@@ -95,8 +95,8 @@ class YaRN(Scaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ramp not in ("code", "paper"):
-            raise SpecError(f"YaRN(ramp={self.ramp!r}) is unknown; use 'code' or 'paper'")
+        if self.ramp not in ("code", "exact", "paper"):
+            raise SpecError(f"YaRN(ramp={self.ramp!r}) is unknown; use 'code', 'exact' or 'paper'")
         if self.fast <= self.slow:
             raise SpecError(f"YaRN(fast={self.fast}, slow={self.slow}): fast pairs turn more often; use fast > slow")
 
@@ -118,7 +118,10 @@ class YaRN(Scaling):
         def index(turns: float) -> float:
             return dims * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-        first, last = max(math.floor(index(self.fast)), 0), min(math.ceil(index(self.slow)), dims - 1)
+        first, last = index(self.fast), index(self.slow)
+        if self.ramp == "code":
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, dims - 1)
         last = last + 0.001 if first == last else last
         return [1 - _between(c, first, last) for c in range(len(plain))]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,12 @@ class Sum(Normaliser):
     """
 
     paper = "2006.16236"
+    proportional: ClassVar[bool] = True
+
+    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        if spec.similarity.signed:
+            name = type(spec.similarity).__name__
+            yield f"Sum divides by the total of scores, which {name} may bring to zero; use similarity FeatureMap()"
 
     def row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
         total = s_S.sum()

@@ -1,0 +1,33 @@
+"""Run every benchmark and print its table; `--json` prints one JSON document."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+
+import torch
+
+from . import step_overhead
+
+
+def main() -> int:
+    """Print what was measured, on how many threads."""
+    torch.set_num_threads(1)
+    rows = [row for benchmark in (step_overhead,) for row in benchmark.main()]
+    machine = {"processor": platform.machine(), "torch": torch.__version__, "threads": torch.get_num_threads()}
+    if "--json" in sys.argv[1:]:
+        print(json.dumps({"machine": machine, "rows": rows}))
+        return 0
+    print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    for row in rows:
+        told = ", ".join(
+            f"{name} {seconds * 1e6:.1f} us ({row['ratio'][name]:.2f}x, {(row['ours_s'] - seconds) * 1e6:+.1f} us)"
+            for name, seconds in row["peers"].items()
+        )
+        print(f"{row['name']:<26} ours {row['ours_s'] * 1e6:.1f} us; {told}; spread {max(row['spread'].values()):.0%}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

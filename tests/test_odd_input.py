@@ -1,0 +1,162 @@
+"""What is odd but legal just works: a NaN shows, nothing to read reads zero, nothing at all is an amount.
+
+And documents that a cache cannot take are refused.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from strategies import base, pool
+
+NAN = float("nan")
+X = torch.zeros(3, 7, 10, dtype=torch.float64)
+
+
+def layer(backend: str | None = None, **said: object) -> hw.Attention:
+    return hw.Attention(base(**said), backend=backend).double()
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+PATTERNS = ("full()", "causal()", "window(2)", "first(2)")
+TOKENS = {
+    "whole": lambda x: hw.Tokens.run(0, 7, "cpu"),
+    "packed": lambda x: hw.Tokens.of(x, segments=torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 3)),
+    "padded": lambda x: hw.Tokens.of(x, lengths=[7, 5, 3]),
+}
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("backend", ["dense", "sdpa"])
+def test_a_nan_is_never_hidden(backend: str, pattern: str, tokens: str):
+    """Who may read it shows it, and so does whoever asks with it; other rows never do.
+
+    Between the two (the same row, but no right to read) 0 times NaN is NaN, and no backend replaces it.
+    """
+    used, x = layer(backend, pattern=pattern, kv=2), numbers(3, 7, 10)
+    at = TOKENS[tokens](x)
+    x[1, 1] = NAN
+    y, sight = used(x, tokens=at), hw.Sight(at, at, used.spec.pattern)
+    reads = sight.allowed.expand(3, -1, -1, -1)[1, 0, :, 1]
+    assert reads.any()
+    assert y[1][reads].isnan().all()
+    assert y[1, 1].isnan().all()
+    assert torch.isfinite(y[[0, 2]]).all()
+
+
+@pytest.mark.parametrize("backend", ["dense", "sdpa"])
+def test_a_nan_that_only_asks_is_seen_there_and_nowhere_else(backend: str):
+    """Keys and values are sound; the NaN comes in by the scores of one query, and goes out by its output."""
+    used, x = layer(backend, kv=2, source=13), numbers(3, 7, 10)
+    x[1, 4] = NAN
+    y = used(x, source=numbers(3, 11, 13))
+    assert y[1, 4].isnan().all()
+    assert y.isnan().any(-1).nonzero().tolist() == [[1, 4]]
+
+
+def test_a_nan_that_a_ring_has_forgotten_is_gone():
+    used, x = layer(pattern="window(3)"), numbers(1, 13, 10)
+    x[0, 4] = NAN
+    cache = used.cache(batch=1, capacity=31)
+    y = torch.cat([used(one, cache=cache) for one in x.split(1, 1)], 1)
+    assert y.isnan().all(-1)[0].nonzero().flatten().tolist() == [4, 5, 6]
+
+
+EVERYWHERE = [("dense", normaliser) for normaliser in pool("normaliser")]
+EVERYWHERE += [("sdpa", hw.Softmax()), ("sdpa", hw.SinkSoftmax()), ("grouped", hw.Softmax())]
+
+
+@pytest.mark.parametrize("mask", [False, True], ids=["padding", "mask"])
+@pytest.mark.parametrize(("backend", "normaliser"), EVERYWHERE, ids=str)
+def test_a_query_with_nothing_to_read_reads_zero(backend: str, normaliser: object, mask: bool):
+    """Then y is the bias of the output; every normaliser, fused or not, and no gradient is a NaN."""
+    if mask and backend != "dense":
+        with pytest.raises(hw.NoBackend, match=r"a mask of the caller's own is for dense"):
+            layer(backend, kv=2)(X[:2, :1], mask=torch.ones(2, 1, 1, 1, dtype=torch.bool))
+        return
+    similarity = hw.FeatureMap() if isinstance(normaliser, hw.Sum) else hw.Dot()
+    used = layer(backend, normaliser=normaliser, similarity=similarity, bias="qkvo", kv=2)
+    z = numbers(2, 7, 10)
+    x = numbers(2, 1, 10) if backend == "grouped" else z
+    hidden = torch.tensor([True, False])[:, None, None, None].expand(2, 1, x.shape[1], 7) if mask else None
+    kept = used.remember(z, tokens=None if mask else hw.Tokens.of(z, lengths=[7, 0]))
+    with torch.no_grad():
+        used.output["o_bias"].normal_()
+    y, o = used(x, source=kept, mask=hidden), used.heads(x, source=kept, mask=hidden)
+    assert (o[1] == 0).all()
+    assert (o[0].abs() > 0).any()
+    torch.testing.assert_close(y[1], used.output["o_bias"].expand_as(y[1]), rtol=0, atol=1e-12)
+    y.sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in used.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("backend", ["dense", None])
+@pytest.mark.parametrize("shape", [(0, 7), (2, 0), (2, 1), (0, 0)], ids=str)
+@pytest.mark.parametrize("keys", [11, 1, 0])
+def test_nothing_is_a_legal_amount(keys: int, shape: tuple[int, int], backend: str | None):
+    """No row, no query, one token, no key: the same shapes as ever, and zero where nothing could be read."""
+    used = layer(backend, kv=2, vdim=5, source=13)
+    y = used.heads(numbers(*shape, 10), source=numbers(shape[0], keys, 13))
+    assert y.shape == (*shape, 6, 5)
+    assert keys or (y == 0).all()
+    own = layer(backend, kv=2, pattern="causal()")
+    cache = own.cache(batch=shape[0], capacity=9)
+    assert own(numbers(*shape, 10)).shape == own(numbers(*shape, 10), cache=cache).shape == (*shape, 10)
+
+
+@pytest.mark.parametrize("backend", ["dense", "sdpa"])
+def test_strides_do_not_matter(backend: str):
+    used, x = layer(backend, pattern="causal()", kv=2), numbers(10, 7, 2).permute(2, 1, 0)
+    assert not x.is_contiguous()
+    torch.testing.assert_close(used(x), used(x.contiguous()), rtol=0, atol=1e-12)
+    torch.testing.assert_close(used(x[:, ::2]), used(x[:, ::2].contiguous()), rtol=0, atol=1e-12)
+    one = numbers(1, 7, 10).expand(3, -1, -1)
+    torch.testing.assert_close(used(one), used(one[:1]).expand(3, -1, -1), rtol=0, atol=1e-12)
+
+
+STATED = {"similarity": hw.FeatureMap(), "normaliser": hw.Sum(), "pattern": "causal()"}
+
+
+@pytest.mark.xfail(strict=True, reason="a state is made for it all the same, and then nothing can run")
+@pytest.mark.parametrize("said", [{"normaliser": hw.Softmax()}, {"pattern": "window(3)"}], ids=["softmax", "window"])
+def test_every_causal_spec_can_be_decoded(said: dict[str, object]):
+    """A similarity that has a state, in a layer that cannot use one, keeps its tokens instead."""
+    used, x = layer(**(STATED | said)), numbers(2, 7, 10)
+    cache = used.cache(batch=2, capacity=9)
+    torch.testing.assert_close(used(x, cache=cache), used(x), rtol=0, atol=1e-12)
+
+
+def at(position: list[int], segment: list[int]) -> hw.Tokens:
+    return hw.Tokens(torch.tensor([position]), torch.tensor([segment]))
+
+
+def test_a_later_document_may_not_be_forgotten():
+    """Segments only go forward, in every row."""
+    used, x = layer(pattern="causal()"), numbers(1, 3, 10)
+    cache = used.cache(batch=1, capacity=9)
+    used(x, cache=cache, tokens=at([0, 1, 0], [0, 0, 1]))
+    with pytest.raises(ValueError, match=r"went back to an earlier position or segment; .*goes forward"):
+        used(x[:, :1], cache=cache, tokens=at([2], [0]))
+
+
+def test_a_state_cannot_tell_documents_apart():
+    used, x = layer(**STATED), numbers(1, 3, 10)
+    with pytest.raises(ValueError, match=r"cannot tell segments apart; give each .*cache of its own"):
+        used(x, cache=used.cache(batch=1, capacity=9), tokens=at([0, 1, 0], [0, 0, 1]))
+
+
+@pytest.mark.xfail(strict=True, reason="only the first document of a row is asked for its prefix")
+def test_a_later_prefix_must_come_at_once_too():
+    """The first keys of a second document are read by queries that were there before them."""
+    used, x = layer(pattern="prefix(3)"), numbers(1, 9, 10)
+    cache, whole_row = used.cache(batch=1, capacity=9), at([0, 1, 2, 3, 0, 1, 2, 3, 4], [0] * 4 + [1] * 5)
+    cut = hw.Tokens(whole_row.position[:, :6], whole_row.segment[:, :6])
+    with pytest.raises(ValueError, match="first 3 tokens"):
+        used(x[:, :6], cache=cache, tokens=cut)
