@@ -5,6 +5,8 @@ And documents that a cache cannot take are refused.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -122,6 +124,36 @@ def test_strides_do_not_matter(backend: str):
 
 
 STATED = {"similarity": hw.FeatureMap(), "normaliser": hw.Sum(), "pattern": "causal()"}
+SPEAKING = {"all": (1, 4, 5, 0, 2, 3), "one twice": (0, 1, 2, 2, 4, 5), "two": (5, 1)}
+
+
+def speaking(plain: hw.Attention, speaks: tuple[int, ...], backend: str | None) -> hw.Attention:
+    """The layer of whose heads only these speak, in this order."""
+    spec = replace(plain.spec, heads=replace(plain.spec.heads, speaks=speaks))
+    chosen = hw.Attention(spec, backend=backend).double()
+    weights = {name: plain.state_dict().get(name) for name in chosen.state_dict()}
+    out = weights["output.o"].view(10, 6, -1)[:, list(speaks)].flatten(1)
+    chosen.load_state_dict(weights | {"output.o": out})
+    return chosen
+
+
+@pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.parametrize("kv", [1, 2, 6])
+@pytest.mark.parametrize("who", SPEAKING)
+@pytest.mark.parametrize("backend", ["dense", None])
+def test_heads_may_speak_in_any_order(backend: str | None, who: str, kv: int, count: int):
+    plain, x, z = layer("dense", kv=kv), numbers(3, count, 10), numbers(3, 11, 10)
+    chosen = speaking(plain, SPEAKING[who], backend)
+    wanted = plain.heads(x, source=z)[:, :, list(SPEAKING[who])]
+    torch.testing.assert_close(chosen.heads(x, source=z), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("who", SPEAKING)
+def test_heads_with_a_state_may_speak_in_any_order(who: str):
+    chosen, x = speaking(layer(kv=2, **STATED), SPEAKING[who], None), numbers(2, 7, 10)
+    cache = chosen.cache(batch=2, capacity=9)
+    said = torch.cat([chosen(x[:, :4], cache=cache), chosen(x[:, 4:], cache=cache)], 1)
+    torch.testing.assert_close(said, chosen(x), rtol=0, atol=1e-12)
 
 
 @pytest.mark.xfail(strict=True, reason="a state is made for it all the same, and then nothing can run")

@@ -39,20 +39,22 @@ def check_source(spec: AttentionSpec, z: Tensor, tokens: Tokens | None, like: Te
         _tokens("source", z, tokens)
 
 
-def checked_mask(mask: Tensor | None, x: Tensor, keys: int, heads: int) -> Tensor | None:
-    """The caller's own mask, if its shape can be meant."""
+def check_mask(
+    spec: AttentionSpec, mask: Tensor | None, x: Tensor, source: Tensor | Remembered | None, cache: Cache | None
+) -> None:
+    """Refuse a mask of the caller's own that cannot be meant."""
     if mask is None:
-        return None
-    batch, queries = x.shape[:2]
-    fits = mask.dim() == 4 and all(
-        have in (1, want) for have, want in zip(mask.shape, (batch, heads, queries, keys), strict=True)
-    )
+        return
+    if cache is not None:
+        raise ValueError("a mask cannot follow the slots of a cache; say with tokens=Tokens.of(x, ...) who is padding")
+    keys = source.tokens.count if isinstance(source, Remembered) else x.shape[1] if source is None else source.shape[1]
+    wanted = (x.shape[0], spec.heads.q, x.shape[1], keys)
+    fits = mask.dim() == 4 and all(have in (1, want) for have, want in zip(mask.shape, wanted, strict=True))
     if mask.dtype != torch.bool or not fits or mask.device != x.device:
         raise ValueError(
-            f"mask is {mask.dtype} {tuple(mask.shape)} on {mask.device}; give True where a key may be read, "
-            f"as torch.bool [{batch} or 1, {heads} or 1, {queries}, {keys}] on {x.device}"
+            f"mask is {mask.dtype} {tuple(mask.shape)} on {mask.device}; give True where a key may be read, as "
+            f"torch.bool [{wanted[0]} or 1, {wanted[1]} or 1, {wanted[2]} or 1, {wanted[3]} or 1] on {x.device}"
         )
-    return mask
 
 
 def _source(spec: AttentionSpec, x: Tensor, source: Tensor | Remembered, cache: Cache | None) -> None:

@@ -14,7 +14,7 @@ from .cache import Cache, Remembered, StateCache
 from .probe import Probe
 from .seams import Gate, Mix, OutputStep, Project, Turn
 from .spec import AttentionSpec
-from .terms import Asked, Core, Weighted
+from .terms import Asked, Weighted
 from .tokens import Sight, Tokens
 from .weights import Weights, weights_of
 
@@ -26,6 +26,7 @@ class Plan(NamedTuple):
     job: Job
     attend: Attend
     scale: float
+    voices: tuple[int, ...]
 
 
 class Turning:
@@ -100,11 +101,12 @@ class Attention(nn.Module):
     ) -> Tensor:
         """o [B, T, O, vdim]: what each output head reads, before the merge."""
         inputs.check(self.spec, x, source, cache, tokens, self._like)
+        inputs.check_mask(self.spec, mask, x, source, cache)
+        state = {} if cache is None else cache.state
+        plan = self._plan(x, bool(state), mask is not None, probe)  # may refuse, before anything is remembered
         at = tokens or (Tokens.run(0, x.shape[1], x.device) if cache is None else cache.next(x.shape[1]))
         turning = Turning(self._turns, at.position)
         entry, told = self._remembered(x, at, turning, source, cache)
-        state = {} if cache is None else cache.state
-        plan = self._plan(x, bool(state), mask is not None, probe)
         p = self._p["project"]
         q_BTHK = plan.project.ask(x, turning, p)
         k_BSGK, v_BSGV = plan.project.recall(entry, Turning(self._turns, told.position), p)
@@ -113,12 +115,12 @@ class Attention(nn.Module):
         asked = Asked(x, q_BTHK, plan.scale, at)
         ledger = None if probe is None else probe.ledger
         gates = [gate.gate(asked, own, ledger) for gate, own in self._gates]
-        sight = Sight(at, told, self.spec.pattern, inputs.checked_mask(mask, x, told.count, self.spec.heads.q))
+        sight = Sight(at, told, self.spec.pattern, mask)
         job_inputs = Inputs(q_BTHK, k_BSGK, v_BSGV, asked, entry, state)
         o_BTHV = plan.attend(plan.job, sight, job_inputs, self._bound, probe)
         if isinstance(cache, StateCache):
-            cache.fold(self._folded(plan.job.core, job_inputs, told))
-        o_BTOV = plan.project.deliver(o_BTHV, p)
+            cache.fold(self._folded(plan.job, job_inputs, told))
+        o_BTOV = plan.project.deliver(o_BTHV, plan.voices, p)
         for step, own in self._outputs:
             o_BTOV = step.finish(o_BTOV, x, own)
         for gate in gates:
@@ -165,11 +167,9 @@ class Attention(nn.Module):
             entry |= {f"{name}.{key}": factor for key, factor in mix.remember(z_BSE, p).items()}
         return entry
 
-    def _folded(self, core: Core, given: Inputs, told: Tokens) -> dict[str, Tensor]:
+    def _folded(self, job: Job, given: Inputs, told: Tokens) -> dict[str, Tensor]:
         similarity, p = self._bound.similarity, self._bound.similarity_p
-        k_BHSK = backends.spread_heads(given.k, core.keys)
-        v_BHSV = backends.spread_heads(given.v, core.values)
-        return similarity.fold(given.state, k_BHSK, v_BHSV, told.live, p)
+        return similarity.fold(given.state, *backends.heard(given, job), told.live, p)
 
     def _plan(self, x: Tensor, stated: bool, masked: bool, probe: Probe | None) -> Plan:
         wants = frozenset() if probe is None else probe.wants
@@ -179,7 +179,7 @@ class Attention(nn.Module):
             job = Job(self.spec, form(self.spec, one).core(self.spec), *key)
             backend = backends.choose(job, self.only)
             scale = self.spec.similarity.factor(job.core)
-            self._plans[key] = Plan(form(self.spec, one), job, backend.attend, scale)
+            self._plans[key] = Plan(form(self.spec, one), job, backend.attend, scale, self.spec.voices)
         return self._plans[key]
 
 

@@ -56,7 +56,9 @@ def attention(
         for t in range(x_BTD.shape[1])
     ]
     shape = (*x_BTD.shape[:2], len(spec.core.values), spec.core.vdim)
-    o_BTOV = spec.project.deliver(torch.stack(rows).view(shape) if rows else v.new_zeros(shape), p["project"])
+    o_BTOV = spec.project.deliver(
+        torch.stack(rows).view(shape) if rows else v.new_zeros(shape), spec.voices, p["project"]
+    )
     for name, step in spec.steps(OutputStep):
         o_BTOV = step.finish(o_BTOV, x_BTD, p[name])
     for name, gate in spec.steps(Gate):

@@ -83,8 +83,8 @@ class Project(Part):
     @abstractmethod
     def recall(self, entry: Mapping[str, Tensor], turn: Turning, p: Weighted) -> tuple[Tensor, Tensor]: ...
 
-    def deliver(self, o_BTHV: Tensor, p: Weighted) -> Tensor:
-        """What was read, brought to value width."""
+    def deliver(self, o_BTHV: Tensor, voices: tuple[int, ...], p: Weighted) -> Tensor:
+        """What these score heads' weights read, brought to value width."""
         return o_BTHV
 
     def turned(self, spec: AttentionSpec) -> int:
@@ -229,7 +229,9 @@ class ValueStep(Modifier):
 
 
 class OutputStep(Modifier):
-    """Changes per-head outputs token by token; may join several rows into one output head."""
+    """Changes per-head outputs token by token; if it `joins`, several rows become one output head."""
+
+    joins: ClassVar[bool] = False
 
     @property
     def phase(self) -> Phase:

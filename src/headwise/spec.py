@@ -64,14 +64,25 @@ class AttentionSpec:
             _must_be("modifiers", modifier, Modifier)
         by_phase = tuple(sorted(self.modifiers, key=lambda modifier: modifier.phase))
         object.__setattr__(self, "modifiers", by_phase)
-        reasons = [reason for _, part in self.parts() for reason in part.clashes(self)]
-        mixes = [type(mix).__name__ for _, mix in self.steps(Mix) if mix.phase is Phase.WEIGHTS]
-        if len(mixes) > 1:
-            reasons.append(f"{' and '.join(mixes)} both turn weights into output heads; only one part can mix them")
-        if mixes and self.voices != self.speaks:
-            reasons.append(f"{mixes[0]} gives output heads, but an output step wants to join their rows itself")
+        reasons = list(self._clashes())
         if reasons:
             raise SpecError("; ".join(dict.fromkeys(reasons)))
+
+    def _clashes(self) -> Iterator[str]:
+        joins = [step for _, step in self.steps(OutputStep) if step.joins]
+        if len(joins) > 1:
+            yield f"{' and '.join(map(repr, joins))} each join rows into output heads; only one part can do that"
+            return
+        if first := [reason for join in joins for reason in join.clashes(self)]:
+            yield from first  # until they hold nobody can ask which rows there are
+            return
+        mixes = [type(mix).__name__ for _, mix in self.steps(Mix) if mix.phase is Phase.WEIGHTS]
+        if len(mixes) > 1:
+            yield f"{' and '.join(mixes)} both turn weights into output heads; only one part can mix them"
+        if mixes and self.voices != self.speaks:
+            yield f"{mixes[0]} gives output heads, but an output step wants to join their rows itself"
+        for _, part in self.parts():
+            yield from part.clashes(self)
 
     def parts(self) -> Iterator[tuple[str, Part]]:
         """Every part with the name its parameters go by: "project", "output" (the merge), "alibi", "alibi_2"."""
@@ -115,7 +126,7 @@ class AttentionSpec:
         heads = self.heads
         sizes = {"model": self.model, "source": self.source or self.model}
         sizes |= {"q": heads.q, "kv": heads.kv, "v": heads.v, "dim": heads.dim, "vdim": heads.vdim}
-        return sizes | {"out": len(self.speaks)}
+        return sizes | {"out": len(self.speaks), "voice": len(self.voices)}
 
     def sizes_of(self, part: Part) -> dict[str, int]:
         """The sizes of every axis that this part's layouts may name: the spec's and its own."""

@@ -8,8 +8,9 @@ from typing import Any
 
 from ..errors import NoBackend, nearest
 from . import dense, flex, grouped, linear, sdpa
-from .bound import Bound, spread_heads
+from .bound import Bound
 from .job import Inputs, Job
+from .linear import heard
 
 Attend = Callable[..., Any]
 
@@ -47,4 +48,4 @@ def why(job: Job) -> dict[str, list[str]]:
     return {name: BACKENDS[name].refuses(job) for name in order(job)}
 
 
-__all__ = ["BACKENDS", "Attend", "Bound", "Inputs", "Job", "choose", "spread_heads", "why"]
+__all__ = ["BACKENDS", "Attend", "Bound", "Inputs", "Job", "choose", "heard", "why"]

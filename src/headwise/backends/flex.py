@@ -35,6 +35,8 @@ def refuses(job: Job) -> list[str]:
         reasons.append(f"it cannot show {', '.join(unseen)}")
     if job.masked:
         reasons.append("a mask of the caller's own is for dense")
+    if not job.straight:
+        reasons.append("not every score head speaks for itself")
     if not job.groups:
         reasons.append("its groups of heads must be equal")
     return [*reasons, *_refuses_device(job)]

@@ -28,6 +28,7 @@ class Job:
     training: bool = False
     wants: frozenset[str] = field(default_factory=frozenset)
 
+    straight: bool = field(init=False)  # every score head reads values for itself, in order
     groups: int = field(init=False)  # score heads to a key head when all groups are equal neighbours, else 0
 
     def __post_init__(self) -> None:
@@ -35,6 +36,7 @@ class Job:
         each = len(keys) // (max(keys) + 1)
         even = keys == self.core.values and keys == tuple(h // each for h in range(each * (max(keys) + 1)))
         object.__setattr__(self, "groups", each if even else 0)
+        object.__setattr__(self, "straight", self.spec.voices == tuple(range(self.spec.heads.q)))
 
 
 class Inputs(NamedTuple):

@@ -33,10 +33,18 @@ def spent(job: Job, work: Work) -> int:
     return own + 2 * work.batch * work.queries * len(core.keys) * core.dim * (core.vdim + 1)
 
 
+def heard(inputs: Inputs, job: Job) -> tuple[Tensor, Tensor]:
+    """The key and the value that each voice reads."""
+    keys = tuple(job.core.keys[own] for own in job.spec.voices)
+    return spread_heads(inputs.k, keys), spread_heads(inputs.v, job.core.values)
+
+
 def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
     """Per-head outputs o_BTHV: (what the state gives + what new tokens give) / (all their weight)."""
     q_BHTK = inputs.q.transpose(1, 2)
-    k_BHSK, v_BHSV = spread_heads(inputs.k, job.core.keys), spread_heads(inputs.v, job.core.values)
+    if bound.selected is not None:
+        q_BHTK = q_BHTK.index_select(1, torch.tensor(bound.selected, device=q_BHTK.device))
+    k_BHSK, v_BHSV = heard(inputs, job)
     s_BHTS = bound.similarity.scores(q_BHTK, k_BHSK, inputs.asked.scale, bound.similarity_p)
     s_BHTS = s_BHTS.masked_fill(~sight.allowed, 0.0)
     past, weight = bound.similarity.read(q_BHTK, inputs.state, bound.similarity_p)

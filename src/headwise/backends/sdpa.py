@@ -49,8 +49,8 @@ def refuses_core(job: Job) -> list[str]:
         reasons.append("a mask of the caller's own is for dense")
     if unseen := sorted(job.wants & {"scores", "weights", "lse"}):
         reasons.append(f"it cannot show {', '.join(unseen)}")
-    if len(job.core.keys) != len(job.core.values):
-        reasons.append("some score heads do not read values")
+    if not job.straight:
+        reasons.append("not every score head speaks for itself")
     return reasons
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ class Differential(OutputStep):
     """
 
     paper = "2410.05258"
+    joins: ClassVar[bool] = True
     depth: int = 0
     eps: float = 1e-5
 
@@ -44,6 +45,8 @@ class Differential(OutputStep):
         heads = spec.heads
         if self.depth < 0:
             yield f"Differential(depth={self.depth}) is no depth; the first layer is 0"
+        if any(own % 2 for own in heads.speaks):
+            yield f"speaks={heads.speaks} names second heads of pairs; name the first of each, 0, 2, 4, ..."
         if heads.q % 2 or any(heads.value_of[i] != heads.value_of[i + 1] for i in range(0, heads.q - 1, 2)):
             yield "Differential subtracts pairs of heads that read one value head; use q even, values=(0, 0, 1, 1, ...)"
 

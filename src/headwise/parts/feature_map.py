@@ -46,7 +46,7 @@ class FeatureMap(Similarity):
         return torch.matmul(_phi(q_BHTK), _phi(k_BHSK).transpose(-1, -2))
 
     def state(self, spec: AttentionSpec) -> Mapping[str, Layout]:
-        return {"kv": Layout.parse("q dim vdim"), "k": Layout.parse("q dim")}
+        return {"kv": Layout.parse("voice dim vdim"), "k": Layout.parse("voice dim")}
 
     def fold(
         self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor, live_BS: Tensor, p: Weighted

@@ -47,8 +47,6 @@ class Latent(Project):
             yield f"{self!r} has an impossible width; rank and query_rank need at least 1, rope at least 0"
         if spec.heads.kv != spec.heads.q or spec.heads.values or spec.heads.reads != tuple(range(spec.heads.q)):
             yield f"Latent gives every head a key and a value of its own, unlike {spec.heads}; use kv={spec.heads.q}"
-        if self.form == "absorbed" and spec.voices != tuple(range(spec.heads.q)):
-            yield "Latent(form='absorbed') needs every score head to speak for itself; use form='expanded'"
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"rank": self.rank, "rope": self.rope, "query_rank": self.query_rank or 0}
@@ -84,8 +82,7 @@ class Latent(Project):
         return Core((0,) * heads.q, (0,) * len(spec.voices), self.rank + self.rope, self.rank, scale)
 
     def rewrites(self, spec: AttentionSpec) -> Mapping[str, Project]:
-        alone = spec.voices == tuple(range(spec.heads.q))
-        return {"step": replace(self, form="absorbed")} if alone else {}
+        return {"step": replace(self, form="absorbed")}
 
     def ask(self, x_BTD: Tensor, turn: Turning, p: Weighted) -> Tensor:
         if self.query_rank is None:
@@ -116,10 +113,12 @@ class Latent(Project):
         v = F.linear(c, p["v_up"]).unflatten(-1, (-1, p.sizes["vdim"]))
         return torch.cat([own, shared], -1), v
 
-    def deliver(self, o_BTHV: Tensor, p: Weighted) -> Tensor:
+    def deliver(self, o_BTHV: Tensor, voices: tuple[int, ...], p: Weighted) -> Tensor:
         if self.form == "expanded":
             return o_BTHV
         up = p["v_up"].view(-1, p.sizes["vdim"], self.rank)
+        if voices != tuple(range(up.shape[0])):
+            up = up[list(voices)]
         return torch.einsum("bthr,hvr->bthv", o_BTHV, up)
 
     @classmethod

@@ -40,6 +40,8 @@ class T5Bias(ScoreStep):
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         if self.looking not in ("both", "back"):
             yield f"T5Bias(looking={self.looking!r}) is unknown; use 'both' or 'back'"
+        elif self.columns and self.columns < spec.heads.q:
+            yield f"T5Bias(columns={self.columns}) has too few for {spec.heads.q} heads; leave columns out"
         elif self._exact < 1 or self.reach <= self._exact:
             yield (
                 f"T5Bias(buckets={self.buckets}, reach={self.reach}) leaves no logarithmic part; "

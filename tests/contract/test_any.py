@@ -1,0 +1,72 @@
+"""Specs that nobody thought of keep the same promises."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from hypothesis import given
+from test_counts import torch_counts
+from test_decode import decoded
+from test_truth import gradients
+
+import cases
+import headwise as hw
+import strategies
+from cases import check_close
+from headwise import axes, counting, reference
+from headwise.backends import BACKENDS, Job
+
+
+@given(spec=strategies.specs())
+def test_any_spec_is_the_references(spec):
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    x.requires_grad_()
+    tokens = cases.batches(x)["packed"]
+    truth = reference.attention(layer, x, source=z, tokens=tokens)
+    slopes = gradients(layer, truth, x)
+    for backend in cases.takers(spec, grad=True):
+        layer.only = backend
+        layer._plans.clear()
+        ours = layer(x, source=z, tokens=tokens)
+        check_close(ours, truth)
+        for name, slope in gradients(layer, ours, x).items():
+            check_close(slope, slopes[name], rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@given(spec=strategies.specs(forward=True))
+def test_any_spec_decodes(spec):
+    spec = replace(spec, source=None)
+    layer = cases.layer(spec)
+    x, _ = cases.tensors(spec)
+    expected = layer(x)
+    if spec.similarity.state(spec) and spec.pattern.memory.last is not None:
+        return
+    for chunks in [(1,) * 7, (3, 1, 3)]:
+        cache = layer.cache(batch=cases.BATCH, capacity=9)
+        check_close(decoded(layer, x, chunks, cache), expected)
+        assert cache.nbytes == counting.cache_bytes(spec, batch=cases.BATCH, capacity=9, bytes_each=8)
+
+
+@given(spec=strategies.specs())
+def test_any_spec_is_cut_and_counted(spec):
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    outs = len(spec.speaks)
+    keep = list(range(0, outs, 2))
+    loud = torch.zeros(outs, 1, dtype=x.dtype)
+    loud[keep] = 1
+    silenced = layer(x, source=z, probe=hw.Probe("heads", see=lambda _, o: o * loud))
+    small, weights = axes.cut(spec, layer.state_dict(), keep)
+    cut = hw.Attention(small).double().eval()
+    cut.load_state_dict(weights)
+    check_close(cut(x, source=z), silenced)
+    assert counting.params(small) == sum(p.numel() for p in cut.parameters())
+    assert hw.from_json(hw.to_json(small)) == small
+    keys = cases.TOKENS if z is None else cases.SOURCE
+    work = hw.Work(cases.BATCH, cases.TOKENS, keys, keys)
+    layer.only = "dense"
+    layer._plans.clear()
+    assert torch_counts(layer, x, source=z) == counting.counted(spec, work)
+    assert BACKENDS["dense"].spent(Job(spec, spec.core), work) == spec.core.flops(work.batch * work.pairs)
