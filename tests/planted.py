@@ -10,15 +10,580 @@ import sys
 
 from mutate import Bug, main
 
-BUGS: list[Bug] = [
-    Bug(
-        "nearest-forgets-the-close-word",
-        "errors.py",
-        old="if close else",
-        new="if not close else",
-        tests=("house/test_house.py::test_doctests[headwise.errors]",),
-    ),
-]
+BUGS: list[Bug] = []
+
+
+def bug(name: str, file: str, old: str, new: str, *tests: str) -> None:
+    """One more."""
+    BUGS.append(Bug(name, file, old=old, new=new, tests=tests))
+
+
+def truth(case: str) -> str:
+    """Output against the reference."""
+    return f"contract/test_truth.py::test_output_is_the_references[{case}]"
+
+
+def decode(case: str) -> str:
+    """Cached decode against one pass."""
+    return f"contract/test_decode.py::test_cached_decode_is_one_pass[{case}]"
+
+
+def ring(case: str) -> str:
+    """A ring against one pass."""
+    return f"contract/test_decode.py::test_a_ring_forgets_only_what_nobody_reads[{case}]"
+
+
+def ragged(case: str) -> str:
+    """Rows of different lengths against each alone."""
+    return f"contract/test_decode.py::test_ragged_rows_decode_on_from_where_each_ends[{case}]"
+
+
+def cut(case: str) -> str:
+    """Cut against silenced."""
+    return f"contract/test_axes.py::test_cutting_is_silencing[{case}]"
+
+
+def layers(case: str) -> str:
+    """A layer of a released architecture."""
+    return f"anchors/test_transformers.py::test_layers_agree[{case}]"
+
+
+def steps(case: str) -> str:
+    """Decoding against a released architecture's own cache."""
+    return f"anchors/test_transformers.py::test_decoding_agrees[{case}]"
+
+
+def frequencies(case: str) -> str:
+    """Rotary frequencies against the released ones."""
+    return f"anchors/test_transformers.py::test_frequencies[{case}]"
+
+
+IDENTITY = "anchors/test_identities.py::"
+MHA = "anchors/test_torch_mha.py::"
+STORIES = "anchors/test_stories260k.py::"
+PATTERN = "test_pattern.py::"
+COUNTS = "contract/test_counts.py::"
+
+# --- patterns ------------------------------------------------------------------------------------------
+
+bug(
+    "window-sees-one-more",
+    "pattern.py",
+    "back=self.keys - 1 - self.after",
+    "back=self.keys - self.after",
+    PATTERN + "test_memory_is_tight",
+    layers("gemma2-none"),
+)
+bug(
+    "blocks-forget-the-last",
+    "pattern.py",
+    "min(queries - rest, self.size) * min(keys - rest, self.size)",
+    "(queries - rest) * (keys - rest)",
+    PATTERN + "test_pairs_equal_brute_force",
+)
+bug(
+    "union-remembers-too-little",
+    "boxes.py",
+    "max(memory.first for memory in memories)",
+    "min(memory.first for memory in memories)",
+    PATTERN + "test_memory_and_opening_hold",
+)
+bug(
+    "boxes-end-one-late",
+    "boxes.py",
+    "ahead = NOTHING if self.ahead is None else {self.ahead + 1}",
+    "ahead = NOTHING if self.ahead is None else {self.ahead + 2}",
+    PATTERN + "test_pairs_equal_brute_force",
+)
+bug(
+    "opening-forgets-the-unbounded",
+    "pattern_base.py",
+    "max(known) if len(known) == len(openings) else None",
+    "max(known) if known else None",
+    PATTERN + "test_memory_and_opening_hold",
+)
+bug(
+    "edges-alias-beyond-their-width",
+    "pattern_tables.py",
+    "(j < self.width) & listed(",
+    "listed(",
+    PATTERN + "test_pairs_equal_brute_force",
+)
+
+# --- tokens, sight and caches --------------------------------------------------------------------------
+
+bug("padding-meets-padding", "tokens.py", "(asks == told) & (told >= 0) &", "(asks == told) &", truth("Direct0"))
+bug("documents-meet", "tokens.py", "(asks == told) & (told >= 0)", "(told >= 0)", truth("Direct0"))
+bug(
+    "padding-one-too-late",
+    "tokens.py",
+    "place < sizes[:, None]",
+    "place <= sizes[:, None]",
+    MHA + "test_key_padding[full()]",
+)
+bug(
+    "left-padding-at-the-wrong-end",
+    "tokens.py",
+    "position >= 0 if pad",
+    "position < sizes[:, None] if pad",
+    layers("t5-left"),
+)
+bug(
+    "packed-positions-run-on",
+    "tokens.py",
+    "place - torch.where(begins, place, 0).cummax(1).values",
+    "place",
+    "contract/test_truth.py::test_packed_documents_do_not_meet[Sigmoid0]",
+    "test_cache.py",
+)
+bug("mask-upside-down", "tokens.py", "allowed & self.mask", "allowed & ~self.mask", MHA + "test_boolean_mask[False]")
+bug(
+    "a-window-passes-for-a-triangle",
+    "tokens.py",
+    "and pairs == Causal().pairs(asks, told)",
+    "",
+    truth("SinkSoftmax0"),
+    ring("Direct1"),
+)
+bug(
+    "filled-slots-one-short",
+    "cache/slots.py",
+    "filled = min(self.used, self.slots)",
+    "filled = min(self.used, self.slots) - 1",
+    decode("Direct0"),
+)
+bug(
+    "held-is-taken-for-allowed",
+    "cache/slots.py",
+    "return self._all",
+    "return True",
+    "contract/test_any.py::test_any_spec_decodes",
+)
+bug(
+    "ring-one-slot-short",
+    "cache/slots.py",
+    "slot = before if before < self.first else self.first + (before - self.first) % self.last",
+    "slot = before if before < self.first else self.first + (before - self.first) % (self.last - 1)",
+    steps("gemma2"),
+)
+bug(
+    "ring-keeps-any-of-many",
+    "cache/slots.py",
+    'winner.scatter_reduce(1, slot, order, "amax")',
+    'winner.scatter_reduce(1, slot, order, "amin", include_self=False)',
+    ring("Direct0"),
+)
+bug(
+    "ring-reads-what-is-left",
+    "cache/slots.py",
+    "if at.count == 1 else (told, where)",
+    "if at.count == 1 else (self.entry, self.tokens)",
+    steps("gemma2"),
+)
+bug(
+    "padding-takes-a-slot",
+    "cache/slots.py",
+    "torch.where(live, self._filled[:, None] + live.cumsum(1) - 1, self.slots)",
+    "self._filled[:, None] + torch.arange(at.count, device=self.device)",
+    "test_cache.py",
+)
+bug(
+    "ragged-rows-go-on-from-the-longest",
+    "cache/base.py",
+    "position = self._last[:, None] + ",
+    "position = self._last.amax() + ",
+    ragged("Direct0"),
+    ragged("Rotary0"),
+)
+
+# --- counting ------------------------------------------------------------------------------------------
+
+bug(
+    "constants-are-counted-as-learned",
+    "counting/__init__.py",
+    "if param.learned}",
+    "}",
+    COUNTS + "test_parameters_are_counted_as_made[Alibi0]",
+)
+bug(
+    "values-cost-as-much-as-keys",
+    "terms.py",
+    "len(self.values) * self.vdim)",
+    "len(self.values) * self.dim)",
+    COUNTS + "test_products_are_counted_as_torch_counts_them[Direct1-dense]",
+)
+bug(
+    "a-source-is-projected-per-query",
+    "terms.py",
+    '"source": self.remembered',
+    '"source": self.queries',
+    COUNTS + "test_products_are_counted_as_torch_counts_them[Direct3-dense]",
+)
+bug(
+    "talking-is-free",
+    "parts/talking_heads.py",
+    "return 2 * work.batch * work.pairs * spec.heads.q * heads",
+    "return 0",
+    COUNTS + "test_products_are_counted_as_torch_counts_them[TalkingHeads0-dense]",
+)
+bug(
+    "a-ring-is-billed-in-full",
+    "counting/__init__.py",
+    "capacity if last is None else min(capacity, first + last)",
+    "capacity",
+    ring("Direct0"),
+)
+
+# --- axes ----------------------------------------------------------------------------------------------
+
+bug(
+    "cut-forgets-who-speaks",
+    "axes.py",
+    "speaks=tuple(q.index(spec.speaks[out]) for out in outs)",
+    "speaks=tuple(range(len(outs)))",
+    cut("TalkingHeads0"),
+)
+bug(
+    "cut-forgets-who-is-needed",
+    "parts/talking_heads.py",
+    "return frozenset(range(spec.heads.q))",
+    "return heads",
+    cut("TalkingHeads0"),
+)
+bug(
+    "cut-narrows-a-norm-over-all-heads",
+    "parts/qk_norm.py",
+    'return frozenset(range(spec.heads.q)) if self.scope == "full" else heads',
+    "return heads",
+    cut("QKNorm1"),
+)
+bug(
+    "sizes-follow-the-cut",
+    "axes.py",
+    "slots = {slot: getattr(spec, slot).settled(spec)",
+    "slots = {slot: getattr(spec, slot)",
+    cut("Overlapping0"),
+)
+bug(
+    "share-adds-instead-of-averaging",
+    "axes.py",
+    "take(group)(t, axis).mean(axis)",
+    "take(group)(t, axis).sum(axis)",
+    "contract/test_axes.py::test_sharing_equal_heads_changes_nothing[Direct1]",
+)
+bug("groups-interleave", "heads.py", "h // (q // kv)", "h % kv", layers("llama-none"))
+
+# --- the module and its backends -----------------------------------------------------------------------
+
+bug(
+    "turns-in-reverse-order",
+    "module.py",
+    "in self.turns[side]:",
+    "in reversed(self.turns[side]):",
+    layers("qwen3-none"),
+)
+bug(
+    "source-tokens-forgotten",
+    "module.py",
+    "return source.entry, source.tokens",
+    "return source.entry, Tokens.run(0, source.tokens.count, x_BTD.device)",
+    layers("t5-right"),
+)
+bug(
+    "constants-round-with-the-layer",
+    "weights.py",
+    "self._buffers[name] = before.to(after.device)",
+    "self._buffers[name] = after",
+    "contract/test_module.py::test_copies_saves_and_moves[Rotary0]",
+)
+bug(
+    "a-copy-acts-with-old-weights",
+    "backends/bound.py",
+    "return partial(_score, part, p)",
+    "return lambda s, sight, inputs: _score(part, p, s, sight, inputs)",
+    "contract/test_module.py::test_copies_saves_and_moves[T5Bias0]",
+)
+bug(
+    "dense-groups-swap-queries",
+    "backends/dense.py",
+    "rows = q_BHTK.unflatten(1, (-1, each)).flatten(2, 3)",
+    "rows = q_BHTK.unflatten(1, (-1, each)).transpose(2, 3).flatten(2, 3)",
+    truth("Direct1"),
+)
+bug(
+    "softcap-comes-before-the-scale",
+    "backends/dense.py",
+    "    for act in bound.scores:\n        s_BHTS = act(s_BHTS, sight, inputs)",
+    "    for act in bound.scores:\n        s_BHTS = act(s_BHTS / inputs.asked.scale, sight, inputs) * inputs.asked.scale",
+    layers("gemma2-none"),
+)
+bug(
+    "sdpa-forgets-the-scale",
+    "backends/sdpa.py",
+    "scale=inputs.asked.scale, enable_gqa",
+    "enable_gqa",
+    layers("gpt2-by-depth-none"),
+)
+bug(
+    "sdpa-forgets-the-mask-beside-a-bias",
+    "backends/sdpa.py",
+    'bias if sight.shape == "full" else bias.masked_fill(~sight.allowed, -torch.inf)',
+    "bias",
+    truth("Alibi1"),
+)
+bug(
+    "sdpa-permutes-nothing",
+    "backends/sdpa.py",
+    "    if not job.straight:\n",
+    "    if len(job.core.keys) != len(job.core.values):\n",
+    "contract/test_any.py::test_any_spec_is_the_references",
+)
+bug(
+    "sink-weighs-by-value",
+    "backends/sdpa.py",
+    "F.pad(v, (0, 0, 0, 1))",
+    "F.pad(v, (0, 0, 0, 1), value=1.0)",
+    layers("gpt-oss-none"),
+)
+bug(
+    "state-reads-for-padding",
+    "parts/feature_map.py",
+    ".masked_fill(~live_BS[:, None, :, None], 0.0)",
+    "",
+    ragged("FeatureMap0"),
+)
+bug(
+    "state-forgets-its-weight",
+    "backends/linear.py",
+    "total = weight + s_BHTS.sum(-1)",
+    "total = s_BHTS.sum(-1)",
+    decode("FeatureMap0"),
+)
+
+# --- parts ---------------------------------------------------------------------------------------------
+
+bug(
+    "rotary-turns-backwards",
+    "parts/rotary.py",
+    "a * cos - b * sin, a * sin + b * cos",
+    "a * cos + b * sin, b * cos - a * sin",
+    layers("llama-none"),
+)
+bug(
+    "rotary-swaps-its-pairings",
+    "parts/rotary.py",
+    'halves = self.pairs == "half"',
+    'halves = self.pairs != "half"',
+    layers("llama-none"),
+    STORIES + "test_one_pass_predicts_every_next_id",
+)
+bug(
+    "rotary-exponent-forgets-the-two",
+    "parts/rotary.py",
+    "self.base ** (-2 * c / dims)",
+    "self.base ** (-c / dims)",
+    frequencies("linear"),
+)
+bug(
+    "rotary-swells-only-the-cosine",
+    "parts/rotary.py",
+    "angle.sin() * swell)",
+    "angle.sin())",
+    layers("llama-yarn-none"),
+)
+bug(
+    "yarn-ramp-upside-down",
+    "parts/rotary_scaling.py",
+    "[1 - _between(c, first, last)",
+    "[_between(c, first, last)",
+    layers("llama-yarn-none"),
+)
+bug(
+    "yarn-swells-by-bits",
+    "parts/rotary_scaling.py",
+    "0.1 * math.log(self.factor) + 1 if",
+    "0.1 * math.log2(self.factor) + 1 if",
+    frequencies("yarn"),
+)
+bug(
+    "llama3-forgets-two-pi",
+    "parts/rotary_scaling.py",
+    "_between(self.original * f / (2 * math.pi), self.low",
+    "_between(self.original * f, self.low",
+    layers("llama-llama3-none"),
+)
+bug(
+    "ntk-forgets-the-exponent",
+    "parts/rotary_scaling.py",
+    "self.factor ** (dims / (dims - 2))",
+    "self.factor",
+    layers("llama-dynamic-none"),
+)
+bug(
+    "alibi-rewards-distance",
+    "parts/alibi.py",
+    'return s - p["slope"]',
+    'return s + p["slope"]',
+    "house/test_house.py::test_doctests[headwise.parts.alibi]",
+    "anchors/test_alibi.py",
+)
+bug("t5-own-token-is-later", "parts/t5_bias.py", "(ahead > 0) * side", "(ahead >= 0) * side", layers("t5-none"))
+bug("t5-looks-the-other-way", "parts/t5_bias.py", "cell.j - cell.i", "cell.i - cell.j", layers("t5-none"))
+bug(
+    "t5-reach-off-by-one",
+    "parts/t5_bias.py",
+    "math.log(self.reach / exact)",
+    "math.log((self.reach + 1) / exact)",
+    "anchors/test_transformers.py::test_t5_buckets[back-32-128]",
+)
+bug(
+    "softcap-forgets-to-divide",
+    "parts/softcap.py",
+    "torch.tanh(s / self.limit) * self.limit",
+    "torch.tanh(s) * self.limit",
+    layers("gemma2-none"),
+)
+bug(
+    "shaw-values-clip-short",
+    "parts/shaw.py",
+    "min(max(j - i, -self.reach), self.reach)",
+    "min(max(j - i, 1 - self.reach), self.reach)",
+    truth("Shaw0"),
+)
+bug(
+    "qk-norm-one-weight-for-both",
+    "parts/qk_norm.py",
+    "x_BTHK.shape[-1:], p[side]",
+    'x_BTHK.shape[-1:], p["q"]',
+    layers("qwen3-none"),
+)
+bug(
+    "softmax-of-nothing-is-even",
+    "parts/softmax.py",
+    ".softmax(-1).masked_fill(~allowed, 0.0)",
+    ".softmax(-1)",
+    MHA + "test_nothing_to_read_is_nan_there_and_the_bias_here",
+)
+bug(
+    "sink-sign",
+    "parts/sink_softmax.py",
+    'sink = p.spread()["sink"]',
+    'sink = -p.spread()["sink"]',
+    layers("gpt-oss-none"),
+)
+bug(
+    "sigmoid-counts-the-batch-length",
+    "parts/sigmoid.py",
+    "bias = count.clamp(min=1)",
+    "bias = torch.full_like(count, s_BHTS.shape[-1])",
+    truth("Sigmoid0"),
+    decode("Sigmoid0"),
+)
+bug(
+    "average-counts-the-forbidden",
+    "parts/average.py",
+    "live.sum(-1, keepdim=True).clamp(min=1)",
+    "live.shape[-1]",
+    truth("Average0"),
+)
+bug(
+    "latent-shared-key-unturned",
+    "parts/latent.py",
+    'turn(r[..., None, :], "k").squeeze(-2)',
+    "r",
+    layers("deepseek-none"),
+)
+bug(
+    "latent-scale-forgets-rope",
+    "parts/latent.py",
+    "(spec.heads.dim + self.rope) ** -0.5",
+    "spec.heads.dim**-0.5",
+    layers("deepseek-none"),
+)
+bug(
+    "latent-query-norm-forgets-weights",
+    "parts/latent.py",
+    '(self.query_rank,), p["q_norm"]',
+    "(self.query_rank,), None",
+    layers("deepseek-query-rank-none"),
+)
+bug(
+    "latent-absorbs-for-the-wrong-head",
+    "parts/latent.py",
+    "up = up[list(voices)]",
+    "up = up[: len(voices)]",
+    "contract/test_any.py::test_any_spec_is_cut_and_counted",
+)
+bug(
+    "talking-heads-listen-backwards",
+    "parts/talking_heads.py",
+    "(mixing_HO.to(a_BHTS.dtype).T @",
+    "(mixing_HO.to(a_BHTS.dtype) @",
+    truth("TalkingHeads0"),
+)
+bug(
+    "dynamic-forgets-its-norm",
+    "parts/dynamic.py",
+    '"source": F.rms_norm(source, source.shape[-1:], eps=_EPS)',
+    '"source": source',
+    IDENTITY + "test_dynamic_heads_as_published",
+)
+bug(
+    "dynamic-keys-answer-for-queries",
+    "parts/dynamic.py",
+    "permute(0, 3, 1, 2), kept)",
+    "permute(0, 3, 1, 2), asked)",
+    truth("Dynamic0"),
+)
+bug(
+    "collaborative-scale-follows-the-width",
+    "parts/collaborative.py",
+    "heads.vdim, heads.dim**-0.5)",
+    "heads.vdim, self.width**-0.5)",
+    IDENTITY + "test_collaborative_heads_of_full_width_with_blocks_and_the_query_bias",
+)
+bug(
+    "overlapping-scale-follows-the-slice",
+    "parts/overlapping.py",
+    "wide, wide, heads.dim**-0.5)",
+    "wide, wide, wide**-0.5)",
+    IDENTITY + "test_overlapping_queries_and_keys_are_collaborative_ones_with_a_banded_mixing",
+)
+bug(
+    "overlapping-pads-one-end",
+    "parts/overlapping.py",
+    "F.pad(channels_BTC, (self.overlap, self.overlap))",
+    "F.pad(channels_BTC, (0, 2 * self.overlap))",
+    IDENTITY + "test_overlapping_queries_and_keys_are_collaborative_ones_with_a_banded_mixing",
+)
+bug(
+    "differential-adds",
+    "parts/differential.py",
+    "left = o_BTHV[..., ::2, :] - noise",
+    "left = o_BTHV[..., ::2, :] + noise",
+    IDENTITY + "test_differential_heads_that_subtract_nothing",
+)
+bug(
+    "routing-shares-out-nothing",
+    "parts/routed.py",
+    "return self.active * share * chosen",
+    "return share * chosen",
+    IDENTITY + "test_routing_without_a_preference_and_all_heads_active",
+)
+bug(
+    "routing-counts-padding",
+    "parts/routed.py",
+    "live = asked.at.live.expand(share.shape[:-1])",
+    "live = torch.ones(share.shape[:-1])",
+    IDENTITY + "test_routing_leaves_padding_out_of_its_balance",
+)
+bug(
+    "routing-forgets-who-was-cut",
+    "parts/routed.py",
+    '.index_select(-1, p["slot"])',
+    '[..., : len(p["slot"])]',
+    cut("Routed0"),
+)
 
 if __name__ == "__main__":
     sys.exit(main(BUGS))

@@ -44,6 +44,27 @@ def test_dynamic_heads_without_factors(on):
     same(spec, base(pattern="causal()"), X, {"dynamic": {name: 0.0 for name in (*names, "static")}})
 
 
+@pytest.mark.parametrize("on", ["scores", "weights"])
+def test_dynamic_heads_as_published(on):
+    """One pair of tokens by the formula of the paper's released code, written out."""
+    spec = base(modifiers=(hw.Dynamic(on=on, rank=2, static="full"),))
+    layer = cases.layer(spec)
+    p, place = layer.dynamic, "scores" if on == "scores" else "weights"
+    seen, usual = hw.Probe(place), hw.Probe(place)
+    layer(X, probe=seen)
+    plain(layer, base())(X, probe=usual)
+    t, s, b = 4, 2, 1
+    a = usual.seen[place][b, :, t, s]
+    mixed = a + a @ p["static"]
+    for side, x in (("query", X[b, t]), ("key", X[b, s])):
+        u = torch.nn.functional.gelu(p[f"{side}_hidden"] @ x)
+        w1 = (p[f"{side}_source"] @ u).view(2, 6)
+        w1 = w1 / (w1.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        w2 = (p[f"{side}_target"] @ u).view(2, 6)
+        mixed = mixed + (w1 @ a) @ w2 + a * torch.tanh(p[f"{side}_gate"] @ x)
+    check_close(seen.seen[place][b, :, t, s], mixed)
+
+
 def test_overlapping_heads_without_overlap():
     same(base(project=hw.Overlapping(overlap=0)), base(), X)
 
