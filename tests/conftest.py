@@ -11,6 +11,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+
 from shapes import hold_all
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,9 +106,7 @@ def shared() -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shapes", action="store_true", help="hold every tensor to the letters in its name")
-    parser.addoption(
-        "--fast", action="store_true", help=f"keep {FAST_CASES} cases of each parametrised contract test"
-    )
+    parser.addoption("--fast", action="store_true", help=f"keep {FAST_CASES} cases of each parametrised contract test")
 
 
 def pytest_configure(config: pytest.Config) -> None:

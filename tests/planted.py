@@ -314,7 +314,7 @@ bug(
     "softcap-comes-before-the-scale",
     "backends/dense.py",
     "    for act in bound.scores:\n        s_BHTS = act(s_BHTS, sight, inputs)",
-    "    for act in bound.scores:\n        s_BHTS = act(s_BHTS / inputs.asked.scale, sight, inputs) * inputs.asked.scale",
+    "    for act in bound.scores:\n        s_BHTS = act(s_BHTS / job.core.scale, sight, inputs) * job.core.scale",
     layers("gemma2-none"),
 )
 bug(

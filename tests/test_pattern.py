@@ -112,9 +112,7 @@ leaves = st.one_of(
         seed=small,
     ),
 )
-trees = st.recursive(
-    leaves, lambda inner: st.builds(And, inner, inner) | st.builds(Or, inner, inner), max_leaves=5
-)
+trees = st.recursive(leaves, lambda inner: st.builds(And, inner, inner) | st.builds(Or, inner, inner), max_leaves=5)
 spans = st.tuples(st.integers(0, 30), st.integers(0, 25)).map(lambda two: range(two[0], two[0] + two[1]))
 steady = settings(derandomize=True, max_examples=60, deadline=None)
 
@@ -356,9 +354,7 @@ def test_a_mixture_of_tables_is_still_counted_quickly():
 
 def test_ranges_are_checked():
     for axis in (range(0, 9, 2), range(-3, 4), range(9, 0, -1)):
-        with pytest.raises(
-            SpecError, match=r"step-1 ranges from 0 up; got range\(.*; use range\(start, stop\)"
-        ):
+        with pytest.raises(SpecError, match=r"step-1 ranges from 0 up; got range\(.*; use range\(start, stop\)"):
             Causal().pairs(axis, range(9))
 
 
@@ -529,9 +525,7 @@ def test_the_command_falls_back_to_ascii():
     assert done.stdout.splitlines()[2:4] == ["   0 #..", "   1 ##."]
 
 
-@pytest.mark.parametrize(
-    "words", [["windo(4)"], ["window(4)", "--tokens", "x"], ["full", "--tokens", "0"], []]
-)
+@pytest.mark.parametrize("words", [["windo(4)"], ["window(4)", "--tokens", "x"], ["full", "--tokens", "0"], []])
 def test_the_command_refuses_in_one_line(words):
     done = command(*words)
     assert done.returncode == 2

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any, cast
 
 from .errors import SpecError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """`q` score heads of width `dim` read `kv` key-value heads; what they read is `vdim` wide.
+    """`q` score heads of width `dim` read `kv` key-value heads; what they read is `vdim` wide (0 stands for `dim`).
 
     ``reads[h]`` is the key head that score head h reads, ``values[h]`` the value head its weights read (the
     same one unless given), ``speaks[o]`` the score head whose row is output head o's own. Multi-head,
@@ -32,16 +33,18 @@ class Heads:
     @staticmethod
     def grouped(*, q: int, dim: int, kv: int | None = None, vdim: int | None = None) -> Heads:
         """q heads in equal groups, each group sharing one of kv key-value heads (all their own by default)."""
+        if vdim is not None:
+            _positive("vdim", vdim)
         return Heads(q=q, kv=q if kv is None else kv, dim=dim, vdim=vdim or 0)
 
     def __post_init__(self) -> None:
         for name in ("q", "kv", "dim"):
             _positive(name, getattr(self, name))
-        if not self.vdim:
+        if self.vdim == 0:
             object.__setattr__(self, "vdim", self.dim)
         _positive("vdim", self.vdim)
         for name in ("reads", "values", "speaks"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            object.__setattr__(self, name, _row(name, getattr(self, name)))
         if not self.reads:
             object.__setattr__(self, "reads", _even(self.q, self.kv))
         if self.values == self.reads:
@@ -89,6 +92,13 @@ class Heads:
 def _positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise SpecError(f"heads need a whole {name} of at least 1, not {value!r}; give {name}=1 or more")
+
+
+def _row(name: str, told: object) -> tuple[int, ...]:
+    row: list[Any] = list(cast("list[Any]", told)) if isinstance(told, (tuple, list)) else [told]
+    if not isinstance(told, (tuple, list)) or any(type(head) is not int for head in row):
+        raise SpecError(f"{name}={told!r} must list the numbers of heads, 0..1 for two; write {name}=(0, 0, 1, 1)")
+    return tuple(row)
 
 
 def _even(q: int, kv: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .cache import Cache, Remembered
 from .pattern import Full
+from .probe import Probe
 from .spec import AttentionSpec
 from .tokens import Tokens
 
@@ -21,12 +22,13 @@ def check(
 ) -> None:
     """Refuse a call that cannot be meant."""
     _tensor("x", x, spec.model, like)
-    if source is None:
-        if spec.source not in (None, spec.model):
-            raise ValueError(f"this layer reads a source of width {spec.source}; hand it over as source=z")
-    else:
+    if source is not None:
+        _kind("source", source, Tensor, Remembered)
         _source(spec, x, source, cache)
+    elif spec.source is not None and spec.source != spec.model:
+        raise ValueError(f"this layer reads a source of width {spec.source}; hand it over as source=z")
     if cache is not None:
+        _kind("cache", cache, Cache)
         cache.check(spec, x)
     if tokens is not None:
         _tokens("x", x, tokens)
@@ -40,11 +42,10 @@ def check_source(spec: AttentionSpec, z: Tensor, tokens: Tokens | None, like: Te
 
 
 def check_mask(
-    spec: AttentionSpec, mask: Tensor | None, x: Tensor, source: Tensor | Remembered | None, cache: Cache | None
+    spec: AttentionSpec, mask: Tensor, x: Tensor, source: Tensor | Remembered | None, cache: Cache | None
 ) -> None:
     """Refuse a mask of the caller's own that cannot be meant."""
-    if mask is None:
-        return
+    _kind("mask", mask, Tensor)
     if cache is not None:
         raise ValueError("a mask cannot follow the slots of a cache; say with tokens=Tokens.of(x, ...) who is padding")
     keys = source.tokens.count if isinstance(source, Remembered) else x.shape[1] if source is None else source.shape[1]
@@ -57,18 +58,37 @@ def check_mask(
         )
 
 
+def _kind(name: str, told: object, *kinds: type) -> None:
+    if not isinstance(told, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"{name}={told!r} is of type {type(told).__name__}; give a {wanted}")
+
+
+def checked_probe(probe: Probe) -> Probe:
+    """The probe, unless it is none."""
+    _kind("probe", probe, Probe)
+    return probe
+
+
 def _source(spec: AttentionSpec, x: Tensor, source: Tensor | Remembered, cache: Cache | None) -> None:
     if cache is not None:
         raise ValueError("a source is remembered by layer.remember(z), not in a cache; pass one or the other")
-    if spec.source is None and spec.pattern != Full():
+    if spec.source is None and spec.positional:
+        by = [spec.pattern.text] * (spec.pattern != Full())
+        by += [type(part).__name__ for _, part in spec.parts() if part.positional]
         raise ValueError(
-            f"pattern {spec.pattern.text} compares positions of x with those of a source, which this spec does not "
-            "foresee; give the spec source=width if that is meant, else use pattern full()"
+            f"{' and '.join(by)} compares positions of x with those of a source, which this spec does not foresee; "
+            f"give the spec source=width ({spec.model}) if that is meant, else do without: pattern full()"
         )
     if isinstance(source, Tensor):
         batch = source.shape[0] if source.dim() else 0
     elif source.spec is spec or source.spec == spec:
-        batch = next(iter(source.entry.values())).shape[0]
+        held = next(iter(source.entry.values()))
+        batch = held.shape[0]
+        if held.dtype != x.dtype or held.device != x.device:
+            raise ValueError(
+                f"source was remembered in {held.dtype} on {held.device} but x is {x.dtype} on {x.device}; do it anew"
+            )
     else:
         raise ValueError("this source was remembered by a layer of another spec; use this layer's own remember(z)")
     if batch != x.shape[0]:
@@ -84,11 +104,12 @@ def _tensor(name: str, x: Tensor, width: int, like: Tensor) -> None:
         raise ValueError(f"{name} is {x.dtype}; give floating-point numbers, {like.dtype} as the layer's weights")
     if x.device != like.device:
         raise ValueError(f"{name} is on {x.device} but the layer is on {like.device}; move one of them")
-    if x.dtype != like.dtype and not torch.is_autocast_enabled(x.device.type):
+    if x.dtype != like.dtype and (x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type)):
         raise ValueError(f"{name} is {x.dtype} but the layer is {like.dtype}; convert one, or use autocast")
 
 
 def _tokens(name: str, x: Tensor, tokens: Tokens) -> None:
+    _kind("tokens", tokens, Tokens)
     shape = tuple(tokens.position.shape)
     if shape[0] not in (1, x.shape[0]) or shape[1] != x.shape[1]:
         raise ValueError(f"tokens are {list(shape)} but {name} is {list(x.shape[:2])}; give Tokens.of({name}, ...)")

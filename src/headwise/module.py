@@ -18,6 +18,8 @@ from .terms import Asked, Weighted
 from .tokens import Sight, Tokens
 from .weights import Weights, weights_of
 
+NOTHING: frozenset[str] = frozenset()
+
 
 class Plan(NamedTuple):
     """How one kind of call runs: the form of the project, the job, and who does it."""
@@ -59,6 +61,9 @@ class Attention(nn.Module):
 
     def __init__(self, spec: AttentionSpec, *, backend: str | None = None) -> None:
         super().__init__()
+        if not isinstance(spec, AttentionSpec):
+            raise ValueError(f"spec is of type {type(spec).__name__}; make one with hw.design(model=..., heads=...)")
+        backends.known(backend)
         self.spec, self.only = spec, backend
         for name, part in spec.parts():
             self.add_module(name, Weights(spec, part))
@@ -101,7 +106,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """o [B, T, O, vdim]: what each output head reads, before the merge."""
         inputs.check(self.spec, x, source, cache, tokens, self._like)
-        inputs.check_mask(self.spec, mask, x, source, cache)
+        if mask is not None:
+            inputs.check_mask(self.spec, mask, x, source, cache)
         state = {} if cache is None else cache.state
         plan = self._plan(x, bool(state), mask is not None, probe)  # may refuse, before anything is remembered
         at = tokens or (Tokens.run(0, x.shape[1], x.device) if cache is None else cache.next(x.shape[1]))
@@ -172,11 +178,11 @@ class Attention(nn.Module):
         return similarity.fold(given.state, *backends.heard(given, job), told.live, p)
 
     def _plan(self, x: Tensor, stated: bool, masked: bool, probe: Probe | None) -> Plan:
-        wants = frozenset() if probe is None else probe.wants
+        wants = NOTHING if probe is None else inputs.checked_probe(probe).wants
         grad, one = torch.is_grad_enabled(), x.shape[1] == 1
-        key = (x.device.type, x.dtype, grad, one, stated, masked, self.training, wants)
+        key = (self.only, x.device.type, x.dtype, grad, one, stated, masked, self.training, wants)
         if key not in self._plans:
-            job = Job(self.spec, form(self.spec, one).core(self.spec), *key)
+            job = Job(self.spec, form(self.spec, one).core(self.spec), *key[1:])
             backend = backends.choose(job, self.only)
             scale = self.spec.similarity.factor(job.core)
             self._plans[key] = Plan(form(self.spec, one), job, backend.attend, scale, self.spec.voices)

@@ -20,7 +20,7 @@ def sinusoidal(position: Tensor, model: int, layout: str = "interleaved", base: 
     tensor2tensor does. Models trained with one cannot be read with the other.
 
     >>> sinusoidal(torch.tensor([0, 1]), 4).round(decimals=4)[1].tolist()
-    [0.8414999842643738, 0.5403000116348267, 0.009999999776482582, 1.0]
+    [0.8415, 0.5403, 0.01, 1.0]
     """
     if layout not in LAYOUTS:
         raise SpecError(f"sinusoidal layout {layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
@@ -29,8 +29,7 @@ def sinusoidal(position: Tensor, model: int, layout: str = "interleaved", base: 
     rate = torch.exp(torch.arange(0, model, 2, device=position.device, dtype=torch.float64) * (-math.log(base) / model))
     angle = position[..., None].double() * rate
     pair = torch.stack([angle.sin(), angle.cos()], -1)
-    flat = pair.flatten(-2) if layout == "interleaved" else pair.transpose(-1, -2).flatten(-2)
-    return flat.to(torch.get_default_dtype())
+    return pair.flatten(-2) if layout == "interleaved" else pair.transpose(-1, -2).flatten(-2)
 
 
 class Sinusoidal(nn.Module):
@@ -45,10 +44,10 @@ class Sinusoidal(nn.Module):
         sinusoidal(torch.zeros(1), model, layout, base)
         self.model, self.layout, self.base = model, layout, base
 
-    def forward(self, x_BTD: Tensor, *, tokens: Tokens | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, tokens: Tokens | None = None) -> Tensor:
         """x plus the code of where each token stands."""
-        at = tokens or Tokens.run(0, x_BTD.shape[1], x_BTD.device)
-        return x_BTD + sinusoidal(at.position, self.model, self.layout, self.base).to(x_BTD.dtype)
+        at = _placed(x, self.model, tokens)
+        return x + sinusoidal(at.position, self.model, self.layout, self.base).to(x.dtype)
 
 
 class LearnedPositions(nn.Module):
@@ -64,12 +63,25 @@ class LearnedPositions(nn.Module):
             raise SpecError(f"a table of {length} positions of width {model} is empty; both need at least 1")
         self.table = nn.Parameter(torch.randn(length, model) * 0.02)
 
-    def forward(self, x_BTD: Tensor, *, tokens: Tokens | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, tokens: Tokens | None = None) -> Tensor:
         """x plus the vector of where each token stands."""
-        at = tokens or Tokens.run(0, x_BTD.shape[1], x_BTD.device)
-        last = at.start + at.count - 1 if at.start is not None else int(at.position.max()) if at.count else -1
+        at = _placed(x, self.table.shape[1], tokens)
+        position = torch.where(at.live, at.position, 0)
+        last = at.start + at.count - 1 if at.start is not None else int(position.max()) if position.numel() else -1
         if last >= len(self.table):
             raise ValueError(
                 f"position {last} is beyond the {len(self.table)} learned ones; use length={last + 1} or more"
             )
-        return x_BTD + self.table[at.position]
+        return x + self.table[position].to(x.dtype)
+
+
+def _placed(x: Tensor, model: int, tokens: Tokens | None) -> Tokens:
+    if x.dim() != 3 or x.shape[-1] != model or not x.is_floating_point():
+        raise ValueError(
+            f"x is {x.dtype} of shape {tuple(x.shape)}; give floating-point numbers [batch, tokens, {model}]"
+        )
+    at = tokens or Tokens.run(0, x.shape[1], x.device)
+    if at.position.shape[0] not in (1, x.shape[0]) or at.count != x.shape[1]:
+        shape = list(at.position.shape)
+        raise ValueError(f"tokens are {shape} but x is {list(x.shape[:2])}; give Tokens.of(x, ...)")
+    return at

@@ -87,7 +87,9 @@ def _heads(word: dict[str, Any]) -> Heads:
     return Heads.grouped(q=heads, kv=word["kv"], dim=model // heads if dim is None else dim, vdim=word["vdim"])
 
 
-def _biased(bias: str, project: Project, merge: Merge) -> dict[str, Part]:
+def _biased(bias: object, project: Project, merge: Merge) -> dict[str, Part]:
+    if not isinstance(bias, str):
+        raise SpecError(f"bias={bias!r} is of type {type(bias).__name__}; name those that have one, as in bias='qkvo'")
     if unknown := sorted(set(bias) - set("qkvo")):
         raise SpecError(f"bias={bias!r} names {unknown[0]!r}; use letters of 'qkvo'")
     inner, outer = ("".join(letter for letter in letters if letter in bias) for letters in ("qkv", "o"))

@@ -40,7 +40,11 @@ def attention(
     source_tokens: Tokens | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """y_BTD, from the definition."""
+    """y_BTD, from the definition; a mask is one for all heads."""
+    if mask is not None and mask.shape[1] != 1:
+        raise ValueError(
+            f"mask has {mask.shape[1]} heads; the definition reads one list of keys for all, give [B, 1, T, S]"
+        )
     spec, p = layer.spec, weights_of(layer, layer.spec)
     at = tokens or Tokens.run(0, x_BTD.shape[1], x_BTD.device)
     z_BSE = x_BTD if source is None else source
@@ -90,7 +94,7 @@ def _readable(layer: Attention, b: int, t: int, at: Tokens, told: Tokens, mask: 
         if mine >= 0
         and int(tells.segment[s]) == mine
         and bool(layer.spec.pattern.allows(int(asks.position[t]), int(tells.position[s])))
-        and (mask is None or bool(mask.expand(at.live.shape[0] if mask.shape[0] == 1 else -1, -1, -1, -1)[b, 0, t, s]))
+        and (mask is None or bool(mask[b % mask.shape[0], 0, t % mask.shape[2], s % mask.shape[3]]))
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
 
 from .errors import SpecError, nearest
 
@@ -43,8 +43,32 @@ def defaults(cls: type) -> dict[str, Any]:
 class Spoken:
     """Something whose repr is the code that makes it, with what equals its default left out."""
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, kinds = getattr(self, field.name), _kinds(type(self), field.name)
+            wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
+            if wrong:
+                wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+                wanted += _makers(kinds)
+                raise SpecError(
+                    f"{type(self).__name__}({field.name}={value!r}) is of type {type(value).__name__}; give {wanted}"
+                )
+
     def __repr__(self) -> str:
         usual = defaults(type(self))
         values = [(f.name, getattr(self, f.name)) for f in fields(self)]
         said = [f"{name}={value!r}" for name, value in values if name not in usual or value != usual[name]]
         return f"{type(self).__name__}({', '.join(said)})"
+
+
+def _kinds(cls: type, field: str) -> tuple[type, ...]:
+    """The classes that a field may be of; a whole number will do for a float."""
+    hint: Any = get_type_hints(cls)[field]
+    kinds: tuple[type, ...] = get_args(hint) or (hint,)
+    return (*kinds, int) if float in kinds else kinds
+
+
+def _makers(kinds: tuple[type, ...]) -> str:
+    """Which registered classes a value may be of, where a field wants one: ", such as PI(), YaRN()"."""
+    made = [name for name, cls in REGISTRY.items() if Spoken in cls.__mro__ and issubclass(cls, kinds)]
+    return f", such as {', '.join(f'{name}()' for name in sorted(made))}" if made else ""

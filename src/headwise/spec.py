@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from .errors import SpecError, nearest
 from .heads import Heads
-from .pattern import Pattern
+from .pattern import Causal, Full, Pattern
 from .seams import (
     Merge,
     Mix,
@@ -60,6 +60,10 @@ class AttentionSpec:
                 raise SpecError(f"{name}={size!r} is not a width; give a whole number of at least 1")
         for name, kind in {"heads": Heads, **SLOTS}.items():
             _must_be(name, getattr(self, name), kind)
+        if not isinstance(self.modifiers, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance] - users err
+            raise SpecError(
+                f"modifiers={self.modifiers!r} is no list; write modifiers=({self.modifiers!r},) with the comma"
+            )
         for modifier in self.modifiers:
             _must_be("modifiers", modifier, Modifier)
         by_phase = tuple(sorted(self.modifiers, key=lambda modifier: modifier.phase))
@@ -147,6 +151,16 @@ class AttentionSpec:
         for _, step in reversed(self.steps(OutputStep)):
             voices = step.voices(voices)
         return voices
+
+    @property
+    def stateful(self) -> bool:
+        """Whether all past tokens are one state: the similarity has one, and every query reads all of the past."""
+        return bool(self.similarity.state(self)) and self.pattern == Causal()
+
+    @property
+    def positional(self) -> bool:
+        """Whether it matters where tokens stand."""
+        return self.pattern != Full() or any(part.positional for _, part in self.parts())
 
     def sources(self, out: int) -> frozenset[int]:
         """Every score head that this output head needs: what cutting must keep."""

@@ -32,6 +32,7 @@ class Tokens:
     def __post_init__(self) -> None:
         if not self.checked:
             _check(self.position, self.segment)
+            self.start = self.filled = None  # whoever knows more has checked it
 
     @staticmethod
     def of(
@@ -49,10 +50,10 @@ class Tokens:
         if lengths is not None and segments is not None:
             raise ValueError("both lengths and segments were given; segments alone can say both")
         if segments is not None:
-            return _packed(segments.to(x.device), batch, count)
+            return _packed(_numbers("segments", segments, x.device), batch, count)
         if lengths is None:
             return Tokens.run(0, count, x.device)
-        sizes = torch.as_tensor(lengths, device=x.device)
+        sizes = _numbers("lengths", lengths, x.device)
         if sizes.shape != (batch,) or sizes.is_floating_point() or ((sizes < 0) | (sizes > count)).any():
             raise ValueError(
                 f"lengths={lengths!r} do not fit {batch} rows of {count} tokens; give one in 0..{count} a row"
@@ -145,7 +146,19 @@ def _packed(segment: Tensor, batch: int, count: int) -> Tokens:
     return Tokens(position, segment)
 
 
+def _numbers(name: str, told: object, device: torch.device) -> Tensor:
+    try:
+        return torch.as_tensor(told, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name}={told!r} is no list of whole numbers; give one for each row") from None
+
+
 def _check(position: Tensor, segment: Tensor) -> None:
+    for name, told in (("positions", position), ("segments", segment)):
+        if not isinstance(told, Tensor):
+            raise ValueError(f"{name} are of type {type(told).__name__}; give a tensor [batch, tokens]")
+    if position.device != segment.device:
+        raise ValueError(f"positions are on {position.device}, segments on {segment.device}; move one of them")
     if position.shape != segment.shape or position.dim() != 2:
         shapes = tuple(position.shape), tuple(segment.shape)
         raise ValueError(f"positions and segments have shapes {shapes}; both must be [batch, tokens]")

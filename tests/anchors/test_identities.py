@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import cases
-import headwise as hw
 import pytest
 import torch
+
+import cases
+import headwise as hw
 from cases import base, check_close
 from headwise import axes, counting
 
@@ -18,7 +19,7 @@ def plain(layer: hw.Attention, spec, **renamed: str) -> hw.Attention:
     return twin
 
 
-def same(spec, usual, x, change=None) -> None:
+def check_same(spec, usual, x, change=None) -> None:
     """The layer of a spec, after a change of its weights, is the plain layer with the rest of them."""
     layer = cases.layer(spec)
     with torch.no_grad():
@@ -34,14 +35,14 @@ EYE = torch.eye(6)
 
 @pytest.mark.parametrize("on", ["scores", "weights"])
 def test_talking_heads_that_repeat_themselves(on):
-    same(base(modifiers=(hw.TalkingHeads(on=on),)), base(), X, {"talking_heads": {"mixing": EYE}})
+    check_same(base(modifiers=(hw.TalkingHeads(on=on),)), base(), X, {"talking_heads": {"mixing": EYE}})
 
 
 @pytest.mark.parametrize("on", ["scores", "weights"])
 def test_dynamic_heads_without_factors(on):
     spec = base(pattern="causal()", modifiers=(hw.Dynamic(on=on, static="full"),))
     names = [f"{side}_{kind}" for side in ("query", "key") for kind in ("target", "gate")]
-    same(spec, base(pattern="causal()"), X, {"dynamic": {name: 0.0 for name in (*names, "static")}})
+    check_same(spec, base(pattern="causal()"), X, {"dynamic": dict.fromkeys((*names, "static"), 0.0)})
 
 
 @pytest.mark.parametrize("on", ["scores", "weights"])
@@ -66,7 +67,7 @@ def test_dynamic_heads_as_published(on):
 
 
 def test_overlapping_heads_without_overlap():
-    same(base(project=hw.Overlapping(overlap=0)), base(), X)
+    check_same(base(project=hw.Overlapping(overlap=0)), base(), X)
 
 
 def test_overlapping_queries_and_keys_are_collaborative_ones_with_a_banded_mixing():
@@ -122,18 +123,18 @@ def test_differential_heads_that_subtract_nothing():
 
 def test_a_sink_that_takes_nothing():
     spec = base(normaliser=hw.SinkSoftmax(), pattern="causal()")
-    same(spec, base(pattern="causal()"), X, {"normaliser": {"sink": -1e9}})
+    check_same(spec, base(pattern="causal()"), X, {"normaliser": {"sink": -1e9}})
 
 
 @pytest.mark.parametrize("gate", [hw.HeadGate(start=1e3), hw.OutputGate(start=1e3)], ids=str)
 def test_gates_that_stand_open(gate):
     name = {"HeadGate": "head_gate", "OutputGate": "output_gate"}[type(gate).__name__]
-    same(base(modifiers=(gate,)), base(), X, {name: {"gate": 0.0, "bias": 1e3}})
+    check_same(base(modifiers=(gate,)), base(), X, {name: {"gate": 0.0, "bias": 1e3}})
 
 
 def test_routing_without_a_preference_and_all_heads_active():
     spec = base(modifiers=(hw.Routed(always=2, active=4),))
-    same(spec, base(), X, {"routed": {"router": 0.0, "shared": 0.0, "kind": 0.0}})
+    check_same(spec, base(), X, {"routed": {"router": 0.0, "shared": 0.0, "kind": 0.0}})
 
 
 def test_routing_sets_its_balance_once():

@@ -28,7 +28,6 @@ def test_any_spec_is_the_references(spec):
     slopes = gradients(layer, truth, x)
     for backend in cases.takers(spec, grad=True):
         layer.only = backend
-        layer._plans.clear()
         ours = layer(x, source=z, tokens=tokens)
         check_close(ours, truth)
         for name, slope in gradients(layer, ours, x).items():
@@ -67,6 +66,5 @@ def test_any_spec_is_cut_and_counted(spec):
     keys = cases.TOKENS if z is None else cases.SOURCE
     work = hw.Work(cases.BATCH, cases.TOKENS, keys, keys)
     layer.only = "dense"
-    layer._plans.clear()
     assert torch_counts(layer, x, source=z) == counting.counted(spec, work)
     assert BACKENDS["dense"].spent(Job(spec, spec.core), work) == spec.core.flops(work.batch * work.pairs)

@@ -101,8 +101,6 @@ def test_one_query_runs_in_every_backend_that_takes_it(name):
     for backend in [None] if spec.similarity.state(spec) else cases.takers(spec, one=True):
         cache = layer.cache(batch=cases.BATCH, capacity=9)
         layer.only = None
-        layer._plans.clear()
         layer(x[:, :-1], cache=cache)
         layer.only = backend
-        layer._plans.clear()
         check_close(layer(x[:, -1:], cache=cache), expected)

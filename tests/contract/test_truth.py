@@ -23,7 +23,6 @@ def test_output_is_the_references(name):
         expected = reference.attention(layer, x, source=z, tokens=tokens)
         for backend in cases.takers(spec):
             layer.only = backend
-            layer._plans.clear()
             check_close(layer(x, source=z, tokens=tokens), expected)
 
 
@@ -40,7 +39,6 @@ def test_a_source_is_read_as_the_reference_reads_it(name):
     kept = layer.remember(z, tokens=told)
     for backend in cases.takers(spec):
         layer.only = backend
-        layer._plans.clear()
         check_close(layer(x, source=kept), expected)
     check_close(layer(x[:, :1], source=kept), expected[:, :1])
     check_close(layer(x, source=z), reference.attention(layer, x, source=z))
@@ -64,7 +62,6 @@ def test_gradients_are_the_references(name):
     expected = gradients(layer, reference.attention(layer, x, source=z, tokens=tokens), x)
     for backend in cases.takers(spec, grad=True):
         layer.only = backend
-        layer._plans.clear()
         ours = gradients(layer, layer(x, source=z, tokens=tokens), x)
         for parameter, grad in expected.items():
             check_close(ours[parameter], grad, msg=lambda m, p=parameter: f"{p}: {m}")
@@ -91,7 +88,6 @@ def test_low_precision_errs_no_more_than_twice_as_dense(name, dtype):
 
     def error(backend):
         coarse.only = backend
-        coarse._plans.clear()
         return (coarse(x, source=z).double() - truth).abs().max()
 
     limit = 2 * error("dense") + 4 * torch.finfo(dtype).eps * truth.abs().max()

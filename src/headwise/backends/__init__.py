@@ -26,8 +26,7 @@ BACKENDS: dict[str, ModuleType] = {
 
 def choose(job: Job, only: str | None = None) -> ModuleType:
     """The first backend that takes the job; `only` insists on one by name."""
-    if only is not None and only not in BACKENDS:
-        raise NoBackend(f"there is no backend {only!r}; {nearest(only, BACKENDS)}")
+    known(only)
     refusals = {}
     for name in [only] if only else order(job):
         if not (reasons := BACKENDS[name].refuses(job)):
@@ -35,6 +34,12 @@ def choose(job: Job, only: str | None = None) -> ModuleType:
         refusals[name] = reasons
     said = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in refusals.items())
     raise NoBackend(f"nothing can run this layer here: {said}")
+
+
+def known(only: str | None) -> None:
+    """Refuse a name that no backend has."""
+    if only is not None and only not in BACKENDS:
+        raise NoBackend(f"there is no backend {only!r}; {nearest(str(only), BACKENDS)}")
 
 
 def order(job: Job) -> list[str]:

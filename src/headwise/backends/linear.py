@@ -17,8 +17,6 @@ def refuses(job: Job) -> list[str]:
     reasons = [] if job.stated else ["there is no state of past tokens"]
     if not job.spec.normaliser.proportional:
         reasons.append(f"a state gives sums, which {type(job.spec.normaliser).__name__} is not made of")
-    if job.spec.pattern.opening != 0 or job.spec.pattern.memory.last is not None:
-        reasons.append(f"a state cannot forget, as pattern {job.spec.pattern.text} demands")
     if job.masked:
         reasons.append("a state cannot be masked")
     if unseen := sorted(job.wants & {"scores", "weights", "lse"}):

@@ -29,6 +29,7 @@ class Cache(ABC):
 
     def __init__(self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         self.spec, self.batch, self.dtype, self.device = spec, batch, dtype, device
+        self._opening = spec.pattern.opening
         self.used = 0  # tokens appended, padding included
         self.uniform = True  # every row holds positions 0 .. used - 1 of segment 0, known without asking the device
         self._last = torch.full((batch,), -1, dtype=torch.int64, device=device)
@@ -50,8 +51,8 @@ class Cache(ABC):
         >>> hw.Cache.of(hw.design(model=8, heads=2, pattern="window(3) | first(2)"), batch=1, capacity=100).slots
         5
         """
-        if batch < 0 or capacity < 1:
-            raise SpecError(f"a cache of batch={batch}, capacity={capacity} holds nothing; capacity needs at least 1")
+        if not (isinstance(batch, int) and isinstance(capacity, int) and batch >= 0 and capacity >= 1):
+            raise SpecError(f"a cache of batch={batch}, capacity={capacity} cannot be; capacity needs at least 1")
         if spec.pattern.opening is None:
             raise SpecError(
                 f"pattern {spec.pattern.text} reads tokens that have not come yet, so nothing can be decoded step by "
@@ -60,8 +61,8 @@ class Cache(ABC):
         from .slots import PlainCache, RingCache
         from .state import StateCache
 
-        where = torch.device(device)
-        if spec.similarity.state(spec):
+        where = torch.empty(0, device=device).device  # "cuda" is some card, and knows which
+        if spec.stateful:
             return StateCache(spec, batch, dtype, where)
         first, last = spec.pattern.memory
         if last is not None and first + last < capacity:
@@ -108,8 +109,8 @@ class Cache(ABC):
 
     def _advance(self, at: Tokens) -> None:
         """Take note of new tokens, or refuse them and change nothing."""
-        if self.used == 0 and self.spec.pattern.opening:
-            self._opened(at)
+        if self._opening:
+            self._opened(at, self._opening)
         if self.uniform and at.start == self.used:
             self.used += at.count
             return
@@ -120,13 +121,18 @@ class Cache(ABC):
         if at.count:
             self._follow(at)
 
-    def _opened(self, at: Tokens) -> None:
-        needed = self.spec.pattern.opening or 0
-        given = at.count if at.start is not None else int(at.live.sum(1).min()) if at.live.numel() else 0
-        if given < needed:
+    def _opened(self, at: Tokens, opening: int) -> None:
+        """Refuse a prefix in pieces: its first queries would miss what comes later."""
+        if self.uniform and at.start == self.used:
+            given = opening if self.used else at.count
+        else:
+            early = at.live & (at.position < opening)
+            alike = ((at.segment[:, :, None] == at.segment[:, None, :]) & early[:, None, :]).sum(2)
+            given = int(alike[early].min()) if bool(early.any()) else opening
+        if given < opening:
             raise ValueError(
-                f"pattern {self.spec.pattern.text} needs its first {needed} tokens at once, not {given}; "
-                "append the whole prefix first"
+                f"pattern {self.spec.pattern.text} needs the first {opening} tokens of a text together, not {given}; "
+                "append the whole prefix at once"
             )
 
     def _ordered(self, last: Tensor, at: Tokens) -> None:
@@ -147,5 +153,10 @@ class Cache(ABC):
             setattr(self, name, torch.where(some, told, getattr(self, name)))
 
     def _take(self, index: Tensor) -> None:
+        whole = index.dim() == 1 and not (index.is_floating_point() or index.dtype == torch.bool)
+        if not whole or (index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.batch):
+            raise ValueError(
+                f"rows {index.tolist()} of {index.dtype} cannot be taken; give whole numbers in 0..{self.batch - 1}"
+            )
         self.batch = len(index)
         self._last, self._segment = self._last[index], self._segment[index]

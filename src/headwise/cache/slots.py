@@ -45,7 +45,7 @@ class Slots(Cache):
         if self.used > self._known:
             self._known = 2 * max(self.used, self.slots)
             span = range(self._known)
-            self._all = self.spec.pattern.pairs(span, span) == self._rule().pairs(span, span)
+            self._all = (self.spec.pattern & Causal()).pairs(span, span) == self._rule().pairs(span, span)
         return self._all
 
     def rows(self, index: Tensor) -> None:

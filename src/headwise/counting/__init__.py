@@ -27,7 +27,7 @@ def constants(spec: AttentionSpec) -> int:
 
 def cache_numbers(spec: AttentionSpec) -> int:
     """Numbers remembered of one token; 0 when all of them share one state."""
-    return 0 if spec.similarity.state(spec) else sum(math.prod(shape) for shape in spec.entry().values())
+    return 0 if spec.stateful else sum(math.prod(shape) for shape in spec.entry().values())
 
 
 def cache_bytes(spec: AttentionSpec, *, batch: int, capacity: int, bytes_each: int = 4) -> int:
@@ -37,8 +37,8 @@ def cache_bytes(spec: AttentionSpec, *, batch: int, capacity: int, bytes_each: i
     >>> cache_bytes(hw.design(model=512, heads=8, kv=2, pattern="window(256) | first(4)"), batch=1, capacity=9999)
     266240
     """
-    if state := spec.similarity.state(spec):
-        sizes = spec.sizes_of(spec.similarity)
+    if spec.stateful:
+        state, sizes = spec.similarity.state(spec), spec.sizes_of(spec.similarity)
         return batch * bytes_each * sum(layout.numel(sizes) for layout in state.values())
     first, last = spec.pattern.memory
     slots = capacity if last is None else min(capacity, first + last)

@@ -28,6 +28,7 @@ class Alibi(ScoreStep):
     """
 
     paper = "2108.12409"
+    positional: ClassVar[bool] = True
     additive: ClassVar[bool] = True
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:

@@ -43,7 +43,7 @@ class Latent(Project):
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         if self.form not in ("expanded", "absorbed"):
             yield f"Latent(form={self.form!r}) is unknown; use 'expanded' or 'absorbed'"
-        if min(self.rank, self.query_rank or 1) < 1 or self.rope < 0:
+        if min(self.rank, 1 if self.query_rank is None else self.query_rank) < 1 or self.rope < 0:
             yield f"{self!r} has an impossible width; rank and query_rank need at least 1, rope at least 0"
         if spec.heads.kv != spec.heads.q or spec.heads.values or spec.heads.reads != tuple(range(spec.heads.q)):
             yield f"Latent gives every head a key and a value of its own, unlike {spec.heads}; use kv={spec.heads.q}"

@@ -42,6 +42,9 @@ class Overlapping(Project):
         heads = spec.heads
         if set(self.bias) - set("qkv"):
             yield f"Overlapping(bias={self.bias!r}) asks for unknown biases; name each of q, k and v at most once"
+        if self.channels and self.channels < heads.q * heads.dim:
+            least = heads.q * heads.dim
+            yield f"Overlapping(channels={self.channels}) is below the {least} that heads start in; leave it out"
         if self.overlap < 0:
             yield f"Overlapping(overlap={self.overlap}) is negative; 0 is plain attention"
         if heads.reads != tuple(range(heads.q)) or heads.values:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class Rotary(Turn):
     """
 
     paper = "2104.09864"
+    positional: ClassVar[bool] = True
     base: float = 10_000.0
     dims: int | None = None
     pairs: str = "half"

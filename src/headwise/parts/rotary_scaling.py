@@ -15,6 +15,7 @@ class Scaling(Spoken, ABC):
     """A change of every frequency, and `swell`, a factor on the turned channels."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, value in vars(self).items():
             if isinstance(value, (int, float)) and not value > 0:
                 raise SpecError(f"{type(self).__name__}({name}={value!r}) must be positive; see its docstring")

@@ -43,6 +43,8 @@ class Routed(Gate):
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         heads = self.heads or len(spec.speaks)
+        if heads < len(spec.speaks):
+            yield f"Routed(heads={heads}) is fewer than the {len(spec.speaks)} that speak; leave heads out"
         if self.norm not in ("code", "paper"):
             yield f"Routed(norm={self.norm!r}) is unknown; use 'code' or 'paper'"
         if not (0 <= self.always <= heads and 0 <= self.active <= heads - self.always):

@@ -26,6 +26,7 @@ class Shaw(ScoreStep):
     """
 
     paper = "1803.02155"
+    positional: ClassVar[bool] = True
     additive: ClassVar[bool] = True
     reach: int = 16
 
@@ -67,6 +68,7 @@ class ShawValues(ValueStep):
     """
 
     paper = "1803.02155"
+    positional: ClassVar[bool] = True
     reach: int = 16
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:

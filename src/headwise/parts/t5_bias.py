@@ -31,6 +31,7 @@ class T5Bias(ScoreStep):
     """
 
     paper = "1910.10683"
+    positional: ClassVar[bool] = True
     additive: ClassVar[bool] = True
     buckets: int = 32
     reach: int = 128
