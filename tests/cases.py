@@ -98,11 +98,9 @@ def batches(x: Tensor) -> dict[str, hw.Tokens]:
     }
 
 
-def takers(
-    spec: AttentionSpec, *, one: bool = False, dtype: torch.dtype = torch.float64, grad: bool = False
-) -> list[str]:
-    """The backends that run this spec on the CPU."""
-    job = Job(spec, form(spec, one).core(spec), "cpu", dtype, grad, one)
+def takers(spec: AttentionSpec, *, dtype: torch.dtype = torch.float64, one: bool = False, **more) -> list[str]:
+    """The backends that run this spec on the CPU; `more` is more of the job."""
+    job = Job(spec, form(spec, one).core(spec), "cpu", dtype, one=one, **more)
     return [name for name, backend in BACKENDS.items() if name != "flex" and not backend.refuses(job)]
 
 

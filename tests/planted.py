@@ -320,8 +320,8 @@ bug(
 bug(
     "sdpa-forgets-the-scale",
     "backends/sdpa.py",
-    "scale=inputs.asked.scale, enable_gqa",
-    "enable_gqa",
+    "is_causal=triangle, scale=scale, enable_gqa",
+    "is_causal=triangle, enable_gqa",
     layers("gpt2-by-depth-none"),
 )
 bug(
@@ -336,7 +336,7 @@ bug(
     "backends/sdpa.py",
     "    if not job.straight:\n",
     "    if len(job.core.keys) != len(job.core.values):\n",
-    "contract/test_any.py::test_any_spec_is_the_references",
+    "test_odd_input.py::test_heads_may_speak_in_any_order",
 )
 bug(
     "sink-weighs-by-value",
@@ -512,7 +512,7 @@ bug(
     "parts/latent.py",
     "up = up[list(voices)]",
     "up = up[: len(voices)]",
-    "contract/test_any.py::test_any_spec_is_cut_and_counted",
+    cut("Latent3"),
 )
 bug(
     "talking-heads-listen-backwards",
@@ -583,6 +583,108 @@ bug(
     '.index_select(-1, p["slot"])',
     '[..., : len(p["slot"])]',
     cut("Routed0"),
+)
+
+# --- text, input and what callers hold -----------------------------------------------------------------
+
+BAD = "test_bad_input.py::"
+bug(
+    "rows-forget-how-full-they-are",
+    "cache/slots.py",
+    "self._filled = self._filled[index]",
+    "self._filled = self._filled[: len(index)]",
+    "test_cache.py::test_rows_go_their_own_way[plain-ragged-reorder]",
+)
+bug(
+    "a-full-cache-takes-one-more",
+    "cache/slots.py",
+    "if longest > self.slots:",
+    "if longest > self.slots + 1:",
+    BAD + "test_a_full_cache_says_so_and_keeps_what_it_has",
+)
+bug(
+    "lse-counts-the-forbidden",
+    "backends/dense.py",
+    "s_BHTS.masked_fill(~allowed, -torch.inf).logsumexp(-1)",
+    "s_BHTS.logsumexp(-1)",
+    "test_lse.py::test_slices_merge",
+)
+bug(
+    "a-row-that-reads-nothing-has-an-lse",
+    "backends/sdpa.py",
+    "lse = lse.masked_fill((bias == -torch.inf).all(-1), -torch.inf)",
+    "pass",
+    "contract/test_module.py::test_fused_kernels_show_the_lse_that_dense_shows[Direct0]",
+)
+bug(
+    "nan-is-hidden",
+    "backends/dense.py",
+    "w_BHTS = bound.normaliser.normalise(s_BHTS, allowed, bound.normaliser_p)",
+    "w_BHTS = bound.normaliser.normalise(s_BHTS, allowed, bound.normaliser_p).nan_to_num(0.0)",
+    "test_odd_input.py::test_a_nan_that_only_asks_is_seen_there_and_nowhere_else",
+)
+bug(
+    "sum-divides-by-nothing",
+    "parts/sum.py",
+    "s_BHTS / total.masked_fill(total == 0, 1.0)",
+    "s_BHTS / total",
+    "test_odd_input.py::test_a_query_with_nothing_to_read_reads_zero",
+)
+bug(
+    "heads-are-sorted-before-they-are-read",
+    "backends/bound.py",
+    "torch.tensor(heads, device=x_BGSK.device)",
+    "torch.tensor(sorted(heads), device=x_BGSK.device)",
+    "test_bias_laws.py::test_the_constant_follows_who_reads_whom",
+)
+bug(
+    "a-source-forgets-where-it-stands",
+    "module.py",
+    ", at, self.spec)",
+    ", Tokens.run(0, at.count, at.position.device), self.spec)",
+    "test_lse.py::test_slices_of_the_sequence_itself_merge",
+)
+bug(
+    "repeated-positions-pass",
+    "tokens.py",
+    "(ordered[:, 1:] == ordered[:, :-1]).any()",
+    "(ordered[:, 1:] < ordered[:, :-1]).any()",
+    BAD + "test_a_call_that_cannot_be_meant[at([0, 1, 1], [0, 0, 0])]",
+)
+bug(
+    "uneven-heads-print-as-even",
+    "text.py",
+    "if spec.heads.even:",
+    "if spec.heads.q % spec.heads.kv == 0:",
+    "test_text.py::test_heads_come_back",
+)
+bug(
+    "two-spellings-are-two-specs",
+    "spec.py",
+    "key=lambda modifier: modifier.phase",
+    "key=lambda modifier: 0",
+    "test_text.py::test_two_spellings_of_one_list_are_one_spec",
+)
+bug(
+    "sines-alternate-in-both-layouts",
+    "positions.py",
+    "pair.transpose(-1, -2).flatten(-2)",
+    "pair.flatten(-2)",
+    "test_positions.py::test_sines_are_those_of_the_formula",
+)
+bug(
+    "a-prefix-may-come-in-pieces",
+    "cache/base.py",
+    "if given < opening:",
+    "if given < opening - 1:",
+    "test_odd_input.py::test_a_later_prefix_must_come_at_once_too",
+)
+bug(
+    "a-source-of-other-rows-passes",
+    "inputs.py",
+    "if batch != x.shape[0]:",
+    "if batch > x.shape[0]:",
+    BAD + "test_a_call_that_cannot_be_meant[layer()(X, source=X[:1])]",
 )
 
 if __name__ == "__main__":

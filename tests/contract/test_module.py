@@ -10,6 +10,7 @@ import torch
 import cases
 import headwise as hw
 from cases import EXAMPLES, check_close
+from headwise.backends import BACKENDS
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -101,3 +102,37 @@ def test_the_compiler_keeps_the_numbers(name):
     expected = layer(x, source=z)
     torch._dynamo.reset()
     check_close(torch.compile(layer, fullgraph=True)(x, source=z), expected)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_fused_kernels_show_the_lse_that_dense_shows(name):
+    spec = EXAMPLES[name]
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    tokens = cases.batches(x)["right"]
+    for count in (cases.TOKENS, 1):
+        at = hw.Tokens(tokens.position[:, :count], tokens.segment[:, :count])
+        seen = {}
+        with torch.no_grad():
+            for backend in cases.takers(spec, one=count == 1, wants=frozenset({"lse"})):
+                layer.only, probe = backend, hw.Probe("lse", "heads")
+                layer(x[:, :count], source=z, tokens=at, probe=probe)
+                seen[backend] = probe.seen
+        for other in seen.values():
+            check_close(other["lse"], seen["dense"]["lse"])
+            check_close(other["heads"], seen["dense"]["heads"])
+    if name in ("Direct0", "Direct2", "Alibi1", "Rotary0"):
+        assert len(seen) > 1, "no fused kernel showed it"
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("tokens", BACKENDS["flex"].EDGES)
+def test_flex_keeps_the_numbers_at_its_block_edges_on_the_cpu(tokens):
+    spec = hw.design(model=32, heads=4, kv=2, pattern="window(40) | first(3)", modifiers=(hw.Rotary(), hw.Softcap(2.0)))
+    layer = hw.Attention(spec, backend="flex")
+    judge = hw.Attention(spec, backend="dense")
+    judge.load_state_dict(layer.state_dict())
+    x = torch.randn(3, tokens, 32)
+    at = hw.Tokens.of(x, lengths=[tokens, 50, tokens - 1])
+    with torch.no_grad():
+        check_close(layer(x, tokens=at), judge(x, tokens=at), rtol=1e-4, atol=1e-5)

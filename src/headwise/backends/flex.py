@@ -18,6 +18,8 @@ from ..tokens import Sight
 from .bound import Bound
 from .job import Inputs, Job
 
+EDGES = (127, 128, 129)  # lengths around the block of its kernels, where a mistake would show
+
 
 def refuses(job: Job) -> list[str]:
     """Why this job cannot run here."""

@@ -11,7 +11,7 @@ from ..terms import Work
 from ..tokens import Sight
 from .bound import Bound
 from .job import Inputs, Job
-from .sdpa import refuses_core, shadow
+from .sdpa import refuses_core, shadow, with_lse
 
 
 def refuses(job: Job) -> list[str]:
@@ -40,4 +40,9 @@ def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | 
     if bias is not None and bias.shape[1] > 1:
         bias = bias.reshape(bias.shape[0], kept, heads // kept, -1)
     k, v, scale = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2), inputs.asked.scale
-    return F.scaled_dot_product_attention(rows_BGRK, k, v, bias, scale=scale).reshape(batch, 1, heads, -1)
+    if probe is not None and "lse" in probe.wants:
+        o_BGRV, lse_BGR = with_lse(rows_BGRK, k, v, (bias, False, scale))
+        probe("lse", lse_BGR.reshape(batch, heads, 1))
+    else:
+        o_BGRV = F.scaled_dot_product_attention(rows_BGRK, k, v, bias, scale=scale)
+    return o_BGRV.reshape(batch, 1, heads, -1)

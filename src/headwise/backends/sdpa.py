@@ -47,11 +47,19 @@ def refuses_core(job: Job) -> list[str]:
             reasons.append(f"{name} drops weights that only dense can repeat")
     if job.masked:
         reasons.append("a mask of the caller's own is for dense")
-    if unseen := sorted(job.wants & {"scores", "weights", "lse"}):
+    if unseen := sorted(job.wants & {"scores", "weights"}):
         reasons.append(f"it cannot show {', '.join(unseen)}")
+    if "lse" in job.wants and not _shows_lse(job):
+        reasons.append("it can show lse only on the CPU, without gradients or sinks, for keys as wide as values")
     if not job.straight:
         reasons.append("not every score head speaks for itself")
     return reasons
+
+
+def _shows_lse(job: Job) -> bool:
+    """The CPU's kernel has it at hand, but not its gradient, and does not know a sink's column from a key's."""
+    plain = not job.grad and not isinstance(job.spec.normaliser, SinkSoftmax)
+    return plain and job.device == "cpu" and job.core.dim == job.core.vdim
 
 
 def spent(job: Job, work: Work) -> int:
@@ -74,10 +82,27 @@ def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | 
         # One more key of zeros whose bias is the sink and whose value is nothing: softmax with a sink, exactly.
         bias, triangle = _with_sink(sight.allowed if triangle else bias, bound, inputs), False
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-    o_BHTV = F.scaled_dot_product_attention(
-        q_BHTK, k, v, bias, is_causal=triangle, scale=inputs.asked.scale, enable_gqa=job.groups > 1
-    )
+    scale = inputs.asked.scale
+    if probe is not None and "lse" in probe.wants:
+        o_BHTV, lse_BHT = with_lse(q_BHTK, k, v, (bias, triangle, scale))
+        probe("lse", lse_BHT)
+    else:
+        o_BHTV = F.scaled_dot_product_attention(
+            q_BHTK, k, v, bias, is_causal=triangle, scale=scale, enable_gqa=job.groups > 1
+        )
     return o_BHTV.transpose(1, 2)
+
+
+def with_lse(q: Tensor, k: Tensor, v: Tensor, how: tuple[Tensor | None, bool, float]) -> tuple[Tensor, Tensor]:
+    """The CPU's fused kernel with the log-sum-exp it has anyway; -inf where a query may read nothing."""
+    bias, triangle, scale = how
+    if bias is not None and bias.dtype == torch.bool:
+        bias = q.new_zeros(bias.shape).masked_fill(~bias, -torch.inf)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    o, lse = kernel(q, k, v, 0.0, triangle, attn_mask=bias, scale=scale)
+    if bias is not None:
+        lse = lse.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
+    return o, lse
 
 
 def shadow(sight: Sight, inputs: Inputs, bound: Bound) -> tuple[bool, Tensor | None]:

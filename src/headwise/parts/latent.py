@@ -124,8 +124,10 @@ class Latent(Project):
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
         from .rotary import Rotary
+        from .talking_heads import TalkingHeads
 
         turned = (Rotary(),)
         yield base(project=cls(rank=8, rope=2), modifiers=turned, pattern="causal", vdim=5)
         yield base(project=cls(rank=8, rope=2, query_rank=9, eps=1e-5), modifiers=turned, pattern="causal")
         yield base(project=cls(rank=8, rope=0, form="absorbed"))
+        yield base(project=cls(rank=8, rope=0, form="absorbed"), modifiers=(TalkingHeads(),), vdim=5)
