@@ -199,3 +199,46 @@ def test_biases_in_general(h: int, g: int, d_k: int, d_v: int, d: int):
     assert counted("qkvo") - counted("") == h * d_k + g * (d_k + d_v) + d
     each = {"q": h * d_k, "k": g * d_k, "v": g * d_v, "o": d}
     assert {letter: counted(letter) - counted("") for letter in each} == each
+
+
+# --- folding -------------------------------------------------------------------------------------------
+
+FOLDED = {
+    "plain": ({}, "q", "o", ()),
+    "grouped": ({"kv": 2, "vdim": 5, "pattern": "causal()", "modifiers": (hw.Alibi(),)}, "q", "o", ()),
+    "with an output bias": ({"bias": "qkvo", "kv": 3}, "q", "o", ()),
+    "talking scores": ({"modifiers": (hw.TalkingHeads(),)}, "q", "o", ()),
+    "turned": ({"modifiers": (hw.Rotary(),)}, "qk", "o", ("k",)),
+    "bent": ({"modifiers": (hw.Softcap(0.5),)}, "qk", "o", ("k",)),
+    "mixed by who asks": ({"modifiers": (hw.Dynamic(),)}, "qk", "o", ("k",)),
+    "gated": ({"modifiers": (hw.HeadGate(),)}, "qv", "", ("v",)),
+    "mixed weights": ({"modifiers": (hw.TalkingHeads(on="weights"),)}, "qv", "", ("v",)),
+    "a sink": ({"normaliser": hw.SinkSoftmax()}, "qkv", "", ("k", "v")),
+    "no competition": ({"normaliser": hw.Sigmoid()}, "qkv", "", ("k", "v")),
+}
+
+
+@pytest.mark.parametrize("case", FOLDED)
+def test_folding_removes_what_can_go_and_says_what_stays(case: str):
+    said, inner, outer, stayed = FOLDED[case]
+    layer = hw.Attention(hw.design(**({"model": 10, "heads": 6, "dim": 4, "bias": "qkv"} | said))).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    folded = hw.fold_bias(layer.spec, layer.state_dict())
+    assert (folded.spec.project.bias, folded.spec.merge.bias, tuple(folded.stayed)) == (inner, outer, stayed)
+    twin = hw.Attention(folded.spec).double()
+    twin.load_state_dict(folded.weights)
+    x = numbers(BATCH, TOKENS, 10)
+    torch.testing.assert_close(twin(x), layer(x), rtol=0, atol=1e-11)
+
+
+def test_folding_is_seen_by_a_query_with_nothing_to_read():
+    layer = built("v")[1]
+    folded = hw.fold_bias(layer.spec, layer.state_dict())
+    twin = hw.Attention(folded.spec).double()
+    twin.load_state_dict(folded.weights)
+    blind = torch.zeros(1, 1, 1, TOKENS, dtype=torch.bool)
+    x = numbers(BATCH, TOKENS, 10)
+    assert (layer(x, mask=blind) == 0).all()
+    torch.testing.assert_close(twin(x, mask=blind)[0, 0], constant(layer))

@@ -92,6 +92,14 @@ class Project(Part):
         """How many channels of a head the turns reach."""
         return spec.heads.dim
 
+    def shifts(self, spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Biases that all keys ("k") or all values ("v") have alike: of values, what each voice reads of it."""
+        return {}
+
+    def without(self, biases: frozenset[str]) -> Self:
+        """Itself without these biases."""
+        return self
+
     def rewrites(self, spec: AttentionSpec) -> Mapping[str, Project]:
         """Algebraically equal forms over the same parameters; "step" is the one for a single query."""
         return {}
@@ -126,9 +134,10 @@ class Turn(Modifier):
 
 
 class Similarity(Part):
-    """How alike a query and a key are. `signed` when that may be negative."""
+    """How alike a query and a key are: `signed` when that may be negative, `linear` when it is in the key."""
 
     signed: ClassVar[bool] = True
+    linear: ClassVar[bool] = False
 
     @abstractmethod
     def pair(self, q_K: Tensor, k_K: Tensor, scale: float, p_h: Mapping[str, Tensor]) -> Tensor: ...
@@ -173,7 +182,9 @@ class ScoreStep(Modifier):
 
 
 class Mix(Modifier):
-    """Mixes heads at every (query, key) pair, on the scores or on the weights."""
+    """Mixes heads at every (query, key) pair, on the scores or on the weights; `even` when at all pairs alike."""
+
+    even: ClassVar[bool] = False
 
     def ask(self, x_BTD: Tensor, p: Weighted) -> dict[str, Tensor]:
         """Factors of each query token."""
@@ -192,10 +203,14 @@ class Mix(Modifier):
 class Normaliser(Part):
     """Scores to weights. A query with nothing to read gets no weight at all.
 
-    `proportional` when weights are the scores themselves over their sum, which is all that a state can give.
+    `proportional` when weights are the scores themselves over their sum, which is all that a state can give;
+    `shift_free` when it does not see one number added to a whole row; `whole` when a row that reads anything
+    has weights that sum to one.
     """
 
     proportional: ClassVar[bool] = False
+    shift_free: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
 
     @abstractmethod
     def row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor: ...

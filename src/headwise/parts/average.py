@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ class Average(Normaliser):
     """
 
     paper = "1805.00631"
+    shift_free: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
 
     def row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
         return torch.full_like(s_S, 1 / len(s_S)) + 0 * s_S

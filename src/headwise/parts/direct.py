@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Self
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -46,6 +48,18 @@ class Direct(Project):
 
     def entry(self, spec: AttentionSpec) -> Mapping[str, Layout]:
         return {"k": Layout.parse("kv dim"), "v": Layout.parse(f"{spec.heads.value_axis} vdim")}
+
+    def shifts(self, spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        heads = spec.heads
+        shapes = {"k": (heads.kv, heads.dim), "v": (heads.v, heads.vdim)}
+        shifts = {
+            side: weights[f"project.{side}_bias"].view(shape) for side, shape in shapes.items() if side in self.bias
+        }
+        reads = [heads.value_of[voice] for voice in spec.voices]
+        return shifts | {"v": shifts["v"][reads]} if "v" in shifts else shifts
+
+    def without(self, biases: frozenset[str]) -> Self:
+        return replace(self, bias="".join(side for side in self.bias if side not in biases))
 
     def core(self, spec: AttentionSpec) -> Core:
         heads = spec.heads

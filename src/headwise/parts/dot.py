@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ class Dot(Similarity):
     """
 
     paper = "1706.03762"
+    linear: ClassVar[bool] = True
     scale: float | None = None
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:

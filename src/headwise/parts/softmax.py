@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ class Softmax(Normaliser):
     """
 
     paper = "1706.03762"
+    shift_free: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
 
     def row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
         e_S = (s_S - s_S.max()).exp()

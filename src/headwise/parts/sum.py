@@ -24,6 +24,7 @@ class Sum(Normaliser):
     """
 
     paper = "2006.16236"
+    whole: ClassVar[bool] = True
     proportional: ClassVar[bool] = True
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -26,6 +27,7 @@ class TalkingHeads(Mix):
     """
 
     paper = "2003.02436"
+    even: ClassVar[bool] = True
     on: str = "scores"
 
     @property
