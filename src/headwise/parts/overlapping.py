@@ -48,7 +48,8 @@ class Overlapping(Project):
         if self.overlap < 0:
             yield f"Overlapping(overlap={self.overlap}) is negative; 0 is plain attention"
         if heads.reads != tuple(range(heads.q)) or heads.values:
-            yield f"Overlapping divides q, k and v alike, unlike {heads}; use kv={heads.q}"
+            apart = "values that are grouped apart" if heads.values else f"{heads.q} heads that read {heads.kv}"
+            yield f"Overlapping divides q, k and v alike, unlike {apart}; use kv={heads.q} as it is"
         if heads.vdim != heads.dim + 2 * self.overlap:
             yield f"overlapping heads deliver dim + 2 overlap channels; use vdim={heads.dim + 2 * self.overlap}"
 
