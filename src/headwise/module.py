@@ -78,6 +78,7 @@ class Attention(nn.Module):
         self._outputs = [(step, p[name]) for name, step in spec.steps(OutputStep)]
         self._gates = [(gate, p[name]) for name, gate in spec.steps(Gate)]
         self._bound = Bound.of(spec, p)
+        self._forms = {one: form(spec, one) for one in (False, True)}  # made here: making parts cannot be traced
         self._p = p
 
     def forward(
@@ -182,10 +183,10 @@ class Attention(nn.Module):
         grad, one = torch.is_grad_enabled(), x.shape[1] == 1
         key = (self.only, x.device.type, x.dtype, grad, one, stated, masked, self.training, wants)
         if key not in self._plans:
-            job = Job(self.spec, form(self.spec, one).core(self.spec), *key[1:])
-            backend = backends.choose(job, self.only)
-            scale = self.spec.similarity.factor(job.core)
-            self._plans[key] = Plan(form(self.spec, one), job, backend.attend, scale, self.spec.voices)
+            project = self._forms[one]
+            job = Job(self.spec, project.core(self.spec), *key[1:])
+            backend, scale = backends.choose(job, self.only), self.spec.similarity.factor(job.core)
+            self._plans[key] = Plan(project, job, backend.attend, scale, self.spec.voices)
         return self._plans[key]
 
 

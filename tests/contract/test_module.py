@@ -136,3 +136,20 @@ def test_flex_keeps_the_numbers_at_its_block_edges_on_the_cpu(tokens):
     at = hw.Tokens.of(x, lengths=[tokens, 50, tokens - 1])
     with torch.no_grad():
         check_close(layer(x, tokens=at), judge(x, tokens=at), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("pattern", ["causal()", "window(3) | first(2)"])
+@pytest.mark.parametrize("name", ["Direct1", "Rotary0", "Latent0", "Dynamic0", "Alibi1"])
+def test_one_graph_holds_a_cached_step(name, pattern):
+    spec = cases.normal(cases.causal(EXAMPLES[name]), pattern=hw.pattern.parse(pattern))
+    layer = cases.layer(spec)
+    x = torch.randn(cases.BATCH, 11, spec.model, dtype=torch.float64)
+    expected = layer(x)
+    torch._dynamo.reset()
+    step = torch.compile(cases.layer(spec), fullgraph=True, backend="eager")
+    step.load_state_dict({f"_orig_mod.{key}": value for key, value in layer.state_dict().items()})
+    cache = layer.cache(batch=cases.BATCH, capacity=13)
+    with torch.no_grad():
+        for t in range(11):
+            check_close(step(x[:, t : t + 1], cache=cache), expected[:, t : t + 1])
