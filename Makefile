@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 SHAPES := --shapes
 CHECKED := not compile and not slow
 COMPILED := compile and not slow
-QUICK := not slow and not compile and not anchors and not gpu
+QUICK := not slow and not compile and not anchors and not gpu and not lengthy
 
 .PHONY: help demo install check format fast test slow gpu mutate bench docs clean broken
 
@@ -37,7 +37,7 @@ check: $(STAMP)  ## format, lint, types, the import map, fresh docs
 	@$(BIN)/python docs/build.py --check
 
 fast: $(STAMP)  ## a quick subset, stopping at the first failure
-	@$(BIN)/pytest -x -q --fast -m "$(QUICK)" $(wildcard tests/test_*.py tests/contract)
+	@$(BIN)/pytest -x -q -n 2 --fast -m "$(QUICK)" $(wildcard tests/test_*.py tests/contract)
 
 test: $(STAMP)  ## every test but the slow ones; warnings are errors
 	@$(BIN)/pytest -n 2 $(SHAPES) -m "$(CHECKED)"

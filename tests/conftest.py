@@ -15,7 +15,7 @@ import torch
 from shapes import hold_all
 
 ROOT = Path(__file__).resolve().parent.parent
-FAST_CASES = 3  # how many parametrised cases of each contract test `--fast` keeps
+FAST_CASES = 3  # how many cases of each parametrised test `--fast` keeps
 
 torch.set_num_threads(1)  # two processes on two cores; more threads than cores only wait for each other
 
@@ -106,7 +106,7 @@ def shared() -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shapes", action="store_true", help="hold every tensor to the letters in its name")
-    parser.addoption("--fast", action="store_true", help=f"keep {FAST_CASES} cases of each parametrised contract test")
+    parser.addoption("--fast", action="store_true", help=f"keep {FAST_CASES} cases of each parametrised test")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -127,13 +127,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def thinned(items: list[pytest.Item]) -> set[pytest.Item]:
-    """All items, but of each contract test only the first, the last and those evenly between."""
+    """All items, but of each parametrised test only the first, the last and those evenly between."""
     families: dict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         families[item.path, getattr(item, "originalname", item.name)].append(item)
     spared = set()
-    for (path, _), cases in families.items():
-        if path.is_relative_to(ROOT / "tests" / "contract") and len(cases) > FAST_CASES:
+    for cases in families.values():
+        if len(cases) > FAST_CASES:
             cases = [cases[(len(cases) - 1) * n // (FAST_CASES - 1)] for n in range(FAST_CASES)]
         spared.update(cases)
     return spared

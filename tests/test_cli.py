@@ -147,6 +147,7 @@ def test_interrupted(capsys, monkeypatch: pytest.MonkeyPatch):
     assert run(capsys, "why", "mha") == (130, "", "")
 
 
+@pytest.mark.lengthy
 def test_plain_terminals_and_readers_that_leave():
     plain = {**os.environ, "PYTHONIOENCODING": "ascii"}
     ran = subprocess.run([*COMMAND, "spec", "gqa"], capture_output=True, env=plain, check=True)

@@ -172,6 +172,7 @@ def test_allows_is_the_same_on_ints_and_tensors(pattern):
     assert all(type(pattern.allows(a, 3)) is bool for a in range(5))
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("pattern", [EACH[4], EACH[7], EACH[11], EACH[15], EACH[18], *JOINED[:1]], ids=str)
 def test_allows_traces_as_one_graph(pattern):
     i, j = torch.arange(23)[:, None], torch.arange(19)[None, :]

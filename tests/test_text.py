@@ -36,11 +36,13 @@ def test_every_example_comes_back(spec: hw.AttentionSpec):
     check_comes_back(spec)
 
 
+@pytest.mark.lengthy
 @given(specs())
 def test_every_legal_spec_comes_back(spec: hw.AttentionSpec):
     check_comes_back(spec)
 
 
+@pytest.mark.lengthy
 @given(specs())
 def test_the_forms_say_the_same(spec: hw.AttentionSpec):
     """TOML and JSON are two spellings of one dictionary, made of plain values only."""
@@ -92,6 +94,7 @@ FRESHLY = (
 )
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("said", FRESHLY)
 def test_a_repr_can_be_evaluated_at_once(said: str):
     """Nothing but `import headwise` and one design has happened in that interpreter."""
@@ -186,6 +189,7 @@ def test_with_heads_keeps_values_as_wide_as_keys_only_where_they_were():
     assert base().with_heads(dim=7, vdim=3).heads.vdim == 3
 
 
+@pytest.mark.lengthy
 @given(specs())
 def test_the_strategies_draw_what_can_be_built(spec: hw.AttentionSpec):
     """Every parameter of a drawn spec has a shape, every slot a part, and the sizes are the declared ones."""

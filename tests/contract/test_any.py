@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given
 from test_counts import torch_counts
@@ -16,6 +17,8 @@ import strategies
 from cases import check_close
 from headwise import axes, counting, reference
 from headwise.backends import BACKENDS, Job
+
+pytestmark = pytest.mark.lengthy
 
 
 @given(spec=strategies.specs())
