@@ -77,7 +77,8 @@ def _source(spec: AttentionSpec, x: Tensor, source: Tensor | Remembered, cache: 
         by = [spec.pattern.text] * (spec.pattern != Full())
         by += [type(part).__name__ for _, part in spec.parts() if part.positional]
         raise ValueError(
-            f"{' and '.join(by)} compares positions of x with those of a source, which this spec does not foresee; "
+            f"{' and '.join(by)} compare{'s' * (len(by) == 1)} positions of x with those of a source, which this "
+            "spec does not foresee; "
             f"give the spec source=width ({spec.model}) if that is meant, else do without: pattern full()"
         )
     if isinstance(source, Tensor):

@@ -91,7 +91,11 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
         probe: Probe | None = None,
     ) -> Tensor:
-        """y [B, T, model]: what each token of x reads, of x itself or of `source`."""
+        """y [B, T, model]: what each token of x reads, of x itself or of `source`.
+
+        `cache` remembers x for later calls; `tokens` says where x stands and what is padding; `mask` [B, H, T, S]
+        is True where a key may be read; `probe` looks in.
+        """
         o_BTOV = self.heads(x, source=source, cache=cache, tokens=tokens, mask=mask, probe=probe)
         return self.merge(o_BTOV)
 

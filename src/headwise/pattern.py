@@ -16,6 +16,7 @@ rows ask, columns are read (█); 9 of 16 pairs (56.2%)
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -257,7 +258,11 @@ def main(words: list[str] | None = None) -> int:
         drawing = draw(parse(given.pattern), given.tokens, keys)
     except SpecError as error:
         parser.error(str(error))
-    print(drawing if _can_say(drawing) else drawing.translate(ASCII))
+    try:
+        print(drawing if _can_say(drawing) else drawing.translate(ASCII), flush=True)
+    except BrokenPipeError:  # the reader has gone, as after `| head`; Python would complain once more at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return 0
 
 

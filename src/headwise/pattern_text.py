@@ -51,10 +51,10 @@ def _call(name: str, args: list[ast.expr], keywords: list[ast.keyword], known: M
         raise SpecError(f"unknown pattern {name!r}; {nearest(name, known)}")
     signature = inspect.signature(known[name])
     try:
-        named = {word.arg or "**": ast.literal_eval(word.value) for word in keywords}
+        named = {word.arg or "**": _literal(word.value) for word in keywords}
         if len(named) < len(keywords):  # the parser lets a repeated keyword pass
             raise TypeError("a keyword is repeated")
-        bound = signature.bind(*map(ast.literal_eval, args), **named)
+        bound = signature.bind(*map(_literal, args), **named)
     except (TypeError, ValueError) as error:
         usage = signature.replace(
             parameters=[field.replace(annotation=field.empty) for field in signature.parameters.values()],
@@ -114,3 +114,10 @@ def _legend(pattern: Drawable, queries: int, keys: int, side: int) -> str:
     if side == 1:
         return f"rows ask, columns are read ({FULL}); {counts}"
     return f"shrunk: a mark is {side} x {side} pairs, {FULL} all, {PART} some, {NONE} none\n{counts}"
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        raise TypeError(f"{ast.unparse(node)!r} is no number") from None

@@ -16,8 +16,9 @@ class Tokens:
     """The position of each token inside its own segment, counted from 0; segment -1 is padding and meets nobody.
 
     Both tensors are [B, T], or [1, T] when all rows are alike. `start` is set when every row is known, without
-    looking at the device, to hold the neighbouring positions start, start + 1, ... of segment 0. A cache that knows its
-    newest token to read the first so many of these, and no others, says so in `filled`.
+    looking at the device, to hold the neighbouring positions start, start + 1, ... of segment 0. `filled`, set by a
+    cache, says that the newest token reads exactly the first `filled` of these. `checked` spares what the library
+    made itself a second look.
 
     >>> Tokens.of(torch.zeros(2, 3, 8), lengths=[3, 2]).segment.tolist()
     [[0, 0, 0], [0, 0, -1]]
@@ -83,7 +84,7 @@ class Tokens:
 
     @property
     def live(self) -> Tensor:
-        """Which tokens are no padding."""
+        """Which tokens are not padding."""
         return self.segment >= 0
 
 

@@ -49,6 +49,11 @@ class Weights(nn.Module):
     def __contains__(self, name: str) -> bool:
         return name in self._parameters or name in self._buffers
 
+    def extra_repr(self) -> str:
+        """Names and shapes, as `print(layer)` shows them."""
+        every = {**self._parameters, **self._buffers}
+        return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in every.items() if tensor is not None)
+
     def head(self, h: Any) -> Mapping[str, Tensor]:
         """What belongs to score head h, its axis gone; what belongs to all, as it is."""
         return {n: self[n][h] if n in self._by_head else self[n] for n in (*self._parameters, *self._buffers)}

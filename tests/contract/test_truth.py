@@ -11,6 +11,7 @@ import cases
 import headwise as hw
 from cases import EVERY, EXAMPLES, check_close
 from headwise import reference
+from headwise.seams import ScoreStep
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -140,3 +141,34 @@ def test_a_query_with_nothing_to_read_reads_zero(name):
     if z is None:
         blind = layer(x, tokens=hw.Tokens.of(x, lengths=[7, 3, 0]))
         check_close(blind[2], layer.merge(torch.zeros_like(seen.seen["heads"]))[2])
+
+
+class Nowhere:
+    """A pair of tokens that does not say where they stand."""
+
+    @property
+    def i(self):
+        raise AssertionError("a part that is not positional asked where a query stands")
+
+    @property
+    def j(self):
+        raise AssertionError("a part that is not positional asked where a key stands")
+
+    def take(self, factors, index):
+        return factors[..., index]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_who_asks_where_tokens_stand_says_so(name):
+    spec = EXAMPLES[name]
+    layer = cases.layer(spec)
+    for step, part in spec.steps(ScoreStep):
+        if not part.positional:
+            p = layer.get_submodule(step).spread()
+            scores = torch.randn(cases.BATCH, spec.heads.q, cases.TOKENS, cases.SOURCE, dtype=torch.float64)
+            assert part.score(scores, Nowhere(), None, p).shape == scores.shape
+    x, _ = cases.tensors(spec)
+    if not spec.positional and spec.source is None:
+        place = torch.randperm(50)[: cases.TOKENS][None]
+        moved = hw.Tokens(place, torch.zeros_like(place))
+        check_close(layer(x, tokens=moved), layer(x))

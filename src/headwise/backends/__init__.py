@@ -33,7 +33,7 @@ def choose(job: Job, only: str | None = None) -> ModuleType:
             return BACKENDS[name]
         refusals[name] = reasons
     said = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in refusals.items())
-    raise NoBackend(f"nothing can run this layer here: {said}")
+    raise NoBackend(f"the backend asked for refuses this call: {said}" if only else f"nothing can run this: {said}")
 
 
 def known(only: str | None) -> None:

@@ -25,7 +25,10 @@ class Remembered(NamedTuple):
 
 
 class Cache(ABC):
-    """Remembered tokens of one layer: `append` new ones, `rows` to reorder the batch, `nbytes` to know the cost."""
+    """Remembered tokens of one layer, made by `layer.cache(...)` and handed over as `cache=`.
+
+    `append` takes new ones, `rows` reorders the batch, `nbytes` is what it costs.
+    """
 
     def __init__(self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         self.spec, self.batch, self.dtype, self.device = spec, batch, dtype, device
@@ -71,7 +74,7 @@ class Cache(ABC):
 
     @abstractmethod
     def append(self, entry: Entry, at: Tokens) -> tuple[Entry, Tokens]:
-        """Remember these tokens; what their queries may read, and where each of it stands."""
+        """Remember these tokens; what their queries may read, and where each of them stands."""
 
     @abstractmethod
     def rows(self, index: Tensor) -> None:

@@ -21,6 +21,7 @@ VERBS = {
     "walk": "every tensor operation of a layer, with shape, strides, copy or view",
     "why": "which backend would run a spec, and why each other one refuses",
 }
+TOO_BIG = "this does not fit into memory; make something smaller"
 BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
 
 
@@ -34,6 +35,8 @@ def usage() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 when it did what was asked, 2 on bad input, 130 when interrupted."""
+    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison] - so it is when a shell closed it
+        return _refuse("there is nowhere to write; open stdout")
     prepare()
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
@@ -45,10 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has gone, as after `| head`. Python would complain once more when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
-    except MemoryError:
-        return _refuse("this does not fit into memory; make something smaller")
     except (ValueError, OSError, NoBackend) as error:
         return _refuse(str(error))
+    except MemoryError:
+        return _refuse(TOO_BIG)
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        return _refuse(TOO_BIG)
 
 
 def _refuse(said: str) -> int:

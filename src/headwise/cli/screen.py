@@ -115,7 +115,8 @@ def _named(name: str) -> AttentionSpec:
         raise Wrong(f"{fact}; {'give a .toml or .json file, or a preset' if looks else nearest(name, PRESETS)}")
     words = _read(name)
     try:
-        return (from_json if words.lstrip().startswith("{") else from_toml)(words)
+        json = name.endswith(".json") or words.lstrip().startswith("{")
+        return (from_json if json else from_toml)(words)
     except RecursionError:
         raise Wrong(f"{name!r} is nested too deeply to be a spec; print one with headwise spec --toml") from None
 

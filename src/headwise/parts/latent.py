@@ -46,8 +46,13 @@ class Latent(Project):
         if min(self.rank, 1 if self.query_rank is None else self.query_rank) < 1 or self.rope < 0:
             yield f"{self!r} has an impossible width; rank and query_rank need at least 1, rope at least 0"
         if spec.heads.kv != spec.heads.q or spec.heads.values or spec.heads.reads != tuple(range(spec.heads.q)):
-            apart = "values that are grouped apart" if spec.heads.values else f"kv={spec.heads.kv}"
-            yield f"Latent gives every head a key and a value of its own, unlike {apart}; use kv={spec.heads.q}"
+            apart = spec.heads.values or spec.heads.kv == spec.heads.q
+            why = (
+                "heads that are grouped apart; use project Direct()"
+                if apart
+                else f"kv={spec.heads.kv}; use kv={spec.heads.q}"
+            )
+            yield f"Latent gives every head a key and a value of its own, unlike {why}"
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"rank": self.rank, "rope": self.rope, "query_rank": self.query_rank or 0}

@@ -48,8 +48,9 @@ class Overlapping(Project):
         if self.overlap < 0:
             yield f"Overlapping(overlap={self.overlap}) is negative; 0 is plain attention"
         if heads.reads != tuple(range(heads.q)) or heads.values:
-            apart = "values that are grouped apart" if heads.values else f"kv={heads.kv}"
-            yield f"Overlapping divides q, k and v alike, unlike {apart}; use kv={heads.q}"
+            apart = heads.values or heads.kv == heads.q
+            why = "heads that are grouped apart; use project Direct()" if apart else f"kv={heads.kv}; use kv={heads.q}"
+            yield f"Overlapping divides q, k and v alike, unlike {why}"
         if heads.vdim != heads.dim + 2 * self.overlap:
             yield f"overlapping heads deliver dim + 2 overlap channels; use vdim={heads.dim + 2 * self.overlap}"
 

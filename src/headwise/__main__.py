@@ -1,0 +1,8 @@
+"""`python -m headwise` is the command `headwise`."""
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
