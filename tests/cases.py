@@ -13,7 +13,6 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.backends import BACKENDS, Job
-from headwise.module import form
 from headwise.seams import Modifier, Part
 from headwise.spec import AttentionSpec
 from headwise.terms import Phase
@@ -100,7 +99,7 @@ def batches(x: Tensor) -> dict[str, hw.Tokens]:
 
 def takers(spec: AttentionSpec, *, dtype: torch.dtype = torch.float64, one: bool = False, **more) -> list[str]:
     """The backends that run this spec on the CPU; `more` is more of the job."""
-    job = Job(spec, form(spec, one).core(spec), "cpu", dtype, one=one, **more)
+    job = Job(spec, spec.form(one).core(spec), "cpu", dtype, one=one, **more)
     return [name for name, backend in BACKENDS.items() if name != "flex" and not backend.refuses(job)]
 
 

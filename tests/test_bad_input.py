@@ -102,7 +102,7 @@ listing(QKNorm={"kind": "l2"}) -> temperature .. Dot(scale=1.0)
 base(modifiers=(hw.QKNorm(),), project=hw.Latent()) -> QKNorm .. slice
 listing(Rotary={"pairs": "both"}) -> pairs='both' .. 'half' or 'interleaved'
 listing(Rotary={"scaling": "PI"}) -> scaling='PI' .. PI(), Plain()
-listing(Rotary={"base": NAN}) -> base=nan .. above 1 .. 10000.0
+listing(Rotary={"base": NAN}) -> base=nan .. finite
 listing(Rotary={"dims": 3}) -> 3 of 4 channels .. even number up to 4
 base(modifiers=(hw.Rotary(),), dim=5) -> 5 of 5 channels .. even
 listing(Routed={"norm": "l1"}) -> norm='l1' .. 'code' or 'paper'
@@ -110,7 +110,7 @@ listing(Routed={"always": 4, "active": 3}) -> always=4, active=3 .. 6 heads
 listing(Routed={"active": 0}) -> active=0 .. prune them, or use active=1
 listing(Routed={"heads": 3}) -> heads=3 .. 6
 listing(Shaw={"reach": 0}) -> reach=0 .. at least 1
-base(modifiers=(hw.Shaw(),), project=hw.Latent(rank=8, rope=2)) -> 4 wide .. 6 .. Direct()
+base(modifiers=(hw.Shaw(),), project=hw.Latent(rank=8, rope=2)) -> Latent .. Direct()
 listing(ShawValues={"reach": 0}) -> reach=0 .. at least 1
 base(modifiers=(hw.ShawValues(),), project=hw.Latent(rope=0, form="absorbed")) -> ShawValues .. values
 listing(Softcap={"limit": 0.0}) -> limit=0.0 .. positive .. 50.0

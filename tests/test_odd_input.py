@@ -198,3 +198,66 @@ def test_what_a_caller_claims_of_tokens_is_not_believed():
     assert claimed.start is None
     x = numbers(2, 7, 10)
     assert torch.equal(hw.Tokens.of(x, segments=[[0] * 7] * 2).position, torch.arange(7).expand(2, 7))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32], ids=str)
+def test_positions_of_small_types_are_positions(dtype: torch.dtype):
+    """A window reaches back by subtraction, which small unsigned numbers cannot take."""
+    for said in ({"pattern": "window(3)"}, {"pattern": "causal()", "modifiers": (hw.Shaw(reach=2), hw.Alibi())}):
+        used, x = layer(**said), numbers(2, 7, 10)
+        small = hw.Tokens(torch.arange(7, dtype=dtype)[None], torch.zeros(1, 7, dtype=dtype))
+        torch.testing.assert_close(used(x, tokens=small), used(x), rtol=0, atol=1e-12)
+        cache = used.cache(batch=2, capacity=9)
+        packed = hw.Tokens.of(x, segments=torch.zeros(2, 7, dtype=torch.int32))
+        torch.testing.assert_close(used(x, tokens=packed, cache=cache), used(x), rtol=0, atol=1e-12)
+
+
+def test_segments_may_be_any_numbers():
+    far = torch.tensor([[0, 2**61, 2**62]])
+    assert hw.Tokens(torch.tensor([[5, 5, 2**32 - 1]]), far).count == 3
+    used, x = layer(pattern="causal()"), numbers(1, 3, 10)
+    cache = used.cache(batch=1, capacity=9)
+    used(x, tokens=hw.Tokens(torch.zeros(1, 3, dtype=torch.int64), far), cache=cache)
+    with pytest.raises(ValueError, match="went back"):
+        used(x[:, :1], tokens=at([0], [7]), cache=cache)
+
+
+def test_a_state_keeps_sums_that_its_inputs_could_not():
+    spec = hw.design(model=16, heads=2, pattern="causal", similarity=hw.FeatureMap(), normaliser=hw.Sum())
+    used = hw.Attention(spec).to(torch.bfloat16).eval()
+    x = torch.randn(1, 600, 16).to(torch.bfloat16)
+    cache = used.cache(batch=1, capacity=1)
+    with torch.no_grad():
+        steps = torch.cat([used(x[:, t : t + 1], cache=cache) for t in range(600)], 1)
+        truth = hw.Attention(spec).double()
+        truth.load_state_dict({name: weight.double() for name, weight in used.state_dict().items()})
+        truth = truth(x.double())
+    error, usual = ((y.double() - truth)[:, -50:].abs().mean() for y in (steps, used(x)))
+    assert error <= 2 * usual
+
+
+@pytest.mark.parametrize("kind", ["plain", "ring"])
+def test_caches_work_under_autocast(kind: str):
+    used = hw.Attention(base(pattern="causal()" if kind == "plain" else "window(3)"))
+    x = torch.randn(2, 7, 10)
+    cache = used.cache(batch=2, capacity=9)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        whole = used(x)
+        first = used(x[:, :3], cache=cache, tokens=hw.Tokens.of(x[:, :3], lengths=[3, 3]))
+        rest = [used(x[:, 3:5], cache=cache), *(used(x[:, t : t + 1], cache=cache) for t in (5, 6))]
+    torch.testing.assert_close(torch.cat([first, *rest], 1), whole, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("project", [hw.Latent(rank=4, rope=0), hw.Collaborative(width=2)], ids=str)
+@pytest.mark.parametrize("part", [hw.Shaw(reach=2), hw.ShawValues(reach=2)], ids=str)
+def test_widths_that_happen_to_agree_do_not_make_a_part_fit(project: object, part: object):
+    with pytest.raises(hw.SpecError, match="Shaw"):
+        hw.design(model=8, heads=2, project=project, modifiers=(part,))
+
+
+def test_only_distances_matter_however_far_out():
+    """In float32 too: an angle is worked out in float64 before it is rounded."""
+    used = hw.Attention(base(pattern="causal()", modifiers=(hw.Rotary(),)))
+    x, place = torch.randn(1, 7, 10), torch.arange(7)[None]
+    far = hw.Tokens(place + 2**24, torch.zeros_like(place))
+    torch.testing.assert_close(used(x, tokens=far), used(x), rtol=1e-4, atol=1e-5)

@@ -11,6 +11,7 @@ from torch import Tensor
 from .errors import SpecError
 from .heads import Heads
 from .layout import Layout
+from .seams import OutputStep
 from .spec import SLOTS, AttentionSpec
 
 Weights = Mapping[str, Tensor]
@@ -106,6 +107,8 @@ def split(spec: AttentionSpec, weights: Weights) -> tuple[AttentionSpec, dict[st
 def _with(spec: AttentionSpec, heads: Heads) -> AttentionSpec:
     """The same parts, with sizes that followed from the number of heads written out, around other heads."""
     slots = {slot: getattr(spec, slot).settled(spec) for slot in SLOTS if slot != "pattern"}
-    settled = replace(spec, **slots, modifiers=tuple(m.settled(spec) for m in spec.modifiers))
-    usual = replace(settled, heads=replace(heads, speaks=()))
-    return usual if usual.speaks == heads.speaks or not heads.speaks else replace(settled, heads=heads)
+    usual = tuple(range(heads.q))
+    for _, step in spec.steps(OutputStep):
+        usual = step.speaks(len(usual))
+    heads = replace(heads, speaks=() if heads.speaks == usual else heads.speaks)
+    return replace(spec, heads=heads, **slots, modifiers=tuple(m.settled(spec) for m in spec.modifiers))

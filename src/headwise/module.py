@@ -78,7 +78,7 @@ class Attention(nn.Module):
         self._outputs = [(step, p[name]) for name, step in spec.steps(OutputStep)]
         self._gates = [(gate, p[name]) for name, gate in spec.steps(Gate)]
         self._bound = Bound.of(spec, p)
-        self._forms = {one: form(spec, one) for one in (False, True)}  # made here: making parts cannot be traced
+        self._forms = {one: spec.form(one) for one in (False, True)}  # made here: making parts cannot be traced
         self._p = p
 
     def forward(
@@ -192,8 +192,3 @@ class Attention(nn.Module):
             backend, scale = backends.choose(job, self.only), self.spec.similarity.factor(job.core)
             self._plans[key] = Plan(project, job, backend.attend, scale, self.spec.voices)
         return self._plans[key]
-
-
-def form(spec: AttentionSpec, one: bool) -> Project:
-    """The project, or its rewrite for a single query."""
-    return spec.project.rewrites(spec).get("step", spec.project) if one else spec.project

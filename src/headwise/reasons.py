@@ -13,7 +13,6 @@ import torch
 from . import backends
 from .backends import Job
 from .errors import nearest
-from .module import form
 from .probe import PLACES
 from .spec import AttentionSpec
 
@@ -138,7 +137,7 @@ def why(
 
 def _call(job: Job, tokens: str) -> Call:
     spec, one = job.spec, tokens == "one"
-    project = form(spec, one)
+    project = spec.form(one)
     job = replace(job, core=project.core(spec), one=one, stated=one and bool(spec.similarity.state(spec)))
     return Call(tokens, job, "" if project == spec.project else repr(project), backends.why(job))
 

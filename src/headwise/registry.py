@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
 
@@ -46,6 +47,8 @@ class Spoken:
     def __post_init__(self) -> None:
         for field in fields(self):
             value, kinds = getattr(self, field.name), _kinds(type(self), field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise SpecError(f"{type(self).__name__}({field.name}={value!r}) is no finite number; give one")
             wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
             if wrong:
                 wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)

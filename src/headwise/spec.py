@@ -152,6 +152,10 @@ class AttentionSpec:
             voices = step.voices(voices)
         return voices
 
+    def form(self, one: bool) -> Project:
+        """The project, or its rewrite for a single query."""
+        return self.project.rewrites(self).get("step", self.project) if one else self.project
+
     @property
     def stateful(self) -> bool:
         """Whether all past tokens are one state: the similarity has one, and every query reads all of the past."""

@@ -33,6 +33,7 @@ class Tokens:
     def __post_init__(self) -> None:
         if not self.checked:
             _check(self.position, self.segment)
+            self.position, self.segment = self.position.long(), self.segment.long()
             self.start = self.filled = None  # whoever knows more has checked it
 
     @staticmethod
@@ -167,11 +168,10 @@ def _check(position: Tensor, segment: Tensor) -> None:
         raise ValueError(f"positions and segments are {position.dtype} and {segment.dtype}; both must be whole numbers")
     if ((position < 0) & (segment >= 0)).any():
         raise ValueError("a position below 0 has no place in its segment; count from 0")
-    live = segment >= 0
-    alone = torch.arange(position.shape[1], device=position.device).expand_as(position)
-    key = torch.where(live, segment * (position.amax() + 1 if position.numel() else 1) + position, -1 - alone)
-    ordered = key.sort(1).values
-    if (ordered[:, 1:] == ordered[:, :-1]).any():
+    place, order = position.sort(dim=1, stable=True)
+    told, again = segment.gather(1, order).sort(dim=1, stable=True)
+    place = place.gather(1, again)
+    if ((told[:, 1:] == told[:, :-1]) & (place[:, 1:] == place[:, :-1]) & (told[:, 1:] >= 0)).any():
         raise ValueError(
             "two tokens of one segment stand at the same position; count positions inside each segment from 0"
         )

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 def on_cuda(spec, dtype, one=False, grad=False) -> list[str]:
     """The backends that run this spec there."""
-    job = Job(spec, hw.module.form(spec, one).core(spec), "cuda", dtype, grad, one)
+    job = Job(spec, spec.form(one).core(spec), "cuda", dtype, grad, one)
     return [name for name, backend in BACKENDS.items() if not backend.refuses(job)]
 
 

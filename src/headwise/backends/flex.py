@@ -26,6 +26,8 @@ def refuses(job: Job) -> list[str]:
     spec, reasons = job.spec, []
     if job.stated:
         reasons.append("past tokens are a state, not scores")
+    if job.one:
+        reasons.append("a single query fills no block, and every length would be a kernel of its own")
     if not isinstance(spec.similarity, Dot) or not isinstance(spec.normaliser, Softmax):
         reasons.append("its kernel is a softmax over scaled dot products")
     for _, part in spec.parts():

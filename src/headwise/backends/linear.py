@@ -50,4 +50,4 @@ def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | 
     past, weight = past.masked_fill(~live[..., None], 0.0), weight.masked_fill(~live, 0.0)
     total = weight + s_BHTS.sum(-1)
     o_BHTV = (past + torch.matmul(s_BHTS, v_BHSV)) / total.masked_fill(total == 0, 1.0)[..., None]
-    return o_BHTV.transpose(1, 2)
+    return o_BHTV.to(v_BHSV.dtype).transpose(1, 2)

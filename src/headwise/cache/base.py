@@ -143,8 +143,11 @@ class Cache(ABC):
         place = torch.cat([last[:, None], at.position.expand(self.batch, -1)], 1)
         segment = torch.cat([self._segment[:, None], at.segment.expand(self.batch, -1)], 1)
         live = torch.cat([torch.ones_like(last, dtype=torch.bool)[:, None], at.live.expand(self.batch, -1)], 1)
-        rank = torch.where(live, segment * (place.amax() + 2) + place + 1, -1) if place.numel() else place
-        if bool((live[:, 1:] & (rank[:, 1:] <= rank.cummax(1).values[:, :-1])).any()):
+        # Padding stands where the last live token before it stands, so that neighbours can be compared.
+        latest = torch.where(live, torch.arange(live.shape[1], device=live.device), 0).cummax(1).values
+        place, segment = place.gather(1, latest), segment.gather(1, latest)
+        on = (segment[:, 1:] == segment[:, :-1]) & (place[:, 1:] > place[:, :-1])
+        if bool((live[:, 1:] & ~(on | (segment[:, 1:] > segment[:, :-1]))).any()):
             raise ValueError("tokens went back to an earlier position or segment; a cache only goes forward")
 
     def _follow(self, at: Tokens) -> None:
@@ -156,10 +159,10 @@ class Cache(ABC):
             setattr(self, name, torch.where(some, told, getattr(self, name)))
 
     def _take(self, index: Tensor) -> None:
-        whole = index.dim() == 1 and not (index.is_floating_point() or index.dtype == torch.bool)
+        whole = isinstance(index, Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32)
         if not whole or (index.numel() and not 0 <= int(index.min()) <= int(index.max()) < self.batch):
             raise ValueError(
-                f"rows {index.tolist()} of {index.dtype} cannot be taken; give whole numbers in 0..{self.batch - 1}"
+                f"rows {index!r} cannot be taken; give a tensor of whole numbers (no torch.bool) in 0..{self.batch - 1}"
             )
         self.batch = len(index)
         self._last, self._segment = self._last[index], self._segment[index]

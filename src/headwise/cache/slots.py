@@ -42,8 +42,8 @@ class Slots(Cache):
     @property
     def _reads_all(self) -> bool:
         """Whether the pattern allows exactly what is held, found by counting pairs, ahead of need."""
-        if self.used > self._known:
-            self._known = 2 * max(self.used, self.slots)
+        if self.used > self._known and (self._all or not self._known):  # once unequal they stay so
+            self._known = 64 * max(self.used, self.slots)
             span = range(self._known)
             self._all = (self.spec.pattern & Causal()).pairs(span, span) == self._rule().pairs(span, span)
         return self._all
@@ -63,7 +63,7 @@ class Slots(Cache):
         row = torch.arange(self.batch, device=self.device)[:, None].expand_as(slot_BT)[keep]
         slot = slot_BT[keep]
         for name, new in entry.items():
-            self.entry[name][row, slot] = new[keep]
+            self.entry[name][row, slot] = new[keep].to(self.dtype)  # autocast projects in a dtype of its own
         for held, new in ((self.tokens.position, at.position), (self.tokens.segment, at.segment)):
             held[row, slot] = new.expand(self.batch, -1)[keep]
 

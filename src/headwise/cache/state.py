@@ -18,8 +18,9 @@ class StateCache(Cache):
     def __init__(self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(spec, batch, dtype, device)
         sizes = spec.sizes_of(spec.similarity)
+        exact = torch.promote_types(dtype, torch.float32)  # sums of thousands of tokens
         self._state = {
-            name: torch.zeros(batch, *layout.opened(sizes), dtype=dtype, device=device)
+            name: torch.zeros(batch, *layout.opened(sizes), dtype=exact, device=device)
             for name, layout in spec.similarity.state(spec).items()
         }
 

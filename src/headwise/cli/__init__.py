@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has gone, as after `| head`. Python would complain once more when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
-    except (ValueError, OSError, NoBackend) as error:
+    except (ValueError, OSError, OverflowError, NoBackend) as error:
         return _refuse(str(error))
     except MemoryError:
         return _refuse(TOO_BIG)

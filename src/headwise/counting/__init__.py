@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from ..errors import SpecError
 from ..spec import AttentionSpec
 from ..terms import Work
 
@@ -33,13 +34,15 @@ def cache_numbers(spec: AttentionSpec) -> int:
 def cache_bytes(spec: AttentionSpec, *, batch: int, capacity: int, bytes_each: int = 4) -> int:
     """Bytes that a cache of this capacity holds: a ring of what the pattern still reads, or a state.
 
+    A state adds up thousands of tokens and so keeps at least 4 bytes a number.
+
     >>> import headwise as hw
     >>> cache_bytes(hw.design(model=512, heads=8, kv=2, pattern="window(256) | first(4)"), batch=1, capacity=9999)
     266240
     """
     if spec.stateful:
         state, sizes = spec.similarity.state(spec), spec.sizes_of(spec.similarity)
-        return batch * bytes_each * sum(layout.numel(sizes) for layout in state.values())
+        return batch * max(bytes_each, 4) * sum(layout.numel(sizes) for layout in state.values())
     first, last = spec.pattern.memory
     slots = capacity if last is None else min(capacity, first + last)
     return batch * slots * cache_numbers(spec) * bytes_each
@@ -47,6 +50,7 @@ def cache_bytes(spec: AttentionSpec, *, batch: int, capacity: int, bytes_each: i
 
 def asked(spec: AttentionSpec, work: Work) -> int:
     """FLOPs of what the spec asks for: projections, and the core over allowed pairs only."""
+    spec = replace(spec, project=spec.form(work.queries == 1))
     return _outside(spec, work) + spec.core.flops(work.batch * work.pairs)
 
 
@@ -77,6 +81,8 @@ def work_of(spec: AttentionSpec, *, batch: int, queries: int, past: int = 0) -> 
     >>> work_of(hw.design(model=8, heads=2, pattern="causal"), batch=1, queries=4).pairs
     10
     """
+    if not (batch >= 0 and queries >= 0 and past >= 0):
+        raise SpecError(f"batch={batch}, queries={queries}, past={past} is no work; none of them can be negative")
     keys = past + queries
     pairs = spec.pattern.pairs(range(past, keys), range(keys))
     return Work(batch, queries, queries, keys, pairs)

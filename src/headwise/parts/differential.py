@@ -42,6 +42,8 @@ class Differential(OutputStep):
         return 0.8 - 0.6 * math.exp(-0.3 * self.depth)
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        if not self.eps > 0:
+            yield f"{type(self).__name__}(eps={self.eps!r}) must be positive; 1e-6 is usual"
         heads = spec.heads
         if self.depth < 0:
             yield f"Differential(depth={self.depth}) is no depth; the first layer is 0"

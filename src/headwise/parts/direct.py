@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,6 +30,7 @@ class Direct(Project):
     """
 
     paper = "1706.03762"
+    plain: ClassVar[bool] = True
     bias: str = ""
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:

@@ -51,11 +51,12 @@ class FeatureMap(Similarity):
     def fold(
         self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor, live_BS: Tensor, p: Weighted
     ) -> dict[str, Tensor]:
-        phi = _phi(k_BHSK).masked_fill(~live_BS[:, None, :, None], 0.0)
-        return {"kv": state["kv"] + phi.transpose(-1, -2) @ v_BHSV, "k": state["k"] + phi.sum(-2)}
+        exact = state["k"].dtype  # bfloat16 keeps 8 bits, too few for a sum of thousands
+        phi = _phi(k_BHSK).to(exact).masked_fill(~live_BS[:, None, :, None], 0.0)
+        return {"kv": state["kv"] + phi.transpose(-1, -2) @ v_BHSV.to(exact), "k": state["k"] + phi.sum(-2)}
 
     def read(self, q_BHTK: Tensor, state: Mapping[str, Tensor], p: Weighted) -> tuple[Tensor, Tensor]:
-        phi = _phi(q_BHTK)
+        phi = _phi(q_BHTK).to(state["k"].dtype)
         return phi @ state["kv"], (phi @ state["k"][..., None]).squeeze(-1)
 
     @classmethod

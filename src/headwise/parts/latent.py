@@ -41,6 +41,8 @@ class Latent(Project):
     eps: float = 1e-6
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        if not self.eps > 0:
+            yield f"{type(self).__name__}(eps={self.eps!r}) must be positive; 1e-6 is usual"
         if self.form not in ("expanded", "absorbed"):
             yield f"Latent(form={self.form!r}) is unknown; use 'expanded' or 'absorbed'"
         if min(self.rank, 1 if self.query_rank is None else self.query_rank) < 1 or self.rope < 0:

@@ -36,6 +36,8 @@ class QKNorm(Turn):
     temperature: float = 10.0
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        if not self.eps > 0:
+            yield f"{type(self).__name__}(eps={self.eps!r}) must be positive; 1e-6 is usual"
         if (self.kind, self.scope) not in (("rms", "head"), ("rms", "full"), ("l2", "head")):
             yield (
                 f"QKNorm(kind={self.kind!r}, scope={self.scope!r}) is not defined; "
@@ -43,7 +45,7 @@ class QKNorm(Turn):
             )
         if self.kind == "l2" and spec.similarity.factor(spec.core) != 1.0:
             yield "QKNorm(kind='l2') brings a temperature in place of 1/sqrt(dim); use similarity Dot(scale=1.0)"
-        if spec.core.dim != spec.heads.dim or "k" not in spec.project.entry(spec):
+        if not spec.project.plain:
             yield "QKNorm would reach only a slice of what this project compares; its own norms stand in its place"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:

@@ -62,9 +62,12 @@ class Rotary(Turn):
 
     def place(self, position_BT: Tensor, exact: torch.dtype, p: Weighted) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every pair's angle."""
-        angle = position_BT.view(*position_BT.shape, 1, 1) * p["frequency"].to(exact)
-        swell = self.scaling.swell
-        return (angle.cos(), angle.sin()) if swell == 1 else (angle.cos() * swell, angle.sin() * swell)
+        # In float64, whatever the layer: in float32 an angle of position 2^24 is off by half a turn.
+        angle = position_BT.view(*position_BT.shape, 1, 1) * p["frequency"]
+        cos, sin, swell = angle.cos(), angle.sin(), self.scaling.swell
+        if swell != 1:
+            cos, sin = cos * swell, sin * swell
+        return cos.to(exact), sin.to(exact)
 
     def turn(self, x_BTHK: Tensor, side: str, placed: tuple[Tensor, Tensor], p: Weighted) -> Tensor:
         cos, sin = placed

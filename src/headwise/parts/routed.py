@@ -93,7 +93,7 @@ class Routed(Gate):
         top, index = share.topk(self.active, -1)
         chosen = torch.zeros_like(share).scatter(-1, index, 1.0)
         if ledger is not None:
-            live = asked.at.live.expand(share.shape[:-1])[..., None].to(share.dtype)
+            live = asked.at.live.expand(share.shape[:-1])[..., None].to(torch.promote_types(share.dtype, torch.float32))
             count = live.sum().clamp(min=1)
             mean, often = ((t * live).sum((0, 1)) / count for t in (share, chosen))
             ledger.set("balance", share.shape[-1] * (mean * often).sum())

@@ -33,8 +33,9 @@ class Shaw(ScoreStep):
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         if self.reach < 1:
             yield f"Shaw(reach={self.reach}) sees no distance; use at least 1"
-        if spec.core.dim != spec.heads.dim:
-            yield f"Shaw's vectors are {spec.heads.dim} wide, but this project asks with {spec.core.dim}; use Direct()"
+        if not spec.project.plain:
+            name = type(spec.project).__name__
+            yield f"Shaw's vectors meet queries as wide as a head, but {name} asks with others; use project Direct()"
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"place": 2 * self.reach + 1}
@@ -74,8 +75,9 @@ class ShawValues(ValueStep):
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         if self.reach < 1:
             yield f"ShawValues(reach={self.reach}) sees no distance; use at least 1"
-        if spec.core.vdim != spec.heads.vdim:
-            yield "ShawValues adds to values as they are; a project that reads something else first cannot have it"
+        if not spec.project.plain:
+            name = type(spec.project).__name__
+            yield f"ShawValues adds to values as they are read, but {name} reads something else first; use Direct()"
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"place_of_value": 2 * self.reach + 1}
