@@ -90,6 +90,7 @@ def share(
     heads = spec.heads
     if sorted(head for group in groups for head in group) != list(range(heads.kv)) or heads.values:
         raise SpecError(f"groups {groups} must hold each of {heads.kv} key-value heads once")
+    _check_even(spec, [len(group) for group in groups])
     owner = {head: n for n, group in enumerate(groups) for head in group}
     fewer = replace(heads, kv=len(groups), reads=tuple(owner[r] for r in heads.reads))
     return _with(spec, fewer), changed(spec, weights, {"kv": merge(groups)})
@@ -100,8 +101,18 @@ def split(spec: AttentionSpec, weights: Weights) -> tuple[AttentionSpec, dict[st
     heads = spec.heads
     if heads.values:
         raise SpecError(f"keys and values are grouped apart here ({heads}); give every head its own by hand")
+    _check_even(spec, [heads.reads.count(head) for head in range(heads.kv)])
     own = replace(heads, kv=heads.q, reads=tuple(range(heads.q)))
     return _with(spec, own), changed(spec, weights, {"kv": repeat(heads.reads)})
+
+
+def _check_even(spec: AttentionSpec, sizes: Sequence[int]) -> None:
+    """A mean over all key heads stays what it was only if each is repeated, or shared, equally often."""
+    joint = [name for name, part in spec.parts() if part.joins_keys()]
+    if joint and len(set(sizes)) > 1:
+        raise SpecError(
+            f"{joint[0]} takes all key heads as one, so groups of {list(sizes)} would change it; use equal ones"
+        )
 
 
 def _with(spec: AttentionSpec, heads: Heads) -> AttentionSpec:

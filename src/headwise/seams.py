@@ -54,6 +54,10 @@ class Part(Spoken, ABC):
         """The score heads it needs so that these come out right."""
         return heads
 
+    def joins_keys(self) -> bool:
+        """Whether it takes all key heads as one vector, so that how often each is there matters."""
+        return False
+
     def settled(self, spec: AttentionSpec) -> Self:
         """Itself with every size written out that would otherwise follow from the number of heads."""
         return self

@@ -67,8 +67,6 @@ def test_sharing_equal_heads_changes_nothing(name):
     except hw.SpecError as reason:
         pytest.skip(f"its heads cannot be split: {reason}")
     expected = layer(x, source=z)
-    if any(getattr(part, "scope", "") == "full" for _, part in spec.parts()) and spec.heads.kv != spec.heads.q:
-        pytest.skip("a norm over all key heads is another one over more of them")
     check_close(rebuilt(wide, weights)(x, source=z), expected)
     groups = [[h for h, read in enumerate(spec.heads.reads) if read == g] for g in range(spec.heads.kv)]
     back, shared = axes.share(wide, weights, groups)
@@ -87,3 +85,13 @@ def test_permuting_outputs_changes_nothing(name):
     parts = [layer.merge(o * torch.eye(o.shape[2], dtype=o.dtype)[h][:, None]) for h in range(o.shape[2])]
     silent = layer.merge(torch.zeros_like(o))
     check_close(sum(parts) - (len(parts) - 1) * silent, y)
+
+
+def test_uneven_groups_under_a_norm_over_all_keys_are_refused():
+    spec = cases.base(kv=3, modifiers=(hw.QKNorm(scope="full"),))
+    weights = cases.layer(spec).state_dict()
+    with pytest.raises(hw.SpecError, match="equal ones"):
+        axes.share(spec, weights, [[0, 1], [2]])
+    uneven = cases.normal(spec, heads=hw.Heads(q=6, kv=3, dim=4, reads=(0, 0, 0, 1, 1, 2)))
+    with pytest.raises(hw.SpecError, match="equal ones"):
+        axes.split(uneven, weights)

@@ -57,6 +57,9 @@ class QKNorm(Turn):
     def sources(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         return frozenset(range(spec.heads.q)) if self.scope == "full" else heads
 
+    def joins_keys(self) -> bool:
+        return self.scope == "full"
+
     def turn(self, x_BTHK: Tensor, side: str, placed: None, p: Weighted) -> Tensor:
         if self.kind == "l2":
             unit = F.normalize(x_BTHK, dim=-1, eps=self.eps)
