@@ -179,8 +179,9 @@ class Attention(nn.Module):
         return entry
 
     def _folded(self, job: Job, given: Inputs, told: Tokens) -> dict[str, Tensor]:
-        similarity, p = self._bound.similarity, self._bound.similarity_p
-        return similarity.fold(given.state, *backends.heard(given, job), told.live, p)
+        assert self._bound.folder is not None
+        folder, p = self._bound.folder
+        return folder.fold(given.state, *backends.heard(given, job), told.live, p)
 
     def _plan(self, x: Tensor, stated: bool, masked: bool, probe: Probe | None) -> Plan:
         wants = NOTHING if probe is None else inputs.checked_probe(probe).wants

@@ -142,7 +142,33 @@ class Turn(Modifier):
     def turn(self, x_BTHK: Tensor, side: str, placed: Any, p: Weighted) -> Tensor: ...
 
 
-class Similarity(Part):
+class Foldable(Part):
+    """What can remember all past tokens as sums over them, so that no token has to be kept."""
+
+    def state(self, spec: AttentionSpec) -> Mapping[str, Layout]:
+        """The sums, by named axes; empty when each token must be kept."""
+        return {}
+
+    def features(self, core: Core) -> int:
+        """How many numbers of a token its sums run over; none when all tokens have one share."""
+        return 0
+
+    def share(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: Weighted) -> Tensor:
+        """What the weights of these pairs are in proportion to, [B, H, T, S]."""
+        raise AssertionError("a part without a state was asked for shares")
+
+    def fold(
+        self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor, live_BS: Tensor, p: Weighted
+    ) -> dict[str, Tensor]:
+        """The state after these tokens; those not live leave no trace."""
+        raise AssertionError("a part without a state was asked to fold tokens into one")
+
+    def read(self, q_BHTK: Tensor, state: Mapping[str, Tensor], p: Weighted) -> tuple[Tensor, Tensor]:
+        """What a query reads from the state: the values by their shares, and the total of these."""
+        raise AssertionError("a part without a state was asked to read one")
+
+
+class Similarity(Foldable):
     """How alike a query and a key are: `signed` when that may be negative, `linear` when it is in the key."""
 
     signed: ClassVar[bool] = True
@@ -156,20 +182,6 @@ class Similarity(Part):
     def factor(self, core: Core) -> float:
         """What scores are multiplied with."""
         return core.scale
-
-    def state(self, spec: AttentionSpec) -> Mapping[str, Layout]:
-        """What it can remember of all past tokens at once; empty when each token must be kept."""
-        return {}
-
-    def fold(
-        self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor, live_BS: Tensor, p: Weighted
-    ) -> dict[str, Tensor]:
-        """The state after these tokens; those not live leave no trace."""
-        raise AssertionError("a similarity without a state was asked to fold tokens into one")
-
-    def read(self, q_BHTK: Tensor, state: Mapping[str, Tensor], p: Weighted) -> tuple[Tensor, Tensor]:
-        """What a query reads from the state: the weighted values, and the total weight."""
-        raise AssertionError("a similarity without a state was asked to read one")
 
 
 class ScoreStep(Modifier):
@@ -209,10 +221,11 @@ class Mix(Modifier):
     def mix(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: Weighted) -> Tensor: ...
 
 
-class Normaliser(Part):
+class Normaliser(Foldable):
     """Scores to weights. A query with nothing to read gets no weight at all.
 
-    `proportional` when weights are the scores themselves over their sum, which is all that a state can give;
+    `proportional` when weights are the scores themselves over their sum, which is all that a similarity's state
+    can give; one that does not look at scores may have a state of its own;
     `shift_free` when it does not see one number added to a whole row; `whole` when a row that reads anything
     has weights that sum to one.
     """

@@ -11,6 +11,7 @@ from .errors import SpecError, nearest
 from .heads import Heads
 from .pattern import Causal, Full, Pattern
 from .seams import (
+    Foldable,
     Merge,
     Mix,
     Modifier,
@@ -157,9 +158,15 @@ class AttentionSpec:
         return self.project.rewrites(self).get("step", self.project) if one else self.project
 
     @property
+    def folder(self) -> tuple[str, Foldable] | None:
+        """The part whose sums can stand for all past tokens, with its name; None when each must be kept."""
+        found = [(name, part) for name, part in self.steps(Foldable) if part.state(self)]
+        return found[0] if found else None
+
+    @property
     def stateful(self) -> bool:
-        """Whether all past tokens are one state: the similarity has one, and every query reads all of the past."""
-        return bool(self.similarity.state(self)) and self.pattern == Causal()
+        """Whether all past tokens are one state: some part has one, and every query reads all of the past."""
+        return self.folder is not None and self.pattern == Causal()
 
     @property
     def positional(self) -> bool:

@@ -40,7 +40,7 @@ def test_cached_decode_is_one_pass(name):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_ring_forgets_only_what_nobody_reads(name):
     spec = replace(cases.causal(EXAMPLES[name]), pattern=hw.Window(3) | hw.First(2))
-    if spec.similarity.state(spec):
+    if spec.folder:
         pytest.skip("a state cannot forget, and its backend says so")
     layer = cases.layer(spec)
     x = torch.randn(cases.BATCH, 17, spec.model, dtype=torch.float64)
@@ -98,7 +98,7 @@ def test_one_query_runs_in_every_backend_that_takes_it(name):
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     expected = layer(x)[:, -1:]
-    for backend in [None] if spec.similarity.state(spec) else cases.takers(spec, one=True):
+    for backend in [None] if spec.folder else cases.takers(spec, one=True):
         cache = layer.cache(batch=cases.BATCH, capacity=9)
         layer.only = None
         layer(x[:, :-1], cache=cache)

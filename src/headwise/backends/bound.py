@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..seams import Mix, Normaliser, Part, ScoreStep, Similarity, ValueStep, WeightStep
+from ..seams import Foldable, Mix, Normaliser, Part, ScoreStep, Similarity, ValueStep, WeightStep
 from ..spec import AttentionSpec
 from ..terms import Phase, Weighted
 from ..tokens import Sight
@@ -30,6 +30,7 @@ class Bound:
 
     similarity: Similarity
     similarity_p: Weighted
+    folder: tuple[Foldable, Weighted] | None  # what can keep past tokens as sums
     scores: Sequence[Act]
     normaliser: Normaliser
     normaliser_p: Weighted
@@ -54,6 +55,7 @@ class Bound:
         return Bound(
             similarity=spec.similarity,
             similarity_p=p["similarity"],
+            folder=spec.folder and (spec.folder[1], p[spec.folder[0]]),
             scores=acts[Phase.SCORES],
             normaliser=spec.normaliser,
             normaliser_p=p["normaliser"],

@@ -1,34 +1,69 @@
-"""Linear attention while decoding: past tokens are one state, and only the new ones form scores."""
+"""Sums over tokens in the place of scores: a state while decoding, and linear cost in one pass."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from ..pattern import Causal, Full
 from ..probe import Probe
+from ..spec import AttentionSpec
 from ..terms import Work
 from ..tokens import Sight
 from .bound import Bound, spread_heads
 from .job import Inputs, Job
 
+CHUNK = 128  # queries that form scores among themselves before they become part of the state
+
+
+def edges() -> tuple[int, ...]:
+    """The lengths at which a chunk more is begun."""
+    return CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3
+
 
 def refuses(job: Job) -> list[str]:
     """Why this job cannot run here."""
-    reasons = [] if job.stated else ["there is no state of past tokens"]
-    if not job.spec.normaliser.proportional:
-        reasons.append(f"a state gives sums, which {type(job.spec.normaliser).__name__} is not made of")
+    spec, reasons = job.spec, []
+    if spec.folder is None:
+        reasons.append("no part of it can keep tokens as sums")
+    if not job.stated and spec.pattern not in (Causal(), Full()):
+        reasons.append(f"sums cannot forget tokens, as {spec.pattern.text} must")
     if job.masked:
-        reasons.append("a state cannot be masked")
+        reasons.append("a sum cannot be masked")
     if unseen := sorted(job.wants & {"scores", "weights", "lse"}):
         reasons.append(f"it cannot show {', '.join(unseen)}")
     return reasons
 
 
 def spent(job: Job, work: Work) -> int:
-    """Own scores of the new tokens, and for each one reading of the state."""
-    core = job.core
-    own = core.flops(work.batch * work.queries * work.queries)
-    return own + 2 * work.batch * work.queries * len(core.keys) * core.dim * (core.vdim + 1)
+    """Scores of each chunk among itself, the folding of chunks, and a reading of the state for each query."""
+    assert job.spec.folder is not None
+    rows, features, vdim = len(job.core.values), job.spec.folder[1].features(job.core), job.core.vdim
+    queries, keys = work.queries, work.keys
+    if job.stated:
+        own, folded, readers = queries * queries, 0, queries
+    elif job.spec.pattern == Full():
+        own, folded, readers = 0, keys, queries
+    else:
+        full, rest = divmod(queries, CHUNK)
+        own = full * CHUNK**2 + rest**2
+        readers = max(queries - CHUNK, 0)
+        folded = max(queries - 1, 0) // CHUNK * CHUNK
+    each = own * (features + vdim) + folded * features * vdim + readers * features * (vdim + 1)
+    return 2 * work.batch * rows * each
+
+
+def empty(spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """The state of no tokens; sums of thousands keep at least float32."""
+    assert spec.folder is not None
+    part, exact = spec.folder[1], torch.promote_types(dtype, torch.float32)
+    sizes = spec.sizes_of(part)
+    return {
+        name: torch.zeros(batch, *layout.opened(sizes), dtype=exact, device=device)
+        for name, layout in part.state(spec).items()
+    }
 
 
 def heard(inputs: Inputs, job: Job) -> tuple[Tensor, Tensor]:
@@ -38,16 +73,69 @@ def heard(inputs: Inputs, job: Job) -> tuple[Tensor, Tensor]:
 
 
 def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
-    """Per-head outputs o_BTHV: (what the state gives + what new tokens give) / (all their weight)."""
+    """Per-head outputs o_BTHV: (what the state gives + what keys beside it give) / (the total of their shares)."""
     q_BHTK = inputs.q.transpose(1, 2)
     if bound.selected is not None:
         q_BHTK = q_BHTK.index_select(1, torch.tensor(bound.selected, device=q_BHTK.device))
     k_BHSK, v_BHSV = heard(inputs, job)
-    s_BHTS = bound.similarity.scores(q_BHTK, k_BHSK, inputs.asked.scale, bound.similarity_p)
-    s_BHTS = s_BHTS.masked_fill(~sight.allowed, 0.0)
-    past, weight = bound.similarity.read(q_BHTK, inputs.state, bound.similarity_p)
-    live = sight.queries.live[:, None, :]
-    past, weight = past.masked_fill(~live[..., None], 0.0), weight.masked_fill(~live, 0.0)
-    total = weight + s_BHTS.sum(-1)
-    o_BHTV = (past + torch.matmul(s_BHTS, v_BHSV)) / total.masked_fill(total == 0, 1.0)[..., None]
-    return o_BHTV.to(v_BHSV.dtype).transpose(1, 2)
+    reading = _Reading(bound, inputs.asked.scale, v_BHSV.dtype)
+    if job.stated:
+        o_BHTV = reading.both(q_BHTK, k_BHSK, v_BHSV, sight.allowed, inputs.state, sight.queries.live)
+    elif sight.shape == "any":  # who may be summed up with whom depends on the data: one chunk, without a state
+        o_BHTV = reading.both(q_BHTK, k_BHSK, v_BHSV, sight.allowed)
+    else:
+        nothing = empty(job.spec, q_BHTK.shape[0], q_BHTK.dtype, q_BHTK.device)
+        passed = reading.after if sight.shape == "full" else reading.along
+        o_BHTV = passed(q_BHTK, k_BHSK, v_BHSV, nothing)
+    return o_BHTV.transpose(1, 2)
+
+
+class _Reading:
+    """The ways in which queries read sums."""
+
+    def __init__(self, bound: Bound, scale: float, dtype: torch.dtype) -> None:
+        assert bound.folder is not None
+        (self.folder, self.p), self.scale, self.dtype = bound.folder, scale, dtype
+
+    def both(
+        self,
+        q_BHTK: Tensor,
+        k_BHSK: Tensor,
+        v_BHSV: Tensor,
+        allowed: Tensor,
+        state: Mapping[str, Tensor] | None = None,
+        live_BT: Tensor | None = None,
+    ) -> Tensor:
+        """o_BHTV of queries that read a state, when there is one, and these keys where allowed."""
+        share_BHTS = self.folder.share(q_BHTK, k_BHSK, self.scale, self.p).masked_fill(~allowed, 0.0)
+        value_BHTV, total = torch.matmul(share_BHTS, v_BHSV), share_BHTS.sum(-1)
+        if state is not None:
+            past_BHTV, weight = self.folder.read(q_BHTK, state, self.p)
+            if live_BT is not None:
+                live = live_BT[:, None, :]
+                past_BHTV, weight = past_BHTV.masked_fill(~live[..., None], 0.0), weight.masked_fill(~live, 0.0)
+            value_BHTV, total = value_BHTV + past_BHTV, total + weight
+        return self._over(value_BHTV, total)
+
+    def after(self, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """o_BHTV of queries that read every key."""
+        state = self._folded(state, k_BHSK, v_BHSV)
+        return self._over(*self.folder.read(q_BHTK, state, self.p))
+
+    def along(self, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """o_BHTV of queries that read the keys up to their own, chunk by chunk."""
+        chunks: list[Tensor] = []
+        for start in range(0, q_BHTK.shape[2], CHUNK):
+            q, k, v = (t[:, :, start : start + CHUNK] for t in (q_BHTK, k_BHSK, v_BHSV))
+            square = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+            chunks.append(self.both(q, k, v, square, state if start else None))
+            if start + CHUNK < q_BHTK.shape[2]:
+                state = self._folded(state, k, v)
+        return torch.cat(chunks, 2) if chunks else torch.zeros_like(v_BHSV)
+
+    def _folded(self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor) -> dict[str, Tensor]:
+        live_BS = torch.ones(k_BHSK.shape[0], k_BHSK.shape[2], dtype=torch.bool, device=k_BHSK.device)
+        return self.folder.fold(state, k_BHSK, v_BHSV, live_BS, self.p)
+
+    def _over(self, value_BHTV: Tensor, total: Tensor) -> Tensor:
+        return (value_BHTV / total.masked_fill(total == 0, 1.0)[..., None]).to(self.dtype)

@@ -33,6 +33,8 @@ def refuses_core(job: Job) -> list[str]:
         reasons.append("past tokens are a state, not scores")
     if not isinstance(spec.similarity, Dot):
         reasons.append(f"it compares by dot product, not {type(spec.similarity).__name__}")
+    if not job.core.dim:
+        reasons.append(f"{type(spec.project).__name__} leaves it nothing to compare")
     if not isinstance(spec.normaliser, (Softmax, SinkSoftmax)):
         reasons.append(f"it normalises by softmax, not {type(spec.normaliser).__name__}")
     for _, part in spec.parts():

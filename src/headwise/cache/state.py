@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..backends.linear import empty
 from ..spec import AttentionSpec
 from ..tokens import Tokens
 from .base import Cache, Entry
@@ -17,12 +18,7 @@ class StateCache(Cache):
 
     def __init__(self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(spec, batch, dtype, device)
-        sizes = spec.sizes_of(spec.similarity)
-        exact = torch.promote_types(dtype, torch.float32)  # sums of thousands of tokens
-        self._state = {
-            name: torch.zeros(batch, *layout.opened(sizes), dtype=exact, device=device)
-            for name, layout in spec.similarity.state(spec).items()
-        }
+        self._state = empty(spec, batch, dtype, device)
 
     @property
     def state(self) -> Mapping[str, Tensor]:

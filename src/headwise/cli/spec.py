@@ -64,7 +64,7 @@ def described(spec: AttentionSpec, tokens: int) -> dict[str, Any]:
             "entry": {name: list(shape) for name, shape in spec.entry().items()},
             "numbers_per_token": numbers,
             "bytes_per_token": {"float32": 4 * numbers, "bfloat16": 2 * numbers},
-            "bytes_of_state": counting.cache_bytes(spec, batch=1, capacity=1) if spec.similarity.state(spec) else 0,
+            "bytes_of_state": counting.cache_bytes(spec, batch=1, capacity=1) if spec.folder else 0,
             "keeps": {"first": first, "last": last},
         },
         "heads": {"score": spec.heads.q, "key": spec.heads.kv, "value": spec.heads.v, "out": len(spec.speaks)},

@@ -40,9 +40,10 @@ def cache_bytes(spec: AttentionSpec, *, batch: int, capacity: int, bytes_each: i
     >>> cache_bytes(hw.design(model=512, heads=8, kv=2, pattern="window(256) | first(4)"), batch=1, capacity=9999)
     266240
     """
-    if spec.stateful:
-        state, sizes = spec.similarity.state(spec), spec.sizes_of(spec.similarity)
-        return batch * max(bytes_each, 4) * sum(layout.numel(sizes) for layout in state.values())
+    if spec.folder and spec.stateful:
+        part = spec.folder[1]
+        sizes = spec.sizes_of(part)
+        return batch * max(bytes_each, 4) * sum(layout.numel(sizes) for layout in part.state(spec).values())
     first, last = spec.pattern.memory
     slots = capacity if last is None else min(capacity, first + last)
     return batch * slots * cache_numbers(spec) * bytes_each

@@ -8,15 +8,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..layout import Layout
 from ..registry import part
-from ..seams import Normaliser
+from ..seams import Modifier, Normaliser
 from ..spec import AttentionSpec
-from ..terms import Base, Weighted
+from ..terms import Base, Phase, Weighted
 
 
 @part
 class Average(Normaliser):
     """w_j = 1/n for the n allowed keys, whatever the scores: average attention (1805.00631).
+
+    All past tokens are one sum of values and their number, unless something mixes heads or changes weights.
 
     >>> Average().row(torch.tensor([5.0, -5.0]), {}).tolist()
     [0.5, 0.5]
@@ -32,6 +35,25 @@ class Average(Normaliser):
     def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
         live = allowed.expand(s_BHTS.shape).to(s_BHTS.dtype)
         return live / live.sum(-1, keepdim=True).clamp(min=1) + 0 * s_BHTS.masked_fill(~allowed, 0.0)
+
+    def state(self, spec: AttentionSpec) -> Mapping[str, Layout]:
+        core = (Phase.SCORES, Phase.WEIGHTS, Phase.VALUES)
+        if any(step.phase in core for _, step in spec.steps(Modifier)):
+            return {}
+        return {"v": Layout.parse("voice vdim"), "count": Layout.parse("voice")}
+
+    def share(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: Weighted) -> Tensor:
+        return q_BHTK.new_ones(*q_BHTK.shape[:3], k_BHSK.shape[2])
+
+    def fold(
+        self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor, live_BS: Tensor, p: Weighted
+    ) -> dict[str, Tensor]:
+        heard = v_BHSV.to(state["v"].dtype).masked_fill(~live_BS[:, None, :, None], 0.0)
+        return {"v": state["v"] + heard.sum(-2), "count": state["count"] + live_BS.sum(-1, keepdim=True)}
+
+    def read(self, q_BHTK: Tensor, state: Mapping[str, Tensor], p: Weighted) -> tuple[Tensor, Tensor]:
+        each = q_BHTK.shape[:3]
+        return state["v"][:, :, None].expand(*each, -1), state["count"][..., None].expand(each)
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:

@@ -45,6 +45,12 @@ class FeatureMap(Similarity):
     def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: Weighted) -> Tensor:
         return torch.matmul(_phi(q_BHTK), _phi(k_BHSK).transpose(-1, -2))
 
+    def features(self, core: Core) -> int:
+        return core.dim
+
+    def share(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: Weighted) -> Tensor:
+        return self.scores(q_BHTK, k_BHSK, scale, p)
+
     def state(self, spec: AttentionSpec) -> Mapping[str, Layout]:
         return {"kv": Layout.parse("voice dim vdim"), "k": Layout.parse("voice dim")}
 
