@@ -27,7 +27,7 @@ TAUGHT = [
 
 # Where a step may belong: the methods of the seams, the backend, the layer itself, and what was given.
 SEAMS = {"x", "source", "remember", "ask", "turn", "recall", "gate", "scores", "score", "mix", "normalise", "weigh"}
-SEAMS |= {"read", "attend", "deliver", "finish", "layer", "merge"}
+SEAMS |= {"lift", "read", "attend", "deliver", "finish", "layer", "merge"}
 
 
 def test_multi_head_attention_walks_as_it_is_taught():

@@ -42,6 +42,23 @@ def check_source(spec: AttentionSpec, z: Tensor, tokens: Tokens | None, like: Te
         _tokens("source", z, tokens)
 
 
+def check_positions(spec: AttentionSpec, at: Tokens) -> None:
+    """Refuse tokens that stand where a part knows nothing; a compiled call sees only what is known without asking."""
+    if at.start is not None:
+        last = at.start + at.count - 1
+    elif at.position.numel() == 0 or torch.compiler.is_compiling():
+        return
+    else:
+        last = int(at.position.masked_fill(~at.live, -1).max())
+    for _, part in spec.parts():
+        known = part.longest(spec)
+        if known is not None and last >= known:
+            raise ValueError(
+                f"{part!r} knows no position {last}, its last one is {known - 1}; "
+                f"give it a length of {last + 1}, or give shorter input"
+            )
+
+
 def check_mask(
     spec: AttentionSpec, mask: Tensor, x: Tensor, source: Tensor | Remembered | None, cache: Cache | None
 ) -> None:

@@ -79,6 +79,7 @@ class Attention(nn.Module):
         self._gates = [(gate, p[name]) for name, gate in spec.steps(Gate)]
         self._bound = Bound.of(spec, p)
         self._forms = {one: spec.form(one) for one in (False, True)}  # made here: making parts cannot be traced
+        self._longest = spec.longest
         self._p = p
 
     def forward(
@@ -116,6 +117,8 @@ class Attention(nn.Module):
         state = {} if cache is None else cache.state
         plan = self._plan(x, bool(state), mask is not None, probe)  # may refuse, before anything is remembered
         at = tokens or (Tokens.run(0, x.shape[1], x.device) if cache is None else cache.next(x.shape[1]))
+        if self._longest is not None:
+            inputs.check_positions(self.spec, at)
         turning = Turning(self._turns, at.position)
         entry, told = self._remembered(x, at, turning, source, cache)
         p = self._p["project"]
@@ -127,7 +130,7 @@ class Attention(nn.Module):
         ledger = None if probe is None else probe.ledger
         gates = [gate.gate(asked, own, ledger) for gate, own in self._gates]
         sight = Sight(at, told, self.spec.pattern, mask)
-        job_inputs = Inputs(q_BTHK, k_BSGK, v_BSGV, asked, entry, state)
+        job_inputs = Inputs(self._lift(q_BTHK), self._lift(k_BSGK), v_BSGV, asked, entry, state)
         o_BTHV = plan.attend(plan.job, sight, job_inputs, self._bound, probe)
         if isinstance(cache, StateCache):
             cache.fold(self._folded(plan.job, job_inputs, told))
@@ -146,6 +149,8 @@ class Attention(nn.Module):
         """Another sequence, projected once: hand it over as `source` as often as you like."""
         inputs.check_source(self.spec, z, tokens, self._like)
         at = tokens or Tokens.run(0, z.shape[1], z.device)
+        if self._longest is not None:
+            inputs.check_positions(self.spec, at)
         return Remembered(self._entry(z, Turning(self._turns, at.position)), at, self.spec)
 
     def cache(self, *, batch: int, capacity: int) -> Cache:
@@ -178,6 +183,9 @@ class Attention(nn.Module):
             entry |= {f"{name}.{key}": factor for key, factor in mix.remember(z_BSE, p).items()}
         return entry
 
+    def _lift(self, x_BTHK: Tensor) -> Tensor:
+        return self._bound.similarity.lift(x_BTHK, self._bound.similarity_p)
+
     def _folded(self, job: Job, given: Inputs, told: Tokens) -> dict[str, Tensor]:
         assert self._bound.folder is not None
         folder, p = self._bound.folder
@@ -189,7 +197,7 @@ class Attention(nn.Module):
         key = (self.only, x.device.type, x.dtype, grad, one, stated, masked, self.training, wants)
         if key not in self._plans:
             project = self._forms[one]
-            job = Job(self.spec, project.core(self.spec), *key[1:])
+            job = Job(self.spec, self.spec.core_of(project), *key[1:])
             backend, scale = backends.choose(job, self.only), self.spec.similarity.factor(job.core)
             self._plans[key] = Plan(project, job, backend.attend, scale, self.spec.voices)
         return self._plans[key]

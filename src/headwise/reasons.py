@@ -138,7 +138,7 @@ def why(
 def _call(job: Job, tokens: str) -> Call:
     spec, one = job.spec, tokens == "one"
     project = spec.form(one)
-    job = replace(job, core=project.core(spec), one=one, stated=one and spec.stateful)
+    job = replace(job, core=spec.core_of(project), one=one, stated=one and spec.stateful)
     return Call(tokens, job, "" if project == spec.project else repr(project), backends.why(job))
 
 

@@ -66,6 +66,10 @@ class Part(Spoken, ABC):
         """The heads it needs when a design names only the plain ones."""
         return heads
 
+    def longest(self, spec: AttentionSpec) -> int | None:
+        """How many positions it knows, counted from 0; None when it can stand anywhere."""
+        return None
+
     def placed(self, layer: int, layers: int) -> Self:
         """Itself at one depth: schedules become numbers."""
         return self
@@ -169,10 +173,14 @@ class Foldable(Part):
 
 
 class Similarity(Foldable):
-    """How alike a query and a key are: `signed` when that may be negative, `linear` when it is in the key."""
+    """How alike a query and a key are: `signed` when that may be negative, `linear` when it is in the key.
+
+    `headed` when it has parameters of its own per score head, so that heads which share a key are not alike to it.
+    """
 
     signed: ClassVar[bool] = True
     linear: ClassVar[bool] = False
+    headed: ClassVar[bool] = False
 
     @abstractmethod
     def pair(self, q_K: Tensor, k_K: Tensor, scale: float, p_h: Mapping[str, Tensor]) -> Tensor: ...
@@ -182,6 +190,14 @@ class Similarity(Foldable):
     def factor(self, core: Core) -> float:
         """What scores are multiplied with."""
         return core.scale
+
+    def lift(self, x_BTHK: Tensor, p: Weighted) -> Tensor:
+        """What of queries, or of keys, the vectorised forms compare: once for each token, before heads share keys."""
+        return x_BTHK
+
+    def compared(self, core: Core) -> int:
+        """How many channels that has."""
+        return core.dim
 
 
 class ScoreStep(Modifier):

@@ -195,8 +195,18 @@ class AttentionSpec:
 
     @property
     def core(self) -> Core:
-        """Shapes and scale of the attention core, as the project gives them."""
-        return self.project.core(self)
+        """Shapes and scale of the attention core."""
+        return self.core_of(self.project)
+
+    def core_of(self, form: Project) -> Core:
+        """The core when the project runs in this form, with the width of what the similarity compares."""
+        core = form.core(self)
+        return Core(core.keys, core.values, core.dim, core.vdim, core.scale, self.similarity.compared(core))
+
+    @property
+    def longest(self) -> int | None:
+        """How many positions all of its parts know, counted from 0; None when tokens may stand anywhere."""
+        return min((known for _, part in self.parts() if (known := part.longest(self)) is not None), default=None)
 
     def with_heads(self, **changes: Any) -> AttentionSpec:
         """The same layer with other heads; who reads whom is made even again unless said.

@@ -39,6 +39,7 @@ class Core:
     """All that a backend and the counting may know of shapes.
 
     keys[h] is the key head that score head h reads; values[r] the value head that row r of the weights reads.
+    `width` is how many channels the product of a score runs over: dim, unless a similarity lifts them.
     """
 
     keys: tuple[int, ...]
@@ -46,10 +47,15 @@ class Core:
     dim: int
     vdim: int
     scale: float
+    width: int = -1
+
+    def __post_init__(self) -> None:
+        if self.width < 0:
+            object.__setattr__(self, "width", self.dim)
 
     def flops(self, pairs: int) -> int:
         """Two matrix products over `pairs` (query, key) pairs: scores, then the reading of values."""
-        return 2 * pairs * (len(self.keys) * self.dim + len(self.values) * self.vdim)
+        return 2 * pairs * (len(self.keys) * self.width + len(self.values) * self.vdim)
 
 
 @dataclass(frozen=True)

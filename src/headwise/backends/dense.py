@@ -52,8 +52,8 @@ def _scores(job: Job, inputs: Inputs, bound: Bound) -> Tensor:
     q_BHTK, k_BGSK = inputs.q.transpose(1, 2), inputs.k.transpose(1, 2)
     scale, similarity = inputs.asked.scale, bound.similarity
     each = job.groups
-    if each <= 1:
-        k_BHSK = k_BGSK if each else spread_heads(inputs.k, job.core.keys)
+    if each <= 1 or similarity.headed:
+        k_BHSK = spread_heads(inputs.k, job.core.keys)
         return similarity.scores(q_BHTK, k_BHSK, scale, bound.similarity_p)
     rows = q_BHTK.unflatten(1, (-1, each)).flatten(2, 3)
     return similarity.scores(rows, k_BGSK, scale, bound.similarity_p).unflatten(2, (each, -1)).flatten(1, 2)

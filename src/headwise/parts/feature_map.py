@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -13,12 +15,24 @@ from ..layout import Layout
 from ..registry import part
 from ..seams import Similarity
 from ..spec import AttentionSpec
-from ..terms import Base, Core, Phase, Weighted
+from ..terms import Base, Core, Param, Phase, Weighted, Work
+from .exact import as_they_are, exact
+from .start import constant
+
+KINDS = ("elu", "relu", "favor")
 
 
 @part
 class FeatureMap(Similarity):
-    """s = phi(q).phi(k) with phi(x) = elu(x) + 1: never negative, and without a scale (2006.16236).
+    """s = phi(q).phi(k) with phi never negative, and without a scale; kind="elu": phi(x) = elu(x) + 1 (2006.16236).
+
+    kind="relu": phi(x) = max(x, 0); where no channel of a query meets one of a key, it reads zero.
+    kind="favor": positive random features (2009.14794), phi(x) = exp(w_i.x' - |x'|^2 / 2) / sqrt(draws) with
+    x' = x dim^(-1/4), so that s is exp(q.k / sqrt(dim)) on average over what is drawn. The `draws` directions w_i, 0
+    for dim ceil(ln(dim + 1)), are orthogonal in blocks of dim and as long as Gaussians (the paper's unbiased choice;
+    of length sqrt(dim) they would only be close), and shared by all heads as in the paper's code. `seed` draws them,
+    once: nobody redraws. Nor is the largest exponent of a sequence taken off as there, for it is not known while
+    decoding; so queries and keys much longer than 10 sqrt(dim) leave no weight at all.
 
     All past tokens fit in one state per head: the sum of phi(k) v^T and the sum of phi(k).
 
@@ -28,8 +42,22 @@ class FeatureMap(Similarity):
 
     paper = "2006.16236"
     signed: ClassVar[bool] = False
+    kind: str = "elu"
+    draws: int = 0
+    seed: int = 0
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        if self.kind not in KINDS:
+            yield f"FeatureMap(kind={self.kind!r}) is unknown; use 'elu', 'relu' or 'favor'"
+        elif self.kind != "favor" and (self.draws or self.seed):
+            yield f"FeatureMap(kind={self.kind!r}) draws nothing; leave draws and seed out, or use kind 'favor'"
+        if self.draws < 0:
+            yield f"FeatureMap(draws={self.draws}) is no number of directions; use at least 1, or leave it out"
+        if not 0 <= self.seed < 2**63:
+            yield f"FeatureMap(seed={self.seed}) seeds no generator; use 0 or more, below 2^63"
+        if self.kind == "favor" and not spec.project.plain:
+            name = type(spec.project).__name__
+            yield f"FeatureMap(kind='favor') draws directions as wide as a head, unlike {name}; use project Direct()"
         if not spec.normaliser.proportional:
             name = type(spec.normaliser).__name__
             yield f"FeatureMap keeps past tokens as sums, of which {name} cannot be made; use normaliser Sum()"
@@ -39,30 +67,68 @@ class FeatureMap(Similarity):
     def factor(self, core: Core) -> float:
         return 1.0
 
+    def features(self, core: Core) -> int:
+        if self.kind != "favor":
+            return core.dim
+        return self.draws or core.dim * math.ceil(math.log(core.dim + 1))
+
+    def compared(self, core: Core) -> int:
+        return self.features(core)
+
+    def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
+        return {"feature": self.features(spec.core)}
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        if self.kind != "favor":
+            return {}
+        return {"directions": Param(Layout.parse("feature dim"), partial(_drawn, self.seed), learned=False)}
+
+    def flops(self, spec: AttentionSpec, work: Work) -> int:
+        if self.kind != "favor":
+            return 0
+        # A state never meets a key again, and no source is kept in one.
+        keys = work.remembered if spec.stateful and spec.source is None else work.keys
+        lifted = work.queries * spec.heads.q + keys * spec.heads.kv
+        return 2 * work.batch * lifted * self.features(spec.core) * spec.heads.dim
+
     def pair(self, q_K: Tensor, k_K: Tensor, scale: float, p_h: Mapping[str, Tensor]) -> Tensor:
-        return ((F.elu(q_K) + 1) * (F.elu(k_K) + 1)).sum(-1)
+        if self.kind == "elu":
+            return ((F.elu(q_K) + 1) * (F.elu(k_K) + 1)).sum(-1)
+        if self.kind == "relu":
+            return (q_K.clamp(min=0) * k_K.clamp(min=0)).sum(-1)
+        root = len(q_K) ** 0.5
+        lengths = (q_K.square().sum() + k_K.square().sum()) / (2 * root)
+        return ((p_h["directions"] * (q_K + k_K)).sum(-1) / root**0.5 - lengths).exp().mean()
+
+    def lift(self, x_BTHK: Tensor, p: Weighted) -> Tensor:
+        if self.kind == "elu":
+            return F.elu(x_BTHK) + 1
+        if self.kind == "relu":
+            return F.relu(x_BTHK)
+        x, directions = exact(x_BTHK) * x_BTHK.shape[-1] ** -0.25, p["directions"]
+        with as_they_are(x):
+            along = F.linear(x, directions.to(x.dtype))
+        phi = (along - x.square().sum(-1, keepdim=True) / 2).exp() * len(directions) ** -0.5
+        return phi.to(x_BTHK.dtype)  # the exponents alone need the digits
 
     def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: Weighted) -> Tensor:
-        return torch.matmul(_phi(q_BHTK), _phi(k_BHSK).transpose(-1, -2))
-
-    def features(self, core: Core) -> int:
-        return core.dim
+        return torch.matmul(q_BHTK, k_BHSK.transpose(-1, -2))
 
     def share(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: Weighted) -> Tensor:
         return self.scores(q_BHTK, k_BHSK, scale, p)
 
     def state(self, spec: AttentionSpec) -> Mapping[str, Layout]:
-        return {"kv": Layout.parse("voice dim vdim"), "k": Layout.parse("voice dim")}
+        return {"kv": Layout.parse("voice feature vdim"), "k": Layout.parse("voice feature")}
 
     def fold(
         self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor, live_BS: Tensor, p: Weighted
     ) -> dict[str, Tensor]:
-        exact = state["k"].dtype  # bfloat16 keeps 8 bits, too few for a sum of thousands
-        phi = _phi(k_BHSK).to(exact).masked_fill(~live_BS[:, None, :, None], 0.0)
-        return {"kv": state["kv"] + phi.transpose(-1, -2) @ v_BHSV.to(exact), "k": state["k"] + phi.sum(-2)}
+        wide = state["k"].dtype  # bfloat16 keeps 8 bits, too few for a sum of thousands
+        phi = k_BHSK.to(wide).masked_fill(~live_BS[:, None, :, None], 0.0)
+        return {"kv": state["kv"] + phi.transpose(-1, -2) @ v_BHSV.to(wide), "k": state["k"] + phi.sum(-2)}
 
     def read(self, q_BHTK: Tensor, state: Mapping[str, Tensor], p: Weighted) -> tuple[Tensor, Tensor]:
-        phi = _phi(q_BHTK).to(state["k"].dtype)
+        phi = q_BHTK.to(state["k"].dtype)
         return phi @ state["kv"], (phi @ state["k"][..., None]).squeeze(-1)
 
     @classmethod
@@ -70,7 +136,19 @@ class FeatureMap(Similarity):
         from .sum import Sum
 
         yield base(similarity=cls(), normaliser=Sum(), kv=2, vdim=5)
+        yield base(similarity=cls(kind="relu"), normaliser=Sum(), pattern="window(4)", kv=3)
+        yield base(similarity=cls(kind="favor", draws=9, seed=1), normaliser=Sum(), pattern="causal", kv=2, vdim=5)
+        yield base(similarity=cls(kind="favor"), normaliser=Sum(), source=13)
 
 
-def _phi(x: Tensor) -> Tensor:
-    return F.elu(x) + 1
+def _drawn(seed: int, shape: tuple[int, ...]) -> Tensor:
+    """Rows that are Gaussian vectors each, and orthogonal in blocks as high as they are wide."""
+    count, dim = shape
+    hat = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randn, generator=hat, dtype=torch.float64, device="cpu")
+    blocks = []
+    for _ in range(0, count, dim):
+        q, r = torch.linalg.qr(draw(dim, dim))
+        blocks.append(q * r.diagonal().sign())  # only with these signs are all rotations as likely
+    lengths = draw(count, dim).norm(dim=1, keepdim=True)
+    return constant((torch.cat(blocks)[:count] * lengths).flatten().tolist())(shape)

@@ -45,6 +45,9 @@ class Latent(Project):
             yield f"{type(self).__name__}(eps={self.eps!r}) must be positive; 1e-6 is usual"
         if self.form not in ("expanded", "absorbed"):
             yield f"Latent(form={self.form!r}) is unknown; use 'expanded' or 'absorbed'"
+        if not spec.similarity.linear:
+            name = type(spec.similarity).__name__
+            yield f"Latent reads a single query absorbed, which keeps dot products alone, not {name}; use Dot()"
         if min(self.rank, 1 if self.query_rank is None else self.query_rank) < 1 or self.rope < 0:
             yield f"{self!r} has an impossible width; rank and query_rank need at least 1, rope at least 0"
         if spec.heads.kv != spec.heads.q or spec.heads.values or spec.heads.reads != tuple(range(spec.heads.q)):

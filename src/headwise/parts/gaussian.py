@@ -1,0 +1,59 @@
+"""A Gaussian kernel: near keys count, far ones do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ..registry import part
+from ..seams import Similarity
+from ..spec import AttentionSpec
+from ..terms import Base, Core, Weighted
+from .exact import as_they_are, exact
+
+LEAST = 1e-9  # below it 1 / width^2 times a distance can leave float32
+
+
+@part
+class Gaussian(Similarity):
+    """s = -|q - k|^2 / (2 width^2); under Softmax the kernel regression of Nadaraya (1964) and Watson (1964).
+
+    A small width finds the nearest key, a large one the average of all. Where all keys have one length it is
+    Dot(scale=1 / width^2), for the length of the query is the same in every score of its row.
+
+    >>> Gaussian(width=2.0).pair(torch.tensor([3.0, 1.0]), torch.tensor([0.0, 5.0]), 1.0, {}).item()  # -25 / 8
+    -3.125
+    """
+
+    width: float
+
+    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        if not self.width >= LEAST:
+            yield f"Gaussian(width={self.width!r}) is too narrow to divide by; use at least {LEAST}, such as 1.0"
+        if not spec.project.plain:
+            name = type(spec.project).__name__
+            yield f"Gaussian measures how far keys are, which {name} keeps only products of; use project Direct()"
+
+    def factor(self, core: Core) -> float:
+        return 1.0
+
+    def pair(self, q_K: Tensor, k_K: Tensor, scale: float, p_h: Mapping[str, Tensor]) -> Tensor:
+        return -(q_K - k_K).square().sum(-1) / (2 * self.width**2)
+
+    def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: Weighted) -> Tensor:
+        # q.k - |q|^2 / 2 - |k|^2 / 2 takes small differences of large numbers, so all are seen from where the
+        # queries are: an offset that they share with the keys near them is gone before anything is squared. The
+        # keys' own middle would do as well were not some of them padding or empty slots of a cache.
+        q, k = exact(q_BHTK), exact(k_BHSK)
+        middle = q.detach().sum(-2, keepdim=True) / max(q.shape[-2], 1)
+        q, k = (q - middle) / self.width, (k - middle) / self.width
+        with as_they_are(q):
+            product = torch.matmul(q, k.transpose(-1, -2))
+        return product - q.square().sum(-1)[..., None] / 2 - k.square().sum(-1)[..., None, :] / 2
+
+    @classmethod
+    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        yield base(similarity=cls(width=1.5), pattern="causal", kv=2, vdim=5)
+        yield base(similarity=cls(width=0.7), source=13)
