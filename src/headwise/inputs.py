@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -42,21 +44,32 @@ def check_source(spec: AttentionSpec, z: Tensor, tokens: Tokens | None, like: Te
         _tokens("source", z, tokens)
 
 
-def check_positions(spec: AttentionSpec, at: Tokens) -> None:
-    """Refuse tokens that stand where a part knows nothing; a compiled call sees only what is known without asking."""
+class Limit(NamedTuple):
+    """How many positions a layer knows, and the part that knows no more."""
+
+    longest: int
+    part: str
+
+    @staticmethod
+    def of(spec: AttentionSpec) -> Limit | None:
+        """The closest one, in words made here: making them cannot be traced."""
+        known = [(part.longest(spec), repr(part)) for _, part in spec.parts()]
+        return min((Limit(longest, part) for longest, part in known if longest is not None), default=None)
+
+
+def check_positions(limit: Limit, at: Tokens) -> None:
+    """Refuse tokens beyond; a compiled call refuses what is known of them without asking the device."""
     if at.start is not None:
         last = at.start + at.count - 1
     elif at.position.numel() == 0 or torch.compiler.is_compiling():
         return
     else:
         last = int(at.position.masked_fill(~at.live, -1).max())
-    for _, part in spec.parts():
-        known = part.longest(spec)
-        if known is not None and last >= known:
-            raise ValueError(
-                f"{part!r} knows no position {last}, its last one is {known - 1}; "
-                f"give it a length of {last + 1}, or give shorter input"
-            )
+    if last >= limit.longest:
+        raise ValueError(
+            f"{limit.part} knows no position {last}, its last one is {limit.longest - 1}; "
+            f"give it a length of {last + 1}, or give shorter input"
+        )
 
 
 def check_mask(

@@ -79,7 +79,7 @@ class Attention(nn.Module):
         self._gates = [(gate, p[name]) for name, gate in spec.steps(Gate)]
         self._bound = Bound.of(spec, p)
         self._forms = {one: spec.form(one) for one in (False, True)}  # made here: making parts cannot be traced
-        self._longest = spec.longest
+        self._limit = inputs.Limit.of(spec)
         self._p = p
 
     def forward(
@@ -117,8 +117,8 @@ class Attention(nn.Module):
         state = {} if cache is None else cache.state
         plan = self._plan(x, bool(state), mask is not None, probe)  # may refuse, before anything is remembered
         at = tokens or (Tokens.run(0, x.shape[1], x.device) if cache is None else cache.next(x.shape[1]))
-        if self._longest is not None:
-            inputs.check_positions(self.spec, at)
+        if self._limit is not None:
+            inputs.check_positions(self._limit, at)
         turning = Turning(self._turns, at.position)
         entry, told = self._remembered(x, at, turning, source, cache)
         p = self._p["project"]
@@ -149,8 +149,8 @@ class Attention(nn.Module):
         """Another sequence, projected once: hand it over as `source` as often as you like."""
         inputs.check_source(self.spec, z, tokens, self._like)
         at = tokens or Tokens.run(0, z.shape[1], z.device)
-        if self._longest is not None:
-            inputs.check_positions(self.spec, at)
+        if self._limit is not None:
+            inputs.check_positions(self._limit, at)
         return Remembered(self._entry(z, Turning(self._turns, at.position)), at, self.spec)
 
     def cache(self, *, batch: int, capacity: int) -> Cache:

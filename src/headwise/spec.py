@@ -203,11 +203,6 @@ class AttentionSpec:
         core = form.core(self)
         return Core(core.keys, core.values, core.dim, core.vdim, core.scale, self.similarity.compared(core))
 
-    @property
-    def longest(self) -> int | None:
-        """How many positions all of its parts know, counted from 0; None when tokens may stand anywhere."""
-        return min((known for _, part in self.parts() if (known := part.longest(self)) is not None), default=None)
-
     def with_heads(self, **changes: Any) -> AttentionSpec:
         """The same layer with other heads; who reads whom is made even again unless said.
 

@@ -15,13 +15,15 @@ import headwise as hw
 from cases import EXAMPLES, check_close
 from headwise import counting
 from headwise.backends import BACKENDS, Job
+from headwise.inputs import Limit
 
 BLOCKED = {name: backend.edges() for name, backend in BACKENDS.items() if hasattr(backend, "edges")}
 
 
 def lengths(spec, backend):
     """Those where a block ends, as far as the spec knows positions."""
-    return [count for count in BLOCKED[backend] if spec.longest is None or count + 2 <= spec.longest]
+    limit = Limit.of(spec)
+    return [count for count in BLOCKED[backend] if limit is None or count + 2 <= limit.longest]
 
 
 def filled(x):

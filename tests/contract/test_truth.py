@@ -11,6 +11,7 @@ import cases
 import headwise as hw
 from cases import EVERY, EXAMPLES, check_close
 from headwise import reference
+from headwise.inputs import Limit
 from headwise.seams import ScoreStep
 
 
@@ -100,8 +101,8 @@ def test_low_precision_errs_no_more_than_twice_as_dense(name, dtype):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_only_distances_matter(name):
     spec = EXAMPLES[name]
-    if spec.longest is not None:
-        pytest.skip(f"it learned {spec.longest} positions one by one, and refuses all others")
+    if limit := Limit.of(spec):
+        pytest.skip(f"it learned {limit.longest} positions one by one, and refuses all others")
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
     place = torch.arange(cases.TOKENS)[None]

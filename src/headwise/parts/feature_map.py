@@ -81,7 +81,7 @@ class FeatureMap(Similarity):
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         if self.kind != "favor":
             return {}
-        return {"directions": Param(Layout.parse("feature dim"), partial(_drawn, self.seed), learned=False)}
+        return {"directions": Param(Layout.parse("feature dim"), partial(drawn, self.seed), learned=False)}
 
     def flops(self, spec: AttentionSpec, work: Work) -> int:
         if self.kind != "favor":
@@ -141,7 +141,7 @@ class FeatureMap(Similarity):
         yield base(similarity=cls(kind="favor"), normaliser=Sum(), source=13)
 
 
-def _drawn(seed: int, shape: tuple[int, ...]) -> Tensor:
+def drawn(seed: int, shape: tuple[int, ...]) -> Tensor:
     """Rows that are Gaussian vectors each, and orthogonal in blocks as high as they are wide."""
     count, dim = shape
     hat = torch.Generator().manual_seed(seed)

@@ -99,7 +99,7 @@ class Learned(ScoreStep):
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(length=19),), pattern="causal", kv=2, vdim=5)
-        yield base(modifiers=(cls(length=263, kind="factorised", rank=2),), pattern="causal")
+        yield base(modifiers=(cls(length=262, kind="factorised", rank=2),), pattern="causal")
         yield base(modifiers=(cls(length=29, kind="dense"),), source=13)
 
 

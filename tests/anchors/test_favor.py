@@ -1,0 +1,176 @@
+"""Feature maps: random features estimate a softmax, and every form of a sum is one function."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_decode import decoded
+
+import cases
+import headwise as hw
+from cases import base, check_close
+from headwise import counting, reference
+from headwise.parts.feature_map import drawn
+
+
+def favor(draws=0, seed=0, **said) -> hw.AttentionSpec:
+    """Attention by positive random features."""
+    similarity = hw.FeatureMap(kind="favor", draws=draws, seed=seed)
+    return base(**({"similarity": similarity, "normaliser": hw.Sum(), "pattern": "causal"} | said))
+
+
+def directions(seed, draws, dim) -> torch.Tensor:
+    """What one seed draws for heads of this width."""
+    return hw.Attention(favor(draws, seed, dim=dim)).similarity["directions"]
+
+
+def features(x, w):
+    """2009.14794, lemma 1, with x scaled by dim^(-1/4) and no stabiliser."""
+    x = x * x.shape[-1] ** -0.25
+    return np.exp(x @ w.T - (x**2).sum(-1, keepdims=True) / 2) / np.sqrt(len(w))
+
+
+def test_the_layer_by_its_formula():
+    layer = cases.layer(favor(9, 3, kv=2, vdim=5))
+    w = {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
+    x, _ = cases.tensors(layer.spec)
+    told, seen = x.numpy(), np.tril(np.ones((7, 7)))
+    heads = []
+    for h in range(6):
+        g = h // 3
+        phi_q, phi_k = (
+            features(told @ w[f"project.{side}"][4 * n : 4 * n + 4].T, w["similarity.directions"])
+            for side, n in (("q", h), ("k", g))
+        )
+        shares = phi_q @ phi_k.transpose(0, 2, 1) * seen
+        heads.append(shares / shares.sum(-1, keepdims=True) @ (told @ w["project.v"][5 * g : 5 * g + 5].T))
+    check_close(layer(x), torch.from_numpy(np.concatenate(heads, -1) @ w["output.o"].T))
+
+
+def test_rows_are_orthogonal_and_as_long_as_gaussians():
+    w = directions(5, 40, 16)
+    assert w.dtype == torch.float64
+    lengths = w.norm(dim=1)
+    for block in w.split(16):
+        cosines = block @ block.T / (block.norm(dim=1)[:, None] * block.norm(dim=1))
+        check_close(cosines, torch.eye(len(block)), atol=1e-13)
+    assert lengths.std() > 0.3  # rows of one length sqrt(dim) estimate something else
+    assert directions(5, 4096, 16).square().sum(1).mean().item() == pytest.approx(16, rel=0.03)
+    assert torch.equal(w, directions(5, 40, 16))
+    assert not torch.equal(w, directions(6, 40, 16))
+    assert len(directions(0, 0, 16)) == 16 * 3  # ceil(ln 17) = 3
+
+
+@pytest.mark.parametrize("draws", [3, 8, 13])
+def test_a_product_of_features_is_the_exponential_on_average(draws):
+    """Over 4000 draws of directions; each mean within 4.5 of its own standard errors."""
+    rng = np.random.default_rng(7)
+    q, k = rng.normal(size=(2, 6, 8)) * 0.5
+    truth = np.exp((q * k).sum(-1) / np.sqrt(8))
+    kind = hw.FeatureMap(kind="favor", draws=draws)
+    found = np.stack([_products(kind, seed, q, k) for seed in range(4000)])
+    error = found.std(0, ddof=1) / np.sqrt(len(found))
+    assert (abs(found.mean(0) - truth) < 4.5 * error).all()
+    assert (error < 0.025 * truth).all()
+
+
+def _products(kind, seed, q, k):
+    p = {"directions": drawn(seed, (kind.draws, 8))}
+    lifted = [kind.lift(torch.from_numpy(side)[None, None], p)[0, 0] for side in (q, k)]
+    return (lifted[0] * lifted[1]).sum(-1).numpy()
+
+
+def test_more_features_come_closer_to_softmax():
+    """The error of weights falls as 1 / sqrt(draws): sixteen times as many, a quarter of it, within a factor of 1.6."""
+    exact = cases.layer(base(pattern="causal", dim=8))
+    x, _ = cases.tensors(exact.spec)
+    truth = hw.Probe("weights")
+    with torch.no_grad():
+        for name in ("project.q", "project.k"):
+            exact.get_parameter(name).mul_(0.2)
+    exact(x, probe=truth)
+
+    def error(draws):
+        errors = []
+        for seed in range(12):
+            layer = hw.Attention(favor(draws, seed, dim=8)).double()
+            layer.load_state_dict(exact.state_dict(), strict=False)
+            seen = hw.Probe("weights")
+            layer(x, probe=seen)
+            errors.append((seen.seen["weights"] - truth.seen["weights"]).square().mean())
+        return torch.stack(errors).mean().sqrt().item()
+
+    few, some, many = error(16), error(256), error(4096)
+    assert many < 0.003
+    for ratio in (few / some, some / many):
+        assert 4 / 1.6 < ratio < 4 * 1.6
+
+
+@pytest.mark.parametrize("kind", ["elu", "relu", "favor"])
+def test_parallel_chunked_and_recurrent_are_one_function(kind):
+    spec = base(similarity=hw.FeatureMap(kind=kind), normaliser=hw.Sum(), pattern="causal", kv=3, vdim=5)
+    layer = cases.layer(spec)
+    x = torch.randn(2, 131, 10, dtype=torch.float64)
+    layer.only = "dense"
+    expected = layer(x)
+    check_close(expected[:, :9], reference.attention(layer, x[:, :9]))
+    layer.only = "linear"
+    check_close(layer(x), expected)
+    layer.only = None
+    for chunks in [(1,) * 131, (64, 1, 66), (130, 1)]:
+        cache = layer.cache(batch=2, capacity=131)
+        check_close(decoded(layer, x, chunks, cache), expected)
+    features = spec.similarity.features(spec.core)
+    assert features == (8 if kind == "favor" else 4)
+    assert cache.nbytes == 2 * 6 * features * (5 + 1) * 8
+    assert cache.nbytes == counting.cache_bytes(spec, batch=2, capacity=1, bytes_each=8)
+
+
+def test_a_query_that_meets_no_channel_reads_zero():
+    spec = base(similarity=hw.FeatureMap(kind="relu"), normaliser=hw.Sum(), pattern="causal")
+    layer = cases.layer(spec)
+    with torch.no_grad():
+        layer.project["q"][4:8] = 0  # the second head asks for nothing
+        layer.project["k"][8:12] = 0  # the third remembers nothing
+    x, _ = cases.tensors(spec)
+    x.requires_grad_()
+    cache = layer.cache(batch=3, capacity=9)
+    steps = torch.cat([layer.heads(x[:, t : t + 1], cache=cache) for t in range(7)], 1)
+    for o_BTOV in (layer.heads(x), steps):
+        assert (o_BTOV[:, :, 1:3] == 0).all()
+        assert (o_BTOV[:, -1, [0, 3, 4, 5]] != 0).any()
+        assert torch.autograd.grad(o_BTOV.sum(), x, retain_graph=True)[0].isfinite().all()
+
+
+def test_what_lifting_costs():
+    """2 dim m for each query of each score head and each key of each key head; a score then has m channels."""
+    spec, plain = favor(9, kv=2), base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), pattern="causal", kv=2)
+    work = hw.Work(3, 7, 7, 7)
+    lifted = 2 * 3 * 7 * (6 + 2) * 9 * 4
+    wider = 2 * 3 * 49 * 6 * (9 - 4)
+    assert counting.counted(spec, work) - counting.counted(plain, work) == lifted + wider
+    assert counting.params(spec) == counting.params(plain)
+    assert counting.constants(spec) == 9 * 4
+
+
+@pytest.mark.parametrize(
+    ("similarity", "said"),
+    [
+        (hw.FeatureMap(kind="exp"), "'exp'.* is unknown; use 'elu', 'relu' or 'favor'"),
+        (hw.FeatureMap(draws=8), "'elu'.* draws nothing; leave draws and seed out"),
+        (hw.FeatureMap(kind="relu", seed=1), "'relu'.* draws nothing"),
+        (hw.FeatureMap(kind="favor", draws=-1), "draws=-1.* use at least 1"),
+        (hw.FeatureMap(kind="favor", seed=2**63), "seed=.* seeds no generator"),
+    ],
+)
+def test_features_that_cannot_be(similarity, said):
+    with pytest.raises(hw.SpecError, match=said):
+        base(similarity=similarity, normaliser=hw.Sum())
+
+
+def test_an_absorbed_query_keeps_nothing_but_products():
+    with pytest.raises(hw.SpecError, match="keeps dot products alone, not FeatureMap"):
+        base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), project=hw.Latent(rank=8))
+    with pytest.raises(hw.SpecError, match="directions as wide as a head, unlike Overlapping"):
+        favor(project=hw.Overlapping(overlap=1))

@@ -1,0 +1,174 @@
+"""Learned scores: synthesizers by their formulas, and the positions that they do not know."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_decode import decoded
+
+import cases
+import headwise as hw
+from cases import base, check_close
+from headwise import counting
+from headwise.inputs import Limit
+
+KINDS = {
+    "random": hw.Learned(length=9),
+    "factorised": hw.Learned(length=9, kind="factorised", rank=3),
+    "dense": hw.Learned(length=9, kind="dense"),
+}
+PLACES = torch.tensor([[1, 2, 3, 5, 6, 7, 8]])
+
+
+def rows(kind, w, x, places):
+    """R_h[i_t, :] of each query, [6, B, T, 9], by section 3.1 and 3.2 of 2005.00743."""
+    w = {name.removeprefix("learned."): value for name, value in w.items()}
+    if kind == "random":
+        return np.stack([np.stack([table[places]] * len(x)) for table in w["table"]])
+    if kind == "factorised":
+        tables = [a @ b.T for a, b in zip(w["asking"], w["told"], strict=True)]
+        return np.stack([np.stack([table[places]] * len(x)) for table in tables])
+    by_head = w["hidden"].reshape(6, 4, 10), w["hidden_bias"].reshape(6, 4), w["out"], w["out_bias"]
+    return np.stack([np.maximum(x @ w1.T + b1, 0) @ w2 + b2 for w1, b1, w2, b2 in zip(*by_head, strict=True)])
+
+
+@pytest.mark.parametrize("project", [hw.Direct(), hw.Values()], ids=["mixture", "pure"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_synthesizers_by_their_formulas(kind, project):
+    layer = cases.layer(base(project=project, modifiers=(KINDS[kind],), pattern="causal"))
+    w = {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
+    x, _ = cases.tensors(layer.spec)
+    told, places = x.numpy(), PLACES[0].numpy()
+    s = rows(kind, w, told, places)[..., places]
+    if project == hw.Direct():
+        q, k = (np.einsum("btd,hkd->hbtk", told, w[f"project.{side}"].reshape(6, 4, 10)) for side in "qk")
+        s = s + q @ k.transpose(0, 1, 3, 2) / 2
+    e = np.where(np.tril(np.ones((7, 7), bool)), np.exp(s - s.max(-1, keepdims=True)), 0.0)
+    o = e / e.sum(-1, keepdims=True) @ np.einsum("btd,hvd->hbtv", told, w["project.v"].reshape(6, 4, 10))
+    y = np.moveaxis(o, 0, 2).reshape(3, 7, 24) @ w["output.o"].T
+    check_close(layer(x, tokens=hw.Tokens(PLACES, torch.zeros_like(PLACES))), torch.from_numpy(y))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_that_are_zero_are_an_average(kind):
+    layer = cases.layer(base(project=hw.Values(), modifiers=(KINDS[kind],), pattern="window(3)"))
+    average = hw.Attention(base(project=hw.Values(), normaliser=hw.Average(), pattern="window(3)")).double()
+    average.load_state_dict({k: v for k, v in layer.state_dict().items() if "learned" not in k})
+    with torch.no_grad():
+        for name, weight in layer.named_parameters():
+            if name in ("learned.table", "learned.asking", "learned.out", "learned.out_bias"):
+                weight.zero_()
+    x, _ = cases.tensors(layer.spec)
+    check_close(layer(x), average(x))
+
+
+def test_a_table_breaks_even_with_queries_and_keys():
+    """h T^2 against 2 d h d_k, so T = sqrt(2 d d_k): 12 positions for d = 18 and d_k = 4."""
+    plain = hw.design(model=18, heads=5, dim=4)
+    for length, cheaper in ((11, True), (12, None), (13, False)):
+        table = hw.design(model=18, heads=5, dim=4, project=hw.Values(), modifiers=(hw.Learned(length=length),))
+        difference = counting.params(plain) - counting.params(table)
+        assert difference == 2 * 18 * 5 * 4 - 5 * length**2
+        assert (difference == 0) if cheaper is None else ((difference > 0) == cheaper)
+
+
+def test_the_papers_sizes():
+    """2005.00743, table 1, at h d_k = d: random h N^2, factorised 2 h N k, dense d^2 + d N beside its biases."""
+    sizes = {"random": 2 * 9**2, "factorised": 2 * 2 * 9 * 3, "dense": 10**2 + 10 * 9 + 10 + 2 * 9}
+    for kind, size in sizes.items():
+        spec = hw.design(model=10, heads=2, modifiers=(KINDS[kind],))
+        assert counting.params(spec) - counting.params(hw.design(model=10, heads=2)) == size
+
+
+# --- what it does not know -----------------------------------------------------------------------------
+
+
+def learned(**said) -> hw.Attention:
+    """A layer that knows seven positions."""
+    return cases.layer(base(**({"modifiers": (hw.Learned(length=7),), "pattern": "causal"} | said)))
+
+
+def test_input_beyond_the_table_is_refused():
+    layer, x = learned(), torch.randn(3, 8, 10, dtype=torch.float64)
+    said = r"Learned\(length=7\) knows no position 7, its last one is 6; give it a length of 8, or give shorter input"
+    with pytest.raises(ValueError, match=said):
+        layer(x)
+    assert layer(x[:, :7]).isfinite().all()
+    assert layer(x[:, :0]).shape == (3, 0, 10)
+    assert Limit.of(layer.spec) == (7, "Learned(length=7)")
+    assert Limit.of(base()) is None
+    both = base(modifiers=(hw.Learned(length=9), hw.Learned(length=8)))
+    assert Limit.of(both) == (8, "Learned(length=8)")
+    with pytest.raises(ValueError, match=r"Learned\(length=8\) knows no position 8"):
+        hw.Attention(both).double()(torch.randn(1, 9, 10).double())
+
+
+def test_positions_are_what_counts_and_not_how_many_tokens_there_are():
+    layer, x = learned(), torch.randn(3, 12, 10, dtype=torch.float64)
+    padded = hw.Tokens.of(x, lengths=[7, 2, 0])
+    check_close(layer(x, tokens=padded)[0, :7], layer(x[:1, :7])[0])
+    packed = hw.Tokens.of(x, segments=torch.tensor([[0] * 6 + [1] * 6] * 3))
+    check_close(layer(x, tokens=packed)[:, 6:], layer(x[:, 6:]))
+    far = torch.arange(12)[None].expand(3, -1) + 90
+    far[:, :4] = torch.arange(4)
+    beyond = hw.Tokens(far, torch.tensor([[0] * 4 + [-1] * 8] * 3))
+    check_close(layer(x, tokens=beyond)[:, :4], layer(x[:, :4]))
+    with pytest.raises(ValueError, match="knows no position 7"):
+        layer(x, tokens=hw.Tokens.of(x, lengths=[2, 8, 0]))
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_refused_step_leaves_the_cache_as_it_was(ragged):
+    layer, x = learned(), torch.randn(2, 8, 10, dtype=torch.float64)
+    cache = layer.cache(batch=2, capacity=40)
+    layer(x[:, :4], cache=cache, tokens=hw.Tokens.of(x[:, :4], lengths=[4, 3]) if ragged else None)
+    before = cache.used, cache.tokens.position.clone(), {k: v.clone() for k, v in cache.entry.items()}
+    with pytest.raises(ValueError, match="knows no position 7"):
+        layer(x[:, 4:8], cache=cache)
+    assert cache.used == before[0]
+    assert torch.equal(cache.tokens.position, before[1])
+    assert all(torch.equal(cache.entry[k], v) for k, v in before[2].items())
+    steps = decoded(layer, x[:, 4:7], (1, 1, 1), cache)
+    check_close(steps[0], layer(x[:1, :7])[0, 4:])
+    if not ragged:
+        with pytest.raises(ValueError, match="knows no position 7"):
+            layer(x[:, 7:], cache=cache)
+
+
+def test_a_source_beyond_the_table_is_refused():
+    layer = learned(pattern="full", source=13)
+    x, z = torch.randn(3, 5, 10, dtype=torch.float64), torch.randn(3, 8, 13, dtype=torch.float64)
+    for call in (lambda: layer.remember(z), lambda: layer(x, source=z)):
+        with pytest.raises(ValueError, match="knows no position 7"):
+            call()
+    kept = layer.remember(z, tokens=hw.Tokens.of(z, lengths=[7, 3, 1]))
+    check_close(layer(x, source=kept)[1], layer(x[1:2], source=z[1:2, :3])[0])
+
+
+@pytest.mark.compile
+def test_a_compiled_call_refuses_what_it_knows_without_asking():
+    layer, x = learned(), torch.randn(3, 8, 10, dtype=torch.float64)
+    expected = layer(x[:, :7])
+    torch._dynamo.reset()
+    traced = torch.compile(layer, fullgraph=True, backend="eager")
+    check_close(traced(x[:, :7]), expected)
+    check_close(traced(x, tokens=hw.Tokens.of(x, lengths=[7, 7, 7]))[:, :7], expected)
+    with pytest.raises(Exception, match="knows no position 7"):
+        traced(x)
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (hw.Learned(length=0), r"length=0\) knows no position; use at least 1"),
+        (hw.Learned(length=5, kind="sparse"), "'sparse'.* is unknown; use 'random', 'factorised' or 'dense'"),
+        (hw.Learned(length=5, rank=3), "rank=3.* factorises nothing; leave rank out"),
+        (hw.Learned(length=5, kind="factorised", rank=0), "rank=0.* leaves nothing of a table; use at least 1"),
+    ],
+)
+def test_tables_that_cannot_be(part, said):
+    with pytest.raises(hw.SpecError, match=said):
+        replace(base(), modifiers=(part,))
