@@ -27,14 +27,14 @@ class Gaussian(Similarity):
     -3.125
     """
 
-    width: float
+    width: float = 1.0
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         if not self.width >= LEAST:
             yield f"Gaussian(width={self.width!r}) is too narrow to divide by; use at least {LEAST}, such as 1.0"
         if not spec.project.plain:
             name = type(spec.project).__name__
-            yield f"Gaussian measures how far keys are, which {name} keeps only products of; use project Direct()"
+            yield f"Gaussian measures between queries and keys as wide as a head, but {name} compares others; use project Direct()"
 
     def factor(self, core: Core) -> float:
         return 1.0

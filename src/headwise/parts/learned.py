@@ -40,7 +40,7 @@ class Learned(ScoreStep):
     paper = "2005.00743"
     positional: ClassVar[bool] = True
     additive: ClassVar[bool] = True
-    length: int
+    length: int = 512
     kind: str = "random"
     rank: int = 8
 
