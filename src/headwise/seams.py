@@ -28,6 +28,7 @@ class Part(Spoken, ABC):
     """Anything an attention layer is made of. Every method has a meaning of its own and a neutral default."""
 
     paper: ClassVar[str] = ""
+    disagreements: ClassVar[tuple[str, ...]] = ()  # where its sources disagree, and which of them it follows
     positional: ClassVar[bool] = False  # whether it asks where tokens stand
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
