@@ -57,6 +57,7 @@ _SPOKEN = {name: home for name, home in _HOMES.items() if home in ("heads", "pat
 _MODULES = (
     "axes",
     "backends",
+    "blocks",
     "counting",
     "errors",
     "layout",
