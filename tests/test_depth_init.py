@@ -64,7 +64,8 @@ def test_any_module():
     foreign = nn.TransformerEncoderLayer(10, 2, 13)
     weights = {"self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"}
     assert changed(foreign) == weights
-    assert foreign.self_attn.in_proj_weight.abs().max() <= math.sqrt(6 / 20 / 4)  # three square maps, not one of 30
+    bound = math.sqrt(6 / 20 / 4)  # three square maps, not one of 30 rows
+    assert 0.9 * bound < foreign.self_attn.in_proj_weight.abs().max().item() <= bound
     apart = nn.MultiheadAttention(10, 2, kdim=7, vdim=5)
     assert changed(apart) == {"q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"}
     mixed = nn.ModuleDict({"embed": nn.Embedding(5, 10), "norm": nn.LayerNorm(10), "attend": hw.Attention(base())})

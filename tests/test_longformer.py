@@ -155,6 +155,15 @@ def test_nothing_is_decoded_step_by_step():
         block(x, cache=cache)
 
 
+@pytest.mark.parametrize("kind", ["plain", "by distance"])
+def test_autocast(kind: str):
+    block, x = built(KINDS[kind]).float(), torch.randn(BATCH, TOKENS, 10)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y = block(x)
+    exact = block(x)
+    assert (y - exact).abs().max() < 0.03 * exact.abs().max()
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("kind", ["grouped", "turned"])
 def test_one_graph_holds_the_whole_block(kind: str):

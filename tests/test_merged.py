@@ -260,6 +260,20 @@ def test_a_refused_call_leaves_the_cache_as_it_was():
         check_close(block(x, source=z, cache=cache), block(x, source=z))
 
 
+def test_autocast_remembers_and_reads():
+    """A memory of bfloat16 is read by a decoder whose own tokens are float32; outside autocast that is refused."""
+    block, (x, z) = built(KINDS["grouped"]).float(), (t.float() for t in numbers())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        memory, cache = block.remember(z), block.cache(batch=BATCH, capacity=1)
+        steps = torch.cat([block(token, source=memory, cache=cache) for token in x.split(1, 1)], 1)
+        whole = block(x, source=memory)
+    exact = block(x, source=z)
+    for y in (steps, whole):
+        assert (y - exact).abs().max() < 0.03 * exact.abs().max()
+    with pytest.raises(ValueError, match=r"remembered in torch.bfloat16 on cpu but x is torch.float32"):
+        block(x, source=memory)
+
+
 @pytest.mark.compile
 def test_one_graph_holds_the_whole_block():
     block, (x, z) = built(KINDS["grouped"]), numbers()

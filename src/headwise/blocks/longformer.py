@@ -45,7 +45,7 @@ class LongformerAttention(nn.Module):
         self.positions = _positions(spec)
         self.local = Attention(spec, backend=backend)
         merge = {"output": self.local.weights["output"]}
-        self.overall = Attention(replace(spec, pattern=Full(), source=spec.model), shares=merge)
+        self.overall = Attention(replace(spec, pattern=Full(), source=spec.model), backend=backend, shares=merge)
         held = self.local.state_dict()
         self.overall.load_state_dict({name: held[name] for name in self.overall.state_dict()})
 

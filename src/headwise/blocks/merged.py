@@ -24,8 +24,8 @@ class MergedAttention(nn.Module):
     It stands in the place of a decoder's self-attention and cross-attention. `spec` is that of the cross-attention,
     whose keys and values come from the memory; the mean runs over the decoder's own tokens and is read through the
     same W_V and W_O, which are there, saved and trained once. Paper and code agree. Modifiers act on the cross
-    branch alone. A decoder keeps one sum per row, however long it gets; rows padded on the left, which the released
-    code cannot have, come out as if alone.
+    branch alone, and so does a `backend` asked for by name. A decoder keeps one sum per row, however long it gets;
+    rows padded on the left, which the released code cannot have, come out as if alone.
 
     >>> import headwise as hw, torch
     >>> block = MergedAttention(hw.design(model=8, heads=2))
