@@ -38,6 +38,11 @@ def ragged(case: str) -> str:
     return f"contract/test_decode.py::test_ragged_rows_decode_on_from_where_each_ends[{case}]"
 
 
+def edge(case: str, backend: str) -> str:
+    """Blocks against dense, where a block ends."""
+    return f"contract/test_edges.py::test_blocks_end_where_they_should[{case}-{backend}]"
+
+
 def cut(case: str) -> str:
     """Cut against silenced."""
     return f"contract/test_axes.py::test_cutting_is_silencing[{case}]"
@@ -222,7 +227,7 @@ bug(
 bug(
     "talking-is-free",
     "parts/talking_heads.py",
-    "return 2 * work.batch * work.pairs * spec.heads.q * heads",
+    "return 2 * work.batch * work.pairs * sizes[\"given\"] * heads",
     "return 0",
     COUNTS + "test_products_are_counted_as_torch_counts_them[TalkingHeads0-dense]",
 )
@@ -239,7 +244,7 @@ bug(
 bug(
     "cut-forgets-who-speaks",
     "axes.py",
-    "speaks=tuple(q.index(spec.speaks[out]) for out in outs)",
+    "speaks=tuple(rows.index(spec.speaks[out]) for out in outs)",
     "speaks=tuple(range(len(outs)))",
     cut("TalkingHeads0"),
 )
@@ -355,8 +360,8 @@ bug(
 bug(
     "state-forgets-its-weight",
     "backends/linear.py",
-    "total = weight + s_BHTS.sum(-1)",
-    "total = s_BHTS.sum(-1)",
+    "value_BHTV + past_BHTV, total + weight",
+    "value_BHTV + past_BHTV, total",
     decode("FeatureMap0"),
 )
 
@@ -696,9 +701,9 @@ bug(
 )
 bug(
     "a-state-as-coarse-as-its-inputs",
-    "cache/state.py",
-    "exact = torch.promote_types(dtype, torch.float32)",
-    "exact = dtype",
+    "backends/linear.py",
+    "part, exact = spec.folder[1], torch.promote_types(dtype, torch.float32)",
+    "part, exact = spec.folder[1], dtype",
     "test_odd_input.py::test_a_state_keeps_sums_that_its_inputs_could_not",
 )
 bug(
@@ -714,6 +719,66 @@ bug(
     "self.position, self.segment = self.position.long(), self.segment.long()",
     "pass",
     "test_odd_input.py::test_positions_of_small_types_are_positions",
+)
+
+# --- blocks, sums and other numbers of heads -----------------------------------------------------------
+
+bug(
+    "a-chunk-forgets-those-before",
+    "backends/linear.py",
+    "self.both(q, k, v, square, state if start else None)",
+    "self.both(q, k, v, square, None)",
+    edge("Sum0", "linear"),
+)
+bug(
+    "all-are-read-but-the-last",
+    "backends/linear.py",
+    "state = self._folded(state, k_BHSK, v_BHSV)",
+    "state = self._folded(state, k_BHSK[:, :, :-1], v_BHSV[:, :, :-1])",
+    truth("FeatureMap0"),
+)
+bug(
+    "a-block-reaches-its-first-query-only",
+    "boxes.py",
+    "range(min(a.start, b.start), max(a.stop, b.stop))",
+    "range(a.start, a.stop)",
+    PATTERN + "test_reach_is_what_somebody_reads",
+    edge("Dynamic1", "composed"),
+)
+bug(
+    "a-block-reads-its-first-range-only",
+    "backends/blocks.py",
+    "torch.cat(index) if index",
+    "index[0] if index",
+    "contract/test_edges.py::test_sparse_patterns_touch_what_they_read[banded-bigbird(300, block=16, random=2)]",
+)
+bug(
+    "blocks-are-billed-in-full",
+    "backends/blocks.py",
+    "return len(self.queries) * sum(map(len, self.keys))",
+    "return len(self.queries) * self.keys[-1].stop",
+    "contract/test_edges.py::test_blocks_are_counted_as_torch_counts_them[SinkSoftmax0-banded]",
+)
+bug(
+    "padding-counts-in-the-average",
+    "parts/average.py",
+    "live_BS.sum(-1, keepdim=True)",
+    "live_BS.shape[1]",
+    ragged("Average0"),
+)
+bug(
+    "cut-takes-rows-for-score-heads",
+    "axes.py",
+    "rows = q if heads.rows == heads.q else list(range(heads.rows))",
+    "rows = q",
+    cut("TalkingHeads2"),
+)
+bug(
+    "talking-in-too-few-heads",
+    "parts/talking_heads.py",
+    'given = spec.heads.q if self.on == "scores" else spec.mixed(Phase.SCORES)',
+    "given = spec.heads.q",
+    truth("TalkingHeads2"),
 )
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ A row that begins with ! is not refused as it should be yet: it must fail until 
 from __future__ import annotations
 
 import re
-from dataclasses import replace  # noqa: F401 - a row of SPECS says it
+from dataclasses import replace  # noqa: F401 - rows of CLASHES and SPECS say it
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ base(project=hw.Collaborative(width=0)) -> width=0 .. at least 1
 base(project=hw.Collaborative(), modifiers=(hw.Rotary(),)) -> turn
 base(merge=hw.Concat(bias="v")) -> bias='v' .. bias='o'
 listing(Differential={"depth": -1}) -> depth=-1 .. first layer is 0
-base(modifiers=(hw.Differential(),), vdim=5) -> Differential .. pairs .. values=
+replace(base(), modifiers=(hw.Differential(),)) -> Differential .. pairs .. values=
 base(project=hw.Direct(bias="qo")) -> bias='qo' .. q, k and v
 base(project=hw.Direct(bias="qq")) -> bias='qq' .. at most once
 base(similarity=hw.Dot(scale=0.0)) -> scale=0.0 .. positive .. 1/sqrt(dim)
@@ -119,7 +119,7 @@ listing(T5Bias={"buckets": 2}) -> buckets=2 .. at least 4 buckets
 listing(T5Bias={"columns": 2}) -> columns=2 .. 6
 listing(TalkingHeads={"on": "x"}) -> on='x' .. use 'scores' or 'weights'
 listing(TalkingHeads={"on": "weights"}, Differential={}) -> output heads .. output step
-base(modifiers=(hw.QKNorm(), hw.Differential()), heads=5, vdim=4) -> Differential .. pairs
+replace(base(heads=5), modifiers=(hw.QKNorm(), hw.Differential())) -> Differential .. pairs
 listing(WeightDropout={"rate": 1.0}) -> rate=1.0 .. [0, 1) .. 0.1
 listing(Rotary={"base": "x"}) -> base .. 'x'
 hw.PI(0.0) -> PI(factor=0.0) .. positive

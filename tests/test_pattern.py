@@ -155,6 +155,13 @@ def test_pairs_equal_brute_force_on_any_tree(pattern, queries, keys):
     assert pattern.pairs(queries, keys) == brute(pattern, queries, keys)
 
 
+@settings(derandomize=True, max_examples=300, deadline=None)
+@given(trees, spans, spans)
+def test_reach_is_what_somebody_reads(pattern, queries, keys):
+    reach = pattern.reach(queries, keys)
+    assert [j for span in reach for j in span] == [j for j in keys if any(pattern.allows(i, j) for i in queries)]
+
+
 @pytest.mark.parametrize("pattern", EACH + JOINED, ids=str)
 def test_spans_are_the_allowed_keys_in_order(pattern):
     for i, keys in itertools.product(range(31), [range(33), range(4, 9)]):

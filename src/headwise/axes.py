@@ -67,8 +67,9 @@ def cut(spec: AttentionSpec, weights: Weights, keep: Iterable[int]) -> tuple[Att
         )
     heads = spec.heads
     q = sorted(frozenset[int]().union(*(spec.sources(out) for out in outs)))
+    rows = q if heads.rows == heads.q else list(range(heads.rows))  # a mixing's own rows stay as they are
     read_k = {heads.reads[h] for h in q}
-    read_v = {heads.value_of[h] for h in q}
+    read_v = {heads.value_of[row] for row in rows}
     kv = sorted(read_k if heads.values else read_k | read_v)
     moves = {"out": take(outs), "q": take(q), "kv": take(kv)} | ({"v": take(sorted(read_v))} if heads.values else {})
     smaller = Heads(
@@ -77,8 +78,8 @@ def cut(spec: AttentionSpec, weights: Weights, keep: Iterable[int]) -> tuple[Att
         dim=heads.dim,
         vdim=heads.vdim,
         reads=tuple(kv.index(heads.reads[h]) for h in q),
-        values=tuple(sorted(read_v).index(heads.values[h]) for h in q) if heads.values else (),
-        speaks=tuple(q.index(spec.speaks[out]) for out in outs),
+        values=tuple(sorted(read_v).index(heads.values[row]) for row in rows) if heads.values else (),
+        speaks=tuple(rows.index(spec.speaks[out]) for out in outs),
     )
     return _with(spec, smaller), changed(spec, weights, moves)
 
@@ -118,7 +119,7 @@ def _check_even(spec: AttentionSpec, sizes: Sequence[int]) -> None:
 def _with(spec: AttentionSpec, heads: Heads) -> AttentionSpec:
     """The same parts, with sizes that followed from the number of heads written out, around other heads."""
     slots = {slot: getattr(spec, slot).settled(spec) for slot in SLOTS if slot != "pattern"}
-    usual = tuple(range(heads.q))
+    usual = tuple(range(heads.rows))
     for _, step in spec.steps(OutputStep):
         usual = step.speaks(len(usual))
     heads = replace(heads, speaks=() if heads.speaks == usual else heads.speaks)

@@ -7,7 +7,7 @@ pattern; its cost follows the crossings, which for windows, sinks and prefixes d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -181,15 +181,35 @@ def sweep(pattern: Spanned, queries: range, keys: range) -> int:
 
     There are never more rows to measure than twice the queries, nor more than the crossings ask for.
     """
+    total = 0
+    for top, stop in pairwise(bends(pattern, queries, keys)):
+        ends = sum(len(span) for i in (top, stop - 1) for span in pattern.spans(i, keys))
+        total += ends * (stop - top) // 2  # an arithmetic series; its doubled sum is even
+    return total
+
+
+def shadow(pattern: Spanned, queries: range, keys: range) -> list[range]:
+    """The keys that at least one of the queries reads, as disjoint spans in order.
+
+    Between two bends a span keeps its length or grows, and moves by at most one key a row: what its rows read
+    together reaches from the first end of its first or last row to the last.
+    """
+    spans: list[range] = []
+    for top, stop in pairwise(bends(pattern, queries, keys)):
+        first, last = ([span for span in pattern.spans(i, keys) if span] for i in (top, stop - 1))
+        if len(first) == len(last):
+            ends = zip(first, last, strict=True)
+            spans += [range(min(a.start, b.start), max(a.stop, b.stop)) for a, b in ends]
+        else:
+            spans += [span for i in range(top, stop) for span in pattern.spans(i, keys)]
+    return overlay(spans, 1)
+
+
+def bends(pattern: Spanned, queries: range, keys: range) -> Sequence[int]:
+    """The rows between which the ends of all spans run straight; never more than there are rows."""
     rows, columns, diagonals = pattern.lines(queries, keys)
     columns |= {keys.start, keys.stop}
     if len(rows) + len(columns) * len(diagonals) < len(queries):
         crossings = rows | {column - diagonal for column in columns for diagonal in diagonals}
-        bends = sorted({queries.start, queries.stop}.union(at for at in crossings if at in queries))
-    else:
-        bends = range(queries.start, queries.stop + 1)
-    total = 0
-    for top, stop in pairwise(bends):
-        ends = sum(len(span) for i in (top, stop - 1) for span in pattern.spans(i, keys))
-        total += ends * (stop - top) // 2  # an arithmetic series; its doubled sum is even
-    return total
+        return sorted({queries.start, queries.stop}.union(at for at in crossings if at in queries))
+    return range(queries.start, queries.stop + 1)

@@ -12,9 +12,9 @@ from .errors import SpecError
 class Heads:
     """`q` score heads of width `dim` read `kv` key-value heads; what they read is `vdim` wide (0 stands for `dim`).
 
-    ``reads[h]`` is the key head that score head h reads, ``values[h]`` the value head its weights read (the
-    same one unless given), ``speaks[o]`` the score head whose row is output head o's own. Multi-head,
-    grouped-query, multi-query and any pruned shape are one type:
+    ``reads[h]`` is the key head that score head h reads, ``values[r]`` the value head that row r of the weights
+    reads (row h is score head h's and reads the same one, unless given), ``speaks[o]`` the row that is output
+    head o's own. Multi-head, grouped-query, multi-query and any pruned shape are one type:
 
     >>> Heads.grouped(q=6, kv=2, dim=5).reads
     (0, 0, 0, 1, 1, 1)
@@ -51,16 +51,21 @@ class Heads:
             object.__setattr__(self, "values", ())
         _covers("reads", self.reads, self.q, self.kv, "key-value head")
         if self.values:
-            _covers("values", self.values, self.q, self.v, "value head")
-        if any(not 0 <= own < self.q for own in self.speaks):
+            _covers("values", self.values, len(self.values), self.v, "value head")
+        if any(not 0 <= own < self.rows for own in self.speaks):
             raise SpecError(
-                f"speaks={self.speaks} names a score head outside 0..{self.q - 1}; give one per output head"
+                f"speaks={self.speaks} names a score head outside 0..{self.rows - 1}; give one per output head"
             )
 
     @property
     def value_of(self) -> tuple[int, ...]:
-        """The value head that each score head's weights read."""
+        """The value head that each row of weights reads."""
         return self.values or self.reads
+
+    @property
+    def rows(self) -> int:
+        """How many rows of weights could read values: one for each score head, unless a mixing makes it others."""
+        return len(self.value_of)
 
     @property
     def value_axis(self) -> str:

@@ -9,6 +9,7 @@ from .cache import Cache, Remembered
 from .pattern import Full
 from .probe import Probe
 from .spec import AttentionSpec
+from .terms import Phase
 from .tokens import Tokens
 
 
@@ -49,7 +50,7 @@ def check_mask(
     if cache is not None:
         raise ValueError("a mask cannot follow the slots of a cache; say with tokens=Tokens.of(x, ...) who is padding")
     keys = source.tokens.count if isinstance(source, Remembered) else x.shape[1] if source is None else source.shape[1]
-    wanted = (x.shape[0], spec.heads.q, x.shape[1], keys)
+    wanted = (x.shape[0], spec.mixed(Phase.SCORES), x.shape[1], keys)
     fits = mask.dim() == 4 and all(have in (1, want) for have, want in zip(mask.shape, wanted, strict=True))
     if mask.dtype != torch.bool or not fits or mask.device != x.device:
         raise ValueError(

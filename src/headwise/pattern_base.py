@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from functools import reduce
 from typing import Any, final
 
-from headwise.boxes import Box, Lines, Memory, either, least, most, overlay, sweep
+from headwise.boxes import Box, Lines, Memory, either, least, most, overlay, shadow, sweep
 from headwise.errors import SpecError
 
 
@@ -50,6 +50,16 @@ class Pattern(ABC):
             if axis and (axis.step != 1 or axis.start < 0):
                 raise SpecError(f"pairs are counted in step-1 ranges from 0 up; got {axis}; use range(start, stop)")
         return self._count(queries, keys) if queries and keys else 0
+
+    @final
+    def reach(self, queries: range, keys: range) -> list[range]:
+        """The keys that at least one of these queries may read, as disjoint ranges in order.
+
+        >>> from headwise.pattern import First, Window
+        >>> (Window(4) | First(2)).reach(range(100, 110), range(200))
+        [range(0, 2), range(97, 110)]
+        """
+        return shadow(self, queries, keys) if queries and keys else []
 
     def __and__(self, other: Pattern) -> And:
         return And(self, other)

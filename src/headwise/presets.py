@@ -59,7 +59,8 @@ def design(*, preset: str | None = None, **said: Any) -> AttentionSpec:
     slots = {slot: word[slot] for slot in ("project", "similarity", "normaliser", "merge")}
     heads = _heads(word)
     for part in (*slots.values(), *word["modifiers"]):
-        heads = part.fitted(heads) if isinstance(part, Part) and word["vdim"] is None else heads
+        heads = part.fitted(heads) if isinstance(part, Part) else heads
+    heads = heads if word["vdim"] is None else replace(heads, vdim=word["vdim"])
     if word["bias"] is not None:
         slots |= _biased(word["bias"], slots["project"], slots["merge"])
     pattern = parse(word["pattern"]) if isinstance(word["pattern"], str) else word["pattern"]

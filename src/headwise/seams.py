@@ -207,6 +207,10 @@ class Mix(Modifier):
 
     even: ClassVar[bool] = False
 
+    def gives(self, heads: int) -> int:
+        """How many heads it makes of so many."""
+        return heads
+
     def ask(self, x_BTD: Tensor, p: Weighted) -> dict[str, Tensor]:
         """Factors of each query token."""
         return {}

@@ -81,6 +81,9 @@ class AttentionSpec:
         if first := [reason for join in joins for reason in join.clashes(self)]:
             yield from first  # until they hold nobody can ask which rows there are
             return
+        if (rows := self.mixed(Phase.WEIGHTS)) != self.heads.rows:
+            yield f"{rows} rows of weights read values, but heads say what {self.heads.rows} read; use values= for {rows}"
+            return
         mixes = [type(mix).__name__ for _, mix in self.steps(Mix) if mix.phase is Phase.WEIGHTS]
         if len(mixes) > 1:
             yield f"{' and '.join(mixes)} both turn weights into output heads; only one part can mix them"
@@ -137,10 +140,17 @@ class AttentionSpec:
         """The sizes of every axis that this part's layouts may name: the spec's and its own."""
         return self.sizes | dict(part.sizes(self))
 
+    def mixed(self, until: Phase) -> int:
+        """How many heads there are behind the mixings up to this phase."""
+        count = self.heads.q
+        for _, mix in self.steps(Mix):
+            count = mix.gives(count) if mix.phase <= until else count
+        return count
+
     @property
     def speaks(self) -> tuple[int, ...]:
         """The own score head of each output head."""
-        speaks = tuple(range(self.heads.q))
+        speaks = tuple(range(self.heads.rows))
         for _, step in self.steps(OutputStep):
             speaks = step.speaks(len(speaks))
         return self.heads.speaks or speaks

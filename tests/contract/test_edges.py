@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_counts import torch_counts
+from test_decode import decoded
 from test_truth import gradients
 
 import cases
@@ -55,6 +58,34 @@ def test_blocks_are_counted_as_torch_counts_them(name, backend):
     layer = cases.layer(spec, torch.float32, backend)
     for count in BLOCKED[backend]:
         x = torch.randn(2, count, spec.model)
-        work = counting.work_of(spec, batch=2, queries=count)
-        spent = BACKENDS[backend].spent(Job(spec, spec.core), work)
-        assert torch_counts(layer, x) == counting.spent(spec, work, spent), count
+        work, job = counting.work_of(spec, batch=2, queries=count), Job(spec, spec.core)
+        if hasattr(BACKENDS[backend], "formed"):
+            work = replace(work, pairs=BACKENDS[backend].formed(job, work))
+        assert torch_counts(layer, x) == counting.spent(spec, work, BACKENDS[backend].spent(job, work)), count
+
+
+SPARSE = ["window(9, after=4) | global((0, 77))", "dilated(5, rate=3)", "bigbird(300, block=16, random=2)", "blocks(50)"]
+SPARSE += ["window(40) & dilated(9, rate=2)", "prefix(30)", "edges(((3, 200), (250, 1), (250, 299)))", "first(2)"]
+
+
+@pytest.mark.parametrize("pattern", SPARSE)
+@pytest.mark.parametrize("backend", ["banded", "composed", "dense"])
+def test_sparse_patterns_touch_what_they_read(backend, pattern):
+    layer = cases.layer(cases.base(pattern=pattern), backend=backend)
+    x = torch.randn(2, 300, 10, dtype=torch.float64)
+    layer.only = "sdpa"
+    expected = layer(x)
+    layer.only = backend
+    check_close(layer(x), expected)
+
+
+def test_a_long_prompt_is_read_in_blocks_behind_what_is_cached():
+    spec = cases.base(pattern="window(150) | first(3)", modifiers=(hw.TalkingHeads(),))
+    layer = cases.layer(spec)
+    x = torch.randn(2, 420, 10, dtype=torch.float64)
+    layer.only = "dense"
+    expected = layer(x)
+    layer.only = None
+    for chunks in [(420,), (1, 300, 119), (140, 140, 140)]:
+        cache = layer.cache(batch=2, capacity=500)
+        check_close(decoded(layer, x, chunks, cache), expected)

@@ -11,6 +11,7 @@ import cases
 import headwise as hw
 from cases import EXAMPLES, check_close
 from headwise.backends import BACKENDS
+from headwise.terms import Phase
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -23,9 +24,10 @@ def test_a_probe_sees_every_place(name):
     check_close(y, layer(x, source=z))
     keys = cases.TOKENS if z is None else cases.SOURCE
     rows = len(spec.voices)
-    assert seen.seen["scores"].shape == (cases.BATCH, spec.heads.q, cases.TOKENS, keys)
+    mixed = spec.mixed(Phase.SCORES)
+    assert seen.seen["scores"].shape == (cases.BATCH, mixed, cases.TOKENS, keys)
     assert seen.seen["weights"].shape == (cases.BATCH, rows, cases.TOKENS, keys)
-    assert seen.seen["lse"].shape == (cases.BATCH, spec.heads.q, cases.TOKENS)
+    assert seen.seen["lse"].shape == (cases.BATCH, mixed, cases.TOKENS)
     assert seen.seen["heads"].shape == (cases.BATCH, cases.TOKENS, len(spec.speaks), layer.spec.heads.vdim)
     assert seen.seen["q"].shape[:3] == (cases.BATCH, cases.TOKENS, spec.heads.q)
     check_close(layer.merge(seen.seen["heads"]), y)

@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import NoBackend, nearest
-from . import dense, flex, grouped, linear, sdpa
+from . import banded, composed, dense, flex, grouped, linear, sdpa
 from .bound import Bound
 from .job import Inputs, Job
 from .linear import heard
@@ -17,9 +17,11 @@ Attend = Callable[..., Any]
 # In the order of preference (see `order`): the first that does not refuse runs.
 BACKENDS: dict[str, ModuleType] = {
     "grouped": grouped,
+    "banded": banded,
     "sdpa": sdpa,
     "linear": linear,
     "flex": flex,
+    "composed": composed,
     "dense": dense,
 }
 

@@ -51,7 +51,7 @@ class Bound:
             for phase in (Phase.SCORES, Phase.WEIGHTS)
         }
         mixed = any(isinstance(part, Mix) and part.phase is Phase.WEIGHTS for _, part in spec.parts())
-        every = mixed or spec.voices == tuple(range(spec.heads.q))
+        every = mixed or spec.voices == tuple(range(spec.heads.rows))
         return Bound(
             similarity=spec.similarity,
             similarity_p=p["similarity"],

@@ -66,8 +66,12 @@ def _shows_lse(job: Job) -> bool:
 
 def spent(job: Job, work: Work) -> int:
     """The products of the full rectangle, allowed or not, and of a sink's own column."""
-    sinks = isinstance(job.spec.normaliser, SinkSoftmax)
-    return job.core.flops(work.batch * work.queries * (work.keys + sinks))
+    return job.core.flops(work.batch * work.queries * (work.keys + columns(job)))
+
+
+def columns(job: Job) -> int:
+    """How many keys of its own every query reads beside the real ones: a sink."""
+    return int(isinstance(job.spec.normaliser, SinkSoftmax))
 
 
 def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import Tensor
 
+from ..heads import Heads
 from ..layout import Layout
 from ..registry import part
-from ..seams import Mix
+from ..seams import Mix, ScoreStep
 from ..spec import AttentionSpec
 from ..terms import Base, Param, Phase, Weighted, Work
 from .start import identity
@@ -19,7 +21,9 @@ from .start import identity
 class TalkingHeads(Mix):
     """a'_h = sum over g of a_g P[g, h], on the scores before the pattern or on the weights (2003.02436).
 
-    P starts as the identity, so a fresh layer is plain attention:
+    `heads` says how many come out, when that is not how many go in: the paper's h_k score heads, h softmaxes and
+    h_v value heads are TalkingHeads(heads=h) on the scores and TalkingHeads(on="weights", heads=h_v).
+    P starts as the identity, so a fresh layer is plain attention (CaiT's released code starts it at random):
 
     >>> import torch
     >>> TalkingHeads().pair(torch.tensor([1.0, 2.0]), {}, {}, {"mixing": torch.eye(2)}).tolist()
@@ -29,6 +33,7 @@ class TalkingHeads(Mix):
     paper = "2003.02436"
     even: ClassVar[bool] = True
     on: str = "scores"
+    heads: int = 0
 
     @property
     def phase(self) -> Phase:
@@ -37,17 +42,47 @@ class TalkingHeads(Mix):
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         if self.on not in ("scores", "weights"):
             yield f"TalkingHeads(on={self.on!r}) is unknown; use 'scores' or 'weights'"
+        if self.heads < 0:
+            yield f"TalkingHeads(heads={self.heads}) is no number of heads; leave it out for as many as there are"
+        if self.phase is Phase.SCORES and self.gives(spec.heads.q) != spec.heads.q:
+            yield from self._lost(spec)
+
+    def _lost(self, spec: AttentionSpec) -> Iterable[str]:
+        """Who acts on what comes out of it and has parameters for each score head, of which there are others now."""
+        later = [part for _, part in spec.steps(Mix) if part is not self]
+        later += [step for _, step in spec.steps(ScoreStep)][self._before(spec) :]
+        for part in (spec.normaliser, *later):
+            if any("q" in param.layout.axes for param in part.params(spec).values()):
+                yield (
+                    f"TalkingHeads(heads={self.heads}) leaves other heads than the {spec.heads.q} that "
+                    f"{type(part).__name__} has parameters for; use heads=0, or do without {type(part).__name__}"
+                )
+        if [part for part in later if isinstance(part, Mix) and part.phase is Phase.SCORES]:
+            yield f"TalkingHeads(heads={self.heads}) must be the only mixing on the scores; use heads=0"
+
+    def _before(self, spec: AttentionSpec) -> int:
+        """How many score steps are written before it."""
+        written = spec.modifiers[: spec.modifiers.index(self)]
+        return sum(isinstance(step, ScoreStep) for step in written)
+
+    def gives(self, heads: int) -> int:
+        return self.heads or heads
+
+    def fitted(self, heads: Heads) -> Heads:
+        return replace(heads, values=tuple(range(self.heads))) if self.heads else heads
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        axes = "q out" if self.on == "weights" else "q mixed"
+        axes = "given out" if self.on == "weights" else "given mixed"
         return {"mixing": Param(Layout.parse(axes), identity)}
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
-        return {"mixed": spec.heads.q}
+        given = spec.heads.q if self.on == "scores" else spec.mixed(Phase.SCORES)
+        return {"given": given, "mixed": self.gives(given)}
 
     def flops(self, spec: AttentionSpec, work: Work) -> int:
-        heads = spec.heads.q if self.on == "scores" else len(spec.voices)
-        return 2 * work.batch * work.pairs * spec.heads.q * heads
+        sizes = self.sizes(spec)
+        heads = sizes["mixed"] if self.on == "scores" else len(spec.voices)
+        return 2 * work.batch * work.pairs * sizes["given"] * heads
 
     def sources(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         return frozenset(range(spec.heads.q))
@@ -60,8 +95,12 @@ class TalkingHeads(Mix):
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        from .alibi import Alibi
+
         yield base(modifiers=(cls(),), pattern="causal", kv=2)
         yield base(modifiers=(cls(on="scores"), cls(on="weights")), pattern="window(4)", vdim=5)
+        yield base(modifiers=(Alibi(), cls(heads=7), cls(on="weights", heads=5)), pattern="causal", vdim=9)
+        yield base(modifiers=(cls(heads=5),), kv=3, source=13)
 
 
 def mixed_heads(a_BHTS: Tensor, mixing_HO: Tensor) -> Tensor:

@@ -1,0 +1,102 @@
+"""A call in blocks of queries, each with the keys that some of its queries may read, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..pattern import Pattern
+from ..terms import Work
+from ..tokens import Sight, Tokens
+from .job import Inputs, Job
+
+BLOCK = 128
+EDGES = (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3)  # lengths at which a block more is begun
+
+
+class Block(NamedTuple):
+    """Queries, and the keys they may read as disjoint ranges, both counted from the first of the call."""
+
+    queries: range
+    keys: tuple[range, ...]
+
+    @property
+    def pairs(self) -> int:
+        """The scores it forms for each head."""
+        return len(self.queries) * sum(map(len, self.keys))
+
+
+def blocks(pattern: Pattern, queries: range, keys: range) -> Iterator[Block]:
+    """The blocks of queries and keys that stand at these positions."""
+    for start, stop in _cuts(len(queries)):
+        reach = pattern.reach(queries[start:stop], keys)
+        yield Block(range(start, stop), tuple(range(s.start - keys.start, s.stop - keys.start) for s in reach))
+
+
+def _cuts(count: int) -> Iterator[tuple[int, int]]:
+    return pairwise([*range(0, max(count, 1), BLOCK), count])
+
+
+def anywhere(queries: int, keys: int) -> Iterator[Block]:
+    """Blocks of tokens that stand who knows where: each may read every key."""
+    for start, stop in _cuts(queries):
+        yield Block(range(start, stop), (range(keys),))
+
+
+def formed(job: Job, work: Work) -> int:
+    """The pairs of one row whose scores are formed, for queries that are the last of the keys."""
+    if work.queries <= BLOCK or job.spec.source is not None:
+        return work.queries * work.keys
+    asks, told = range(work.keys - work.queries, work.keys), range(work.keys)
+    return sum(block.pairs for block in blocks(job.spec.pattern, asks, told))
+
+
+class Blocks:
+    """The blocks of one call: what each sees and is handed."""
+
+    def __init__(self, sight: Sight, inputs: Inputs) -> None:
+        self.sight, self.inputs = sight, inputs
+        self.all = list(self._planned())
+
+    def _planned(self) -> Iterator[Block]:
+        asks, told = self.sight.queries, self.sight.keys
+        if asks.start is None or told.start is None or asks.count <= BLOCK:
+            return anywhere(asks.count, told.count)
+        queries = range(asks.start, asks.start + asks.count)
+        return blocks(self.sight.pattern, queries, range(told.start, told.start + told.count))
+
+    def seen(self, block: Block) -> Sight:
+        """Who may read whom inside one block."""
+        asks, told = self.sight.queries, self.sight.keys
+        return Sight(_some(asks, (block.queries,)), _some(told, block.keys), self.sight.pattern)
+
+    def handed(self, block: Block) -> Inputs:
+        """The tensors of one block."""
+        q, k, v, asked, entry, state = self.inputs
+        rows = block.queries
+        asked = asked._replace(
+            x_BTD=asked.x_BTD[:, rows.start : rows.stop],
+            q_BTHK=asked.q_BTHK[:, rows.start : rows.stop],
+            at=_some(asked.at, (rows,)),
+        )
+        kept = {name: _rows(held, block.keys) for name, held in entry.items()}
+        q = q[:, rows.start : rows.stop]
+        return Inputs(q, _rows(k, block.keys), _rows(v, block.keys), asked, kept, state)
+
+
+def _some(tokens: Tokens, ranges: Sequence[range]) -> Tokens:
+    position, segment = (_rows(t, ranges) for t in (tokens.position, tokens.segment))
+    start = tokens.start + ranges[0].start if tokens.start is not None and len(ranges) == 1 else None
+    return Tokens(position, segment, start, checked=True)
+
+
+def _rows(t: Tensor, ranges: Sequence[range]) -> Tensor:
+    """These neighbours of dimension 1: a view where they are one range."""
+    if len(ranges) == 1:
+        return t[:, ranges[0].start : ranges[0].stop]
+    index = [torch.arange(r.start, r.stop, device=t.device) for r in ranges]
+    return t.index_select(1, torch.cat(index) if index else torch.arange(0, device=t.device))

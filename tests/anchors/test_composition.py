@@ -1,0 +1,94 @@
+"""Mixings and sums, each against its formula written out by hand in numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import cases
+import headwise as hw
+from cases import base, check_close
+from headwise import counting
+
+
+def arrays(layer) -> dict[str, np.ndarray]:
+    """The weights of a layer as numpy sees them."""
+    return {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
+
+
+def softmax(s):
+    """Over the last axis."""
+    e = np.exp(s - s.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_rectangular_talking_heads(causal):
+    """2003.02436, figure 2: h_k = 6 logits, h = 7 softmaxes, h_v = 5 value heads."""
+    mixes = (hw.TalkingHeads(heads=7), hw.TalkingHeads(on="weights", heads=5))
+    spec = base(vdim=3, modifiers=mixes, pattern="causal" if causal else "full")
+    layer = cases.layer(spec)
+    w, (x, _) = arrays(layer), cases.tensors(spec)
+    told = x.numpy()
+    q, k = (np.einsum("btd,hkd->bhtk", told, w[f"project.{side}"].reshape(6, 4, 10)) for side in "qk")
+    v = np.einsum("btd,hvd->bhtv", told, w["project.v"].reshape(5, 3, 10))
+    logits = np.einsum("bhtk,bhsk->bhts", q, k) / 2
+    mixed = np.einsum("bgts,gh->bhts", logits, w["talking_heads.mixing"])
+    if causal:
+        mixed = np.where(np.tril(np.ones((7, 7), bool)), mixed, -np.inf)
+    weights = np.einsum("bgts,gh->bhts", softmax(mixed), w["talking_heads_2.mixing"])
+    o = np.einsum("bhts,bhsv->bthv", weights, v).reshape(3, 7, 15)
+    check_close(layer(x), torch.from_numpy(o @ w["output.o"].T))
+    assert counting.params(spec) == 2 * 24 * 10 + 15 * 10 + 6 * 7 + 7 * 5 + 10 * 15
+
+
+def test_another_number_of_heads_starts_as_the_first_ones_alone():
+    spec = base(modifiers=(hw.TalkingHeads(on="weights", heads=4),))
+    mixing = hw.Attention(spec).talking_heads["mixing"]
+    check_close(mixing, torch.eye(6)[:, :4])
+
+
+def test_who_has_parameters_by_score_head_cannot_follow_another_number():
+    for changes in (
+        {"normaliser": hw.SinkSoftmax()},
+        {"modifiers": (hw.TalkingHeads(heads=7), hw.Alibi())},
+        {"modifiers": (hw.TalkingHeads(heads=7), hw.Dynamic(on="weights"))},
+        {"modifiers": (hw.TalkingHeads(heads=7), hw.TalkingHeads())},
+    ):
+        with pytest.raises(hw.SpecError, match="use heads=0"):
+            base(**({"modifiers": (hw.TalkingHeads(heads=7),)} | changes))
+    with pytest.raises(hw.SpecError, match="7 rows of weights read values, but heads say what 6 read"):
+        hw.AttentionSpec(
+            model=10,
+            heads=hw.Heads.grouped(q=6, dim=4),
+            project=hw.Direct(),
+            similarity=hw.Dot(),
+            pattern=hw.Full(),
+            normaliser=hw.Softmax(),
+            merge=hw.Concat(),
+            modifiers=(hw.TalkingHeads(heads=7),),
+        )
+
+
+def test_average_attention_is_a_running_mean():
+    """1908.11365: (1/t) times the sum of x W_V up to t; the state is the sum and the number."""
+    spec = base(project=hw.Values(), normaliser=hw.Average(), pattern="causal")
+    layer = cases.layer(spec)
+    w, (x, _) = arrays(layer), cases.tensors(spec)
+    running = np.cumsum(x.numpy() @ w["project.v"].T, 1) / np.arange(1, 8)[None, :, None]
+    check_close(layer(x), torch.from_numpy(running @ w["output.o"].T))
+    assert counting.params(spec) == 2 * 24 * 10
+    cache = layer.cache(batch=3, capacity=10**6)
+    layer(x, cache=cache)
+    assert cache.nbytes == 3 * (24 + 6) * 8
+
+
+def test_a_state_is_kept_in_constant_memory_and_at_linear_cost():
+    spec = base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), pattern="causal")
+    sizes = {counting.cache_bytes(spec, batch=2, capacity=c) for c in (1, 1000, 10**9)}
+    assert len(sizes) == 1
+    from headwise.backends import Job, linear
+
+    spent = [linear.spent(Job(spec, spec.core), hw.Work(1, n, n, n)) for n in (2**10, 2**11, 2**12)]
+    assert spent[2] - spent[1] == 2 * (spent[1] - spent[0])
