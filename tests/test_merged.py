@@ -26,6 +26,7 @@ KINDS = {
 }
 POSITIONED = {
     "turned": base(kv=3, source=10, modifiers=(hw.Rotary(),)),
+    "mixed": base(kv=3, source=10, modifiers=(hw.TalkingHeads(on="weights"),)),
     "biased and gated": base(kv=2, vdim=5, source=10, bias="v", modifiers=(hw.Alibi(), hw.HeadGate())),
 }
 EVERY = KINDS | POSITIONED
@@ -238,6 +239,7 @@ def test_weights_that_differ_cannot_be_shared():
         (base(project=hw.Collaborative()), "Collaborative has no W_V"),
         (base(project=hw.Overlapping(1), vdim=6), "Overlapping has no W_V"),
         (base(heads=3, modifiers=(hw.Differential(),)), "differential joins rows"),
+        (base(modifiers=(hw.TalkingHeads(heads=5),)), "6 score heads become 5 rows"),
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value.project).__name__,
 )
