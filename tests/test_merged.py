@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ import headwise as hw
 from cases import BATCH, SOURCE, TOKENS, base
 from headwise import counting
 from headwise.blocks.merged import averaging
+from headwise.seams import Turn
 
 APART = hw.Heads(q=6, kv=2, dim=4, vdim=5, values=(0, 1, 0, 1, 2, 2))
 KINDS = {
@@ -37,6 +38,17 @@ CHUNKS = {
     "at once": [TOKENS],
     "none": [0, 5, 0, 2],
 }
+
+
+@dataclass(frozen=True, repr=False)
+class Doubled(Turn):
+    """Turns values."""
+
+    def reaches(self, spec: hw.AttentionSpec) -> frozenset[str]:
+        return frozenset("v")
+
+    def turn(self, x_BTHK: Tensor, side: str, placed: object, p: object) -> Tensor:
+        return 2 * x_BTHK
 
 
 def built(spec: hw.AttentionSpec) -> hw.MergedAttention:
@@ -240,6 +252,7 @@ def test_weights_that_differ_cannot_be_shared():
         (base(project=hw.Overlapping(1), vdim=6), "Overlapping has no W_V"),
         (base(heads=3, modifiers=(hw.Differential(),)), "differential joins rows"),
         (base(modifiers=(hw.TalkingHeads(heads=5),)), "6 score heads become 5 rows"),
+        (base(modifiers=(Doubled(),)), "doubled turns values"),
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value.project).__name__,
 )

@@ -95,7 +95,7 @@ def _clashes(spec: AttentionSpec) -> Iterator[str]:
         if "v" in turn.reaches(spec):
             yield f"{name} turns values, so the mean would be one of others; leave it out"
     if spec.heads.rows != spec.heads.q:
-        yield f"{spec.heads.q} score heads become {spec.heads.rows} rows, which only a mixing can do, and the mean has none"
+        yield f"{spec.heads.q} score heads become {spec.heads.rows} rows, but the mean has no mixing; keep their number"
     for name, step in spec.steps(OutputStep):
         if step.joins:
             yield f"{name} joins rows into fewer heads than the mean has; leave it out"
