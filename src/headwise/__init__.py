@@ -42,6 +42,9 @@ _HOMES = {
     "to_json": "text",
     "to_toml": "text",
     "Attention": "module",
+    "LongformerAttention": "blocks",
+    "MergedAttention": "blocks",
+    "depth_scaled_init": "blocks",
     "fold_bias": "folding",
     "LearnedPositions": "positions",
     "Sinusoidal": "positions",
@@ -54,6 +57,7 @@ _SPOKEN = {name: home for name, home in _HOMES.items() if home in ("heads", "pat
 _MODULES = (
     "axes",
     "backends",
+    "blocks",
     "counting",
     "errors",
     "layout",
