@@ -95,5 +95,3 @@ def page() -> str:
     lines = [head, ["---"] * len(head), *rows]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return "\n\n".join([table, *chapters()])
-
-

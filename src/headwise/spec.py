@@ -82,7 +82,8 @@ class AttentionSpec:
             yield from first  # until they hold nobody can ask which rows there are
             return
         if (rows := self.mixed(Phase.WEIGHTS)) != self.heads.rows:
-            yield f"{rows} rows of weights read values, but heads say what {self.heads.rows} read; use values= for {rows}"
+            told = f"heads say what {self.heads.rows} read; use values= for {rows}"
+            yield f"{rows} rows of weights read values, but {told}"
             return
         mixes = [type(mix).__name__ for _, mix in self.steps(Mix) if mix.phase is Phase.WEIGHTS]
         if len(mixes) > 1:
