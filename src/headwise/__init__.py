@@ -43,6 +43,7 @@ _HOMES = {
     "to_toml": "text",
     "Attention": "module",
     "fold_bias": "folding",
+    "fold_turns": "folding",
     "LearnedPositions": "positions",
     "Sinusoidal": "positions",
     "walk": "steps",
