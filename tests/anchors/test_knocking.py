@@ -74,7 +74,8 @@ FOLDED: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, str]]] = {
     "after it turned": (
         {"modifiers": (ROTARY, ALL), "pattern": "causal()"},
         (ROTARY, hw.Knocking(sides="qk")),
-        {f"rotary.{side}": MORE for side in "qk"} | {f"knocking.{side}": f"rotary turns {side} before it" for side in "qk"},
+        {f"rotary.{side}": MORE for side in "qk"}
+        | {f"knocking.{side}": f"rotary turns {side} before it" for side in "qk"},
     ),
     "around an mlp": (
         {"modifiers": (hw.Knocking(), MLP, ALL)},

@@ -137,7 +137,11 @@ def test_every_arm_has_the_parameters_it_says_and_learns_with_all(arm: str):
 
 def test_equal_parameters_are_as_equal_as_widths_allow():
     assert EQUAL == 10  # 2 d^2 / (h d + d)
-    for said in ({"model": 30, "heads": 3}, {"model": 30, "heads": 6, "kv": 2}, {"model": 7, "heads": 7, "bias": "qkvo"}):
+    for said in (
+        {"model": 30, "heads": 3},
+        {"model": 30, "heads": 6, "kv": 2},
+        {"model": 7, "heads": 7, "bias": "qkvo"},
+    ):
         added, usual = hw.design(merge=hw.SumHeads(), **said), hw.design(**said)
         wanted = hw.counting.params(usual)
         off = [abs(hw.counting.params(added.with_heads(vdim=v)) - wanted) for v in range(1, 100)]
@@ -168,7 +172,8 @@ def test_a_bias_of_values_folds_into_a_fixed_sum(of: str):
     layer = cases.layer(base(vdim=V, kv=2, bias="qkv", merge=hw.SumHeads(of=of, output="fixed")))
     folded = hw.fold_bias(layer.spec, layer.state_dict())
     assert (folded.spec.project, folded.spec.merge.bias, folded.stayed) == (hw.Direct(bias="q"), "o", {})
-    assert far(twin(layer, folded.spec, **{"output_o_bias": folded.weights["output.o_bias"]})(X), layer(X).detach().numpy()) < 1e-12
+    bare = twin(layer, folded.spec, output_o_bias=folded.weights["output.o_bias"])
+    assert far(bare(X), layer(X).detach().numpy()) < 1e-12
 
 
 # --- what cannot be ------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ class DifferentialV2(Pairs):
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(),), kv=2, pattern="causal")
-        yield base(modifiers=(cls(),), heads=5, kv=1, vdim=7)
+        yield base(modifiers=(cls(),), heads=8, kv=1, vdim=7)
 
 
 def second_heads(heads: Heads) -> Iterator[str]:
