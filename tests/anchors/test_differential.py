@@ -146,11 +146,26 @@ def test_version_1_of_pairs_that_share_a_key_is_version_2_and_a_norm():
         (hw.Heads(q=6, kv=6, dim=4), r"heads 0 and 1.*different key-value heads; use a kv that divides 3"),
         (hw.Heads(q=6, kv=2, dim=4), r"heads 2 and 3.*reads=\(0, 0, 1, 1"),
         (hw.Heads(q=4, kv=2, dim=4, reads=(0, 0, 1, 1), values=(0, 1, 1, 1)), r"heads 0 and 1"),
+        (hw.Heads(q=4, kv=2, dim=4, values=(0, 1)), r"2 rows for 4; mix no heads"),
         (hw.Heads(q=4, kv=2, dim=4, speaks=(0, 3)), r"speaks=\(0, 3\) names second heads"),
     ],
 )
 def test_what_cannot_be_a_pair_is_refused(heads: hw.Heads, words: str):
     parts: dict[str, Any] = {"heads": heads, "modifiers": (hw.DifferentialV2(),)}
+    with pytest.raises(hw.SpecError, match=words):
+        cases.normal(base(), **parts)
+
+
+@pytest.mark.parametrize(
+    ("heads", "words"),
+    [
+        (hw.Heads(q=5, kv=5, dim=4), r"q=5 is odd; use q=6"),
+        (hw.Heads(q=6, kv=2, dim=4), r"one value head; use values=\(0, 0, 1, 1"),
+        (hw.Heads(q=4, kv=4, dim=4, values=(0, 1)), r"2 rows for 4; mix no heads"),
+    ],
+)
+def test_what_cannot_be_a_pair_of_version_1_is_refused(heads: hw.Heads, words: str):
+    parts: dict[str, Any] = {"heads": heads, "modifiers": (hw.Differential(),)}
     with pytest.raises(hw.SpecError, match=words):
         cases.normal(base(), **parts)
 

@@ -25,6 +25,16 @@ class Pairs(OutputStep):
 
     joins: ClassVar[bool] = True
 
+    def unpaired(self, heads: Heads) -> Iterator[str]:
+        """Why these heads are no pairs that the first of each could speak for."""
+        name = type(self).__name__
+        if heads.rows != heads.q:
+            yield f"{name} subtracts rows of score heads, but there are {heads.rows} rows for {heads.q}; mix no heads"
+        if heads.q % 2:
+            yield f"{name} subtracts pairs of heads, and q={heads.q} is odd; use q={heads.q + 1}"
+        if any(own % 2 for own in heads.speaks):
+            yield f"speaks={heads.speaks} names second heads of pairs; name the first of each, 0, 2, 4, ..."
+
     def voices(self, speaks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(own + half for own in speaks for half in range(2))
 
@@ -59,9 +69,10 @@ class Differential(Pairs):
         heads = spec.heads
         if self.depth < 0:
             yield f"Differential(depth={self.depth}) is no depth; the first layer is 0"
-        yield from second_heads(heads)
-        if heads.q % 2 or any(heads.value_of[i] != heads.value_of[i + 1] for i in range(0, heads.q - 1, 2)):
-            yield "Differential subtracts pairs of heads that read one value head; use q even, values=(0, 0, 1, 1, ...)"
+        unpaired = list(self.unpaired(heads))
+        yield from unpaired
+        if not unpaired and heads.value_of[::2] != heads.value_of[1::2]:
+            yield "Differential subtracts pairs of heads that read one value head; use values=(0, 0, 1, 1, ...)"
 
     def fitted(self, heads: Heads) -> Heads:
         double = Heads.grouped(q=2 * heads.q, kv=2 * heads.kv, dim=heads.dim)
@@ -107,9 +118,8 @@ class DifferentialV2(Pairs):
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         heads = spec.heads
-        yield from second_heads(heads)
-        if heads.q % 2:
-            yield f"DifferentialV2 subtracts pairs of heads, and q={heads.q} is odd; use q={heads.q + 1}"
+        if unpaired := list(self.unpaired(heads)):
+            yield from unpaired
             return
         read = list(zip(heads.reads, heads.value_of, strict=True))
         if apart := [i for i in range(0, heads.q, 2) if read[i] != read[i + 1]]:
@@ -133,9 +143,3 @@ class DifferentialV2(Pairs):
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(),), kv=2, pattern="causal")
         yield base(modifiers=(cls(),), heads=8, kv=1, vdim=7)
-
-
-def second_heads(heads: Heads) -> Iterator[str]:
-    """Why a pair cannot speak through its second head."""
-    if any(own % 2 for own in heads.speaks):
-        yield f"speaks={heads.speaks} names second heads of pairs; name the first of each, 0, 2, 4, ..."
