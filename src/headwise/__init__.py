@@ -46,6 +46,7 @@ _HOMES = {
     "MergedAttention": "blocks",
     "depth_scaled_init": "blocks",
     "fold_bias": "folding",
+    "fold_turns": "folding",
     "LearnedPositions": "positions",
     "Sinusoidal": "positions",
     "walk": "steps",
