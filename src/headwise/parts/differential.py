@@ -92,7 +92,7 @@ class Differential(Pairs):
         up, down = (p["a1"] * p["b1"]).sum(dtype=exact).exp(), (p["a2"] * p["b2"]).sum(dtype=exact).exp()
         noise = (up - down + self.start).to(o_BTHV.dtype)
         left = o_BTHV[..., ::2, :] - noise * o_BTHV[..., 1::2, :]
-        return F.rms_norm(left, left.shape[-1:], p["norm"], self.eps) * (1 - self.start)
+        return F.rms_norm(left, left.shape[-1:], p["norm"].to(left.dtype), self.eps) * (1 - self.start)
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
