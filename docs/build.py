@@ -81,6 +81,14 @@ def clashes() -> str:
     return f"{told}\n\n{table(['part', 'with', 'why not'], [*single, *rows])}"
 
 
+@generates
+def variants() -> str:
+    """Every preset: formula, paper, price, backends, and where its sources disagree."""
+    import variants_page
+
+    return variants_page.page()
+
+
 def alone() -> dict[type, list[str]]:
     """What each part, as it comes, refuses of the usual choices."""
     return {cls: refusals(cls) for cls in registered_parts()}

@@ -227,7 +227,7 @@ bug(
 bug(
     "talking-is-free",
     "parts/talking_heads.py",
-    "return 2 * work.batch * work.pairs * sizes[\"given\"] * heads",
+    'return 2 * work.batch * work.pairs * sizes["given"] * heads',
     "return 0",
     COUNTS + "test_products_are_counted_as_torch_counts_them[TalkingHeads0-dense]",
 )

@@ -11,7 +11,6 @@ from torch import Tensor
 from .errors import SpecError
 from .heads import Heads
 from .layout import Layout
-from .seams import OutputStep
 from .spec import SLOTS, AttentionSpec
 
 Weights = Mapping[str, Tensor]
@@ -119,8 +118,5 @@ def _check_even(spec: AttentionSpec, sizes: Sequence[int]) -> None:
 def _with(spec: AttentionSpec, heads: Heads) -> AttentionSpec:
     """The same parts, with sizes that followed from the number of heads written out, around other heads."""
     slots = {slot: getattr(spec, slot).settled(spec) for slot in SLOTS if slot != "pattern"}
-    usual = tuple(range(heads.rows))
-    for _, step in spec.steps(OutputStep):
-        usual = step.speaks(len(usual))
-    heads = replace(heads, speaks=() if heads.speaks == usual else heads.speaks)
+    heads = replace(heads, speaks=() if heads.speaks == spec.uncut(heads.rows) else heads.speaks)
     return replace(spec, heads=heads, **slots, modifiers=tuple(m.settled(spec) for m in spec.modifiers))

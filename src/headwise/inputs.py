@@ -117,7 +117,7 @@ def _source(spec: AttentionSpec, x: Tensor, source: Tensor | Remembered, cache: 
     elif source.spec is spec or source.spec == spec:
         held = next(iter(source.entry.values()))
         batch = held.shape[0]
-        if held.dtype != x.dtype or held.device != x.device:
+        if held.device != x.device or (held.dtype != x.dtype and not _autocasts(x)):
             raise ValueError(
                 f"source was remembered in {held.dtype} on {held.device} but x is {x.dtype} on {x.device}; do it anew"
             )
@@ -136,8 +136,13 @@ def _tensor(name: str, x: Tensor, width: int, like: Tensor) -> None:
         raise ValueError(f"{name} is {x.dtype}; give floating-point numbers, {like.dtype} as the layer's weights")
     if x.device != like.device:
         raise ValueError(f"{name} is on {x.device} but the layer is on {like.device}; move one of them")
-    if x.dtype != like.dtype and (x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type)):
+    if x.dtype != like.dtype and not _autocasts(x):
         raise ValueError(f"{name} is {x.dtype} but the layer is {like.dtype}; convert one, or use autocast")
+
+
+def _autocasts(x: Tensor) -> bool:
+    """Whether products bring what they are given to one dtype."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def _tokens(name: str, x: Tensor, tokens: Tokens) -> None:

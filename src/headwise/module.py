@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,10 @@ from .seams import Gate, Mix, OutputStep, Project, Turn
 from .spec import AttentionSpec
 from .terms import Asked, Weighted
 from .tokens import Sight, Tokens
-from .weights import Weights, weights_of
+from .weights import Weights, check_shared
 
 NOTHING: frozenset[str] = frozenset()
+NO_WEIGHTS: Mapping[str, Weights] = MappingProxyType({})
 
 
 class Plan(NamedTuple):
@@ -59,19 +61,25 @@ class Attention(nn.Module):
     True
     """
 
-    def __init__(self, spec: AttentionSpec, *, backend: str | None = None) -> None:
+    def __init__(
+        self, spec: AttentionSpec, *, backend: str | None = None, shares: Mapping[str, Weights] = NO_WEIGHTS
+    ) -> None:
+        """`shares` are parts' weights that another layer owns: used here, but saved, moved and trained there."""
         super().__init__()
         if not isinstance(spec, AttentionSpec):
             raise ValueError(f"spec is of type {type(spec).__name__}; make one with hw.design(model=..., heads=...)")
         backends.known(backend)
-        self.spec, self.only = spec, backend
+        check_shared(spec, shares)
+        self.spec, self.only, self._shares = spec, backend, dict(shares)
         for name, part in spec.parts():
-            self.add_module(name, Weights(spec, part))
+            if name not in shares:
+                self.add_module(name, Weights(spec, part))
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._bind()
 
     def _bind(self) -> None:
-        spec, p = self.spec, weights_of(self, self.spec)
+        spec, own = self.spec, dict(self.named_children())
+        p = {name: self._shares[name] if name in self._shares else cast(Weights, own[name]) for name, _ in spec.parts()}
         turns = spec.steps(Turn)
         self._turns = {s: [(n, t, p[n]) for n, t in turns if s in t.reaches(spec)] for s in "qkv"}
         self._mixes = [(name, mix, p[name]) for name, mix in spec.steps(Mix)]
@@ -152,6 +160,11 @@ class Attention(nn.Module):
         if self._limit is not None:
             inputs.check_positions(self._limit, at)
         return Remembered(self._entry(z, Turning(self._turns, at.position)), at, self.spec)
+
+    @property
+    def weights(self) -> Mapping[str, Weights]:
+        """The weights of each part by its name, its own and those it shares."""
+        return self._p
 
     def cache(self, *, batch: int, capacity: int) -> Cache:
         """A fresh cache for this layer, in its dtype and on its device."""

@@ -82,6 +82,10 @@ class BigBird(Swept):
     begin, each row r >= globals draws `random` different ones that it does not read already, all if fewer are
     left. Beyond those blocks nothing is drawn, and the other three rules go on.
 
+    The paper leaves open which blocks are global. Its code makes the first and the last so, which is BigBird with
+    globals=1 | Global of the last block's tokens, and draws for each head apart, in texts of most lengths only among
+    the first 2 random + 5 blocks. transformers draws in training alone: else the first block is read 1 + random times.
+
     >>> bird = BigBird(length=24, block=2, window=3, globals=1, random=2, seed=0)
     >>> [c for c in range(12) if bird.allows(2 * 5, 2 * c)]
     [0, 4, 5, 6, 7, 8]

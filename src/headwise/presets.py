@@ -8,12 +8,14 @@ from typing import Any
 
 from .errors import SpecError, nearest
 from .heads import Heads
+from .parts.average import Average
 from .parts.concat import Concat
 from .parts.direct import Direct
 from .parts.dot import Dot
 from .parts.latent import Latent
 from .parts.rotary import Rotary
 from .parts.softmax import Softmax
+from .parts.values import Values
 from .pattern import Full, parse
 from .registry import defaults
 from .seams import Merge, Part, Project
@@ -130,7 +132,13 @@ def mla(*, model: int = 2048, heads: int = 16, **said: Any) -> AttentionSpec:
     return design(model=model, heads=heads, **(usual | said))
 
 
-PRESETS: dict[str, Callable[..., AttentionSpec]] = {"mha": mha, "gqa": gqa, "mqa": mqa, "mla": mla}
+def average(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
+    """The mean of the values so far, in constant memory: merged attention's other branch (1908.11365)."""
+    usual = {"project": Values(), "normaliser": Average(), "pattern": "causal()"}
+    return design(model=model, heads=heads, **(usual | said))
+
+
+PRESETS: dict[str, Callable[..., AttentionSpec]] = {"mha": mha, "gqa": gqa, "mqa": mqa, "mla": mla, "average": average}
 
 
 def from_toml(text: str) -> AttentionSpec:

@@ -17,7 +17,6 @@ from .seams import Gate, Mix, Modifier, OutputStep, ScoreStep, Turn, ValueStep
 from .spec import AttentionSpec
 from .terms import Asked, Phase, Weighted
 from .tokens import Tokens
-from .weights import weights_of
 
 
 class Pair(NamedTuple):
@@ -45,7 +44,7 @@ def attention(
         raise ValueError(
             f"mask has {mask.shape[1]} heads; the definition reads one list of keys for all, give [B, 1, T, S]"
         )
-    spec, p = layer.spec, weights_of(layer, layer.spec)
+    spec, p = layer.spec, layer.weights
     at = tokens or Tokens.run(0, x_BTD.shape[1], x_BTD.device)
     z_BSE = x_BTD if source is None else source
     told = source_tokens or (at if source is None else Tokens.run(0, z_BSE.shape[1], x_BTD.device))

@@ -28,6 +28,7 @@ class Part(Spoken, ABC):
     """Anything an attention layer is made of. Every method has a meaning of its own and a neutral default."""
 
     paper: ClassVar[str] = ""
+    disagreements: ClassVar[tuple[str, ...]] = ()  # where its sources disagree, and which of them it follows
     positional: ClassVar[bool] = False  # whether it asks where tokens stand
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
@@ -113,6 +114,12 @@ class Project(Part):
         """Itself without these biases."""
         return self
 
+    def absorb(
+        self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
+    ) -> Mapping[str, Tensor]:
+        """The weights of a side, bias and all, behind which the matrix met every head; none when it cannot."""
+        return {}
+
     def rewrites(self, spec: AttentionSpec) -> Mapping[str, Project]:
         """Algebraically equal forms over the same parameters; "step" is the one for a single query."""
         return {}
@@ -144,6 +151,14 @@ class Turn(Modifier):
 
     @abstractmethod
     def turn(self, x_BTHK: Tensor, side: str, placed: Any, p: Weighted) -> Tensor: ...
+
+    def matrix(self, side: str, p: Mapping[str, Tensor]) -> Tensor | None:
+        """What it multiplies the channels of every head and token with, [out, in], when that is all it does."""
+        return None
+
+    def without(self, sides: frozenset[str]) -> Self | None:
+        """Itself on its other sides alone; None when it has none."""
+        return self
 
 
 class Foldable(Part):

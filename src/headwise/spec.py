@@ -82,7 +82,8 @@ class AttentionSpec:
             yield from first  # until they hold nobody can ask which rows there are
             return
         if (rows := self.mixed(Phase.WEIGHTS)) != self.heads.rows:
-            yield f"{rows} rows of weights read values, but heads say what {self.heads.rows} read; use values= for {rows}"
+            told = f"heads say what {self.heads.rows} read; use values= for {rows}"
+            yield f"{rows} rows of weights read values, but {told}"
             return
         mixes = [type(mix).__name__ for _, mix in self.steps(Mix) if mix.phase is Phase.WEIGHTS]
         if len(mixes) > 1:
@@ -150,10 +151,14 @@ class AttentionSpec:
     @property
     def speaks(self) -> tuple[int, ...]:
         """The own score head of each output head."""
-        speaks = tuple(range(self.heads.rows))
+        return self.heads.speaks or self.uncut(self.heads.rows)
+
+    def uncut(self, rows: int) -> tuple[int, ...]:
+        """The own score head of each output head when none of so many rows has been cut."""
+        speaks = tuple(range(rows))
         for _, step in self.steps(OutputStep):
-            speaks = step.speaks(len(speaks))
-        return self.heads.speaks or speaks
+            speaks = tuple(speaks[row] for row in step.speaks(len(speaks)))
+        return speaks
 
     @property
     def voices(self) -> tuple[int, ...]:

@@ -7,14 +7,26 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from .errors import SpecError, nearest
 from .seams import Part
 from .spec import AttentionSpec
 from .terms import Param
 
 
-def weights_of(layer: nn.Module, spec: AttentionSpec) -> dict[str, Weights]:
-    """The weights of each part of a layer, by the part's name."""
-    return {name: cast(Weights, layer.get_submodule(name)) for name, _ in spec.parts()}
+def check_shared(spec: AttentionSpec, shares: Mapping[str, Weights]) -> None:
+    """Refuse weights of another layer that are not what this spec's parts of these names declare."""
+    parts = dict(spec.parts())
+    for name, owner in shares.items():
+        if name not in parts:
+            raise SpecError(f"this layer has no {name!r} to share; {nearest(name, parts)}")
+        sizes = spec.sizes_of(parts[name])
+        for key, param in parts[name].params(spec).items():
+            wanted, held = param.layout.shape(sizes), tuple(owner[key].shape) if key in owner else None
+            if held != wanted:
+                raise SpecError(
+                    f"{name}.{key} is {list(wanted)} here and {held and list(held)} in the layer that owns it; "
+                    "only specs that declare it alike can share it"
+                )
 
 
 class Weights(nn.Module):

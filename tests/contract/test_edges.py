@@ -71,7 +71,12 @@ def test_blocks_are_counted_as_torch_counts_them(name, backend):
         assert torch_counts(layer, x) == counting.spent(spec, work, BACKENDS[backend].spent(job, work)), count
 
 
-SPARSE = ["window(9, after=4) | global((0, 77))", "dilated(5, rate=3)", "bigbird(300, block=16, random=2)", "blocks(50)"]
+SPARSE = [
+    "window(9, after=4) | global((0, 77))",
+    "dilated(5, rate=3)",
+    "bigbird(300, block=16, random=2)",
+    "blocks(50)",
+]
 SPARSE += ["window(40) & dilated(9, rate=2)", "prefix(30)", "edges(((3, 200), (250, 1), (250, 299)))", "first(2)"]
 
 

@@ -155,3 +155,17 @@ def test_one_graph_holds_a_cached_step(name, pattern):
     with torch.no_grad():
         for t in range(11):
             check_close(step(x[:, t : t + 1], cache=cache), expected[:, t : t + 1])
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_coarse_products_leave_finite_gradients(name):
+    spec = EXAMPLES[name]
+    layer = hw.Attention(spec).train()
+    x, z = cases.tensors(spec, torch.float32)
+    x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x, source=z, tokens=hw.Tokens.of(x, lengths=[7, 3, 0]))
+    y.float().square().sum().backward()
+    assert y.isfinite().all()
+    for tensor in (x, *layer.parameters()):
+        assert tensor.grad is None or tensor.grad.isfinite().all()

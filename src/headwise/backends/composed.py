@@ -1,4 +1,4 @@
-"""Every score, a block of queries at a time: takes what only `dense` takes, in memory that grows with the length alone."""
+"""Every score, a block of queries at a time: takes what `dense` takes, in memory that only the length makes grow."""
 
 from __future__ import annotations
 

@@ -19,6 +19,8 @@ from .start import xavier, zeros
 class Concat(Merge):
     """y = concat(o_1 .. o_h) W_O + b_O, which is the sum over heads of o_h W_O[h] (1706.03762).
 
+    output="fixed" leaves W_O as it was drawn: a constant, for asking what learning it is worth.
+
     >>> import headwise as hw
     >>> hw.Attention(hw.design(model=8, heads=2, bias="o")).state_dict()["output.o"].shape
     torch.Size([8, 8])
@@ -26,18 +28,23 @@ class Concat(Merge):
 
     paper = "1706.03762"
     bias: str = ""
+    output: str = "learned"
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        if self.output not in ("learned", "fixed"):
+            yield f"Concat(output={self.output!r}) is unknown; use 'learned' or 'fixed'"
         if self.bias not in ("", "o"):
             yield f"Concat(bias={self.bias!r}) is unknown; say bias='o' for an output bias or '' for none"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        weights = {"o": Param(Layout.parse("model (out vdim)"), xavier, "query")}
+        learned = self.output == "learned"
+        weights = {"o": Param(Layout.parse("model (out vdim)"), xavier, "query", learned)}
         return weights | ({"o_bias": Param(Layout.parse("model"), zeros)} if self.bias else {})
 
     def merge(self, o_BTOV: Tensor, p: Weighted) -> Tensor:
-        return F.linear(o_BTOV.flatten(2), p["o"], p["o_bias"] if self.bias else None)
+        return F.linear(o_BTOV.flatten(2), p["o"].to(o_BTOV.dtype), p["o_bias"] if self.bias else None)
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
         yield base(merge=cls(bias="o"))
+        yield base(merge=cls(output="fixed"), kv=2, vdim=5)

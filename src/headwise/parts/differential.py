@@ -17,22 +17,44 @@ from ..registry import part
 from ..seams import OutputStep
 from ..spec import AttentionSpec
 from ..terms import Base, Param, Weighted
-from .start import normal, ones
+from .start import normal, ones, xavier
+
+
+class Pairs(OutputStep):
+    """Output head i is made of the rows of score heads 2i and 2i + 1."""
+
+    joins: ClassVar[bool] = True
+
+    def unpaired(self, heads: Heads) -> Iterator[str]:
+        """Why these heads are no pairs that the first of each could speak for."""
+        name = type(self).__name__
+        if heads.rows != heads.q:
+            yield f"{name} subtracts rows of score heads, but there are {heads.rows} rows for {heads.q}; mix no heads"
+        if heads.q % 2:
+            yield f"{name} subtracts pairs of heads, and q={heads.q} is odd; use q={heads.q + 1}"
+        if any(own % 2 for own in heads.speaks):
+            yield f"speaks={heads.speaks} names second heads of pairs; name the first of each, 0, 2, 4, ..."
+
+    def voices(self, speaks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(own + half for own in speaks for half in range(2))
+
+    def speaks(self, rows: int) -> tuple[int, ...]:
+        return tuple(range(0, rows, 2))
 
 
 @part
-class Differential(OutputStep):
+class Differential(Pairs):
     """o_i = (1 - l0) RMSNorm(softmax(q_2i k_2i) V_i - l softmax(q_2i+1 k_2i+1) V_i), V_i twice as wide.
 
     Version 1 (2410.05258): l = exp(a1.b1) - exp(a2.b2) + l0 with l0 = 0.8 - 0.6 exp(-0.3 depth), depth counted
-    from 0, one l for all heads of a layer. `design(heads=h)` makes h pairs of score heads.
+    from 0, one l for all heads of a layer. `design(heads=h)` makes h pairs of score heads. Where keys are grouped,
+    either head of a pair reads a key of its own, as the released flash form; in the naive one both read the same.
 
     >>> round(Differential(depth=0).start, 3), round(Differential(depth=10).start, 3)
     (0.2, 0.77)
     """
 
     paper = "2410.05258"
-    joins: ClassVar[bool] = True
     depth: int = 0
     eps: float = 1e-5
 
@@ -47,10 +69,10 @@ class Differential(OutputStep):
         heads = spec.heads
         if self.depth < 0:
             yield f"Differential(depth={self.depth}) is no depth; the first layer is 0"
-        if any(own % 2 for own in heads.speaks):
-            yield f"speaks={heads.speaks} names second heads of pairs; name the first of each, 0, 2, 4, ..."
-        if heads.q % 2 or any(heads.value_of[i] != heads.value_of[i + 1] for i in range(0, heads.q - 1, 2)):
-            yield "Differential subtracts pairs of heads that read one value head; use q even, values=(0, 0, 1, 1, ...)"
+        unpaired = list(self.unpaired(heads))
+        yield from unpaired
+        if not unpaired and heads.value_of[::2] != heads.value_of[1::2]:
+            yield "Differential subtracts pairs of heads that read one value head; use values=(0, 0, 1, 1, ...)"
 
     def fitted(self, heads: Heads) -> Heads:
         double = Heads.grouped(q=2 * heads.q, kv=2 * heads.kv, dim=heads.dim)
@@ -65,20 +87,59 @@ class Differential(OutputStep):
         lambdas = {name: Param(Layout.parse("dim"), normal(0.1)) for name in ("a1", "b1", "a2", "b2")}
         return lambdas | {"norm": Param(Layout.parse("vdim"), ones)}
 
-    def voices(self, speaks: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(own + half for own in speaks for half in range(2))
-
-    def speaks(self, rows: int) -> tuple[int, ...]:
-        return tuple(range(0, rows, 2))
-
     def finish(self, o_BTHV: Tensor, x_BTD: Tensor, p: Weighted) -> Tensor:
         exact = torch.promote_types(o_BTHV.dtype, torch.float32)
         up, down = (p["a1"] * p["b1"]).sum(dtype=exact).exp(), (p["a2"] * p["b2"]).sum(dtype=exact).exp()
         noise = (up - down + self.start).to(o_BTHV.dtype)
         left = o_BTHV[..., ::2, :] - noise * o_BTHV[..., 1::2, :]
-        return F.rms_norm(left, left.shape[-1:], p["norm"], self.eps) * (1 - self.start)
+        return F.rms_norm(left, left.shape[-1:], p["norm"].to(left.dtype), self.eps) * (1 - self.start)
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(),), pattern="causal")
         yield base(modifiers=(cls(depth=3, eps=1e-6),), heads=3, kv=3, vdim=None)
+
+
+@part
+class DifferentialV2(Pairs):
+    """o_i = softmax(q_2i k) v - sigmoid(x.w_i) softmax(q_2i+1 k) v: both heads of a pair read the same k and v.
+
+    Version 2 (unilm, Diff-Transformer-V2, 2026): how much is taken away is asked by each token for each head;
+    without norm and schedule, outputs as wide as values. `design(heads=h, kv=g)` makes 2h score heads on g
+    key-value heads, so W_Q is doubled and W_lambda is all else that is added to grouped attention. A token for
+    which x.w is 0 takes half of it away:
+
+    >>> p = {"noise": torch.zeros(1, 3)}
+    >>> DifferentialV2().finish(torch.tensor([[[[5.0], [4.0]]]]), torch.ones(1, 1, 3), p).tolist()
+    [[[[3.0]]]]
+    """
+
+    paper = "unilm/Diff-Transformer-V2"
+
+    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        heads = spec.heads
+        if unpaired := list(self.unpaired(heads)):
+            yield from unpaired
+            return
+        read = list(zip(heads.reads, heads.value_of, strict=True))
+        if apart := [i for i in range(0, heads.q, 2) if read[i] != read[i + 1]]:
+            yield (
+                f"DifferentialV2 subtracts heads {apart[0]} and {apart[0] + 1}, which read different key-value heads; "
+                f"use a kv that divides {heads.q // 2}, or reads=(0, 0, 1, 1, ...)"
+            )
+
+    def fitted(self, heads: Heads) -> Heads:
+        twice = {name: tuple(read for read in getattr(heads, name) for _ in range(2)) for name in ("reads", "values")}
+        return replace(heads, q=2 * heads.q, **twice)
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        return {"noise": Param(Layout.parse("out model"), xavier, "query")}
+
+    def finish(self, o_BTHV: Tensor, x_BTD: Tensor, p: Weighted) -> Tensor:
+        noise = torch.sigmoid(F.linear(x_BTD, p["noise"]))[..., None]
+        return o_BTHV[..., ::2, :] - noise * o_BTHV[..., 1::2, :]
+
+    @classmethod
+    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        yield base(modifiers=(cls(),), kv=2, pattern="causal")
+        yield base(modifiers=(cls(),), heads=8, kv=1, vdim=7)

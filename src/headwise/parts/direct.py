@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import ClassVar, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -61,6 +62,14 @@ class Direct(Project):
 
     def without(self, biases: frozenset[str]) -> Self:
         return replace(self, bias="".join(side for side in self.bias if side not in biases))
+
+    def absorb(
+        self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
+    ) -> Mapping[str, Tensor]:
+        names = [f"project.{key}" for key in (side, f"{side}_bias") if key in self.params(spec)]
+        width = matrix.shape[1]
+        by_head = {name: weights[name].reshape(weights[name].shape[0] // width, width, -1) for name in names}
+        return {name: torch.matmul(matrix, heads).reshape(weights[name].shape) for name, heads in by_head.items()}
 
     def core(self, spec: AttentionSpec) -> Core:
         heads = spec.heads

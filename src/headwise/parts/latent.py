@@ -99,7 +99,8 @@ class Latent(Project):
         if self.query_rank is None:
             flat = F.linear(x_BTD, p["q"])
         else:
-            low = F.rms_norm(F.linear(x_BTD, p["q_down"]), (self.query_rank,), p["q_norm"], self.eps)
+            low = F.linear(x_BTD, p["q_down"])
+            low = F.rms_norm(low, (self.query_rank,), p["q_norm"].to(low.dtype), self.eps)
             flat = F.linear(low, p["q_up"])
         dim = p.sizes["dim"]
         q_BTHK = flat.unflatten(-1, (-1, dim + self.rope))
@@ -111,7 +112,7 @@ class Latent(Project):
     def remember(self, z_BSE: Tensor, turn: Turning, p: Weighted) -> dict[str, Tensor]:
         c, r = F.linear(z_BSE, p["kv_down"]).split([self.rank, self.rope], -1)
         return {
-            "c": F.rms_norm(c, (self.rank,), p["kv_norm"], self.eps),
+            "c": F.rms_norm(c, (self.rank,), p["kv_norm"].to(c.dtype), self.eps),
             "r": turn(r[..., None, :], "k").squeeze(-2),
         }
 

@@ -64,10 +64,11 @@ class QKNorm(Turn):
         if self.kind == "l2":
             unit = F.normalize(x_BTHK, dim=-1, eps=self.eps)
             return unit * p["temperature"][:, None] if side == "q" else unit
+        scale = p[side].to(x_BTHK.dtype)  # under autocast only x is coarse
         if self.scope == "full":
             flat = x_BTHK.flatten(-2)
-            return F.rms_norm(flat, flat.shape[-1:], p[side], self.eps).view_as(x_BTHK)
-        return F.rms_norm(x_BTHK, x_BTHK.shape[-1:], p[side], self.eps)
+            return F.rms_norm(flat, flat.shape[-1:], scale, self.eps).view_as(x_BTHK)
+        return F.rms_norm(x_BTHK, x_BTHK.shape[-1:], scale, self.eps)
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:

@@ -13,8 +13,17 @@ Start = Callable[[tuple[int, ...]], Tensor]
 
 def xavier(shape: tuple[int, ...]) -> Tensor:
     """Uniform within sqrt(6 / (fan in + fan out)) (Glorot and Bengio 2010)."""
-    bound = math.sqrt(6 / (shape[-1] + math.prod(shape[:-1])))
+    bound = xavier_bound(shape)
     return torch.rand(shape) * (2 * bound) - bound
+
+
+def xavier_bound(shape: tuple[int, ...]) -> float:
+    """sqrt(6 / (fan in + fan out)), the last axis being what comes in.
+
+    >>> xavier_bound((4, 2))
+    1.0
+    """
+    return math.sqrt(6 / (shape[-1] + math.prod(shape[:-1])))
 
 
 def zeros(shape: tuple[int, ...]) -> Tensor:

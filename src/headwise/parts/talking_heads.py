@@ -49,15 +49,16 @@ class TalkingHeads(Mix):
 
     def _lost(self, spec: AttentionSpec) -> Iterable[str]:
         """Who acts on what comes out of it and has parameters for each score head, of which there are others now."""
-        later = [part for _, part in spec.steps(Mix) if part is not self]
-        later += [step for _, step in spec.steps(ScoreStep)][self._before(spec) :]
-        for part in (spec.normaliser, *later):
-            if any("q" in param.layout.axes for param in part.params(spec).values()):
+        mixes = [mix for _, mix in spec.steps(Mix) if mix is not self]
+        scores = [step for _, step in spec.steps(ScoreStep)][self._before(spec) :]
+        for later in (spec.normaliser, *mixes, *scores):
+            if any("q" in param.layout.axes for param in later.params(spec).values()):
+                name = type(later).__name__
                 yield (
                     f"TalkingHeads(heads={self.heads}) leaves other heads than the {spec.heads.q} that "
-                    f"{type(part).__name__} has parameters for; use heads=0, or do without {type(part).__name__}"
+                    f"{name} has parameters for; use heads=0, or do without {name}"
                 )
-        if [part for part in later if isinstance(part, Mix) and part.phase is Phase.SCORES]:
+        if any(mix.phase is Phase.SCORES for mix in mixes):
             yield f"TalkingHeads(heads={self.heads}) must be the only mixing on the scores; use heads=0"
 
     def _before(self, spec: AttentionSpec) -> int:

@@ -1,0 +1,97 @@
+"""What `docs/build.py` writes into docs/variants.md: every preset with its formula, its price and who runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import headwise as hw
+from headwise import counting
+from headwise.presets import PRESETS
+from headwise.seams import Part
+from headwise.spec import AttentionSpec
+
+MODEL, HEADS, TOKENS, FAR = 512, 8, 1024, 8192  # the sizes at which all are priced
+Row = Sequence[str]
+
+
+def prices() -> tuple[Row, list[Row]]:
+    """Head and rows of the table in which presets stand side by side."""
+    head = ["preset", "parameters", f"MFLOP a token, {TOKENS} tokens", "bytes a token", f"MB at {FAR} tokens", "runs"]
+    return head, [[f"[`{name}`](#{name})", *price(name), runs(specs(name))] for name in PRESETS]
+
+
+def specs(name: str) -> AttentionSpec:
+    return hw.design(preset=name, model=MODEL, heads=HEADS)
+
+
+def price(name: str) -> list[str]:
+    """Parameters, FLOPs asked for each token of a text, and what a bfloat16 cache holds."""
+    spec = specs(name)
+    flops = counting.asked(spec, counting.work_of(spec, batch=1, queries=TOKENS)) / TOKENS / 1e6
+    told = [f"{counting.params(spec):,}", f"{flops:.3f}"]
+    if spec.pattern.opening != 0:
+        return [*told, "-", "-"]
+    held = counting.cache_bytes(spec, batch=1, capacity=FAR, bytes_each=2)
+    each = "a state" if spec.stateful else str(2 * counting.cache_numbers(spec))
+    return [*told, each, f"{held / 1e6:.3f}"]
+
+
+def runs(spec: AttentionSpec) -> str:
+    """Who runs it on the CPU: a whole text, the same with gradients, and a step of one token."""
+    whole, trained = hw.why(spec), hw.why(spec, when="grad")
+    step = hw.why(spec, tokens="one")
+    said = [str(told.runs) for told in (whole, trained, step)]
+    return " / ".join(said if spec.pattern.opening == 0 else said[:2])
+
+
+def chapters() -> Iterator[str]:
+    """One chapter for each preset."""
+    for name, make in PRESETS.items():
+        spec = specs(name)
+        parameters, flops, each, held = price(name)
+        lines = [f"### {name}", "", sentence(make.__doc__), ""]
+        lines += [f"- {told}" for told in formulas(spec)]
+        lines += [f"- **pattern**: `{spec.pattern.text}`", f"- **parameters**: {parameters} ({share(spec)})"]
+        lines += [f"- **FLOPs**: {flops} million a token in a text of {TOKENS}"]
+        kept = "reads ahead, so nothing is decoded step by step" if each == "-" else f"{each} bytes a token in bfloat16"
+        kept = f"a state of {held} MB whatever the length" if each == "a state" else kept
+        lines += [f"- **cache**: {kept}", f"- **runs on the CPU**: {runs(spec)}; on CUDA: {on_cuda(spec)}"]
+        lines += [f"- **sources disagree**: {said}" for part in unusual(spec) for said in part.disagreements]
+        yield "\n".join(lines)
+
+
+def on_cuda(spec: AttentionSpec) -> str:
+    reasons = hw.why(spec, device="cuda", dtype="bf16", when="grad")
+    return str(reasons.runs)
+
+
+def formulas(spec: AttentionSpec) -> Iterator[str]:
+    """The definition of every part that is not the usual choice, with its paper."""
+    for part in dict.fromkeys(unusual(spec)):
+        paper = f" ([{part.paper}](https://arxiv.org/abs/{part.paper}))" if part.paper else ""
+        yield f"`{part!r}`{paper}: {sentence(type(part).__doc__)}"
+
+
+def unusual(spec: AttentionSpec) -> list[Part]:
+    usual = [part for _, part in hw.design(model=MODEL, heads=HEADS).parts()]
+    return [part for _, part in spec.parts() if part not in usual]
+
+
+def share(spec: AttentionSpec) -> str:
+    """Its parameters beside those of plain attention."""
+    plain = counting.params(hw.design(model=MODEL, heads=HEADS))
+    more = counting.params(spec) - plain
+    return "as plain attention" if not more else f"{more:+,} beside plain attention"
+
+
+def sentence(doc: str | None) -> str:
+    """The first paragraph of a docstring, on one line."""
+    return " ".join((doc or "").strip().split("\n\n")[0].split())
+
+
+def page() -> str:
+    """All of it, as Markdown."""
+    head, rows = prices()
+    lines = [head, ["---"] * len(head), *rows]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n\n".join([table, *chapters()])

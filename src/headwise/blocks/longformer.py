@@ -1,0 +1,100 @@
+"""Window attention whose global tokens ask, and are answered, in projections of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ..cache import Cache
+from ..errors import SpecError
+from ..module import Attention
+from ..pattern import Full, Global, Or, Pattern
+from ..pattern_tables import listed
+from ..probe import Probe
+from ..spec import AttentionSpec
+from ..tokens import Tokens
+
+
+class LongformerAttention(nn.Module):
+    """Every token reads what the pattern allows; what global tokens read, they read anew in q, k, v of their own.
+
+    y_t = W_O concat_h softmax(q_t k_S^T / sqrt dim) v_S over the keys S that `window(...) | global(...)` allows,
+    and where t is global y_t = W_O concat_h softmax(q'_t k'^T / sqrt dim) v' over all keys, q', k', v' of a second
+    set of projections (2004.05150, section 3.1). Others read a global key with the first set. Only W_O is shared;
+    the second set starts as a copy of the first, as the paper says, so that a fresh block is a plain layer.
+
+    Positions count inside each segment, so packed documents and rows padded on the left each have their own global
+    tokens; tokens global in one row only cannot be said. With `tokens` whose rows are not all alike the device is
+    asked, once a call, how many there are.
+
+    >>> import headwise as hw, torch
+    >>> spec = hw.design(model=8, heads=2, pattern="window(5, after=2) | global((0,))")
+    >>> block = LongformerAttention(spec)
+    >>> sum(p.numel() for p in block.parameters())  # 7 d^2
+    448
+    >>> plain, x = hw.Attention(spec), torch.randn(1, 9, 8)
+    >>> _ = plain.load_state_dict(block.local.state_dict())
+    >>> torch.allclose(block(x), plain(x), atol=1e-6)
+    True
+    """
+
+    def __init__(self, spec: AttentionSpec, *, backend: str | None = None) -> None:
+        super().__init__()
+        self.positions = _positions(spec)
+        self.local = Attention(spec, backend=backend)
+        merge = {"output": self.local.weights["output"]}
+        self.overall = Attention(replace(spec, pattern=Full(), source=spec.model), backend=backend, shares=merge)
+        held = self.local.state_dict()
+        self.overall.load_state_dict({name: held[name] for name in self.overall.state_dict()})
+
+    def forward(
+        self, x: Tensor, *, tokens: Tokens | None = None, cache: Cache | None = None, probe: Probe | None = None
+    ) -> Tensor:
+        """y [B, T, model]; `probe` looks into the local layer, where what global tokens read is not used."""
+        if cache is not None:
+            raise ValueError("global tokens read those that have not come yet; pass the whole sequence, without cache=")
+        o_BTOV = self.local.heads(x, tokens=tokens, probe=probe)
+        at = tokens or Tokens.run(0, x.shape[1], x.device)
+        chosen_BT = at.live & listed((-1, *self.positions), at.position)
+        if count := self._count(at, chosen_BT):
+            o_BTOV = self._answered(o_BTOV, x, at, chosen_BT, count)
+        return self.local.merge(o_BTOV)
+
+    def _count(self, at: Tokens, chosen_BT: Tensor) -> int:
+        """The most global tokens that a row has."""
+        if at.start is not None:
+            return sum(at.start <= position < at.start + at.count for position in self.positions)
+        return int(chosen_BT.sum(1).amax()) if chosen_BT.numel() else 0
+
+    def _answered(self, o_BTOV: Tensor, x_BTD: Tensor, at: Tokens, chosen_BT: Tensor, count: int) -> Tensor:
+        """Per-head outputs with those of global tokens in place; a row with fewer of them keeps what it had."""
+        batch = x_BTD.shape[0]
+        chosen, index = chosen_BT.expand(batch, -1).byte().topk(count, dim=1)
+        there = torch.arange(batch, device=x_BTD.device)[:, None], index
+        segment = at.segment.expand(batch, -1)[there].where(chosen > 0, -1)
+        asks = Tokens(at.position.expand(batch, -1)[there], segment, checked=True)
+        kept = self.overall.remember(x_BTD, tokens=at)
+        read = self.overall.heads(x_BTD[there], source=kept, tokens=asks)
+        read = torch.where((chosen > 0)[..., None, None], read, o_BTOV[there])
+        return o_BTOV.index_put(there, read)
+
+
+def _positions(spec: AttentionSpec) -> tuple[int, ...]:
+    positions = tuple(sorted(_global(spec.pattern)))
+    if not positions:
+        raise SpecError(
+            f"pattern {spec.pattern.text} joins no global tokens to what it allows; write it like "
+            "window(5, after=2) | global((0,))"
+        )
+    if spec.source is not None:
+        raise SpecError(f"global tokens belong to one sequence, but source={spec.source} is another; leave source out")
+    return positions
+
+
+def _global(pattern: Pattern) -> frozenset[int]:
+    """The tokens that a union names global."""
+    if isinstance(pattern, Or):
+        return _global(pattern.left) | _global(pattern.right)
+    return frozenset(pattern.positions if isinstance(pattern, Global) else ())

@@ -1,0 +1,101 @@
+"""Cross attention and average attention as one sub-layer of a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from .. import inputs
+from ..cache import Cache, Remembered
+from ..errors import SpecError
+from ..module import Attention
+from ..presets import design
+from ..probe import Probe
+from ..seams import OutputStep, Turn
+from ..spec import AttentionSpec
+from ..tokens import Tokens
+
+
+class MergedAttention(nn.Module):
+    """y_t = (concat_h softmax(q_h k_h^T / sqrt dim) v_h + mean over t' <= t of x_t' W_V) W_O: MAtt (1908.11365).
+
+    It stands in the place of a decoder's self-attention and cross-attention. `spec` is that of the cross-attention,
+    whose keys and values come from the memory; the mean runs over the decoder's own tokens and is read through the
+    same W_V and W_O, which are there, saved and trained once. Paper and code agree. Modifiers act on the cross
+    branch alone, and so does a `backend` asked for by name. A decoder keeps one sum per row, however long it gets;
+    rows padded on the left, which the released code cannot have, come out as if alone.
+
+    >>> import headwise as hw, torch
+    >>> block = MergedAttention(hw.design(model=8, heads=2))
+    >>> sum(p.numel() for p in block.parameters()), [name for name in block.state_dict()]  # 4 d^2
+    (256, ['cross.project.q', 'cross.project.k', 'cross.project.v', 'cross.output.o'])
+    >>> memory, x = block.remember(torch.randn(1, 7, 8)), torch.randn(1, 5, 8)
+    >>> cache = block.cache(batch=1, capacity=5)
+    >>> steps = [block(x[:, t : t + 1], source=memory, cache=cache) for t in range(5)]
+    >>> torch.allclose(torch.cat(steps, 1), block(x, source=memory), atol=1e-6)
+    True
+    """
+
+    def __init__(self, spec: AttentionSpec, *, backend: str | None = None) -> None:
+        super().__init__()
+        self.cross = Attention(spec, backend=backend)
+        if reasons := list(_clashes(spec)):
+            raise SpecError("; ".join(reasons))
+        held = self.cross.weights
+        self.average = Attention(averaging(spec), shares={name: held[name] for name in ("project", "output")})
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        source: Tensor | Remembered,
+        cache: Cache | None = None,
+        tokens: Tokens | None = None,
+        probe: Probe | None = None,
+    ) -> Tensor:
+        """y [B, T, model]; `cache` keeps the sum of x for later calls, `probe` looks into the cross branch."""
+        inputs.check(self.average.spec, x, None, cache, tokens, self.cross.weights["project"].first)
+        at = cache.next(x.shape[1]) if tokens is None and cache is not None else tokens
+        read_BTOV = self.cross.heads(x, source=source, tokens=at, probe=probe)
+        mean_BTOV = self.average.heads(x, cache=cache, tokens=at)
+        return self.cross.merge(read_BTOV + mean_BTOV)
+
+    def remember(self, z: Tensor, *, tokens: Tokens | None = None) -> Remembered:
+        """The memory, projected once: hand it over as `source` at every step."""
+        return self.cross.remember(z, tokens=tokens)
+
+    def cache(self, *, batch: int, capacity: int) -> Cache:
+        """A fresh sum for each row; its size does not depend on the capacity."""
+        return self.average.cache(batch=batch, capacity=capacity)
+
+
+def averaging(spec: AttentionSpec) -> AttentionSpec:
+    """The mean that is read through the value map and the merge of this cross-attention.
+
+    >>> import headwise as hw
+    >>> hw.counting.params(averaging(hw.design(model=8, heads=2)))  # W_V and W_O
+    128
+    """
+    bias = "v" if "v_bias" in spec.project.params(spec) else ""
+    mean = design(preset="average", model=spec.model, heads=spec.heads.q, dim=spec.heads.dim, bias=bias)
+    return replace(mean, heads=spec.heads, merge=spec.merge)
+
+
+def _clashes(spec: AttentionSpec) -> Iterator[str]:
+    if spec.source not in (None, spec.model):
+        yield (
+            f"W_V reads the memory and x alike, but these are {spec.source} and {spec.model} wide; "
+            f"use source={spec.model}, with a map of the memory before it"
+        )
+    if not spec.project.plain or "v" not in spec.project.params(spec):
+        yield f"{type(spec.project).__name__} has no W_V that gives values as they are read; use project Direct()"
+    for name, turn in spec.steps(Turn):
+        if "v" in turn.reaches(spec):
+            yield f"{name} turns values, so the mean would be one of others; leave it out"
+    if spec.heads.rows != spec.heads.q:
+        yield f"{spec.heads.q} score heads become {spec.heads.rows} rows, but the mean has no mixing; keep their number"
+    for name, step in spec.steps(OutputStep):
+        if step.joins:
+            yield f"{name} joins rows into fewer heads than the mean has; leave it out"

@@ -1,0 +1,53 @@
+"""What each head reads, brought to one length before the heads are merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..layout import Layout
+from ..registry import part
+from ..seams import OutputStep
+from ..spec import AttentionSpec
+from ..terms import Base, Param, Weighted
+from .start import ones
+
+
+@part
+class HeadNorm(OutputStep):
+    """o_h -> w o_h / sqrt(mean(o_h^2) + eps): RMSNorm of every head's output over its own channels.
+
+    The norm inside differential attention (2410.05258), by itself. scope="shared": one w of vdim numbers for all
+    heads, as its released code; scope="head": every output head has its own, as a group norm (2307.08621).
+
+    >>> import torch
+    >>> HeadNorm().finish(torch.tensor([[[[3.0, 4.0]]]]), torch.ones(1, 1, 1), {"scale": torch.ones(2)})
+    tensor([[[[0.8485, 1.1314]]]])
+    """
+
+    paper = "2410.05258"
+    scope: str = "shared"
+    eps: float = 1e-5
+
+    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        if not self.eps > 0:
+            yield f"HeadNorm(eps={self.eps!r}) must be positive; 1e-5 is usual"
+        if self.scope not in ("shared", "head"):
+            yield f"HeadNorm(scope={self.scope!r}) is unknown; use 'shared' or 'head'"
+        steps = [step for _, step in spec.steps(OutputStep)]
+        later = [type(step).__name__ for step in steps[steps.index(self) :] if step.joins]
+        if self.scope == "head" and later:
+            yield f"HeadNorm(scope='head') would meet rows that {later[0]} has yet to join; write it after {later[0]}"
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        return {"scale": Param(Layout.parse("vdim" if self.scope == "shared" else "out vdim"), ones)}
+
+    def finish(self, o_BTHV: Tensor, x_BTD: Tensor, p: Weighted) -> Tensor:
+        return F.rms_norm(o_BTHV, o_BTHV.shape[-1:], eps=self.eps) * p["scale"]
+
+    @classmethod
+    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        yield base(modifiers=(cls(),), pattern="causal", kv=2, vdim=5)
+        yield base(modifiers=(cls(scope="head", eps=1e-2),), vdim=5)

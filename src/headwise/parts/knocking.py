@@ -1,0 +1,91 @@
+"""Heads that knock on each other: one small matrix that all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..layout import Layout
+from ..registry import part
+from ..seams import Turn
+from ..spec import AttentionSpec
+from ..terms import Base, Param, Weighted, Work
+from .start import identity, zeros
+
+
+@part
+class Knocking(Turn):
+    """x_h -> x_h T, with one T for all heads of a side and another for each of `sides`, q, k, v (2510.23052).
+
+    T starts as the identity. kind="mlp", for values alone: v_h -> 2 (v_h W_up * sigmoid(v_h W_gate)) W_down, with
+    W_up and W_down the identity and W_gate zero at the start, so that either kind begins as plain attention. The
+    paper finds values to be what matters. A linear one is gone after `fold_turns`.
+
+    >>> shears = {"v": torch.tensor([[1.0, 2.0], [0.0, 1.0]])}  # rows are what comes out
+    >>> Knocking().turn(torch.tensor([[[[3.0, 4.0]]]]), "v", None, shears).tolist()
+    [[[[11.0, 4.0]]]]
+    """
+
+    paper = "2510.23052"
+    kind: str = "linear"
+    sides: str = "v"
+
+    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        if self.kind not in ("linear", "mlp"):
+            yield f"Knocking(kind={self.kind!r}) is unknown; use 'linear' or 'mlp'"
+        if not self.sides or set(self.sides) - set("qkv") or len(set(self.sides)) != len(self.sides):
+            yield f"Knocking(sides={self.sides!r}) is no choice of sides; name each of q, k and v at most once"
+        elif self.kind == "mlp" and self.sides != "v":
+            yield f"Knocking(kind='mlp', sides={self.sides!r}) is defined for values alone; use sides='v'"
+        if not spec.project.plain:
+            name = type(spec.project).__name__
+            yield f"Knocking's matrices are as wide as a head, but not all that {name} turns is; use project Direct()"
+
+    def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
+        return {"knocked": spec.heads.dim, "vknocked": spec.heads.vdim}
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        if self.kind == "mlp":
+            inner = Layout.parse("vknocked vdim")
+            down = Param(Layout.parse("vdim vknocked"), identity)
+            return {"up": Param(inner, identity), "gate": Param(inner, zeros), "down": down}
+        axes = {"q": "knocked dim", "k": "knocked dim", "v": "vknocked vdim"}
+        return {side: Param(Layout.parse(axes[side]), identity) for side in self.sides}
+
+    def flops(self, spec: AttentionSpec, work: Work) -> int:
+        heads, matrices = spec.heads, 3 if self.kind == "mlp" else 1
+        each = {
+            "q": work.queries * heads.q * heads.dim**2,
+            "k": work.remembered * heads.kv * heads.dim**2,
+            "v": work.remembered * heads.v * heads.vdim**2,
+        }
+        return 2 * work.batch * matrices * sum(each[side] for side in self.sides)
+
+    def reaches(self, spec: AttentionSpec) -> frozenset[str]:
+        return frozenset(self.sides)
+
+    def turn(self, x_BTHK: Tensor, side: str, placed: None, p: Weighted) -> Tensor:
+        if self.kind == "linear":
+            return F.linear(x_BTHK, p[side])
+        open_BTHK = torch.sigmoid(F.linear(x_BTHK, p["gate"]))
+        return F.linear(2 * F.linear(x_BTHK, p["up"]) * open_BTHK, p["down"])
+
+    def matrix(self, side: str, p: Mapping[str, Tensor]) -> Tensor | None:
+        return p[side] if self.kind == "linear" else None
+
+    def without(self, sides: frozenset[str]) -> Self | None:
+        left = "".join(side for side in self.sides if side not in sides)
+        return replace(self, sides=left) if left else None
+
+    @classmethod
+    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        from .rotary import Rotary
+
+        yield base(modifiers=(cls(),), kv=2, vdim=5, bias="qkvo")
+        yield base(modifiers=(cls(sides="qkv"), Rotary()), pattern="causal", kv=2)
+        yield base(modifiers=(cls(kind="mlp"),), pattern="causal", vdim=5)

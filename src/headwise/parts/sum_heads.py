@@ -1,0 +1,68 @@
+"""Per-head outputs added up, and one linear map of the sum to the model's width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Self
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..layout import Layout
+from ..registry import part
+from ..seams import Merge
+from ..spec import AttentionSpec
+from ..terms import Base, Param, Weighted
+from .start import xavier, zeros
+
+
+@part
+class SumHeads(Merge):
+    """y = (o_1 + .. + o_h) W_O + b_O: heads are added as they are, and share one W_O of vdim rows.
+
+    It is `Concat` with all W_O[h] tied: adding heads that are projected first *is* concatenation. of="mean" divides
+    by the number of heads, which a cut leaves alone; output="fixed" leaves W_O as it was drawn. At one width it has
+    fewer parameters than Concat; `counting.equal_vdim` says how wide values make up for that.
+
+    >>> import headwise as hw
+    >>> hw.Attention(hw.design(model=8, heads=2, merge=SumHeads())).state_dict()["output.o"].shape
+    torch.Size([8, 4])
+    """
+
+    bias: str = ""
+    of: str = "sum"
+    output: str = "learned"
+    heads: int = 0
+
+    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        if self.bias not in ("", "o"):
+            yield f"SumHeads(bias={self.bias!r}) is unknown; say bias='o' for an output bias or '' for none"
+        if self.of not in ("sum", "mean"):
+            yield f"SumHeads(of={self.of!r}) is unknown; use 'sum' or 'mean'"
+        if self.output not in ("learned", "fixed"):
+            yield f"SumHeads(output={self.output!r}) is unknown; use 'learned' or 'fixed'"
+        if self.heads and self.of == "sum":
+            yield f"SumHeads(heads={self.heads}) counts heads for a mean; leave heads out, or use of='mean'"
+        elif self.heads and self.heads < len(spec.speaks):
+            yield f"SumHeads(heads={self.heads}) is fewer than the {len(spec.speaks)} that speak; leave heads out"
+
+    def settled(self, spec: AttentionSpec) -> Self:
+        return replace(self, heads=self.heads or len(spec.speaks)) if self.of == "mean" else self
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        learned = self.output == "learned"
+        weights = {"o": Param(Layout.parse("model vdim"), xavier, "query", learned)}
+        return weights | ({"o_bias": Param(Layout.parse("model"), zeros)} if self.bias else {})
+
+    def merge(self, o_BTOV: Tensor, p: Weighted) -> Tensor:
+        total = o_BTOV.sum(2)
+        if self.of == "mean":
+            total = total / (self.heads or o_BTOV.shape[2])
+        return F.linear(total, p["o"].to(total.dtype), p["o_bias"] if self.bias else None)
+
+    @classmethod
+    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        yield base(merge=cls(bias="o"), kv=2, vdim=5)
+        yield base(merge=cls(of="mean"), pattern="causal", vdim=5)
+        yield base(merge=cls(of="mean", output="fixed", heads=7))

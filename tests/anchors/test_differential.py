@@ -1,0 +1,175 @@
+"""Both versions of differential attention by their formulas in numpy, and where they are something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import cases
+import headwise as hw
+from anchors import written
+from anchors.written import far
+from cases import base
+
+X = torch.linspace(-2, 2, 3 * 7 * 10, dtype=torch.float64).sin().view(3, 7, 10)
+X[..., 0] = 1.0  # a feature that is always there, so that a projection can be a number
+EXACT = 1e-13
+LAST = {"pattern": "causal()"}
+
+
+def set_noise(layer: hw.Attention, value: float) -> None:
+    """x.w is this number for every token and head."""
+    with torch.no_grad():
+        layer.differential_v2["noise"].zero_()[:, 0] = value
+
+
+# --- version 2 -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kv", "vdim"), [(6, None), (3, None), (2, 5), (1, 5)])
+def test_version_2_as_published(kv: int, vdim: int | None):
+    layer = cases.layer(base(modifiers=(hw.DifferentialV2(),), kv=kv, vdim=vdim, **LAST))
+    heads = layer.spec.heads
+    assert (heads.q, heads.kv, heads.vdim, len(layer.spec.speaks)) == (12, kv, vdim or 4, 6)
+    w, x = written.numbers(layer), X.numpy()
+    q, k, v = (written.projected(w, x, side, n) for side, n in (("q", 12), ("k", kv), ("v", kv)))
+    attn = written.read(q, k, v, [h // (12 // kv) for h in range(12)], causal=True)
+    noise = written.sigmoid(x @ w["differential_v2.noise"].T)[..., None]
+    o = attn[:, :, 0::2] - noise * attn[:, :, 1::2]
+    assert far(layer.heads(X), o) < EXACT
+    assert far(layer(X), o.reshape(3, 7, -1) @ w["output.o"].T) < EXACT
+
+
+def test_version_2_that_takes_nothing_away_is_grouped_attention_on_the_even_heads():
+    layer = cases.layer(base(modifiers=(hw.DifferentialV2(), hw.Rotary()), kv=2, **LAST))
+    set_noise(layer, -1e4)
+    plain = hw.Attention(base(modifiers=(hw.Rotary(),), kv=2, **LAST)).double()
+    held = layer.state_dict()
+    even = held["project.q"].unflatten(0, (12, 4))[::2].flatten(0, 1)
+    plain.load_state_dict({name: held[name] for name in plain.state_dict()} | {"project.q": even})
+    assert far(layer(X), plain(X).detach().numpy()) < EXACT
+
+
+def test_version_2_that_takes_all_away_of_equal_heads_says_nothing():
+    layer = cases.layer(base(modifiers=(hw.DifferentialV2(),), kv=2))
+    set_noise(layer, 1e4)
+    with torch.no_grad():
+        pairs = layer.project["q"].unflatten(0, (6, 2, 4))
+        pairs[:, 1] = pairs[:, 0]
+    assert layer.heads(X).abs().max() < 1e-15
+
+
+def test_version_2_costs_a_second_query_and_a_number_a_head():
+    twice, usual = (hw.design(model=512, heads=8, kv=2, modifiers=m) for m in ((hw.DifferentialV2(),), ()))
+    assert hw.counting.params(twice) - hw.counting.params(usual) == 512**2 + 512 * 8
+    assert hw.counting.cache_numbers(twice) == hw.counting.cache_numbers(usual)
+
+
+@pytest.mark.parametrize(("tokens", "runs"), [("many", "sdpa"), ("one", "grouped")])
+def test_version_2_runs_fused(tokens: str, runs: str):
+    reasons = hw.why(base(modifiers=(hw.DifferentialV2(),), kv=2, **LAST), tokens=tokens)
+    assert reasons.runs == runs
+    assert reasons.refusals[runs] == []
+
+
+@pytest.mark.parametrize("vdim", [None, 4, 5])
+def test_what_is_said_of_values_does_not_change_how_many_heads_there_are(vdim: int | None):
+    assert base(modifiers=(hw.DifferentialV2(),), kv=2, vdim=vdim).heads.q == 12
+
+
+# --- version 1 -----------------------------------------------------------------------------------------
+
+
+def test_version_1_that_takes_nothing_away_is_attention_on_the_first_of_each_pair_and_a_norm():
+    layer = cases.layer(base(heads=3, modifiers=(hw.Differential(depth=2),), **LAST))
+    start = 0.8 - 0.6 * np.exp(-0.6)
+    with torch.no_grad():  # exp(0) - exp(log(1 + start)) + start = 0
+        p = layer.differential
+        p["a1"].zero_()
+        p["a2"].fill_(1.0)
+        p["b2"].fill_(np.log1p(start) / 4)
+    held = layer.state_dict()
+    plain = hw.Attention(base(heads=3, vdim=8, **LAST)).double()
+    first = {f"project.{side}": held[f"project.{side}"].unflatten(0, (6, 4))[::2].flatten(0, 1) for side in "qk"}
+    plain.load_state_dict({name: held[name] for name in plain.state_dict()} | first)
+    o = plain.heads(X).detach().numpy()
+    normed = o / np.sqrt((o**2).mean(-1, keepdims=True) + 1e-5) * held["differential.norm"].numpy()
+    assert far(layer.heads(X), normed * (1 - start)) < EXACT
+
+
+@pytest.mark.parametrize("kv", [3, 1])
+def test_version_1_as_released(kv: int):
+    """Keys of a pair lie side by side, and either head reads its own where they are grouped."""
+    layer = cases.layer(base(heads=3, kv=kv, modifiers=(hw.Differential(depth=1, eps=1e-3),), **LAST))
+    w, x = written.numbers(layer), X.numpy()
+    q, k, v = (written.projected(w, x, side, n) for side, n in (("q", 6), ("k", 2 * kv), ("v", kv)))
+    q1, q2, k1, k2 = q[:, :, ::2], q[:, :, 1::2], k[:, :, ::2], k[:, :, 1::2]
+    reads = [i // (3 // kv) for i in range(3)]
+    start = 0.8 - 0.6 * np.exp(-0.3)
+    dots = [(w[f"differential.a{n}"] * w[f"differential.b{n}"]).sum() for n in (1, 2)]
+    noise = np.exp(dots[0]) - np.exp(dots[1]) + start
+    o = written.read(q1, k1, v, reads, causal=True) - noise * written.read(q2, k2, v, reads, causal=True)
+    o = o / np.sqrt((o**2).mean(-1, keepdims=True) + 1e-3) * w["differential.norm"] * (1 - start)
+    assert far(layer.heads(X), o) < EXACT
+
+
+def test_version_1_of_pairs_that_share_a_key_is_version_2_and_a_norm():
+    first = cases.layer(base(heads=3, modifiers=(hw.Differential(),), **LAST))
+    with torch.no_grad():
+        p = first.differential
+        pairs = first.project["k"].unflatten(0, (3, 2, 4))
+        pairs[:, 1] = pairs[:, 0]
+        for name in ("a1", "a2"):
+            p[name].mul_(0.1)
+        noise = ((p["a1"] * p["b1"]).sum().exp() - (p["a2"] * p["b2"]).sum().exp() + 0.2).item()
+    assert 0 < noise < 1
+    second = hw.Attention(base(heads=3, vdim=8, modifiers=(hw.DifferentialV2(), hw.HeadNorm()), **LAST)).double()
+    held = first.state_dict()
+    theirs = {name: held[name] for name in ("project.q", "project.v", "output.o")}
+    theirs |= {"project.k": held["project.k"].unflatten(0, (6, 4))[::2].flatten(0, 1)}
+    theirs |= {"head_norm.scale": 0.8 * held["differential.norm"], "differential_v2.noise": torch.zeros(3, 10)}
+    second.load_state_dict(theirs)
+    set_noise(second, float(np.log(noise / (1 - noise))))
+    assert far(first(X), second(X).detach().numpy()) < EXACT
+
+
+# --- what cannot be ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heads", "words"),
+    [
+        (hw.Heads(q=5, kv=5, dim=4), r"q=5 is odd; use q=6"),
+        (hw.Heads(q=6, kv=6, dim=4), r"heads 0 and 1.*different key-value heads; use a kv that divides 3"),
+        (hw.Heads(q=6, kv=2, dim=4), r"heads 2 and 3.*reads=\(0, 0, 1, 1"),
+        (hw.Heads(q=4, kv=2, dim=4, reads=(0, 0, 1, 1), values=(0, 1, 1, 1)), r"heads 0 and 1"),
+        (hw.Heads(q=4, kv=2, dim=4, values=(0, 1)), r"2 rows for 4; mix no heads"),
+        (hw.Heads(q=4, kv=2, dim=4, speaks=(0, 3)), r"speaks=\(0, 3\) names second heads"),
+    ],
+)
+def test_what_cannot_be_a_pair_is_refused(heads: hw.Heads, words: str):
+    parts: dict[str, Any] = {"heads": heads, "modifiers": (hw.DifferentialV2(),)}
+    with pytest.raises(hw.SpecError, match=words):
+        cases.normal(base(), **parts)
+
+
+@pytest.mark.parametrize(
+    ("heads", "words"),
+    [
+        (hw.Heads(q=5, kv=5, dim=4), r"q=5 is odd; use q=6"),
+        (hw.Heads(q=6, kv=2, dim=4), r"one value head; use values=\(0, 0, 1, 1"),
+        (hw.Heads(q=4, kv=4, dim=4, values=(0, 1)), r"2 rows for 4; mix no heads"),
+    ],
+)
+def test_what_cannot_be_a_pair_of_version_1_is_refused(heads: hw.Heads, words: str):
+    parts: dict[str, Any] = {"heads": heads, "modifiers": (hw.Differential(),)}
+    with pytest.raises(hw.SpecError, match=words):
+        cases.normal(base(), **parts)
+
+
+def test_rows_are_joined_once():
+    with pytest.raises(hw.SpecError, match="each join rows into output heads"):
+        base(modifiers=(hw.Differential(), hw.DifferentialV2()))

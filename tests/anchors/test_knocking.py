@@ -1,0 +1,148 @@
+"""Knocking heads by the paper's formulas in numpy; folded into the projection they are plain attention again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import cases
+import headwise as hw
+from anchors import written
+from anchors.written import far
+
+X = torch.linspace(-2, 2, 3 * 7 * 10, dtype=torch.float64).sin().view(3, 7, 10)
+EXACT = 1e-13
+
+
+@pytest.mark.parametrize("knocking", [hw.Knocking(sides="qkv"), hw.Knocking(kind="mlp")], ids=str)
+def test_a_fresh_layer_is_plain_attention(knocking: hw.Knocking):
+    said: dict[str, Any] = {"kv": 2, "vdim": 5, "pattern": "causal()", "bias": "qkvo"}
+    fresh = hw.Attention(cases.base(modifiers=(knocking,), **said)).double()
+    plain = hw.Attention(cases.base(**said)).double()
+    plain.load_state_dict({name: held for name, held in fresh.state_dict().items() if "knocking" not in name})
+    assert torch.equal(fresh(X), plain(X))
+
+
+@pytest.mark.parametrize("sides", ["v", "qk", "qkv"])
+def test_one_matrix_for_all_heads_of_a_side(sides: str):
+    layer = cases.layer(cases.base(modifiers=(hw.Knocking(sides=sides),), kv=2, vdim=5, pattern="causal()", bias="qkv"))
+    w, x = written.numbers(layer), X.numpy()
+    q, k, v = (written.projected(w, x, side, heads) for side, heads in (("q", 6), ("k", 2), ("v", 2)))
+    knock = {side: w[f"knocking.{side}"].T for side in sides}  # as the paper writes it, x T
+    q, k, v = (x @ knock[side] if side in knock else x for side, x in (("q", q), ("k", k), ("v", v)))
+    o = written.read(q, k, v, (0, 0, 0, 1, 1, 1), causal=True)
+    assert far(layer.heads(X), o) < EXACT
+
+
+def test_the_mlp_as_published():
+    layer = cases.layer(cases.base(modifiers=(hw.Knocking(kind="mlp"),), kv=3, vdim=5, bias="v"))
+    w, x = written.numbers(layer), X.numpy()
+    q, k, v = (written.projected(w, x, side, heads) for side, heads in (("q", 6), ("k", 3), ("v", 3)))
+    up, gate, down = (w[f"knocking.{name}"].T for name in ("up", "gate", "down"))
+    v = 2 * ((v @ up) * written.sigmoid(v @ gate)) @ down
+    assert far(layer.heads(X), written.read(q, k, v, (0, 0, 1, 1, 2, 2))) < EXACT
+
+
+@pytest.mark.parametrize(("knocking", "matrices"), [(hw.Knocking(sides="qkv"), 3), (hw.Knocking(kind="mlp"), 3)])
+def test_published_sizes(knocking: hw.Knocking, matrices: int):
+    spec = hw.design(model=512, heads=8, modifiers=(knocking,))
+    assert hw.counting.params(spec) - hw.counting.params(hw.design(model=512, heads=8)) == matrices * 64**2
+
+
+def test_cutting_heads_leaves_the_matrix_alone():
+    layer = cases.layer(cases.base(modifiers=(hw.Knocking(sides="qkv"),), kv=2, vdim=5))
+    _, weights = hw.axes.cut(layer.spec, layer.state_dict(), [0, 4])
+    assert all(torch.equal(weights[f"knocking.{side}"], layer.knocking[side]) for side in "qkv")
+
+
+# --- folding -------------------------------------------------------------------------------------------
+
+ROTARY = hw.Rotary(base=30.0)
+ALL, MLP = hw.Knocking(sides="qkv"), hw.Knocking(kind="mlp")
+MORE = "it is no one matrix for every head and token"
+FOLDED: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, str]]] = {
+    "values": ({"modifiers": (hw.Knocking(),)}, (), {}),
+    "every side": ({"modifiers": (ALL,), "heads": 6, "kv": 3}, (), {}),
+    "twice": ({"modifiers": (ALL, hw.Knocking(sides="vq")), "heads": 6, "kv": 3}, (), {}),
+    "before it turns": (
+        {"modifiers": (ALL, ROTARY), "pattern": "causal()"},
+        (ROTARY,),
+        {"rotary.q": MORE, "rotary.k": MORE},
+    ),
+    "after it turned": (
+        {"modifiers": (ROTARY, ALL), "pattern": "causal()"},
+        (ROTARY, hw.Knocking(sides="qk")),
+        {f"rotary.{side}": MORE for side in "qk"}
+        | {f"knocking.{side}": f"rotary turns {side} before it" for side in "qk"},
+    ),
+    "around an mlp": (
+        {"modifiers": (hw.Knocking(), MLP, ALL)},
+        (MLP, hw.Knocking(sides="v")),
+        {"knocking_2.v": MORE, "knocking_3.v": "knocking_2 turns v before it"},
+    ),
+    "other values": (
+        {"modifiers": (hw.Differential(), ALL), "heads": 3, "kv": 3, "vdim": None},
+        (hw.Differential(),),
+        {},
+    ),
+    "a norm of queries": (
+        {"modifiers": (hw.QKNorm(), hw.Knocking(sides="qv"))},
+        (hw.QKNorm(), hw.Knocking(sides="q")),
+        {"qk_norm.q": MORE, "knocking.q": "qk_norm turns q before it", "qk_norm.k": MORE},
+    ),
+}
+
+
+@pytest.mark.parametrize("bias", ["", "qkvo"])
+@pytest.mark.parametrize("case", FOLDED)
+def test_folded_is_unfolded(case: str, bias: str):
+    said, left, stayed = FOLDED[case]
+    layer = cases.layer(cases.base(**({"kv": 2, "vdim": 5, "bias": bias} | said)))
+    folded = hw.fold_turns(layer.spec, layer.state_dict())
+    assert (folded.spec.modifiers, folded.stayed) == (left, stayed)
+    twin = hw.Attention(folded.spec).double()
+    twin.load_state_dict(folded.weights)
+    assert far(twin(X), layer(X).detach().numpy()) < 1e-12
+    cut = hw.axes.cut(*folded[:2], [1])
+    assert cut[0].modifiers == left
+
+
+def test_nothing_to_fold_is_left_as_it_is():
+    layer = cases.layer(cases.base(modifiers=(ROTARY, hw.Alibi()), pattern="causal()"))
+    folded = hw.fold_turns(layer.spec, layer.state_dict())
+    assert folded.spec == layer.spec
+    assert list(folded.weights) == list(layer.state_dict())
+    assert all(torch.equal(held, layer.state_dict()[name]) for name, held in folded.weights.items())
+
+
+def test_a_bias_behind_a_folded_matrix_can_go_too():
+    layer = cases.layer(cases.base(modifiers=(hw.Knocking(),), vdim=5, bias="qkvo"))
+    before = hw.fold_bias(layer.spec, layer.state_dict())
+    assert before.stayed == {"v": "knocking turns v after its bias"}
+    bare = hw.fold_bias(*hw.fold_turns(layer.spec, layer.state_dict())[:2])
+    assert (bare.spec, bare.stayed) == (cases.base(vdim=5, project=hw.Direct(bias="q"), merge=hw.Concat(bias="o")), {})
+    twin = hw.Attention(bare.spec).double()
+    twin.load_state_dict(bare.weights)
+    assert far(twin(X), layer(X).detach().numpy()) < 1e-12
+
+
+# --- what cannot be ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "said", "words"),
+    [
+        ({"kind": "conv"}, {}, r"kind='conv'\) is unknown; use 'linear' or 'mlp'"),
+        ({"sides": "qo"}, {}, r"sides='qo'.*name each of q, k and v at most once"),
+        ({"sides": "vv"}, {}, r"sides='vv'.*at most once"),
+        ({"sides": ""}, {}, r"sides=''.*no choice"),
+        ({"kind": "mlp", "sides": "kv"}, {}, r"kind='mlp', sides='kv'.*use sides='v'"),
+        ({}, {"project": hw.Latent(rank=8, rope=2)}, r"as wide as a head.*Latent.*use project Direct\(\)"),
+        ({}, {"project": hw.Overlapping()}, r"Overlapping.*use project Direct\(\)"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(fields: dict[str, Any], said: dict[str, Any], words: str):
+    with pytest.raises(hw.SpecError, match=words):
+        cases.base(modifiers=(hw.Knocking(**fields),), **said)

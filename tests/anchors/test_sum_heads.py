@@ -1,0 +1,196 @@
+"""What adding, concatenating and mixing heads have to do with each other: identities, and five ways to merge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import cases
+import headwise as hw
+from anchors import written
+from anchors.written import far
+from cases import base
+
+X = torch.linspace(-2, 2, 3 * 7 * 10, dtype=torch.float64).sin().view(3, 7, 10)
+EXACT = 1e-14
+H, D, V = 6, 4, 5
+
+
+def twin(layer: hw.Attention, spec: hw.AttentionSpec, **changed: torch.Tensor) -> hw.Attention:
+    """A layer of another spec with this one's weights but for those that are given, "project_q"."""
+    made = hw.Attention(spec).double()
+    held = layer.state_dict() | {name.replace("_", ".", 1): tensor for name, tensor in changed.items()}
+    made.load_state_dict({name: held[name] for name in made.state_dict()})
+    return made
+
+
+def read(layer: hw.Attention) -> tuple[Any, Any]:
+    """What every head would read with the weights of every head, A_j V_i: [B, T, j, i, V]; and W_O[i]: [i, D, V]."""
+    w, x = written.numbers(layer), X.numpy()
+    q, k, v = (written.projected(w, x, side, H) for side in "qkv")
+    shares = [written.shares(q[:, :, h], k[:, :, h]) for h in range(H)]
+    each = np.stack([np.stack([share @ v[:, :, i] for i in range(H)], 2) for share in shares], 2)
+    return each, w["output.o"].reshape(10, H, V).transpose(1, 0, 2)
+
+
+# --- identities ----------------------------------------------------------------------------------------
+
+
+def test_concatenation_is_the_sum_of_projected_heads():
+    layer = cases.layer(base(vdim=V))
+    each, out = read(layer)
+    assert far(layer(X), sum(each[:, :, h, h] @ out[h].T for h in range(H))) < EXACT
+
+
+def test_talking_before_the_softmax_is_collaboration_in_blocks():
+    """P mixes whole heads, m_i = repeat(P_i, D): what heads share are then blocks of channels of one space."""
+    talking = cases.layer(base(vdim=V, modifiers=(hw.TalkingHeads(on="scores"),)))
+    mixing = talking.talking_heads["mixing"].detach()  # of head g into head h
+    shared = base(vdim=V, project=hw.Collaborative(width=H * D))
+    blocks = {"project_mixing": mixing.T.repeat_interleave(D, 1), "project_content": torch.zeros(H, 10)}
+    assert far(twin(talking, shared, **blocks)(X), talking(X).detach().numpy()) < EXACT
+
+
+def test_talking_after_the_softmax_is_all_pairs_of_heads():
+    """h^2 heads: the weights of each with the values and the output of each other, P[j, i] of them."""
+    layer = cases.layer(base(vdim=V, modifiers=(hw.TalkingHeads(on="weights"),)))
+    mixing = layer.talking_heads["mixing"].detach()
+    each, out = read(layer)
+    pairs = [mixing[j, i].item() * each[:, :, j, i] @ out[i].T for j in range(H) for i in range(H)]
+    assert far(layer(X), sum(pairs)) < EXACT
+
+
+def test_all_pairs_of_heads_are_a_layer_of_their_own():
+    layer = cases.layer(base(vdim=V, modifiers=(hw.TalkingHeads(on="weights"),)))
+    held = layer.state_dict()
+    first, second = (tuple(pair[n] for pair in np.ndindex(H, H)) for n in range(2))
+    heads = hw.Heads(q=H * H, kv=H, dim=D, vdim=V, reads=first, values=second)
+    q = held["project.q"].unflatten(0, (H, D))[list(first)].flatten(0, 1)
+    out = held["output.o"].unflatten(1, (H, V))[:, list(second)]
+    scaled = (out * held["talking_heads.mixing"][list(first), list(second)][:, None]).flatten(1)
+    wide = twin(layer, cases.normal(base(), heads=heads), project_q=q, output_o=scaled)
+    assert far(wide(X), layer(X).detach().numpy()) < EXACT
+
+
+@pytest.mark.parametrize("of", ["sum", "mean"])
+def test_an_unprojected_sum_is_concatenation_with_one_projection_for_all(of: str):
+    added = cases.layer(base(vdim=V, bias="o", merge=hw.SumHeads(of=of)))
+    tied = added.output["o"].detach().repeat(1, H) / (1 if of == "sum" else H)
+    assert far(twin(added, base(vdim=V, bias="o"), output_o=tied)(X), added(X).detach().numpy()) < EXACT
+
+
+def test_an_unprojected_sum_does_not_know_which_head_said_it():
+    added = cases.layer(base(vdim=V, merge=hw.SumHeads()))
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    held, wide = added.state_dict(), {"q": D, "k": D, "v": V}
+    moved = {f"project_{n}": held[f"project.{n}"].unflatten(0, (H, w))[order].flatten(0, 1) for n, w in wide.items()}
+    assert far(twin(added, added.spec, **moved)(X), added(X).detach().numpy()) < EXACT
+    apart = cases.layer(base(vdim=V))
+    assert far(twin(apart, apart.spec, **moved)(X), apart(X).detach().numpy()) > 0.1
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 12])
+def test_the_number_of_heads_costs_no_parameters_at_one_width(heads: int):
+    spec = hw.design(model=12, heads=heads)
+    assert sum(p.numel() for p in hw.Attention(spec).parameters()) == hw.counting.params(spec) == 4 * 12**2
+
+
+# --- a mean, and what is cut ---------------------------------------------------------------------------
+
+
+def test_a_mean_is_of_the_heads_that_were_there():
+    layer = cases.layer(base(merge=hw.SumHeads(of="mean")))
+    small, weights = hw.axes.cut(layer.spec, layer.state_dict(), [0, 2])
+    assert small.merge == hw.SumHeads(of="mean", heads=6)
+    cut = hw.Attention(small).double()
+    cut.load_state_dict(weights)
+    o = layer.heads(X)[:, :, [0, 2]].detach().numpy()
+    assert far(cut(X), o.sum(2) / 6 @ weights["output.o"].numpy().T) < EXACT
+    assert hw.axes.cut(base(merge=hw.SumHeads()), layer.state_dict(), [0])[0].merge == hw.SumHeads()
+
+
+# --- five ways -----------------------------------------------------------------------------------------
+
+SAID = {"model": 30, "heads": 5}
+EQUAL = hw.counting.equal_vdim(hw.design(merge=hw.SumHeads(), **SAID), like=hw.design(**SAID))
+ARMS = {
+    "concat": (hw.design(**SAID), 4 * 30**2),
+    "sum": (hw.design(merge=hw.SumHeads(), **SAID), 3 * 30**2 + 30 * 6),
+    "sum, equal": (hw.design(merge=hw.SumHeads(), vdim=EQUAL, **SAID), 4 * 30**2),
+    "mean": (hw.design(merge=hw.SumHeads(of="mean"), **SAID), 3 * 30**2 + 30 * 6),
+    "fixed": (hw.design(merge=hw.Concat(output="fixed"), **SAID), 3 * 30**2),
+    "sum, fixed": (hw.design(merge=hw.SumHeads(output="fixed", bias="o"), **SAID), 3 * 30**2 + 30),
+}
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_has_the_parameters_it_says_and_learns_with_all(arm: str):
+    spec, size = ARMS[arm]
+    layer = hw.Attention(spec)
+    assert hw.counting.params(spec) == sum(p.numel() for p in layer.parameters()) == size
+    layer(torch.randn(2, 7, 30)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
+
+
+def test_equal_parameters_are_as_equal_as_widths_allow():
+    assert EQUAL == 10  # 2 d^2 / (h d + d)
+    for said in (
+        {"model": 30, "heads": 3},
+        {"model": 30, "heads": 6, "kv": 2},
+        {"model": 7, "heads": 7, "bias": "qkvo"},
+    ):
+        added, usual = hw.design(merge=hw.SumHeads(), **said), hw.design(**said)
+        wanted = hw.counting.params(usual)
+        off = [abs(hw.counting.params(added.with_heads(vdim=v)) - wanted) for v in range(1, 100)]
+        assert hw.counting.equal_vdim(added, like=usual) == 1 + off.index(min(off))
+    assert hw.counting.equal_vdim(hw.design(**SAID), like=hw.design(**SAID)) == 6
+    assert hw.counting.equal_vdim(hw.design(**SAID), like=hw.design(model=2, heads=1)) == 1
+
+
+# --- a projection that is not learned ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("merge", [hw.Concat(output="fixed", bias="o"), hw.SumHeads(output="fixed", bias="o")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_fixed_projection_runs_in_every_precision_and_keeps_its_own(merge: hw.seams.Merge, dtype: torch.dtype):
+    layer = hw.Attention(base(merge=merge, vdim=V))
+    before = layer.output["o"].clone()
+    layer = layer.to(dtype)
+    y = layer(X.to(dtype))
+    assert y.dtype == dtype
+    assert y.isfinite().all()
+    assert torch.equal(layer.output["o"], before)
+    assert "output.o" in layer.state_dict()
+    assert "output.o" not in dict(layer.named_parameters())
+
+
+@pytest.mark.parametrize("of", ["sum", "mean"])
+def test_a_bias_of_values_folds_into_a_fixed_sum(of: str):
+    layer = cases.layer(base(vdim=V, kv=2, bias="qkv", merge=hw.SumHeads(of=of, output="fixed")))
+    folded = hw.fold_bias(layer.spec, layer.state_dict())
+    assert (folded.spec.project, folded.spec.merge.bias, folded.stayed) == (hw.Direct(bias="q"), "o", {})
+    bare = twin(layer, folded.spec, output_o_bias=folded.weights["output.o_bias"])
+    assert far(bare(X), layer(X).detach().numpy()) < 1e-12
+
+
+# --- what cannot be ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("merge", "words"),
+    [
+        (lambda: hw.SumHeads(bias="v"), r"bias='v'.*say bias='o'"),
+        (lambda: hw.SumHeads(of="max"), r"of='max'.*use 'sum' or 'mean'"),
+        (lambda: hw.SumHeads(output="random"), r"output='random'.*use 'learned' or 'fixed'"),
+        (lambda: hw.SumHeads(heads=6), r"heads=6.*leave heads out, or use of='mean'"),
+        (lambda: hw.SumHeads(of="mean", heads=5), r"heads=5.*fewer than the 6"),
+        (lambda: hw.SumHeads(of="mean", heads=-1), r"heads=-1.*fewer than the 6"),
+        (lambda: hw.Concat(output="random"), r"Concat\(output='random'.*use 'learned' or 'fixed'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(merge: Any, words: str):
+    with pytest.raises(hw.SpecError, match=words):
+        base(merge=merge())
