@@ -22,9 +22,9 @@ NUMBERS = 2**24  # of the hidden layer that may be there at once
 class Additive(Similarity):
     """s = v_h.tanh(W_Q x + W_K z + b_h): a network with one hidden layer, of width dim (1409.0473, section A.1.2).
 
-    W_Q and W_K are the project's, so a single head has the paper's parameters and no others. The paper leaves its
-    bias out "to increase readability"; v and b start at zero as there (section B.1), which is an average of all
-    keys. Memory: each pair has a hidden layer, so without gradients queries go in blocks; with them all are kept.
+    W_Q and W_K are the project's, so a single head has the paper's parameters and no others but the one bias, which
+    the paper does not print. v and b start at zero as there (section B.1), which is an average of all keys. Each pair
+    has a hidden layer, so queries go in blocks; what gradients need is kept of all blocks nonetheless.
 
     >>> p = {"v": torch.tensor([2.0, 1.0]), "bias": torch.tensor([0.0, 30.0])}
     >>> Additive().pair(torch.zeros(2), torch.zeros(2), 1.0, p).item()

@@ -32,7 +32,7 @@ class FeatureMap(Similarity):
     for dim ceil(ln(dim + 1)), are orthogonal in blocks of dim and as long as Gaussians (the paper's unbiased choice;
     of length sqrt(dim) they would only be close), and shared by all heads as in the paper's code. `seed` draws them,
     once: nobody redraws. Nor is the largest exponent of a sequence taken off as there, for it is not known while
-    decoding; so queries and keys much longer than 10 sqrt(dim) leave no weight at all.
+    decoding; so queries and keys longer than some 15 dim^(1/4) leave no weight at all in float32.
 
     All past tokens fit in one state per head: the sum of phi(k) v^T and the sum of phi(k).
 

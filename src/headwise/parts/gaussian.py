@@ -34,7 +34,7 @@ class Gaussian(Similarity):
             yield f"Gaussian(width={self.width!r}) is too narrow to divide by; use at least {LEAST}, such as 1.0"
         if not spec.project.plain:
             name = type(spec.project).__name__
-            yield f"Gaussian measures between queries and keys as wide as a head, but {name} compares others; use project Direct()"
+            yield f"Gaussian measures between vectors as wide as a head, unlike those of {name}; use project Direct()"
 
     def factor(self, core: Core) -> float:
         return 1.0
