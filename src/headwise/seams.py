@@ -64,6 +64,10 @@ class Part(Spoken, ABC):
 
     def fitted(self, heads: Heads) -> Heads:
         """The heads it needs when a design names only the plain ones."""
+        return self.widened(heads)
+
+    def widened(self, heads: Heads) -> Heads:
+        """These heads, as wide as its own numbers ask for: asked anew wherever it is placed."""
         return heads
 
     def placed(self, layer: int, layers: int) -> Self:
@@ -133,6 +137,10 @@ class Turn(Modifier):
     def reaches(self, spec: AttentionSpec) -> frozenset[str]:
         """The sides it changes."""
         return frozenset("qk")
+
+    def levels(self) -> bool:
+        """Whether every head's vector leaves it with one length, whatever it came with."""
+        return False
 
     def place(self, position_BT: Tensor, exact: torch.dtype, p: Weighted) -> Any:
         """What it needs of the positions, for both sides alike, in a precision that angles can stand."""

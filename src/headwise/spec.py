@@ -195,9 +195,14 @@ class AttentionSpec:
         return replace(self, heads=replace(self.heads, **(fresh | changes)))
 
     def placed(self, layer: int, layers: int) -> AttentionSpec:
-        """The same layer at one depth of a stack: parts with a schedule get their numbers."""
+        """The same layer at one depth of a stack: parts with a schedule get their numbers, and heads the widths."""
+        if not 0 <= layer < layers:
+            raise SpecError(f"there is no layer {layer} of {layers}; give 0 <= layer < layers")
         moved = {slot: getattr(self, slot).placed(layer, layers) for slot in SLOTS if slot != "pattern"}
-        return replace(self, **moved, modifiers=tuple(m.placed(layer, layers) for m in self.modifiers))
+        modifiers, heads = tuple(m.placed(layer, layers) for m in self.modifiers), self.heads
+        for part in (*moved.values(), *modifiers):
+            heads = part.widened(heads)
+        return replace(self, heads=heads, **moved, modifiers=modifiers)
 
     def __repr__(self) -> str:
         shown = [(f.name, getattr(self, f.name)) for f in fields(self)]
