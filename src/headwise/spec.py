@@ -171,9 +171,11 @@ class AttentionSpec:
         speaks = (self.speaks[out],)
         for _, step in reversed(self.steps(OutputStep)):
             speaks = step.voices(speaks)
-        heads = frozenset(speaks)
-        for _, part in reversed(list(self.parts())):
-            heads = part.sources(self, heads)
+        heads, needed = frozenset[int](), frozenset(speaks)
+        while heads != needed:  # what a late part needs may be half of what an early one takes as a whole
+            heads = needed
+            for _, part in reversed(list(self.parts())):
+                needed = part.sources(self, needed)
         return heads
 
     @property
