@@ -42,6 +42,7 @@ _HOMES = {
     "to_json": "text",
     "to_toml": "text",
     "Attention": "module",
+    "collaborate": "parts.collaborative",
     "fold_bias": "folding",
     "LearnedPositions": "positions",
     "Sinusoidal": "positions",

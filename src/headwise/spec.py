@@ -18,6 +18,7 @@ from .seams import (
     OutputStep,
     Part,
     Project,
+    ScoreStep,
     Similarity,
 )
 from .terms import Core, Param, Phase
@@ -177,6 +178,16 @@ class AttentionSpec:
             for _, part in reversed(list(self.parts())):
                 needed = part.sources(self, needed)
         return heads
+
+    def sees_shifts(self) -> Iterator[str]:
+        """Why a number added to all scores of a row would change what is read; nothing when it would not."""
+        if not self.normaliser.shift_free:
+            yield f"{type(self.normaliser).__name__} sees what is added to a whole row"
+        for name, modifier in self.steps(Modifier):
+            bends = isinstance(modifier, ScoreStep) and not modifier.additive
+            mixes = isinstance(modifier, Mix) and modifier.phase is Phase.SCORES and not modifier.even
+            if bends or mixes:
+                yield f"{name} makes of one number many"
 
     @property
     def core(self) -> Core:

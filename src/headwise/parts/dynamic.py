@@ -189,7 +189,9 @@ class Dynamic(Mix):
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(rank=1), cls(on="weights", rank=2)), pattern="causal", kv=2)
         yield base(modifiers=(cls(on="weights", static="full"),), pattern="window(4)", source=13)
-        yield base(modifiers=(cls(groups=2, static="full", rank=1), cls(on="weights", groups=3)), pattern="causal", kv=3)
+        yield base(
+            modifiers=(cls(groups=2, static="full", rank=1), cls(on="weights", groups=3)), pattern="causal", kv=3
+        )
         yield base(modifiers=(cls(sides="query"), cls(on="weights", groups=2, sides="key", static="full")), vdim=5)
         yield base(modifiers=(cls(on="weights", members=3, sides="query"),), kv=2)
 
