@@ -112,6 +112,20 @@ def test_groups_are_so_many_layers_side_by_side(on, groups, sides):
     check_close(layer(x), total)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_outputs_in_another_order(groups):
+    spec = base(modifiers=(hw.Dynamic(on="weights", groups=groups, static="full"),))
+    layer = cases.layer(spec)
+    order = (5, 0, 3, 1, 2, 4)
+    weights = hw.axes.changed(spec, layer.state_dict(), {"out": hw.axes.take(order)})
+    turned = cases.normal(spec, heads=hw.Heads(q=6, kv=6, dim=4, speaks=order))
+    twin = hw.Attention(turned).double().eval()
+    twin.load_state_dict(weights)
+    x, _ = cases.tensors(spec)
+    check_close(twin(x), layer(x))
+    check_close(twin(x), hw.reference.attention(twin, x))
+
+
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_what_is_remembered_grows_by_ten_numbers_a_head(groups):
     """2405.08553: 5 N a stage at rank 2, w1, w2 and g of each key, so (4 R + 2) N for both; nothing for queries."""
@@ -134,15 +148,15 @@ def test_how_many_parameters_a_stage_has(groups, sides, branches):
 def test_whole_groups_are_cut(on):
     spec = base(modifiers=(hw.Dynamic(on=on, groups=3, static="full"),), kv=3)
     layer = cases.layer(spec)
-    small, weights = hw.axes.cut(spec, layer.state_dict(), [3])
-    assert (small.heads.q, small.heads.kv, small.speaks) == (2, 1, (1,))
+    small, weights = hw.axes.cut(spec, layer.state_dict(), [3, 4])
+    assert (small.heads.q, small.heads.kv, small.speaks) == (4, 2, (1, 2))
     assert small.modifiers == (hw.Dynamic(on=on, members=2, static="full"),)
-    assert weights["dynamic.query_hidden"].shape == (8, 10)
+    assert weights["dynamic.query_hidden"].shape == (4 * 4, 10)
     x, _ = cases.tensors(spec)
     cut = hw.Attention(small).double().eval()
     cut.load_state_dict(weights)
     alone = torch.zeros(6, 1, dtype=torch.float64)
-    alone[3] = 1
+    alone[3:5] = 1
     check_close(cut(x), layer(x, probe=hw.Probe("heads", see=lambda _, o: o * alone)))
 
 

@@ -81,12 +81,9 @@ class Part(Spoken, ABC):
 
 
 class Project(Part):
-    """Where queries, keys and values come from, and what is remembered of a token.
+    """Where queries, keys and values come from, and what is remembered of a token."""
 
-    `plain` when heads compare, read and are remembered as they are, dim and vdim wide, in every form.
-    """
-
-    plain: ClassVar[bool] = False
+    plain: ClassVar[bool] = False  # whether heads compare, read and are remembered dim and vdim wide, in every form
 
     @abstractmethod
     def core(self, spec: AttentionSpec) -> Core: ...

@@ -163,24 +163,33 @@ class Dynamic(Mix):
             mixing = mixing + f["source"].T @ f["target"] * joined + (heads[:, None] == to) * f["gate"]
         if "static" in p:
             mixing = mixing + p["static"].repeat(1, len(to) // p["static"].shape[1]) * joined
-        mixed = a_H @ mixing
-        return mixed if len(to) == len(own) else mixed[own]
+        return a_H @ mixing if self._target == "out" else (a_H @ mixing)[own]
 
     def mix(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: Weighted) -> Tensor:
         own = a_BHTS if self._target == "q" else self._owned(a_BHTS, p)
-        a_BNHTS = a_BHTS.unflatten(1, (-1, p.sizes["member"]))
         mixed = own
         # By query, the pairs of one query are the columns of a product; by key, those of one key.
         if asked:
-            by_query = _composed(a_BNHTS.permute(0, 3, 1, 2, 4), asked).permute(0, 2, 1, 3)
+            by_query = self._composed(a_BHTS.permute(0, 2, 1, 3), asked).permute(0, 2, 1, 3)
             mixed = mixed + by_query + own * asked["gate"].transpose(1, 2)[..., None].to(own.dtype)
         if kept:
-            by_key = _composed(a_BNHTS.permute(0, 4, 1, 2, 3), kept).permute(0, 2, 3, 1)
+            by_key = self._composed(a_BHTS.permute(0, 3, 1, 2), kept).permute(0, 2, 3, 1)
             mixed = mixed + by_key + own * kept["gate"].transpose(1, 2)[..., None, :].to(own.dtype)
         if "static" in p:
-            by_all = p["static"].to(own.dtype).unflatten(0, a_BNHTS.shape[1:3]).mT @ a_BNHTS.flatten(3)
+            by_all = self._grouped(p["static"].to(own.dtype), 0).mT @ self._grouped(a_BHTS.flatten(2), 1)
             mixed = mixed + by_all.flatten(1, 2).unflatten(2, own.shape[2:])
         return self._owned(mixed, p) if self._target == "q" and self.on == "weights" else mixed
+
+    def _composed(self, a: Tensor, factors: Mapping[str, Tensor]) -> Tensor:
+        """Heads to ranks to heads, within groups: [B, T, H, N] to [B, T, O, N]."""
+        a = self._grouped(a, 2)
+        source, target = (factors[name].to(a.dtype).unflatten(-1, (a.shape[2], -1)) for name in ("source", "target"))
+        ranks = source.transpose(2, 3) @ a
+        return (target.permute(0, 1, 3, 4, 2) @ ranks).flatten(2, 3)
+
+    def _grouped(self, heads: Tensor, axis: int) -> Tensor:
+        """The axis of heads as two: groups, and heads of each."""
+        return heads.unflatten(axis, (-1, self._each(heads.shape[axis])))
 
     def _owned(self, a_BHTS: Tensor, p: Weighted) -> Tensor:
         return a_BHTS.index_select(1, torch.searchsorted(p["name"], p["own"]))
@@ -189,9 +198,8 @@ class Dynamic(Mix):
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(rank=1), cls(on="weights", rank=2)), pattern="causal", kv=2)
         yield base(modifiers=(cls(on="weights", static="full"),), pattern="window(4)", source=13)
-        yield base(
-            modifiers=(cls(groups=2, static="full", rank=1), cls(on="weights", groups=3)), pattern="causal", kv=3
-        )
+        crossing = (cls(groups=2, static="full", rank=1), cls(on="weights", groups=3))
+        yield base(modifiers=crossing, pattern="causal", kv=3)
         yield base(modifiers=(cls(sides="query"), cls(on="weights", groups=2, sides="key", static="full")), vdim=5)
         yield base(modifiers=(cls(on="weights", members=3, sides="query"),), kv=2)
 
@@ -202,10 +210,3 @@ def _grown(hidden: Tensor, weight: Tensor, rank: int) -> Tensor:
     each = weight.view(rank, groups, -1, units).permute(1, 3, 0, 2)  # groups units rank heads
     grown = hidden.flatten(0, 1).transpose(0, 1) @ each.flatten(2)
     return grown.view(groups, batch, count, *each.shape[2:]).permute(1, 2, 3, 0, 4)
-
-
-def _composed(a: Tensor, factors: Mapping[str, Tensor]) -> Tensor:
-    """Heads to ranks to heads, within groups: [B, T, groups, H, N] to [B, T, O, N]."""
-    source, target = (factors[name].to(a.dtype).unflatten(-1, (a.shape[2], -1)) for name in ("source", "target"))
-    ranks = source.transpose(2, 3) @ a
-    return (target.permute(0, 1, 3, 4, 2) @ ranks).flatten(2, 3)

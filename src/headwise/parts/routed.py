@@ -125,10 +125,10 @@ class Routed(Gate):
             ledger.set("balance", self._balance(asked, share, chosen))
         if self.router == "norm":
             return (chosen + (share - share.detach())).to(asked.q_BTHK.dtype)
-        kept = share * chosen
         if self.norm == "paper":
-            return kept
-        return self.active * kept / kept.sum(-1, keepdim=True).clamp(min=torch.finfo(share.dtype).eps)
+            return share * chosen
+        kept = (share * chosen).sum(-1, keepdim=True)
+        return self.active * share * chosen / kept.clamp(min=torch.finfo(share.dtype).eps)
 
     def _scores(self, asked: Asked, p: Weighted) -> Tensor:
         if self.router == "learned":
