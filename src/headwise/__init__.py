@@ -45,6 +45,7 @@ _HOMES = {
     "LongformerAttention": "blocks",
     "MergedAttention": "blocks",
     "depth_scaled_init": "blocks",
+    "collaborate": "parts.collaborative",
     "fold_bias": "folding",
     "fold_turns": "folding",
     "LearnedPositions": "positions",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .registry import defaults
-from .seams import Merge, Mix, Modifier, Phase, ScoreStep, Turn
+from .seams import Merge, Modifier, Phase, Turn
 from .spec import AttentionSpec
 
 
@@ -55,7 +55,9 @@ def _reasons(spec: AttentionSpec, side: str) -> Iterator[str]:
         if side in turn.reaches(spec):
             yield f"{name} turns {side} after its bias"
     if side == "k":
-        yield from _reasons_of_keys(spec)
+        if not spec.similarity.linear:
+            yield f"{type(spec.similarity).__name__} does not add it up"
+        yield from spec.sees_shifts()
         return
     if not spec.normaliser.whole:
         yield f"the weights of {type(spec.normaliser).__name__} need not sum to one"
@@ -64,18 +66,6 @@ def _reasons(spec: AttentionSpec, side: str) -> Iterator[str]:
     for name, modifier in spec.steps(Modifier):
         if modifier.phase in (Phase.WEIGHTS, Phase.OUTPUTS, Phase.GATES):
             yield f"{name} acts on what was read"
-
-
-def _reasons_of_keys(spec: AttentionSpec) -> Iterator[str]:
-    if not spec.similarity.linear:
-        yield f"{type(spec.similarity).__name__} does not add it up"
-    if not spec.normaliser.shift_free:
-        yield f"{type(spec.normaliser).__name__} sees what is added to a whole row"
-    for name, modifier in spec.steps(Modifier):
-        bends = isinstance(modifier, ScoreStep) and not modifier.additive
-        mixes = isinstance(modifier, Mix) and modifier.phase is Phase.SCORES and not modifier.even
-        if bends or mixes:
-            yield f"{name} makes of one number many"
 
 
 def _merged(spec: AttentionSpec, weights: Mapping[str, Tensor], shift_OV: Tensor) -> tuple[Merge, Tensor]:

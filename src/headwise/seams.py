@@ -65,6 +65,10 @@ class Part(Spoken, ABC):
 
     def fitted(self, heads: Heads) -> Heads:
         """The heads it needs when a design names only the plain ones."""
+        return self.widened(heads)
+
+    def widened(self, heads: Heads) -> Heads:
+        """These heads, as wide as its own numbers ask for: asked anew wherever it is placed."""
         return heads
 
     def longest(self, spec: AttentionSpec) -> int | None:
@@ -82,12 +86,9 @@ class Part(Spoken, ABC):
 
 
 class Project(Part):
-    """Where queries, keys and values come from, and what is remembered of a token.
+    """Where queries, keys and values come from, and what is remembered of a token."""
 
-    `plain` when heads compare, read and are remembered as they are, dim and vdim wide, in every form.
-    """
-
-    plain: ClassVar[bool] = False
+    plain: ClassVar[bool] = False  # whether heads compare, read and are remembered dim and vdim wide, in every form
 
     @abstractmethod
     def core(self, spec: AttentionSpec) -> Core: ...
@@ -144,6 +145,10 @@ class Turn(Modifier):
     def reaches(self, spec: AttentionSpec) -> frozenset[str]:
         """The sides it changes."""
         return frozenset("qk")
+
+    def levels(self) -> bool:
+        """Whether every head's vector leaves it with one length, whatever it came with."""
+        return False
 
     def place(self, position_BT: Tensor, exact: torch.dtype, p: Weighted) -> Any:
         """What it needs of the positions, for both sides alike, in a precision that angles can stand."""

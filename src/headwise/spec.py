@@ -19,6 +19,7 @@ from .seams import (
     OutputStep,
     Part,
     Project,
+    ScoreStep,
     Similarity,
 )
 from .terms import Core, Param, Phase
@@ -193,10 +194,22 @@ class AttentionSpec:
         speaks = (self.speaks[out],)
         for _, step in reversed(self.steps(OutputStep)):
             speaks = step.voices(speaks)
-        heads = frozenset(speaks)
-        for _, part in reversed(list(self.parts())):
-            heads = part.sources(self, heads)
+        heads, needed = frozenset[int](), frozenset(speaks)
+        while heads != needed:  # what a late part needs may be half of what an early one takes as a whole
+            heads = needed
+            for _, part in reversed(list(self.parts())):
+                needed = part.sources(self, needed)
         return heads
+
+    def sees_shifts(self) -> Iterator[str]:
+        """Why a number added to all scores of a row would change what is read; nothing when it would not."""
+        if not self.normaliser.shift_free:
+            yield f"{type(self.normaliser).__name__} sees what is added to a whole row"
+        for name, modifier in self.steps(Modifier):
+            bends = isinstance(modifier, ScoreStep) and not modifier.additive
+            mixes = isinstance(modifier, Mix) and modifier.phase is Phase.SCORES and not modifier.even
+            if bends or mixes:
+                yield f"{name} makes of one number many"
 
     @property
     def core(self) -> Core:
@@ -222,9 +235,14 @@ class AttentionSpec:
         return replace(self, heads=replace(self.heads, **(fresh | changes)))
 
     def placed(self, layer: int, layers: int) -> AttentionSpec:
-        """The same layer at one depth of a stack: parts with a schedule get their numbers."""
+        """The same layer at one depth of a stack: parts with a schedule get their numbers, and heads the widths."""
+        if not 0 <= layer < layers:
+            raise SpecError(f"there is no layer {layer} of {layers}; give 0 <= layer < layers")
         moved = {slot: getattr(self, slot).placed(layer, layers) for slot in SLOTS if slot != "pattern"}
-        return replace(self, **moved, modifiers=tuple(m.placed(layer, layers) for m in self.modifiers))
+        modifiers, heads = tuple(m.placed(layer, layers) for m in self.modifiers), self.heads
+        for part in (*moved.values(), *modifiers):
+            heads = part.widened(heads)
+        return replace(self, heads=heads, **moved, modifiers=modifiers)
 
     def __repr__(self) -> str:
         shown = [(f.name, getattr(self, f.name)) for f in fields(self)]

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import SpecError
 from ..layout import Layout
 from ..registry import part
 from ..seams import Project, Turn
 from ..spec import AttentionSpec
 from ..terms import Base, Core, Param, Turning, Weighted
-from .start import normal, xavier, zeros
+from .direct import Direct
+from .start import normal, ones, xavier, zeros
+from .trilinear import Form, apart, blocks, distance, least_squares
+
+_STARTS = {"normal": normal(0.2), "ones": ones, "blocks": blocks}
 
 
 @part
@@ -22,6 +29,10 @@ class Collaborative(Project):
 
     (2006.16362.) The scale stays 1/sqrt(heads.dim) whatever the shared width, so that a converted layer keeps
     its scores. Inside, the content bias rides in the key: q' = [m_i * q, e_i], k' = [k, z.c_1 .. z.c_h].
+
+    `start` is how the mixing begins, as in the released code: "normal" with deviation 0.2 (which it calls uniform),
+    "ones", or "blocks", in which every head has ceil(width / h) channels for itself and the last what is left. A
+    trained layer becomes one of these by `collaborate`.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, project=Collaborative(width=4))
@@ -32,12 +43,15 @@ class Collaborative(Project):
     paper = "2006.16362"
     width: int = 64
     bias: str = ""
+    start: str = "normal"
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         if self.bias not in ("", "v"):
             yield f"Collaborative(bias={self.bias!r}) is unknown; its content bias stands for q's, so use '' or 'v'"
         if self.width < 1:
             yield f"Collaborative(width={self.width}) leaves nothing to compare; use at least 1"
+        if self.start not in _STARTS:
+            yield f"Collaborative(start={self.start!r}) is unknown; use 'normal', 'ones' or 'blocks'"
         if any(step.reaches(spec) & set("qk") for _, step in spec.steps(Turn)):
             yield "Collaborative's heads share one query-key space, which no per-head turn can reach; leave turns out"
 
@@ -49,7 +63,7 @@ class Collaborative(Project):
         params = {
             "q": Param(Layout.parse("width model"), xavier, "query"),
             "k": Param(Layout.parse("width source"), xavier, "source"),
-            "mixing": Param(Layout.parse("q width"), normal(0.2)),
+            "mixing": Param(Layout.parse("q width"), _STARTS[self.start]),
             "content": Param(Layout.parse("q source"), xavier, "source"),
             "v": Param(Layout.parse(f"({axis} vdim) source"), xavier, "source"),
         }
@@ -85,3 +99,71 @@ class Collaborative(Project):
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
         yield base(project=cls(width=8), pattern="causal", vdim=5)
         yield base(project=cls(width=9, bias="v"), kv=2, source=13)
+        yield base(project=cls(width=8, start="blocks"))
+
+
+class Collaborated(NamedTuple):
+    """A layer whose heads share queries and keys, how far its score forms are off, and the sweeps that took."""
+
+    spec: AttentionSpec
+    weights: dict[str, Tensor]
+    error: float
+    sweeps: int
+
+
+def collaborate(
+    spec: AttentionSpec, weights: Mapping[str, Tensor], width: int, *, sweeps: int = 500, tolerance: float = 1e-6
+) -> Collaborated:
+    """A trained layer of Direct as one of Collaborative, in a shared query-key space of this width (2006.16362).
+
+    The scores of head i are a bilinear form T_i = W_Q^i W_K^i^T, taken for sum_r a_r m_ir b_r^T in float64; `error`
+    is ||T - T'|| / ||T||. At width h D the weights are copied and it is 0. b_Q becomes the content bias c_i =
+    W_K^i b_Q^i; b_K goes, which is exact where nothing sees one number added to a row, and is refused elsewhere.
+    Values, merge, modifiers and the scale 1/sqrt(D) stay (one of the released codes takes 1/sqrt(width / h)).
+
+    >>> import headwise as hw
+    >>> spec = hw.design(model=8, heads=2)
+    >>> made = collaborate(spec, hw.Attention(spec).state_dict(), 8)
+    >>> made.spec.project, made.error
+    (Collaborative(width=8), 0.0)
+    """
+    if reasons := list(dict.fromkeys(_refusals(spec, width))):
+        raise SpecError("; ".join(reasons))
+    assert isinstance(spec.project, Direct)
+    form, bias = _form(spec, weights), spec.project.bias
+    exact = width == spec.heads.q * spec.heads.dim
+    took, factors = (0, apart(form)) if exact else least_squares(form, width, sweeps, tolerance)
+    content = form.k.new_zeros(form.k.shape[::2])
+    if "q" in bias:
+        b_q = weights["project.q_bias"].detach().to(form.q.dtype).view(form.q.shape[:2])
+        content = (b_q[:, None] @ form.k)[:, 0]
+    like = weights["project.q"]
+    own = {f"project.{name}": tensor.to(like) for name, tensor in factors._asdict().items()}
+    own["project.content"] = content.to(like)
+    shared = replace(spec, project=Collaborative(width=width, bias="v" if "v" in bias else ""))
+    kept = {name: weights[name].clone() for name in shared.shapes() if name not in own}
+    return Collaborated(shared, own | kept, distance(form, factors), took)
+
+
+def _form(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Form:
+    heads = spec.heads
+    q, k = (weights[f"project.{side}"].detach().double().unflatten(0, (-1, heads.dim)) for side in "qk")
+    return Form(q, k[list(heads.reads)])
+
+
+def _refusals(spec: AttentionSpec, width: int) -> Iterator[str]:
+    """Why this layer cannot be one of shared queries and keys."""
+    if not isinstance(spec.project, Direct):
+        yield f"collaborate knows the weights of Direct, not of {type(spec.project).__name__}; give a layer of Direct"
+        return
+    full = spec.heads.q * spec.heads.dim
+    if not 1 <= width <= full:
+        yield f"width={width} is not within 1..{full}, and {full} is exact; give one that is"
+    for name, turn in spec.steps(Turn):
+        if turn.reaches(spec) & set("qk"):
+            yield f"{name} turns the queries and keys of each head, which a shared space does not have; train anew"
+    if not spec.similarity.linear:
+        yield f"{type(spec.similarity).__name__} compares by more than a product of q and k; use Dot"
+    if "k" in spec.project.bias:
+        for reason in spec.sees_shifts():
+            yield f"the bias of keys has no place in a shared key and would be missed, for {reason}; train without it"

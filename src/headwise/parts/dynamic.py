@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +17,10 @@ from ..seams import Mix
 from ..spec import AttentionSpec
 from ..terms import Applied, Base, Param, Phase, Weighted, Work
 from .start import constant, normal, zeros
-from .talking_heads import mixed_heads
 
 _EPS = 1e-6
+# The width that the factors of each side grow out of, and the tokens that bring them.
+_SIDES: dict[str, tuple[str, Applied]] = {"query": ("model", "query"), "key": ("source", "source")}
 
 
 @part
@@ -28,10 +31,17 @@ class Dynamic(Mix):
     come from the layer's input: u = GELU(x W1), [w1; w2] = u W2, g = tanh(x Wg), with a hidden width of
     2 rank H. On weights, what is kept of a head when others are cut are its own columns of w2, g and W_b.
 
+    `sides` leaves one of the two out: "query" remembers nothing beside keys and values. With `groups`, heads are
+    composed within `groups` equal neighbourhoods alone, each with W1, W2, Wg, W_b and a norm of its own, as if they
+    were so many layers; `members`, the heads of one, is what `groups` becomes where whole groups have been cut.
+
+    Where the two released codes differ: W_b starts from 0 and GELU is exact (torch), Wg starts as in JAX, a tenth
+    of torch's. Their windows of n keys are n in JAX and decoding, n + 1 in torch's training; ours are n.
+
     With all factors zero, which is close to how it starts, every pair is left as it is:
 
     >>> zero = {"source": torch.zeros(2, 3), "target": torch.zeros(2, 3), "gate": torch.zeros(3)}
-    >>> Dynamic().pair(torch.ones(3), zero, zero, {"own": torch.arange(3)}).tolist()
+    >>> Dynamic().pair(torch.ones(3), zero, zero, {}).tolist()
     [1.0, 1.0, 1.0]
     """
 
@@ -39,101 +49,164 @@ class Dynamic(Mix):
     on: str = "scores"
     rank: int = 2
     static: str = "none"
+    groups: int = 1
+    sides: str = "both"
+    members: int = 0
 
     @property
     def phase(self) -> Phase:
         return Phase.WEIGHTS if self.on == "weights" else Phase.SCORES
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        heads = spec.heads.q
         if self.on not in ("scores", "weights"):
             yield f"Dynamic(on={self.on!r}) is unknown; use 'scores' or 'weights'"
         if self.static not in ("none", "full"):
             yield f"Dynamic(static={self.static!r}) is unknown; use 'none' or 'full'"
         if self.rank < 1:
             yield f"Dynamic(rank={self.rank}) mixes nothing; use at least 1, 2 is published"
+        if self.sides not in ("both", *_SIDES):
+            yield f"Dynamic(sides={self.sides!r}) is unknown; use 'both', 'query' or 'key'"
+        if self.members and self.groups != 1:
+            yield f"Dynamic(groups={self.groups}, members={self.members}) says one thing twice; leave members out"
+        for said in ("groups", "members"):
+            count, ways = getattr(self, said), [n for n in range(1, heads + 1) if heads % n == 0]
+            if count not in ways and (said, count) != ("members", 0):
+                yield f"Dynamic({said}={count}) does not divide {heads} heads; use {said} in {ways}"
+
+    def settled(self, spec: AttentionSpec) -> Self:
+        return self if self._whole else replace(self, groups=1, members=self._each(spec.heads.q))
+
+    @property
+    def _whole(self) -> bool:
+        """Whether all heads are one group, so that none of them is ever cut from what is composed."""
+        return self.groups == 1 and not self.members
 
     @property
     def _target(self) -> str:
-        return "out" if self.on == "weights" else "mixed"
+        return "out" if self._whole and self.on == "weights" else "q"
+
+    def _each(self, heads: int) -> int:
+        return self.members or heads // self.groups
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
-        heads = spec.heads.q
-        return {"rank": self.rank, "hidden": 2 * self.rank * heads, "mixed": heads}
+        each, unit = self._each(spec.heads.q), 2 * self.rank
+        return {"rank": self.rank, "unit": unit, "hidden": unit * each, "member": each}
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         sizes = spec.sizes_of(self)
-        heads, hidden = spec.heads.q, sizes["hidden"]
+        heads, hidden, target = sizes["member"], sizes["hidden"], self._target
         second = normal(0.02 / (math.sqrt(hidden) * (heads + self.rank)))
-        own = spec.voices if self.on == "weights" else tuple(range(heads))
-        params = {"own": Param(Layout.parse(self._target), constant(own), learned=False)}
-        sides: tuple[tuple[str, str, Applied], ...] = (("query", "model", "query"), ("key", "source", "source"))
-        for side, width, met in sides:
+        params: dict[str, Param] = {}
+        for side in self._sides:
+            width, met = _SIDES[side]
             first = normal(math.sqrt(2 / (sizes[width] + hidden)))
             gate = normal(0.005 * math.sqrt(2 / (sizes[width] + heads)))
             params |= {
-                f"{side}_hidden": Param(Layout.parse(f"hidden {width}"), first, met),
+                f"{side}_hidden": Param(Layout.parse(f"(q unit) {width}"), first, met),
                 f"{side}_source": Param(Layout.parse("(rank q) hidden"), second, met),
-                f"{side}_target": Param(Layout.parse(f"(rank {self._target}) hidden"), second, met),
-                f"{side}_gate": Param(Layout.parse(f"{self._target} {width}"), gate, met),
+                f"{side}_target": Param(Layout.parse(f"(rank {target}) hidden"), second, met),
+                f"{side}_gate": Param(Layout.parse(f"{target} {width}"), gate, met),
             }
         if self.static == "full":
-            params["static"] = Param(Layout.parse(f"q {self._target}"), zeros)
+            params["static"] = Param(Layout.parse("q out" if target == "out" else "q member"), zeros)
+        if self.on == "weights":
+            # By name and not by place: places change when whole groups before them are cut.
+            params["own"] = Param(Layout.parse("out"), constant(spec.voices), learned=False)
+            params["name"] = Param(Layout.parse("q"), constant(range(spec.heads.q)), learned=False)
         return params
 
+    @property
+    def _sides(self) -> tuple[str, ...]:
+        return tuple(_SIDES) if self.sides == "both" else (self.sides,)
+
     def entry(self, spec: AttentionSpec) -> Mapping[str, Layout]:
-        return {
-            "source": Layout.parse("rank q"),
-            "target": Layout.parse(f"rank {self._target}"),
-            "gate": Layout.parse(self._target),
-        }
+        if "key" not in self._sides:
+            return {}
+        source, target = Layout.parse("rank q"), Layout.parse(f"rank {self._target}")
+        return {"source": source, "target": target, "gate": Layout.parse(self._target)}
 
     def flops(self, spec: AttentionSpec, work: Work) -> int:
-        to = len(spec.voices) if self.on == "weights" else spec.heads.q
-        pairs = 2 * work.batch * work.pairs
-        ranks = 2 * self.rank * (spec.heads.q + to)
-        return pairs * (ranks + (spec.heads.q * to if self.static == "full" else 0))
+        sizes = spec.sizes_of(self)
+        to = sizes[self._target]
+        ranks = len(self._sides) * self.rank * (spec.heads.q + to)
+        static = spec.heads.q * (to if self._whole else sizes["member"])
+        return 2 * work.batch * work.pairs * (ranks + (static if self.static == "full" else 0))
 
     def sources(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
-        return frozenset(range(spec.heads.q))
+        each = self._each(spec.heads.q)
+        return frozenset(head for head in range(spec.heads.q) if head // each in {one // each for one in heads})
 
     def ask(self, x_BTD: Tensor, p: Weighted) -> dict[str, Tensor]:
-        return self._factors(x_BTD, "query", p)
+        return self._factors(x_BTD, "query", p) if "query" in self._sides else {}
 
     def remember(self, z_BSE: Tensor, p: Weighted) -> dict[str, Tensor]:
-        return self._factors(z_BSE, "key", p)
+        return self._factors(z_BSE, "key", p) if "key" in self._sides else {}
 
     def _factors(self, x: Tensor, side: str, p: Weighted) -> dict[str, Tensor]:
-        hidden = F.gelu(F.linear(x, p[f"{side}_hidden"]))
-        source = F.linear(hidden, p[f"{side}_source"]).unflatten(-1, (self.rank, -1))
+        hidden = F.gelu(F.linear(x, p[f"{side}_hidden"])).unflatten(-1, (-1, p.sizes["hidden"]))
+        source = _grown(hidden, p[f"{side}_source"], self.rank)
         return {
-            "source": F.rms_norm(source, source.shape[-1:], eps=_EPS),
-            "target": F.linear(hidden, p[f"{side}_target"]).unflatten(-1, (self.rank, -1)),
+            "source": F.rms_norm(source, source.shape[-1:], eps=_EPS).flatten(-2),
+            "target": _grown(hidden, p[f"{side}_target"], self.rank).flatten(-2),
             "gate": torch.tanh(F.linear(x, p[f"{side}_gate"])),
         }
 
     def pair(self, a_H: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: Weighted) -> Tensor:
-        own = a_H[p["own"]]
-        mixed = own + a_H @ p["static"] if "static" in p else own
-        for f in (asked, kept):
-            mixed = mixed + (f["source"] @ a_H) @ f["target"] + own * f["gate"]
-        return mixed
+        heads = torch.arange(len(a_H), device=a_H.device)
+        own = heads if self.on == "scores" else torch.searchsorted(p["name"], p["own"])
+        to = own if self._target == "out" else heads
+        each = self._each(len(a_H))
+        joined = heads[:, None] // each == to // each
+        mixing = (heads[:, None] == to).to(a_H.dtype)
+        for f in filter(None, (asked, kept)):
+            mixing = mixing + f["source"].T @ f["target"] * joined + (heads[:, None] == to) * f["gate"]
+        if "static" in p:
+            mixing = mixing + p["static"].repeat(1, len(to) // p["static"].shape[1]) * joined
+        return a_H @ mixing if self._target == "out" else (a_H @ mixing)[own]
 
     def mix(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: Weighted) -> Tensor:
-        own = a_BHTS.index_select(1, p["own"])
+        own = a_BHTS if self._target == "q" else self._owned(a_BHTS, p)
+        mixed = own
         # By query, the pairs of one query are the columns of a product; by key, those of one key.
-        by_query = _composed(a_BHTS.permute(0, 2, 1, 3), asked).permute(0, 2, 1, 3)
-        by_key = _composed(a_BHTS.permute(0, 3, 1, 2), kept).permute(0, 2, 3, 1)
-        gate = asked["gate"].transpose(1, 2)[..., None] + kept["gate"].transpose(1, 2)[..., None, :]
-        mixed = own + by_query + by_key + own * gate.to(own.dtype)
-        return mixed + mixed_heads(a_BHTS, p["static"]) if "static" in p else mixed
+        if asked:
+            by_query = self._composed(a_BHTS.permute(0, 2, 1, 3), asked).permute(0, 2, 1, 3)
+            mixed = mixed + by_query + own * asked["gate"].transpose(1, 2)[..., None].to(own.dtype)
+        if kept:
+            by_key = self._composed(a_BHTS.permute(0, 3, 1, 2), kept).permute(0, 2, 3, 1)
+            mixed = mixed + by_key + own * kept["gate"].transpose(1, 2)[..., None, :].to(own.dtype)
+        if "static" in p:
+            by_all = self._grouped(p["static"].to(own.dtype), 0).mT @ self._grouped(a_BHTS.flatten(2), 1)
+            mixed = mixed + by_all.flatten(1, 2).unflatten(2, own.shape[2:])
+        return self._owned(mixed, p) if self._target == "q" and self.on == "weights" else mixed
+
+    def _composed(self, a: Tensor, factors: Mapping[str, Tensor]) -> Tensor:
+        """Heads to ranks to heads, within groups: [B, T, H, N] to [B, T, O, N]."""
+        a = self._grouped(a, 2)
+        source, target = (factors[name].to(a.dtype).unflatten(-1, (a.shape[2], -1)) for name in ("source", "target"))
+        ranks = source.transpose(2, 3) @ a
+        return (target.permute(0, 1, 3, 4, 2) @ ranks).flatten(2, 3)
+
+    def _grouped(self, heads: Tensor, axis: int) -> Tensor:
+        """The axis of heads as two: groups, and heads of each."""
+        return heads.unflatten(axis, (-1, self._each(heads.shape[axis])))
+
+    def _owned(self, a_BHTS: Tensor, p: Weighted) -> Tensor:
+        return a_BHTS.index_select(1, torch.searchsorted(p["name"], p["own"]))
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(rank=1), cls(on="weights", rank=2)), pattern="causal", kv=2)
         yield base(modifiers=(cls(on="weights", static="full"),), pattern="window(4)", source=13)
+        crossing = (cls(groups=2, static="full", rank=1), cls(on="weights", groups=3))
+        yield base(modifiers=crossing, pattern="causal", kv=3)
+        yield base(modifiers=(cls(sides="query"), cls(on="weights", groups=2, sides="key", static="full")), vdim=5)
+        yield base(modifiers=(cls(on="weights", members=3, sides="query"),), kv=2)
 
 
-def _composed(a: Tensor, factors: Mapping[str, Tensor]) -> Tensor:
-    """Heads to ranks to heads: [.., H, N] to [.., O, N]."""
-    source, target = factors["source"].to(a.dtype), factors["target"].to(a.dtype)
-    return target.transpose(-1, -2) @ (source @ a)
+def _grown(hidden: Tensor, weight: Tensor, rank: int) -> Tensor:
+    """Each group's vectors from its own hidden units: [B, T, groups, units] to [B, T, rank, groups, heads]."""
+    batch, count, groups, units = hidden.shape
+    each = weight.view(rank, groups, -1, units).permute(1, 3, 0, 2)  # groups units rank heads
+    grown = hidden.flatten(0, 1).transpose(0, 1) @ each.flatten(2)
+    return grown.view(groups, batch, count, *each.shape[2:]).permute(1, 2, 3, 0, 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Self
 
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import nearest
 from ..heads import Heads
 from ..layout import Layout
 from ..registry import part
@@ -17,6 +18,18 @@ from ..seams import Project
 from ..spec import AttentionSpec
 from ..terms import Base, Core, Param, Turning, Weighted
 from .start import constant, xavier, zeros
+
+# The overlap of layer l, counted from 0, in a stack of L (2410.14874, as in the released code).
+SCHEDULES: dict[str, Callable[[int, int], int]] = {
+    "l": lambda layer, layers: layer,
+    "l+1": lambda layer, layers: layer + 1,
+    "l//2": lambda layer, layers: layer // 2,
+    "l//2+1": lambda layer, layers: layer // 2 + 1,
+    "L-l-1": lambda layer, layers: layers - layer - 1,
+    "L-l": lambda layer, layers: layers - layer,
+    "(L-l-1)//2": lambda layer, layers: (layers - layer - 1) // 2,
+    "(L-l-1)//2+1": lambda layer, layers: (layers - layer - 1) // 2 + 1,
+}
 
 
 @part
@@ -27,16 +40,23 @@ class Overlapping(Project):
     slice, W_O of h (D + 2 overlap) columns. Channels are remembered before they are divided. `heads.vdim` is
     D + 2 overlap. Channels are an axis of their own, so cutting a head leaves its neighbours' view untouched.
 
+    `schedule` says how the overlap follows from the depth l = 0 .. L-1, once `spec.placed(l, L)` asks for it: "l"
+    (what the released code ships), "l+1", "l//2", "l//2+1", and from the other end "L-l-1", "L-l", "(L-l-1)//2",
+    "(L-l-1)//2+1"; until then, and when it is "fixed", the overlap is the number given.
+
     >>> import headwise as hw
-    >>> spec = hw.design(model=8, heads=2, project=Overlapping(overlap=1))
+    >>> spec = hw.design(model=8, heads=2, project=Overlapping(overlap=1, schedule="l+1"))
     >>> spec.heads.vdim, hw.counting.params(spec) - hw.counting.params(hw.design(model=8, heads=2))
     (6, 32)
+    >>> spec.placed(2, 6).project, spec.placed(2, 6).heads.vdim
+    (Overlapping(overlap=3), 10)
     """
 
     paper = "2410.14874"
     overlap: int = 1
     bias: str = ""
     channels: int = 0
+    schedule: str = "fixed"
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         heads = spec.heads
@@ -47,6 +67,9 @@ class Overlapping(Project):
             yield f"Overlapping(channels={self.channels}) is below the {least} that heads start in; leave it out"
         if self.overlap < 0:
             yield f"Overlapping(overlap={self.overlap}) is negative; 0 is plain attention"
+        if self.schedule not in ("fixed", *SCHEDULES):
+            close = nearest(self.schedule, ("fixed", *SCHEDULES))
+            yield f"Overlapping(schedule={self.schedule!r}) is unknown; {close}"
         if heads.reads != tuple(range(heads.q)) or heads.values:
             apart = heads.values or heads.kv == heads.q
             why = "heads that are grouped apart; use project Direct()" if apart else f"kv={heads.kv}; use kv={heads.q}"
@@ -54,11 +77,16 @@ class Overlapping(Project):
         if heads.vdim != heads.dim + 2 * self.overlap:
             yield f"overlapping heads deliver dim + 2 overlap channels; use vdim={heads.dim + 2 * self.overlap}"
 
-    def fitted(self, heads: Heads) -> Heads:
+    def widened(self, heads: Heads) -> Heads:
         return replace(heads, vdim=heads.dim + 2 * self.overlap)
 
+    def placed(self, layer: int, layers: int) -> Self:
+        if self.schedule == "fixed":
+            return self
+        return replace(self, overlap=SCHEDULES[self.schedule](layer, layers), schedule="fixed")
+
     def settled(self, spec: AttentionSpec) -> Self:
-        return replace(self, channels=self.sizes(spec)["channel"])
+        return replace(self, channels=self.sizes(spec)["channel"], schedule="fixed")
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"channel": self.channels or spec.heads.q * spec.heads.dim}
@@ -107,3 +135,4 @@ class Overlapping(Project):
         yield base(project=cls(overlap=1), vdim=6, modifiers=(Rotary(),), pattern="causal")
         yield base(project=cls(overlap=5, bias="qkv"), vdim=14, source=13)
         yield base(project=cls(overlap=0, channels=28), vdim=4)
+        yield base(project=cls(overlap=2, schedule="l//2+1"), vdim=8, pattern="causal")

@@ -60,6 +60,9 @@ class QKNorm(Turn):
     def joins_keys(self) -> bool:
         return self.scope == "full"
 
+    def levels(self) -> bool:
+        return self.scope == "head"
+
     def turn(self, x_BTHK: Tensor, side: str, placed: None, p: Weighted) -> Tensor:
         if self.kind == "l2":
             unit = F.normalize(x_BTHK, dim=-1, eps=self.eps)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..registry import part
-from ..seams import Gate
+from ..seams import Gate, Turn
 from ..spec import AttentionSpec
 from ..terms import Asked, Base, Ledger, Param, Weighted
 from .start import constant, xavier
@@ -22,12 +22,19 @@ from .start import constant, xavier
 class Routed(Gate):
     """The first `always` heads always speak, of the others the `active` best for each token (2410.11842).
 
-    As the released code: p = softmax over the routed heads, the chosen ones share `active` in proportion to p
-    (so a uniform router gives 1), the shared ones `always` by a softmax of their own, and the two kinds weigh
-    2 softmax(x W_h). norm="paper" has none of these factors nor the sharing out. Training sets the term
-    "balance" in the ledger: E sum_i P_i f_i, with P_i the mean of p and f_i how often head i was chosen.
+    router="learned": p = softmax(x W_r) over the E routed heads. As the released code, the chosen ones share
+    `active` in proportion to p (so a uniform router gives 1), the shared ones `always` by a softmax of their own,
+    and the two kinds weigh 2 softmax(x W_h); norm="paper" has none of these factors nor the sharing out (eq. 5, 6).
 
-    A cut head still takes part in the choice: `slot` says which choice each remaining head listens to.
+    router="norm" has no parameters, for a trained model to start from: p = softmax(|q_i| / s), with s the unbiased
+    standard deviation of |q_i| over the routed heads. Gates are 0 or 1, those of shared heads 1. Backwards, what
+    comes to the gate of any routed head, chosen or not, goes to its p (eq. 10; the released code only infers).
+
+    Of equals the first is chosen. Training sets the term "balance" in the ledger: E sum_i P_i f_i, with P_i the
+    mean of p and f_i how often head i was chosen; the paper, and norm="paper", has it without E.
+
+    A cut head still takes part in the choice: `slot` says which choice each remaining head listens to, `asker`
+    whose query speaks for each routed head.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=4, modifiers=(Routed(always=2, active=1),))
@@ -40,6 +47,7 @@ class Routed(Gate):
     active: int = 1
     norm: str = "code"
     heads: int = 0
+    router: str = "learned"
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         heads = self.heads or len(spec.speaks)
@@ -47,10 +55,24 @@ class Routed(Gate):
             yield f"Routed(heads={heads}) is fewer than the {len(spec.speaks)} that speak; leave heads out"
         if self.norm not in ("code", "paper"):
             yield f"Routed(norm={self.norm!r}) is unknown; use 'code' or 'paper'"
+        if self.router not in ("learned", "norm"):
+            yield f"Routed(router={self.router!r}) is unknown; use 'learned' or 'norm'"
         if not (0 <= self.always <= heads and 0 <= self.active <= heads - self.always):
             yield f"Routed(always={self.always}, active={self.active}) asks for more than {heads} heads can give"
         elif self.active == 0 and self.always < heads:
             yield f"Routed(active=0) would never let {heads - self.always} heads speak; prune them, or use active=1"
+        if self.router == "norm":
+            yield from self._clashes_of_norms(spec, heads - self.always)
+
+    def _clashes_of_norms(self, spec: AttentionSpec, routed: int) -> Iterable[str]:
+        if routed == 1:
+            yield "Routed(router='norm') compares queries of at least 2 routed heads, not 1; use one more in always"
+        if not spec.project.plain:
+            name = type(spec.project).__name__
+            yield f"Routed(router='norm') compares the queries of heads, but {name} asks with others; use 'learned'"
+        for name, turn in spec.steps(Turn):
+            if "q" in turn.reaches(spec) and turn.levels():
+                yield f"Routed(router='norm') finds queries of one length after {name}; use router='learned'"
 
     def settled(self, spec: AttentionSpec) -> Self:
         return replace(self, heads=self.heads or len(spec.speaks))
@@ -60,8 +82,12 @@ class Routed(Gate):
         return {"shared": self.always, "routed": heads - self.always, "kind": 2}
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        sizes = self.sizes(spec)
-        params = {"slot": Param(Layout.parse("out"), constant(range(len(spec.speaks))), learned=False)}
+        sizes, own = self.sizes(spec), spec.speaks
+        params = {"slot": Param(Layout.parse("out"), constant(range(len(own))), learned=False)}
+        if self.router == "norm":
+            # Right before any head is cut; in a layer that was cut only its weights know who asked for whom.
+            asker = constant([own[(self.always + n) % len(own)] for n in range(sizes["routed"])])
+            return params | {"asker": Param(Layout.parse("routed"), asker, learned=False)}
         if sizes["routed"]:
             params["router"] = Param(Layout.parse("routed model"), xavier, "query")
         if sizes["shared"] > 1:
@@ -70,40 +96,62 @@ class Routed(Gate):
             params["kind"] = Param(Layout.parse("kind model"), xavier, "query")
         return params
 
+    def sources(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
+        return frozenset(range(spec.heads.q)) if self.router == "norm" else heads
+
     def gate(self, asked: Asked, p: Weighted, ledger: Ledger | None) -> Tensor:
-        x_BTD = asked.x_BTD
-        scaled = self.norm == "code"
-        gates: list[Tensor] = []
-        if self.always:
-            gates.append(self._shared(x_BTD, scaled, p))
-        if "router" in p:
-            gates.append(self._routed(asked, scaled, p, ledger))
+        shares = [self._shared(asked.x_BTD, p)] if p.sizes["shared"] else []
+        if p.sizes["routed"]:
+            shares.append(self._routed(asked, p, ledger))
         if "kind" in p:
-            kind = F.linear(x_BTD, p["kind"]).softmax(-1) * (2 if scaled else 1)
-            gates = [g * kind[..., n : n + 1] for n, g in enumerate(gates)]
-        return torch.cat(gates, -1).index_select(-1, p["slot"])[..., None]
+            kind = F.linear(asked.x_BTD, p["kind"]).softmax(-1) * self._factor(2)
+            shares = [share * kind[..., n : n + 1] for n, share in enumerate(shares)]
+        return torch.cat(shares, -1).index_select(-1, p["slot"])[..., None]
 
-    def _shared(self, x_BTD: Tensor, scaled: bool, p: Weighted) -> Tensor:
+    def _factor(self, count: int) -> int:
+        """What a uniform share is multiplied with, so that it becomes 1."""
+        return count if self.norm == "code" else 1
+
+    def _shared(self, x_BTD: Tensor, p: Weighted) -> Tensor:
         if "shared" not in p:
-            return x_BTD.new_ones(*x_BTD.shape[:-1], 1)
-        return F.linear(x_BTD, p["shared"]).softmax(-1) * (self.always if scaled else 1)
+            return x_BTD.new_ones(*x_BTD.shape[:-1], self.always)
+        return F.linear(x_BTD, p["shared"]).softmax(-1) * self._factor(self.always)
 
-    def _routed(self, asked: Asked, scaled: bool, p: Weighted, ledger: Ledger | None) -> Tensor:
-        share = F.linear(asked.x_BTD, p["router"]).softmax(-1)
-        top, index = share.topk(self.active, -1)
-        chosen = torch.zeros_like(share).scatter(-1, index, 1.0)
+    def _routed(self, asked: Asked, p: Weighted, ledger: Ledger | None) -> Tensor:
+        share = self._scores(asked, p).softmax(-1)
+        best = share.sort(dim=-1, descending=True, stable=True).indices[..., : self.active]
+        chosen = torch.zeros_like(share).scatter(-1, best, 1.0)
         if ledger is not None:
-            live = asked.at.live.expand(share.shape[:-1])[..., None].to(torch.promote_types(share.dtype, torch.float32))
-            count = live.sum().clamp(min=1)
-            mean, often = ((t * live).sum((0, 1)) / count for t in (share, chosen))
-            ledger.set("balance", share.shape[-1] * (mean * often).sum())
-        if not scaled:
+            ledger.set("balance", self._balance(asked, share, chosen))
+        if self.router == "norm":
+            return (chosen + (share - share.detach())).to(asked.q_BTHK.dtype)
+        if self.norm == "paper":
             return share * chosen
-        return self.active * share * chosen / top.sum(-1, keepdim=True).clamp(min=torch.finfo(share.dtype).eps)
+        kept = (share * chosen).sum(-1, keepdim=True)
+        return self.active * share * chosen / kept.clamp(min=torch.finfo(share.dtype).eps)
+
+    def _scores(self, asked: Asked, p: Weighted) -> Tensor:
+        if self.router == "learned":
+            return F.linear(asked.x_BTD, p["router"])
+        q_BTHK = asked.q_BTHK.index_select(2, p["asker"])
+        long = torch.linalg.vector_norm(q_BTHK, dim=-1, dtype=torch.promote_types(q_BTHK.dtype, torch.float32))
+        apart = long - long.mean(-1, keepdim=True)
+        spread = apart.square().sum(-1, keepdim=True) / (long.shape[-1] - 1)
+        # Bounded under the root: equal queries have no spread, and a root of zero has no gradient.
+        return long / spread.clamp(min=torch.finfo(long.dtype).eps ** 2).sqrt()
+
+    def _balance(self, asked: Asked, share: Tensor, chosen: Tensor) -> Tensor:
+        live = asked.at.live.expand(share.shape[:-1])[..., None].to(torch.promote_types(share.dtype, torch.float32))
+        count = live.sum().clamp(min=1)
+        mean, often = ((t * live).sum((0, 1)) / count for t in (share, chosen))
+        return self._factor(share.shape[-1]) * (mean * often).sum()
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        from .rotary import Rotary
+
         yield base(modifiers=(cls(always=2, active=3),), pattern="causal", kv=2)
         yield base(modifiers=(cls(always=1, active=2, norm="paper"),), vdim=5)
         yield base(modifiers=(cls(always=0, active=2),))
         yield base(modifiers=(cls(always=2, active=3, heads=6),))
+        yield base(modifiers=(Rotary(), cls(always=2, active=3, router="norm")), pattern="causal", kv=2)

@@ -1,0 +1,242 @@
+"""A trained layer in a shared query-key space: exact where it can be, and honest about the rest.
+
+The judge is the tensor itself: T[i] = W_Q^i W_K^i^T, written out, which the library never does.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+import cases
+import headwise as hw
+from cases import base, check_close
+from headwise.parts.trilinear import Form, truncated
+
+
+def twin(made) -> hw.Attention:
+    layer = hw.Attention(made.spec).double().eval()
+    layer.load_state_dict(made.weights, strict=True)
+    return layer
+
+
+def scores(layer: hw.Attention, x, z=None):
+    seen = hw.Probe("scores")
+    layer(x, source=z, probe=seen)
+    return seen.seen["scores"]
+
+
+def forms(layer: hw.Attention) -> np.ndarray:
+    """T [heads, model, source] of a plain layer."""
+    heads, p = layer.spec.heads, layer.project
+    q = p["q"].detach().numpy().reshape(heads.q, heads.dim, -1)
+    k = p["k"].detach().numpy().reshape(heads.kv, heads.dim, -1)[list(heads.reads)]
+    return np.stack([a.T @ b for a, b in zip(q, k, strict=True)])
+
+
+def shared_forms(made) -> np.ndarray:
+    q, m, k = (made.weights[f"project.{name}"].numpy() for name in ("q", "mixing", "k"))
+    return np.stack([q.T @ np.diag(row) @ k for row in m])
+
+
+def brute(layer: hw.Attention, made) -> float:
+    whole = forms(layer)
+    return float(np.linalg.norm(whole - shared_forms(made)) / np.linalg.norm(whole))
+
+
+def sharing(width: int, spec) -> hw.Attention:
+    """A plain layer whose heads do compare in one space of `width`, each in a basis of its own."""
+    layer, heads = cases.layer(spec), spec.heads
+    shared = torch.randn(2, width, spec.model, dtype=torch.float64)
+    with torch.no_grad():
+        for h in range(heads.q):
+            basis = torch.linalg.qr(torch.randn(heads.dim, heads.dim, dtype=torch.float64))[0][:, :width]
+            rows = slice(h * heads.dim, (h + 1) * heads.dim)
+            layer.project["q"][rows] = basis @ (torch.randn(width, 1, dtype=torch.float64) * shared[0])
+            layer.project["k"][rows] = basis @ shared[1]
+    return layer
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"bias": "qkvo"},
+        {"bias": "qv", "kv": 2, "vdim": 5},
+        {"bias": "q", "kv": 1, "source": 13},
+        {"pattern": "causal()", "kv": 3, "modifiers": (hw.Alibi(), hw.TalkingHeads(), hw.HeadGate())},
+        {"heads": 3, "modifiers": (hw.Differential(),)},
+        {"similarity": hw.Dot(scale=0.3), "bias": "k"},
+    ],
+    ids=str,
+)
+def test_full_width_is_exact(said):
+    layer = cases.layer(base(**said))
+    x, z = cases.tensors(layer.spec)
+    heads = layer.spec.heads
+    made = hw.collaborate(layer.spec, layer.state_dict(), heads.q * heads.dim)
+    check_close(twin(made)(x, source=z), layer(x, source=z))
+    assert made.sweeps == 0
+    assert made.error < 1e-15
+    assert made.weights["project.mixing"].tolist() == torch.eye(heads.q).repeat_interleave(heads.dim, 1).tolist()
+    if "k" not in said.get("bias", ""):
+        check_close(scores(twin(made), x, z), scores(layer, x, z))
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_a_space_that_is_shared_is_found(width):
+    layer = sharing(width, base())
+    x, _ = cases.tensors(layer.spec)
+    made = hw.collaborate(layer.spec, layer.state_dict(), width)
+    assert made.error < 1e-6
+    check_close(twin(made)(x), layer(x), atol=1e-5, rtol=1e-5)
+    check_close(scores(twin(made), x), scores(layer, x), atol=1e-4, rtol=1e-5)  # at the scale they had
+    assert hw.collaborate(layer.spec, layer.state_dict(), width - 1).error > 0.01
+
+
+def test_bands_that_overlap_are_found():
+    """Overlapping heads compare in the channels of a shared space: twelve, where plain heads would keep 24."""
+    spec = base(model=40)
+    layer = cases.layer(spec)
+    shared = torch.randn(2, 12, 40, dtype=torch.float64)
+    with torch.no_grad():
+        for h in range(6):
+            band = [(2 * h + c) % 12 for c in range(4)]
+            rows = slice(4 * h, 4 * h + 4)
+            layer.project["q"][rows] = torch.randn(4, 1, dtype=torch.float64) * shared[0, band]
+            layer.project["k"][rows] = shared[1, band]
+    made = hw.collaborate(spec, layer.state_dict(), 12, sweeps=2000)
+    assert made.error < 1e-6
+
+
+@pytest.mark.parametrize("said", [{}, {"kv": 2, "source": 13}, {"dim": 11, "heads": 2}], ids=str)
+@pytest.mark.parametrize("width", [1, 7, 20])
+def test_the_error_is_that_of_the_tensor(said, width):
+    layer = cases.layer(base(**said))
+    for sweeps in (0, 3):
+        made = hw.collaborate(layer.spec, layer.state_dict(), width, sweeps=sweeps)
+        assert made.error == pytest.approx(brute(layer, made), rel=1e-9, abs=1e-14)
+        assert made.sweeps <= sweeps
+
+
+def test_sweeps_and_ranks_never_make_it_worse():
+    layer = cases.layer(base(kv=3, vdim=5))
+    weights = layer.state_dict()
+    swept = [hw.collaborate(layer.spec, weights, 9, sweeps=n, tolerance=0.0).error for n in range(25)]
+    assert all(after <= before + 1e-12 for before, after in pairwise(swept))
+    assert swept[-1] < 0.98 * swept[0]
+    for sweeps in (0, 500):
+        ranks = [hw.collaborate(layer.spec, weights, width, sweeps=sweeps).error for width in (1, 4, 9, 14, 19, 24)]
+        assert all(after < before for before, after in pairwise(ranks))
+
+
+def test_each_step_is_the_best_for_the_others():
+    """After many sweeps no factor can be bettered alone: a least-squares fit of each on the tensor finds it again."""
+    layer = cases.layer(base())
+    made = hw.collaborate(layer.spec, layer.state_dict(), 5, sweeps=3000, tolerance=0.0)
+    q, m, k = (made.weights[f"project.{name}"].numpy() for name in ("q", "mixing", "k"))
+    whole = forms(layer)
+    design = np.einsum("rd,re->der", q, k).reshape(-1, 5)
+    best = np.linalg.lstsq(design, whole.reshape(6, -1).T, rcond=None)[0].T
+    np.testing.assert_allclose(best, m, atol=1e-4)
+    design = np.einsum("hr,re->her", m, k).reshape(-1, 5)
+    best = np.linalg.lstsq(design, whole.transpose(0, 2, 1).reshape(-1, 10), rcond=None)[0]
+    np.testing.assert_allclose(best, q, atol=1e-4)
+
+
+def test_it_starts_from_singular_triples_and_not_from_noise():
+    layer = cases.layer(base())
+    whole = forms(layer)
+    sizes = np.sort(np.concatenate([np.linalg.svd(form, compute_uv=False)[:4] for form in whole]))
+    started = hw.collaborate(layer.spec, layer.state_dict(), 9, sweeps=0).error
+    assert started == pytest.approx(np.linalg.norm(sizes[:-9]) / np.linalg.norm(whole), rel=1e-9)
+    rng = np.random.default_rng(0)
+    for _ in range(20):  # random vectors, with the very best mixing of them
+        q, k = rng.standard_normal((2, 9, 10))
+        design = np.einsum("rd,re->der", q, k).reshape(-1, 9)
+        mixing = np.linalg.lstsq(design, whole.reshape(6, -1).T, rcond=None)[0]
+        assert started < np.linalg.norm(design @ mixing - whole.reshape(6, -1).T) / np.linalg.norm(whole)
+
+
+def test_the_same_twice_and_in_the_dtype_it_had():
+    layer = cases.layer(base(bias="q"), torch.float32)
+    one, two = (hw.collaborate(layer.spec, layer.state_dict(), 9) for _ in range(2))
+    assert all(torch.equal(one.weights[name], two.weights[name]) for name in one.weights)
+    assert {tensor.dtype for tensor in one.weights.values()} == {torch.float32}
+    assert one.spec == two.spec
+
+
+def test_heads_wider_than_what_they_compare():
+    """Two heads of 11 on 10 channels have 20 products at most; the rest of the width is empty, and exact."""
+    form = Form(*torch.randn(2, 2, 11, 10, dtype=torch.float64))
+    q, mixing, k = truncated(form, 21)
+    assert q.shape == k.shape == (21, 10)
+    check_close(torch.einsum("rd,hr,re->hde", q, mixing, k), form.q.mT @ form.k)
+
+
+REFUSED = {
+    "width=0 .* 1..24": ({}, 0),
+    "width=25 .* 1..24": ({}, 25),
+    "rotary turns .* each head": ({"modifiers": (hw.Rotary(),)}, 9),
+    "qk_norm turns": ({"modifiers": (hw.QKNorm(),)}, 9),
+    "Direct, not of Latent": ({"project": hw.Latent(rank=8, rope=0)}, 9),
+    "bias of keys .* SinkSoftmax sees": ({"bias": "k", "normaliser": hw.SinkSoftmax()}, 9),
+    "bias of keys .* softcap makes": ({"bias": "k", "modifiers": (hw.Softcap(),)}, 9),
+    "FeatureMap compares": ({"similarity": hw.FeatureMap(), "normaliser": hw.Sum()}, 9),
+    "Shaw's vectors": ({"modifiers": (hw.Shaw(reach=2),)}, 9),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_cannot_be_shared_is_refused(reason):
+    said, width = REFUSED[reason]
+    spec = base(**said)
+    with pytest.raises(hw.SpecError, match=reason):
+        hw.collaborate(spec, cases.layer(spec).state_dict(), width)
+
+
+def test_the_query_bias_needs_no_softmax():
+    layer = cases.layer(base(bias="qv", normaliser=hw.Sigmoid(), modifiers=(hw.Softcap(limit=3.0),)))
+    x, _ = cases.tensors(layer.spec)
+    check_close(twin(hw.collaborate(layer.spec, layer.state_dict(), 24))(x), layer(x))
+
+
+def test_a_converted_layer_can_be_cut():
+    layer = cases.layer(base(bias="q", kv=2))
+    made = hw.collaborate(layer.spec, layer.state_dict(), 9)
+    x, _ = cases.tensors(layer.spec)
+    loud = torch.tensor([0.0, 1, 0, 1, 1, 0], dtype=torch.float64)[:, None]
+    silenced = twin(made)(x, probe=hw.Probe("heads", see=lambda _, o: o * loud))
+    spec, weights = hw.axes.cut(made.spec, made.weights, [1, 3, 4])
+    cut = hw.Attention(spec).double().eval()
+    cut.load_state_dict(weights)
+    check_close(cut(x), silenced)
+
+
+def test_the_forward_formula():
+    """s = D^-1/2 (x W_Q diag(m_i) W_K^T z^T + z c_i), softmax over keys, values per head, merged: in numpy."""
+    layer = cases.layer(base(project=hw.Collaborative(width=9, bias="v"), kv=3, vdim=5, source=13))
+    x, z = cases.tensors(layer.spec)
+    w = {name: tensor.numpy() for name, tensor in layer.state_dict().items()}
+    q, k = x.numpy() @ w["project.q"].T, z.numpy() @ w["project.k"].T
+    v = (z.numpy() @ w["project.v"].T + w["project.v_bias"]).reshape(3, 11, 3, 5)
+    y = np.zeros((3, 7, 10))
+    for i in range(6):
+        s = (q * w["project.mixing"][i]) @ k.transpose(0, 2, 1) + (z.numpy() @ w["project.content"][i])[:, None]
+        e = np.exp(s / 2 - (s / 2).max(-1, keepdims=True))
+        y += (e / e.sum(-1, keepdims=True)) @ v[:, :, i // 2] @ w["output.o"][:, 5 * i : 5 * i + 5].T
+    check_close(layer(x, source=z), torch.from_numpy(y))
+
+
+def test_how_a_mixing_starts():
+    def started(start, heads, width):
+        spec = hw.design(model=10, heads=heads, dim=4, project=hw.Collaborative(width=width, start=start))
+        return hw.Attention(spec).project["mixing"].detach()
+
+    assert started("blocks", 3, 7).tolist() == [[1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0, 1]]
+    assert started("ones", 3, 7).tolist() == [[1.0] * 7] * 3
+    assert started("normal", 50, 200).std().item() == pytest.approx(0.2, rel=0.05)
+    with pytest.raises(hw.SpecError, match=r"start='uniform'.*'normal', 'ones' or 'blocks'"):
+        started("uniform", 3, 7)
