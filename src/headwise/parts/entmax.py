@@ -1,0 +1,208 @@
+"""Sparse weights: keys that score too low are read not at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..layout import Layout
+from ..registry import part
+from ..seams import Normaliser
+from ..spec import AttentionSpec
+from ..terms import Base, Param, Weighted
+from .start import full
+
+LEAST = 1.01  # nearer to 1 the gradient in alpha, a difference over (alpha - 1)^2, is lost to rounding
+MOST = 2 - 1e-6  # a sigmoid may round to 1, and powers of zero would be one
+
+
+@part
+class Entmax(Normaliser):
+    """w_j = [(alpha - 1) s_j - tau]_+ ^ (1 / (alpha - 1)), tau such that weights sum to one (1905.05702, 1909.00015).
+
+    alpha = 1 would be softmax, 2 is sparsemax; the larger, the fewer keys are read. Of two keys whose scores differ
+    by 1 / (alpha - 1) or more, the lower is not:
+
+    >>> Entmax().row(torch.tensor([2.0, 0.0]), {}).tolist()
+    [1.0, 0.0]
+    >>> Entmax(alpha=2.0).row(torch.tensor([0.5, 0.0]), {}).tolist()
+    [0.75, 0.25]
+
+    kind="learned" is the adaptively sparse transformer: alpha_h = 1 + sigmoid(a_h), one number a_h per score head,
+    starting where alpha says. Below 1.01 it is held at 1.01 and gets no gradient.
+    """
+
+    paper = "1909.00015"
+    shift_free: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
+    alpha: float = 1.5
+    kind: str = "fixed"
+
+    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        if self.kind not in ("fixed", "learned"):
+            yield f"Entmax(kind={self.kind!r}) is unknown; use 'fixed' or 'learned'"
+        if self.alpha <= 1:
+            yield f"Entmax(alpha={self.alpha!r}) must be above 1, where it is softmax; use normaliser Softmax()"
+        elif self.alpha < LEAST:
+            yield f"Entmax(alpha={self.alpha!r}) is lost to rounding; use alpha={LEAST}, or normaliser Softmax()"
+        elif self.kind == "learned" and self.alpha >= 2:
+            yield f"Entmax(alpha={self.alpha!r}, kind='learned') must start below 2; use alpha=1.5, or kind='fixed'"
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        if self.kind == "fixed":
+            return {}
+        return {"a": Param(Layout.parse("q"), full(math.log((self.alpha - 1) / (2 - self.alpha))))}
+
+    def row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
+        if self.kind == "learned":
+            return _by_halving(s_S, _learned(p_h["a"]))
+        exact = {1.5: _by_sorting_squares, 2.0: _by_sorting}.get(self.alpha)
+        return exact(s_S) if exact else _by_halving(s_S, self.alpha)
+
+    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
+        if s_BHTS.shape[-1] == 0:
+            return s_BHTS
+        exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
+        alpha = _learned(p.spread()["a"].to(exact.dtype)) if self.kind == "learned" else self.alpha
+        w_BHTS: Any = _Entmax.apply(exact, allowed, alpha)
+        return w_BHTS.to(s_BHTS.dtype)
+
+    @classmethod
+    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        yield base(normaliser=cls(), pattern="causal", kv=2)
+        yield base(normaliser=cls(alpha=2.0), vdim=5)
+        yield base(normaliser=cls(alpha=1.25, kind="learned"), pattern="window(4)")
+        yield base(normaliser=cls(alpha=2.5), pattern="causal")
+
+
+def _learned(a: Tensor) -> Tensor:
+    return (1 + torch.sigmoid(a)).clamp(min=LEAST, max=MOST)
+
+
+# --- the definition: one row ---------------------------------------------------------------------------
+
+
+def _by_sorting(s_S: Tensor) -> Tensor:
+    """alpha = 2: the projection on the simplex (1602.02068)."""
+    x_S = s_S - s_S.max()
+    ordered = x_S.detach().sort(descending=True).values
+    count = torch.arange(1, len(x_S) + 1, dtype=x_S.dtype)
+    read = int((1 + count * ordered > ordered.cumsum(0)).sum())
+    return (x_S - (x_S.topk(read).values.sum() - 1) / read).relu()
+
+
+def _by_sorting_squares(s_S: Tensor) -> Tensor:
+    """alpha = 1.5: a quadratic equation for every number of keys read, of which one holds (1905.05702)."""
+    x_S = (s_S - s_S.max()) / 2
+    ordered = x_S.detach().sort(descending=True).values
+    count = torch.arange(1, len(x_S) + 1, dtype=x_S.dtype)
+    mean, square = ordered.cumsum(0) / count, ordered.square().cumsum(0) / count
+    tau = mean - (1 / count - square + mean.square()).clamp(min=0).sqrt()
+    read = int((tau <= ordered).sum())
+    top = x_S.topk(read).values
+    return (x_S - top.mean() + ((1 - (top - top.mean()).square().sum()) / read).sqrt()).relu().square()
+
+
+def _by_halving(s_S: Tensor, alpha: Tensor | float) -> Tensor:
+    """Any alpha: the root by halving; its gradient is that of one Newton step from there."""
+    x_S, power = (alpha - 1) * (s_S - s_S.max()), 1 / (alpha - 1)
+    with torch.no_grad():
+        tau, width = torch.full_like(x_S[0], -1.0), 1.0
+        for _ in range(80):
+            width /= 2
+            tau = torch.where(((x_S - tau - width).relu() ** power).sum() >= 1, tau + width, tau)
+    live = x_S > tau
+    r = x_S[live] - tau
+    tau = tau + ((r**power).sum() - 1) / (power * r ** (power - 1)).sum()
+    live = x_S > tau
+    return torch.where(live, torch.where(live, x_S - tau, 1.0) ** power, 0.0)
+
+
+# --- all rows at once ----------------------------------------------------------------------------------
+
+
+class _Entmax(torch.autograd.Function):
+    """The weights and their gradients, both in closed form; only the weights are kept for the second."""
+
+    @staticmethod
+    def forward(s_BHTS: Tensor, allowed: Tensor, alpha: Tensor | float) -> Tensor:
+        s_BHTS = s_BHTS.masked_fill(~allowed, -torch.inf)
+        # The highest score goes first, so that no product can overflow; where nothing is allowed it is a number.
+        top = s_BHTS.amax(-1, keepdim=True).clamp(min=torch.finfo(s_BHTS.dtype).min)
+        r_BHTS = s_BHTS.sub_(top).mul_(alpha - 1).add_(1).clamp_(min=0)
+        steep = not isinstance(alpha, Tensor) and alpha > 2
+        r_BHTS = (_halved if steep else _stepped)(r_BHTS, alpha)
+        w_BHTS = r_BHTS ** (1 / (alpha - 1))
+        return w_BHTS / _live(w_BHTS.sum(-1, keepdim=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | float], output: Tensor) -> None:
+        alpha = inputs[2]
+        learned = [alpha] if isinstance(alpha, Tensor) else []
+        ctx.alpha = None if learned else alpha
+        ctx.save_for_backward(output, *learned)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        w_BHTS, *learned = ctx.saved_tensors
+        alpha = learned[0] if learned else ctx.alpha
+        slope = _raised(w_BHTS, 2 - alpha)
+        total = _live(slope.sum(-1, keepdim=True))
+        mean = (slope * grads[0]).sum(-1, keepdim=True) / total
+        grad_alpha = _towards(w_BHTS, slope / total, grads[0], alpha) if learned else None
+        return slope * (grads[0] - mean), None, grad_alpha
+
+
+def _live(total: Tensor) -> Tensor:
+    """Sums over a row that reads anything are at least one but for rounding; over one that reads nothing zero."""
+    return total.clamp(min=0.5)
+
+
+def _raised(r: Tensor, power: Tensor | float) -> Tensor:
+    """r^power over the keys that are read, zero over the others, whatever the power."""
+    raised = r**power
+    return raised if isinstance(power, Tensor) or power > 0 else raised.masked_fill_(r == 0, 0.0)
+
+
+def _steps(dtype: torch.dtype, alpha: Tensor | float) -> int:
+    """Newton steps enough for rows made to need many; each but the last few at least halves what is left."""
+    most = 2 if isinstance(alpha, Tensor) else alpha
+    return 4 + math.ceil(8 * (most - 1)) + (2 if dtype == torch.float64 else 0)
+
+
+def _stepped(r_BHTS: Tensor, alpha: Tensor | float) -> Tensor:
+    """[x - tau]_+ from [x + 1]_+, tau by Newton's method on its norm of order 1 / (alpha - 1), which shall be one.
+
+    A norm is convex, so that steps never pass the root. The sum of powers is convex as well, but falls so steeply
+    near alpha = 1 that a step on it gains next to nothing.
+    """
+    for _ in range(_steps(r_BHTS.dtype, alpha)):
+        fall_BHTS = _raised(r_BHTS, 1 / (alpha - 1) - 1)
+        # Before the root both sums are at least one; where nothing is allowed they are zero, and no step is made.
+        fall = fall_BHTS.sum(-1, keepdim=True).clamp(min=1)
+        total = fall_BHTS.mul_(r_BHTS).sum(-1, keepdim=True).clamp(min=1)
+        r_BHTS = r_BHTS.sub_((total - total ** (2 - alpha)) / fall).clamp_(min=0)
+    return r_BHTS
+
+
+def _halved(r_BHTS: Tensor, alpha: float) -> Tensor:
+    """[x - tau]_+ from [x + 1]_+, tau by halving: above alpha = 2 there is no norm, and a step may go astray."""
+    tau, width = torch.zeros_like(r_BHTS[..., :1]), 1.0
+    for _ in range(70 if r_BHTS.dtype == torch.float64 else 40):
+        width /= 2
+        total = ((r_BHTS - (tau + width)).clamp_(min=0) ** (1 / (alpha - 1))).sum(-1, keepdim=True)
+        tau = torch.where(total >= 1, tau + width, tau)
+    return (r_BHTS - tau).clamp_(min=0)
+
+
+def _towards(w_BHTS: Tensor, share_BHTS: Tensor, grad_BHTS: Tensor, alpha: Tensor) -> Tensor:
+    """The gradient in alpha (1909.00015, proposition 1); share is the slopes over their sum."""
+    spread_BHTS = -torch.xlogy(w_BHTS, w_BHTS)
+    towards = (w_BHTS - share_BHTS) / (alpha - 1) + spread_BHTS - share_BHTS * spread_BHTS.sum(-1, keepdim=True)
+    return (grad_BHTS * towards / (alpha - 1)).sum_to_size(alpha.shape)
