@@ -126,7 +126,7 @@ def phase(cls: type) -> str:
     """The seam it fills, which says when it acts."""
     from headwise import seams
 
-    return next(base.__name__ for base in cls.__mro__ if base.__module__ == seams.__name__)
+    return next(base.__name__ for base in cls.__mro__ if base.__module__.startswith(seams.__name__))
 
 
 def summary(cls: type) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 import headwise as hw
 from headwise import cli
+from headwise.cli import screen
 
 COMMAND = [sys.executable, "-c", "import sys; from headwise.cli import main; sys.exit(main())"]
 
@@ -51,6 +52,27 @@ def test_json_is_one_document(capsys, argv: tuple[str, ...]):
     code, out, err = run(capsys, *argv, "--json")
     assert (code, err) == (0, "")
     assert isinstance(json.loads(out), dict)
+
+
+def test_help_names_every_preset():
+    assert list(hw.PRESETS) == screen.PRESETS
+
+
+def test_a_preset_comes_in_other_sizes(capsys):
+    for argv in (("spec", "moh"), ("spec", "--preset", "moh")):
+        code, out, err = run(capsys, *argv, "--model", "256", "--heads", "4", "--toml")
+        assert (code, err) == (0, "")
+        assert hw.from_toml(out) == hw.design(preset="moh", model=256, heads=4)
+    code, out, err = run(capsys, "spec", "moh", "--model", "250")
+    assert (code, out) == (2, "")
+    assert "does not divide among 8 heads" in err
+
+
+def test_sizes_of_a_file_are_its_own(capsys, tmp_path: Path):
+    (tmp_path / "a.toml").write_text(str(hw.design(model=8, heads=2)))
+    code, out, err = run(capsys, "spec", str(tmp_path / "a.toml"), "--heads", "4")
+    assert (code, out) == (2, "")
+    assert "--heads is for presets" in err
 
 
 @pytest.mark.parametrize("name", hw.PRESETS)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .registry import defaults
-from .seams import Merge, Modifier, Phase, Turn
+from .seams import Merge, Modifier, Turn
 from .spec import AttentionSpec
+from .terms import Phase
 
 
 class Folded(NamedTuple):

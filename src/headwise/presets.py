@@ -9,12 +9,23 @@ from typing import Any
 from .errors import SpecError, nearest
 from .heads import Heads
 from .parts.average import Average
+from .parts.collaborative import Collaborative
 from .parts.concat import Concat
+from .parts.differential import Differential, DifferentialV2
 from .parts.direct import Direct
 from .parts.dot import Dot
+from .parts.dynamic import Dynamic
+from .parts.entmax import Entmax
+from .parts.feature_map import FeatureMap
+from .parts.knocking import Knocking
 from .parts.latent import Latent
+from .parts.overlapping import Overlapping
+from .parts.qk_norm import QKNorm
 from .parts.rotary import Rotary
+from .parts.routed import Routed
 from .parts.softmax import Softmax
+from .parts.sum import Sum
+from .parts.talking_heads import TalkingHeads
 from .parts.values import Values
 from .pattern import Full, parse
 from .registry import defaults
@@ -107,38 +118,118 @@ def _biased(bias: object, project: Project, merge: Merge) -> dict[str, Part]:
 
 def mha(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
     """Multi-head attention as first published: every head has keys and values of its own (1706.03762)."""
-    return design(model=model, heads=heads, **said)
+    return _filled(said, model=model, heads=heads)
 
 
-def gqa(*, model: int = 512, heads: int = 8, kv: int = 2, **said: Any) -> AttentionSpec:
-    """Grouped queries: some heads share a key-value head; causal, with rotary positions (2305.13245)."""
-    said = {"pattern": "causal()", "modifiers": (Rotary(),)} | said
-    return design(model=model, heads=heads, kv=kv, **said)
+def gqa(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
+    """Grouped queries: four heads share a key-value head; causal, with rotary positions (2305.13245)."""
+    return _filled(said, model=model, heads=heads, kv=_quarter(heads), pattern="causal()", modifiers=(Rotary(),))
 
 
 def mqa(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
     """One key-value head for all (1911.02150)."""
-    return gqa(model=model, heads=heads, **({"kv": 1} | said))
+    return _filled(said, model=model, heads=heads, kv=1, pattern="causal()", modifiers=(Rotary(),))
 
 
 def mla(*, model: int = 2048, heads: int = 16, **said: Any) -> AttentionSpec:
     """Latent attention in the sizes of DeepSeek-V2-Lite (2405.04434): rank 512, 64 turned and 128 other channels."""
-    usual = {
-        "pattern": "causal()",
-        "project": Latent(rank=512, rope=64),
-        "dim": 128,
-        "modifiers": (Rotary(pairs="interleaved"),),
-    }
-    return design(model=model, heads=heads, **(usual | said))
+    turns, latent = (Rotary(pairs="interleaved"),), Latent(rank=512, rope=64)
+    return _filled(said, model=model, heads=heads, dim=128, pattern="causal()", project=latent, modifiers=turns)
+
+
+def moh(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
+    """Mixture of heads: a quarter of them always speak, and for each token the best half of all (2410.11842)."""
+    always = max(1, heads // 4)
+    routed = Routed(always=always, active=min(heads // 2, heads - always))
+    return _filled(said, model=model, heads=heads, pattern="causal()", modifiers=(Rotary(), routed))
+
+
+def dcmha(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
+    """Dynamically composed heads, on the scores and on the weights, in rank 2 (2405.08553)."""
+    composed = (QKNorm(), Rotary(), Dynamic(), Dynamic(on="weights"))
+    return _filled(said, model=model, heads=heads, pattern="causal()", modifiers=composed)
+
+
+def mohsa(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
+    """Overlapped heads: each sees a channel of both its neighbours, and one more in every deeper layer (2410.14874)."""
+    return _filled(said, model=model, heads=heads, project=Overlapping(overlap=1, schedule="l+1"))
+
+
+def collaborative(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
+    """Heads that share one query-key space, half as wide as all of theirs together (2006.16362)."""
+    width = max(1, heads * (said.get("dim") or model // heads) // 2)
+    return _filled(said, model=model, heads=heads, project=Collaborative(width=width))
+
+
+def talking(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
+    """Talking heads, mixed before the softmax and behind it (2003.02436)."""
+    return _filled(said, model=model, heads=heads, modifiers=(TalkingHeads(), TalkingHeads(on="weights")))
+
+
+def diff(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
+    """Differential attention: pairs of heads half as wide as usual, on values of the usual width (2410.05258)."""
+    modifiers, dim = (Rotary(), Differential()), max(1, model // heads // 2)
+    return _filled(said, model=model, heads=heads, dim=dim, pattern="causal()", modifiers=modifiers)
+
+
+def diff2(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
+    """Differential attention, version 2: twice the query heads on shared key-value heads (unilm, 2026)."""
+    modifiers = (Rotary(), DifferentialV2())
+    return _filled(said, model=model, heads=heads, kv=_quarter(heads), pattern="causal()", modifiers=modifiers)
+
+
+def entmax(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
+    """Sparse weights: 1.5-entmax gives most keys none at all (1909.00015)."""
+    return _filled(said, model=model, heads=heads, normaliser=Entmax(alpha=1.5))
+
+
+def linear(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
+    """Linear attention: elu(x) + 1 as features, and all past tokens in one state (2006.16236)."""
+    return _filled(said, model=model, heads=heads, pattern="causal()", similarity=FeatureMap(), normaliser=Sum())
+
+
+def performer(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
+    """Performer: positive random features whose products are softmax's on average (2009.14794)."""
+    features = FeatureMap(kind="favor")
+    return _filled(said, model=model, heads=heads, pattern="causal()", similarity=features, normaliser=Sum())
+
+
+def longformer(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
+    """256 neighbours on either side, and a first token that reads and is read by all (2004.05150).
+
+    The global token's own projections need a second set of weights: hw.LongformerAttention takes this spec.
+    """
+    return _filled(said, model=model, heads=heads, pattern="window(513, after=256) | global((0,))", bias="qkvo")
+
+
+def bigbird(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
+    """Blocks of 64: three neighbours, two that all read, three drawn at random, up to 4,096 tokens (2007.14062)."""
+    return _filled(said, model=model, heads=heads, pattern="bigbird(4096)", bias="qkvo")
+
+
+def kha(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
+    """Knocking heads: all of them share one small gated map of their values (2510.23052)."""
+    return _filled(said, model=model, heads=heads, pattern="causal()", modifiers=(Knocking("mlp"), Rotary()))
 
 
 def average(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
     """The mean of the values so far, in constant memory: merged attention's other branch (1908.11365)."""
-    usual = {"project": Values(), "normaliser": Average(), "pattern": "causal()"}
-    return design(model=model, heads=heads, **(usual | said))
+    return _filled(said, model=model, heads=heads, project=Values(), normaliser=Average(), pattern="causal()")
 
 
-PRESETS: dict[str, Callable[..., AttentionSpec]] = {"mha": mha, "gqa": gqa, "mqa": mqa, "mla": mla, "average": average}
+def _filled(said: dict[str, Any], **usual: Any) -> AttentionSpec:
+    """What a preset says, where the caller says nothing else."""
+    return design(**(usual | said))
+
+
+def _quarter(heads: int) -> int:
+    """The largest number of key-value heads up to a quarter of the heads that divides them."""
+    return max(kv for kv in range(1, max(1, heads // 4) + 1) if heads % kv == 0)
+
+
+_ALL = (mha, gqa, mqa, mla, moh, dcmha, mohsa, collaborative, talking, diff, diff2, entmax, linear, performer)
+_ALL += (longformer, bigbird, kha, average)
+PRESETS: dict[str, Callable[..., AttentionSpec]] = {make.__name__: make for make in _ALL}
 
 
 def from_toml(text: str) -> AttentionSpec:

@@ -108,7 +108,7 @@ class _Reading:
     ) -> Tensor:
         """o_BHTV of queries that read a state, when there is one, and these keys where allowed."""
         share_BHTS = self.folder.share(q_BHTK, k_BHSK, self.scale, self.p).masked_fill(~allowed, 0.0)
-        value_BHTV, total = torch.matmul(share_BHTS, v_BHSV), share_BHTS.sum(-1)
+        value_BHTV, total = torch.matmul(share_BHTS, v_BHSV.to(share_BHTS.dtype)), share_BHTS.sum(-1)
         if state is not None:
             past_BHTV, weight = self.folder.read(q_BHTK, state, self.p)
             if live_BT is not None:

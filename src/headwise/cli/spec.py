@@ -102,7 +102,7 @@ def _parameters(params: list[dict[str, Any]]) -> list[str]:
 
 def _cache(cache: dict[str, Any]) -> str:
     if cache["bytes_of_state"]:
-        return f"one state of {cache['bytes_of_state']:,} bytes a row in float32, however many tokens"
+        return f"one state of {cache['bytes_of_state']:,} bytes a row in float32 at any length"
     each = cache["bytes_per_token"]
     return f"{each['float32']:,} bytes a token in float32, {each['bfloat16']:,} in bfloat16"
 

@@ -108,8 +108,7 @@ class FeatureMap(Similarity):
         x, directions = exact(x_BTHK) * x_BTHK.shape[-1] ** -0.25, p["directions"]
         with as_they_are(x):
             along = F.linear(x, directions.to(x.dtype))
-        phi = (along - x.square().sum(-1, keepdim=True) / 2).exp() * len(directions) ** -0.5
-        return phi.to(x_BTHK.dtype)  # the exponents alone need the digits
+        return (along - x.square().sum(-1, keepdim=True) / 2).exp() * len(directions) ** -0.5
 
     def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: Weighted) -> Tensor:
         return torch.matmul(q_BHTK, k_BHSK.transpose(-1, -2))

@@ -67,6 +67,8 @@ class Routed(Gate):
     def _clashes_of_norms(self, spec: AttentionSpec, routed: int) -> Iterable[str]:
         if routed == 1:
             yield "Routed(router='norm') compares queries of at least 2 routed heads, not 1; use one more in always"
+        if spec.heads.rows != spec.heads.q:
+            yield "Routed(router='norm') asks by score heads, but a mixing makes other rows of them; use 'learned'"
         if not spec.project.plain:
             name = type(spec.project).__name__
             yield f"Routed(router='norm') compares the queries of heads, but {name} asks with others; use 'learned'"

@@ -1,0 +1,106 @@
+"""What every part of a layer may say of itself."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from ..heads import Heads
+from ..layout import Layout
+from ..registry import Spoken
+from ..terms import Base, Core, Param, Weighted, Work
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..spec import AttentionSpec
+
+
+@dataclass(frozen=True, repr=False)
+class Part(Spoken, ABC):
+    """Anything an attention layer is made of. Every method has a meaning of its own and a neutral default."""
+
+    paper: ClassVar[str] = ""
+    disagreements: ClassVar[tuple[str, ...]] = ()  # where its sources disagree, and which of them it follows
+    positional: ClassVar[bool] = False  # whether it asks where tokens stand
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        """Its parameters, by named axes."""
+        return {}
+
+    def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
+        """The sizes of axes that only it has."""
+        return {}
+
+    def entry(self, spec: AttentionSpec) -> Mapping[str, Layout]:
+        """What it adds to a remembered token."""
+        return {}
+
+    def flops(self, spec: AttentionSpec, work: Work) -> int:
+        """Matrix products beyond the declared parameters and the core."""
+        return 0
+
+    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+        """Why it cannot stand in this spec; nothing when it can."""
+        return ()
+
+    def sources(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
+        """The score heads it needs so that these come out right."""
+        return heads
+
+    def joins_keys(self) -> bool:
+        """Whether it takes all key heads as one vector, so that how often each is there matters."""
+        return False
+
+    def settled(self, spec: AttentionSpec) -> Self:
+        """Itself with every size written out that would otherwise follow from the number of heads."""
+        return self
+
+    def fitted(self, heads: Heads) -> Heads:
+        """The heads it needs when a design names only the plain ones."""
+        return self.widened(heads)
+
+    def widened(self, heads: Heads) -> Heads:
+        """These heads, as wide as its own numbers ask for: asked anew wherever it is placed."""
+        return heads
+
+    def longest(self, spec: AttentionSpec) -> int | None:
+        """How many positions it knows, counted from 0; None when it can stand anywhere."""
+        return None
+
+    def placed(self, layer: int, layers: int) -> Self:
+        """Itself at one depth: schedules become numbers."""
+        return self
+
+    @classmethod
+    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+        """Small specs, together covering every field; the contract runs on each."""
+        return iter(())
+
+
+class Foldable(Part):
+    """What can remember all past tokens as sums over them, so that no token has to be kept."""
+
+    def state(self, spec: AttentionSpec) -> Mapping[str, Layout]:
+        """The sums, by named axes; empty when each token must be kept."""
+        return {}
+
+    def features(self, core: Core) -> int:
+        """How many numbers of a token its sums run over; none when all tokens have one share."""
+        return 0
+
+    def share(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: Weighted) -> Tensor:
+        """What the weights of these pairs are in proportion to, [B, H, T, S]."""
+        raise AssertionError("a part without a state was asked for shares")
+
+    def fold(
+        self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor, live_BS: Tensor, p: Weighted
+    ) -> dict[str, Tensor]:
+        """The state after these tokens; those not live leave no trace."""
+        raise AssertionError("a part without a state was asked to fold tokens into one")
+
+    def read(self, q_BHTK: Tensor, state: Mapping[str, Tensor], p: Weighted) -> tuple[Tensor, Tensor]:
+        """What a query reads from the state: the values by their shares, and the total of these."""
+        raise AssertionError("a part without a state was asked to read one")
