@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import headwise as hw
 from headwise import counting
+from headwise.pattern import And, Or, Pattern
 from headwise.presets import PRESETS
+from headwise.registry import REGISTRY
 from headwise.seams import Part
-from headwise.spec import AttentionSpec
+from headwise.spec import SLOTS, AttentionSpec
 
 MODEL, HEADS, TOKENS, FAR = 512, 8, 1024, 8192  # the sizes at which all are priced
 Row = Sequence[str]
@@ -51,7 +53,8 @@ def chapters() -> Iterator[str]:
         parameters, flops, each, held = price(name)
         lines = [f"### {name}", "", sentence(make.__doc__), ""]
         lines += [f"- {told}" for told in formulas(spec)]
-        lines += [f"- **pattern**: `{spec.pattern.text}`", f"- **parameters**: {parameters} ({share(spec)})"]
+        lines += [f"- **pattern**: `{spec.pattern.text}`", *rules(spec.pattern)]
+        lines += [f"- **parameters**: {parameters} ({share(spec)})"]
         lines += [f"- **FLOPs**: {flops} million a token in a text of {TOKENS}"]
         kept = "reads ahead, so nothing is decoded step by step" if each == "-" else f"{each} bytes a token in bfloat16"
         kept = f"a state of {held} MB whatever the length" if each == "a state" else kept
@@ -68,13 +71,23 @@ def on_cuda(spec: AttentionSpec) -> str:
 def formulas(spec: AttentionSpec) -> Iterator[str]:
     """The definition of every part that is not the usual choice, with its paper."""
     for part in dict.fromkeys(unusual(spec)):
-        paper = f" ([{part.paper}](https://arxiv.org/abs/{part.paper}))" if part.paper else ""
+        paper = f" ([{part.paper}](https://arxiv.org/abs/{part.paper}))" if part.paper[:4].isdigit() else ""
         yield f"`{part!r}`{paper}: {sentence(type(part).__doc__)}"
 
 
 def unusual(spec: AttentionSpec) -> list[Part]:
     usual = [part for _, part in hw.design(model=MODEL, heads=HEADS).parts()]
     return [part for _, part in spec.parts() if part not in usual]
+
+
+def rules(pattern: Pattern) -> Iterator[str]:
+    """The definition of a published pattern, with what its sources disagree on."""
+    if isinstance(pattern, And | Or):
+        yield from rules(pattern.left)
+        yield from rules(pattern.right)
+    elif pattern not in (hw.Full(), hw.Causal()):
+        said = (type(pattern).__doc__ or "").split(">>>")[0].strip().split("\n\n")
+        yield from (f"  - {sentence(paragraph)}" for paragraph in said)
 
 
 def share(spec: AttentionSpec) -> str:
@@ -89,9 +102,33 @@ def sentence(doc: str | None) -> str:
     return " ".join((doc or "").strip().split("\n\n")[0].split())
 
 
+def others() -> Iterator[str]:
+    """Parts that no preset uses: what each is, and what it costs beside the usual choices."""
+    used = {type(part) for name in PRESETS for _, part in specs(name).parts()}
+    for cls in (cls for _, cls in sorted(REGISTRY.items()) if issubclass(cls, Part) and cls not in used):
+        paper = f" ([{cls.paper}](https://arxiv.org/abs/{cls.paper}))" if cls.paper[:4].isdigit() else ""
+        yield f"- `{cls.__name__}`{paper}: {sentence(cls.__doc__)}{extra(cls)}"
+        yield from (f"  - sources disagree: {said}" for said in cls.disagreements)
+
+
+def extra(cls: type[Part]) -> str:
+    """What the part adds in parameters and cache where it stands beside the usual choices."""
+    slot = next((slot for slot, kind in SLOTS.items() if issubclass(cls, kind)), None)
+    plain = hw.design(model=MODEL, heads=HEADS, pattern="causal")
+    words = {slot: cls()} if slot else {"modifiers": (cls(),)}
+    try:
+        spec = hw.design(model=MODEL, heads=HEADS, pattern="causal", **words)
+    except hw.SpecError as error:
+        return f" Beside the usual choices: {error}."
+    more = counting.params(spec) - counting.params(plain)
+    kept = 2 * (counting.cache_numbers(spec) - counting.cache_numbers(plain))
+    return f" Parameters {more:+,}, cache {'a state' if spec.stateful else f'{kept:+,} bytes a token'}; runs: {runs(spec)}."
+
+
 def page() -> str:
     """All of it, as Markdown."""
     head, rows = prices()
     lines = [head, ["---"] * len(head), *rows]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return "\n\n".join([table, *chapters()])
+    rest = "### Parts without a preset\n\nBeside the usual choices, causal:\n\n" + "\n".join(others())
+    return "\n\n".join([table, *chapters(), rest])

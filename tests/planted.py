@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 import planted_composition  # noqa: F401 - importing a list plants its bugs
-import planted_core  # noqa: F401
+import planted_core  # noqa: F401 - as the one above
 from mutate import main
 from planting import BUGS
 

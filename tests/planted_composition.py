@@ -464,8 +464,8 @@ bug(
 bug(
     "favor-takes-the-largest-exponent-off",
     "parts/feature_map.py",
-    "phi = (along - x",
-    "phi = (along - along.amax((1, -1), keepdim=True) - x",
+    "return (along - x",
+    "return (along - along.amax((1, -1), keepdim=True) - x",
     F + "test_parallel_chunked_and_recurrent_are_one_function[favor]",
 )
 bug(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,14 @@ class Collaborative(Project):
     """
 
     paper = "2006.16362"
+    disagreements: ClassVar[tuple[str, ...]] = (
+        (
+            "One released code scales scores by the shared width, the other by the original heads: the "
+            "original, so that a converted layer keeps its scores."
+        ),
+        "The code calls its start uniform; it is normal with deviation 0.2, and so is this.",
+        "The paper speaks of a Tucker decomposition, its code computes CP: CP, started from singular vectors.",
+    )
     width: int = 64
     bias: str = ""
     start: str = "normal"

@@ -55,6 +55,12 @@ class Differential(Pairs):
     """
 
     paper = "2410.05258"
+    disagreements: ClassVar[tuple[str, ...]] = (
+        (
+            "With grouped keys the released flash form gives each head of a pair a key of its own, the naive "
+            "form one for both: one each."
+        ),
+    )
     depth: int = 0
     eps: float = 1e-5
 

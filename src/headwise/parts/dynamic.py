@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,13 @@ class Dynamic(Mix):
     """
 
     paper = "2405.08553"
+    disagreements: ClassVar[tuple[str, ...]] = (
+        "W_g starts ten times larger in the torch code than in JAX: as in JAX.",
+        "GELU is exact in torch and the tanh form in JAX: exact.",
+        'W_b starts at 0 in torch and at random in JAX: at 0, and off unless static="full".',
+        "A window of n keys holds n + 1 in torch training and n elsewhere: n.",
+        "The released configuration of the 2.8B model switches composition off: here it is on.",
+    )
     on: str = "scores"
     rank: int = 2
     static: str = "none"

@@ -41,6 +41,12 @@ class FeatureMap(Similarity):
     """
 
     paper = "2006.16236"
+    disagreements: ClassVar[tuple[str, ...]] = (
+        (
+            "Performer's code takes the largest exponent off before exp and adds a small number: neither is "
+            "done, because with them parallel, chunked and recurrent forms would differ."
+        ),
+    )
     signed: ClassVar[bool] = False
     kind: str = "elu"
     draws: int = 0

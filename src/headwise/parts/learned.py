@@ -38,6 +38,10 @@ class Learned(ScoreStep):
     """
 
     paper = "2005.00743"
+    disagreements: ClassVar[tuple[str, ...]] = (
+        "The paper weighs learned scores against dot products, its code can also add them: they are added.",
+        "The dense kind follows the paper; its code has no biases and shares W_2 over heads.",
+    )
     positional: ClassVar[bool] = True
     additive: ClassVar[bool] = True
     length: int = 512

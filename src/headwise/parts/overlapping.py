@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,9 @@ class Overlapping(Project):
     """
 
     paper = "2410.14874"
+    disagreements: ClassVar[tuple[str, ...]] = (
+        "The scores' scale is 1/sqrt(D) of the undivided head and not of its wider slice, as in the released code.",
+    )
     overlap: int = 1
     bias: str = ""
     channels: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,17 @@ class Routed(Gate):
     """
 
     paper = "2410.11842"
+    disagreements: ClassVar[tuple[str, ...]] = (
+        (
+            "The paper (eq. 5, 6) multiplies by bare probabilities; its code shares them out again, so that a"
+            ' uniform router gives 1. norm says which; "code" unless told.'
+        ),
+        "The balance is sum P f in the paper and E times that in its code; norm decides here too.",
+        (
+            "For a trained model the paper describes straight-through routing by |q|; the released LLaMA code"
+            " has the forward half alone. Eq. 10 is followed."
+        ),
+    )
     always: int = 1
     active: int = 1
     norm: str = "code"

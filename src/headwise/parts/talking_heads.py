@@ -31,6 +31,9 @@ class TalkingHeads(Mix):
     """
 
     paper = "2003.02436"
+    disagreements: ClassVar[tuple[str, ...]] = (
+        "The mixing starts as the identity; CaiT's released code starts it at random.",
+    )
     even: ClassVar[bool] = True
     on: str = "scores"
     heads: int = 0
