@@ -44,6 +44,13 @@ bug(
     "contract/test_edges.py::test_sparse_patterns_touch_what_they_read[banded-bigbird(300, block=16, random=2)]",
 )
 bug(
+    "blocks-keep-their-scores",
+    "backends/composed.py",
+    "if torch.is_grad_enabled():",
+    "if job.training and job.masked:",
+    "contract/test_edges.py::test_mixing_heads_keeps_no_square[(TalkingHeads(),)]",
+)
+bug(
     "blocks-are-billed-in-full",
     "backends/blocks.py",
     "return len(self.queries) * sum(map(len, self.keys))",

@@ -101,3 +101,48 @@ def test_a_long_prompt_is_read_in_blocks_behind_what_is_cached():
     for chunks in [(420,), (1, 300, 119), (140, 140, 140)]:
         cache = layer.cache(batch=2, capacity=500)
         check_close(decoded(layer, x, chunks, cache), expected)
+
+
+def kept_for_backward(layer, count: int) -> int:
+    """Bytes that autograd holds of one forward pass, each storage once."""
+    x = torch.randn(1, count, layer.spec.model, requires_grad=True)
+    held: dict[int, int] = {}
+
+    def keep(tensor):
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = layer(x)
+    assert y.requires_grad
+    return sum(held.values())
+
+
+@pytest.mark.parametrize("modifiers", [(hw.Dynamic(), hw.Dynamic(on="weights")), (hw.TalkingHeads(),)], ids=repr)
+def test_mixing_heads_keeps_no_square(modifiers):
+    spec = hw.design(model=16, heads=4, pattern="causal", modifiers=modifiers)
+    grown = {}
+    for backend in ("composed", "dense"):
+        layer = hw.Attention(spec, backend=backend)
+        short, long = (kept_for_backward(layer, count) for count in (512, 1024))
+        grown[backend] = long / short
+    assert grown["composed"] <= 2 < 3 < grown["dense"], grown
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        ("composed", {"pattern": "causal", "modifiers": (hw.TalkingHeads(),)}),
+        ("banded", {"pattern": "window(20) | first(3)"}),
+        ("linear", {"pattern": "causal", "similarity": hw.FeatureMap(), "normaliser": hw.Sum()}),
+    ],
+    ids=["composed", "banded", "linear"],
+)
+def test_blocks_are_one_graph(backend, words):
+    layer = hw.Attention(hw.design(model=16, heads=4, **words), backend=backend).double()
+    x = torch.randn(1, 300, 16, dtype=torch.float64, requires_grad=True)
+    torch._dynamo.reset()
+    y = torch.compile(layer, fullgraph=True, backend="eager")(x)
+    check_close(y, layer(x))
+    check_close(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(layer(x).sum(), x)[0])
