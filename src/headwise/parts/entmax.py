@@ -132,12 +132,14 @@ class _Entmax(torch.autograd.Function):
     @staticmethod
     def forward(s_BHTS: Tensor, allowed: Tensor, alpha: Tensor | float) -> Tensor:
         s_BHTS = s_BHTS.masked_fill(~allowed, -torch.inf)
+        # A view of the same: a compiler then writes it down once, where it would ask the mask again in every step.
+        s_BHTS = s_BHTS.as_strided(s_BHTS.shape, s_BHTS.stride())
         # The highest score goes first, so that no product can overflow; where nothing is allowed it is a number.
         top = s_BHTS.amax(-1, keepdim=True).clamp(min=torch.finfo(s_BHTS.dtype).min)
-        r_BHTS = s_BHTS.sub_(top).mul_(alpha - 1).add_(1).clamp_(min=0)
+        x_BHTS = (s_BHTS - top).mul_(alpha - 1)
         steep = not isinstance(alpha, Tensor) and alpha > 2
-        r_BHTS = (_halved if steep else _stepped)(r_BHTS, alpha)
-        w_BHTS = r_BHTS ** (1 / (alpha - 1))
+        tau = (_halved if steep else _stepped)(x_BHTS, alpha)
+        w_BHTS = x_BHTS.sub_(tau).clamp_(min=0) ** (1 / (alpha - 1))
         return w_BHTS / _live(w_BHTS.sum(-1, keepdim=True))
 
     @staticmethod
@@ -155,7 +157,7 @@ class _Entmax(torch.autograd.Function):
         slope = _raised(w_BHTS, 2 - alpha)
         total = _live(slope.sum(-1, keepdim=True))
         mean = (slope * grads[0]).sum(-1, keepdim=True) / total
-        grad_alpha = _towards(w_BHTS, slope / total, grads[0], alpha) if learned else None
+        grad_alpha = _towards(w_BHTS, slope / total, grads[0], alpha) if ctx.needs_input_grad[2] else None
         return slope * (grads[0] - mean), None, grad_alpha
 
 
@@ -166,39 +168,42 @@ def _live(total: Tensor) -> Tensor:
 
 def _raised(r: Tensor, power: Tensor | float) -> Tensor:
     """r^power over the keys that are read, zero over the others, whatever the power."""
-    raised = r**power
-    return raised if isinstance(power, Tensor) or power > 0 else raised.masked_fill_(r == 0, 0.0)
+    if isinstance(power, Tensor) or power > 0:
+        return r**power
+    return r.sign() if power == 0 else (r**power).masked_fill_(r == 0, 0.0)
 
 
 def _steps(dtype: torch.dtype, alpha: Tensor | float) -> int:
-    """Newton steps enough for rows made to need many; each but the last few at least halves what is left."""
+    """Enough Newton steps for rows made to need many; far from the root a step at least halves error or slope."""
     most = 2 if isinstance(alpha, Tensor) else alpha
-    return 4 + math.ceil(8 * (most - 1)) + (2 if dtype == torch.float64 else 0)
+    return 3 + math.ceil(8 * (most - 1)) + (3 if dtype == torch.float64 else 0)
 
 
-def _stepped(r_BHTS: Tensor, alpha: Tensor | float) -> Tensor:
-    """[x - tau]_+ from [x + 1]_+, tau by Newton's method on its norm of order 1 / (alpha - 1), which shall be one.
+def _stepped(x_BHTS: Tensor, alpha: Tensor | float) -> Tensor:
+    """tau such that [x - tau]_+ has the norm one, of order 1 / (alpha - 1), by Newton's method from tau = -1.
 
     A norm is convex, so that steps never pass the root. The sum of powers is convex as well, but falls so steeply
     near alpha = 1 that a step on it gains next to nothing.
     """
-    for _ in range(_steps(r_BHTS.dtype, alpha)):
+    tau = torch.full_like(x_BHTS[..., :1], -1.0)
+    for _ in range(_steps(tau.dtype, alpha)):
+        r_BHTS = (x_BHTS - tau).clamp_(min=0)
         fall_BHTS = _raised(r_BHTS, 1 / (alpha - 1) - 1)
         # Before the root both sums are at least one; where nothing is allowed they are zero, and no step is made.
         fall = fall_BHTS.sum(-1, keepdim=True).clamp(min=1)
         total = fall_BHTS.mul_(r_BHTS).sum(-1, keepdim=True).clamp(min=1)
-        r_BHTS = r_BHTS.sub_((total - total ** (2 - alpha)) / fall).clamp_(min=0)
-    return r_BHTS
+        tau = tau + (total - total ** (2 - alpha)) / fall
+    return tau
 
 
-def _halved(r_BHTS: Tensor, alpha: float) -> Tensor:
-    """[x - tau]_+ from [x + 1]_+, tau by halving: above alpha = 2 there is no norm, and a step may go astray."""
-    tau, width = torch.zeros_like(r_BHTS[..., :1]), 1.0
-    for _ in range(70 if r_BHTS.dtype == torch.float64 else 40):
+def _halved(x_BHTS: Tensor, alpha: float) -> Tensor:
+    """The same tau by halving: beyond alpha = 2 there is no norm, and a step may go astray."""
+    tau, width = torch.full_like(x_BHTS[..., :1], -1.0), 1.0
+    for _ in range(70 if tau.dtype == torch.float64 else 40):
         width /= 2
-        total = ((r_BHTS - (tau + width)).clamp_(min=0) ** (1 / (alpha - 1))).sum(-1, keepdim=True)
+        total = ((x_BHTS - tau - width).clamp_(min=0) ** (1 / (alpha - 1))).sum(-1, keepdim=True)
         tau = torch.where(total >= 1, tau + width, tau)
-    return (r_BHTS - tau).clamp_(min=0)
+    return tau
 
 
 def _towards(w_BHTS: Tensor, share_BHTS: Tensor, grad_BHTS: Tensor, alpha: Tensor) -> Tensor:
