@@ -768,36 +768,3 @@ bug(
     'p["static"].to(own.dtype), 0) @',
     DYNAMIC + "test_one_matrix_for_every_pair",
 )
-
-# --- gates that learn to be shut -----------------------------------------------------------------------
-
-CONCRETE = "test_concrete.py::"
-
-bug(
-    "a-settled-gate-keeps-its-temperature",
-    "parts/concrete.py",
-    "return self._stretched(torch.sigmoid(log_a))",
-    "return self._stretched(torch.sigmoid(log_a / self.temperature))",
-    CONCRETE + "test_evaluation_draws_nothing[code-soft]",
-)
-bug(
-    "the-cost-forgets-the-stretch",
-    "parts/concrete.py",
-    "torch.sigmoid(log_a - shift)",
-    "torch.sigmoid(log_a)",
-    CONCRETE + "test_gates_are_shut_and_open_as_often_as_they_cost",
-)
-bug(
-    "a-mean-over-layers-is-a-sum",
-    "parts/concrete.py",
-    'self.layers if self.regulariser == "mean" else 1',
-    "1",
-    CONCRETE + "test_the_ledger_holds_the_sum_or_the_mean_over_layers",
-)
-bug(
-    "a-hard-gate-passes-no-gradient",
-    "parts/concrete.py",
-    "soft + ((soft > 0.5).to(soft.dtype) - soft).detach()",
-    "(soft > 0.5).to(soft.dtype)",
-    CONCRETE + "test_training_draws_as_the_formula_says",
-)

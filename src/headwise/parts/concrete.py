@@ -1,4 +1,4 @@
-"""Gates that learn to be shut: each head pays for the chance that it is open."""
+"""A gate per head that learns to be shut: pruning as training."""
 
 from __future__ import annotations
 
@@ -17,88 +17,96 @@ from ..spec import AttentionSpec
 from ..terms import Asked, Base, Ledger, Param, Weighted
 from .start import full
 
-_EPS = 1e-6
+EPS = 1e-6  # how near to 0 and 1 the uniform number and the probability may come, as released
 
 
 @part
 class Concrete(Gate):
-    """o_h * g_h, one hard-concrete gate per output head, 0 or 1 with a chance of its own (1712.01312, 1905.09418).
+    """o_h g_h, g = clip(low + (high - low) sigmoid((logit u + log_a_h) / temperature), 0, 1), u uniform (1905.09418).
 
-    Training: g = clip(s (high - low) + low, 0, 1) with s = sigmoid((log u - log(1 - u) + a) / temperature) and one
-    uniform u a head and call, for all rows and tokens. The term "l0" in the ledger is what heads cost,
-    P(g != 0) = sigmoid(a - temperature log(-low / high)), summed over the heads of the layer; regulariser="mean"
-    divides by the number of `layers`, which placing sets. Otherwise s = sigmoid(a), stretched and clipped alike, or,
-    with evaluation="hard", 1 where open is likelier than shut and else 0. sampling="hard" trains with 0 or 1, and
-    hands the gradient on to the soft gate.
+    A hard-concrete gate (1712.01312), one number log_a for each output head. While training, u is drawn once for
+    each head and call; sample="hard" rounds g to 0 or 1 and lets the gradient pass as if it had not. Otherwise
+    nothing is drawn: evaluation="code" is clip(low + (high - low) sigmoid(log_a), 0, 1), without the temperature, as
+    released, and evaluation="hard" the likelier of 0 and 1, as published; in doubt a head speaks.
 
-    `start` is the first a. A drop rate r, as Louizos starts from, is a = log((1 - r) / r):
+    The term "l0" in the ledger is the sum over heads of P(g != 0) = sigmoid(log_a - temperature log(-low / high)).
+    The ledger adds up layers: regulariser="sum", as published, is that over all heads, and "mean", as released, the
+    mean over the `layers` that have gates. To drop a head with probability r at first, start=log((1 - r) / r).
 
-    >>> g = Concrete(start=math.log((1 - 0.5) / 0.5)).opened(torch.zeros(1))
-    >>> round(g.item(), 4)
-    0.6881
+    >>> round(Concrete().chance(torch.tensor(0.0)).item(), 3)  # 1 / (1 + 11 ** -0.33)
+    0.688
     """
 
     paper = "1905.09418"
     disagreements: ClassVar[tuple[str, ...]] = (
         "The paper sums the cost over all heads, its code takes the mean over layers of the sum in each: regulariser.",
-        "At test time gates are 0 or 1 in the paper, and sigmoid(a) without temperature in its code: evaluation.",
-        "a starts near 0 in this code, from a drop rate in Louizos': start.",
+        "At test time gates are 0 or 1 in the paper, and sigmoid(log_a) without temperature in its code: evaluation.",
+        "log_a starts near 0 in this code, from a drop rate in Louizos': start.",
     )
     temperature: float = 0.33
     low: float = -0.1
     high: float = 1.1
     start: float = 0.0
-    regulariser: str = "sum"
+    sample: str = "soft"
     evaluation: str = "code"
-    sampling: str = "soft"
+    regulariser: str = "sum"
     layers: int = 1
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         if not self.temperature > 0:
-            yield f"Concrete(temperature={self.temperature!r}) must be positive; 0.33 is published"
-        if not (self.low < 0 and self.high > 1):
-            yield f"Concrete(low={self.low!r}, high={self.high!r}) never shuts or never opens; use -0.1 and 1.1"
+            yield f"Concrete(temperature={self.temperature!r}) must be positive; 0.33 is usual"
+        if not self.low < 0:
+            yield f"Concrete(low={self.low!r}) would never shut a head; use a number below 0, -0.1 is usual"
+        if not self.high > 1:
+            yield f"Concrete(high={self.high!r}) would never open a head; use a number above 1, 1.1 is usual"
+        if self.sample not in ("soft", "hard"):
+            yield f"Concrete(sample={self.sample!r}) is unknown; use 'soft' or 'hard'"
+        if self.evaluation not in ("code", "hard"):
+            yield f"Concrete(evaluation={self.evaluation!r}) is unknown; use 'code' or 'hard'"
+        if self.regulariser not in ("sum", "mean"):
+            yield f"Concrete(regulariser={self.regulariser!r}) is unknown; use 'sum' or 'mean'"
         if self.layers < 1:
-            yield f"Concrete(layers={self.layers}) is no stack; use at least 1"
-        words = {"regulariser": ("sum", "mean"), "evaluation": ("code", "hard"), "sampling": ("soft", "hard")}
-        for name, known in words.items():
-            if getattr(self, name) not in known:
-                yield f"Concrete({name}={getattr(self, name)!r}) is unknown; use {known[0]!r} or {known[1]!r}"
+            yield f"Concrete(layers={self.layers}) is no number of layers; use at least 1"
+        if self.layers > 1 and self.regulariser == "sum":
+            yield f"Concrete(layers={self.layers}) is for a mean over layers; use regulariser='mean', or leave it out"
+        if sum(isinstance(modifier, Concrete) for modifier in spec.modifiers) > 1:
+            yield "two Concrete gates in a layer would set one term of the ledger; keep one"
 
     def placed(self, layer: int, layers: int) -> Self:
-        return replace(self, layers=layers)
+        return replace(self, layers=layers) if self.regulariser == "mean" else self
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         return {"log_a": Param(Layout.parse("out"), full(self.start))}
 
     def gate(self, asked: Asked, p: Weighted, ledger: Ledger | None) -> Tensor:
-        log_a = p["log_a"].to(torch.promote_types(p["log_a"].dtype, torch.float32))
+        log_a = p["log_a"].to(torch.promote_types(asked.x_BTD.dtype, torch.float32))
         if ledger is not None:
-            ledger.set("l0", self.opened(log_a).sum() / (self.layers if self.regulariser == "mean" else 1))
-        gate_O = self._sampled(log_a) if p.training else self._settled(log_a)
-        return gate_O[:, None].to(asked.x_BTD.dtype)
+            ledger.set("l0", self.chance(log_a).sum() / self.layers)
+        gate = self._drawn(log_a) if p.training else self._sure(log_a)
+        return gate.to(asked.x_BTD.dtype)[:, None]
 
-    def opened(self, log_a: Tensor) -> Tensor:
-        """The chance that a gate is not shut."""
-        shift = self.temperature * math.log(-self.low / self.high)
-        return torch.sigmoid(log_a - shift).clamp(_EPS, 1 - _EPS)
+    def chance(self, log_a: Tensor) -> Tensor:
+        """P(g != 0): how likely a head is to speak."""
+        return torch.sigmoid(log_a - self.temperature * math.log(-self.low / self.high)).clamp(EPS, 1 - EPS)
 
-    def _sampled(self, log_a: Tensor) -> Tensor:
-        u = torch.rand_like(log_a).clamp(_EPS, 1 - _EPS)
-        soft = self._stretched(torch.sigmoid((u.log() - (1 - u).log() + log_a) / self.temperature))
-        return soft if self.sampling == "soft" else soft + ((soft > 0.5).to(soft.dtype) - soft).detach()
+    def _drawn(self, log_a: Tensor) -> Tensor:
+        u = EPS + (1 - 2 * EPS) * torch.rand(log_a.shape, dtype=log_a.dtype, device=log_a.device)
+        soft = self._stretched((torch.logit(u) + log_a) / self.temperature)
+        return soft if self.sample == "soft" else (soft > 0.5).to(soft.dtype) + (soft - soft.detach())
 
-    def _settled(self, log_a: Tensor) -> Tensor:
+    def _sure(self, log_a: Tensor) -> Tensor:
         if self.evaluation == "code":
-            return self._stretched(torch.sigmoid(log_a))
-        wide = torch.sigmoid(self.temperature * math.log((1 - self.low) / (self.high - 1)) - log_a)  # P(g < 1)
-        return ((1 - wide) >= (1 - self.opened(log_a))).to(log_a.dtype)
+            return self._stretched(log_a)
+        # P(g = 0) = sigmoid(t log(-low / high) - log_a), P(g = 1) = sigmoid(log_a - t log((1 - low) / (high - 1)))
+        even = self.temperature / 2 * (math.log(-self.low / self.high) + math.log((1 - self.low) / (self.high - 1)))
+        return (log_a >= even).to(log_a.dtype)
 
-    def _stretched(self, s: Tensor) -> Tensor:
-        return (s * (self.high - self.low) + self.low).clamp(0, 1)
+    def _stretched(self, logit: Tensor) -> Tensor:
+        return (self.low + (self.high - self.low) * torch.sigmoid(logit)).clamp(0, 1)
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(),), kv=2, vdim=5)
-        yield base(modifiers=(cls(temperature=0.5, low=-0.2, high=1.3, start=1.0, regulariser="mean", layers=3),))
-        yield base(modifiers=(cls(evaluation="hard", sampling="hard"),), pattern="causal")
+        yield base(modifiers=(cls(temperature=0.7, low=-0.2, high=1.4, start=1.5, sample="hard"),), pattern="causal")
+        yield base(modifiers=(cls(evaluation="hard"),))
+        yield base(modifiers=(cls(regulariser="mean", layers=5),))
