@@ -16,6 +16,7 @@ from headwise import counting
 from headwise.counting import bills
 from headwise.counting.symbols import Symbol, formula, named
 
+
 def worth(text: str, sizes: dict[str, int]) -> float:
     """The value of a formula, names looked up, a space for a product."""
     text = re.sub(r"floor\(([^()]*(?:\([^()]*\)[^()]*)*)\)", r"FLOOR(\1)", text).replace("^", "**")
