@@ -46,6 +46,8 @@ _HOMES = {
     "MergedAttention": "blocks",
     "depth_scaled_init": "blocks",
     "collaborate": "parts.collaborative",
+    "Load": "counting.pricing",
+    "cost": "counting.costs",
     "fold_bias": "folding",
     "fold_turns": "folding",
     "LearnedPositions": "positions",

@@ -18,6 +18,7 @@ from .screen import Wrong, prepare
 VERBS = {
     "demo": "a look around: soft look-up, one spec and all that follows from it",
     "spec": "show a spec: parameters by name, cost, cache, mask",
+    "cost": "what specs cost before they run, side by side, item by item",
     "walk": "every tensor operation of a layer, with shape, strides, copy or view",
     "why": "which backend would run a spec, and why each other one refuses",
 }

@@ -9,7 +9,7 @@ import os
 import sys
 import textwrap
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -92,6 +92,11 @@ def take_spec(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", metavar="NAME", help="one of " + ", ".join(PRESETS))
     parser.add_argument("--model", type=int, metavar="WIDTH", help="the width of a preset's model")
     parser.add_argument("--heads", type=int, metavar="COUNT", help="how many heads a preset has")
+    take_changes(parser)
+
+
+def take_changes(parser: argparse.ArgumentParser) -> None:
+    """Let a verb be told to change what it was told of."""
     parser.add_argument(
         "--set", dest="changes", action="append", default=[], metavar="KEY=VALUE",
         help="change one thing, as in heads.kv=4, pattern='window(256)', modifiers.0.base=500000",
@@ -105,16 +110,21 @@ def take_form(parser: argparse._ActionsContainer) -> None:
 
 def spec_of(given: argparse.Namespace) -> AttentionSpec:
     """The spec that the command line names, changed as it says."""
-    from .. import text
-
     if (given.spec is None) == (given.preset is None):
         raise Wrong("name one spec: a .toml or .json file, or --preset NAME with one of " + ", ".join(PRESETS))
     sizes = {name: size for name in ("model", "heads") if (size := getattr(given, name)) is not None}
-    spec = _preset(given.preset, sizes) if given.preset is not None else _named(given.spec, sizes)
-    if not given.changes:
+    spec = _preset(given.preset, sizes) if given.preset is not None else named_spec(given.spec, sizes)
+    return changed(spec, given.changes)
+
+
+def changed(spec: AttentionSpec, changes: Sequence[str]) -> AttentionSpec:
+    """The spec after every change, as KEY=VALUE."""
+    from .. import text
+
+    if not changes:
         return spec
     said = text.to_dict(spec)
-    for change in given.changes:
+    for change in changes:
         _change(said, change)
     return text.from_dict(said)
 
@@ -125,7 +135,8 @@ def _preset(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
     return design(preset=name, **sizes)
 
 
-def _named(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
+def named_spec(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
+    """A preset of this name, in these sizes if any are said, or what a file describes."""
     from ..presets import from_json, from_toml
 
     if name in PRESETS:

@@ -97,6 +97,9 @@ class FeatureMap(Similarity):
         lifted = work.queries * spec.heads.q + keys * spec.heads.kv
         return 2 * work.batch * lifted * self.features(spec.core) * spec.heads.dim
 
+    def fixed(self, spec: AttentionSpec, work: Work) -> int:
+        return self.flops(spec, work)
+
     def pair(self, q_K: Tensor, k_K: Tensor, scale: float, p_h: Mapping[str, Tensor]) -> Tensor:
         if self.kind == "elu":
             return ((F.elu(q_K) + 1) * (F.elu(k_K) + 1)).sum(-1)

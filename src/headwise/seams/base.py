@@ -42,6 +42,10 @@ class Part(Spoken, ABC):
         """Matrix products beyond the declared parameters and the core."""
         return 0
 
+    def fixed(self, spec: AttentionSpec, work: Work) -> int:
+        """Those of them that are with constants, so that backwards only one product is left of each."""
+        return 0
+
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         """Why it cannot stand in this spec; nothing when it can."""
         return ()

@@ -1,0 +1,55 @@
+"""`headwise cost`: what specs cost before they run, side by side."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from .screen import PRESETS, Arguments, Wrong, changed, document, named_spec, show, take_changes, take_form
+
+if TYPE_CHECKING:
+    from ..counting.costs import Costs
+
+
+def main(argv: list[str]) -> int:
+    """Price every spec that is named."""
+    parser = Arguments(
+        "cost",
+        "What one attention layer costs before it runs: parameters, products, cache, and the time it takes at least.",
+        "headwise cost gqa mla moh --model 4096 --heads 32 --context 32768 --batch 16",
+    )
+    parser.add_argument("specs", nargs="*", metavar="SPEC", help="a .toml or .json file, or the name of a preset")
+    parser.add_argument(
+        "--preset", action="append", default=[], metavar="NAME", help="one more preset, of " + ", ".join(PRESETS)
+    )
+    parser.add_argument("--model", type=int, metavar="WIDTH", help="the width of the presets' model")
+    parser.add_argument("--heads", type=int, metavar="COUNT", help="how many heads the presets have")
+    take_changes(parser)
+    parser.add_argument("--context", type=int, default=2048, metavar="TOKENS", help="tokens of a row (2048)")
+    parser.add_argument("--batch", type=int, default=1, metavar="ROWS", help="rows (1)")
+    parser.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32")
+    parser.add_argument("--device", default="h200", help="h200, h100, a100, l40s, rtx4090, m2-max or cpu")
+    parser.add_argument("--terms", action="store_true", help="every item with the formula that computed it")
+    take_form(parser)
+    given = parser.parse_args(argv)
+    costs = priced(given)
+    if given.json:
+        show(document(costs.data))
+    else:
+        show(f"{costs}\n\n{costs.terms}" if given.terms else str(costs))
+    return 0
+
+
+def priced(given: argparse.Namespace) -> Costs:
+    """The price of every spec that the command line names, in its order."""
+    names = [*given.specs, *given.preset]
+    if not names:
+        raise Wrong("name at least one spec: a .toml or .json file, or a preset such as gqa")
+    if strange := [name for name in given.preset if name not in PRESETS]:
+        raise Wrong(f"there is no preset {strange[0]!r}; use one of {', '.join(PRESETS)}")
+    sizes = {name: size for name in ("model", "heads") if (size := getattr(given, name)) is not None}
+    from ..counting.costs import Costs
+    from ..counting.pricing import Load, price
+
+    load = Load(given.batch, given.context, given.dtype, given.device)
+    return Costs(tuple(price(changed(named_spec(name, sizes), given.changes), load, name) for name in names))

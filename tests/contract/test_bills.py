@@ -1,0 +1,91 @@
+"""Bills: their sums are what is counted and made, and every formula says the number beside it."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import cases
+import headwise as hw
+from cases import EVERY, EXAMPLES
+from headwise import counting
+from headwise.counting import bills
+from headwise.counting.symbols import Symbol, formula, named
+
+
+def worth(text: str, sizes: dict[str, int]) -> float:
+    """The value of a formula, names looked up, a space for a product."""
+    text = re.sub(r"floor\(([^()]*(?:\([^()]*\)[^()]*)*)\)", r"FLOOR(\1)", text).replace("^", "**")
+    text = re.sub(r"(?<=[\w)]) (?=[\w(])", "*", text)
+    return eval(text, {"FLOOR": math.floor}, sizes)
+
+
+def work_of(spec) -> hw.Work:
+    keys = cases.TOKENS if spec.source is None else cases.SOURCE
+    return hw.Work(cases.BATCH, cases.TOKENS, keys, keys)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_bills_add_up(name):
+    spec = EVERY[name]
+    assert named(spec) == spec
+    assert bills.parameters(spec).total == counting.params(spec)
+    assert bills.forward(spec, work_of(spec)).total == counting.counted(spec, work_of(spec))
+    if not spec.stateful:
+        assert bills.remembered(spec).total == counting.cache_numbers(spec)
+    else:
+        assert 8 * bills.remembered(spec).total == counting.cache_bytes(spec, batch=1, capacity=9, bytes_each=8)
+    one = hw.Work(2, 1, 1, 9)
+    assert bills.forward(spec, one).total == counting.asked(spec, one)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_gradients_are_counted_as_torch_counts_them(name):
+    spec = EVERY[name]
+    layer = cases.layer(spec, torch.float32, "dense")
+    x, z = cases.tensors(spec, torch.float32)
+    for told in (x, z):
+        if told is not None:
+            told.requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        y = layer(x, source=z)
+        made = counter.get_total_flops()
+        y.sum().backward()
+    assert counter.get_total_flops() - made == bills.backward(spec, work_of(spec)).total
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_formula_is_worth_its_number(name):
+    spec, work = EXAMPLES[name], work_of(EXAMPLES[name])
+    letters = {"b": work.batch, "s": work.queries, "r": work.remembered, "t": work.keys, "pairs": work.pairs}
+    parts = {"normaliser": spec.normaliser, "merge": spec.merge, **dict(spec.parts())}
+    for bill in (bills.parameters(spec), bills.forward(spec, work), bills.remembered(spec)):
+        for term in bill.terms:
+            part = parts.get(re.split(r"[. ]", term.name)[0], spec.project)
+            said = re.sub(r"(\w+)\.(\w+)", lambda told: str(getattr(parts[told[1]], told[2])), term.formula)
+            assert worth(said, {**spec.sizes_of(part), **letters}) == term.value, term
+
+
+def test_symbols_compute_like_numbers():
+    q, dim = Symbol.of(6, "q"), Symbol.of(4, "dim")
+    told = {
+        "2 q dim": 2 * q * dim,
+        "3 (q + dim) q": (q + dim) * 3 * q,
+        "q dim - (q + 1)": q * dim - (q + 1),
+        "5 q": 2 * q + 3 * q,
+        "1 + q": 1 + q,
+        "4 q^2": (2 * q) ** 2,
+        "floor((q + dim) / 3)": (q + dim) // 3,
+        "12 q dim": 2 * (3 * q * 2) * dim,
+    }
+    for text, value in told.items():
+        assert formula(value) == text
+        assert value == worth(text, {"q": 6, "dim": 4})
+    assert (0 + q, q + 0, q * 1, sum([q, dim])) == (6, 6, 6, 10)
+    assert dim**-0.5 == 0.5
+    assert (0,) * dim == (0, 0, 0, 0)
+    assert formula(7) == "7"
