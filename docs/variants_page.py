@@ -122,7 +122,8 @@ def extra(cls: type[Part]) -> str:
         return f" Beside the usual choices: {error}."
     more = counting.params(spec) - counting.params(plain)
     kept = 2 * (counting.cache_numbers(spec) - counting.cache_numbers(plain))
-    return f" Parameters {more:+,}, cache {'a state' if spec.stateful else f'{kept:+,} bytes a token'}; runs: {runs(spec)}."
+    cache = "a state" if spec.stateful else f"{kept:+,} bytes a token"
+    return f" Parameters {more:+,}, cache {cache}; runs: {runs(spec)}."
 
 
 def page() -> str:

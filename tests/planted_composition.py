@@ -768,3 +768,140 @@ bug(
     'p["static"].to(own.dtype), 0) @',
     DYNAMIC + "test_one_matrix_for_every_pair",
 )
+
+# --- sparse weights, and gates that learn to be shut -------------------------------------------------
+
+# --- entmax and hard-concrete gates -----------------------------------------------------------------------
+
+ENTMAX = "anchors/test_entmax.py::"
+CONCRETE = "test_concrete.py::"
+
+bug(
+    "entmax-multiplies-before-the-top-goes",
+    "parts/entmax.py",
+    "x_BHTS = (s_BHTS - top).mul_(alpha - 1)",
+    "x_BHTS = (s_BHTS * (alpha - 1)).sub_(top * (alpha - 1))",
+    ENTMAX + "test_scores_of_any_size_are_numbers",
+)
+bug(
+    "entmax-reads-masked-keys-where-all-are",
+    "parts/entmax.py",
+    "s_BHTS = s_BHTS.masked_fill(~allowed, -torch.inf)",
+    "s_BHTS = s_BHTS.masked_fill(~allowed, torch.finfo(s_BHTS.dtype).min)",
+    ENTMAX + "test_a_query_with_nothing_to_read_gets_no_weight",
+)
+bug(
+    "entmax-steps-on-the-sum-of-powers",
+    "parts/entmax.py",
+    "tau = tau + (total - total ** (2 - alpha)) / fall",
+    "tau = tau + (total - 1) * (alpha - 1) / fall",
+    ENTMAX + "test_the_steps_are_enough_for_any_row",
+)
+bug(
+    "entmax-stops-two-steps-early",
+    "parts/entmax.py",
+    "return 3 + math.ceil(8 * (most - 1))",
+    "return 1 + math.ceil(8 * (most - 1))",
+    ENTMAX + "test_the_steps_are_enough_for_any_row",
+)
+bug(
+    "entmax-steps-above-two",
+    "parts/entmax.py",
+    "isinstance(alpha, Tensor) or alpha <= 2",
+    "isinstance(alpha, Tensor) or alpha <= 9",
+    ENTMAX + "test_weights_and_gradients_are_the_packages",
+)
+bug(
+    "entmax-slopes-of-keys-not-read",
+    "parts/entmax.py",
+    "return r.sign() if power == 0 else",
+    "return torch.ones_like(r) if power == 0 else",
+    ENTMAX + "test_weights_and_gradients_are_the_packages",
+)
+bug(
+    "entmax-mean-of-gradients-by-weight",
+    "parts/entmax.py",
+    "mean = (slope * grads[0]).sum(-1, keepdim=True) / total",
+    "mean = (w_BHTS * grads[0]).sum(-1, keepdim=True)",
+    ENTMAX + "test_weights_and_gradients_are_the_packages",
+)
+bug(
+    "entmax-alpha-without-the-entropy-of-the-row",
+    "parts/entmax.py",
+    "+ spread_BHTS - share_BHTS * spread_BHTS.sum(-1, keepdim=True)",
+    "+ spread_BHTS - share_BHTS",
+    ENTMAX + "test_the_gradient_in_alpha_is_the_packages",
+    ENTMAX + "test_the_gradient_in_alpha_is_a_finite_difference",
+)
+bug(
+    "entmax-saturates-at-two",
+    "parts/entmax.py",
+    "clamp(min=LEAST, max=MOST)",
+    "clamp(min=LEAST)",
+    ENTMAX + "test_the_ends_of_a_head_are_numbers",
+)
+bug(
+    "entmax-twice-differentiable-silently",
+    "parts/entmax.py",
+    "    @once_differentiable\n",
+    "",
+    ENTMAX + "test_a_second_derivative_is_refused",
+)
+bug(
+    "concrete-evaluates-with-the-temperature",
+    "parts/concrete.py",
+    "return self._stretched(log_a)",
+    "return self._stretched(log_a / self.temperature)",
+    CONCRETE + "test_evaluation_as_released_forgets_the_temperature",
+)
+bug(
+    "concrete-draws-without-the-temperature",
+    "parts/concrete.py",
+    "(torch.logit(u) + log_a) / self.temperature",
+    "torch.logit(u) + log_a",
+    CONCRETE + "test_a_gate_is_the_formula_of_what_was_drawn",
+    CONCRETE + "test_gates_are_distributed_as_published",
+)
+bug(
+    "concrete-one-draw-for-all-heads",
+    "parts/concrete.py",
+    "torch.rand(log_a.shape,",
+    "torch.rand(log_a[:1].shape,",
+    CONCRETE + "test_one_draw_for_each_head_and_call",
+)
+bug(
+    "concrete-chance-upside-down",
+    "parts/concrete.py",
+    "log_a - self.temperature * math.log(-self.low / self.high)",
+    "log_a - self.temperature * math.log(-self.high / self.low)",
+    CONCRETE + "test_the_chance_is_that_of_a_gate_not_shut",
+)
+bug(
+    "concrete-likelier-end-without-the-upper-one",
+    "parts/concrete.py",
+    "even = self.temperature / 2 * (math.log(-self.low / self.high) + math.log((1 - self.low) / (self.high - 1)))",
+    "even = 0.0",
+    CONCRETE + "test_evaluation_as_published_takes_the_likelier_end",
+)
+bug(
+    "concrete-mean-over-heads",
+    "parts/concrete.py",
+    "self.chance(log_a).sum() / self.layers",
+    "self.chance(log_a).mean() / self.layers",
+    CONCRETE + "test_the_ledger_adds_up_two_layers",
+)
+bug(
+    "concrete-mean-that-never-learns-the-depth",
+    "parts/concrete.py",
+    'return replace(self, layers=layers) if self.regulariser == "mean" else self',
+    "return self",
+    CONCRETE + "test_the_ledger_adds_up_two_layers",
+    CONCRETE + "test_only_a_mean_has_to_know_the_depth",
+)
+bug(
+    "concrete-rounds-the-gradient-away",
+    "parts/concrete.py",
+    "(soft > 0.5).to(soft.dtype) + (soft - soft.detach())",
+    "(soft > 0.5).to(soft.dtype) + 0 * soft",
+    CONCRETE + "test_gradients_reach_every_gate",
+)

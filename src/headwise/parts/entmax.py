@@ -137,8 +137,7 @@ class _Entmax(torch.autograd.Function):
         # The highest score goes first, so that no product can overflow; where nothing is allowed it is a number.
         top = s_BHTS.amax(-1, keepdim=True).clamp(min=torch.finfo(s_BHTS.dtype).min)
         x_BHTS = (s_BHTS - top).mul_(alpha - 1)
-        steep = not isinstance(alpha, Tensor) and alpha > 2
-        tau = (_halved if steep else _stepped)(x_BHTS, alpha)
+        tau = _stepped(x_BHTS, alpha) if isinstance(alpha, Tensor) or alpha <= 2 else _halved(x_BHTS, alpha)
         w_BHTS = x_BHTS.sub_(tau).clamp_(min=0) ** (1 / (alpha - 1))
         return w_BHTS / _live(w_BHTS.sum(-1, keepdim=True))
 
