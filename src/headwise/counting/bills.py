@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..seams import Modifier
+from ..layout import Layout
+from ..seams import Modifier, Part
 from ..spec import AttentionSpec
 from ..terms import Core, Phase, Work
 from .symbols import Symbol, formula, named
@@ -85,12 +86,18 @@ def _parameters(spec: AttentionSpec) -> Iterator[tuple[str, int]]:
 
 
 def _remembered(spec: AttentionSpec) -> Iterator[tuple[str, int]]:
-    stated = spec.folder if spec.stateful else None
-    for name, part in [stated] if stated else spec.parts():
+    for name, part, held in _held(spec):
         sizes = _sizes(spec, spec.sizes_of(part))
-        held = part.state(spec) if stated else part.entry(spec)  # pyright: ignore[reportAttributeAccessIssue]
         for key, layout in held.items():
             yield f"{name}.{key}", layout.numel(sizes)
+
+
+def _held(spec: AttentionSpec) -> Iterator[tuple[str, Part, Mapping[str, Layout]]]:
+    if spec.folder is not None and spec.stateful:
+        name, part = spec.folder
+        yield name, part, part.state(spec)
+        return
+    yield from ((name, part, part.entry(spec)) for name, part in spec.parts())
 
 
 def _products(spec: AttentionSpec, work: Work) -> Iterator[tuple[str, int, bool]]:
