@@ -905,3 +905,51 @@ bug(
     "(soft > 0.5).to(soft.dtype) + 0 * soft",
     CONCRETE + "test_gradients_reach_every_gate",
 )
+
+# --- bills ---------------------------------------------------------------------------------------------
+
+BILLS, COST = "contract/test_bills.py::", "test_cost.py::"
+
+bug(
+    "constants-get-gradients",
+    "counting/bills.py",
+    "flops * (2 if learns else 1)",
+    "flops * 2",
+    BILLS + "test_gradients_are_counted_as_torch_counts_them[Concat1]",
+)
+bug(
+    "weights-that-nobody-learned-get-gradients",
+    "counting/bills.py",
+    "read * (2 if asked or _weights_learn(spec) else 1)",
+    "read * 2",
+    BILLS + "test_gradients_are_counted_as_torch_counts_them[Values2]",
+)
+bug(
+    "random-directions-get-gradients",
+    "parts/feature_map.py",
+    "return self.flops(spec, work)",
+    "return 0",
+    BILLS + "test_gradients_are_counted_as_torch_counts_them[FeatureMap2]",
+)
+bug(
+    "a-sum-loses-its-brackets",
+    "counting/symbols.py",
+    'return f"({self.text})" if self.loose else self.text',
+    "return self.text",
+    BILLS + "test_symbols_compute_like_numbers",
+    BILLS + "test_a_formula_is_worth_its_number[Latent0]",
+)
+bug(
+    "a-ring-is-read-in-full",
+    "counting/pricing.py",
+    "else min(work.keys, first + last)",
+    "else work.keys",
+    COST + "test_a_ring_is_read_as_far_as_it_goes",
+)
+bug(
+    "memory-is-free",
+    "counting/devices.py",
+    "return max(flops / self.flops[dtype], moved / self.bandwidth)",
+    "return flops / self.flops[dtype]",
+    COST + "test_rooflines_by_hand",
+)

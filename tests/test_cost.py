@@ -70,6 +70,14 @@ def test_a_state_is_priced_as_one():
     assert long.data["kv_bytes_per_token"] is None
 
 
+def test_a_ring_is_read_as_far_as_it_goes():
+    near, far = (
+        price(hw.design(model=64, heads=4, pattern="window(100)"), hw.Load(context=n)).operations["decode"][1].moved
+        for n in (10**3, 10**6)
+    )
+    assert near == far == 2 * (100 * 2 * 64 + 2 * 64)
+
+
 def test_what_reads_ahead_is_not_decoded():
     told = price(hw.design(preset="mha"), hw.Load())
     assert told.decode is None

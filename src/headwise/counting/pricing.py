@@ -148,25 +148,21 @@ def _operations(spec: AttentionSpec, work: Work, load: Load) -> tuple[Operation,
     bill, weights = _asked(spec, work), parameters(spec).total
     core = sum(term.value for term in bill.terms if term.name.startswith("core"))
     spoken = work.queries * (spec.heads.q * spec.core.dim + len(spec.voices) * spec.core.vdim)
-    read = _read(spec, work)
     parts = [
-        ("projections", bill.total - core, weights + work.batch * work.queries * 2 * spec.model),
-        ("core", core, work.batch * (read + spoken)),
+        ("projections", bill.total - core, each * (weights + work.batch * work.queries * 2 * spec.model)),
+        ("core", core, work.batch * (_read(spec, work, each) + each * spoken)),
     ]
-    return tuple(
-        Operation(name, flops, moved * each, device.time(flops, moved * each, load.dtype),
-                  device.bound(flops, moved * each, load.dtype))
-        for name, flops, moved in parts
-    )  # fmt: skip
+    times = (
+        (device.time(flops, moved, load.dtype), device.bound(flops, moved, load.dtype)) for _, flops, moved in parts
+    )
+    return tuple(Operation(*part, *time) for part, time in zip(parts, times, strict=True))
 
 
-def _read(spec: AttentionSpec, work: Work) -> int:
-    """Numbers of the cache that one row reads: each remembered token once, or its state in and out."""
-    kept = remembered(spec).total
+def _read(spec: AttentionSpec, work: Work, each: int) -> int:
+    """Bytes that one row reads of what is remembered: each token once, or its state in and out."""
+    kept, heads = remembered(spec).total, spec.heads
     if spec.stateful and work.queries == 1:
-        return 2 * kept
+        return 2 * kept * max(each, 4)
     first, last = spec.pattern.memory
     keys = work.keys if last is None or work.queries > 1 else min(work.keys, first + last)
-    each = sum(term.value for term in remembered(spec).terms) if not spec.stateful else 0
-    plain = spec.heads.kv * spec.heads.dim + spec.heads.v * spec.heads.vdim
-    return keys * (each or plain)
+    return keys * each * (heads.kv * heads.dim + heads.v * heads.vdim if spec.stateful else kept)
