@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+import cases
 import headwise as hw
 from headwise import cli, counting
 from headwise.counting.devices import Device
@@ -128,6 +129,28 @@ def test_terms_and_json(capsys):
     assert {"name", "params", "flops", "kv_bytes_per_token", "intensity", "bound", "terms"} <= set(row)
     assert row["params"] == counting.params(hw.design(preset="gqa", kv=4))
     assert sum(t["value"] for t in row["terms"] if t["bill"] == "prefill") == row["flops"]["prefill"]
+
+
+@pytest.mark.parametrize("name", [*hw.PRESETS, *cases.EXAMPLES])
+def test_formulas_hold_for_a_small_layer(name):
+    spec = cases.EXAMPLES[name] if name in cases.EXAMPLES else hw.design(preset=name)
+    checks = hw.audit(spec)
+    assert [check for check in checks if not check.holds] == []
+    assert len(checks) >= 4
+
+
+def test_verify_says_what_is_equal_and_fails_when_something_is_not(capsys, monkeypatch):
+    code, out, _ = run(capsys, "gqa", "linear", "--verify")
+    assert code == 0
+    assert out.count("equal") == 11
+    assert max(map(len, out.splitlines())) <= 80
+    monkeypatch.setattr(counting, "constants", lambda spec: 7)
+    code, out, _ = run(capsys, "gqa", "--verify")
+    assert code == 1
+    assert "WRONG" in out
+    code, out, _ = run(capsys, "gqa", "--verify", "--json")
+    told = json.loads(out)["verified"]["gqa"]
+    assert (code, [check["what"] for check in told if not check["holds"]]) == (1, ["constants"])
 
 
 @pytest.mark.parametrize(

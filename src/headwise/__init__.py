@@ -48,6 +48,7 @@ _HOMES = {
     "collaborate": "parts.collaborative",
     "Load": "counting.pricing",
     "cost": "counting.costs",
+    "audit": "auditing",
     "fold_bias": "folding",
     "fold_turns": "folding",
     "LearnedPositions": "positions",

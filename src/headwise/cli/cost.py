@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from .screen import PRESETS, Arguments, Wrong, changed, document, named_spec, show, take_changes, take_form
 
 if TYPE_CHECKING:
+    from ..auditing import Check
     from ..counting.costs import Costs
 
 
@@ -30,14 +31,31 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32")
     parser.add_argument("--device", default="h200", help="h200, h100, a100, l40s, rtx4090, m2-max or cpu")
     parser.add_argument("--terms", action="store_true", help="every item with the formula that computed it")
+    parser.add_argument("--verify", action="store_true", help="build each small and hold every formula against it")
     take_form(parser)
     given = parser.parse_args(argv)
     costs = priced(given)
+    checks = audited(costs) if given.verify else {}
     if given.json:
-        show(document(costs.data))
+        told = {name: [{**check._asdict(), "holds": check.holds} for check in each] for name, each in checks.items()}
+        show(document(costs.data | ({"verified": told} if given.verify else {})))
     else:
-        show(f"{costs}\n\n{costs.terms}" if given.terms else str(costs))
-    return 0
+        said = [str(costs), *([costs.terms] if given.terms else []), *(_told(*item) for item in checks.items())]
+        show("\n\n".join(said))
+    return 0 if all(check.holds for each in checks.values() for check in each) else 1
+
+
+def audited(costs: Costs) -> dict[str, list[Check]]:
+    """Every formula against a small layer of each spec."""
+    from ..auditing import audit
+
+    return {price.name: audit(price.spec) for price in costs}
+
+
+def _told(name: str, checks: list[Check]) -> str:
+    rows = [("a small layer of it", "formula", "measured", "")]
+    rows += [(c.what, f"{c.formula:,}", f"{c.measured:,}", "equal" if c.holds else "WRONG") for c in checks]
+    return "\n".join([name, *(f"  {a:<24}{b:>16}{c:>16}  {d}".rstrip() for a, b, c, d in rows)])
 
 
 def priced(given: argparse.Namespace) -> Costs:
