@@ -91,7 +91,7 @@ def _by_sorting(s_S: Tensor) -> Tensor:
     """alpha = 2: the projection on the simplex (1602.02068)."""
     x_S = s_S - s_S.max()
     ordered = x_S.detach().sort(descending=True).values
-    count = torch.arange(1, len(x_S) + 1, dtype=x_S.dtype)
+    count = torch.ones_like(ordered).cumsum(0)
     read = int((1 + count * ordered > ordered.cumsum(0)).sum())
     return (x_S - (x_S.topk(read).values.sum() - 1) / read).relu()
 
@@ -100,7 +100,7 @@ def _by_sorting_squares(s_S: Tensor) -> Tensor:
     """alpha = 1.5: a quadratic equation for every number of keys read, of which one holds (1905.05702)."""
     x_S = (s_S - s_S.max()) / 2
     ordered = x_S.detach().sort(descending=True).values
-    count = torch.arange(1, len(x_S) + 1, dtype=x_S.dtype)
+    count = torch.ones_like(ordered).cumsum(0)
     mean, square = ordered.cumsum(0) / count, ordered.square().cumsum(0) / count
     tau = mean - (1 / count - square + mean.square()).clamp(min=0).sqrt()
     read = int((tau <= ordered).sum())
@@ -137,8 +137,7 @@ class _Entmax(torch.autograd.Function):
         # The highest score goes first, so that no product can overflow; where nothing is allowed it is a number.
         top = s_BHTS.amax(-1, keepdim=True).clamp(min=torch.finfo(s_BHTS.dtype).min)
         x_BHTS = (s_BHTS - top).mul_(alpha - 1)
-        steep = not isinstance(alpha, Tensor) and alpha > 2
-        tau = (_halved if steep else _stepped)(x_BHTS, alpha)
+        tau = _stepped(x_BHTS, alpha) if isinstance(alpha, Tensor) or alpha <= 2 else _halved(x_BHTS, alpha)
         w_BHTS = x_BHTS.sub_(tau).clamp_(min=0) ** (1 / (alpha - 1))
         return w_BHTS / _live(w_BHTS.sum(-1, keepdim=True))
 
