@@ -1,8 +1,4 @@
-"""Entmax against its authors' package (entmax 1.3), numpy renderings of its formulas, and what must hold of any root.
-
-Where the two disagree ours is meant: their bisection is all NaN where every key is masked, and in half precision
-where scores are far below zero.
-"""
+"""Entmax against its authors' package (entmax 1.3), numpy renderings of its formulas, and what must hold of any root."""
 
 from __future__ import annotations
 
@@ -239,7 +235,6 @@ def test_a_query_with_nothing_to_read_gets_no_weight(alpha, dtype):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_scores_of_any_size_are_numbers(alpha, dtype):
-    """deep-spin/entmax multiplies before it takes the highest score away, and in half precision gets NaN."""
     most = torch.finfo(dtype).max
     s = torch.tensor([[-1, -0.5, -0.25], [1, 0.5, -1], [1, 1, 1], [-1, -1, -1]]).to(dtype)
     s = (s * most).requires_grad_()
@@ -248,6 +243,15 @@ def test_scores_of_any_size_are_numbers(alpha, dtype):
     assert s.grad.isfinite().all()
     expected = torch.tensor([[0, 0, 1], [1, 0, 0], [1 / 3] * 3, [1 / 3] * 3]).to(dtype)
     assert torch.equal(w, expected)
+
+
+def test_where_the_package_gives_no_number():
+    """Its bisection multiplies before it takes the highest score away, and knows no row without a key."""
+    s = torch.full((128,), -1005.0).index_fill(0, torch.tensor([0]), -1000.0).bfloat16()
+    assert entmax.entmax_bisect(s, alpha=1.5).isnan().all()
+    assert weights(s, 1.5).tolist() == [1.0] + [0.0] * 127
+    assert entmax.entmax_bisect(torch.full((3,), -torch.inf), alpha=1.5).isnan().all()
+    assert weights(torch.zeros(3), 1.5, torch.zeros(1, 1, 1, 3, dtype=torch.bool)).tolist() == [0.0] * 3
 
 
 # --- learned -------------------------------------------------------------------------------------------

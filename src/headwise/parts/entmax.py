@@ -91,7 +91,7 @@ def _by_sorting(s_S: Tensor) -> Tensor:
     """alpha = 2: the projection on the simplex (1602.02068)."""
     x_S = s_S - s_S.max()
     ordered = x_S.detach().sort(descending=True).values
-    count = torch.arange(1, len(x_S) + 1, dtype=x_S.dtype)
+    count = torch.ones_like(ordered).cumsum(0)
     read = int((1 + count * ordered > ordered.cumsum(0)).sum())
     return (x_S - (x_S.topk(read).values.sum() - 1) / read).relu()
 
@@ -100,7 +100,7 @@ def _by_sorting_squares(s_S: Tensor) -> Tensor:
     """alpha = 1.5: a quadratic equation for every number of keys read, of which one holds (1905.05702)."""
     x_S = (s_S - s_S.max()) / 2
     ordered = x_S.detach().sort(descending=True).values
-    count = torch.arange(1, len(x_S) + 1, dtype=x_S.dtype)
+    count = torch.ones_like(ordered).cumsum(0)
     mean, square = ordered.cumsum(0) / count, ordered.square().cumsum(0) / count
     tau = mean - (1 / count - square + mean.square()).clamp(min=0).sqrt()
     read = int((tau <= ordered).sum())
