@@ -1,4 +1,4 @@
-"""Entmax against its authors' package (entmax 1.3), numpy renderings of its formulas, and what must hold of any root."""
+"""Entmax against its authors' package (entmax 1.3), numpy renderings of its formulas, and what holds of any root."""
 
 from __future__ import annotations
 
