@@ -953,3 +953,36 @@ bug(
     "return flops / self.flops[dtype]",
     COST + "test_rooflines_by_hand",
 )
+
+# --- combinations --------------------------------------------------------------------------------------
+
+TOGETHER = "test_combinations.py::"
+
+bug(
+    "values-of-a-cut-are-read-in-order",
+    "backends/dense.py",
+    "each = job.groups if every else 0",
+    "each = job.groups",
+    TOGETHER + "test_a_cut_behind_another_number_of_rows[2-4-keep1-Concat()-weights]",
+)
+bug(
+    "shares-are-summed-as-coarse-as-they-are",
+    "backends/linear.py",
+    "share_BHTS = share_BHTS.to(torch.promote_types(share_BHTS.dtype, torch.float32))",
+    "share_BHTS = share_BHTS + 0",
+    TOGETHER + "test_a_state_in_half_precision_sums_thousands",
+)
+bug(
+    "a-latent-average-is-summed-in-another-form",
+    "parts/average.py",
+    " or spec.project.rewrites(spec):",
+    ":",
+    TOGETHER + "test_an_average_of_latent_values_is_no_sum_of_them[4]",
+)
+bug(
+    "a-ring-is-handed-over-as-it-lies",
+    "cache/slots.py",
+    "torch.arange(start, self.used, device=self.device) % self.last, start",
+    "torch.arange(start, self.used, device=self.device) - start, start",
+    TOGETHER + "test_a_ring_hands_over_what_it_holds_in_turn",
+)

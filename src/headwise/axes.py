@@ -88,7 +88,9 @@ def share(
 ) -> tuple[AttentionSpec, dict[str, Tensor]]:
     """The layer whose key-value heads are the means of these groups; equal heads lose nothing."""
     heads = spec.heads
-    if sorted(head for group in groups for head in group) != list(range(heads.kv)) or heads.values:
+    if heads.values:
+        raise SpecError(f"keys and values are grouped apart here ({heads}); share them by hand")
+    if sorted(head for group in groups for head in group) != list(range(heads.kv)):
         raise SpecError(f"groups {groups} must hold each of {heads.kv} key-value heads once")
     _check_even(spec, [len(group) for group in groups])
     owner = {head: n for n, group in enumerate(groups) for head in group}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from .parts.talking_heads import TalkingHeads
 from .parts.values import Values
 from .pattern import Full, parse
 from .registry import defaults
-from .seams import Merge, Part, Project
+from .seams import Merge, Modifier, Part, Project
 from .spec import AttentionSpec
 from .text import from_json as _from_json
 from .text import from_toml as _from_toml
@@ -65,11 +65,13 @@ def design(*, preset: str | None = None, **said: Any) -> AttentionSpec:
     if preset is not None:
         if preset not in PRESETS:
             raise SpecError(f"there is no preset {preset!r}; {nearest(preset, PRESETS)}")
+        _check_sizes({name: size for name, size in said.items() if size is not None or name in ("model", "heads")})
         return PRESETS[preset](**said)
     word = _words(said)
     slots = {slot: word[slot] for slot in ("project", "similarity", "normaliser", "merge")}
     heads = _heads(word)
-    for part in (*slots.values(), *word["modifiers"]):
+    in_turn = sorted(word["modifiers"], key=lambda one: one.phase if isinstance(one, Modifier) else 0)
+    for part in (*slots.values(), *in_turn):
         heads = part.fitted(heads) if isinstance(part, Part) else heads
     heads = heads if word["vdim"] is None else replace(heads, vdim=word["vdim"])
     if word["bias"] is not None:
@@ -84,13 +86,17 @@ def _words(said: dict[str, Any]) -> dict[str, Any]:
         if name not in WORDS:
             raise SpecError(f"design has no {name!r}; {nearest(name, WORDS)}")
     word = WORDS | said
-    for name in ("model", "heads"):
-        size = word[name]
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise SpecError(f"design needs {name}, a whole number of at least 1, not {size!r}; say {name}=8")
+    _check_sizes({name: word[name] for name in ("model", "heads")})
     if not isinstance(word["modifiers"], (tuple, list)):
         raise SpecError(f"modifiers={word['modifiers']!r} is no list; write modifiers=(Rotary(),) with the comma")
     return word | {"modifiers": tuple(word["modifiers"])}
+
+
+def _check_sizes(said: Mapping[str, object]) -> None:
+    for name in ("model", "heads", "dim"):
+        size = said.get(name, 1)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise SpecError(f"design needs {name}, a whole number of at least 1, not {size!r}; say {name}=8")
 
 
 def _heads(word: dict[str, Any]) -> Heads:

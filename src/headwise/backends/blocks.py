@@ -49,9 +49,11 @@ def anywhere(queries: int, keys: int) -> Iterator[Block]:
 
 def formed(job: Job, work: Work) -> int:
     """The pairs of one row whose scores are formed, for queries that are the last of the keys."""
-    if work.queries <= BLOCK or job.spec.source is not None:
+    if work.queries <= BLOCK:
         return work.queries * work.keys
-    asks, told = range(work.keys - work.queries, work.keys), range(work.keys)
+    # Tokens of a source are counted from 0 like those that ask.
+    first = work.keys - work.queries if job.spec.source is None else 0
+    asks, told = range(first, first + work.queries), range(work.keys)
     return sum(block.pairs for block in blocks(job.spec.pattern, asks, told))
 
 

@@ -60,7 +60,8 @@ def _scores(job: Job, inputs: Inputs, bound: Bound) -> Tensor:
 
 
 def _read(w_BHTS: Tensor, v_BSGV: Tensor, job: Job) -> Tensor:
-    each = job.groups
+    every = v_BSGV.shape[2] == max(job.core.values) + 1  # behind a mixing, a cut may leave values that nobody reads
+    each = job.groups if every else 0
     if each <= 1:
         return torch.matmul(w_BHTS, v_BSGV.transpose(1, 2) if each else spread_heads(v_BSGV, job.core.values))
     rows = w_BHTS.unflatten(1, (-1, each)).flatten(2, 3)

@@ -38,11 +38,11 @@ def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | 
     rows_BGRK = inputs.q.reshape(batch, kept, heads // kept, dim)
     _, bias = shadow(sight, inputs, bound)
     if bias is not None and bias.shape[1] > 1:
-        bias = bias.reshape(bias.shape[0], kept, heads // kept, -1)
+        bias = bias.reshape(bias.shape[0], kept, heads // kept, bias.shape[-1])
     k, v, scale = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2), inputs.asked.scale
     if probe is not None and "lse" in probe.wants:
         o_BGRV, lse_BGR = with_lse(rows_BGRK, k, v, (bias, False, scale))
         probe("lse", lse_BGR.reshape(batch, heads, 1))
     else:
         o_BGRV = F.scaled_dot_product_attention(rows_BGRK, k, v, bias, scale=scale)
-    return o_BGRV.reshape(batch, 1, heads, -1)
+    return o_BGRV.reshape(batch, 1, heads, o_BGRV.shape[-1])

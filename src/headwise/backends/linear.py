@@ -44,8 +44,10 @@ def spent(job: Job, work: Work) -> int:
     queries, keys = work.queries, work.keys
     if job.stated:
         own, folded, readers = queries * queries, 0, queries
-    elif job.spec.pattern == Full():
+    elif job.spec.pattern == Full() or queries == keys == 1:
         own, folded, readers = 0, keys, queries
+    elif job.spec.source is not None:  # whose tokens come before whose is for the data to say
+        own, folded, readers = queries * keys, 0, 0
     else:
         full, rest = divmod(queries, CHUNK)
         own = full * CHUNK**2 + rest**2
@@ -108,6 +110,7 @@ class _Reading:
     ) -> Tensor:
         """o_BHTV of queries that read a state, when there is one, and these keys where allowed."""
         share_BHTS = self.folder.share(q_BHTK, k_BHSK, self.scale, self.p).masked_fill(~allowed, 0.0)
+        share_BHTS = share_BHTS.to(torch.promote_types(share_BHTS.dtype, torch.float32))  # sums of thousands
         value_BHTV, total = torch.matmul(share_BHTS, v_BHSV.to(share_BHTS.dtype)), share_BHTS.sum(-1)
         if state is not None:
             past_BHTV, weight = self.folder.read(q_BHTK, state, self.p)

@@ -152,12 +152,13 @@ class RingCache(Slots):
         alone, old_entry, old = self.used == 0, self.entry, self.tokens
         told, where = entry, at
         if at.count != 1 and not alone:
-            told = {name: torch.cat([held, entry[name]], 1) for name, held in old_entry.items()}
+            order, start = self._in_turn(at)
+            told = {name: torch.cat([held[:, order], entry[name]], 1) for name, held in old_entry.items()}
             position, segment = (
-                torch.cat([held, new.expand(self.batch, -1)], 1)
+                torch.cat([held[:, order], new.expand(self.batch, -1)], 1)
                 for held, new in ((old.position, at.position), (old.segment, at.segment))
             )
-            where = Tokens(position, segment, checked=True)
+            where = Tokens(position, segment, start, checked=True)
         before = self.used
         self._advance(at)
         if self.uniform and at.count == 1:
@@ -168,6 +169,13 @@ class RingCache(Slots):
         else:
             self._write(entry, at, self._slot(at))
         return (self.entry, self._held()) if at.count == 1 else (told, where)
+
+    def _in_turn(self, at: Tokens) -> tuple[Tensor | slice, int | None]:
+        """The slots in which to hand over what is held, and the position of the first, where all rows run alike."""
+        if self.first or not self.uniform or at.start != self.used:
+            return slice(None), None
+        start = max(0, self.used - self.last)
+        return torch.arange(start, self.used, device=self.device) % self.last, start
 
     def _settle(self, used: int) -> None:
         """A ring writes every position as it comes: slots come round again."""

@@ -38,8 +38,8 @@ class Average(Normaliser):
 
     def state(self, spec: AttentionSpec) -> Mapping[str, Layout]:
         core = (Phase.SCORES, Phase.WEIGHTS, Phase.VALUES)
-        if any(step.phase in core for _, step in spec.steps(Modifier)):
-            return {}
+        if any(step.phase in core for _, step in spec.steps(Modifier)) or spec.project.rewrites(spec):
+            return {}  # a step in another form would read other values than were summed
         return {"v": Layout.parse("voice vdim"), "count": Layout.parse("voice")}
 
     def share(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: Weighted) -> Tensor:

@@ -94,10 +94,10 @@ class Dynamic(Mix):
         return "out" if self._whole and self.on == "weights" else "q"
 
     def _each(self, heads: int) -> int:
-        return self.members or heads // self.groups
+        return self.members or max(1, heads // max(1, self.groups))
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
-        each, unit = self._each(spec.heads.q), 2 * self.rank
+        each, unit = self._each(spec.heads.q), 2 * max(1, self.rank)  # others may ask before it is refused
         return {"rank": self.rank, "unit": unit, "hidden": unit * each, "member": each}
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:

@@ -103,7 +103,7 @@ class Latent(Project):
             low = F.rms_norm(low, (self.query_rank,), p["q_norm"].to(low.dtype), self.eps)
             flat = F.linear(low, p["q_up"])
         dim = p.sizes["dim"]
-        q_BTHK = flat.unflatten(-1, (-1, dim + self.rope))
+        q_BTHK = flat.unflatten(-1, (p.sizes["q"], dim + self.rope))
         own, shared = q_BTHK.split([dim, self.rope], -1)
         if self.form == "absorbed":
             own = torch.einsum("bthk,hkr->bthr", own, p["k_up"].view(-1, dim, self.rank))
@@ -120,9 +120,9 @@ class Latent(Project):
         c, r = entry["c"], entry["r"]
         if self.form == "absorbed":
             return torch.cat([c, r], -1)[..., None, :], c[..., None, :]
-        own = F.linear(c, p["k_up"]).unflatten(-1, (-1, p.sizes["dim"]))
+        own = F.linear(c, p["k_up"]).unflatten(-1, (p.sizes["kv"], p.sizes["dim"]))
         shared = r[..., None, :].expand(*own.shape[:-1], -1)
-        v = F.linear(c, p["v_up"]).unflatten(-1, (-1, p.sizes["vdim"]))
+        v = F.linear(c, p["v_up"]).unflatten(-1, (p.sizes["kv"], p.sizes["vdim"]))
         return torch.cat([own, shared], -1), v
 
     def deliver(self, o_BTHV: Tensor, voices: tuple[int, ...], p: Weighted) -> Tensor:

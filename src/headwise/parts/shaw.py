@@ -28,6 +28,7 @@ class Shaw(ScoreStep):
     paper = "1803.02155"
     positional: ClassVar[bool] = True
     additive: ClassVar[bool] = True
+    headed: ClassVar[bool] = True
     reach: int = 16
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:

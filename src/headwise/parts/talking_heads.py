@@ -55,11 +55,12 @@ class TalkingHeads(Mix):
         mixes = [mix for _, mix in spec.steps(Mix) if mix is not self]
         scores = [step for _, step in spec.steps(ScoreStep)][self._before(spec) :]
         for later in (spec.normaliser, *mixes, *scores):
-            if any("q" in param.layout.axes for param in later.params(spec).values()):
+            asks = isinstance(later, ScoreStep) and later.headed
+            if asks or any("q" in param.layout.axes for param in later.params(spec).values()):
                 name = type(later).__name__
                 yield (
                     f"TalkingHeads(heads={self.heads}) leaves other heads than the {spec.heads.q} that "
-                    f"{name} has parameters for; use heads=0, or do without {name}"
+                    f"{name} has something of its own for; use heads=0, or do without {name}"
                 )
         if any(mix.phase is Phase.SCORES for mix in mixes):
             yield f"TalkingHeads(heads={self.heads}) must be the only mixing on the scores; use heads=0"

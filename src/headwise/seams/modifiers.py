@@ -60,6 +60,7 @@ class ScoreStep(Modifier):
     """Changes one score at a time; written once, for a number and for a tensor alike."""
 
     additive: ClassVar[bool] = False
+    headed: ClassVar[bool] = False  # whether its factors are of each score head
 
     @property
     def phase(self) -> Phase:
