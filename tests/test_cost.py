@@ -56,6 +56,7 @@ def test_rooflines_by_hand():
     assert round(Device.named("a100").ridge("bf16")) == 153
     assert round(Device.named("h100").ridge("bf16")) == 295
     assert h200.time(989 * 10**12, 1, "bf16") == pytest.approx(1.0)
+    assert h200.time(1, 48 * 10**11, "bf16") == pytest.approx(1.0)
     assert (h200.bound(1, 10**6, "bf16"), h200.bound(10**12, 1, "bf16")) == ("memory", "compute")
     step = price(LLAMA3_8B, hw.Load(batch=16, context=10**6)).operations["decode"][1]
     assert step.intensity == pytest.approx(4, rel=1e-3)  # 2 r / bytes of a number, r = 4 heads to a key head
