@@ -23,8 +23,10 @@ class Model(Described):
 
     >>> stack = Stack.of("encoder", 3, [], embedding=Embedding(tokens=11))
     >>> model = Model("none", "encoder", (stack,), (Head("tokens", 11, table="encoder", bias="learned"),))
-    >>> model.shapes(), model.ties()
-    ({'encoder.embedding.tokens': (11, 3), 'head.tokens.bias': (11,)}, {'head.tokens.weight': 'encoder.embedding.tokens'})
+    >>> model.shapes()
+    {'encoder.embedding.tokens': (11, 3), 'head.tokens.bias': (11,)}
+    >>> model.ties()
+    {'head.tokens.weight': 'encoder.embedding.tokens'}
     """
 
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"kind": KINDS}
@@ -38,9 +40,8 @@ class Model(Described):
         super().__post_init__()
         for field, kind in (("stacks", Stack), ("heads", Head), ("notes", str)):
             if not all(type(item) is kind for item in getattr(self, field)):
-                raise SpecError(
-                    f"{self.name}: {field} must hold {kind.__name__}s; write {field}=({kind.__name__}(...),)"
-                )
+                write = f"write {field}=({kind.__name__}(...),)"
+                raise SpecError(f"{self.name}: {field}={getattr(self, field)!r} must hold {kind.__name__}s; {write}")
         if len(self.stacks) != (wanted := 2 if self.kind == "encoder-decoder" else 1):
             raise SpecError(f"{self.name}: {self.kind} with {len(self.stacks)} stacks; give {wanted}")
         names = Counter([stack.name for stack in self.stacks] + [f"head {head.name}" for head in self.heads])
@@ -103,7 +104,7 @@ class Model(Described):
         return {reader: f"{table}.embedding.tokens" for reader, table, _, _ in self._readers()}
 
     def specs(self) -> Iterator[tuple[str, AttentionSpec]]:
-        """Every attention by the name its tensors stand under, "decoder.3.attention"; the nearest if no spec says it."""
+        """Every attention by where its tensors stand, "decoder.3.attention"; the nearest spec if none says it."""
         for stack in self.stacks:
             for depth, block in enumerate(stack.layers):
                 yield from ((f"{stack.name}.{depth}.{name}", spec) for name, spec in block.specs.items())

@@ -66,9 +66,7 @@ class Described(Spoken):
             if isinstance(value, int) and value < least:
                 raise SpecError(f"{name}({told.name}={value!r}) is no size; give {told.name}={least} or more")
             if isinstance(value, float) and not value > 0:
-                raise SpecError(
-                    f"{name}({told.name}={value!r}) must be positive; leave it out or give a number above 0"
-                )
+                raise SpecError(f"{name}({told.name}={value!r}) is not positive; leave it out or give more than 0")
         for key, known in self.choices.items():
             if getattr(self, key) not in known:
                 said = getattr(self, key)

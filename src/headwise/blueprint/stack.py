@@ -15,6 +15,7 @@ from .pieces import Dense, Described, Embedding, Experts, Norm, Weight, under
 LAYERS = 10_000  # more than any model has: a larger number is a slip, and would be listed one by one
 PERIOD = 8  # how many blocks a repeated pattern of layers may be long, to be found by itself
 
+USUAL = Norm()
 # The norms of each sublayer by where they stand; a parallel block has one for all.
 NORMS = {"pre": ("norm",), "post": ("norm",), "sandwich": ("norm", "norm_after"), "parallel": ()}
 
@@ -47,7 +48,7 @@ class Block(Described):
     attention: AttentionSpec | Nearly | None = None
     cross: AttentionSpec | None = None
     feed: Dense | Experts | None = None
-    norm: Norm = Norm()
+    norm: Norm = USUAL
     placement: str = "pre"
 
     @property
