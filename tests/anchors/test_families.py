@@ -21,6 +21,7 @@ import transformers as tf
 
 import headwise as hw
 from anchors import hf_models, test_transformers
+from anchors.hf import projections
 from headwise import counting, families
 from headwise.blueprint import Model
 
@@ -210,7 +211,7 @@ def deepseek() -> dict[str, Any]:
     said |= {"kv_lora_rank": odd(1, 9), "q_lora_rank": some(None, odd(1, 9)), "attention_bias": some(True, False)}
     said |= {"intermediate_size": odd(3, 40), "moe_intermediate_size": odd(3, 20), "n_shared_experts": odd(1, 4)}
     said |= {"n_group": 1, "topk_group": 1, "n_routed_experts": experts, "num_experts_per_tok": odd(1, experts)}
-    return said | {"first_k_dense_replace": odd(0, 4)}
+    return said | {"first_k_dense_replace": odd(0, 4), "mlp_bias": some(True, False)}
 
 
 def bert() -> dict[str, Any]:
@@ -261,9 +262,7 @@ FAMILIES: dict[str, tuple[str, Callable[[], dict[str, Any]], tuple[str, ...]]] =
     "bart": ("Bart", bart, SPEAKING),
     "vit": ("ViT", vit, ("ForImageClassification", "Model")),
 }
-TINY = [
-    (name, stem + task, draw) for name, (stem, _, tasks) in FAMILIES.items() for task in tasks for draw in range(3)
-]
+TINY = [(name, stem + task, draw) for name, (stem, _, tasks) in FAMILIES.items() for task in tasks for draw in range(3)]
 
 LAYER = re.compile(r"\.?(h|layers|layer|block)\.(\d+)\.")
 OURS = re.compile(r"(\w+?)\.(\d+)\.")
@@ -343,3 +342,86 @@ def test_public_models_have_the_numbers_they_are_known_for(name: str, tmp_path: 
 def test_small_models_of_odd_sizes_have_the_same_numbers(family: str, architecture: str, draw: int, tmp_path: Path):
     said = FAMILIES[family][1]() | {"model_type": family, "architectures": [architecture]}
     check_groups(folder_of(tmp_path, said))
+
+
+# --- attention, part by part ---------------------------------------------------------------------------
+
+# Layers of these are run against transformers' in test_transformers.py, with specs written there by hand.
+RUN = [name for name in test_transformers.MODELS if name not in ("stablelm", "olmo2", "llama-dynamic")]
+STACKS = {"encoder_attentions": ("encoder", "attention"), "decoder_attentions": ("decoder", "attention")}
+STACKS |= {"cross_attentions": ("decoder", "cross")}
+
+
+def plainly(spec: hw.AttentionSpec) -> hw.AttentionSpec:
+    """The same spec, a scale that is written out left out where it is the usual one."""
+    usual = spec.similarity.factor(spec.core) == spec.core.scale
+    return replace(spec, similarity=hw.Dot()) if usual else spec
+
+
+def saved(model: hf_models.Model, folder: Path) -> Model:
+    """Our reading of what transformers writes for this model."""
+    model.model.config.save_pretrained(folder)
+    return families.read(folder)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_the_spec_is_the_one_that_computes_the_same(name: str, tmp_path: Path):
+    theirs = test_transformers.MODELS[name]()
+    ours = saved(theirs, tmp_path)
+    specs = dict(ours.specs())
+    assert len(specs) == len(theirs.sites)
+    for site in theirs.sites:
+        stack, what = STACKS.get(site.attends[0], (ours.stacks[0].name, "attention"))
+        assert plainly(specs[f"{stack}.{site.attends[1]}.{what}"]) == plainly(site.spec)
+    assert ours.unsaid() == {}
+
+
+def test_angles_that_follow_the_text_are_nearly_a_spec(tmp_path: Path):
+    """The hand-written spec is that of 13 tokens in a model of 8; up to 8 tokens it is the plain one."""
+    ours = saved(test_transformers.MODELS["llama-dynamic"](), tmp_path)
+    (plain,) = {spec for _, spec in ours.specs()}
+    assert plain == test_transformers.MODELS["llama"]().sites[0].spec
+    assert set(ours.unsaid()) == {"decoder.0.attention", "decoder.1.attention"}
+    assert "up to 8 tokens" in ours.unsaid()["decoder.0.attention"]
+
+
+def check_computes(theirs: torch.nn.Module, spec: hw.AttentionSpec, output: str, *sources: torch.Tensor) -> None:
+    """An attention of transformers, alone, against the layer that our spec builds, with its weights."""
+    theirs, ours = theirs.double().eval(), hw.Attention(spec).double().eval()
+    ours.load_state_dict(projections(theirs, ("q_proj", "k_proj", "v_proj", output)))
+    x = torch.randn(2, 5, spec.model, dtype=torch.float64)
+    torch.testing.assert_close(ours(x, source=sources[0] if sources else None), theirs(x, *sources)[0])
+
+
+def test_attention_of_bart_and_vit_computes_the_same():
+    """Neither stands among the models above; both are Vaswani's attention."""
+    said = {"d_model": 42, "encoder_attention_heads": 2, "decoder_attention_heads": 3, "encoder_layers": 1}
+    said |= {"decoder_layers": 1, "vocab_size": 11}
+    specs = dict(families.read(said | {"model_type": "bart", "architectures": ["BartModel"]}).specs())
+    bart = tf.BartModel(tf.BartConfig(**said, attn_implementation="eager"))
+    check_computes(bart.encoder.layers[0].self_attn, specs["encoder.0.attention"], "out_proj")
+    source = torch.randn(2, 7, 42, dtype=torch.float64)
+    check_computes(bart.decoder.layers[0].encoder_attn, specs["decoder.0.cross"], "out_proj", source)
+    assert specs["decoder.0.attention"] == replace(specs["decoder.0.cross"], pattern=hw.Causal())
+
+    said = {"hidden_size": 42, "num_attention_heads": 3, "num_hidden_layers": 1, "qkv_bias": False}
+    vit = tf.ViTModel(tf.ViTConfig(**said, image_size=4, patch_size=2, attn_implementation="eager"))
+    ((_, spec),) = families.read(said | {"model_type": "vit"}).specs()
+    check_computes(vit.layers[0].attention, spec, "o_proj")
+
+
+# --- what is remembered of a token ---------------------------------------------------------------------
+
+REMEMBERED = {"llama-3-8b": 131_072, "deepseek-v3": 70_272, "llama-2-7b": 524_288, "deepseek-v2-lite": 31_104}
+
+
+@pytest.mark.parametrize("name", REMEMBERED)
+def test_bytes_remembered_of_a_token(name: str):
+    """At two bytes a number, over all layers; that of V2-Lite is 27 x 576 x 2."""
+    model = families.read(PUBLIC[name][0])
+    assert 2 * sum(counting.cache_numbers(spec) for _, spec in model.specs()) == REMEMBERED[name]
+
+
+@pytest.mark.parametrize(("name", "numbers"), [("deepseek-v3", 187_107_328), ("deepseek-v2-lite", 13_763_072)])
+def test_latent_attention_has_the_published_numbers(name: str, numbers: int):
+    assert {counting.params(spec) for _, spec in families.read(PUBLIC[name][0]).specs()} == {numbers}

@@ -70,7 +70,7 @@ class Described(Spoken):
         for key, known in self.choices.items():
             if getattr(self, key) not in known:
                 said = getattr(self, key)
-                raise SpecError(f"{name}({key}={said!r}) is unknown; {nearest(said, filter(None, known))}")
+                raise SpecError(f"{name}({key}={said!r}) is unknown; {nearest(said, [word for word in known if word])}")
 
 
 @dataclass(frozen=True, repr=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..blueprint import Block, Dense, Embedding, Head, Model, Norm, Positions, Stack, Transform
 from ..presets import design
 from .config import Config
-from .registry import choose, family, labels, tied
+from .registry import choose, family, labels
 
 USUAL = {"layers": 12, "ffn_dim": 4096, "attention_heads": 16}
 
@@ -17,13 +17,11 @@ def bart(config: Config, task: str) -> Model:
     tokens = config.size("vocab_size", default=50265)
     length = config.size("max_position_embeddings", default=1024)
     scale = model**0.5 if config.flag("scale_embedding", False) else 1.0
-    table = tied(config, "encoder", True)
+    config.refuse("tie_word_embeddings", True, "would keep four tables of tokens, of which one is read by nobody")
     said = {"positions": Positions("learned", length, skipped=2), "norm": Norm(), "scale": scale}
-    stacks = (
-        Stack.of("encoder", model, _blocks(config, model, "encoder"), embedding=Embedding(tokens, **said)),
-        Stack.of("decoder", model, _blocks(config, model, "decoder"), embedding=Embedding(tokens, **said, table=table)),
-    )
-    constant = Head("tokens", tokens, bias="constant", table=table)
+    tables = (("encoder", Embedding(tokens, **said)), ("decoder", Embedding(tokens, **said, table="encoder")))
+    stacks = tuple(Stack.of(name, model, _blocks(config, model, name), embedding=table) for name, table in tables)
+    constant = Head("tokens", tokens, bias="constant", table="encoder")
     classes = Head("classes", labels(config, 3), "last", Transform(model), "learned")
     ways = {
         "ForConditionalGeneration": [constant],

@@ -34,6 +34,8 @@ def bert(config: Config, task: str) -> Model:
     stack = Stack.of("encoder", model, blocks, embedding=embedding)
 
     pool, table, count = Transform(model), tied(config, "encoder", True), labels(config)
+    if not table:
+        config.note("tie_word_embeddings: the second bias that transformers gives the decoder is left out")
     masked = Head("tokens", tokens, transform=Transform(model, act, norm), bias="learned", table=table)
     ways = {
         "Model": [Head("pooler", at="first", transform=pool)],

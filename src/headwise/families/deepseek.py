@@ -48,9 +48,7 @@ def deepseek_v3(config: Config, task: str) -> Model:
     routing = {"scores": "sigmoid", "bias": "constant", "scale": scale}
     pairs = "interleaved" if config.flag("rope_interleave", True) else "half"
     if config.size("num_nextn_predict_layers", "num_mtp_layers", default=0, least=0):
-        config.note(
-            "num_nextn_predict_layers: what predicts further tokens is left out, as transformers does"
-        )
+        config.note("num_nextn_predict_layers: what predicts further tokens is left out, as transformers does")
     return _deepseek(config, task, V3, pairs, routing)
 
 
@@ -63,12 +61,13 @@ def _deepseek(config: Config, task: str, usual: Usual, pairs: str, routing: dict
 
     norm = Norm("rms", config.number("rms_norm_eps", default=1e-6))
     act = config.activation("hidden_act", "silu")
-    first = Dense(config.size("intermediate_size", default=usual.hidden), act, "gated")
+    bias = "ugd" if config.name == "deepseek_v2" and config.flag("mlp_bias", False) else ""
+    first = Dense(config.size("intermediate_size", default=usual.hidden), act, "gated", bias)
     each = Dense(config.size("moe_intermediate_size", default=usual.expert), act, "gated")
     count = config.size("n_routed_experts", "num_experts", "num_local_experts", default=usual.experts)
     active = config.size("num_experts_per_tok", default=usual.active, most=count)
     shared = config.size("n_shared_experts", default=usual.shared, least=0)
-    both = replace(each, hidden=shared * each.hidden) if shared else None
+    both = replace(each, hidden=shared * each.hidden, bias=bias) if shared else None
     experts = Experts(each, count, active, both, **routing)
     if config.maybe("n_group", default=1) != 1:
         config.note("n_group: experts are chosen within groups, which moves none of the numbers here")
