@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -113,7 +115,8 @@ def test_every_tensor_is_named_once_and_is_what_the_spec_builds():
 def test_norms_by_placement(placement: str, norms: int):
     whole = Block(FULL, spec(), Dense(7), placement=placement)
     assert len(whole.norms) == norms == sum(w.role == "norm" for w in replace(whole, norm=Norm("rms")).weights(10))
-    assert Block(FULL, feed=None, placement="pre").norms == ("attention_norm",)
+    assert Block(FULL, placement="pre").norms == ("attention_norm",)
+    assert Block(placement=placement).norms == ()
 
 
 def test_a_feed_forward_is_what_torch_makes_of_it():
@@ -172,6 +175,12 @@ def test_terms_add_up_and_say_how():
         for term in terms:
             assert math.prod(int(n) for n in term.formula.split(" = ")[1].split("·")) == term.value
             assert len(term.formula.split(" = ")[0].split("·")) == len(term.formula.split(" = ")[1].split("·"))
+
+
+def test_a_description_needs_no_torch():
+    code = "import sys, headwise.blueprint; print(*{'torch', 'numpy', 'transformers'} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == []
 
 
 # --- what is shared ------------------------------------------------------------------------------------
@@ -319,6 +328,9 @@ Embedding(patches=Patches(2, 2, 1, 1), positions=Positions("learned", 5)) -> 5 p
 Head("tokens") -> outputs= or transform=
 Head("tokens", 3, at="middle") -> at='middle'
 Head("tokens", 3, cap=0.0) -> cap=0.0
+Head("a.b", 3) -> name='a.b'
+Nearly(FULL, "so", (("bias", 0),)) -> more=(('bias', 0),)
+Nearly(FULL, "so", (("bias", "3"),)) -> more=(('bias', '3'),)
 Run(3, ()) -> blocks=()
 Run(3, (LOCAL,)) -> must hold blocks
 Run(0, (block(),)) -> times=0

@@ -1,7 +1,8 @@
 """Whole models, described: what counting, building, saving and reading foreign files all share."""
 
+from .ends import Embedding, Head, Patches, Positions, Transform
 from .model import KINDS, Model
-from .pieces import Dense, Embedding, Experts, Head, Norm, Patches, Positions, Transform, Weight
+from .pieces import Dense, Experts, Norm, Weight
 from .stack import Block, Nearly, Run, Stack
 from .text import from_dict, from_json, from_toml, to_dict, to_json, to_toml
 

@@ -9,7 +9,8 @@ from typing import ClassVar
 
 from ..errors import SpecError
 from ..spec import AttentionSpec
-from .pieces import Described, Embedding, Head, Weight, under
+from .ends import Embedding, Head
+from .pieces import Described, Weight, under
 from .stack import Nearly, Stack
 
 KINDS = ("decoder", "encoder", "encoder-decoder", "vision")

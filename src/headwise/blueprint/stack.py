@@ -10,14 +10,15 @@ from ..errors import SpecError
 from ..layout import Layout
 from ..seams import Part
 from ..spec import AttentionSpec
-from .pieces import Dense, Described, Embedding, Experts, Norm, Weight, under
+from .ends import Embedding
+from .pieces import Dense, Described, Experts, Norm, Weight, under
 
 LAYERS = 10_000  # more than any model has: a larger number is a slip, and would be listed one by one
 PERIOD = 8  # how many blocks a repeated pattern of layers may be long, to be found by itself
 
 USUAL = Norm()
 # The norms of each sublayer by where they stand; a parallel block has one for all.
-NORMS = {"pre": ("norm",), "post": ("norm",), "sandwich": ("norm", "norm_after"), "parallel": ()}
+NORMS = {"pre": ["norm"], "post": ["norm"], "sandwich": ["norm", "norm_after"], "parallel": []}
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,7 +34,9 @@ class Nearly(Described):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "more", tuple((str(name), int(size)) for name, size in self.more))
+        for row in self.more:
+            if [type(item) for item in row] != [str, int] or row[1] < 1:
+                raise SpecError(f"Nearly(more={self.more!r}) must name sizes; write more=(('project.k_bias', 12),)")
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,7 +91,9 @@ class Block(Described):
     def norms(self) -> tuple[str, ...]:
         """The names of its norms: "attention_norm", say; "norm" when one serves all."""
         there = [*self.specs, *(["feed"] if self.feed else [])]
-        return tuple(f"{name}_{norm}" for name in there for norm in NORMS[self.placement]) or ("norm",)
+        if self.placement == "parallel":
+            return ("norm",) if there else ()
+        return tuple(f"{name}_{norm}" for name in there for norm in NORMS[self.placement])
 
 
 def _weights_of(spec: AttentionSpec) -> Iterator[Weight]:

@@ -99,16 +99,18 @@ def _lines(path: str, table: dict[str, Any]) -> list[str]:
     lines = [f"{name} = {text.toml_of(value)}" for name, value in plain.items()]
     for name, value in table.items():
         inner = f"{path}.{name}" if path else name
-        rows = value if isinstance(value, list) else [value]
         head = f"[[{inner}]]" if isinstance(value, list) else f"[{inner}]"
-        for row in rows if name not in plain else ():
+        for row in _items(value) if name not in plain else ():
             lines += ["", head, *_lines(inner, row)]
     return lines
 
 
 def _headed(value: Any) -> bool:
     """Whether it needs a heading of its own: a table with tables in it, or a list of tables."""
-    if isinstance(value, list):
-        return bool(value) and all(isinstance(item, dict) for item in cast("list[Any]", value))
-    inner = cast("dict[str, Any]", value).values() if isinstance(value, dict) else ()
-    return any(isinstance(item, (dict, list)) for item in inner)
+    if isinstance(value, dict):
+        return any(isinstance(item, (dict, list)) for item in cast("dict[str, Any]", value).values())
+    return bool(value) and all(isinstance(item, dict) for item in _items(value))
+
+
+def _items(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else [value]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..blueprint import Block, Dense, Embedding, Head, Model, Norm, Positions, Stack, Transform
 from ..presets import design
 from .config import Config
@@ -18,7 +20,7 @@ def bart(config: Config, task: str) -> Model:
     length = config.size("max_position_embeddings", default=1024)
     scale = model**0.5 if config.flag("scale_embedding", False) else 1.0
     config.refuse("tie_word_embeddings", True, "would keep four tables of tokens, of which one is read by nobody")
-    said = {"positions": Positions("learned", length, skipped=2), "norm": Norm(), "scale": scale}
+    said: dict[str, Any] = {"positions": Positions("learned", length, skipped=2), "norm": Norm(), "scale": scale}
     tables = (("encoder", Embedding(tokens, **said)), ("decoder", Embedding(tokens, **said, table="encoder")))
     stacks = tuple(Stack.of(name, model, _blocks(config, model, name), embedding=table) for name, table in tables)
     constant = Head("tokens", tokens, bias="constant", table="encoder")

@@ -80,7 +80,7 @@ class Config:
             return None
         if not isinstance(value, (list, tuple)):
             self.wrong(f"{name} = {value!r} is no list", f"list words such as {known[0]!r}")
-        told = cast("list[Any]", list(cast("Sequence[Any]", value)))
+        told: list[Any] = list(cast("Sequence[Any]", value))
         for word in told:
             if word not in known:
                 self.wrong(f"{name} names {word!r}", nearest(str(word), known))

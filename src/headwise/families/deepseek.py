@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..blueprint import Block, Dense, Embedding, Experts, Head, Model, Nearly, Norm, Stack
 from ..parts.latent import Latent
@@ -52,7 +52,7 @@ def deepseek_v3(config: Config, task: str) -> Model:
     return _deepseek(config, task, V3, pairs, routing)
 
 
-def _deepseek(config: Config, task: str, usual: Usual, pairs: str, routing: dict[str, str | float]) -> Model:
+def _deepseek(config: Config, task: str, usual: Usual, pairs: str, routing: dict[str, Any]) -> Model:
     model = config.size("hidden_size", default=usual.model)
     layers = config.layers("num_hidden_layers", default=usual.layers)
     dense = config.size("first_k_dense_replace", default=usual.dense, least=0)

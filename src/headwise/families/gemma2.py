@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..blueprint import Block, Dense, Embedding, Head, Model, Norm, Stack
 from ..parts.softcap import Softcap
 from ..presets import design
@@ -21,7 +23,7 @@ def gemma2(config: Config, task: str) -> Model:
     caps = {key: _cap(config, f"{key}_logit_softcapping", usual) for key, usual in (("attn", 50.0), ("final", 30.0))}
     config.refuse("use_bidirectional_attention", False, "reads ahead, which is not described")
 
-    said = {"model": model, "heads": heads, "kv": config.grouped(heads, default=4), "dim": dim}
+    said: dict[str, Any] = {"model": model, "heads": heads, "kv": config.grouped(heads, default=4), "dim": dim}
     said |= {"bias": "qkvo" if config.flag("attention_bias", False) else ""}
     said |= {"similarity": scaled(config.number("query_pre_attn_scalar", default=256) ** -0.5, dim**-0.5)}
     said |= {"modifiers": (rope.rotary(dim), *((Softcap(caps["attn"]),) if caps["attn"] else ()))}

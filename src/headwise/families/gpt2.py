@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..blueprint import Block, Dense, Embedding, Head, Model, Norm, Positions, Stack
 from ..presets import design
 from .attention import scaled
@@ -24,7 +26,7 @@ def gpt2(config: Config, task: str) -> Model:
     usual = config.dim(model, heads) ** -0.5
     scale = usual if config.flag("scale_attn_weights", True) else 1.0
     by_depth = config.flag("scale_attn_by_inverse_layer_idx", False)
-    said = {"model": model, "heads": heads, "pattern": "causal()", "bias": "qkvo"}
+    said: dict[str, Any] = {"model": model, "heads": heads, "pattern": "causal()", "bias": "qkvo"}
     scales = [scaled(scale / (depth + 1 if by_depth else 1), usual) for depth in range(layers)]
     blocks = [Block(design(**said, similarity=similarity), feed=feed, norm=norm) for similarity in scales]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..blueprint import Block, Dense, Embedding, Experts, Head, Model, Norm, Stack
 from ..parts.sink_softmax import SinkSoftmax
 from ..presets import design
@@ -21,7 +23,7 @@ def gpt_oss(config: Config, task: str) -> Model:
     dim = config.dim(model, heads, "head_dim", default=64)
     rope = Rope(config, config.size("max_position_embeddings", default=131072), theta=150_000.0, usual=YARN)
 
-    said = {"model": model, "heads": heads, "kv": config.grouped(heads, default=8), "dim": dim}
+    said: dict[str, Any] = {"model": model, "heads": heads, "kv": config.grouped(heads, default=8), "dim": dim}
     said |= {"bias": "qkvo" if config.flag("attention_bias", True) else "", "modifiers": (rope.rotary(dim),)}
     each = patterns(config, layers, alternating(layers), config.maybe("sliding_window", default=128))
     specs = {p: rope.said(design(**said, normaliser=SinkSoftmax(), pattern=p)) for p in set(each)}

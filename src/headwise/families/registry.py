@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ..blueprint import Head, Model, Stack
 from ..errors import nearest
@@ -67,10 +67,11 @@ def _family(config: Config) -> Family:
 
 
 def _classes(config: Config) -> list[str]:
-    told = config.said.get("architectures") or []
-    if not isinstance(told, list) or not all(isinstance(name, str) for name in told):
+    told: Any = config.said.get("architectures")
+    names: list[Any] = cast("list[Any]", told) if isinstance(told, list) else [] if told is None else [told, None]
+    if not all(isinstance(name, str) for name in names):
         config.wrong(f"architectures = {told!r} is no list of names", "list one, or leave it out")
-    return told
+    return names
 
 
 def _task(config: Config, found: Family) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..blueprint import Block, Dense, Embedding, Head, Model, Norm, Stack
 from ..parts.dot import Dot
 from ..parts.t5_bias import T5Bias
@@ -21,7 +23,7 @@ def t5(config: Config, task: str) -> Model:
     buckets = config.size("relative_attention_num_buckets", default=32, most=1 << 16)
     reach = config.size("relative_attention_max_distance", default=128)
     heads = config.heads("num_heads", "num_attention_heads", default=8)
-    said = {"model": model, "heads": heads, "dim": config.width("d_kv", "head_dim", default=64)}
+    said: dict[str, Any] = {"model": model, "heads": heads, "dim": config.width("d_kv", "head_dim", default=64)}
     said |= {"similarity": Dot(scale=1.0)}
 
     both = design(**said, modifiers=(T5Bias(buckets, reach, "both"),))
@@ -42,9 +44,8 @@ def t5(config: Config, task: str) -> Model:
         "EncoderModel": [],
         "ForTokenClassification": [classes],
     }
-    alone = task in ("EncoderModel", "ForTokenClassification")
-    kind = "encoder" if alone else "encoder-decoder"
-    return Model("t5", kind, stacks[: 2 - alone], choose(config, task, ways), tuple(config.notes))
+    kind, there = ("encoder", 1) if task in ("EncoderModel", "ForTokenClassification") else ("encoder-decoder", 2)
+    return Model("t5", kind, stacks[:there], choose(config, task, ways), tuple(config.notes))
 
 
 def _feed(config: Config) -> Dense:
