@@ -425,3 +425,25 @@ def test_bytes_remembered_of_a_token(name: str):
 @pytest.mark.parametrize(("name", "numbers"), [("deepseek-v3", 187_107_328), ("deepseek-v2-lite", 13_763_072)])
 def test_latent_attention_has_the_published_numbers(name: str, numbers: int):
     assert {counting.params(spec) for _, spec in families.read(PUBLIC[name][0]).specs()} == {numbers}
+
+
+# --- windows, layer by layer ---------------------------------------------------------------------------
+
+
+def seen_by_transformers(model: tf.PreTrainedModel, tokens: int) -> list[torch.Tensor]:
+    """Which keys get any weight at all, layer by layer."""
+    ids = torch.arange(tokens)[None] % 7 + 2
+    with torch.no_grad():
+        return [weights[0, 0] > 0 for weights in model(ids, output_attentions=True).attentions]
+
+
+def test_windows_begin_where_qwen_says():
+    """A config that names no layer types has them by a rule; what transformers' own layers read decides."""
+    said = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8, "intermediate_size": 5}
+    said |= {"num_hidden_layers": 5, "vocab_size": 11, "use_sliding_window": True, "sliding_window": 3}
+    said |= {"max_window_layers": 2}
+    theirs = tf.Qwen2Model(tf.Qwen2Config(**said, attn_implementation="eager")).eval()
+    ours = [spec.pattern for _, spec in families.read(said | {"model_type": "qwen2"}).specs()]
+    for pattern, seen in zip(ours, seen_by_transformers(theirs, 9), strict=True):
+        assert torch.equal(seen, hw.Sight(*[hw.Tokens.of(torch.zeros(1, 9))] * 2, pattern).allowed[0, 0])
+    assert ours == [hw.Causal()] * 2 + [hw.Window(3)] * 3
