@@ -352,6 +352,8 @@ decoder(block(cross=spec())) -> cross-attention .. no stack before
 replace(EVERY[3], stacks=(Stack.of("encoder", 8, []), EVERY[3].stacks[1])) -> table of 'encoder' .. no stack owns one
 blueprint.from_toml("name = ") -> not TOML
 blueprint.from_json("{") -> not JSON
+blueprint.from_json("1" * 5000) -> not JSON
+blueprint.from_toml("a = " + "1" * 5000) -> not TOML
 blueprint.from_json("[]") -> model = [] .. a table
 blueprint.from_toml("name = 'm'") -> says nothing of kind
 blueprint.from_toml("nam = 'm'") -> no 'nam'; did you mean 'name'
@@ -434,7 +436,12 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path):
     check_refused("families.read(at)", "holds no config.json", at=tmp_path)
     check_refused("families.read(at)", "cannot be read", at=tmp_path / "absent.json")
     file = tmp_path / "config.json"
-    for text, words in (("{", "is not JSON"), ("[1]", "holds a list"), ("[" * 100_000, "is not JSON")):
+    for text, words in (
+        ("{", "is not JSON"),
+        ("[1]", "holds a list"),
+        ("[" * 100_000, "is not JSON"),
+        ("1" * 5000, "is not JSON"),
+    ):
         file.write_text(text)
         check_refused("families.read(at)", f"{file} .. {words} .. config.json", at=tmp_path)
     file.write_bytes(b"\xff\xfe{}")

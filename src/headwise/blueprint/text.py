@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
@@ -35,10 +35,7 @@ def to_json(model: Model) -> str:
 
 def from_json(said: str, usual: Usual = None) -> Model:
     """The model that a JSON document describes."""
-    try:
-        return from_dict(json.loads(said), usual)
-    except json.JSONDecodeError as error:
-        raise SpecError(f"this is not JSON: {error}; write what to_json gives") from None
+    return from_dict(_loaded("JSON", json.loads, said), usual)
 
 
 def to_toml(model: Model) -> str:
@@ -48,10 +45,14 @@ def to_toml(model: Model) -> str:
 
 def from_toml(said: str, usual: Usual = None) -> Model:
     """The model that a TOML document describes."""
+    return from_dict(_loaded("TOML", tomllib.loads, said), usual)
+
+
+def _loaded(name: str, loads: Callable[[str], Any], said: str) -> Any:
     try:
-        return from_dict(tomllib.loads(said), usual)
-    except tomllib.TOMLDecodeError as error:
-        raise SpecError(f"this is not TOML: {error}; write what print(model) shows") from None
+        return loads(said)
+    except (ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError
+        raise SpecError(f"this is not {name}: {error}; write what to_{name.lower()} gives") from None
 
 
 def _plain(value: Any) -> Any:

@@ -47,7 +47,7 @@ def read(what: str | Path | Mapping[str, Any]) -> Model:
 def _keys(path: Path, text: str) -> Mapping[str, Any]:
     try:
         said = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError
         raise SpecError(f"{path} is not JSON: {error}; give a config.json as transformers writes it") from None
     if not isinstance(said, dict):
         raise SpecError(f"{path} holds a {type(said).__name__}, not keys; give a config.json as transformers writes it")
