@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
+from types import UnionType
+from typing import Any, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
 
 from .errors import SpecError, nearest
 
@@ -67,7 +68,8 @@ class Spoken:
 def _kinds(cls: type, field: str) -> tuple[type, ...]:
     """The classes that a field may be of; a whole number will do for a float."""
     hint: Any = get_type_hints(cls)[field]
-    kinds: tuple[type, ...] = get_args(hint) or (hint,)
+    told: tuple[Any, ...] = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    kinds = tuple(get_origin(kind) or kind for kind in told)
     return (*kinds, int) if float in kinds else kinds
 
 

@@ -54,7 +54,7 @@ def from_json(text: str, usual: Mapping[str, Any] | None = None) -> AttentionSpe
         said = json.loads(text)
     except json.JSONDecodeError as error:
         raise SpecError(f"this is not JSON: {error}; write what spec.to_json gives") from None
-    return from_dict(_table("a spec", said), usual)
+    return from_dict(table_of("a spec", said), usual)
 
 
 def to_toml(spec: AttentionSpec) -> str:
@@ -62,11 +62,11 @@ def to_toml(spec: AttentionSpec) -> str:
     said = to_dict(spec)
     modifiers: list[dict[str, Any]] = said.pop("modifiers", [])
     tables: dict[str, dict[str, Any]] = {name: value for name, value in said.items() if isinstance(value, dict)}
-    lines = [f"{name} = {_toml(value)}" for name, value in said.items() if name not in tables]
+    lines = [f"{name} = {toml_of(value)}" for name, value in said.items() if name not in tables]
     headed = [(f"[{name}]", table) for name, table in tables.items()]
     headed += [("[[modifiers]]", table) for table in modifiers]
     for head, table in headed:
-        lines += ["", head, *(f"{key} = {_toml(value)}" for key, value in table.items())]
+        lines += ["", head, *(f"{key} = {toml_of(value)}" for key, value in table.items())]
     return "\n".join(lines)
 
 
@@ -83,7 +83,7 @@ def _choice(name: str, said: Any) -> Any:
     if name == "pattern":
         return pattern.parse(said) if isinstance(said, str) else _mistyped(name, said, "text such as 'causal()'")
     if name == "heads":
-        return _heads(_table(name, said))
+        return _heads(table_of(name, said))
     if name in SLOTS:
         return _object(name, said)
     if name == "modifiers":
@@ -101,7 +101,7 @@ def _plain(value: Any) -> Any:
 
 
 def _object(where: str, said: Any) -> Any:
-    table = _table(where, {"part": said} if isinstance(said, str) else said)
+    table = table_of(where, {"part": said} if isinstance(said, str) else said)
     name = table.pop("part", None)
     if not isinstance(name, str):
         _mistyped(f"{where}.part", name, "the name of a part")
@@ -137,7 +137,8 @@ def _known_keys(what: str, said: Mapping[str, Any], known: list[str]) -> None:
             raise SpecError(f"{what} has no {name!r}; {nearest(name, known)}")
 
 
-def _table(where: str, said: Any) -> dict[str, Any]:
+def table_of(where: str, said: Any) -> dict[str, Any]:
+    """A table of its own to take apart, if it is one."""
     return dict(cast("Mapping[str, Any]", said)) if isinstance(said, Mapping) else _mistyped(where, said, "a table")
 
 
@@ -149,13 +150,14 @@ def _mistyped(where: str, value: object, wanted: str) -> NoReturn:
     raise SpecError(f"{where} = {value!r} is of type {type(value).__name__}; give {wanted}")
 
 
-def _toml(value: Any) -> str:
+def toml_of(value: Any) -> str:
+    """One value as TOML writes it; a table stands on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, list):
-        return "[" + ", ".join(_toml(item) for item in _list("", value)) + "]"
+        return "[" + ", ".join(toml_of(item) for item in _list("", value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name} = {_toml(item)}" for name, item in _table("", value).items()) + "}"
+        return "{" + ", ".join(f"{name} = {toml_of(item)}" for name, item in table_of("", value).items()) + "}"
     return repr(value)

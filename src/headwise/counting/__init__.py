@@ -6,13 +6,18 @@ import math
 from bisect import bisect_left
 from dataclasses import replace
 
+from ..blueprint import Model
 from ..errors import SpecError
 from ..spec import AttentionSpec
 from ..terms import Work
+from .whole import Term, params_terms
+
+__all__ = ["Term", "asked", "cache_bytes", "cache_numbers", "constants", "counted", "equal_vdim", "params"]
+__all__ += ["params_terms", "spent", "work_of"]
 
 
-def params(spec: AttentionSpec) -> int:
-    """Learned numbers of one layer.
+def params(spec: AttentionSpec | Model) -> int:
+    """Learned numbers of one layer, or of a whole model.
 
     >>> import headwise as hw
     >>> params(hw.design(model=512, heads=8, bias="qkvo"))  # 4 d^2 + 4 d
@@ -39,7 +44,7 @@ def equal_vdim(spec: AttentionSpec, like: AttentionSpec) -> int:
     return min(around, key=lambda vdim: abs(params(spec.with_heads(vdim=vdim)) - wanted))
 
 
-def constants(spec: AttentionSpec) -> int:
+def constants(spec: AttentionSpec | Model) -> int:
     """Numbers that are saved and moved but never trained, such as slopes and frequencies."""
     return sum(math.prod(shape) for shape in spec.shapes().values()) - params(spec)
 

@@ -1,0 +1,170 @@
+"""What layers are made of besides attention, norms and feed-forwards; each says its own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import ClassVar
+
+from ..errors import SpecError, nearest
+from ..layout import Layout
+from ..registry import Spoken
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor of a model: its full name, its axes, and where it stands.
+
+    `role` is one of "embedding", "attention", "cross", "feed", "norm" and "head"; `learned` is False of what is saved
+    but never trained; `shared` is the name by which layers of one stack hold it in common, for most none.
+
+    >>> Weight("up", Layout.parse("hidden model"), {"hidden": 3, "model": 5}, "feed").shape
+    (3, 5)
+    """
+
+    name: str
+    layout: Layout
+    sizes: Mapping[str, int] = field(hash=False)
+    role: str = ""
+    learned: bool = True
+    shared: str = ""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape as stored."""
+        return self.layout.shape(self.sizes)
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it holds."""
+        return self.layout.numel(self.sizes)
+
+
+def under(prefix: str, role: str, weights: Iterable[Weight]) -> Iterator[Weight]:
+    """The same weights, standing there."""
+    return (replace(w, name=f"{prefix}.{w.name}", role=role) for w in weights)
+
+
+def weight(name: str, layout: str, **sizes: int) -> Weight:
+    """A learned weight with its axes as text."""
+    return Weight(name, Layout.parse(layout), sizes)
+
+
+@dataclass(frozen=True, repr=False)
+class Described(Spoken):
+    """A description: its words are known ones, its sizes at least 1 (0 where that is usual), its factors above 0."""
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        for told in fields(self):
+            value = getattr(self, told.name)
+            least = 0 if told.default == 0 else 1
+            if isinstance(value, int) and value < least:
+                raise SpecError(f"{name}({told.name}={value!r}) is no size; give {told.name}={least} or more")
+            if isinstance(value, float) and not value > 0:
+                raise SpecError(f"{name}({told.name}={value!r}) is not positive; leave it out or give more than 0")
+        for key, known in self.choices.items():
+            if getattr(self, key) not in known:
+                said = getattr(self, key)
+                raise SpecError(f"{name}({key}={said!r}) is unknown; {nearest(said, [word for word in known if word])}")
+
+
+@dataclass(frozen=True, repr=False)
+class Norm(Described):
+    """kind="layer": (x - mean) / std times a weight plus a bias; "unbiased": without the bias; "rms": x / rms times a
+    weight; "offset": the same with a weight that is stored less one, as Gemma's.
+
+    >>> [w.name for w in Norm().weights(7)], [w.name for w in Norm("rms").weights(7)]
+    (['weight', 'bias'], ['weight'])
+    """
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"kind": ("layer", "unbiased", "rms", "offset")}
+    kind: str = "layer"
+    eps: float = 1e-5
+
+    def weights(self, model: int) -> Iterator[Weight]:
+        """What it learns at this width."""
+        yield weight("weight", "model", model=model)
+        if self.kind == "layer":
+            yield weight("bias", "model", model=model)
+
+
+@dataclass(frozen=True, repr=False)
+class Dense(Described):
+    """y = W_down act(W_up x), or W_down (act(W_gate x) * W_up x) when form="gated"; `bias` names those that have one.
+
+    A gated one of Llama-2-7B's sizes, 3 d f:
+
+    >>> sum(w.numel for w in Dense(11008, "silu", form="gated").weights(4096))
+    135266304
+    """
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"form": ("plain", "gated")}
+    hidden: int
+    activation: str = "gelu"
+    form: str = "plain"
+    bias: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        letters = "".join(name[0] for name in self.maps)
+        if set(self.bias) - set(letters) or len(set(self.bias)) != len(self.bias):
+            raise SpecError(f"Dense(bias={self.bias!r}) names unknown biases; use letters of {letters!r}, each once")
+
+    @property
+    def maps(self) -> dict[str, str]:
+        """Its linear maps, as axes."""
+        gate = {"gate": "hidden model"} if self.form == "gated" else {}
+        return {"up": "hidden model"} | gate | {"down": "model hidden"}
+
+    def weights(self, model: int, experts: int = 0) -> Iterator[Weight]:
+        """What it learns at this width; one of each for every expert."""
+        each, sizes = ("expert ", {"expert": experts}) if experts else ("", {})
+        sizes |= {"model": model, "hidden": self.hidden}
+        for name, axes in self.maps.items():
+            yield weight(name, each + axes, **sizes)
+            if name[0] in self.bias:
+                yield weight(f"{name}_bias", each + axes.split()[0], **sizes)
+
+
+@dataclass(frozen=True, repr=False)
+class Experts(Described):
+    """`active` of `count` feed-forwards for each token, chosen by the scores of a router, and one `shared` by all.
+
+    scores="softmax": over all experts, "chosen": over those chosen, "sigmoid": of each alone. bias="learned" adds one
+    to the router's scores; "constant" one that only the choice sees and balance moves (DeepSeek-V3, 2412.19437).
+    `scale` is what the sum of the chosen is multiplied with.
+
+    >>> [w.name for w in Experts(Dense(3), count=4, active=2).weights(7)]
+    ['router', 'each.up', 'each.down']
+    """
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "scores": ("softmax", "chosen", "sigmoid"),
+        "bias": ("", "learned", "constant"),
+    }
+    each: Dense
+    count: int
+    active: int
+    shared: Dense | None = None
+    scores: str = "softmax"
+    bias: str = ""
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.active > self.count:
+            raise SpecError(f"Experts(active={self.active}) are more than count={self.count}; use at most {self.count}")
+
+    def weights(self, model: int) -> Iterator[Weight]:
+        """What it learns at this width."""
+        yield weight("router", "expert model", expert=self.count, model=model)
+        if self.bias:
+            bias = weight("router_bias", "expert", expert=self.count)
+            yield replace(bias, learned=self.bias == "learned")
+        yield from under("each", "", self.each.weights(model, self.count))
+        if self.shared:
+            yield from under("shared", "", self.shared.weights(model))

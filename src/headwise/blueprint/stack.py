@@ -1,0 +1,210 @@
+"""Blocks, and stacks of them: what a model repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from ..errors import SpecError
+from ..layout import Layout
+from ..seams import Part
+from ..spec import AttentionSpec
+from .ends import Embedding
+from .pieces import Dense, Described, Experts, Norm, Weight, under
+
+LAYERS = 10_000  # more than any model has: a larger number is a slip, and would be listed one by one
+PERIOD = 8  # how many blocks a repeated pattern of layers may be long, to be found by itself
+
+USUAL = Norm()
+# The norms of each sublayer by where they stand; a parallel block has one for all.
+NORMS = {"pre": ["norm"], "post": ["norm"], "sandwich": ["norm", "norm_after"], "parallel": []}
+
+
+@dataclass(frozen=True, repr=False)
+class Nearly(Described):
+    """An attention that no spec says: the nearest one, why it is not that one, and the vectors it has besides.
+
+    Its parameters are exact; `like` is what stands in its place where a spec is asked for.
+    """
+
+    like: AttentionSpec
+    reason: str
+    more: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for row in self.more:
+            if [type(item) for item in row] != [str, int] or row[1] < 1:
+                raise SpecError(f"Nearly(more={self.more!r}) must name sizes; write more=(('project.k_bias', 12),)")
+
+
+@dataclass(frozen=True, repr=False)
+class Block(Described):
+    """x, then what its attention, its cross-attention and its feed-forward add to it, in this order.
+
+    placement="pre": x + f(norm(x)); "post": norm(x + f(x)); "sandwich": x + norm(f(norm(x))), as Gemma 2;
+    "parallel": x + attention(norm(x)) + feed(norm(x)), one norm for both, as GPT-J.
+    """
+
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"placement": tuple(NORMS)}
+    attention: AttentionSpec | Nearly | None = None
+    cross: AttentionSpec | None = None
+    feed: Dense | Experts | None = None
+    norm: Norm = USUAL
+    placement: str = "pre"
+
+    @property
+    def specs(self) -> dict[str, AttentionSpec]:
+        """Its attentions by name; of one that no spec says, the nearest."""
+        own = self.attention.like if isinstance(self.attention, Nearly) else self.attention
+        return {name: spec for name, spec in (("attention", own), ("cross", self.cross)) if spec}
+
+    def late(self, layer: int, layers: int) -> list[tuple[Part, Part]]:
+        """Its parts with a schedule that does not stand at this depth yet, and as they would stand."""
+        parts = [part for spec in self.specs.values() for _, part in spec.parts()]
+        both = [(part, part.placed(layer, layers)) for part in parts]
+        return [(part, placed) for part, placed in both if part != placed]
+
+    def placed(self, layer: int, layers: int) -> Block:
+        """The same block at one depth of a stack: schedules become numbers."""
+        if not self.late(layer, layers):
+            return self
+        own, cross = self.attention, self.cross
+        if isinstance(own, Nearly):
+            own = replace(own, like=own.like.placed(layer, layers))
+        else:
+            own = own and own.placed(layer, layers)
+        return replace(self, attention=own, cross=cross and cross.placed(layer, layers))
+
+    def weights(self, model: int) -> Iterator[Weight]:
+        """Every tensor it has at this width, by its name inside the block."""
+        for name, spec in self.specs.items():
+            yield from under(name, name, _weights_of(spec))
+        if isinstance(self.attention, Nearly):
+            yield from under("attention", "attention", _vectors(self.attention.more))
+        yield from under("feed", "feed", self.feed.weights(model)) if self.feed else ()
+        for name in self.norms:
+            yield from under(name, "norm", self.norm.weights(model))
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The names of its norms: "attention_norm", say; "norm" when one serves all."""
+        there = [*self.specs, *(["feed"] if self.feed else [])]
+        if self.placement == "parallel":
+            return ("norm",) if there else ()
+        return tuple(f"{name}_{norm}" for name in there for norm in NORMS[self.placement])
+
+
+def _weights_of(spec: AttentionSpec) -> Iterator[Weight]:
+    for name, part in spec.parts():
+        sizes = spec.sizes_of(part)
+        for key, param in part.params(spec).items():
+            yield Weight(f"{name}.{key}", param.layout, sizes, learned=param.learned, shared=param.tied or "")
+
+
+def _vectors(named: Iterable[tuple[str, int]]) -> Iterator[Weight]:
+    return (Weight(name, Layout.parse("channel"), {"channel": size}) for name, size in named)
+
+
+@dataclass(frozen=True, repr=False)
+class Run(Described):
+    """Blocks in a row, all of them so many times: Run(13, (local, full)) is 26 layers."""
+
+    times: int
+    blocks: tuple[Block, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.blocks or not all(type(block) is Block for block in self.blocks):
+            raise SpecError(f"Run(blocks={self.blocks!r}) must hold blocks; write blocks=(Block(...),)")
+
+
+@dataclass(frozen=True, repr=False)
+class Stack(Described):
+    """Layers over an embedding, `model` wide, and a norm behind them or none.
+
+    `runs` say the layers; however they are written, stacks of the same layers are equal. `Stack.of` takes blocks
+    instead, finds what repeats, and places schedules by depth.
+
+    >>> block = Block(feed=Dense(12))
+    >>> stack = Stack.of("decoder", 3, [block] * 5)
+    >>> stack.runs[0].times, len(stack.layers), sum(w.numel for w in stack.weights())
+    (5, 5, 390)
+    """
+
+    name: str
+    model: int
+    runs: tuple[Run, ...]
+    embedding: Embedding | None = None
+    norm: Norm | None = None
+
+    @staticmethod
+    def of(name: str, model: int, blocks: Sequence[Block], **said: Any) -> Stack:
+        """A stack of these blocks, each placed at its depth; `said` are the other fields."""
+        _check_depth(len(blocks))
+        placed = [block.placed(depth, len(blocks)) for depth, block in enumerate(blocks)]
+        return Stack(name, model, runs_of(placed), **said)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.name.isidentifier() or self.name == "head":
+            raise SpecError(f"Stack(name={self.name!r}) is no name of a stack; write a word such as 'decoder'")
+        if not all(type(run) is Run for run in self.runs):
+            raise SpecError(f"{self.name}: runs={self.runs!r} must hold runs; write runs=(Run(12, (block,)),)")
+        _check_depth(sum(run.times * len(run.blocks) for run in self.runs))
+        object.__setattr__(self, "runs", runs_of(self.layers))
+        for spec in (spec for run in self.runs for block in run.blocks for spec in block.specs.values()):
+            if spec.model != self.model:
+                raise SpecError(f"{self.name} is {self.model} wide, an attention in it {spec.model}; use one width")
+        for depth, block in enumerate(self.layers):
+            for part, placed in block.late(depth, len(self.layers))[:1]:
+                raise SpecError(
+                    f"{self.name}: layer {depth} holds {part!r}, whose numbers follow from the depth; "
+                    f"use Stack.of, which places it, or write {placed!r}"
+                )
+
+    @property
+    def layers(self) -> tuple[Block, ...]:
+        """Every block, in order."""
+        return tuple(block for run in self.runs for _ in range(run.times) for block in run.blocks)
+
+    def weights(self) -> Iterator[Weight]:
+        """Every tensor by its full name; one that layers share is named where it first stands."""
+        if self.embedding:
+            yield from under(f"{self.name}.embedding", "embedding", self.embedding.weights(self.model))
+        owned: dict[tuple[str, tuple[int, ...]], str] = {}
+        for depth, block in enumerate(self.layers):
+            for w in block.weights(self.model):
+                name = f"{self.name}.{depth}.{w.name}"
+                key = (f"{w.role}.{w.shared}", w.shape)
+                if not w.shared or owned.setdefault(key, name) == name:
+                    yield replace(w, name=name)
+        if self.norm:
+            yield from under(f"{self.name}.norm", "norm", self.norm.weights(self.model))
+
+
+def _check_depth(layers: int) -> None:
+    if not 0 <= layers <= LAYERS:
+        raise SpecError(f"{layers} layers are more than any model has; use at most {LAYERS}")
+
+
+def runs_of(blocks: Sequence[Block]) -> tuple[Run, ...]:
+    """What repeats in a row of blocks, from its start: as many as possible at a time, by the shortest pattern."""
+    runs: list[Run] = []
+    at = 0
+    while at < len(blocks):
+        ways = [(_repeats(blocks, at, period) * period, -period) for period in range(1, PERIOD + 1)]
+        covered, back = max(way for way in ways if way[1] == -1 or way[0] > -way[1])
+        runs.append(Run(covered // -back, tuple(blocks[at : at - back])))
+        at += covered
+    return tuple(runs)
+
+
+def _repeats(blocks: Sequence[Block], at: int, period: int) -> int:
+    """How often the next `period` blocks come one after another."""
+    pattern = blocks[at : at + period]
+    times = 1
+    while len(pattern) == period and blocks[at + times * period : at + (times + 1) * period] == pattern:
+        times += 1
+    return times if len(pattern) == period else 0

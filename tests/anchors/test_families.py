@@ -1,0 +1,449 @@
+"""Families against transformers: the same config.json builds a model there, on no device, and a description here.
+
+Equal are the learned numbers in all and in every group: embedding, head, and each layer's attention, cross-attention,
+feed-forward and norms. Nothing here reads a shape out of our description but through `Weight.role` and its name.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import headwise as hw
+from anchors import hf_models, test_transformers
+from anchors.hf import projections
+from headwise import counting, families
+from headwise.blueprint import Model
+
+Group = tuple[str, int | None, str]
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+YARN |= {"original_max_position_embeddings": 4096}
+
+# Public models at full size: the keys of their config.json that say sizes, and the numbers that they are known to
+# have, where somebody says them: publishers' pages, papers, or safetensors indices.
+PUBLIC: dict[str, tuple[dict[str, Any], int | None]] = {
+    "gpt2": (
+        {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_layer": 12, "n_head": 12}
+        | {"n_positions": 1024, "n_ctx": 1024, "vocab_size": 50257},
+        124_439_808,
+    ),
+    "gpt2-xl": (
+        {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 1600, "n_layer": 48, "n_head": 25},
+        1_557_611_200,
+    ),
+    "llama-2-7b": (
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "vocab_size": 32000}
+        | {"intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32}
+        | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_scaling": None, "tie_word_embeddings": False},
+        6_738_415_616,
+    ),
+    "llama-3-8b": (
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "vocab_size": 128256}
+        | {"intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+        | {"max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": LLAMA3},
+        8_030_261_248,
+    ),
+    "llama-3-70b": (
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8192, "vocab_size": 128256}
+        | {"intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8},
+        70_553_706_496,
+    ),
+    "mistral-7b": (
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "hidden_size": 4096, "vocab_size": 32000}
+        | {"intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+        | {"sliding_window": 4096},
+        7_241_732_096,
+    ),
+    "qwen2.5-0.5b": (
+        {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 896, "vocab_size": 151936}
+        | {"intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
+        | {"max_window_layers": 24, "use_sliding_window": False, "tie_word_embeddings": True},
+        494_032_768,
+    ),
+    "qwen3-0.6b": (
+        {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "vocab_size": 151936}
+        | {"intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+        | {"head_dim": 128, "rope_theta": 1000000, "tie_word_embeddings": True},
+        596_049_920,
+    ),
+    "gemma-2-2b": (
+        {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "hidden_size": 2304, "vocab_size": 256000}
+        | {"intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4}
+        | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
+        2_614_341_888,
+    ),
+    "bert-base": (
+        {"model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 768, "vocab_size": 30522}
+        | {"num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+        109_514_298,
+    ),
+    "t5-small": (
+        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 512, "d_ff": 2048}
+        | {"d_kv": 64, "num_heads": 8, "num_layers": 6, "vocab_size": 32128},
+        60_506_624,
+    ),
+    "flan-t5-base": (
+        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 768, "d_ff": 2048}
+        | {"d_kv": 64, "num_heads": 12, "num_layers": 12, "num_decoder_layers": 12, "vocab_size": 32128}
+        | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        None,
+    ),
+    "bart-base": (
+        {"model_type": "bart", "architectures": ["BartModel"], "d_model": 768, "vocab_size": 50265}
+        | {"encoder_layers": 6, "decoder_layers": 6, "encoder_attention_heads": 12, "decoder_attention_heads": 12}
+        | {"encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072, "max_position_embeddings": 1024},
+        139_420_416,
+    ),
+    "vit-base": (
+        {"model_type": "vit", "architectures": ["ViTForImageClassification"], "hidden_size": 768, "image_size": 224}
+        | {"num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072, "patch_size": 16}
+        | {"id2label": {str(n): f"class {n}" for n in range(1000)}},
+        86_567_656,
+    ),
+    "deepseek-v2-lite": (
+        {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048}
+        | {"vocab_size": 102400, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27}
+        | {"num_attention_heads": 16, "num_key_value_heads": 16, "first_k_dense_replace": 1, "n_routed_experts": 64}
+        | {"n_shared_experts": 2, "num_experts_per_tok": 6, "q_lora_rank": None, "kv_lora_rank": 512}
+        | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1},
+        15_706_484_224,
+    ),
+    "deepseek-v3": (
+        {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 7168}
+        | {"vocab_size": 129280, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61}
+        | {"num_attention_heads": 128, "num_key_value_heads": 128, "first_k_dense_replace": 3, "n_group": 8}
+        | {"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "q_lora_rank": 1536}
+        | {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+        | {"max_position_embeddings": 163840, "rope_scaling": YARN, "num_nextn_predict_layers": 1}
+        | {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}},
+        671_026_404_352,
+    ),
+    "gpt-oss-20b": (
+        {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "vocab_size": 201088}
+        | {"num_hidden_layers": 24, "num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 2880},
+        20_914_757_184,
+    ),
+}
+
+
+def odd(low: int, high: int) -> int:
+    """A number that shares few divisors with its neighbours."""
+    return random.randrange(low, high)
+
+
+def depth() -> dict[str, int]:
+    return {"num_hidden_layers": odd(1, 5), "vocab_size": odd(11, 99)}
+
+
+def grouped(**more: Any) -> dict[str, Any]:
+    """Sizes of a decoder whose heads share keys and are as wide as they like."""
+    kv = odd(1, 4)
+    heads = kv * odd(1, 4)
+    said = depth() | {"num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 2 * odd(1, 9)}
+    return said | {"hidden_size": heads * odd(2, 9), "intermediate_size": odd(3, 40)} | more
+
+
+def some(*values: Any) -> Any:
+    return random.choice(values)
+
+
+def windows(layers: int) -> dict[str, Any]:
+    types = ["sliding_attention", "full_attention"]
+    return {"layer_types": [some(*types) for _ in range(layers)], "sliding_window": odd(1, 9)}
+
+
+def gpt2() -> dict[str, Any]:
+    heads = odd(1, 5)
+    said = {"n_embd": heads * odd(1, 9), "n_head": heads, "n_layer": odd(1, 5), "n_positions": odd(3, 40)}
+    said |= {"n_inner": some(None, odd(3, 40)), "vocab_size": odd(11, 99), "tie_word_embeddings": some(True, False)}
+    return said | {"scale_attn_by_inverse_layer_idx": some(True, False)}
+
+
+def llama() -> dict[str, Any]:
+    rope = some(None, {"rope_type": "linear", "factor": 2.0}, {"type": "dynamic", "factor": 2.0}, LLAMA3)
+    flags = {name: some(True, False) for name in ("attention_bias", "mlp_bias", "tie_word_embeddings")}
+    return grouped(rope_scaling=rope, **flags)
+
+
+def mistral() -> dict[str, Any]:
+    return grouped(sliding_window=some(None, 3))
+
+
+def qwen2() -> dict[str, Any]:
+    said = grouped(use_sliding_window=True, sliding_window=3, max_window_layers=1)
+    del said["head_dim"]
+    return said | {"hidden_size": said["num_attention_heads"] * 2 * odd(1, 9)}
+
+
+def qwen3() -> dict[str, Any]:
+    said = grouped(attention_bias=some(True, False), use_sliding_window=True)
+    return said | windows(said["num_hidden_layers"])
+
+
+def gemma2() -> dict[str, Any]:
+    said = grouped(attention_bias=some(True, False), attn_logit_softcapping=some(None, 5.0))
+    return said | windows(said["num_hidden_layers"])
+
+
+def gpt_oss() -> dict[str, Any]:
+    experts = odd(2, 6)
+    said = grouped(num_local_experts=experts, num_experts_per_tok=odd(1, experts), attention_bias=some(True, False))
+    return said | windows(said["num_hidden_layers"])
+
+
+def deepseek() -> dict[str, Any]:
+    heads, experts = odd(1, 5), odd(2, 6)
+    said = depth() | {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": heads * odd(2, 9)}
+    said |= {"qk_nope_head_dim": odd(1, 9), "qk_rope_head_dim": 2 * odd(1, 5), "v_head_dim": odd(1, 9)}
+    said |= {"kv_lora_rank": odd(1, 9), "q_lora_rank": some(None, odd(1, 9)), "attention_bias": some(True, False)}
+    said |= {"intermediate_size": odd(3, 40), "moe_intermediate_size": odd(3, 20), "n_shared_experts": odd(1, 4)}
+    said |= {"n_group": 1, "topk_group": 1, "n_routed_experts": experts, "num_experts_per_tok": odd(1, experts)}
+    return said | {"first_k_dense_replace": odd(0, 4), "mlp_bias": some(True, False)}
+
+
+def bert() -> dict[str, Any]:
+    heads = odd(1, 5)
+    said = depth() | {"num_attention_heads": heads, "hidden_size": heads * odd(1, 9), "type_vocab_size": odd(1, 5)}
+    return said | {"intermediate_size": odd(3, 40), "max_position_embeddings": odd(3, 40), "num_labels": odd(1, 9)}
+
+
+def t5() -> dict[str, Any]:
+    said = {"d_model": odd(3, 30), "d_kv": odd(1, 9), "num_heads": odd(1, 5), "d_ff": odd(3, 40)}
+    said |= {"num_layers": odd(1, 4), "num_decoder_layers": some(None, odd(1, 4)), "vocab_size": odd(11, 99)}
+    said |= {"relative_attention_num_buckets": 4 * odd(1, 9), "tie_word_embeddings": some(True, False)}
+    return said | {"feed_forward_proj": some("relu", "gated-gelu", "gated-silu")}
+
+
+def bart() -> dict[str, Any]:
+    heads, others = odd(1, 5), odd(1, 5)
+    said = {"encoder_attention_heads": heads, "decoder_attention_heads": others, "d_model": heads * others * odd(1, 5)}
+    said |= {"encoder_layers": odd(1, 4), "decoder_layers": odd(1, 4), "vocab_size": odd(11, 99)}
+    said |= {"encoder_ffn_dim": odd(3, 40), "decoder_ffn_dim": odd(3, 40), "max_position_embeddings": odd(3, 40)}
+    return said | {"num_labels": odd(1, 9)}
+
+
+def vit() -> dict[str, Any]:
+    heads, patch = odd(1, 5), [odd(1, 6), odd(1, 6)]
+    said = {"num_attention_heads": heads, "hidden_size": heads * odd(1, 9), "num_hidden_layers": odd(1, 5)}
+    said |= {"patch_size": patch, "image_size": [patch[0] * odd(1, 5) + patch[0] - 1, patch[1] * odd(1, 5)]}
+    said |= {"intermediate_size": odd(3, 40), "num_channels": odd(1, 4), "qkv_bias": some(True, False)}
+    return said | {"num_labels": odd(1, 9), "pooler_output_size": some(None, 7)}
+
+
+DECODERS = ("ForCausalLM", "Model", "ForSequenceClassification", "ForTokenClassification")
+READING = ("ForMaskedLM", "Model", "ForPreTraining", "ForSequenceClassification", "ForTokenClassification")
+SPEAKING = ("ForConditionalGeneration", "Model", "ForSequenceClassification")
+# Of each family: how its classes' names begin, what small configs of it look like, and what its models are for.
+FAMILIES: dict[str, tuple[str, Callable[[], dict[str, Any]], tuple[str, ...]]] = {
+    "gpt2": ("GPT2", gpt2, ("LMHeadModel", "Model", "ForSequenceClassification", "ForTokenClassification")),
+    "llama": ("Llama", llama, (*DECODERS, "ForQuestionAnswering")),
+    "mistral": ("Mistral", mistral, DECODERS),
+    "qwen2": ("Qwen2", qwen2, DECODERS),
+    "qwen3": ("Qwen3", qwen3, DECODERS),
+    "gemma2": ("Gemma2", gemma2, DECODERS),
+    "gpt_oss": ("GptOss", gpt_oss, DECODERS),
+    "deepseek_v2": ("DeepseekV2", deepseek, ("ForCausalLM", "Model")),
+    "deepseek_v3": ("DeepseekV3", deepseek, ("ForCausalLM", "Model")),
+    "bert": ("Bert", bert, (*READING, "ForNextSentencePrediction", "ForMultipleChoice", "ForQuestionAnswering")),
+    "t5": ("T5", t5, ("ForConditionalGeneration", "Model", "EncoderModel", "ForTokenClassification")),
+    "bart": ("Bart", bart, SPEAKING),
+    "vit": ("ViT", vit, ("ForImageClassification", "Model")),
+}
+TINY = [(name, stem + task, draw) for name, (stem, _, tasks) in FAMILIES.items() for task in tasks for draw in range(3)]
+
+LAYER = re.compile(r"\.?(h|layers|layer|block)\.(\d+)\.")
+OURS = re.compile(r"(\w+?)\.(\d+)\.")
+HEAD = re.compile(r"^(lm_head|score|classifier|qa_outputs|cls|classification_head)\b|pooler")
+OWN_NORM = re.compile(r"\.(q_norm|k_norm|q_a_layernorm|kv_a_layernorm)\.")
+NORM = re.compile(r"norm|\bln_|LayerNorm", re.IGNORECASE)
+
+
+def theirs(name: str, alone: str) -> Group:
+    """Where a parameter of transformers stands, by its name."""
+    stack = next((told for told in ("encoder", "decoder") if f"{told}." in name and not alone), alone)
+    if not (layer := LAYER.search(name)):
+        if HEAD.search(name):
+            return "head", None, "head"
+        embeds = "embed" in name or name.split(".")[-2] in ("wte", "wpe", "shared") or "_token" in name
+        return (stack or "encoder", None, "embedding" if embeds else "norm")
+    rest = name[layer.end() - 1 :]
+    if NORM.search(rest) and not OWN_NORM.search(rest):
+        role = "norm"
+    elif "EncDecAttention" in rest or "encoder_attn" in rest:
+        role = "cross"
+    else:
+        role = "attention" if re.search("attn|attention", rest, re.IGNORECASE) else "feed"
+    return stack, int(layer[2]), role
+
+
+def groups_of_theirs(model: torch.nn.Module, ours: Model) -> Counter[Group]:
+    alone = ours.stacks[0].name if len(ours.stacks) == 1 else ""
+    counts: Counter[Group] = Counter()
+    for name, parameter in model.named_parameters():
+        counts[theirs(name, alone)] += parameter.numel()
+    return counts
+
+
+def groups_of_ours(model: Model) -> Counter[Group]:
+    counts: Counter[Group] = Counter()
+    for w in model.weights():
+        layer = OURS.match(w.name)
+        stack = w.name.split(".")[0]
+        counts[stack, int(layer[2]) if layer else None, w.role] += w.numel if w.learned else 0
+    return counts
+
+
+def built(folder: Path) -> torch.nn.Module:
+    """What transformers makes of a folder, as the class that its config names, without memory."""
+    config, empty = tf.AutoConfig.from_pretrained(folder), torch.empty
+
+    def nowhere(*sizes: Any, **said: Any) -> torch.Tensor:
+        return empty(*sizes, **(said | {"device": said.get("device") or "meta"}))
+
+    with torch.device("meta"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", nowhere)  # the tests' own, which fills with NaN, is not known to the device
+        return getattr(tf, config.architectures[0])._from_config(config)
+
+
+def folder_of(folder: Path, said: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(said))
+    return folder
+
+
+def check_groups(folder: Path) -> Model:
+    """Every group has as many numbers as there."""
+    ours, model = families.read(folder), built(folder)
+    assert groups_of_ours(ours) == +groups_of_theirs(model, ours)
+    assert counting.params(ours) == sum(p.numel() for p in model.parameters())
+    return ours
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_models_have_the_numbers_they_are_known_for(name: str, tmp_path: Path):
+    said, known = PUBLIC[name]
+    ours = check_groups(folder_of(tmp_path, said))
+    assert known is None or counting.params(ours) == known
+
+
+@pytest.mark.parametrize(("family", "architecture", "draw"), TINY, ids=[f"{a}-{n}" for _, a, n in TINY])
+def test_small_models_of_odd_sizes_have_the_same_numbers(family: str, architecture: str, draw: int, tmp_path: Path):
+    said = FAMILIES[family][1]() | {"model_type": family, "architectures": [architecture]}
+    check_groups(folder_of(tmp_path, said))
+
+
+# --- attention, part by part ---------------------------------------------------------------------------
+
+# Layers of these are run against transformers' in test_transformers.py, with specs written there by hand.
+RUN = [name for name in test_transformers.MODELS if name not in ("stablelm", "olmo2", "llama-dynamic")]
+STACKS = {"encoder_attentions": ("encoder", "attention"), "decoder_attentions": ("decoder", "attention")}
+STACKS |= {"cross_attentions": ("decoder", "cross")}
+
+
+def plainly(spec: hw.AttentionSpec) -> hw.AttentionSpec:
+    """The same spec, a scale that is written out left out where it is the usual one."""
+    usual = spec.similarity.factor(spec.core) == spec.core.scale
+    return replace(spec, similarity=hw.Dot()) if usual else spec
+
+
+def saved(model: hf_models.Model, folder: Path) -> Model:
+    """Our reading of what transformers writes for this model."""
+    model.model.config.save_pretrained(folder)
+    return families.read(folder)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_the_spec_is_the_one_that_computes_the_same(name: str, tmp_path: Path):
+    theirs = test_transformers.MODELS[name]()
+    ours = saved(theirs, tmp_path)
+    specs = dict(ours.specs())
+    assert len(specs) == len(theirs.sites)
+    for site in theirs.sites:
+        stack, what = STACKS.get(site.attends[0], (ours.stacks[0].name, "attention"))
+        assert plainly(specs[f"{stack}.{site.attends[1]}.{what}"]) == plainly(site.spec)
+    assert ours.unsaid() == {}
+
+
+def test_angles_that_follow_the_text_are_nearly_a_spec(tmp_path: Path):
+    """The hand-written spec is that of 13 tokens in a model of 8; up to 8 tokens it is the plain one."""
+    ours = saved(test_transformers.MODELS["llama-dynamic"](), tmp_path)
+    (plain,) = {spec for _, spec in ours.specs()}
+    assert plain == test_transformers.MODELS["llama"]().sites[0].spec
+    assert set(ours.unsaid()) == {"decoder.0.attention", "decoder.1.attention"}
+    assert "up to 8 tokens" in ours.unsaid()["decoder.0.attention"]
+
+
+def check_computes(theirs: torch.nn.Module, spec: hw.AttentionSpec, output: str, *sources: torch.Tensor) -> None:
+    """An attention of transformers, alone, against the layer that our spec builds, with its weights."""
+    theirs, ours = theirs.double().eval(), hw.Attention(spec).double().eval()
+    ours.load_state_dict(projections(theirs, ("q_proj", "k_proj", "v_proj", output)))
+    x = torch.randn(2, 5, spec.model, dtype=torch.float64)
+    torch.testing.assert_close(ours(x, source=sources[0] if sources else None), theirs(x, *sources)[0])
+
+
+def test_attention_of_bart_and_vit_computes_the_same():
+    """Neither stands among the models above; both are Vaswani's attention."""
+    said = {"d_model": 42, "encoder_attention_heads": 2, "decoder_attention_heads": 3, "encoder_layers": 1}
+    said |= {"decoder_layers": 1, "vocab_size": 11}
+    specs = dict(families.read(said | {"model_type": "bart", "architectures": ["BartModel"]}).specs())
+    bart = tf.BartModel(tf.BartConfig(**said, attn_implementation="eager"))
+    check_computes(bart.encoder.layers[0].self_attn, specs["encoder.0.attention"], "out_proj")
+    source = torch.randn(2, 7, 42, dtype=torch.float64)
+    check_computes(bart.decoder.layers[0].encoder_attn, specs["decoder.0.cross"], "out_proj", source)
+    assert specs["decoder.0.attention"] == replace(specs["decoder.0.cross"], pattern=hw.Causal())
+
+    said = {"hidden_size": 42, "num_attention_heads": 3, "num_hidden_layers": 1, "qkv_bias": False}
+    vit = tf.ViTModel(tf.ViTConfig(**said, image_size=4, patch_size=2, attn_implementation="eager"))
+    ((_, spec),) = families.read(said | {"model_type": "vit"}).specs()
+    check_computes(vit.layers[0].attention, spec, "o_proj")
+
+
+# --- what is remembered of a token ---------------------------------------------------------------------
+
+REMEMBERED = {"llama-3-8b": 131_072, "deepseek-v3": 70_272, "llama-2-7b": 524_288, "deepseek-v2-lite": 31_104}
+
+
+@pytest.mark.parametrize("name", REMEMBERED)
+def test_bytes_remembered_of_a_token(name: str):
+    """At two bytes a number, over all layers; that of V2-Lite is 27 x 576 x 2."""
+    model = families.read(PUBLIC[name][0])
+    assert 2 * sum(counting.cache_numbers(spec) for _, spec in model.specs()) == REMEMBERED[name]
+
+
+@pytest.mark.parametrize(("name", "numbers"), [("deepseek-v3", 187_107_328), ("deepseek-v2-lite", 13_763_072)])
+def test_latent_attention_has_the_published_numbers(name: str, numbers: int):
+    assert {counting.params(spec) for _, spec in families.read(PUBLIC[name][0]).specs()} == {numbers}
+
+
+# --- windows, layer by layer ---------------------------------------------------------------------------
+
+
+def seen_by_transformers(model: tf.PreTrainedModel, tokens: int) -> list[torch.Tensor]:
+    """Which keys get any weight at all, layer by layer."""
+    ids = torch.arange(tokens)[None] % 7 + 2
+    with torch.no_grad():
+        return [weights[0, 0] > 0 for weights in model(ids, output_attentions=True).attentions]
+
+
+def test_windows_begin_where_qwen_says():
+    """A config that names no layer types has them by a rule; what transformers' own layers read decides."""
+    said = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8, "intermediate_size": 5}
+    said |= {"num_hidden_layers": 5, "vocab_size": 11, "use_sliding_window": True, "sliding_window": 3}
+    said |= {"max_window_layers": 2}
+    theirs = tf.Qwen2Model(tf.Qwen2Config(**said, attn_implementation="eager")).eval()
+    ours = [spec.pattern for _, spec in families.read(said | {"model_type": "qwen2"}).specs()]
+    for pattern, seen in zip(ours, seen_by_transformers(theirs, 9), strict=True):
+        assert torch.equal(seen, hw.Sight(*[hw.Tokens.of(torch.zeros(1, 9))] * 2, pattern).allowed[0, 0])
+    assert ours == [hw.Causal()] * 2 + [hw.Window(3)] * 3

@@ -1,0 +1,478 @@
+"""Whole models, described: what they hold, what is shared, what text says of them, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import headwise as hw
+from cases import EXAMPLES
+from headwise import blueprint, counting, families
+from headwise.blueprint import (
+    Block,
+    Dense,
+    Embedding,
+    Experts,
+    Head,
+    Model,
+    Nearly,
+    Norm,
+    Patches,
+    Positions,
+    Run,
+    Stack,
+    Transform,
+)
+
+SPOKEN = {name: getattr(blueprint, name) for name in blueprint.__all__}
+
+
+def spec(**said: Any) -> hw.AttentionSpec:
+    return hw.design(**({"model": 10, "heads": 6, "dim": 4, "kv": 2} | said))
+
+
+LOCAL, FULL = spec(pattern="window(3)"), spec(pattern="causal()")
+
+
+def block(attention: Any = FULL, **said: Any) -> Block:
+    return Block(attention, **({"feed": Dense(7)} | said))
+
+
+def stack(*blocks: Block, name: str = "decoder", model: int = 10, **said: Any) -> Stack:
+    return Stack.of(name, model, blocks, **said)
+
+
+def decoder(*blocks: Block, **said: Any) -> Model:
+    return Model("small", "decoder", (stack(*blocks, embedding=Embedding(11)),), **said)
+
+
+def shapes(piece: Any, model: int = 10) -> dict[str, tuple[int, ...]]:
+    return {w.name: w.shape for w in piece.weights(model)}
+
+
+# Between them they have every field of every piece, none at its default.
+EVERY = (
+    decoder(*[block(LOCAL), block()] * 3, heads=(Head("tokens", 11, table="decoder", bias="learned", cap=3.0),)),
+    decoder(block(Nearly(FULL, "it bends", (("bend", 3),))), block(None), notes=("as told",)),
+    Model(
+        "image",
+        "vision",
+        (
+            stack(
+                block(feed=Experts(Dense(7, "silu", "gated", "ugd"), 5, 2, Dense(3), "sigmoid", "constant", 2.5)),
+                block(norm=Norm("rms", 1e-3), placement="sandwich"),
+                block(placement="parallel"),
+                name="encoder",
+                embedding=Embedding(
+                    patches=Patches(2, 3, 4, 5, channels=1),
+                    first=1,
+                    positions=Positions("learned", 7, skipped=2),
+                    scale=0.5,
+                ),
+                norm=Norm("offset"),
+            ),
+        ),
+        (Head("classes", 13, "first", Transform(17, "gelu", Norm("unbiased")), "constant", scale=2.0),),
+    ),
+    Model(
+        "pair",
+        "encoder-decoder",
+        (
+            stack(block(), name="encoder", embedding=Embedding(11, types=2, norm=Norm())),
+            stack(
+                block(cross=spec(source=10), placement="post"),
+                embedding=Embedding(11, positions=Positions("sinusoidal"), table="encoder"),
+            ),
+        ),
+    ),
+)
+
+
+# --- what is there -------------------------------------------------------------------------------------
+
+
+def test_every_tensor_is_named_once_and_is_what_the_spec_builds():
+    for model in EVERY:
+        names = [w.name for w in model.weights()]
+        assert len(set(names)) == len(names)
+        for name, attention in model.specs():
+            built = {f"{name}.{key}": tuple(t.shape) for key, t in hw.Attention(attention).state_dict().items()}
+            assert built.items() <= model.shapes().items()
+
+
+@pytest.mark.parametrize(("placement", "norms"), [("pre", 3), ("post", 3), ("sandwich", 6), ("parallel", 1)])
+def test_norms_by_placement(placement: str, norms: int):
+    whole = Block(FULL, spec(), Dense(7), placement=placement)
+    assert len(whole.norms) == norms == sum(w.role == "norm" for w in replace(whole, norm=Norm("rms")).weights(10))
+    assert Block(FULL, placement="pre").norms == ("attention_norm",)
+    assert Block(placement=placement).norms == ()
+
+
+def test_a_feed_forward_is_what_torch_makes_of_it():
+    for gated in ("plain", "gated"):
+        maps = {"up": (10, 7), "down": (7, 10)} | ({"gate": (10, 7)} if gated == "gated" else {})
+        linear = {name: torch.nn.Linear(*sizes) for name, sizes in maps.items()}
+        made = shapes(Dense(7, form=gated, bias="ugd" if gated == "gated" else "ud"))
+        assert made == {name: tuple(of.weight.shape) for name, of in linear.items()} | {
+            f"{name}_bias": tuple(of.bias.shape) for name, of in linear.items()
+        }
+
+
+def test_experts_have_one_of_each_and_a_constant_is_not_learned():
+    experts = Experts(Dense(7, form="gated", bias="u"), count=5, active=2, shared=Dense(3), bias="constant")
+    assert shapes(experts) == {
+        "router": (5, 10),
+        "router_bias": (5,),
+        "each.up": (5, 7, 10),
+        "each.up_bias": (5, 7),
+        "each.gate": (5, 7, 10),
+        "each.down": (5, 10, 7),
+        "shared.up": (3, 10),
+        "shared.down": (10, 3),
+    }
+    model = decoder(block(feed=experts))
+    assert counting.constants(model) == 5
+    assert counting.params(model) == sum(w.numel for w in model.weights()) - 5
+
+
+@pytest.mark.parametrize(("model", "heads", "hidden"), [(512, 8, 2048), (1024, 16, 4096)], ids=["base", "big"])
+def test_vaswani_in_both_sizes_is_torch_nn_transformer(model: int, heads: int, hidden: int):
+    """torch's has biases everywhere, and a norm behind either stack; 44,140,544 numbers in the base model."""
+    every, past = (hw.design(model=model, heads=heads, bias="qkvo", pattern=p) for p in ("full()", "causal()"))
+    feed = Dense(hidden, "relu", bias="ud")
+    encoder = Stack.of("encoder", model, [Block(every, feed=feed, placement="post")] * 6, norm=Norm())
+    both = Stack.of("decoder", model, [Block(past, every, feed, placement="post")] * 6, norm=Norm())
+    told = counting.params(Model("vaswani", "encoder-decoder", (encoder, both)))
+    with torch.device("meta"):
+        made = torch.nn.Transformer(model, heads, 6, 6, hidden, batch_first=True).state_dict()
+    assert told == sum(math.prod(tensor.shape) for tensor in made.values())
+    assert model > 512 or told == 44_140_544
+
+
+def test_numbers_beyond_any_machine_are_exact():
+    model = decoder(block(feed=Dense(2**70 + 1)), heads=(Head("tokens", 2**65),))
+    small = decoder(block(feed=Dense(1)), heads=(Head("tokens", 1),))
+    assert counting.params(model) - counting.params(small) == 2 * 10 * 2**70 + 10 * (2**65 - 1)
+    assert blueprint.from_json(blueprint.to_json(model)) == model
+
+
+def test_terms_add_up_and_say_how():
+    for model in EVERY:
+        terms = counting.params_terms(model)
+        assert sum(term.value for term in terms) == counting.params(model)
+        assert len({term[:2] for term in terms}) == len(terms)
+        for term in terms:
+            assert math.prod(int(n) for n in term.formula.split(" = ")[1].split("·")) == term.value
+            assert len(term.formula.split(" = ")[0].split("·")) == len(term.formula.split(" = ")[1].split("·"))
+
+
+def test_a_description_needs_no_torch():
+    code = "import sys, headwise.blueprint; print(*{'torch', 'numpy', 'transformers'} & set(sys.modules))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == []
+
+
+# --- what is shared ------------------------------------------------------------------------------------
+
+
+def test_a_table_of_relative_positions_is_named_where_it_first_stands():
+    bias = spec(modifiers=(hw.T5Bias(buckets=8, reach=9),), similarity=hw.Dot(scale=1.0))
+    named = decoder(*[block(bias)] * 3).shapes()
+    assert [name for name in named if name.endswith("t5_bias.table")] == ["decoder.0.attention.t5_bias.table"]
+    assert sum(name.endswith("t5_bias.column") for name in named) == 3
+
+
+def test_tables_of_another_shape_are_not_shared():
+    few = spec(modifiers=(hw.T5Bias(buckets=8, reach=9),), similarity=hw.Dot(scale=1.0))
+    more = replace(few, modifiers=(hw.T5Bias(buckets=4, reach=9),))
+    assert sum("table" in name for name in decoder(block(few), block(more), block(few)).shapes()) == 2
+
+
+def test_ties_name_the_owner():
+    model = EVERY[0]
+    assert model.ties() == {"head.tokens.weight": "decoder.embedding.tokens"}
+    assert "head.tokens.weight" not in model.shapes()
+    assert EVERY[3].ties() == {"decoder.embedding.tokens": "encoder.embedding.tokens"}
+    own = replace(model, heads=(Head("tokens", 11),))
+    assert own.ties() == {}
+    assert own.shapes()["head.tokens.weight"] == (11, 10)
+
+
+# --- depth ---------------------------------------------------------------------------------------------
+
+SCHEDULED = hw.design(model=12, heads=2, modifiers=(hw.Differential(),))
+
+
+def test_a_stack_places_schedules_by_depth():
+    made = Stack.of("decoder", 12, [Block(SCHEDULED, SCHEDULED)] * 3)
+    depths = [
+        tuple(s.modifiers[0].depth for s in layer.specs.values())  # pyright: ignore[reportAttributeAccessIssue] - it is one
+        for layer in made.layers
+    ]
+    assert depths == [(0, 0), (1, 1), (2, 2)]
+    assert Stack.of("decoder", 12, made.layers) == made
+    near = Stack.of("decoder", 12, [Block(Nearly(SCHEDULED, "so"))] * 2)
+    assert [layer.specs["attention"] for layer in near.layers] == [
+        layer.specs["attention"] for layer in made.layers[:2]
+    ]
+
+
+def test_an_unplaced_schedule_is_refused_with_the_reason():
+    with pytest.raises(
+        hw.SpecError, match=r"layer 1 holds Differential\(\).*depth.*Stack\.of.*Differential\(depth=1\)"
+    ):
+        Stack("decoder", 12, (Run(2, (Block(SCHEDULED),)),))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_example_stands_in_a_stack(name: str):
+    attention = EXAMPLES[name]
+    made = Stack.of("decoder", attention.model, [Block(attention)] * 3)
+    assert len(made.layers) == 3
+    model = Model(name, "decoder", (made,))
+    assert blueprint.from_toml(blueprint.to_toml(model)) == model
+
+
+# --- runs ----------------------------------------------------------------------------------------------
+
+
+def test_a_pattern_of_layers_is_one_run():
+    made = stack(*[block(LOCAL), block(LOCAL), block()] * 4, block(LOCAL))
+    assert [(run.times, len(run.blocks)) for run in made.runs] == [(4, 3), (1, 1)]
+    assert made == Stack("decoder", 10, (Run(1, made.layers),))
+
+
+@given(st.lists(st.integers(0, 2), max_size=30))
+def test_runs_are_the_layers_however_they_repeat(kinds: list[int]):
+    blocks = [Block(feed=Dense(kind + 1)) for kind in kinds]
+    assert list(Stack.of("decoder", 3, blocks).layers) == blocks
+
+
+# --- text ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", EVERY, ids=lambda model: model.name)
+def test_text_is_read_back_as_the_same_model(model: Model):
+    assert blueprint.from_toml(str(model)) == model
+    assert blueprint.from_json(blueprint.to_json(model)) == model
+    assert eval(repr(model), SPOKEN | vars(hw)) == model
+    assert hash(model) == hash(blueprint.from_toml(str(model)))
+
+
+def test_examples_have_every_field():
+    """No field of a piece stands at its default in all of them, so each has made the journey."""
+    text = "\n".join(blueprint.to_json(model) for model in EVERY)
+    for name in blueprint.__all__:
+        piece = getattr(blueprint, name)
+        if isinstance(piece, type) and name != "Weight":
+            for field in fields(piece):
+                assert f'"{field.name}"' in text, (name, field.name)
+
+
+def test_a_blueprint_may_leave_out_what_is_usual(tmp_path: Path):
+    file = tmp_path / "small.toml"
+    file.write_text(
+        'name = "small"\nkind = "decoder"\n[[stacks]]\nname = "decoder"\nmodel = 10\n[[stacks.runs]]\ntimes = 2\n'
+        "[[stacks.runs.blocks]]\nattention = {model = 10, heads = {q = 6, kv = 2, dim = 4}}\n"
+    )
+    assert families.read(file) == Model("small", "decoder", (stack(*[Block(spec())] * 2),))
+
+
+# --- bad input -----------------------------------------------------------------------------------------
+
+
+def rows(table: str) -> list[Any]:
+    split = (line.split(" -> ") for line in table.strip().splitlines())
+    return [pytest.param(does.strip(), words.strip(), id=does.strip()) for does, words in split]
+
+
+def check_refused(does: str, words: str, **named: object) -> None:
+    """`does` ends in one error of one line whose message holds these words, ` .. ` between them."""
+    with pytest.raises(hw.SpecError) as caught:
+        eval(does, globals() | named)
+    said = str(caught.value)
+    assert re.search(".*".join(re.escape(word) for word in words.split(" .. ")), said), said
+    assert "\n" not in said
+
+
+PIECES = """
+Norm("batch") -> kind='batch' .. use one of layer, offset, rms, unbiased
+Norm(eps=0.0) -> eps=0.0 .. not positive
+Norm(eps=float("nan")) -> eps=nan .. finite
+Dense(0) -> hidden=0 .. hidden=1 or more
+Dense(-7) -> hidden=-7
+Dense("7") -> hidden='7' .. int
+Dense(True) -> hidden=True .. int
+Dense(2.0) -> hidden=2.0 .. int
+Dense(7, bias="g") -> bias='g' .. 'ud'
+Dense(7, form="gate") -> form='gate' .. did you mean 'gated'
+Experts(Dense(3), 2, 3) -> active=3 .. count=2 .. at most 2
+Experts(Dense(3), 2, 1, scores="max") -> scores='max'
+Positions("learned") -> length=512
+Positions("rotary", 3) -> kind='rotary'
+Embedding() -> just one of tokens= and patches=
+Embedding(11, Patches(1, 1, 1, 1)) -> just one
+Embedding(-3) -> tokens=-3 .. tokens=0 or more
+Embedding(patches=Patches(2, 2, 1, 1), positions=Positions("learned", 5)) -> 5 positions for 4 tokens .. length=4
+Head("tokens") -> outputs= or transform=
+Head("tokens", 3, at="middle") -> at='middle'
+Head("tokens", 3, cap=0.0) -> cap=0.0
+Head("a.b", 3) -> name='a.b'
+Nearly(FULL, "so", (("bias", 0),)) -> more=(('bias', 0),)
+Nearly(FULL, "so", (("bias", "3"),)) -> more=(('bias', '3'),)
+Run(3, ()) -> blocks=()
+Run(3, (LOCAL,)) -> must hold blocks
+Run(0, (block(),)) -> times=0
+Block(LOCAL, placement="before") -> placement='before'
+Block("mha") -> attention='mha' .. AttentionSpec
+stack(block(), model=12) -> 12 wide .. 10 .. one width
+stack(block(), name="head") -> name='head'
+stack(block(), name="a.b") -> name='a.b'
+Stack("decoder", 10, (block(),)) -> must hold runs
+Stack("decoder", 10, (Run(10**12, (block(),)),)) -> 1000000000000 layers .. at most 10000
+Model("m", "decoder", (stack(), stack(name="b"))) -> 2 stacks; give 1
+Model("m", "encoder-decoder", (stack(),)) -> 1 stacks; give 2
+Model("m", "seq2seq", (stack(),)) -> kind='seq2seq'
+Model("m", "decoder", (block(),)) -> must hold Stacks
+decoder(heads=(Head("a", 3), Head("a", 4))) -> 'head a' twice
+decoder(heads=(Head("a", 11, table="encoder"),)) -> table of 'encoder' .. name one of decoder
+decoder(heads=(Head("a", 12, table="decoder"),)) -> 12 x 10 .. 11 x 10 .. leave table out
+decoder(block(cross=spec())) -> cross-attention .. no stack before
+replace(EVERY[3], stacks=(Stack.of("encoder", 8, []), EVERY[3].stacks[1])) -> table of 'encoder' .. no stack owns one
+blueprint.from_toml("name = ") -> not TOML
+blueprint.from_json("{") -> not JSON
+blueprint.from_json("1" * 5000) -> not JSON
+blueprint.from_toml("a = " + "1" * 5000) -> not TOML
+blueprint.from_json("[]") -> model = [] .. a table
+blueprint.from_toml("name = 'm'") -> says nothing of kind
+blueprint.from_toml("nam = 'm'") -> no 'nam'; did you mean 'name'
+blueprint.from_toml("name = 'm'\\nkind = 'decoder'\\nstacks = 3") -> stacks=3 .. tuple
+blueprint.from_toml("name = {a = 1}\\nkind = 'decoder'\\nstacks = []") -> name = {'a': 1} .. plain value
+"""
+
+
+@pytest.mark.parametrize(("does", "words"), rows(PIECES))
+def test_an_impossible_piece_is_refused(does: str, words: str):
+    check_refused(does, words)
+
+
+def config(family: str, **said: Any) -> Model:
+    return families.read({"model_type": family, "num_hidden_layers": 2} | said)
+
+
+CONFIGS = """
+families.read({}) -> neither model_type nor architectures .. add model_type
+families.read({"model_type": "lama"}) -> 'lama' is not known .. did you mean 'llama'
+families.read({"model_type": 7}) -> '7' is not known
+families.read({"model_type": "x", "auto_map": {"AutoConfig": "x.X"}}) -> 'x' is not known .. auto_map .. not followed
+families.read({"architectures": ["FalconForCausalLM"]}) -> 'FalconForCausalLM' is not known
+families.read({"architectures": "LlamaModel"}) -> architectures = 'LlamaModel' is no list
+config("llama", architectures=["GPT2Model"]) -> 'GPT2Model' .. 'llama' .. a class Llama
+config("llama", architectures=["LlamaForCausalLn"]) -> 'ForCausalLn' .. did you mean 'ForCausalLM'
+config("llama", hidden_size="12") -> hidden_size = '12' .. whole number
+config("llama", hidden_size=True) -> hidden_size = True .. whole number
+config("llama", hidden_size=12.0) -> hidden_size = 12.0 .. whole number
+config("llama", hidden_size=None) -> hidden_size = None .. whole number
+config("llama", hidden_size=0) -> hidden_size = 0 .. at least 1
+config("llama", vocab_size=-5) -> vocab_size = -5 .. at least 1
+config("llama", num_hidden_layers=10**12) -> num_hidden_layers = 1000000000000 .. from 1 to 10000
+config("llama", num_attention_heads=10**9, head_dim=2) -> num_attention_heads = 1000000000
+config("llama", head_dim=2**40) -> head_dim = 1099511627776
+config("llama", hidden_size=2**64) -> channels are no head
+config("llama", hidden_size=100) -> 100 does not divide among 32 heads .. head_dim
+config("llama", head_dim=7) -> 7 of 7 channels .. even
+config("llama", num_key_value_heads=5) -> num_attention_heads = 32 .. num_key_value_heads = 5
+config("llama", attention_bias=1) -> attention_bias = 1 .. neither true nor false
+config("llama", hidden_act="swiglu") -> hidden_act = 'swiglu'
+config("llama", rms_norm_eps=0) -> rms_norm_eps = 0 .. positive
+config("llama", rms_norm_eps="1e-5") -> rms_norm_eps = '1e-5' .. positive
+config("llama", rope_theta=-1) -> rope_theta = -1
+config("llama", rope_scaling=8) -> rope_scaling = 8 is no table
+config("llama", rope_scaling={"rope_type": "longrope"}) -> rope_scaling: rope_type = 'longrope' .. use one of
+config("llama", rope_scaling={"type": "linear", "factor": "2"}) -> factor = '2' .. positive
+config("llama", rope_parameters={"full_attention": {}}) -> angles of its own .. one table
+config("llama", id2label=["a"], architectures=["LlamaForSequenceClassification"]) -> id2label = ['a'] is no table
+config("qwen3", layer_types=["full_attention"]) -> names 1 layers of 2
+config("qwen3", layer_types=["full", "full"]) -> layer_types names 'full' .. full_attention
+config("qwen3", layer_types="full") -> layer_types = 'full' is no list
+config("qwen3", layer_types=["sliding_attention"] * 2) -> without a sliding_window
+config("gemma2", sliding_window=None) -> without a sliding_window
+config("gemma2", use_bidirectional_attention=True) -> use_bidirectional_attention .. not described
+config("mistral", sliding_window=0) -> sliding_window = 0
+config("gpt2", n_embd=10, n_head=3) -> 10 does not divide among 3 heads
+config("gpt2", add_cross_attention=True) -> add_cross_attention .. give False
+config("bert", position_embedding_type="relative_key") -> position_embedding_type = 'relative_key' .. 'absolute'
+config("bert", architectures=["BertForCausalLM"]) -> 'ForCausalLM'
+config("t5", feed_forward_proj="gated_gelu") -> feed_forward_proj = 'gated_gelu' .. did you mean 'gated-gelu'
+config("t5", relative_attention_num_buckets=2) -> buckets=2
+config("bart", tie_word_embeddings=False) -> tie_word_embeddings = False .. read by nobody
+config("vit", image_size=8) -> patch_size = (16, 16) is larger
+config("vit", image_size=[8, 8, 8]) -> image_size = [8, 8, 8]
+config("vit", patch_size="16") -> patch_size = '16'
+config("deepseek_v3", num_key_value_heads=2) -> num_key_value_heads differs
+config("deepseek_v3", num_experts_per_tok=300) -> num_experts_per_tok = 300 .. from 1 to 256
+config("deepseek_v3", moe_layer_freq=2) -> moe_layer_freq = 2
+config("gpt_oss", hidden_act="gelu") -> hidden_act = 'gelu'
+"""
+
+
+@pytest.mark.parametrize(("does", "words"), rows(CONFIGS))
+def test_an_impossible_config_is_refused(does: str, words: str):
+    check_refused(does, words)
+
+
+def test_files_that_are_no_config_are_refused(tmp_path: Path):
+    check_refused("families.read(at)", "holds no config.json", at=tmp_path)
+    check_refused("families.read(at)", "cannot be read", at=tmp_path / "absent.json")
+    file = tmp_path / "config.json"
+    for text, words in (
+        ("{", "is not JSON"),
+        ("[1]", "holds a list"),
+        ("[" * 100_000, "is not JSON"),
+        ("1" * 5000, "is not JSON"),
+    ):
+        file.write_text(text)
+        check_refused("families.read(at)", f"{file} .. {words} .. config.json", at=tmp_path)
+    file.write_bytes(b"\xff\xfe{}")
+    check_refused("families.read(at)", "cannot be read", at=file)
+    file.write_text(json.dumps({"model_type": "llama", "hidden_size": "wide"}))
+    check_refused("families.read(at)", f"{file}: hidden_size = 'wide'", at=str(tmp_path))
+
+
+def test_numbers_of_a_config_are_exact():
+    wide, narrow = (config("llama", vocab_size=size, hidden_size=64) for size in (2**70, 1))
+    assert counting.params(wide) - counting.params(narrow) == 2 * 64 * (2**70 - 1)
+
+
+def test_what_a_description_leaves_out_is_noted():
+    said = {"auto_map": {"AutoModel": "x.Y"}, "quantization_config": {"bits": 4}, "num_nextn_predict_layers": 1}
+    notes = "\n".join(config("deepseek_v3", architectures=["DeepseekV3Model"], **said).notes)
+    for word in ("auto_map names code", "quantization_config", "num_nextn_predict_layers", "n_group"):
+        assert (word in notes) == (word != "n_group")
+    assert "n_group" in "\n".join(config("deepseek_v3", n_group=8).notes)
+    assert config("llama").notes == ("architectures is not said; read as LlamaForCausalLM",)
+    assert config("llama", architectures=["LlamaModel"]).notes == ()
+
+
+def test_a_family_is_known_by_the_class_alone():
+    assert families.read({"architectures": ["Qwen3ForCausalLM"]}).name == "qwen3"
+    assert families.read({"architectures": ["GPT2LMHeadModel"]}).name == "gpt2"
+
+
+def test_biases_that_no_word_has_are_counted_and_said():
+    model = config("deepseek_v3", attention_bias=True, architectures=["DeepseekV3Model"])
+    assert "attention_bias" in model.unsaid()["decoder.1.attention"]
+    shape = {name: size for name, size in model.shapes().items() if name.startswith("decoder.1.attention.project.")}
+    assert shape["decoder.1.attention.project.q_down_bias"] == (1536,)
+    assert shape["decoder.1.attention.project.kv_down_bias"] == (576,)
