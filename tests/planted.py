@@ -10,6 +10,7 @@ import sys
 
 import planted_composition  # noqa: F401 - importing a list plants its bugs
 import planted_core  # noqa: F401 - as the one above
+import planted_models  # noqa: F401 - and so does this one
 from mutate import main
 from planting import BUGS
 
