@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ..layout import Layout
 from ..seams import Modifier, Part
 from ..spec import AttentionSpec
 from ..terms import Core, Phase, Work
 from .symbols import Symbol, formula, named
-
-
-class Term(NamedTuple):
-    """One item of a bill."""
-
-    name: str
-    formula: str
-    value: int
+from .whole import Term
 
 
 @dataclass(frozen=True)
