@@ -70,6 +70,12 @@ def test_wanting_weights_needs_a_backend_that_shows_them():
     assert all("weights" in " ".join(said) for name, said in reasons.refusals.items() if name != "dense")
 
 
+def test_two_parts_of_a_kind_say_a_reason_once():
+    reasons = why(hw.design(preset="talking", model=12, heads=3))
+    assert all(len(said) == len(set(said)) for said in reasons.refusals.values())
+    assert sum("TalkingHeads" in said for said in reasons.refusals["sdpa"]) == 1
+
+
 def test_another_device_needs_none_here():
     small = why(hw.design(model=12, heads=3), device="cuda:1", dtype="bf16")
     assert small.asked.job.device == "cuda"

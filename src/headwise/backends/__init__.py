@@ -31,7 +31,7 @@ def choose(job: Job, only: str | None = None) -> ModuleType:
     known(only)
     refusals = {}
     for name in [only] if only else order(job):
-        if not (reasons := BACKENDS[name].refuses(job)):
+        if not (reasons := _reasons(name, job)):
             return BACKENDS[name]
         refusals[name] = reasons
     said = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in refusals.items())
@@ -52,7 +52,12 @@ def order(job: Job) -> list[str]:
 
 def why(job: Job) -> dict[str, list[str]]:
     """Every backend, in order of preference, with its reasons to refuse; none means it takes the job."""
-    return {name: BACKENDS[name].refuses(job) for name in order(job)}
+    return {name: _reasons(name, job) for name in order(job)}
+
+
+def _reasons(name: str, job: Job) -> list[str]:
+    """Each reason once: two parts of one kind say the same."""
+    return list(dict.fromkeys(BACKENDS[name].refuses(job)))
 
 
 __all__ = ["BACKENDS", "Attend", "Bound", "Inputs", "Job", "choose", "heard", "why"]

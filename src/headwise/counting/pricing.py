@@ -30,7 +30,7 @@ class Load:
         for name in ("batch", "context"):
             size = getattr(self, name)
             if type(size) is not int or not 1 <= size <= LARGEST:
-                raise SpecError(f"{name}={size!r} is no load; give a whole number of at least 1")
+                raise SpecError(f"{name}={size!r} is no load; give a whole number from 1 to {LARGEST}")
         bytes_of(self.dtype)
         Device.named(self.device)
 
