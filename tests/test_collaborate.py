@@ -234,7 +234,7 @@ def test_heads_that_compare_nothing(heads, sides, width):
     x, _ = cases.tensors(layer.spec)
     if heads == 6 or width == 24:
         check_close(twin(made)(x), layer(x))
-    assert (scores(twin(made), x)[:, :heads].abs() < 0.1 * scores(layer, x).abs().max()).all()
+    assert (scores(twin(made), x)[:, :heads].abs() <= 0.1 * scores(layer, x).abs().max()).all()
 
 
 def test_sums_of_features_have_no_place_for_a_content_bias():

@@ -72,11 +72,11 @@ def test_other_layers_stay_as_they_are_when_placed():
     ("does", "words"),
     [
         (
-            lambda: base(project=hw.Overlapping(overlap=-3)),
+            lambda: cases.base(project=hw.Overlapping(overlap=-3)),
             r"^Overlapping\(overlap=-3\) is negative; 0 is plain attention$",
         ),
         (
-            lambda: base(project=hw.Overlapping(overlap=-2)),
+            lambda: cases.base(project=hw.Overlapping(overlap=-2)),
             r"^Overlapping\(overlap=-2\) is negative; 0 is plain attention$",
         ),
         (lambda: scheduled("L-l+1"), r"schedule='L-l\+1'\) is unknown; did you mean 'L-l"),

@@ -213,6 +213,8 @@ def test_far_tokens_that_nobody_reads_change_nothing(away):
 def test_clusters_far_apart_are_each_as_if_alone():
     spec = base(similarity=hw.Gaussian(width=0.9))
     layer, judge = hw.Attention(spec), hw.Attention(spec).double()
+    with torch.no_grad():
+        layer.project["k"].copy_(layer.project["q"])
     judge.load_state_dict(layer.state_dict())
     x = torch.randn(1, 12, 10)
     x[:, ::2] += 256.0

@@ -35,8 +35,8 @@ class FeatureMap(Similarity):
     of length sqrt(dim) they would only be close), and shared by all heads as in the paper's code. `seed` draws them,
     once: nobody redraws. Scores are told but for a factor of each query and one of all keys, which Sum divides out.
     In float32 weights are right to 2e-5 where queries and keys are up to 12 dim^(1/4) long; longer queries lose digits
-    with the size of their exponents, and keys of 15 dim^(1/4) leave no weight at all from dim 128 on. An exponent
-    of a key above 64 counts as 64, for which it must be near a direction longer than 14: there are such from dim 128 on.
+    with the size of their exponents, and keys of 15 dim^(1/4) leave no weight at all from dim 128 on. The exponent
+    of a key counts as 64 at most, which it passes only near directions longer than 14, as heads above dim 128 have.
 
     All past tokens fit in one state per head: the sum of phi(k) v^T and the sum of phi(k).
 
