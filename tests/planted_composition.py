@@ -157,8 +157,8 @@ bug(
 bug(
     "rows-with-fewer-global-tokens-lose-others",
     "blocks/longformer.py",
-    "        read = torch.where((chosen > 0)[..., None, None], read, o_BTOV[there])\n",
-    "",
+    "torch.where(asks.live[..., None, None], read, o_BTOV[there])",
+    "read",
     f"{LONG}::test_each_token_is_read_by_its_own_layer[plain]",
 )
 bug(
@@ -178,8 +178,8 @@ bug(
 bug(
     "global-queries-ask-from-the-start",
     "blocks/longformer.py",
-    "asks = Tokens(at.position.expand(batch, -1)[there], segment, checked=True)",
-    "asks = Tokens(index, segment, checked=True)",
+    "return there, Tokens(at.position.expand(batch, -1)[there], segment, checked=True)",
+    "return there, Tokens(index, segment, checked=True)",
     f"{LONG}::test_each_token_is_read_by_its_own_layer[turned]",
 )
 bug(
@@ -192,8 +192,8 @@ bug(
 bug(
     "packed-rows-share-their-global-tokens",
     "blocks/longformer.py",
-    "kept = self.overall.remember(x_BTD, tokens=at)",
-    "kept = self.overall.remember(x_BTD)",
+    "self.overall.remember(x, tokens=at)",
+    "self.overall.remember(x)",
     f"{LONG}::test_each_token_is_read_by_its_own_layer[plain]",
 )
 bug(
@@ -420,8 +420,8 @@ bug(
 bug(
     "gaussian-forgets-the-half",
     "parts/gaussian.py",
-    "(apart.shape[-1:], -0.5)",
-    "(apart.shape[-1:], -1.0)",
+    "apart[..., None]).flatten(-3) / -2",
+    "-apart[..., None]).flatten(-3)",
     A + "test_soft_look_up[2.0]",
 )
 bug(
@@ -434,8 +434,8 @@ bug(
 bug(
     "gaussian-counts-no-product",
     "parts/gaussian.py",
-    "return torch.matmul(apart.square(), apart.new_full(apart.shape[-1:], -0.5)[:, None]).squeeze(-1)",
-    "return apart.square().sum(-1) * -0.5",
+    "return torch.matmul(apart[..., None, :], apart[..., None]).flatten(-3) / -2",
+    "return apart.square().sum(-1) / -2",
     COUNTS + "test_products_are_counted_as_torch_counts_them[Gaussian0-dense]",
 )
 bug(
