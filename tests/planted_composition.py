@@ -157,8 +157,8 @@ bug(
 bug(
     "rows-with-fewer-global-tokens-lose-others",
     "blocks/longformer.py",
-    "        read = torch.where((chosen > 0)[..., None, None], read, o_BTOV[there])\n",
-    "",
+    "torch.where(asks.live[..., None, None], read, o_BTOV[there])",
+    "read",
     f"{LONG}::test_each_token_is_read_by_its_own_layer[plain]",
 )
 bug(
@@ -178,8 +178,8 @@ bug(
 bug(
     "global-queries-ask-from-the-start",
     "blocks/longformer.py",
-    "asks = Tokens(at.position.expand(batch, -1)[there], segment, checked=True)",
-    "asks = Tokens(index, segment, checked=True)",
+    "return there, Tokens(at.position.expand(batch, -1)[there], segment, checked=True)",
+    "return there, Tokens(index, segment, checked=True)",
     f"{LONG}::test_each_token_is_read_by_its_own_layer[turned]",
 )
 bug(
@@ -192,8 +192,8 @@ bug(
 bug(
     "packed-rows-share-their-global-tokens",
     "blocks/longformer.py",
-    "kept = self.overall.remember(x_BTD, tokens=at)",
-    "kept = self.overall.remember(x_BTD)",
+    "self.overall.remember(x, tokens=at)",
+    "self.overall.remember(x)",
     f"{LONG}::test_each_token_is_read_by_its_own_layer[plain]",
 )
 bug(
@@ -420,30 +420,23 @@ bug(
 bug(
     "gaussian-forgets-the-half",
     "parts/gaussian.py",
-    "self.width, (k - middle) / self.width",
-    "(self.width * 0.5**0.5), (k - middle) / (self.width * 0.5**0.5)",
+    "apart[..., None]).flatten(-3) / -2",
+    "-apart[..., None]).flatten(-3)",
     A + "test_soft_look_up[2.0]",
 )
 bug(
-    "gaussian-is-seen-from-the-origin",
+    "gaussian-blocks-swap-places",
     "parts/gaussian.py",
-    "middle = q.detach().sum(-2, keepdim=True) / max(q.shape[-2], 1)",
-    "middle = torch.zeros_like(q[..., :1, :])",
-    A + "test_an_offset_of_all_tokens_costs_no_digits[10000.0]",
+    "torch.cat(blocks, 2)",
+    "torch.cat(blocks[::-1], 2)",
+    A + "test_blocks_of_gaussian_queries_are_one_pass[1]",
 )
 bug(
-    "gaussian-is-seen-from-the-middle-of-its-slots",
+    "gaussian-counts-no-product",
     "parts/gaussian.py",
-    "middle = q.detach().sum(-2, keepdim=True) / max(q.shape[-2], 1)",
-    "middle = k.detach().sum(-2, keepdim=True) / max(k.shape[-2], 1)",
-    A + "test_empty_slots_do_not_cost_digits_either",
-)
-bug(
-    "gaussian-forgets-the-length-of-keys",
-    "parts/gaussian.py",
-    " - k.square().sum(-1)[..., None, :] / 2",
-    "",
-    truth("Gaussian0"),
+    "return torch.matmul(apart[..., None, :], apart[..., None]).flatten(-3) / -2",
+    "return apart.square().sum(-1) / -2",
+    COUNTS + "test_products_are_counted_as_torch_counts_them[Gaussian0-dense]",
 )
 bug(
     "random-directions-are-all-of-one-length",
@@ -471,8 +464,8 @@ bug(
 bug(
     "favor-takes-the-largest-exponent-off",
     "parts/feature_map.py",
-    "return (along - x",
-    "return (along - along.amax((1, -1), keepdim=True) - x",
+    "exponents = along - x",
+    "exponents = along - along.amax((1, -1), keepdim=True) - x",
     F + "test_parallel_chunked_and_recurrent_are_one_function[favor]",
 )
 bug(

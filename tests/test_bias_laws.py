@@ -215,6 +215,13 @@ FOLDED = {
     "mixed weights": ({"modifiers": (hw.TalkingHeads(on="weights"),)}, "qv", "", ("v",)),
     "a sink": ({"normaliser": hw.SinkSoftmax()}, "qkv", "", ("k", "v")),
     "no competition": ({"normaliser": hw.Sigmoid()}, "qkv", "", ("k", "v")),
+    "sums of features": ({"similarity": hw.FeatureMap(), "normaliser": hw.Sum()}, "qk", "o", ("k",)),
+    "sums that may be zero": (
+        {"similarity": hw.FeatureMap(kind="relu"), "normaliser": hw.Sum(), "dim": 1},
+        "qkv",
+        "",
+        ("k", "v"),
+    ),
 }
 
 

@@ -189,6 +189,59 @@ REFUSED = {
 }
 
 
+NO_NUMBERS = {
+    "width=3.5 is no whole number": {"width": 3.5},
+    "width=True is no whole number": {"width": True},
+    "sweeps=-1 is fewer than none; give 0 or more": {"sweeps": -1},
+    "sweeps=2.0 is no whole number": {"sweeps": 2.0},
+    "tolerance=nan is no least gain": {"tolerance": float("nan")},
+    "weights lack project.q, .* give the state_dict": {"weights": {}},
+}
+
+
+@pytest.mark.parametrize("reason", NO_NUMBERS)
+def test_what_is_no_number_is_refused(reason):
+    said = {"width": 5, "weights": cases.layer(base()).state_dict()} | NO_NUMBERS[reason]
+    with pytest.raises(hw.SpecError, match=reason):
+        hw.collaborate(base(), **said)
+
+
+@pytest.mark.parametrize(
+    "times", [{"q": 1e-200}, {"q": 1e-160, "k": 1e-140}, {"q": 1e80, "k": 1e80}, {"k": 1e-310}], ids=str
+)
+def test_the_error_does_not_depend_on_size(times):
+    layer = cases.layer(base())
+    weights, x = layer.state_dict(), torch.randn(3, 7, 10, dtype=torch.float64)
+    plain = hw.collaborate(layer.spec, weights, 7)
+    scaled = {name: held * times.get(name.removeprefix("project."), 1.0) for name, held in weights.items()}
+    made = hw.collaborate(layer.spec, scaled, 7)
+    assert made.error == pytest.approx(plain.error, rel=1e-6)
+    assert hw.collaborate(layer.spec, scaled, 24).error == 0
+    assert twin(made)(x).isfinite().all()
+
+
+@pytest.mark.parametrize("heads", [6, 1], ids=["all", "one"])
+@pytest.mark.parametrize("sides", ["q", "k", "qk"])
+@pytest.mark.parametrize("width", [7, 24])
+def test_heads_that_compare_nothing(heads, sides, width):
+    layer = cases.layer(base())
+    with torch.no_grad():
+        for side in sides:
+            layer.project[side][: 4 * heads] = 0
+    made = hw.collaborate(layer.spec, layer.state_dict(), width)
+    assert made.error < 1e-15 if heads == 6 or width == 24 else 0 < made.error < 1
+    assert all(held.isfinite().all() for held in made.weights.values())
+    x, _ = cases.tensors(layer.spec)
+    if heads == 6 or width == 24:
+        check_close(twin(made)(x), layer(x))
+    assert (scores(twin(made), x)[:, :heads].abs() <= 0.1 * scores(layer, x).abs().max()).all()
+
+
+def test_sums_of_features_have_no_place_for_a_content_bias():
+    with pytest.raises(hw.SpecError, match=r"inside a product, which FeatureMap is not; use similarity Dot"):
+        base(project=hw.Collaborative(width=8), similarity=hw.FeatureMap(), normaliser=hw.Sum())
+
+
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_cannot_be_shared_is_refused(reason):
     said, width = REFUSED[reason]

@@ -42,7 +42,10 @@ def built(spec: hw.AttentionSpec) -> hw.LongformerAttention:
 def truth(block: hw.LongformerAttention, x: Tensor, tokens: hw.Tokens) -> Tensor:
     """Each layer by the reference, on every token; the second's where a token is global."""
     near = reference.attention(block.local, x, tokens=tokens)
-    far = reference.attention(block.overall, x, source=x, tokens=tokens, source_tokens=tokens)
+    spec = replace(block.local.spec, pattern=hw.Full(), source=block.local.spec.model)
+    shares = {name: (block.overall if name == "project" else block.local).weights[name] for name, _ in spec.parts()}
+    overall = hw.Attention(spec, shares=shares).eval()
+    far = reference.attention(overall, x, source=x, tokens=tokens, source_tokens=tokens)
     chosen = torch.isin(tokens.position, torch.tensor(block.positions)) & tokens.live
     return torch.where(chosen[..., None], far, near)
 
@@ -72,6 +75,38 @@ def test_a_fresh_block_is_the_plain_layer(kind: str):
     check_close(block(x), plain(x))
     for tokens in cases.batches(x).values():
         check_close(block(x, tokens=tokens), plain(x, tokens=tokens))
+
+
+LEARNED = {
+    "gates": {"modifiers": (hw.Concrete(start=0.3), hw.HeadGate())},
+    "a router": {"modifiers": (hw.Routed(2, 2), hw.T5Bias(buckets=8, reach=9))},
+    "by queries": {"modifiers": (hw.Routed(2, 2, router="norm"), hw.Knocking())},
+    "sinks": {"normaliser": hw.SinkSoftmax(), "similarity": hw.Additive()},
+}
+
+
+@pytest.mark.parametrize("kind", LEARNED)
+def test_only_the_projections_come_twice(kind: str):
+    block = hw.LongformerAttention(base(pattern=PATTERN, **LEARNED[kind]))
+    names = [name for name, _ in block.named_parameters()]
+    assert [name for name in names if name.startswith("overall.")] == [f"overall.project.{side}" for side in "qkv"]
+    block.train()(torch.randn(BATCH, TOKENS, 10)).sum().backward()
+    assert all(p.grad is not None for p in block.parameters())
+
+
+@pytest.mark.parametrize("kind", LEARNED)
+def test_a_fresh_block_is_the_plain_layer_while_training_too(kind: str):
+    """A gate is drawn once a call, and its term tells all of it."""
+    spec = base(pattern=PATTERN, **LEARNED[kind])
+    block, plain = hw.LongformerAttention(spec).double().train(), hw.Attention(spec).double().train()
+    plain.load_state_dict(block.local.state_dict())
+    x, kept = torch.randn(BATCH, TOKENS, 10).double(), []
+    for made in (block, plain):
+        torch.manual_seed(3)
+        probe = hw.Probe(ledger=hw.Ledger())
+        kept.append((made(x, probe=probe), probe.ledger.terms))
+    check_close(kept[0][0], kept[1][0])
+    assert kept[0][1] == kept[1][1]
 
 
 @pytest.mark.parametrize("start", [0, 3, 5, 90])

@@ -71,6 +71,14 @@ def test_other_layers_stay_as_they_are_when_placed():
 @pytest.mark.parametrize(
     ("does", "words"),
     [
+        (
+            lambda: cases.base(project=hw.Overlapping(overlap=-3)),
+            r"^Overlapping\(overlap=-3\) is negative; 0 is plain attention$",
+        ),
+        (
+            lambda: cases.base(project=hw.Overlapping(overlap=-2)),
+            r"^Overlapping\(overlap=-2\) is negative; 0 is plain attention$",
+        ),
         (lambda: scheduled("L-l+1"), r"schedule='L-l\+1'\) is unknown; did you mean 'L-l"),
         (lambda: scheduled("depth"), r"schedule='depth'\) is unknown; .*fixed"),
         (lambda: scheduled("l").placed(6, 6), "no layer 6 of 6; give whole numbers, 0 <= layer < layers"),

@@ -218,13 +218,18 @@ def test_a_cut_head_is_still_asked():
 
 REFUSED = {
     "router='query'.*'learned' or 'norm'": {"modifiers": (hw.Routed(router="query"),)},
-    "at least 2 routed heads, not 1": {"modifiers": (hw.Routed(5, 1, router="norm"),)},
+    "not 1; use always=4, or always=6 and active=0": {"modifiers": (hw.Routed(5, 1, router="norm"),)},
     "Latent asks with others": {
         "project": hw.Latent(rank=8, rope=0),
         "modifiers": (hw.Routed(router="norm"),),
     },
     "one length after qk_norm; use router='learned'": {"modifiers": (hw.QKNorm(), hw.Routed(router="norm"))},
 }
+
+
+@pytest.mark.parametrize(("always", "active"), [(4, 1), (6, 0)])
+def test_what_a_refusal_advises_can_be(always, active):
+    base(modifiers=(hw.Routed(always, active, router="norm"),))
 
 
 @pytest.mark.parametrize("reason", REFUSED)

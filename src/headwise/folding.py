@@ -62,6 +62,8 @@ def _reasons(spec: AttentionSpec, side: str) -> Iterator[str]:
         return
     if not spec.normaliser.whole:
         yield f"the weights of {type(spec.normaliser).__name__} need not sum to one"
+    elif spec.normaliser.proportional and spec.similarity.vanishes():
+        yield f"all weights of {type(spec.similarity).__name__} may be zero"
     if "bias" not in defaults(type(spec.merge)):
         yield f"{type(spec.merge).__name__} has no bias to take it"
     for name, modifier in spec.steps(Modifier):

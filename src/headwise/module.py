@@ -119,6 +119,19 @@ class Attention(nn.Module):
         probe: Probe | None = None,
     ) -> Tensor:
         """o [B, T, O, vdim]: what each output head reads, before the merge."""
+        return self.gated(x, source=source, cache=cache, tokens=tokens, mask=mask, probe=probe)[0]
+
+    def gated(
+        self,
+        x: Tensor,
+        *,
+        source: Tensor | Remembered | None = None,
+        cache: Cache | None = None,
+        tokens: Tokens | None = None,
+        mask: Tensor | None = None,
+        probe: Probe | None = None,
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """The same, and the gates that it was multiplied with, for whoever puts other outputs in its place."""
         inputs.check(self.spec, x, source, cache, tokens, self._like)
         if mask is not None:
             inputs.check_mask(self.spec, mask, x, source, cache)
@@ -138,7 +151,7 @@ class Attention(nn.Module):
         ledger = None if probe is None else probe.ledger
         gates = [gate.gate(asked, own, ledger) for gate, own in self._gates]
         sight = Sight(at, told, self.spec.pattern, mask)
-        job_inputs = Inputs(self._lift(q_BTHK), self._lift(k_BSGK), v_BSGV, asked, entry, state)
+        job_inputs = Inputs(self._lift(q_BTHK, "q"), self._lift(k_BSGK, "k"), v_BSGV, asked, entry, state)
         o_BTHV = plan.attend(plan.job, sight, job_inputs, self._bound, probe)
         if isinstance(cache, StateCache):
             cache.fold(self._folded(plan.job, job_inputs, told))
@@ -147,7 +160,7 @@ class Attention(nn.Module):
             o_BTOV = step.finish(o_BTOV, x, own)
         for gate in gates:
             o_BTOV = o_BTOV * gate
-        return o_BTOV if probe is None else probe("heads", o_BTOV)
+        return (o_BTOV if probe is None else probe("heads", o_BTOV)), gates
 
     def merge(self, o_BTOV: Tensor) -> Tensor:
         """y_BTD from per-head outputs."""
@@ -196,8 +209,8 @@ class Attention(nn.Module):
             entry |= {f"{name}.{key}": factor for key, factor in mix.remember(z_BSE, p).items()}
         return entry
 
-    def _lift(self, x_BTHK: Tensor) -> Tensor:
-        return self._bound.similarity.lift(x_BTHK, self._bound.similarity_p)
+    def _lift(self, x_BTHK: Tensor, side: str) -> Tensor:
+        return self._bound.similarity.lift(x_BTHK, side, self._bound.similarity_p)
 
     def _folded(self, job: Job, given: Inputs, told: Tokens) -> dict[str, Tensor]:
         assert self._bound.folder is not None

@@ -136,6 +136,22 @@ def test_version_1_of_pairs_that_share_a_key_is_version_2_and_a_norm():
     assert far(first(X), second(X).detach().numpy()) < EXACT
 
 
+@pytest.mark.parametrize("pairs", [hw.Differential(), hw.DifferentialV2()], ids=repr)
+@pytest.mark.parametrize("keep", [[0], [1], [2], [0, 2]])
+def test_groups_of_three_heads_hold_no_whole_pairs(pairs: hw.Modifier, keep: list[int]):
+    layer = cases.layer(base(heads=3, dim=2, modifiers=(hw.Dynamic(groups=2), pairs)))
+    small, weights = hw.axes.cut(layer.spec, layer.state_dict(), keep)
+    cut = hw.Attention(small).double().eval()
+    cut.load_state_dict(weights)
+    assert far(cut.heads(X), layer.heads(X)[:, :, keep].detach().numpy()) < EXACT
+
+
+@pytest.mark.parametrize("project", [hw.Latent(rank=8, rope=2), hw.Overlapping()], ids=repr)
+def test_pairs_of_version_2_share_a_key(project: hw.Project):
+    with pytest.raises(hw.SpecError, match=r"pairs heads that share a key.* use project Direct\(\)$"):
+        base(heads=3, project=project, modifiers=(hw.DifferentialV2(),))
+
+
 # --- what cannot be ------------------------------------------------------------------------------------
 
 

@@ -76,9 +76,65 @@ def test_a_product_of_features_is_the_exponential_on_average(draws):
 
 
 def _products(kind, seed, q, k):
-    p = {"directions": drawn(seed, (kind.draws, 8))}
-    lifted = [kind.lift(torch.from_numpy(side)[None, None], p)[0, 0] for side in (q, k)]
-    return (lifted[0] * lifted[1]).sum(-1).numpy()
+    """What is lifted, with the factor of each query that it goes without; of short keys nothing is taken off."""
+    w = drawn(seed, (kind.draws, 8))
+    asks, tells = (
+        kind.lift(torch.from_numpy(x)[None, None], side, {"directions": w})[0, 0] for side, x in (("q", q), ("k", k))
+    )
+    told = q * 8**-0.25
+    return (asks * tells).sum(-1).numpy() * np.exp((told @ w.numpy().T).max(-1) - (told**2).sum(-1) / 2)
+
+
+def shares_of(layer, x):
+    """The weights of one head that asks and tells what it is given, and the same by the formula in float64."""
+    seen, w = hw.Probe("weights"), layer.similarity["directions"].double().numpy()
+    with torch.no_grad():
+        for side in "qk":
+            layer.project[side].copy_(torch.eye(x.shape[-1]))
+        layer(x, probe=seen)
+    told = x[0].double().numpy() * x.shape[-1] ** -0.25
+    exponents = told @ w.T - (told**2).sum(-1, keepdims=True) / 2
+    asks, tells = (np.exp(e) for e in (exponents - exponents.max(-1, keepdims=True), exponents - exponents.max()))
+    shares = asks @ tells.T
+    return seen.seen["weights"][0, 0].double().numpy(), shares / shares.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("dim", [8, 64, 128])
+def test_float32_at_the_top_of_the_features(dim):
+    """exp(w.x - |x|^2 / 2) is exp(|w|^2 / 2) where x is a direction itself: 1e39 and more at dim 128."""
+    layer = hw.Attention(favor(model=dim, heads=1, dim=dim, pattern="full"))
+    w = layer.similarity["directions"].float()
+    longest = w[w.square().sum(-1).argmax()] * dim**0.25
+    near = torch.randn(1, 4000, dim) * 0.1 * dim**-0.25
+    ours, truth = shares_of(layer, near + longest * torch.linspace(0.2, 1.0, 4000)[:, None])
+    assert abs(ours - truth).max() < 3e-4 * truth.max()  # the digits that exponents of some 90 leave
+    with torch.no_grad():
+        layer.project["v"].copy_(1e3 * torch.eye(dim))
+        for x in (longest.expand(1, 4000, -1), longest.expand(1, 4000, -1) * 0.3):
+            assert layer(x).isfinite().all()
+
+
+@pytest.mark.parametrize("dim", [8, 64, 128, 256])
+def test_lengths_that_float32_can_tell(dim):
+    layer = hw.Attention(favor(model=dim, heads=1, dim=dim, pattern="full"))
+    for length in (0.0, 0.5, 3.0, 8.0, 12.0):
+        x = torch.nn.functional.normalize(torch.randn(1, 300, dim), dim=-1) * length * dim**0.25
+        ours, truth = shares_of(layer, x)
+        assert abs(ours - truth).max() < 2e-5
+
+
+def test_no_key_leaves_float32():
+    """At dim 256 the longest direction is 18 long: what no range could hold counts as the most that one can."""
+    layer = hw.Attention(favor(model=256, heads=1, dim=256))
+    w = layer.similarity["directions"].float()
+    longest = w[w.square().sum(-1).argmax()] * 256**0.25
+    with torch.no_grad():
+        for side in "qkv":
+            layer.project[side].copy_(torch.eye(256))
+    keys = longest.expand(1, 2000, -1).clone().requires_grad_()
+    y = layer(keys)
+    assert y.isfinite().all()
+    assert torch.autograd.grad(y.sum(), keys)[0].isfinite().all()
 
 
 def test_more_features_come_closer_to_softmax():

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_counts import torch_counts
 
 import cases
 import headwise as hw
 from anchors import written
 from anchors.written import far
+from headwise import counting
 
 X = torch.linspace(-2, 2, 3 * 7 * 10, dtype=torch.float64).sin().view(3, 7, 10)
 EXACT = 1e-13
@@ -128,6 +130,17 @@ def test_a_bias_behind_a_folded_matrix_can_go_too():
     assert far(twin(X), layer(X).detach().numpy()) < 1e-12
 
 
+@pytest.mark.parametrize("project", [hw.Values(bias="v"), hw.Collaborative(width=9)], ids=repr)
+def test_values_are_knocked_whatever_compares(project: hw.Project):
+    """And where all it does is linear, it does not matter whether values or what is read of them meet it."""
+    layer = cases.layer(cases.base(project=project, modifiers=(hw.Knocking(),), kv=2, vdim=5))
+    plain = hw.Attention(cases.base(project=project, kv=2, vdim=5)).double()
+    held = layer.state_dict()
+    plain.load_state_dict({name: weight for name, weight in held.items() if "knocking" not in name})
+    assert far(layer.heads(X), (plain.heads(X) @ held["knocking.v"].T).detach().numpy()) < EXACT
+    assert torch_counts(layer, X) == counting.counted(layer.spec, hw.Work(3, 7, 7, 7))
+
+
 # --- what cannot be ------------------------------------------------------------------------------------
 
 
@@ -140,6 +153,7 @@ def test_a_bias_behind_a_folded_matrix_can_go_too():
         ({"sides": ""}, {}, r"sides=''.*no choice"),
         ({"kind": "mlp", "sides": "kv"}, {}, r"kind='mlp', sides='kv'.*use sides='v'"),
         ({}, {"project": hw.Latent(rank=8, rope=2)}, r"as wide as a head.*Latent.*use project Direct\(\)"),
+        ({"sides": "qv"}, {"project": hw.Collaborative(width=9)}, r"Collaborative.*use project Direct\(\)"),
         ({}, {"project": hw.Overlapping()}, r"Overlapping.*use project Direct\(\)"),
     ],
 )

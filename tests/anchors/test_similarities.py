@@ -13,7 +13,7 @@ import cases
 import headwise as hw
 from cases import base, check_close
 from headwise import counting
-from headwise.parts import additive
+from headwise.parts import additive, gaussian
 
 KEYS, VALUES, QUERY = (51.0, 56.0, 58.0), (40.0, 43.0, 48.0), 57.0
 READ = {0.5: 45.5, 1.0: 45.49999993, 2.0: 45.465599, 5.0: 44.406018, 10.0: 43.873980}  # by width
@@ -191,6 +191,47 @@ def test_an_offset_of_all_tokens_costs_no_digits(offset):
     judge, same = regression(0.6, **told)
     ours = layer(queries.view(1, 3, 1), source=source)
     check_close(ours, judge(queries.double().view(1, 3, 1), source=same), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("away", [1e3, 1e4, 1e6])
+def test_far_tokens_that_nobody_reads_change_nothing(away):
+    """In float32: a future token, padding, and the tokens of another document, as far off as they like."""
+    layer = hw.Attention(base(similarity=hw.Gaussian(), pattern="causal"))
+    x = torch.randn(2, 7, 10)
+    moved = x.clone()
+    moved[:, 5:] = away
+    with torch.no_grad():
+        y = layer(x)
+        assert torch.equal(layer(moved)[:, :5], y[:, :5])
+        for tokens in (
+            hw.Tokens.of(x, lengths=[5, 5]),
+            hw.Tokens.of(x, segments=torch.tensor([[0] * 5 + [1] * 2] * 2)),
+        ):
+            assert torch.equal(layer(moved, tokens=tokens)[:, :5], layer(x, tokens=tokens)[:, :5])
+
+
+def test_clusters_far_apart_are_each_as_if_alone():
+    spec = base(similarity=hw.Gaussian(width=0.9))
+    layer, judge = hw.Attention(spec), hw.Attention(spec).double()
+    with torch.no_grad():
+        layer.project["k"].copy_(layer.project["q"])
+    judge.load_state_dict(layer.state_dict())
+    x = torch.randn(1, 12, 10)
+    x[:, ::2] += 256.0
+    seen, told = hw.Probe("weights"), hw.Probe("weights")
+    layer(x, probe=seen)
+    judge(x.double(), probe=told)
+    assert (seen.seen["weights"] - told.seen["weights"]).abs().max() < 2e-4  # of q and k, which have 1e-5 each
+    assert (told.seen["weights"][..., ::2, 1::2] == 0).all()
+
+
+@pytest.mark.parametrize("numbers", [1, 2 * 2 * 11 * 4 * 5])
+def test_blocks_of_gaussian_queries_are_one_pass(numbers, monkeypatch):
+    layer = cases.layer(base(similarity=hw.Gaussian(width=1.3), kv=2, pattern="causal"))
+    x = torch.randn(2, 11, 10, dtype=torch.float64)
+    expected = layer(x)
+    monkeypatch.setattr(gaussian, "NUMBERS", numbers)
+    check_close(layer(x), expected)
 
 
 def test_empty_slots_do_not_cost_digits_either():

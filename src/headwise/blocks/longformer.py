@@ -13,6 +13,7 @@ from ..module import Attention
 from ..pattern import Full, Global, Or, Pattern
 from ..pattern_tables import listed
 from ..probe import Probe
+from ..seams import Gate
 from ..spec import AttentionSpec
 from ..tokens import Tokens
 
@@ -22,8 +23,9 @@ class LongformerAttention(nn.Module):
 
     y_t = W_O concat_h softmax(q_t k_S^T / sqrt dim) v_S over the keys S that `window(...) | global(...)` allows,
     and where t is global y_t = W_O concat_h softmax(q'_t k'^T / sqrt dim) v' over all keys, q', k', v' of a second
-    set of projections (2004.05150, section 3.1). Others read a global key with the first set. Only W_O is shared;
-    the second set starts as a copy of the first, as the paper says, so that a fresh block is a plain layer.
+    set of projections (2004.05150, section 3.1). Others read a global key with the first set. All else is shared, W_O
+    and what modifiers learn; gates open once a call, as the first set has them, on whatever their heads read. The
+    second set starts as a copy of the first, as the paper says, so that a fresh block is a plain layer.
 
     Positions count inside each segment, so packed documents and rows padded on the left each have their own global
     tokens; tokens global in one row only cannot be said. With `tokens` whose rows are not all alike the device is
@@ -44,8 +46,10 @@ class LongformerAttention(nn.Module):
         super().__init__()
         self.positions = _positions(spec)
         self.local = Attention(spec, backend=backend)
-        merge = {"output": self.local.weights["output"]}
-        self.overall = Attention(replace(spec, pattern=Full(), source=spec.model), backend=backend, shares=merge)
+        ungated = tuple(modifier for modifier in spec.modifiers if not isinstance(modifier, Gate))
+        far = replace(spec, pattern=Full(), source=spec.model, modifiers=ungated)
+        shares = {name: self.local.weights[name] for name, _ in far.parts() if name != "project"}
+        self.overall = Attention(far, backend=backend, shares=shares)
         held = self.local.state_dict()
         self.overall.load_state_dict({name: held[name] for name in self.overall.state_dict()})
 
@@ -55,11 +59,16 @@ class LongformerAttention(nn.Module):
         """y [B, T, model]; `probe` looks into the local layer, where what global tokens read is not used."""
         if cache is not None:
             raise ValueError("global tokens read those that have not come yet; pass the whole sequence, without cache=")
-        o_BTOV = self.local.heads(x, tokens=tokens, probe=probe)
+        o_BTOV, gates = self.local.gated(x, tokens=tokens, probe=probe)
         at = tokens or Tokens.run(0, x.shape[1], x.device)
         chosen_BT = at.live & listed((-1, *self.positions), at.position)
         if count := self._count(at, chosen_BT):
-            o_BTOV = self._answered(o_BTOV, x, at, chosen_BT, count)
+            there, asks = self._asking(x, at, chosen_BT, count)
+            read = self.overall.heads(x[there], source=self.overall.remember(x, tokens=at), tokens=asks)
+            for gate in gates:
+                read = read * gate.expand(*o_BTOV.shape[:-1], 1)[there]
+            # A row with fewer global tokens than another keeps what it had.
+            o_BTOV = o_BTOV.index_put(there, torch.where(asks.live[..., None, None], read, o_BTOV[there]))
         return self.local.merge(o_BTOV)
 
     def _count(self, at: Tokens, chosen_BT: Tensor) -> int:
@@ -68,17 +77,13 @@ class LongformerAttention(nn.Module):
             return sum(at.start <= position < at.start + at.count for position in self.positions)
         return int(chosen_BT.sum(1).amax()) if chosen_BT.numel() else 0
 
-    def _answered(self, o_BTOV: Tensor, x_BTD: Tensor, at: Tokens, chosen_BT: Tensor, count: int) -> Tensor:
-        """Per-head outputs with those of global tokens in place; a row with fewer of them keeps what it had."""
+    def _asking(self, x_BTD: Tensor, at: Tokens, chosen_BT: Tensor, count: int) -> tuple[tuple[Tensor, Tensor], Tokens]:
+        """Where the global tokens of each row are, and as what they ask; a row with fewer is filled up with padding."""
         batch = x_BTD.shape[0]
         chosen, index = chosen_BT.expand(batch, -1).byte().topk(count, dim=1)
         there = torch.arange(batch, device=x_BTD.device)[:, None], index
         segment = at.segment.expand(batch, -1)[there].where(chosen > 0, -1)
-        asks = Tokens(at.position.expand(batch, -1)[there], segment, checked=True)
-        kept = self.overall.remember(x_BTD, tokens=at)
-        read = self.overall.heads(x_BTD[there], source=kept, tokens=asks)
-        read = torch.where((chosen > 0)[..., None, None], read, o_BTOV[there])
-        return o_BTOV.index_put(there, read)
+        return there, Tokens(at.position.expand(batch, -1)[there], segment, checked=True)
 
 
 def _positions(spec: AttentionSpec) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from ..spec import AttentionSpec
 from ..terms import Base, Core, Param, Turning, Weighted
 from .direct import Direct
 from .start import normal, ones, xavier, zeros
-from .trilinear import Form, apart, blocks, distance, least_squares
+from .trilinear import Form, apart, blocks, distance, evened, grown, least_squares
 
 _STARTS = {"normal": normal(0.2), "ones": ones, "blocks": blocks}
 
@@ -60,6 +60,9 @@ class Collaborative(Project):
             yield f"Collaborative(width={self.width}) leaves nothing to compare; use at least 1"
         if self.start not in _STARTS:
             yield f"Collaborative(start={self.start!r}) is unknown; use 'normal', 'ones' or 'blocks'"
+        if not spec.similarity.linear:
+            name = type(spec.similarity).__name__
+            yield f"Collaborative adds its content bias inside a product, which {name} is not; use similarity Dot()"
         if any(step.reaches(spec) & set("qk") for _, step in spec.steps(Turn)):
             yield "Collaborative's heads share one query-key space, which no per-head turn can reach; leave turns out"
 
@@ -135,12 +138,14 @@ def collaborate(
     >>> made.spec.project, made.error
     (Collaborative(width=8), 0.0)
     """
-    if reasons := list(dict.fromkeys(_refusals(spec, width))):
+    if reasons := list(_odd(width, sweeps, tolerance)) or list(dict.fromkeys(_refusals(spec, weights, width))):
         raise SpecError("; ".join(reasons))
     assert isinstance(spec.project, Direct)
     form, bias = _form(spec, weights), spec.project.bias
+    even, size = evened(form)
     exact = width == spec.heads.q * spec.heads.dim
-    took, factors = (0, apart(form)) if exact else least_squares(form, width, sweeps, tolerance)
+    took, found = (0, apart(even)) if exact else least_squares(even, width, sweeps, tolerance)
+    factors = apart(form) if exact else grown(found, size)
     content = form.k.new_zeros(form.k.shape[::2])
     if "q" in bias:
         b_q = weights["project.q_bias"].detach().to(form.q.dtype).view(form.q.shape[:2])
@@ -150,7 +155,7 @@ def collaborate(
     own["project.content"] = content.to(like)
     shared = replace(spec, project=Collaborative(width=width, bias="v" if "v" in bias else ""))
     kept = {name: weights[name].clone() for name in shared.shapes() if name not in own}
-    return Collaborated(shared, own | kept, distance(form, factors), took)
+    return Collaborated(shared, own | kept, distance(even, found), took)
 
 
 def _form(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Form:
@@ -159,11 +164,24 @@ def _form(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Form:
     return Form(q, k[list(heads.reads)])
 
 
-def _refusals(spec: AttentionSpec, width: int) -> Iterator[str]:
+def _odd(width: int, sweeps: int, tolerance: float) -> Iterator[str]:
+    """Why these numbers cannot be meant."""
+    for name, count in (("width", width), ("sweeps", sweeps)):
+        if type(count) is not int:
+            yield f"{name}={count!r} is no whole number; give one"
+        elif name == "sweeps" and count < 0:
+            yield f"sweeps={count} is fewer than none; give 0 or more"
+    if not tolerance >= 0:
+        yield f"tolerance={tolerance!r} is no least gain of a sweep; give 0.0 or more, 1e-6 is usual"
+
+
+def _refusals(spec: AttentionSpec, weights: Mapping[str, Tensor], width: int) -> Iterator[str]:
     """Why this layer cannot be one of shared queries and keys."""
     if not isinstance(spec.project, Direct):
         yield f"collaborate knows the weights of Direct, not of {type(spec.project).__name__}; give a layer of Direct"
         return
+    if missing := [name for name in spec.shapes() if name not in weights]:
+        yield f"weights lack {', '.join(missing)}; give the state_dict of a layer of this spec"
     full = spec.heads.q * spec.heads.dim
     if not 1 <= width <= full:
         yield f"width={width} is not within 1..{full}, and {full} is exact; give one that is"

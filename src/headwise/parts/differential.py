@@ -35,6 +35,9 @@ class Pairs(OutputStep):
         if any(own % 2 for own in heads.speaks):
             yield f"speaks={heads.speaks} names second heads of pairs; name the first of each, 0, 2, 4, ..."
 
+    def sources(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
+        return heads | {head ^ 1 for head in heads}
+
     def voices(self, speaks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(own + half for own in speaks for half in range(2))
 
@@ -126,6 +129,10 @@ class DifferentialV2(Pairs):
         heads = spec.heads
         if unpaired := list(self.unpaired(heads)):
             yield from unpaired
+            return
+        if not spec.project.grouped:
+            name = type(spec.project).__name__
+            yield f"DifferentialV2 pairs heads that share a key, but {name} gives each its own; use project Direct()"
             return
         read = list(zip(heads.reads, heads.value_of, strict=True))
         if apart := [i for i in range(0, heads.q, 2) if read[i] != read[i + 1]]:

@@ -18,6 +18,7 @@ from ..terms import Base, Param, Weighted
 from .start import full
 
 LEAST = 1.01  # nearer to 1 the gradient in alpha, a difference over (alpha - 1)^2, is lost to rounding
+LARGEST = 4.0  # the root of a root: beyond it float32 keeps too few digits of what is left
 MOST = 2 - 1e-6  # a sigmoid may round to 1, and powers of zero would be one
 
 
@@ -50,6 +51,8 @@ class Entmax(Normaliser):
             yield f"Entmax(alpha={self.alpha!r}) must be above 1, where it is softmax; use normaliser Softmax()"
         elif self.alpha < LEAST:
             yield f"Entmax(alpha={self.alpha!r}) is lost to rounding; use alpha={LEAST}, or normaliser Softmax()"
+        elif self.kind == "fixed" and self.alpha > LARGEST:
+            yield f"Entmax(alpha={self.alpha!r}) loses weights to rounding above {LARGEST}; use alpha=2.0"
         elif self.kind == "learned" and self.alpha >= 2:
             yield f"Entmax(alpha={self.alpha!r}, kind='learned') must start below 2; use alpha=1.5, or kind='fixed'"
 

@@ -20,6 +20,8 @@ from .exact import as_they_are, exact
 from .start import constant
 
 KINDS = ("elu", "relu", "favor")
+HIGHEST = 64.0  # exponent of a key's feature: float32 ends at 88, and sums over keys times values need the rest
+LOWERED = 40.0  # at most, of the 87 that float32 has below 0
 
 
 @part
@@ -31,8 +33,10 @@ class FeatureMap(Similarity):
     x' = x dim^(-1/4), so that s is exp(q.k / sqrt(dim)) on average over what is drawn. The `draws` directions w_i, 0
     for dim ceil(ln(dim + 1)), are orthogonal in blocks of dim and as long as Gaussians (the paper's unbiased choice;
     of length sqrt(dim) they would only be close), and shared by all heads as in the paper's code. `seed` draws them,
-    once: nobody redraws. Nor is the largest exponent of a sequence taken off as there, for it is not known while
-    decoding; so queries and keys longer than some 15 dim^(1/4) leave no weight at all in float32.
+    once: nobody redraws. Scores are told but for a factor of each query and one of all keys, which Sum divides out.
+    In float32 weights are right to 2e-5 where queries and keys are up to 12 dim^(1/4) long; longer queries lose digits
+    with the size of their exponents, and keys of 15 dim^(1/4) leave no weight at all from dim 128 on. The exponent
+    of a key counts as 64 at most, which it passes only near directions longer than 14, as heads above dim 128 have.
 
     All past tokens fit in one state per head: the sum of phi(k) v^T and the sum of phi(k).
 
@@ -43,8 +47,9 @@ class FeatureMap(Similarity):
     paper = "2006.16236"
     disagreements: ClassVar[tuple[str, ...]] = (
         (
-            "Performer's code takes the largest exponent off before exp and adds a small number: neither is "
-            "done, because with them parallel, chunked and recurrent forms would differ."
+            "Performer's code takes the largest exponent of each query, and of all keys, off before exp and adds a "
+            "small number: here a query's own alone, because with the others parallel, chunked and recurrent forms "
+            "would differ."
         ),
     )
     signed: ClassVar[bool] = False
@@ -100,16 +105,20 @@ class FeatureMap(Similarity):
     def fixed(self, spec: AttentionSpec, work: Work) -> int:
         return self.flops(spec, work)
 
+    def vanishes(self) -> bool:
+        return self.kind == "relu"
+
     def pair(self, q_K: Tensor, k_K: Tensor, scale: float, p_h: Mapping[str, Tensor]) -> Tensor:
         if self.kind == "elu":
             return ((F.elu(q_K) + 1) * (F.elu(k_K) + 1)).sum(-1)
         if self.kind == "relu":
             return (q_K.clamp(min=0) * k_K.clamp(min=0)).sum(-1)
-        root = len(q_K) ** 0.5
-        lengths = (q_K.square().sum() + k_K.square().sum()) / (2 * root)
-        return ((p_h["directions"] * (q_K + k_K)).sum(-1) / root**0.5 - lengths).exp().mean()
+        q, k, directions = q_K / len(q_K) ** 0.25, k_K / len(k_K) ** 0.25, p_h["directions"]
+        asks = (directions * q).sum(-1)
+        tells = (directions * k).sum(-1) - k.square().sum() / 2 - lowered(directions)
+        return (asks - asks.max() + tells.clamp(max=HIGHEST)).exp().mean()
 
-    def lift(self, x_BTHK: Tensor, p: Weighted) -> Tensor:
+    def lift(self, x_BTHK: Tensor, side: str, p: Weighted) -> Tensor:
         if self.kind == "elu":
             return F.elu(x_BTHK) + 1
         if self.kind == "relu":
@@ -117,7 +126,13 @@ class FeatureMap(Similarity):
         x, directions = exact(x_BTHK) * x_BTHK.shape[-1] ** -0.25, p["directions"]
         with as_they_are(x):
             along = F.linear(x, directions.to(x.dtype))
-        return (along - x.square().sum(-1, keepdim=True) / 2).exp() * len(directions) ** -0.5
+        # Whatever all features of a query have in common goes when weights are divided by their sum: its largest
+        # exponent, with which its length goes too. A key meets many queries, so only what all keys have in common
+        # may go, and that is known before there is any.
+        if side == "q":
+            return (along - along.amax(-1, keepdim=True)).exp()
+        exponents = along - x.square().sum(-1, keepdim=True) / 2 - lowered(directions).to(x.dtype)
+        return exponents.clamp(max=HIGHEST).exp() / len(directions)
 
     def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: Weighted) -> Tensor:
         return torch.matmul(q_BHTK, k_BHSK.transpose(-1, -2))
@@ -147,6 +162,14 @@ class FeatureMap(Similarity):
         yield base(similarity=cls(kind="relu"), normaliser=Sum(), pattern="window(4)", kv=3)
         yield base(similarity=cls(kind="favor", draws=9, seed=1), normaliser=Sum(), pattern="causal", kv=2, vdim=5)
         yield base(similarity=cls(kind="favor"), normaliser=Sum(), source=13)
+
+
+def lowered(directions: Tensor) -> Tensor:
+    """What the exponents of all keys are lowered by, so that w.k - |k|^2 / 2, at most |w|^2 / 2, is at most HIGHEST.
+
+    No further than LOWERED, so that keys of length 0 keep as many digits as others.
+    """
+    return (directions.square().sum(-1).amax() / 2 - HIGHEST).clamp(0, LOWERED)
 
 
 def drawn(seed: int, shape: tuple[int, ...]) -> Tensor:

@@ -13,6 +13,7 @@ from ..spec import AttentionSpec
 from ..terms import Base, Core, Weighted
 from .exact import as_they_are, exact
 
+NUMBERS = 2**24  # of the differences that may be there at once
 LEAST = 1e-9  # below it 1 / width^2 times a distance can leave float32
 
 
@@ -21,7 +22,9 @@ class Gaussian(Similarity):
     """s = -|q - k|^2 / (2 width^2); under Softmax the kernel regression of Nadaraya (1964) and Watson (1964).
 
     A small width finds the nearest key, a large one the average of all. Where all keys have one length it is
-    Dot(scale=1 / width^2), for the length of the query is the same in every score of its row.
+    Dot(scale=1 / width^2), for the length of the query is the same in every score of its row. As products,
+    q.k - |q|^2 / 2 - |k|^2 / 2, small distances of far tokens would be lost, whatever place all were seen from; so
+    each pair has its difference, and queries go in blocks; what gradients need is kept of all blocks nonetheless.
 
     >>> Gaussian(width=2.0).pair(torch.tensor([3.0, 1.0]), torch.tensor([0.0, 5.0]), 1.0, {}).item()  # -25 / 8
     -3.125
@@ -43,15 +46,16 @@ class Gaussian(Similarity):
         return -(q_K - k_K).square().sum(-1) / (2 * self.width**2)
 
     def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: Weighted) -> Tensor:
-        # q.k - |q|^2 / 2 - |k|^2 / 2 takes small differences of large numbers, so all are seen from where the
-        # queries are: an offset that they share with the keys near them is gone before anything is squared. The
-        # keys' own middle would do as well were not some of them padding or empty slots of a cache.
         q, k = exact(q_BHTK), exact(k_BHSK)
-        middle = q.detach().sum(-2, keepdim=True) / max(q.shape[-2], 1)
-        q, k = (q - middle) / self.width, (k - middle) / self.width
+        queries = max(1, NUMBERS // max(1, k.numel()))
         with as_they_are(q):
-            product = torch.matmul(q, k.transpose(-1, -2))
-        return product - q.square().sum(-1)[..., None] / 2 - k.square().sum(-1)[..., None, :] / 2
+            blocks = [self._near(block, k) for block in q.split(queries, 2)]
+        return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
+
+    def _near(self, q_BHTK: Tensor, k_BHSK: Tensor) -> Tensor:
+        """s_BHTS of a block of queries: a product of each pair's difference with itself, as `Core.flops` counts it."""
+        apart = (q_BHTK[:, :, :, None] - k_BHSK[:, :, None]) / self.width
+        return torch.matmul(apart[..., None, :], apart[..., None]).flatten(-3) / -2
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:

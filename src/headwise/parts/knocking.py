@@ -42,7 +42,9 @@ class Knocking(Turn):
             yield f"Knocking(sides={self.sides!r}) is no choice of sides; name each of q, k and v at most once"
         elif self.kind == "mlp" and self.sides != "v":
             yield f"Knocking(kind='mlp', sides={self.sides!r}) is defined for values alone; use sides='v'"
-        if not spec.project.plain:
+        values = Layout.parse(f"{spec.heads.value_axis} vdim")
+        alone = self.sides == "v" and spec.project.entry(spec).get("v") == values
+        if not (spec.project.plain or alone):
             name = type(spec.project).__name__
             yield f"Knocking's matrices are as wide as a head, but not all that {name} turns is; use project Direct()"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,7 @@ class Latent(Project):
     """
 
     paper = "2405.04434"
+    grouped: ClassVar[bool] = False
     rank: int = 512
     rope: int = 64
     query_rank: int | None = None

@@ -56,6 +56,7 @@ class Overlapping(Project):
     disagreements: ClassVar[tuple[str, ...]] = (
         "The scores' scale is 1/sqrt(D) of the undivided head and not of its wider slice, as in the released code.",
     )
+    grouped: ClassVar[bool] = False
     overlap: int = 1
     bias: str = ""
     channels: int = 0
@@ -77,10 +78,12 @@ class Overlapping(Project):
             apart = heads.values or heads.kv == heads.q
             why = "heads that are grouped apart; use project Direct()" if apart else f"kv={heads.kv}; use kv={heads.q}"
             yield f"Overlapping divides q, k and v alike, unlike {why}"
-        if heads.vdim != heads.dim + 2 * self.overlap:
+        if heads.vdim != heads.dim + 2 * self.overlap and self.overlap >= 0:
             yield f"overlapping heads deliver dim + 2 overlap channels; use vdim={heads.dim + 2 * self.overlap}"
 
     def widened(self, heads: Heads) -> Heads:
+        if self.overlap < 0:
+            return heads  # there are none so wide; `clashes` says why
         return replace(heads, vdim=heads.dim + 2 * self.overlap)
 
     def placed(self, layer: int, layers: int) -> Self:

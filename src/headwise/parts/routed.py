@@ -77,7 +77,9 @@ class Routed(Gate):
 
     def _clashes_of_norms(self, spec: AttentionSpec, routed: int) -> Iterable[str]:
         if routed == 1:
-            yield "Routed(router='norm') compares queries of at least 2 routed heads, not 1; use one more in always"
+            few = f"use always={self.always - 1}, " if self.always else ""
+            none = f"{few}or always={self.always + 1} and active=0"
+            yield f"Routed(router='norm') compares queries of at least 2 routed heads, not 1; {none}"
         if spec.heads.rows != spec.heads.q:
             yield "Routed(router='norm') asks by score heads, but a mixing makes other rows of them; use 'learned'"
         if not spec.project.plain:

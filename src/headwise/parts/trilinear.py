@@ -40,10 +40,35 @@ def blocks(shape: tuple[int, ...]) -> Tensor:
     return (owner == torch.arange(heads)[:, None]).to(torch.get_default_dtype())
 
 
+def evened(form: Form) -> tuple[Form, int]:
+    """The form over 2^size, each head's two halves alike in size: its squares then neither overflow nor vanish."""
+    halves = [half.abs().amax((1, 2)) for half in form]
+    live = (halves[0] > 0) & (halves[1] > 0)
+    q, k = (torch.frexp(half).exponent for half in halves)
+    size = int((q + k)[live].amax()) if live.any() else 0
+    return Form(_times(form.q, torch.where(live, k - size, -q)), _times(form.k, -k)), size
+
+
+def grown(factors: Factors, size: int) -> Factors:
+    """The factors of a form 2^size as large."""
+    half = size // 2
+    q, k = (_times(x, torch.tensor(power)) for x, power in ((factors.q, size - half), (factors.k, half)))
+    return factors._replace(q=q, k=k)
+
+
+def _times(x: Tensor, power: Tensor) -> Tensor:
+    """x 2^power, in two steps, for 2^power alone may be no number: one power for all, or one a head."""
+    power = power.to(x.dtype)[..., None, None]
+    first = torch.div(power, 2, rounding_mode="floor")
+    return torch.ldexp(torch.ldexp(x, first), power - first)
+
+
 def least_squares(form: Form, rank: int, sweeps: int, tolerance: float) -> tuple[int, Factors]:
     """Factors of this rank after so many sweeps of alternating least squares; fewer when one gains too little."""
     factors = truncated(form, rank)
     error = _missed(form, factors)
+    if not error:  # as it is of no form at all, of which sweeps could make anything
+        return 0, factors
     for took in range(sweeps):
         swept = _swept(form, factors)
         least = _missed(form, swept)

@@ -19,6 +19,7 @@ class Project(Part):
     """Where queries, keys and values come from, and what is remembered of a token."""
 
     plain: ClassVar[bool] = False  # whether heads compare, read and are remembered dim and vdim wide, in every form
+    grouped: ClassVar[bool] = True  # whether score heads may share keys and values
 
     @abstractmethod
     def core(self, spec: AttentionSpec) -> Core: ...
@@ -75,8 +76,12 @@ class Similarity(Foldable):
         """What scores are multiplied with."""
         return core.scale
 
-    def lift(self, x_BTHK: Tensor, p: Weighted) -> Tensor:
-        """What of queries, or of keys, the vectorised forms compare: once for each token, before heads share keys."""
+    def vanishes(self) -> bool:
+        """Whether all scores of a row may be 0 in spite of keys: weights in proportion to them then sum to 0."""
+        return False
+
+    def lift(self, x_BTHK: Tensor, side: str, p: Weighted) -> Tensor:
+        """What of queries ("q"), or of keys, the vectorised forms compare: once a token, before heads share keys."""
         return x_BTHK
 
     def compared(self, core: Core) -> int:
