@@ -979,3 +979,113 @@ bug(
     "torch.arange(start, self.used, device=self.device) - start, start",
     TOGETHER + "test_a_ring_hands_over_what_it_holds_in_turn",
 )
+
+# --- found by review -----------------------------------------------------------------------------------
+
+A, F = "anchors/test_similarities.py::", "anchors/test_favor.py::"
+bug(
+    "gaussian-is-seen-from-the-middle-of-its-queries",
+    "parts/gaussian.py",
+    "        q, k = exact(q_BHTK), exact(k_BHSK)\n",
+    "        q, k = exact(q_BHTK), exact(k_BHSK)\n"
+    "        middle = q.mean(-2, keepdim=True)\n"
+    "        q, k = (q - middle) / self.width, (k - middle) / self.width\n"
+    "        lengths = q.square().sum(-1)[..., None] / 2 + k.square().sum(-1)[..., None, :] / 2\n"
+    "        return q @ k.transpose(-1, -2) - lengths\n",
+    A + "test_far_tokens_that_nobody_reads_change_nothing[10000.0]",
+    A + "test_clusters_far_apart_are_each_as_if_alone",
+)
+bug(
+    "gaussian-is-a-difference-of-products",
+    "parts/gaussian.py",
+    "        q, k = exact(q_BHTK), exact(k_BHSK)\n",
+    "        q, k = exact(q_BHTK) / self.width, exact(k_BHSK) / self.width\n"
+    "        lengths = q.square().sum(-1)[..., None] / 2 + k.square().sum(-1)[..., None, :] / 2\n"
+    "        return q @ k.transpose(-1, -2) - lengths\n",
+    A + "test_an_offset_of_all_tokens_costs_no_digits[10000.0]",
+    A + "test_empty_slots_do_not_cost_digits_either",
+)
+bug(
+    "favor-features-overflow",
+    "parts/feature_map.py",
+    "return exponents.clamp(max=HIGHEST).exp()",
+    "return (exponents + lowered(directions).to(x.dtype)).exp()",
+    F + "test_no_key_leaves_float32",
+)
+bug(
+    "favor-queries-keep-their-largest-exponent",
+    "parts/feature_map.py",
+    "return (along - along.amax(-1, keepdim=True)).exp()",
+    "return (along - x.square().sum(-1, keepdim=True) / 2).exp()",
+    F + "test_float32_at_the_top_of_the_features[128]",
+)
+bug(
+    "favor-lowers-all-keys",
+    "parts/feature_map.py",
+    ".clamp(0, LOWERED)",
+    ".clamp(min=0)",
+    F + "test_lengths_that_float32_can_tell[256]",
+)
+bug(
+    "alpha-has-no-end",
+    "parts/entmax.py",
+    'self.kind == "fixed" and self.alpha > LARGEST',
+    'self.kind == "fixed" and self.alpha > 1e40',
+    "anchors/test_entmax.py::test_bad_fields_are_refused",
+)
+bug(
+    "a-content-bias-beside-features",
+    "parts/collaborative.py",
+    "        if not spec.similarity.linear:\n            name",
+    "        if spec.similarity.headed:\n            name",
+    "test_collaborate.py::test_sums_of_features_have_no_place_for_a_content_bias",
+)
+bug(
+    "weights-that-may-be-zero-sum-to-one",
+    "folding.py",
+    "elif spec.normaliser.proportional and spec.similarity.vanishes():",
+    "elif spec.normaliser.proportional and spec.similarity.signed:",
+    "test_bias_laws.py::test_folding_removes_what_can_go_and_says_what_stays[sums that may be zero]",
+)
+bug(
+    "forms-are-taken-as-large-as-they-are",
+    "parts/trilinear.py",
+    "return Form(_times(form.q, torch.where(live, k - size, -q)), _times(form.k, -k)), size",
+    "return form, 0",
+    "test_collaborate.py::test_the_error_does_not_depend_on_size",
+)
+bug(
+    "no-form-is-swept-too",
+    "parts/trilinear.py",
+    "    if not error:  #",
+    "    if error < 0:  #",
+    "test_collaborate.py::test_heads_that_compare_nothing",
+)
+bug(
+    "half-a-pair-is-kept",
+    "parts/differential.py",
+    "return heads | {head ^ 1 for head in heads}",
+    "return heads",
+    "anchors/test_differential.py::test_groups_of_three_heads_hold_no_whole_pairs",
+)
+bug(
+    "global-tokens-draw-gates-of-their-own",
+    "blocks/longformer.py",
+    "if not isinstance(modifier, Gate))",
+    "if True)",
+    "test_longformer.py::test_a_fresh_block_is_the_plain_layer_while_training_too[gates]",
+)
+bug(
+    "global-tokens-learn-tables-of-their-own",
+    "blocks/longformer.py",
+    'for name, _ in far.parts() if name != "project"}',
+    'for name, _ in far.parts() if name == "output"}',
+    "test_longformer.py::test_only_the_projections_come_twice[sinks]",
+)
+bug(
+    "global-tokens-meet-no-gate",
+    "blocks/longformer.py",
+    "read = read * gate.expand(*o_BTOV.shape[:-1], 1)[there]",
+    "read = read * 1",
+    "test_longformer.py::test_each_token_is_read_by_its_own_layer[mixed]",
+)
