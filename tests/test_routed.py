@@ -229,7 +229,8 @@ REFUSED = {
 
 @pytest.mark.parametrize(("always", "active"), [(4, 1), (6, 0)])
 def test_what_a_refusal_advises_can_be(always, active):
-    base(modifiers=(hw.Routed(always, active, router="norm"),))
+    spec = base(modifiers=(hw.Routed(always, active, router="norm"),))
+    assert len(spec.speaks) == 6
 
 
 @pytest.mark.parametrize("reason", REFUSED)

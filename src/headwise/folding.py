@@ -120,7 +120,7 @@ def _kept(spec: AttentionSpec, side: str, matrix: Tensor | None, before: str) ->
         return "it is no one matrix for every head and token"
     if before:
         return f"{before} turns {side} before it"
-    return f"{type(spec.project).__name__} has no projection of {side} to take it"
+    return f"{type(spec.project).__name__} takes no matrix into its projection of {side}"
 
 
 def _without(
