@@ -73,6 +73,9 @@ def test_sizes_of_a_file_are_its_own(capsys, tmp_path: Path):
     code, out, err = run(capsys, "spec", str(tmp_path / "a.toml"), "--heads", "4")
     assert (code, out) == (2, "")
     assert "--heads is for presets" in err
+    assert "--set heads.q=4" in err
+    code, out, _ = run(capsys, "spec", str(tmp_path / "a.toml"), "--set", "heads.q=4", "--set", "heads.kv=4")
+    assert code == 0
 
 
 @pytest.mark.parametrize("name", hw.PRESETS)

@@ -103,6 +103,19 @@ def test_every_preset_is_priced(name):
     assert told.seconds("prefill") > 0
 
 
+@pytest.mark.parametrize("told", [{}, [GPT2], None])
+def test_what_is_no_spec_is_not_priced(told):
+    with pytest.raises(hw.SpecError, match="give a spec, or specs by name"):
+        hw.cost(told)
+
+
+def test_what_was_not_priced_is_not_found_and_no_source_is_guessed():
+    with pytest.raises(hw.SpecError, match="did you mean 'gpt2'"):
+        hw.cost({"gpt2": GPT2})["gpt"]
+    with pytest.raises(hw.SpecError, match="a length that no load says"):
+        hw.cost(hw.design(model=8, heads=2, source=5))
+
+
 def run(capsys, *argv: str) -> tuple[int, str, str]:
     code = cli.main(["cost", *argv])
     out, err = capsys.readouterr()

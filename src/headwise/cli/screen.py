@@ -143,8 +143,9 @@ def named_spec(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
         return _preset(name, sizes)
     if sizes:
         size, value = next(iter(sizes.items()))
+        key = {"heads": "heads.q"}.get(size, size)
         raise Wrong(
-            f"--{size} is for presets, and {name} says its own; change it with --set, as in --set {size}={value}"
+            f"--{size} is for presets, and {name} says its own; change it with --set, as in --set {key}={value}"
         )
     path = Path(name)
     if name != "-" and not path.exists():

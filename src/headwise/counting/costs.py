@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import SpecError, nearest
 from ..spec import AttentionSpec
 from .devices import Device
 from .pricing import Load, Operation, Price, price
@@ -27,7 +28,10 @@ class Costs:
         return iter(self.prices)
 
     def __getitem__(self, name: str) -> Price:
-        return next(price for price in self.prices if price.name == name)
+        named = {price.name: price for price in self.prices}
+        if name not in named:
+            raise SpecError(f"nothing named {name!r} was priced; {nearest(name, named)}")
+        return named[name]
 
     def __str__(self) -> str:
         return "\n".join(_page(self.prices))
@@ -53,6 +57,8 @@ def cost(specs: AttentionSpec | Mapping[str, AttentionSpec], load: Load | None =
     {'gqa': 4096, 'mla': 1152}
     """
     named = {"spec": specs} if isinstance(specs, AttentionSpec) else specs
+    if not isinstance(named, Mapping) or not named:  # pyright: ignore[reportUnnecessaryIsInstance] - users err
+        raise SpecError(f"cost was given {specs!r}; give a spec, or specs by name as in {{'gqa': hw.design(...)}}")
     return Costs(tuple(price(spec, load or Load(), name) for name, spec in named.items()))
 
 

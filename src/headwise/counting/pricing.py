@@ -107,6 +107,8 @@ def price(spec: AttentionSpec, load: Load, name: str = "") -> Price:
     >>> gqa.kept.total * 2, gqa.operations["decode"][1].intensity  # bytes a token; 4 heads read each key
     (4096, 3.9995117783473697)
     """
+    if spec.source is not None:
+        raise SpecError(f"source={spec.source} is a sequence of a length that no load says; price the spec without it")
     whole = work_of(spec, batch=load.batch, queries=load.context)
     decodes = spec.pattern.opening == 0
     step = work_of(spec, batch=load.batch, queries=1, past=load.context - 1) if decodes else None
