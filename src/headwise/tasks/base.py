@@ -1,0 +1,120 @@
+"""What a task is: batches that follow from a seed and an index, a measure, and what guessing would score."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from ..blueprint import Model
+from ..errors import SpecError, nearest
+from ..tokens import Tokens
+
+IGNORED = -100  # the label of a place where nothing is asked
+SPLITS = ("train", "valid", "test")
+
+# A sum and how many things were summed, by the name of what was measured: "accuracy": (310.0, 320).
+Tally = Mapping[str, tuple[float, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Examples side by side.
+
+    `x` is what the model reads: ids [B, T], pixels [B, C, H, W] or frames [B, T, F]. `labels` are the ids wanted at
+    each place, [B, T], or one for each example, [B]; IGNORED where nothing is asked. `source` is what an encoder
+    reads before it. `gold` holds one entry for each example: whatever the task knows of its structure, such as links
+    between source and target tokens.
+    """
+
+    x: Tensor
+    labels: Tensor
+    tokens: Tokens | None = None
+    source: Tensor | None = None
+    source_tokens: Tokens | None = None
+    gold: Sequence[Any] = ()
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same batch over there."""
+        moved = {name: _moved(value, device) for name, value in vars(self).items()}
+        return type(self)(**moved)
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    if isinstance(value, Tokens):
+        return Tokens(value.position.to(device), value.segment.to(device), value.start, checked=True)
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """Examples without end, or as many as a data set has.
+
+    Fields of a task are its difficulty, so that two tasks that print alike are alike. `batch` is a pure function of
+    its arguments and the fields: no state is kept between calls, so that training resumes by counting. The splits
+    never share an example.
+    """
+
+    name: ClassVar[str]
+    seed: int = 0
+
+    @abstractmethod
+    def batch(self, index: int, size: int, split: str = "train") -> Batch:
+        """Batch `index` of this many examples; counts past the end of finite data begin again, in another order."""
+
+    @abstractmethod
+    def model(self) -> Model:
+        """A model that learns this task in a few minutes, its tables as large as the task needs."""
+
+    @property
+    @abstractmethod
+    def chance(self) -> Mapping[str, float]:
+        """What each measure reads when nothing was learnt, by the name that `measure` or `score` gives it."""
+
+    def measure(self, logits: Tensor, batch: Batch) -> Tally:
+        """What is right where labels are given: [B, T, vocabulary] or [B, classes] against `batch.labels`."""
+        asked = batch.labels != IGNORED
+        right = (logits.argmax(-1) == batch.labels) & asked
+        return {"accuracy": (float(right.sum()), int(asked.sum()))}
+
+    @property
+    def answers(self) -> int:
+        """How many tokens to generate before answers are scored; 0 when nothing is generated."""
+        return 0
+
+    def prompt(self, batch: Batch) -> tuple[Tensor, Tokens | None]:
+        """What generation starts from: ids [B, P], padded on the left where rows differ, and where they stand."""
+        raise NotImplementedError(f"{self.name} generates nothing")
+
+    def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> Tally:
+        """What is right in free answers, one row of new ids for each example, cut at the end token."""
+        raise NotImplementedError(f"{self.name} generates nothing")
+
+    @property
+    def end(self) -> int | None:
+        """The id that ends an answer."""
+        return None
+
+    @property
+    def examples(self) -> int | None:
+        """How many examples the train split has; None when there is no end of them."""
+        return None
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The document of a `tokenizers.Tokenizer` that gives this task's ids; None where there is no text."""
+        return None
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Ids as a person reads them."""
+        return " ".join(map(str, ids))
+
+
+def check_split(split: str) -> None:
+    """Refuse a split that does not exist."""
+    if split not in SPLITS:
+        raise SpecError(f"split={split!r} is unknown; {nearest(split, SPLITS)}")
