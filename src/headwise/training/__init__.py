@@ -1,0 +1,1 @@
+"""Training: a recipe, a loop that can be killed at any moment, and what it leaves behind."""
