@@ -44,15 +44,22 @@ class Block(Described):
     """x, then what its attention, its cross-attention and its feed-forward add to it, in this order.
 
     placement="pre": x + f(norm(x)); "post": norm(x + f(x)); "sandwich": x + norm(f(norm(x))), as Gemma 2;
-    "parallel": x + attention(norm(x)) + feed(norm(x)), one norm for both, as GPT-J.
+    "parallel": x + attention(norm(x)) + feed(norm(x)), one norm for both, as GPT-J. form="merged" has no attention of
+    its own: its cross-attention adds the mean of the block's own tokens so far, through the same maps (1908.11365).
     """
 
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"placement": tuple(NORMS)}
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"placement": tuple(NORMS), "form": ("plain", "merged")}
     attention: AttentionSpec | Nearly | None = None
     cross: AttentionSpec | None = None
     feed: Dense | Experts | None = None
     norm: Norm = USUAL
     placement: str = "pre"
+    form: str = "plain"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.form == "merged" and (self.attention is not None or self.cross is None):
+            raise SpecError("Block(form='merged') adds a mean to its cross-attention; give cross=, and no attention")
 
     @property
     def specs(self) -> dict[str, AttentionSpec]:
