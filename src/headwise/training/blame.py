@@ -11,10 +11,6 @@ from torch import Tensor, nn
 from .optimiser import Groups
 
 
-class Diverged(ArithmeticError):
-    """A loss or a gradient that is no finite number; nothing was changed by it."""
-
-
 def first_bad(net: nn.Module, groups: Groups, forward: Callable[[], Tensor]) -> str:
     """What went bad first: a weight; else, going forward once more, an output; else, going backward, a gradient."""
     owners = {name: group for group, named in groups.items() for name in named}

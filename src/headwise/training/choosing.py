@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -29,12 +26,12 @@ class Choice:
         return torch.bfloat16 if self.precision == "bf16" else None
 
 
-def precision(fp32: float, bf16: float) -> tuple[str, str]:
+def faster(fp32: float, bf16: float) -> tuple[str, str]:
     """The faster of two precisions by their seconds a step, and why; of equals fp32, which is exact.
 
-    >>> precision(0.2, 0.1)
+    >>> faster(0.2, 0.1)
     ('bf16', 'bf16: 0.1000 s a step, fp32 0.2000')
-    >>> precision(0.2, 0.199)[0]
+    >>> faster(0.2, 0.199)[0]
     'fp32'
     """
     if bf16 < fp32 * (1 - WORTH):
@@ -55,34 +52,13 @@ def worth_compiling(seconds: float, steps: int) -> tuple[bool, str]:
     return gain > COMPILING, f"{'worth trying' if gain > COMPILING else 'not compiled'}: {told}"
 
 
-def keep_compiled(seconds: float, compiled: float, steps: int) -> tuple[str, str]:
+def kept(seconds: float, compiled: float, steps: int) -> tuple[str, str]:
     """Whether to go on with what was compiled; the time it took is spent either way.
 
-    >>> keep_compiled(0.2, 0.1, steps=50)
+    >>> kept(0.2, 0.1, steps=50)
     ('on', 'compiled: 0.1000 s a step instead of 0.2000 s, 5 s gained over 50 steps')
     """
     if compiled < seconds * (1 - WORTH):
         gained = f"{(seconds - compiled) * steps:.0f} s gained over {steps} steps"
         return "on", f"compiled: {compiled:.4f} s a step instead of {seconds:.4f} s, {gained}"
     return "off", f"not compiled: {compiled:.4f} s a step when it is, {seconds:.4f} s when not"
-
-
-def seconds_of(step: Callable[[], Any], wait: Callable[[], Any], budget: float = PROBE) -> float:
-    """Seconds that a step takes, the median of as many as fit into the budget after one that warms up."""
-    begun = time.perf_counter()
-    step()
-    wait()
-    taken: list[float] = []
-    while not taken or time.perf_counter() - begun < budget:
-        at = time.perf_counter()
-        step()
-        wait()
-        taken.append(time.perf_counter() - at)
-    return sorted(taken)[len(taken) // 2]
-
-
-def peak(device: torch.device, dtype: torch.dtype, wait: Callable[[], Any]) -> float:
-    """FLOPs a second of one large matrix product here: what a step is held against."""
-    size = 8192 if device.type == "cuda" else 1024
-    left, right = torch.ones(2, size, size, device=device, dtype=dtype)
-    return 2 * size**3 / seconds_of(lambda: left @ right, wait, budget=0.3)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..blueprint import Model, Stack
 from ..errors import SpecError
 from ..tasks import IGNORED, Batch
 from ..terms import Ledger
@@ -67,13 +68,38 @@ def _rows(value: Any, own: slice) -> Any:
     return None if value is None else value[own]
 
 
-def check(batch: Batch, classes: int, where: str) -> None:
+def check(batch: Batch, described: Model, where: str) -> None:
     """Refuse, while a batch is still in main memory, what would fail inside a kernel or teach nothing."""
-    wrong = batch.labels[(batch.labels != IGNORED) & ((batch.labels < 0) | (batch.labels >= classes))]
-    if len(wrong):
-        told = f"{where} asks for the label {int(wrong[0])}, but the model tells {classes} apart"
-        raise ValueError(f"{told}; give labels in 0..{classes - 1}, or {IGNORED} where nothing is asked")
+    if described.heads:
+        known = described.heads[0].outputs
+        _check_range(batch.labels[batch.labels != IGNORED], known, f"{where} asks for the label")
     if not asked(batch):
         raise ValueError(f"{where} asks nothing, every label is {IGNORED}; label at least one place")
-    if batch.x.is_floating_point() and not batch.x.isfinite().all():
-        raise ValueError(f"{where} holds numbers that are not finite; take them out of the data")
+    for x, stack in ((batch.x, described.stacks[-1]), (batch.source, described.stacks[0])):
+        if x is None:
+            continue
+        if x.is_floating_point() and not x.isfinite().all():
+            raise ValueError(f"{where} holds numbers that are not finite; take them out of the data")
+        if stack.embedding and stack.embedding.tokens and not x.is_floating_point():
+            _check_range(x, stack.embedding.tokens, f"{where} holds the id")
+
+
+def _check_range(ids: Tensor, known: int, fact: str) -> None:
+    wrong = ids[(ids < 0) | (ids >= known)]
+    if len(wrong):
+        raise ValueError(f"{fact} {int(wrong[0])}, but the model has {known} of them; give 0..{known - 1}")
+
+
+def check_model(described: Model, usual: Model) -> None:
+    """Refuse a model whose tables are smaller than those of the model that a task brings along."""
+    pairs = zip((described.stacks[0], described.stacks[-1]), (usual.stacks[0], usual.stacks[-1]), strict=True)
+    sizes = [(_tokens(own), _tokens(wanted), f"the table of {own.name}") for own, wanted in pairs]
+    if described.heads and usual.heads:
+        sizes.append((described.heads[0].outputs, usual.heads[0].outputs, f"the head {described.heads[0].name}"))
+    for own, wanted, what in sizes:
+        if 0 < own < wanted:
+            raise SpecError(f"{what} has {own} rows, the task tells {wanted} ids apart; give it {wanted}")
+
+
+def _tokens(stack: Stack) -> int:
+    return stack.embedding.tokens if stack.embedding else 0

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import SpecError, nearest
 from ..registry import Spoken
 from ..text import toml_of
-from .schedules import SCHEDULES
+from .schedules import SCHEDULES, Course
 
 CHOICES = {
     "schedule": tuple(SCHEDULES),
@@ -107,6 +107,15 @@ class Recipe(Spoken):
             if len(row) != 2 or not isinstance(row[0], str) or not _number(row[1]):
                 raise SpecError(f"Recipe(terms={self.terms!r}) must name factors; write terms=(('balance', 0.01),)")
         self._check_together()
+
+    def rate(self, step: int) -> float:
+        """The rate of learning at a step, counted from 1.
+
+        >>> [Recipe(steps=10, lr=0.5, schedule="wsd").rate(step) for step in (1, 8, 9, 10)]
+        [0.5, 0.5, 0.25, 0.0]
+        """
+        warmup, decay = self.warmup * self.steps, self.decay * self.steps
+        return self.lr * SCHEDULES[self.schedule](Course(step, self.steps, warmup, decay, self.floor))
 
     def _check_together(self) -> None:
         """What is right alone and wrong beside another."""

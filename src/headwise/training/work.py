@@ -8,6 +8,7 @@ from .. import counting
 from ..blueprint import Experts, Model, Stack
 from ..tasks import Batch
 from ..terms import Work
+from ..tokens import Tokens
 
 BACKWARD = 3  # a step is a forward pass and, backwards, two products for each of its own
 
@@ -44,6 +45,21 @@ def tokens_of(stack: Stack, shape: tuple[int, ...]) -> int:
         return shape[1]
     patches = embedding.patches
     return embedding.first + shape[-2] // patches.high * (shape[-1] // patches.wide)
+
+
+def tokens_in(described: Model, batch: Batch) -> int:
+    """How many tokens a model reads of a batch, padding left out."""
+    first, last = described.stacks[0], described.stacks[-1]
+    read = _live(batch.tokens, len(batch.labels), tokens_of(last, batch.x.shape))
+    if batch.source is None:
+        return read
+    return read + _live(batch.source_tokens, len(batch.labels), tokens_of(first, batch.source.shape))
+
+
+def _live(tokens: Tokens | None, rows: int, each: int) -> int:
+    if tokens is None:
+        return rows * each
+    return int(tokens.live.sum()) * (rows if len(tokens.live) == 1 else 1)
 
 
 def _layers(stack: Stack, rows: int, own: int, source: int) -> Iterator[int]:
