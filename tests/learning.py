@@ -62,7 +62,7 @@ class Answered(Echo):
         return batch.x[:, :3], None
 
     def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> Tally:
-        right = sum(row == [int(x[2])] * 2 for row, x in zip(generated, batch.x, strict=True))
+        right = sum(row == x[1:3].tolist() for row, x in zip(generated, batch.x, strict=True))
         return {"exact_match": (float(right), len(generated))}
 
 

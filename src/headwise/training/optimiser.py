@@ -67,8 +67,8 @@ class Optimiser:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Its state by name, as in "exp_avg NAME"; nothing before the first step."""
-        states = zip(self._names, self._adamw.state_dict()["state"].values(), strict=False)
-        return {f"{kind} {name}": value for name, state in states for kind, value in state.items()}
+        states: dict[int, dict[str, Tensor]] = self._adamw.state_dict()["state"]
+        return {f"{kind} {self._names[n]}": value for n, state in states.items() for kind, value in state.items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from that state."""

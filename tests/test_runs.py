@@ -1,0 +1,324 @@
+"""What a run leaves in its folder, and what it survives: kills, full disks, edits, numbers that are not finite."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise import files
+from headwise.errors import Diverged, SpecError
+from headwise.files import read_lines
+from headwise.models import load, save
+from headwise.tasks import Batch
+from headwise.training import Checkpoint, Checkpoints, checkpoint, train
+from headwise.training.evaluation import Examiner
+from headwise.training.interrupts import Interrupts
+from learning import Answered, Echo, quick
+
+STOCHASTIC = {"dropout": 0.1, "accumulate": 5}  # so that what is drawn has to go on where it stood
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load(folder).state_dict()
+
+
+def check_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    """Bit by bit."""
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def newest(folder: Path) -> Checkpoint:
+    found, damages = Checkpoints(folder / "checkpoint").newest()
+    assert found is not None
+    assert not damages
+    return found
+
+
+def trail(folder: Path) -> list[tuple[object, ...]]:
+    """What every step and evaluation came to, without the times."""
+    told = read_lines(folder / "metrics.jsonl")
+    steps = [(r["step"], r["loss"], r["rate"], r["norm"]) for r in told if r["event"] == "step"]
+    return steps + [(r["step"], r["metrics"]) for r in told if r["event"] in ("evaluation", "end")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    train(Echo(), recipe=quick(**STOCHASTIC), out=folder)
+    return folder
+
+
+# --- what is left --------------------------------------------------------------------------------------
+
+
+def test_a_run_learns_and_leaves_a_model_that_says_how(tmp_path: Path):
+    recipe = quick(steps=120, batch=30, lr=0.02, evaluate_every=60, checkpoint_every=50)
+    result = train(Answered(), recipe=recipe, out=tmp_path)
+    assert result.metrics["accuracy"] > 0.9
+    assert result.metrics["exact_match"] >= 0.5
+    assert json.loads((tmp_path / "final.json").read_text()) == result.data
+    assert {"task": "answered", "steps": 120, "model": str(tmp_path)}.items() <= result.data.items()
+    page = (tmp_path / "README.md").read_text()
+    for said in ("The task is answered (seed=0, noise=0.0)", "lr = 0.02", "| accuracy |", "| 0.1000 |"):
+        assert said in page
+    events = [record["event"] for record in read_lines(tmp_path / "metrics.jsonl")]
+    assert [events.count(name) for name in ("run", "step", "evaluation", "end")] == [1, 120, 2, 1]
+    check_same(weights(tmp_path), result.net.state_dict())
+
+
+def test_a_run_draws_from_generators_of_its_own(tmp_path: Path):
+    torch.manual_seed(1)
+    wanted = torch.rand(3)
+    torch.manual_seed(1)
+    train(Echo(), recipe=quick(steps=1, dropout=0.5), out=tmp_path)
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_the_last_checkpoints_stay_and_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Held-out losses by the step: step 4 is the best, and its weights are the model."""
+    script(monkeypatch, [5.0, 1.0, 3.0, 2.0, 4.0])
+    result = train(Echo(), recipe=quick(steps=10, evaluate_every=2, checkpoint_every=1, keep=3), out=tmp_path)
+    kept = Checkpoints(tmp_path / "checkpoint")
+    assert [int(path.stem) for path in kept.paths] == [10, 9, 8, 4]
+    assert result.best == 4
+    check_same(weights(tmp_path), checkpoint.read(kept.path(4)).kind("model"))
+
+
+def script(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
+    """Held-out data gives these losses, one after the other; test data gives 0."""
+    left = iter(losses)
+    monkeypatch.setattr(
+        Examiner, "measures", lambda self, net, split: {"loss": next(left) if split == "valid" else 0.0}
+    )
+
+
+def test_a_run_that_gets_no_better_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    script(monkeypatch, [3.0, 2.0, 2.5, 2.0, 1.0])
+    result = train(Echo(), recipe=quick(steps=10, evaluate_every=2, patience=2), out=tmp_path)
+    assert (result.steps, result.best) == (8, 4)
+
+
+def test_a_model_that_is_given_goes_on_from_its_weights(tmp_path: Path):
+    net = hw.build(Echo().model(), seed=5)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    train(Echo(), net, quick(steps=1, keep=9), out=tmp_path)
+    check_same(checkpoint.read(tmp_path / "checkpoint" / "0000000000.safetensors").kind("model"), before)
+
+
+# --- going on ------------------------------------------------------------------------------------------
+
+
+class Stop:
+    """A sink that ends a run at a step, as a crash would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def open(self, folder: Path, config: object) -> None:
+        pass
+
+    def write(self, record: dict) -> None:
+        if record["event"] == "step" and record["step"] == self.step:
+            raise RuntimeError("a crash")
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_run_that_crashes_again_and_again_ends_with_the_same_bits(whole: Path, tmp_path: Path):
+    for step in (1, 3, 4, 6):
+        with pytest.raises(RuntimeError, match="a crash"):
+            train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, resume="allowed", sinks=[Stop(step)])
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"event": "st')
+    train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, resume="allowed")
+    check_same(weights(tmp_path), weights(whole))
+    check_same(dict(newest(tmp_path).tensors), dict(newest(whole).tensors))
+    assert trail(tmp_path) == trail(whole)
+
+
+def test_a_run_that_is_over_is_measured_again_and_no_more(whole: Path):
+    before = weights(whole)
+    result = train(Echo(), recipe=quick(**STOCHASTIC), out=whole, resume="allowed")
+    assert result.steps == 6
+    check_same(weights(whole), before)
+
+
+RUN = """
+import sys; sys.path[:0] = {paths!r}
+from learning import Echo, quick
+from headwise.training import train
+train(Echo(), recipe=quick({said}), out=sys.argv[1], resume="allowed")
+"""
+
+
+def killed_and_resumed(folder: Path, kills: int, said: str) -> list[int]:
+    """Run, kill -9 a moment after some steps, and again; at last let it be. The steps kept at each kill."""
+    paths = [str(Path(__file__).parent), str(Path(hw.__file__).parents[1])]
+    command = [sys.executable, "-c", RUN.format(paths=paths, said=said), str(folder)]
+    kept, moment = Checkpoints(folder / "checkpoint"), random.Random(0)
+    steps: list[int] = []
+    for _ in range(kills):
+        child = subprocess.Popen(command, stderr=subprocess.PIPE)
+        before = kept.paths[:1]
+        while kept.paths[:1] == before and child.poll() is None:
+            time.sleep(0.002)
+        time.sleep(moment.uniform(0.0, 0.1))
+        child.send_signal(signal.SIGKILL)
+        assert child.communicate()[1] == b""
+        found, damages = kept.newest()
+        assert found is not None
+        assert not damages, "a kill damaged a checkpoint"
+        steps.append(found.step)
+    last = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert last.returncode == 0, last.stderr
+    return steps
+
+
+@pytest.mark.lengthy
+@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(tmp_path: Path, kills: int):
+    """A checkpoint at every step, so that most kills fall into the writing of one."""
+    steps = 30 * kills
+    said = f"steps={steps}, checkpoint_every=1, evaluate_every=20, dropout=0.1"
+    kept = killed_and_resumed(tmp_path / "killed", kills, said)
+    train(Echo(), recipe=quick(steps=steps, checkpoint_every=1, evaluate_every=20, dropout=0.1), out=tmp_path / "whole")
+    assert kept == sorted(kept)
+    assert 0 < kept[-1] < steps
+    check_same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
+    assert trail(tmp_path / "killed") == trail(tmp_path / "whole")
+
+
+# --- what is refused -----------------------------------------------------------------------------------
+
+
+def test_a_folder_that_holds_a_run_is_not_begun_anew(whole: Path):
+    with pytest.raises(SpecError, match="holds a run of 6 steps; resume it, or give another folder"):
+        train(Echo(), recipe=quick(**STOCHASTIC), out=whole)
+
+
+def test_a_folder_that_holds_a_model_is_not_written_over(tmp_path: Path):
+    save(hw.build(Echo().model(), seed=1), tmp_path)
+    before = weights(tmp_path)
+    with pytest.raises(SpecError, match="holds a model already"):
+        train(Echo(), recipe=quick(), out=tmp_path, resume="allowed")
+    check_same(weights(tmp_path), before)
+
+
+@pytest.mark.parametrize(
+    ("task", "said", "told"),
+    [
+        (Echo(), {"lr": 0.001}, r"recipe.lr was 0.002, is now 0.001"),
+        (Echo(), {"steps": 7}, r"recipe.steps was 6, is now 7"),
+        (Echo(noise=0.5), {}, r"task.noise was 0.0, is now 0.5"),
+        (Answered(), {}, r"task.name was 'echo', is now 'answered'"),
+    ],
+)
+def test_another_setup_is_refused_by_its_first_difference(whole: Path, task: Echo, said: dict, told: str):
+    with pytest.raises(SpecError, match=told):
+        train(task, recipe=quick(**STOCHASTIC, **said), out=whole, resume="allowed")
+
+
+class Changed(Echo):
+    """The same fields, other data."""
+
+    def batch(self, index: int, size: int, split: str = "train") -> Batch:
+        return super().batch(index + 1, size, split)
+
+
+def test_data_that_changed_under_a_run_is_noticed(whole: Path):
+    with pytest.raises(SpecError, match="first batch was '.*', is now"):
+        train(Changed(), recipe=quick(**STOCHASTIC), out=whole, resume="allowed")
+
+
+def test_two_runs_cannot_write_one_folder(tmp_path: Path):
+    with files.Lock(tmp_path), pytest.raises(SpecError, match=f"being written by process {os.getpid()}"):
+        train(Echo(), recipe=quick(), out=tmp_path)
+
+
+class Wild(Echo):
+    """An id beyond the table in batch 2."""
+
+    wild = "x"
+
+    def batch(self, index: int, size: int, split: str = "train") -> Batch:
+        found = super().batch(index, size, split)
+        getattr(found, self.wild)[1, 1] = 99 if index == 2 else 1
+        return found
+
+
+class WildLabel(Wild):
+    """A label beyond the head in batch 2."""
+
+    wild = "labels"
+
+
+@pytest.mark.parametrize(("task", "told"), [(Wild(), "batch 2 holds the id 99"), (WildLabel(), "2 asks for the label 99")])
+def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path, task: Echo, told: str):
+    with pytest.raises(ValueError, match=f"{told}, but the model has 11 of them; give 0..10"):
+        train(task, recipe=quick(), out=tmp_path)
+    assert newest(tmp_path).step == 2
+
+
+def test_a_model_of_a_smaller_vocabulary_is_refused(tmp_path: Path):
+    text = hw.blueprint.to_toml(Echo().model()).replace("11", "7")
+    with pytest.raises(SpecError, match="the table of decoder has 7 rows, the task tells 11 ids apart"):
+        train(Echo(), hw.blueprint.from_toml(text), quick(), tmp_path)
+
+
+def test_words_are_known(tmp_path: Path):
+    with pytest.raises(SpecError, match="resume='yes' is unknown"):
+        train(Echo(), recipe=quick(), out=tmp_path, resume="yes")
+    with pytest.raises(SpecError, match="say where"):
+        train(Echo(), recipe=quick())
+    with pytest.raises(SpecError, match="device='gpu' is not here"):
+        train(Echo(), recipe=quick(device="gpu"), out=tmp_path)
+    with pytest.raises(SpecError, match="built with dropout=0.2, the recipe says 0.0"):
+        train(Echo(), hw.build(Echo().model(), dropout=0.2), quick(), tmp_path)
+
+
+# --- what is not finite --------------------------------------------------------------------------------
+
+
+def poisoned(step: int, name: str, value: float):
+    """A sink that sets a weight's first number after a step, as memory that breaks might."""
+
+    class Poison(Stop):
+        def write(self, record: dict) -> None:
+            if record["event"] == "step" and record["step"] == step:
+                with torch.no_grad():
+                    self.net.get_parameter(name).view(-1)[0] = value
+
+    return Poison(step)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("decoder.0.feed.up", float("nan"), r"the weight decoder.0.feed.up \(feed, decayed\) is not finite"),
+        ("decoder.0.feed.up", 3e38, r"the output of decoder.0.feed \(feed, decayed\) is the first that is not finite"),
+        ("decoder.0.feed_norm.weight", 3e38, r"the output of decoder.0.feed_norm \(norm, kept\) is the first"),
+    ],
+)
+def test_a_loss_that_is_not_finite_ends_a_run_and_says_where_it_began(tmp_path: Path, name: str, value: float, told: str):
+    net, sink = hw.build(Echo().model(), seed=0), poisoned(5, name, value)
+    sink.net = net
+    with pytest.raises(Diverged, match=f"step 6: the loss is nan; {told}.*checkpoint of step 4 is kept in .*; train anew"):
+        train(Echo(), net, quick(), tmp_path, sinks=[sink])
+    held = newest(tmp_path)
+    assert held.step == 4
+    assert all(tensor.isfinite().all() for tensor in held.tensors.values())
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values())
