@@ -48,6 +48,8 @@ _HOMES = {
     "depth_scaled_init": "blocks",
     "build": "models",
     "greedy": "models",
+    "load": "models",
+    "save": "models",
     "Transformer": "models",
     "collaborate": "parts.collaborative",
     "Load": "counting.pricing",

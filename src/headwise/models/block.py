@@ -48,9 +48,10 @@ class Layer(nn.Module):
         self._merged: tuple[MergedAttention, ...] = ()  # in a tuple: its parts are saved and moved as the layer's own
         for role, spec in described.specs.items():
             self._attend(role, spec, owners, described.form)
-        if described.feed:
-            kind = Mixture if isinstance(described.feed, Experts) else Feed
-            self.feed = kind(described.feed, model, dropout)
+        if isinstance(described.feed, Experts):
+            self.feed = Mixture(described.feed, model, dropout)
+        elif described.feed:
+            self.feed = Feed(described.feed, model, dropout)
         for norm in described.norms:
             self.add_module(norm, Normed(described.norm, model))
 
@@ -87,36 +88,37 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, call: Call) -> Tensor:
         """The same shape."""
         if self.placement == "parallel" and self.branches:
-            z = self.norm(x)
+            z = self._normed("norm", x)
             for name in self.branches:
                 x = x + self._run(name, z, call)
             return x
         for name in self.branches:
-            norm = cast(nn.Module, self._modules[f"{name}_norm"])
             if self.placement == "post":
-                x = norm(x + self._run(name, x, call))
-            elif self.placement == "sandwich":
-                x = x + cast(nn.Module, self._modules[f"{name}_norm_after"])(self._run(name, norm(x), call))
-            else:
-                x = x + self._run(name, norm(x), call)
+                x = self._normed(f"{name}_norm", x + self._run(name, x, call))
+                continue
+            y = self._run(name, self._normed(f"{name}_norm", x), call)
+            x = x + (self._normed(f"{name}_norm_after", y) if self.placement == "sandwich" else y)
         return x
+
+    def _normed(self, name: str, x: Tensor) -> Tensor:
+        return cast(Normed, self._modules[name])(x)
 
     def _run(self, name: str, z: Tensor, call: Call) -> Tensor:
         """One branch, with dropout behind it."""
-        probe, cache = call.probes.get(f"{self.name}.{name}"), call.caches.get(name)
-        if name == "feed":
-            y = self.feed(z)
-        elif name == "attention":
-            y = self.attention(z, tokens=call.at, cache=cache, probe=probe)
-        else:
-            source = call.source
-            if isinstance(source, Tensor):
-                source = self.cross.remember(source, tokens=call.told)
-            if self._merged:
-                y = self._merged[0](z, source=source, tokens=call.at, cache=cache, probe=probe)
-            else:
-                y = self.cross(z, source=source, tokens=call.at, probe=probe)
+        y = self.feed(z) if name == "feed" else self._attended(name, z, call)
         return F.dropout(y, self.dropout, self.training)
+
+    def _attended(self, name: str, z: Tensor, call: Call) -> Tensor:
+        attention = cast(Attention, self._modules[name])
+        probe, cache = call.probes.get(f"{self.name}.{name}"), call.caches.get(name)
+        if name == "attention":
+            return attention(z, tokens=call.at, cache=cache, probe=probe)
+        source = call.source
+        if isinstance(source, Tensor):
+            source = attention.remember(source, tokens=call.told)
+        if self._merged:
+            return self._merged[0](z, source=source, tokens=call.at, cache=cache, probe=probe)
+        return attention(z, source=source, tokens=call.at, probe=probe)
 
 
 def _tied(role: str, spec: AttentionSpec) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:

@@ -73,9 +73,8 @@ def _check(net: Transformer, prompt: Tensor, count: int, tokens: Tokens | None) 
     known = described.stacks[-1].embedding.tokens if described.stacks[-1].embedding else 0
     head = described.heads[0] if described.heads else None
     if not known or head is None or head.at != "each" or head.outputs != known:
-        raise SpecError(
-            f"{described.name} does not say which token comes next; its first head must be Head('tokens', {known or 'outputs'})"
-        )
+        wanted = f"Head('tokens', {known})" if known else "one over tokens that it also reads"
+        raise SpecError(f"{described.name} does not say which token comes next; its first head must be {wanted}")
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(f"count={count!r} new tokens cannot be; give a whole number of at least 1")
     if not isinstance(prompt, Tensor) or prompt.dim() != 2 or not prompt.numel():

@@ -39,8 +39,8 @@ class Declared(nn.Module):
 class Normed(Declared):
     """x normalised over its channels, in at least single precision.
 
-    >>> Normed(Norm("rms", eps=0.5), 2)(torch.tensor([[1.0, 2.0]])).mul(3**0.5).tolist()  # rms^2 = 2.5
-    [[1.0, 2.0]]
+    >>> Normed(Norm("rms"), 2)(torch.tensor([1.0, 7.0])).tolist()  # a root mean square of 5
+    [0.199..., 1.399...]
     """
 
     def __init__(self, described: Norm, model: int) -> None:
