@@ -342,3 +342,138 @@ def test_a_loss_that_is_not_finite_ends_a_run_and_says_where_it_began(tmp_path: 
     assert held.step == 4
     assert all(tensor.isfinite().all() for tensor in held.tensors.values())
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values())
+
+
+class Steep(torch.autograd.Function):
+    """The same number, with no finite way back."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("inf")
+
+
+def test_a_gradient_that_is_not_finite_is_found_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Behind the feed-forward: what comes after it, on the way back, is what it spoiled, and not the first."""
+    net = hw.build(Echo().model(), seed=0)
+    feed = net.get_submodule("decoder.0.feed")
+    feed.register_forward_hook(lambda module, given, out: Steep.apply(out))
+    with pytest.raises(Diverged, match=r"step 1: the gradient is not finite; the gradient of decoder.0.feed"):
+        train(Echo(), net, quick(), tmp_path)
+
+
+# --- what is damaged -----------------------------------------------------------------------------------
+
+
+def damaged(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "truncated":
+        del data[len(data) // 2 :]
+    elif how == "empty":
+        data.clear()
+    else:
+        data[data.index(b"seed") if how == "edited" else len(data) - 9] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["truncated", "empty", "edited", "flipped"])
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(whole: Path, tmp_path: Path, how: str):
+    with pytest.raises(RuntimeError, match="a crash"):
+        train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, sinks=[Stop(5)])
+    before = Checkpoints(tmp_path / "checkpoint")
+    assert [int(path.stem) for path in before.paths] == [4, 3]
+    damaged(before.paths[0], how)
+    train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, resume="allowed")
+    notes = [record["says"] for record in read_lines(tmp_path / "metrics.jsonl") if record["event"] == "note"]
+    assert any(note.startswith("0000000004.safetensors ") for note in notes)
+    assert "going on from step 3" in notes
+    check_same(weights(tmp_path), weights(whole))
+
+
+def test_when_no_checkpoint_is_whole_nothing_is_begun(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="a crash"):
+        train(Echo(), recipe=quick(), out=tmp_path, sinks=[Stop(5)])
+    for path in Checkpoints(tmp_path / "checkpoint").paths:
+        damaged(path, "truncated")
+    with pytest.raises(SpecError, match=r"no checkpoint of .* can be read: 0000000004.*; 0000000003.*; begin in another"):
+        train(Echo(), recipe=quick(), out=tmp_path, resume="allowed")
+
+
+class Failing:
+    """A call to the system that fails once, the n-th time."""
+
+    def __init__(self, name: str, call: int) -> None:
+        self.call, self.left = getattr(os, name), call
+
+    def __call__(self, *given: object) -> object:
+        self.left -= 1
+        if self.left == 0:
+            raise OSError(28, "No space left on device")
+        return self.call(*given)
+
+
+def counted(name: str, folder: Path) -> int:
+    """How often a run calls it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, name, counting := Failing(name, 0))
+        train(Echo(), recipe=quick(steps=2, checkpoint_every=1), out=folder)
+    return -counting.left
+
+
+FIRST = {"write": 2, "fsync": 2, "replace": 1}  # calls before there is a first checkpoint
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_whatever_call_fails_the_checkpoint_before_is_whole_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    """Each call of a run fails once: one line says so, no checkpoint is lost, and the same bits come out."""
+    recipe = quick(steps=2, checkpoint_every=1)
+    calls = counted(name, tmp_path / "whole")
+    wanted = weights(tmp_path / "whole")
+    for call in range(1, calls + 1):
+        folder = tmp_path / str(call)
+        checkpoints = Checkpoints(folder / "checkpoint")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, Failing(name, call))
+            with pytest.raises(OSError, match="No space left on device") as refused:
+                train(Echo(), recipe=recipe, out=folder)
+        assert "\n" not in str(refused.value)
+        assert not list(folder.rglob("*.tmp"))
+        found, damages = checkpoints.newest()
+        assert not damages
+        assert found is not None or call <= FIRST[name]
+        result = train(Echo(), recipe=recipe, out=folder, resume="allowed")
+        check_same(weights(folder), wanted)
+        assert result.steps == 2
+
+
+# --- Ctrl-C --------------------------------------------------------------------------------------------
+
+
+class Interrupting(Stop):
+    """A sink that presses Ctrl-C."""
+
+    def write(self, record: dict) -> None:
+        if record["event"] == "step" and record["step"] == self.step:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_keeps_the_step_in_hand(whole: Path, tmp_path: Path):
+    with pytest.raises(KeyboardInterrupt, match="ended at step 5, which is kept in"):
+        train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, sinks=[Interrupting(5)])
+    assert newest(tmp_path).step == 5
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, resume="allowed")
+    check_same(weights(tmp_path), weights(whole))
+
+
+def test_the_second_interrupt_ends_at_once():
+    with Interrupts() as interrupts:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

@@ -76,9 +76,10 @@ class Run:
         check(batch, self.net.described, f"batch {step - 1}")
         self.net.train()
         loss = self.stepper.gradients(batch)
-        norm = self.stepper.clip()
+        norm = self.stepper.norm()
         if not bool(loss.isfinite() & norm.isfinite()):
             self._diverge(step, batch, loss)
+        self.stepper.clip(norm)
         rate = self.recipe.rate(step)
         self.optimiser.step(rate)
         self.progress.step = step

@@ -51,11 +51,14 @@ class Stepper:
         check_fits(logits, labels)
         return cross_entropy(logits, labels.to(self.device), self.recipe.smoothing)
 
-    def clip(self) -> Tensor:
-        """The norm of the whole gradient, which is then no longer than the recipe allows."""
-        parameters = [p for p in self.net.parameters() if p.grad is not None]
-        bound = self.recipe.clip or float("inf")
-        return nn.utils.clip_grad_norm_(parameters, bound)
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient."""
+        return nn.utils.get_total_norm([p.grad for p in self.net.parameters() if p.grad is not None])
+
+    def clip(self, norm: Tensor) -> None:
+        """Shorten a gradient of this norm to what the recipe allows."""
+        if self.recipe.clip:
+            nn.utils.clip_grads_with_norm_(self.net.parameters(), self.recipe.clip, norm)
 
     def _added(self) -> Tensor | float:
         ledger = Ledger(self._terms)
