@@ -30,7 +30,7 @@ class Call(NamedTuple):
     """What a layer is told besides its input: where tokens stand, its caches, what it reads of another stack."""
 
     at: Tokens
-    caches: Mapping[str, Cache]
+    caches: Mapping[str, Cache] | None
     source: Tensor | Remembered | None
     told: Tokens | None
     probes: Mapping[str, Probe]
@@ -110,7 +110,7 @@ class Layer(nn.Module):
 
     def _attended(self, name: str, z: Tensor, call: Call) -> Tensor:
         attention = cast(Attention, self._modules[name])
-        probe, cache = call.probes.get(f"{self.name}.{name}"), call.caches.get(name)
+        probe, cache = call.probes.get(f"{self.name}.{name}"), call.caches and call.caches.get(name)
         if name == "attention":
             return attention(z, tokens=call.at, cache=cache, probe=probe)
         source = call.source

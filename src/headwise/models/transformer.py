@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import repeat
-from types import MappingProxyType
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ..blueprint import Model
-from ..cache import Cache
 from ..errors import SpecError, nearest
 from ..probe import Probe
 from ..tokens import Tokens
@@ -21,7 +19,6 @@ from .ends import Embed, Reading, Typed
 from .starts import begin
 
 CHECKPOINTING = ("none", "block")
-NOTHING_KEPT: Mapping[str, Cache] = MappingProxyType({})
 
 
 def build(described: Model, *, dropout: float = 0.0, seed: int | None = None, start: str = "xavier") -> Transformer:
@@ -183,7 +180,7 @@ class Transformer(nn.Module):
     def _encoded(self, first: Layers, source: Tensor | Typed, tokens: Tokens | None) -> tuple[Tensor, Tokens]:
         h, types = first.embed(source)
         told = placed(h, tokens, None)
-        calls = repeat(Call(told, NOTHING_KEPT, None, None, self._probes), first.depth)
+        calls = repeat(Call(told, None, None, None, self._probes), first.depth)
         return first.run(first.place(h, told, types), calls, self._checkpointing), told
 
     def _calls(
@@ -191,7 +188,7 @@ class Transformer(nn.Module):
     ) -> list[Call]:
         """What each layer of the last stack is told."""
         depth = self._ends()[1].depth
-        kept = repeat(NOTHING_KEPT, depth) if cache is None else cache.layers
+        kept = repeat(None, depth) if cache is None else cache.layers
         read = memory.layers if isinstance(memory, Memory) else repeat(memory, depth)
         return [Call(at, own, source, told, self._probes) for own, source in zip(kept, read, strict=True)]
 
