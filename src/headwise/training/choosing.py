@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 COMPILING = 30.0  # seconds that a first graph takes on few cores, backwards included
-GAIN = 0.3  # the part of a step that compiling may save where it does well
+GAIN = 0.3  # the part of a step that compiling saves where it does well
 WORTH = 0.05  # what is gained must be at least this part of a step, or it is noise
 PROBE = 1.6  # seconds that each precision is tried for, so that all trials take about five
 
@@ -40,7 +40,7 @@ def faster(fp32: float, bf16: float) -> tuple[str, str]:
 
 
 def worth_compiling(seconds: float, steps: int) -> tuple[bool, str]:
-    """Whether a compiled step may win back what compiling takes, and why, before anything is compiled.
+    """Whether compiling is worth a trial, and why: what it may gain is twice its time, for it may gain nothing.
 
     >>> worth_compiling(0.1, steps=600)
     (False, 'not compiled: 600 steps of 0.1000 s could gain about 18 s, compiling takes about 30 s')
@@ -48,8 +48,9 @@ def worth_compiling(seconds: float, steps: int) -> tuple[bool, str]:
     True
     """
     gain = seconds * steps * GAIN
+    worth = gain > 2 * COMPILING
     told = f"{steps} steps of {seconds:.4f} s could gain about {gain:.0f} s, compiling takes about {COMPILING:.0f} s"
-    return gain > COMPILING, f"{'worth trying' if gain > COMPILING else 'not compiled'}: {told}"
+    return worth, f"{'worth trying' if worth else 'not compiled'}: {told}"
 
 
 def kept(seconds: float, compiled: float, steps: int) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ SHARE = 0.05  # of the run's own time, that trying may take at most
 
 
 class Trial:
-    """Trial steps of a model on one batch; none of them changes it, nor what is drawn after them."""
+    """Trial steps of a model on a few batches, whose shapes may differ; none changes it, nor what is drawn later."""
 
-    def __init__(self, net: Transformer, recipe: Recipe, device: torch.device, batch: Batch) -> None:
-        self.net, self.recipe, self.device, self.batch = net, recipe, device, batch
+    def __init__(self, net: Transformer, recipe: Recipe, device: torch.device, batches: Sequence[Batch]) -> None:
+        self.net, self.recipe, self.device, self.batches = net, recipe, device, batches
 
     def choose(self) -> Stepper:
         """What steps as the recipe says; where it says "auto", as is fastest here, with the reasons."""
@@ -72,13 +72,15 @@ class Trial:
         self.net.train()
         try:
             with torch.random.fork_rng(devices):
-                return seconds_of(lambda: self._step(stepper), self._wait, self.recipe.steps)
+                steps = self.recipe.steps // len(self.batches)
+                return seconds_of(lambda: self._steps(stepper), self._wait, steps) / len(self.batches)
         finally:
             self.net.zero_grad(set_to_none=True)
 
-    def _step(self, stepper: Stepper) -> None:
-        self.net.zero_grad(set_to_none=True)
-        stepper.gradients(self.batch)
+    def _steps(self, stepper: Stepper) -> None:
+        for batch in self.batches:
+            self.net.zero_grad(set_to_none=True)
+            stepper.gradients(batch)
 
     def _wait(self) -> None:
         wait_for(self.device)

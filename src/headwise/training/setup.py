@@ -24,6 +24,8 @@ from .recipe import Recipe, to_dict
 from .run import Run
 from .stepping import Stepper
 
+TRIED = 3  # batches that ways to compute are tried on, for their shapes may differ
+
 
 @dataclass(frozen=True, eq=False)
 class Setup:
@@ -64,7 +66,8 @@ class Setup:
         """A run before its first step, its ways chosen and kept: what was measured once is not measured again."""
         net = self._net()
         torch.manual_seed(self.recipe.seed)
-        run = Run(self.task, Trial(net, self.recipe, self.device, self.first).choose(), self.folder)
+        some = [self.first, *(self.task.batch(index, self.recipe.batch) for index in range(1, TRIED))]
+        run = Run(self.task, Trial(net, self.recipe, self.device, some).choose(), self.folder)
         run.keep(self.config)
         return run
 
