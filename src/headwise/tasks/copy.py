@@ -16,7 +16,18 @@ from ..pattern_base import whole
 from ..tokens import Tokens
 from .base import IGNORED, Batch, Tally
 from .draws import Draws
-from .generated import Drawn, Generated, check_space, each_of, options, right_of, tallied, up_to, whole_rows
+from .generated import (
+    Drawn,
+    Generated,
+    check_sizes,
+    check_space,
+    each_of,
+    options,
+    right_of,
+    tallied,
+    up_to,
+    whole_rows,
+)
 from .small import Shape, decoder
 
 NOISE, AGAIN = 0, 1  # the ids before those of the symbols
@@ -41,6 +52,7 @@ class Copy(Generated):
 
     >>> task = Copy(symbols=9, block=4, gap=2)
     >>> print(task.text(task.batch(0, 1).x[0].tolist()))
+    0 2 1 2 . . | 0 2 1
     """
 
     name: ClassVar[str] = "copy"
@@ -54,9 +66,9 @@ class Copy(Generated):
         if self.kind not in KINDS:
             raise SpecError(f"kind={self.kind!r} is unknown; {nearest(self.kind, KINDS)}")
         whole("symbols", self.symbols, 2)
-        options("gap", self.gap, 0)
-        fewest = min(options("block", self.block, 1))
-        check_space(self, float(self.symbols) ** fewest, "use a longer block or more symbols")
+        blocks, gaps = options("block", self.block, 1), options("gap", self.gap, 0)
+        check_sizes(self, tokens=2 * max(blocks) + max(gaps), symbols=self.symbols)
+        check_space(self, float(self.symbols) ** min(*blocks, 64), "use a longer block or more symbols")
 
     @property
     def chance(self) -> Mapping[str, float]:
@@ -92,7 +104,10 @@ class Copy(Generated):
     def show(self, drawn: Drawn) -> Batch:
         block, gap = drawn["block"], drawn["gap"]
         length = 2 * block + gap
-        x, labels = torch.from_numpy(drawn["x"][:, : length.max()]), torch.from_numpy(drawn["labels"][:, : length.max()])
+        x, labels = (
+            torch.from_numpy(drawn["x"][:, : length.max()]),
+            torch.from_numpy(drawn["labels"][:, : length.max()]),
+        )
         tokens = None if (length == length[0]).all() else Tokens.of(x, lengths=torch.from_numpy(length))
         gold = [
             Copied(count, free, tuple((at, count + free + n) for n, at in enumerate(stands[:count])))

@@ -51,8 +51,11 @@ class Dates(Generated):
     `digits`, is rich in zeros, and is one of `currencies`. What is held out is the date, or the amount in whatever
     currency: it occurs in no language of training.
 
-    >>> for one in Dates().batch(0, 4).gold:
+    >>> for one in Dates().batch(0, 3).gold:
     ...     print(one.direction, one.source, "->", one.target)
+    en-iso 22 June 2057 -> 2057-06-22
+    zh-en 八千零九十元三角 -> 8,090.30 yuan
+    zh-iso 一九四三年十月十七日 -> 1943-10-17
     """
 
     name: ClassVar[str] = "dates"
@@ -144,8 +147,8 @@ class Dates(Generated):
 
     @property
     def answers(self) -> int:
-        """As long as the longest amount in Chinese, and its end."""
-        return 2 * self.digits + 10
+        """As long as 二〇二七年十二月二十七日, or as nines, a unit and nine-and-ninety hundredths; and the end."""
+        return max(13, 2 * self.digits + 7)
 
     @property
     def end(self) -> int:

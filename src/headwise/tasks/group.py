@@ -17,7 +17,7 @@ from ..errors import SpecError
 from ..pattern_base import whole
 from .base import Batch, Tally
 from .draws import Draws
-from .generated import Drawn, Generated, check_space, right_of, tallied, up_to, whole_rows
+from .generated import SPACE, Drawn, Generated, check_sizes, check_space, right_of, tallied, up_to, whole_rows
 from .small import Shape, decoder
 
 NAMED = re.compile(r"([ZSA])([1-9]\d{0,3})")
@@ -34,6 +34,7 @@ class Group(Generated):
 
     >>> batch = Group(group="Z5", length=8).batch(0, 1)
     >>> batch.x.tolist(), batch.labels.tolist()
+    ([[1, 4, 3, 3, 4, 1, 3, 0]], [[1, 0, 3, 1, 0, 1, 4, 4]])
     """
 
     name: ClassVar[str] = "group"
@@ -45,7 +46,8 @@ class Group(Generated):
         order, length = len(self.table), whole("length", self.length, 1)
         if order < 2:
             raise SpecError(f"group={self.group!r} has one element, so nothing is asked; use 'parity', 'Z5' or 'S3'")
-        enough = next(n for n in range(1, 20) if order**n >= 1000)
+        enough = next(n for n in range(1, 20) if order**n >= SPACE)
+        check_sizes(self, tokens=length)
         check_space(self, float(order) ** min(length, 64), f"use length={enough} or more")
 
     @property
@@ -87,7 +89,7 @@ def table_of(name: str) -> np.ndarray:
     """The products of a group by its name.
 
     >>> table_of("Z3").tolist(), table_of("S3")[1].tolist()
-    ([[0, 1, 2], [1, 2, 0], [2, 0, 1]], [1, 0, 4, 5, 2, 3])
+    ([[0, 1, 2], [1, 2, 0], [2, 0, 1]], [1, 0, 3, 2, 5, 4])
     """
     told = NAMED.fullmatch("Z2" if name == "parity" else name)
     if not told:

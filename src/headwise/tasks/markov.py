@@ -16,7 +16,7 @@ from ..errors import SpecError
 from ..pattern_base import whole
 from .base import Batch, Tally
 from .draws import Draws, Ints
-from .generated import Drawn, Generated, check_space, right_of, tallied, up_to
+from .generated import Drawn, Generated, check_sizes, check_space, right_of, tallied, up_to
 from .small import Shape, decoder
 
 MEASURED = 512  # examples over which the lines of simple guessers are drawn
@@ -44,6 +44,7 @@ class Markov(Generated):
         whole("symbols", self.symbols, 2)
         if self.symbols > 64:
             raise SpecError(f"symbols={self.symbols} leave nothing to count in a text; use at most 64")
+        check_sizes(self, tokens=self.length)
         check_space(self, float(self.symbols) ** min(self.length, 64), "use a longer text")
 
     @property
@@ -56,6 +57,7 @@ class Markov(Generated):
         """The excess of simple guessers on the first 512 examples of validation: "uniform", "unigram" and "bigram".
 
         >>> {name: round(excess, 2) for name, excess in Markov().lines.items()}
+        {'uniform': 0.22, 'unigram': 0.16, 'bigram': 0.0}
         """
         x = self._drawn(np.arange(MEASURED), "valid")["x"][:, :-1]
         best = bigram(x, self.symbols)
