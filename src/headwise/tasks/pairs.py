@@ -71,7 +71,7 @@ class Corpus:
         pairs, notes = list(train), list[str]()
         whole = [pair for pair in pairs if pair.source and pair.target]
         if len(whole) < len(pairs):
-            notes.append(f"{len(pairs) - len(whole)} of {len(pairs)} pairs have an empty side and are left out")
+            notes.append(f"left out, for a side of theirs is empty: {len(pairs) - len(whole)} of {len(pairs)} pairs")
         if not whole:
             raise SpecError("there is no pair with words on both sides; give source and target sentences")
         held = dict(own)
@@ -83,7 +83,7 @@ class Corpus:
         judged = {plain(pair.source) for split in held.values() for pair in split}
         kept = [pair for pair in whole if plain(pair.source) not in judged]
         if len(kept) < len(whole):
-            notes.append(f"{len(whole) - len(kept)} pairs are not trained on: their sources are held out")
+            notes.append(f"not trained on, for their sources are held out: {len(whole) - len(kept)} of {len(whole)} pairs")
         if not kept:
             raise SpecError("every pair to train on is held out too; give other files to validate and test")
         return Corpus({"train": kept, **held}, notes)
@@ -122,8 +122,8 @@ class Pairs(Data):
         long = np.flatnonzero(_levels(coded["train"]) > making.longest)
         self.notes = tuple(corpus.notes)
         if len(long):
-            said = f"{len(long)} of {len(self.pairs['train'])} pairs are not trained on"
-            self.notes += (f"{said}: they have more than longest={making.longest} tokens on a side",)
+            said = f"not trained on, for they have more than longest={making.longest} tokens on a side"
+            self.notes += (f"{said}: {len(long)} of {len(self.pairs['train'])} pairs",)
             kept = sorted(set(range(len(self.pairs["train"]))) - set(long.tolist()))
             self.pairs["train"] = [self.pairs["train"][n] for n in kept]
             coded["train"] = tuple(Side.of([side.ids[n] for n in kept]) for side in coded["train"])

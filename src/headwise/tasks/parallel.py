@@ -14,8 +14,6 @@ from .order import shares
 from .pairs import Corpus, Making, Pair, Pairs
 from .reading import file_at, lines
 
-Held = float | str | tuple[str, ...]
-
 
 @dataclass(frozen=True, repr=False)
 class Parallel(Brought):

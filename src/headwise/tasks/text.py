@@ -82,8 +82,8 @@ class Text(Brought):
         ends = np.cumsum([len(part) for part in coded]).tolist()
         spans = [Span(ids, start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
         widths = vocabulary.widths
-        if sum(int(span.counts(vocabulary.size) @ widths) for span in spans) != len(raw):
-            widths = None  # a tokenizer from elsewhere may change the text, and what a token stands for is not known
+        if widths is not None and sum(int(span.counts(vocabulary.size) @ widths) for span in spans) != len(raw):
+            widths = None  # a tokenizer from elsewhere may change the text before it is cut into pieces
         named = dict(zip(("train", "valid", "test"), spans, strict=True))
         return Stream(named, self.length, vocabulary.size, vocabulary=vocabulary, widths=widths)
 

@@ -45,8 +45,8 @@ class Vocabulary(ABC):
 
     @property
     @abstractmethod
-    def widths(self) -> NDArray[np.int64]:
-        """How many bytes of text each id stands for."""
+    def widths(self) -> NDArray[np.int64] | None:
+        """How many bytes of text each id stands for; None where that depends on its neighbours."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; marks such as the end of an answer are none."""
@@ -129,14 +129,16 @@ class Learned(Vocabulary):
         return self._tokenizer.token_to_id(name)
 
     @property
-    def widths(self) -> NDArray[np.int64]:
+    def widths(self) -> NDArray[np.int64] | None:
         told: dict[str, Any] = json.loads(self.document)
+        decoder = (told.get("decoder") or {}).get("type")
+        if decoder not in ("ByteLevel", "Fuse"):
+            return None
         marks: set[int] = {added["id"] for added in told["added_tokens"] if added["special"]}
-        spelt = (told.get("decoder") or {}).get("type") == "ByteLevel"  # one letter for each byte
         widths = np.zeros(self.size, np.int64)
         for piece, n in self._tokenizer.get_vocab().items():
-            text = piece if spelt else self._tokenizer.decode([n])
-            widths[n] = 0 if n in marks else len(text) if spelt else len(text.encode())
+            spelt = len(piece) if decoder == "ByteLevel" else len(piece.encode())  # a letter for each byte, or text
+            widths[n] = 0 if n in marks else spelt
         return widths
 
 
@@ -157,9 +159,12 @@ def learned(texts: Iterable[str], size: int, marks: Sequence[str] = ()) -> Learn
 def read(path: Path) -> Learned:
     """The vocabulary that a tokenizer.json holds."""
     try:
-        return Learned(Tokenizer.from_file(str(path)))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises nothing narrower
         raise SpecError(f"{path} is no document of tokenizers: {error}; give a tokenizer.json") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return Learned(tokenizer)
 
 
 def _byte_level(model: Any, splitting: str) -> Tokenizer:
