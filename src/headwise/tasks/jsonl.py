@@ -17,7 +17,7 @@ from ..errors import SpecError, nearest
 from ..tokens import Tokens
 from .brought import Brought, Data
 from .labelled import Inputs, Labelled, numbered
-from .order import Numbers, members, shares
+from .order import Numbers, divided, shares
 from .pairs import Corpus, Making, Pair, Pairs, plain
 from .reading import lines, parts, there
 from .sizes import classifier
@@ -103,12 +103,8 @@ class Jsonl(Brought):
 
     def _labelled(self, found: Mapping[str, Rows]) -> Labelled:
         rows = [row for own in found.values() for row in own]
-        if len(found) == 1:
-            splits = members([plain(text) for text, _ in rows], self.valid, self.test)
-        else:
-            ends = np.cumsum([len(own) for own in found.values()]).tolist()
-            ranges = zip([0, *ends], ends, strict=False)
-            splits = {split: np.arange(*both) for split, both in zip(found, ranges, strict=True)}
+        counts = {split: len(own) for split, own in found.items()}
+        splits = divided(counts, [plain(text) for text, _ in rows], self.valid, self.test)
         texts = [text for text, _ in rows]
         vocabulary = learned([texts[n] for n in splits["train"]], self.vocab, (END,))
         labels, names = numbered([label for _, label in rows])
@@ -123,7 +119,7 @@ class Texts(Inputs):
     """Texts as ids, each with an end, so that none is without a token."""
 
     def __init__(self, coded: list[Ids], vocabulary: Learned, length: int) -> None:
-        self.vocabulary, self.end = vocabulary, vocabulary.mark(END)
+        self.vocabulary, self.size, self.end = vocabulary, vocabulary.size, vocabulary.mark(END)
         self.coded, self.length = coded, length
 
     def take(self, chosen: Numbers) -> tuple[Tensor, Tokens | None]:
@@ -135,7 +131,7 @@ class Texts(Inputs):
         return x, Tokens.of(x, lengths=[len(row) for row in rows])
 
     def model(self, classes: int, at: str) -> Model:
-        return classifier("reader", Embedding(self.vocabulary.size), classes, at)
+        return classifier("reader", Embedding(self.size), classes, at)
 
 
 def _object(line: str, n: int, path: Path) -> dict[str, Any]:
@@ -152,8 +148,8 @@ def _value(row: dict[str, Any], name: str, field: str, n: int, path: Path) -> st
     if field not in row:
         raise SpecError(f"line {n} of {path} has no {field!r}; {nearest(field, row)}, as {name}=")
     value = row[field]
-    fits = isinstance(value, (str, int)) if name == "label_field" else isinstance(value, str)
-    if not fits:
-        kind = type(value).__name__
-        raise SpecError(f"{field!r} in line {n} of {path} is {kind}; give text" + " or a whole number" * (name == "label_field"))
+    kinds = {str: "text", int: "a whole number", bool: "true or false"} if name == "label_field" else {str: "text"}
+    if type(value) not in kinds:
+        fact = f"{field!r} in line {n} of {path} is of type {type(value).__name__}"
+        raise SpecError(f"{fact}; give {', '.join(kinds.values())}")
     return str(value).strip() if name in ("source_field", "target_field") else str(value)

@@ -35,14 +35,12 @@ class Inputs(ABC):
 
 
 class Labelled(Data):
-    """Examples and their labels: one number for each, or as many as an example has tokens.
+    """Examples and their `labels`: one number for each, or as many as an example has tokens.
 
     `names` are what the labels stand for, in their order.
     """
 
-    def __init__(
-        self, inputs: Inputs, labels: Sequence[Any], names: Sequence[str], splits: Mapping[str, Numbers]
-    ) -> None:
+    def __init__(self, inputs: Inputs, labels: Any, names: Sequence[str], splits: Mapping[str, Numbers]) -> None:
         self.inputs, self.labels, self.names, self.splits = inputs, labels, tuple(names), splits
         self.vocabulary = inputs.vocabulary
         self.sizes = {split: len(own) for split, own in splits.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -92,7 +92,7 @@ def bucketed(levels: Numbers, size: int) -> Plan:
     """Batches of at most so many examples of about one length.
 
     >>> sorted(bucketed(np.array([5, 1, 1, 5, 5]), 3).take(1, seed=0))
-    [[1], [2]]
+    [[3], [4]]
     """
     count = len(levels)
     cuts = np.array_split(np.arange(count), -(-count // size))
@@ -166,3 +166,21 @@ def members(keys: Sequence[str], valid: float, test: float) -> dict[str, Numbers
     split |= dict.fromkeys(known[:held], "valid") | dict.fromkeys(known[held : held + tested], "test")
     own = np.array([split[key] for key in keys])
     return {name: np.flatnonzero(own == name) for name in ("train", "valid", "test")}
+
+
+def divided(counts: Mapping[str, int], keys: Sequence[str], valid: float, test: float) -> dict[str, Numbers]:
+    """Which examples each split has, where those of `counts` stand one after the other, with a key each.
+
+    Where there are none for validation they are drawn from those to train on, as `members` draws them.
+
+    >>> {split: own.tolist() for split, own in divided({"train": 2, "test": 1}, ["a", "b", "a"], 0.5, 0).items()}
+    {'train': [1], 'valid': [0], 'test': [2]}
+    """
+    ends = np.cumsum(list(counts.values())).tolist()
+    ranges = [np.arange(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+    splits = {"test": np.arange(0)} | dict(zip(counts, ranges, strict=True))
+    if "valid" not in counts:
+        own = splits["train"]
+        held = members([keys[n] for n in own.tolist()], valid, 0.0 if "test" in counts else test)
+        splits |= {split: own[chosen] for split, chosen in held.items() if split == "train" or split not in counts}
+    return {split: splits[split] for split in ("train", "valid", "test")}

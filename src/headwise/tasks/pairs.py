@@ -83,7 +83,9 @@ class Corpus:
         judged = {plain(pair.source) for split in held.values() for pair in split}
         kept = [pair for pair in whole if plain(pair.source) not in judged]
         if len(kept) < len(whole):
-            notes.append(f"not trained on, for their sources are held out: {len(whole) - len(kept)} of {len(whole)} pairs")
+            notes.append(
+                f"not trained on, for their sources are held out: {len(whole) - len(kept)} of {len(whole)} pairs"
+            )
         if not kept:
             raise SpecError("every pair to train on is held out too; give other files to validate and test")
         return Corpus({"train": kept, **held}, notes)
@@ -116,8 +118,8 @@ class Pairs(Data):
     def __init__(self, corpus: Corpus, making: Making) -> None:
         self.making, self.pairs = making, dict(corpus.splits)
         self.vocabularies = _vocabularies(self.pairs["train"], making)
-        self.vocabulary = self.vocabularies[1]
-        self.start, self.end = self.vocabulary.mark(START), self.vocabulary.mark(END)
+        self.vocabulary = target = self.vocabularies[1]
+        self.target, self.start, self.end = target, target.mark(START), target.mark(END)
         coded = {split: self._coded(pairs) for split, pairs in self.pairs.items()}
         long = np.flatnonzero(_levels(coded["train"]) > making.longest)
         self.notes = tuple(corpus.notes)
@@ -159,10 +161,10 @@ class Pairs(Data):
         plan = self._plan(size, split)
         rows = plan.take(index, seed) if split == "train" else plan.sweep(index)
         sources, targets = self.coded[split]
-        marks = self.vocabularies[0].mark(END), self.start, self.end
-        source, source_tokens = _joined([[[*sources.ids[n], marks[0]] for n in row] for row in rows])
-        x, tokens = _joined([[[marks[1], *targets.ids[n]] for n in row] for row in rows])
-        labels, _ = _joined([[[*targets.ids[n], marks[2]] for n in row] for row in rows], IGNORED)
+        stop, end = self.vocabularies[0].mark(END), self.target.mark(END)
+        source, source_tokens = _joined([[[*sources.ids[n], stop] for n in row] for row in rows])
+        x, tokens = _joined([[[self.start, *targets.ids[n]] for n in row] for row in rows])
+        labels, _ = _joined([[[*targets.ids[n], end] for n in row] for row in rows], IGNORED)
         alone = all(len(row) == 1 for row in rows)
         gold = [self.pairs[split][row[0]].target for row in rows] if alone else ()
         return Batch(x, labels, tokens, source, source_tokens, gold)
@@ -174,12 +176,12 @@ class Pairs(Data):
         """How many answers are the wanted one, letter for letter."""
         if len(batch.gold) != len(generated):
             raise ValueError(f"{len(generated)} answers for {len(batch.gold)} sentences; packed rows cannot be scored")
-        told = [self.vocabulary.decode(row) for row in generated]
+        told = [self.target.decode(row) for row in generated]
         return {"exact_match": (float(sum(a == b for a, b in zip(told, batch.gold, strict=True))), len(told))}
 
     @property
     def chance(self) -> Mapping[str, float]:
-        return {"accuracy": 1 / self.vocabulary.size, "exact_match": 0.0}
+        return {"accuracy": 1 / self.target.size, "exact_match": 0.0}
 
     def model(self) -> Model:
         source, target = self.vocabularies

@@ -14,6 +14,8 @@ from .order import shares
 from .pairs import Corpus, Making, Pair, Pairs
 from .reading import file_at, lines
 
+HELD = 0.05  # of the pairs, to validate on
+
 
 @dataclass(frozen=True, repr=False)
 class Parallel(Brought):
@@ -31,7 +33,7 @@ class Parallel(Brought):
     name: ClassVar[str] = "parallel"
     path: str | tuple[str, ...]
     columns: tuple[int, ...] = (1, 2)
-    valid: float | str | tuple[str, ...] = 0.05
+    valid: float | str | tuple[str, ...] = HELD
     test: float | str | tuple[str, ...] = 0.0
     vocab: int = Making.vocab
     vocabularies: str = Making.vocabularies
@@ -51,8 +53,8 @@ class Parallel(Brought):
 
     def _shares(self) -> tuple[float, float]:
         """The parts for validation and test where they are shares; of a split with files of its own, what is usual."""
-        valid = Parallel.valid if isinstance(self.valid, (str, tuple)) else self.valid
-        return float(valid), 0.0 if isinstance(self.test, (str, tuple)) else float(self.test)
+        valid = HELD if isinstance(self.valid, (str, tuple)) else self.valid
+        return valid, 0.0 if isinstance(self.test, (str, tuple)) else self.test
 
     def _making(self) -> Making:
         return Making(self.vocab, self.vocabularies, self.longest, self.form)

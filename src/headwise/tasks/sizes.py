@@ -22,8 +22,8 @@ def decoder(vocab: int) -> Model:
     """Four layers, 128 wide, with one table of tokens at both ends.
 
     >>> from headwise import counting
-    >>> counting.params(decoder(65))  # 65 d + 4 (12 d^2 + 4 d) + 2 d
-    797184
+    >>> counting.params(decoder(65))  # 65 d + 4 (12 d^2 + 4 d) + 2 d, for d = 128
+    797056
     """
     stack = Stack.of(
         "decoder", WIDTH, _blocks(WIDTH, HEADS, LAYERS, "causal()"), embedding=Embedding(vocab), norm=Norm()

@@ -16,7 +16,7 @@ from .brought import Brought
 from .order import shares
 from .reading import decoded, file_at, listed, there, zipped
 from .stream import Span, Stream, cuts
-from .vocabulary import Bytes, Chars, Learned, Vocabulary, learned, read
+from .vocabulary import Bytes, Chars, Vocabulary, learned, read
 
 Raw = NDArray[np.uint8]
 
@@ -84,7 +84,7 @@ class Text(Brought):
         widths = vocabulary.widths
         if widths is not None and sum(int(span.counts(vocabulary.size) @ widths) for span in spans) != len(raw):
             widths = None  # a tokenizer from elsewhere may change the text before it is cut into pieces
-        named = dict(zip(("train", "valid", "test"), spans, strict=True))
+        named: dict[str, Span] = dict(zip(("train", "valid", "test"), spans, strict=True))
         return Stream(named, self.length, vocabulary.size, vocabulary=vocabulary, widths=widths)
 
     def _vocabulary(self, raw: Raw, first: int) -> Vocabulary:

@@ -12,6 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..errors import SpecError, nearest
+from .arrays import npy
 from .brought import Brought
 from .order import shares
 from .reading import file_at, parts, there
@@ -53,7 +54,9 @@ class TokenFile(Brought):
     def check(self) -> None:
         shares(self.valid, self.test)
         if self.length < 1 or self.vocab < 0:
-            raise SpecError(f"length={self.length}, vocab={self.vocab} are no sizes; give length=64 and vocab=50257, say")
+            raise SpecError(
+                f"length={self.length}, vocab={self.vocab} are no sizes; give length=64 and vocab=50257, say"
+            )
         _check_dtype(self.dtype, "dtype")
 
     def _paths(self) -> dict[str, Path]:
@@ -61,7 +64,9 @@ class TokenFile(Brought):
         if not path.is_dir():
             return {"train": path}
         if len(found := parts(path, SUFFIXES)) < 2:
-            raise SpecError(f"{path} has no train with a valid of {', '.join(SUFFIXES)}; name them so, or give one file")
+            raise SpecError(
+                f"{path} has no train with a valid of {', '.join(SUFFIXES)}; name them so, or give one file"
+            )
         return found
 
     def files(self) -> Sequence[Path]:
@@ -136,19 +141,20 @@ def _check_dtype(dtype: str, where: str) -> None:
 
 
 def _npy(path: Path, meta: Meta, tensor: str) -> Any:
-    try:
-        ids = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise SpecError(f"{path} is no whole .npy of numbers: {_line(error)}; write it again with numpy.save") from None
+    ids = npy(path)
     return _checked(ids, str(ids.dtype), path, meta)
 
 
 def _bin(path: Path, meta: Meta, tensor: str) -> Any:
     if not meta.dtype:
-        raise SpecError(f"{path} does not say how its ids are stored; give dtype='uint16', or {path.stem}.json beside it")
+        raise SpecError(
+            f"{path} does not say how its ids are stored; give dtype='uint16', or {path.stem}.json beside it"
+        )
     size, item = path.stat().st_size, np.dtype(meta.dtype).itemsize
     if size % item:
-        raise SpecError(f"{path} has {size} bytes, which are no whole {meta.dtype}; it was cut off, or is of another dtype")
+        raise SpecError(
+            f"{path} has {size} bytes, which are no whole {meta.dtype}; it was cut off, or is of another dtype"
+        )
     dtype = np.dtype(meta.dtype).newbyteorder("<")
     return np.memmap(path, dtype, "r") if size else np.empty(0, dtype)
 
@@ -157,7 +163,9 @@ def _safetensors(path: Path, meta: Meta, tensor: str) -> Any:
     try:
         file = safe_open(path, "np")
     except (SafetensorError, OSError) as error:
-        raise SpecError(f"{path} is no whole safetensors file: {_line(error)}; write it again") from None
+        raise SpecError(
+            f"{path} is no whole safetensors file: {' '.join(str(error).split())}; write it again"
+        ) from None
     names = sorted(file.keys())
     if not tensor and len(names) != 1:
         raise SpecError(f"{path} holds the tensors {', '.join(names)}; say which are the ids, as in tensor={names[:1]}")
@@ -205,7 +213,3 @@ def _largest(ids: Any, size: int, path: Path) -> int:
             raise SpecError(f"{fact}; give the vocab and tokenizer that it was made with")
         most = max(most, int(piece.max()))
     return most
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -126,7 +126,10 @@ class Learned(Vocabulary):
 
     def mark(self, name: str) -> int:
         """The id of a mark."""
-        return self._tokenizer.token_to_id(name)
+        found = self._tokenizer.token_to_id(name)
+        if found is None:
+            raise ValueError(f"there is no mark {name!r} in this vocabulary")
+        return found
 
     @property
     def widths(self) -> NDArray[np.int64] | None:
