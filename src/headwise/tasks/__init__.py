@@ -2,6 +2,6 @@
 
 from .base import IGNORED, SPLITS, Batch, Tally, Task
 from .opening import open_data
-from .registry import TASKS
+from .registry import TASKS, task
 
-__all__ = ["IGNORED", "SPLITS", "TASKS", "Batch", "Tally", "Task", "open_data"]
+__all__ = ["IGNORED", "SPLITS", "TASKS", "Batch", "Tally", "Task", "open_data", "task"]

@@ -110,19 +110,19 @@ class Brought(Spoken, Task):
         self._check_asked(size, split)
         if index < 0:
             raise ValueError(f"there is no batch {index}; count from 0")
+        if not self.data.sizes.get(split):
+            there = " and ".join(name for name in SPLITS if self.data.sizes.get(name))
+            raise SpecError(f"{self!r} has examples for {there} alone; give test=0.05, or leave {split} out")
         return self.data.batch(index, size, split, self.seed)
 
     def batches(self, size: int, split: str = "train") -> int | None:
         self._check_asked(size, split)
-        return self.data.batches(size, split)
+        return self.data.batches(size, split) if self.data.sizes.get(split) else 0
 
     def _check_asked(self, size: int, split: str) -> None:
         check_split(split)
         if size < 1:
             raise ValueError(f"a batch of {size} is none; give 1 or more")
-        if not self.data.sizes.get(split):
-            there = ", ".join(name for name in SPLITS if self.data.sizes.get(name))
-            raise SpecError(f"{self!r} has no examples for {split}; use one of {there}, or give test=0.1")
 
     def model(self) -> Model:
         return self.data.model()

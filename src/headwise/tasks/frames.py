@@ -17,7 +17,7 @@ from ..tokens import Tokens
 from .arrays import npy, npz
 from .brought import Brought
 from .labelled import Inputs, Labelled, numbered
-from .order import Numbers, divided, shares
+from .order import HELD, Numbers, divided, shares
 from .reading import file_at, lines, listed, there
 from .sizes import classifier
 
@@ -35,8 +35,8 @@ class Frames(Brought):
 
     name: ClassVar[str] = "frames"
     path: str
-    valid: float = 0.1
-    test: float = 0.0
+    valid: float = HELD
+    test: float = HELD
 
     def check(self) -> None:
         shares(self.valid, self.test)

@@ -11,7 +11,7 @@ from ..errors import SpecError
 from .arrays import idx, npz
 from .brought import Brought
 from .labelled import Labelled, numbered
-from .order import divided, shares
+from .order import HELD, divided, shares
 from .pixels import SUFFIXES, Arrays, Files, Pixels, Store
 from .reading import file_at, listed, parts, there
 
@@ -36,8 +36,8 @@ class Images(Brought):
     path: str
     labels: str = ""
     size: tuple[int, ...] = ()
-    valid: float = 0.1
-    test: float = 0.0
+    valid: float = HELD
+    test: float = HELD
 
     def check(self) -> None:
         shares(self.valid, self.test)

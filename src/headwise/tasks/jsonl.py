@@ -17,7 +17,7 @@ from ..errors import SpecError, nearest
 from ..tokens import Tokens
 from .brought import Brought, Data
 from .labelled import Inputs, Labelled, numbered
-from .order import Numbers, divided, shares
+from .order import HELD, Numbers, divided, shares
 from .pairs import Corpus, Making, Pair, Pairs, plain
 from .reading import lines, parts, there
 from .sizes import classifier
@@ -46,8 +46,8 @@ class Jsonl(Brought):
     label_field: str = ""
     source_field: str = ""
     target_field: str = ""
-    valid: float = 0.1
-    test: float = 0.0
+    valid: float = HELD
+    test: float = HELD
     vocab: int = 4096
     length: int = 128
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..errors import SpecError, nearest
 from . import frames, images, jsonl, pixels, tokens
 from .arrays import npz
 from .brought import Brought
 from .reading import listed, parts, there
-from .registry import TASKS
+from .registry import TASKS, task
 from .text import STDLIB, Text
 
 # What the end of a name says; .npz and folders are looked into.
@@ -42,15 +41,9 @@ def open_data(said: str, options: Mapping[str, Any] | None = None) -> Brought:
     known = {name: kind for name, kind in TASKS.items() if issubclass(kind, Brought)}
     if name not in known:
         raise SpecError(f"there is no adaptor {name!r}; {nearest(name, known)}")
-    kind, given = known[name], dict(options or {})
-    for option in given:
-        if option not in (told := [field.name for field in fields(kind)]):
-            raise SpecError(f"{name} has no option {option!r}; {nearest(option, told)}")
-    values: dict[str, Any] = {
-        option: tuple(value) if isinstance(value, list) else value for option, value in given.items()
-    }
-    values = {"path": _files(path) if name == "parallel" else path} | values
-    return kind(**values)
+    values = {option: tuple(value) if isinstance(value, list) else value for option, value in (options or {}).items()}
+    found = task(name, **({"path": _files(path) if name == "parallel" else path} | values))
+    return cast(Brought, found)
 
 
 def _files(path: str) -> str | tuple[str, ...]:

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from ..errors import SpecError
 
 Numbers = NDArray[np.int64]
+HELD = 0.05  # of examples, to validate on, and as many to test on
+
 Rows = list[list[int]]  # the examples of each row of a batch
 
 

@@ -10,11 +10,9 @@ from typing import ClassVar
 
 from ..errors import SpecError
 from .brought import Brought
-from .order import shares
+from .order import HELD, shares
 from .pairs import Corpus, Making, Pair, Pairs
 from .reading import file_at, lines
-
-HELD = 0.05  # of the pairs, to validate on
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,7 +32,7 @@ class Parallel(Brought):
     path: str | tuple[str, ...]
     columns: tuple[int, ...] = (1, 2)
     valid: float | str | tuple[str, ...] = HELD
-    test: float | str | tuple[str, ...] = 0.0
+    test: float | str | tuple[str, ...] = HELD
     vocab: int = Making.vocab
     vocabularies: str = Making.vocabularies
     longest: int = Making.longest
@@ -53,8 +51,8 @@ class Parallel(Brought):
 
     def _shares(self) -> tuple[float, float]:
         """The parts for validation and test where they are shares; of a split with files of its own, what is usual."""
-        valid = HELD if isinstance(self.valid, (str, tuple)) else self.valid
-        return valid, 0.0 if isinstance(self.test, (str, tuple)) else self.test
+        valid, test = (HELD if isinstance(said, (str, tuple)) else said for said in (self.valid, self.test))
+        return valid, test
 
     def _making(self) -> Making:
         return Making(self.vocab, self.vocabularies, self.longest, self.form)

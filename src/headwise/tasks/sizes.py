@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from ..blueprint import Block, Dense, Embedding, Head, Model, Norm, Patches, Stack
-from ..presets import design
-from ..spec import AttentionSpec
+from ..blueprint import Embedding, Head, Model, Norm, Patches, Stack
+from .small import Shape
 
-WIDTH, HEADS, LAYERS = 128, 4, 4
+USUAL = Shape(width=128, heads=4, layers=4, feed=512)
 PATCHES = 64  # about how many an image is divided into
-
-
-def _attention(width: int, heads: int, pattern: str) -> AttentionSpec:
-    return design(preset="gqa", model=width, heads=heads, kv=heads, pattern=pattern)
-
-
-def _blocks(width: int, heads: int, layers: int, pattern: str, cross: AttentionSpec | None = None) -> list[Block]:
-    return [Block(_attention(width, heads, pattern), cross=cross, feed=Dense(4 * width))] * layers
 
 
 def decoder(vocab: int) -> Model:
     """Four layers, 128 wide, with one table of tokens at both ends.
 
     >>> from headwise import counting
-    >>> counting.params(decoder(65))  # 65 d + 4 (12 d^2 + 4 d) + 2 d, for d = 128
-    797056
+    >>> counting.params(decoder(65))  # 65 d + 4 (12 d^2 + 9 d) + 2 d, for d = 128
+    799616
     """
-    stack = Stack.of(
-        "decoder", WIDTH, _blocks(WIDTH, HEADS, LAYERS, "causal()"), embedding=Embedding(vocab), norm=Norm()
-    )
+    blocks, embedding = USUAL.blocks("causal()"), Embedding(vocab)
+    stack = Stack.of("decoder", USUAL.width, blocks, embedding=embedding, norm=Norm())
     return Model("text", "decoder", (stack,), (Head("tokens", vocab, table="decoder"),))
 
 
@@ -37,22 +27,18 @@ def translator(vocabs: tuple[int, int], width: int, layers: int, table: str) -> 
     >>> translator((11, 11), 64, 2, "one").ties()
     {'decoder.embedding.tokens': 'encoder.embedding.tokens', 'head.tokens.weight': 'encoder.embedding.tokens'}
     """
-    heads, own = width // 32, "encoder" if table == "one" else ""
-    cross = design(model=width, heads=heads, source=width)
-    source, target = vocabs
-    encoder = _blocks(width, heads, layers, "full()")
-    decoding = _blocks(width, heads, layers, "causal()", cross)
+    shape, own = Shape(width, width // 32, layers, 4 * width), "encoder" if table == "one" else ""
+    read, said = Embedding(vocabs[0]), Embedding(vocabs[1], table=own)
     stacks = (
-        Stack.of("encoder", width, encoder, embedding=Embedding(source), norm=Norm()),
-        Stack.of("decoder", width, decoding, embedding=Embedding(target, table=own), norm=Norm()),
+        Stack.of("encoder", width, shape.blocks("full()"), embedding=read, norm=Norm()),
+        Stack.of("decoder", width, shape.blocks("causal()", "full()"), embedding=said, norm=Norm()),
     )
-    return Model("translator", "encoder-decoder", stacks, (Head("tokens", target, table=own or "decoder"),))
+    return Model("translator", "encoder-decoder", stacks, (Head("tokens", vocabs[1], table=own or "decoder"),))
 
 
 def classifier(name: str, embedding: Embedding, classes: int, at: str, kind: str = "encoder") -> Model:
     """Four layers, 128 wide, that read all of an example and say its class, or that of each of its tokens."""
-    blocks = _blocks(WIDTH, HEADS, LAYERS, "full()")
-    stack = Stack.of("encoder", WIDTH, blocks, embedding=embedding, norm=Norm())
+    stack = Stack.of("encoder", USUAL.width, USUAL.blocks("full()"), embedding=embedding, norm=Norm())
     return Model(name, kind, (stack,), (Head("classes", classes, at, bias="learned"),))
 
 

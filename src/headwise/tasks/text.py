@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import SpecError, nearest
 from .brought import Brought
-from .order import shares
+from .order import HELD, shares
 from .reading import decoded, file_at, listed, there, zipped
 from .stream import Span, Stream, cuts
 from .vocabulary import Bytes, Chars, Vocabulary, learned, read
@@ -45,8 +45,8 @@ class Text(Brought):
     tokens: str = "bytes"
     vocab: int = 4096
     length: int = 64
-    valid: float = 0.1
-    test: float = 0.0
+    valid: float = HELD
+    test: float = HELD
     suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py")
 
     def check(self) -> None:

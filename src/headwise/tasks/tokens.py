@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from ..errors import SpecError, nearest
 from .arrays import npy
 from .brought import Brought
-from .order import shares
+from .order import HELD, shares
 from .reading import file_at, parts, there
 from .stream import SCANNED, Span, Stream, contiguous
 from .vocabulary import Learned, read
@@ -48,8 +48,8 @@ class TokenFile(Brought):
     dtype: str = ""
     tokenizer_path: str = ""
     tensor: str = ""
-    valid: float = 0.1
-    test: float = 0.0
+    valid: float = HELD
+    test: float = HELD
 
     def check(self) -> None:
         shares(self.valid, self.test)
