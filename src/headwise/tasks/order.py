@@ -113,26 +113,28 @@ def budgeted(levels: Numbers, size: int) -> Plan:
     return Plan(levels, units)
 
 
-OPEN = 16  # rows that are filled side by side: more find a fit more often, and take longer
+OPEN = 256  # rows that are filled side by side: more find a fit more often, and take longer
 
 
 def packed(sides: Sequence[Numbers], length: int, size: int) -> Plan:
     """Batches of so many rows, each filled with examples until one side, as source and target, is `length` long."""
-    longest = np.max(sides, axis=0)
-    levels = sides[0] * (length + 1) + sides[1] if len(sides) > 1 else longest
+    needs = np.stack(sides, 1)
+    levels = needs @ (length + 1) ** np.arange(needs.shape[1])  # examples of one level are as long on every side
     order = np.argsort(levels, kind="stable")
-    rows: Rows = []
-    room: list[Numbers] = []  # of the newest rows
+    rows: Rows = [[] for _ in range(OPEN)]
+    room = np.full((OPEN, needs.shape[1]), length)
+    beside = list(range(OPEN))  # the rows that are open
     for place in range(len(levels))[::-1]:
-        need = np.array([side[order[place]] for side in sides])
-        fits = (n for n, left in enumerate(room) if (need <= left).all())
-        if (at := next(fits, None)) is None:
+        need = needs[order[place]]
+        fits = (room >= need).all(1)
+        at = int(fits.argmax())
+        if not fits[at]:
+            at = int(room.min(1).argmin())  # the fullest one is closed
+            beside[at], room[at] = len(rows), length
             rows.append([])
-            room = [*room, np.full(len(sides), length)][-OPEN:]
-            at = len(room) - 1
-        room[at] = room[at] - need
-        rows[len(rows) - len(room) + at].append(place)
-    return Plan(levels, [[row] for row in rows], each=size)
+        room[at] -= need
+        rows[beside[at]].append(place)
+    return Plan(levels, [[row] for row in rows if row], each=size)
 
 
 def swept(count: int, index: int, size: int) -> range:

@@ -165,7 +165,7 @@ class Pairs(Data):
         source, source_tokens = _joined([[[*sources.ids[n], stop] for n in row] for row in rows])
         x, tokens = _joined([[[self.start, *targets.ids[n]] for n in row] for row in rows])
         labels, _ = _joined([[[*targets.ids[n], end] for n in row] for row in rows], IGNORED)
-        alone = all(len(row) == 1 for row in rows)
+        alone = split != "train" or self.making.form != "packed"  # so that a row is one example
         gold = [self.pairs[split][row[0]].target for row in rows] if alone else ()
         return Batch(x, labels, tokens, source, source_tokens, gold)
 

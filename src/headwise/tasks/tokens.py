@@ -188,7 +188,8 @@ class Sliced:
         return self.shape[0]
 
     def __getitem__(self, cut: slice) -> Any:
-        return self._held[cut]
+        start, stop, _ = cut.indices(len(self))
+        return self._held[start:stop]
 
 
 def _checked(ids: Any, dtype: str, path: Path, meta: Meta) -> Any:
