@@ -48,10 +48,10 @@ def idx(path: Path) -> Any:
 def npz(path: Path) -> dict[str, Any]:
     """The arrays of an .npz by their names."""
     try:
-        held = np.load(path, allow_pickle=False)
-        if not isinstance(held, np.lib.npyio.NpzFile):
-            raise ValueError("it holds one array without a name")
-        with held:
+        with path.open("rb") as file:  # numpy leaves a broken one open
+            held = np.load(file, allow_pickle=False)
+            if not isinstance(held, np.lib.npyio.NpzFile):
+                raise ValueError("it holds one array without a name")
             return {name: held[name] for name in held.files}
     except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, OSError) as error:
         told = " ".join(str(error).split())

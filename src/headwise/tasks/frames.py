@@ -118,11 +118,11 @@ def _folder(path: Path) -> Found:
         labels.append(said.split())
         names.append(str(file := path / (name if name.endswith(".npy") else f"{name}.npy")))
         spoken.append(npy(file_at(str(file))))
+    if not labels:
+        raise SpecError(f"{path / TABLE} is empty; write a line NAME<tab>LABEL for each .npy")
     beside = {str(file) for file in listed(path, (".npy",))}
     if unsaid := sorted(beside - set(names)):
         raise SpecError(f"{unsaid[0]} has no label in {path / TABLE}; add a line for it")
-    if not labels:
-        raise SpecError(f"{path / TABLE} is empty; write a line NAME<tab>LABEL for each .npy")
     alone = all(len(label) == 1 for label in labels)
     return spoken, [label[0] for label in labels] if alone else labels, names
 
