@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..blocks import MergedAttention
 from ..blueprint import Block, Experts, Nearly, Stack
 from ..cache import Cache, Remembered
+from ..dropping import dropped
 from ..errors import SpecError
 from ..module import Attention
 from ..probe import Probe
@@ -106,7 +106,7 @@ class Layer(nn.Module):
     def _run(self, name: str, z: Tensor, call: Call) -> Tensor:
         """One branch, with dropout behind it."""
         y = self.feed(z) if name == "feed" else self._attended(name, z, call)
-        return F.dropout(y, self.dropout, self.training)
+        return dropped(y, self.dropout, self.training)
 
     def _attended(self, name: str, z: Tensor, call: Call) -> Tensor:
         attention = cast(Attention, self._modules[name])

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..blueprint import Embedding, Head, Patches, Positions
+from ..dropping import dropped
 from ..errors import SpecError
 from ..positions import sinusoidal
 from ..tokens import Tokens
@@ -66,7 +67,7 @@ class Embed(Declared):
         elif types is not None:
             raise ValueError("this model knows no types of tokens; give ids alone")
         h = h if self.norm is None else self.norm(h)
-        return F.dropout(h, self.dropout, self.training)
+        return dropped(h, self.dropout, self.training)
 
     def _patched(self, x: Tensor, told: Patches) -> Tensor:
         pixels = _picture(x, told)
