@@ -171,7 +171,26 @@ VIT_NAMES = (
     (r"mlp\.fc2", "feed.down"),
     (r"^classifier\.", "head.classes."),
 )
-NAMES = {"gpt2": GPT2, "gemma2": GEMMA, "bert": BERT_NAMES, "t5": T5_NAMES, "bart": BART_NAMES, "vit": VIT_NAMES}
+GPTJ = (
+    (r"^transformer\.wte\.weight", "decoder.embedding.tokens"),
+    (r"^transformer\.ln_f", "decoder.norm"),
+    (r"^transformer\.h\.", "decoder."),
+    (r"attn\.([qkv])_proj", r"attention.project.\1"),
+    (r"attn\.out_proj", "attention.output.o"),
+    (r"mlp\.fc_in", "feed.up"),
+    (r"mlp\.fc_out", "feed.down"),
+    (r"ln_1", "norm"),
+    (r"^lm_head\.", "head.tokens."),
+)
+NAMES = {
+    "gptj": GPTJ,
+    "gpt2": GPT2,
+    "gemma2": GEMMA,
+    "bert": BERT_NAMES,
+    "t5": T5_NAMES,
+    "bart": BART_NAMES,
+    "vit": VIT_NAMES,
+}
 
 
 def made(name: str, folder: Path) -> tuple[nn.Module, hw.Transformer]:

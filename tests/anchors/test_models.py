@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor, nn
 
 import headwise as hw
-from anchors.hf_whole import MODELS, ROTARY, VOCABULARY, made
+from anchors.hf import drawn
+from anchors.hf_whole import MODELS, ROTARY, VOCABULARY, made, mapped
+from headwise.blueprint import Block, Dense, Embedding, Head, Model, Norm, Stack
 
 B, T, S = 3, 11, 13
 LENGTHS = {T: [T, 4, 7], S: [5, S, 9]}
@@ -117,3 +120,71 @@ def test_greedy_decoding_agrees(name: str, tmp_path: Path):
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False, pad_token_id=0
     )
     assert said[:, 3:].tolist() == expected
+
+
+# --- torch's own layers, and a block in parallel --------------------------------------------------------
+
+NORM_FIRST = {"pre": True, "post": False}
+
+
+def of_torch(layer: nn.Module, norms: dict[str, str]) -> dict[str, Tensor]:
+    """One layer of torch under our names."""
+    held = {}
+    for name, ours in (("self_attn", "attention"), ("multihead_attn", "cross")):
+        if name in dict(layer.named_children()):
+            attention = getattr(layer, name)
+            for side, weight, bias in zip(
+                "qkv", attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3), strict=True
+            ):
+                held |= {f"{ours}.project.{side}": weight, f"{ours}.project.{side}_bias": bias}
+            held |= {f"{ours}.output.o": attention.out_proj.weight, f"{ours}.output.o_bias": attention.out_proj.bias}
+    for name, ours in (("linear1", "feed.up"), ("linear2", "feed.down")):
+        held |= {ours: getattr(layer, name).weight, f"{ours}_bias": getattr(layer, name).bias}
+    for name, ours in norms.items():
+        held |= {f"{ours}.weight": getattr(layer, name).weight, f"{ours}.bias": getattr(layer, name).bias}
+    return held
+
+
+@pytest.mark.parametrize("placement", NORM_FIRST)
+def test_layers_of_torch_agree(placement: str):
+    said: dict[str, Any] = {"d_model": 15, "nhead": 3, "dim_feedforward": 19, "activation": "gelu"}
+    said |= {"batch_first": True, "norm_first": NORM_FIRST[placement], "layer_norm_eps": 1e-3}
+    theirs = [drawn(nn.TransformerEncoderLayer(**said)), drawn(nn.TransformerDecoderLayer(**said))]
+    every, past = (hw.design(model=15, heads=3, bias="qkvo", pattern=pattern) for pattern in ("full()", "causal()"))
+    rest: dict[str, Any] = {"feed": Dense(19, "gelu", bias="ud"), "norm": Norm(eps=1e-3), "placement": placement}
+    stacks = (
+        Stack.of("encoder", 15, [Block(every, **rest)]),
+        Stack.of("decoder", 15, [Block(past, every, **rest)]),
+    )
+    ours = hw.build(Model("torch", "encoder-decoder", stacks)).double().eval()
+    norms = [["attention_norm", "feed_norm"], ["attention_norm", "cross_norm", "feed_norm"]]
+    for stack, layer, own in zip(("encoder", "decoder"), theirs, norms, strict=True):
+        held = of_torch(layer, {f"norm{n}": name for n, name in enumerate(own, 1)})
+        ours.get_submodule(f"{stack}.0").load_state_dict(held)
+    source, x = (torch.randn(B, count, 15, dtype=torch.float64) for count in (S, T))
+    (told, hidden), (at, mask) = padded(S, "left"), padded(T, "right")
+    dead = {name: ~given["attention_mask"].bool() for name, given in (("source", hidden), ("x", mask))}
+    memory = theirs[0](source, src_key_padding_mask=dead["source"])
+    blind = torch.ones(T, T, dtype=torch.bool).triu(1)
+    expected = theirs[1](
+        x, memory, tgt_mask=blind, tgt_key_padding_mask=dead["x"], memory_key_padding_mask=dead["source"]
+    )
+    got = ours(x, tokens=at, source=source, source_tokens=told)
+    check_close(got[at.live], expected[at.live], "torch")
+
+
+def test_a_parallel_block_is_that_of_gptj():
+    """Rotary positions in pairs on the first channels, one norm for both branches, a bias on the head."""
+    config = tf.GPTJConfig(
+        n_embd=24, n_head=3, n_layer=2, n_inner=19, rotary_dim=4, vocab_size=VOCABULARY, attn_implementation="eager"
+    )
+    theirs = drawn(tf.GPTJForCausalLM(config))
+    spec = hw.design(model=24, heads=3, pattern="causal()", modifiers=(hw.Rotary(pairs="interleaved", dims=4),))
+    block = Block(spec, feed=Dense(19, "gelu_tanh", bias="ud"), placement="parallel")
+    stack = Stack.of("decoder", 24, [block] * 2, embedding=Embedding(VOCABULARY), norm=Norm())
+    ours = hw.build(Model("gptj", "decoder", (stack,), (Head("tokens", VOCABULARY, bias="learned"),)))
+    ours = ours.double().eval()
+    ours.load_state_dict(mapped(theirs, ours))
+    x = ids(T)
+    check_close(ours(x), theirs(input_ids=x).logits, "llama")
+    assert hw.greedy(ours, x[:, :3], count=7) == likeliest(theirs, 7, input_ids=x[:, :3])

@@ -164,5 +164,5 @@ def test_what_reads_ahead_cannot_decode(name: str):
     spec = preset(name)
     one = stack("decoder", WORDS, block(spec))
     net = hw.build(bp.Model("small", "decoder", (one,), (bp.Head("tokens", WORDS),)))
-    with pytest.raises(hw.SpecError, match="reads tokens that have not come yet.*use a causal pattern"):
+    with pytest.raises(hw.SpecError, match=r"reads tokens that have not come yet.*use a causal pattern"):
         hw.greedy(net, torch.tensor([[1, 2]]), count=3)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -116,10 +114,10 @@ def _keep(folder: Path) -> None:
 
 
 def _link(path: Path, second: Path) -> None:
-    with suppress(OSError):  # not every disk knows two names of one file
+    try:
         os.link(path, second)
-        return
-    shutil.copyfile(path, second)
+    except OSError:  # not every disk knows two names of one file
+        write_atomically(second, path.read_bytes())
 
 
 # --- what is read --------------------------------------------------------------------------------------
