@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 # Where each public name lives. Nothing is imported, and torch stays untouched, until a name is used.
 _HOMES = {
     "CacheFull": "errors",
+    "Diverged": "errors",
     "NoBackend": "errors",
     "SpecError": "errors",
     "Heads": "heads",
@@ -58,6 +59,9 @@ _HOMES = {
     "fold_turns": "folding",
     "LearnedPositions": "positions",
     "Sinusoidal": "positions",
+    "Recipe": "training",
+    "Result": "training",
+    "train": "training",
     "walk": "steps",
     "why": "reasons",
     "REGISTRY": "parts",
