@@ -222,8 +222,8 @@ def test_rows_are_what_a_translator_is_trained_on():
 
 # What tokens are worth by themselves: a digit, a month, a currency.
 WORTH: dict[str, set] = {}
-for digit, characters in enumerate(["0零〇", "1一", "2二两", "3三", "4四", "5五", "6六", "7七", "8八", "9九"]):
-    WORTH |= {c: {digit} for c in characters}
+for row in ("0123456789", "零一二三四五六七八九", "〇一两三四五六七八九"):
+    WORTH |= {character: {digit} for digit, character in enumerate(row)}
 for month in range(1, 13):
     WORTH[f"{date(1, month, 1):%B}"] = {month // 10, month % 10}
 for word, (code, units) in {"dollars": ("USD", "美元分"), "euros": ("EUR", "欧元分"), "yuan": ("CNY", "元")}.items():
@@ -233,7 +233,7 @@ for word, (code, units) in {"dollars": ("USD", "美元分"), "euros": ("EUR", "�
 
 
 def test_linked_tokens_mean_the_same():
-    """Digits link equal digits, months their number, currencies the same one; 十, 百, 千, 万, 角 and 分 the digit there."""
+    """Equal digits, a month and a digit of its number, one currency; 十, 百, 千, 万, 角, 分 the digit there."""
     one, kinds = Dates(), Counter()
     batch = one.batch(0, 1500)
     for n, gold in enumerate(batch.gold):

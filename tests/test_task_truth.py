@@ -6,7 +6,7 @@ import statistics
 from collections import Counter, deque
 from dataclasses import replace
 from fractions import Fraction
-from itertools import product
+from itertools import pairwise, product
 from math import log, prod
 
 import numpy as np
@@ -183,7 +183,7 @@ def test_markov_rows_are_dirichlet():
     """Of a row drawn from Dirichlet(1, ..., 1), two draws agree with probability 2 / (symbols + 1)."""
     agree, count = 0, 0
     for x, _ in examples(task("markov", symbols=4, length=128), 3000):
-        after = [b for a, b in zip(x, x[1:], strict=False) if a == 0][:2]
+        after = [b for a, b in pairwise(x) if a == 0][:2]
         agree, count = agree + (len(after) == 2 and after[0] == after[1]), count + (len(after) == 2)
     assert count > 2800
     check_frequency(agree, count, 2 / 5)

@@ -83,6 +83,7 @@ _MODULES = (
     "presets",
     "reference",
     "seams",
+    "tasks",
 )
 
 __all__ = sorted(_HOMES)
