@@ -20,6 +20,7 @@ class Device:
     flops: dict[str, float]
     bandwidth: float
     memory: float
+    kind: str = "cuda"  # what torch calls it
 
     @staticmethod
     def named(name: str) -> Device:
@@ -33,7 +34,7 @@ class Device:
             raise SpecError(f"there is no device {name!r}; {nearest(name, table)}")
         row = table[name]
         flops = {"bf16": row["bf16"] * 1e12, "fp16": row["bf16"] * 1e12, "fp32": row["fp32"] * 1e12}
-        return Device(name, row["what"], flops, row["gbps"] * 1e9, row["gb"] * 1e9)
+        return Device(name, row["what"], flops, row["gbps"] * 1e9, row["gb"] * 1e9, row.get("kind", "cuda"))
 
     def ridge(self, dtype: str) -> float:
         """FLOPs a byte at which products begin to take longer than memory."""

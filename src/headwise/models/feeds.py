@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..blueprint import Dense, Experts, Norm, Weight
+from ..dropping import dropped
 from .activations import joined
 from .starts import usual
 
@@ -77,7 +78,7 @@ class Feed(Declared):
     def forward(self, x: Tensor) -> Tensor:
         """The same shape."""
         inner = self.join(lambda name: self.linear(x, name))
-        return self.linear(F.dropout(inner, self.dropout, self.training), "down")
+        return self.linear(dropped(inner, self.dropout, self.training), "down")
 
 
 class Each(Declared):
@@ -97,7 +98,7 @@ class Each(Declared):
             return y if bias is None else y + bias[chosen].unsqueeze(-2)
 
         inner = self.join(lambda name: through(x, name))
-        return through(F.dropout(inner, self.dropout, self.training), "down")
+        return through(dropped(inner, self.dropout, self.training), "down")
 
 
 class Mixture(Declared):

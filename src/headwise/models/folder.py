@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -73,7 +71,7 @@ def load(folder: Path | str, *, dropout: float = 0.0) -> Transformer:
     except SafetensorError as error:
         raise SpecError(f"{folder / WEIGHTS} holds no tensors: {error}; save the model again") from None
     if TOKENIZER in manifest.checksums:
-        _check_tokenizer(manifest.model, tokenizer_of(folder) or "", str(folder / TOKENIZER))
+        _check_tokenizer(manifest.model, _data(folder, manifest, TOKENIZER).decode(), str(folder / TOKENIZER))
     with torch.device("meta"):
         net = build(manifest.model, dropout=dropout)
     _check_tensors(net, held, folder / WEIGHTS)
@@ -116,10 +114,10 @@ def _keep(folder: Path) -> None:
 
 
 def _link(path: Path, second: Path) -> None:
-    with suppress(OSError):  # not every disk knows two names of one file
+    try:
         os.link(path, second)
-        return
-    shutil.copyfile(path, second)
+    except OSError:  # not every disk knows two names of one file
+        write_atomically(second, path.read_bytes())
 
 
 # --- what is read --------------------------------------------------------------------------------------
