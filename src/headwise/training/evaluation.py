@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from ..errors import SpecError
 from ..models import Transformer, greedy
 from ..tasks import Batch, Tally, Task
 from .choosing import Choice
@@ -20,6 +21,15 @@ class Examiner:
 
     def __init__(self, task: Task, recipe: Recipe, choice: Choice, device: torch.device) -> None:
         self.task, self.recipe, self.choice, self.device = task, recipe, choice, device
+
+    @property
+    def last(self) -> str:
+        """The split that a finished model is judged by: "test", or "valid" of data that has no more."""
+        try:
+            self.task.batch(0, self.recipe.batch, "test")
+        except SpecError:
+            return "valid"
+        return "test"
 
     def measures(self, net: Transformer, split: str) -> dict[str, float]:
         """The loss a label, without smoothing, and what the task measures of the same logits."""
@@ -42,7 +52,9 @@ class Examiner:
         return greedy(net, given.x, count=count, tokens=given.tokens, end=end, memory=memory)
 
     def _batches(self, split: str) -> Iterator[Batch]:
-        for index in range(self.recipe.evaluate_batches):
+        whole = self.task.batches(self.recipe.batch, split)
+        count = self.recipe.evaluate_batches
+        for index in range(count if whole is None else min(count, whole)):
             yield self.task.batch(index, self.recipe.batch, split)
 
     def _each(self, net: Transformer, split: str) -> Iterator[Tally]:

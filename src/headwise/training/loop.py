@@ -33,12 +33,15 @@ Write = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to: measured on the test split, with the weights that were best on the held-out one."""
+    """What a run came to, with the weights that were best on "valid"; `split` says what they were measured on at last:
+    "test", or "valid" of data without a test split.
+    """
 
     task: str
     steps: int
     seconds: float
     metrics: Mapping[str, float]
+    split: str
     model: str
     best: int | None
     precision: str
@@ -137,19 +140,19 @@ def _go(run: Run, setup: Setup, write: Write, interrupts: Interrupts) -> None:
 
 
 def _finish(run: Run, write: Write) -> Result:
-    """Measure the best weights on the test split, and leave them in the folder."""
+    """Measure the best weights on what was never looked at, and leave them in the folder."""
     best = run.checkpoints.path(run.progress.best or run.progress.step)
     try:
         run.net.load_state_dict(read(best).kind("model"))
     except Damaged as error:
         write({"event": "note", "step": run.progress.step, "says": f"{error}; the last weights are taken"})
-    begun = time.perf_counter()
-    metrics = run.examiner.measures(run.net, "test") | run.examiner.scores(run.net, "test")
+    begun, split = time.perf_counter(), run.examiner.last
+    metrics = run.examiner.measures(run.net, split) | run.examiner.scores(run.net, split)
     seconds = run.progress.seconds + time.perf_counter() - begun
-    save(run.net, run.folder, tokenizer=run.task.tokenizer, readme=page(run, metrics, "test"))
+    save(run.net, run.folder, tokenizer=run.task.tokenizer, readme=page(run, metrics, split))
     choice = run.stepper.choice
-    told = (run.task.name, run.progress.step, seconds, metrics, str(run.folder), run.progress.best)
+    told = (run.task.name, run.progress.step, seconds, metrics, split, str(run.folder), run.progress.best)
     result = Result(*told, choice.precision, choice.compile, run.net.eval())
     write_atomically(run.folder / FINAL, json.dumps(result.data, indent=2).encode() + b"\n")
-    write({"event": "end", "step": run.progress.step, "metrics": metrics, "seconds": seconds})
+    write({"event": "end", "step": run.progress.step, "metrics": metrics, "seconds": seconds, "split": split})
     return result

@@ -10,7 +10,7 @@ from .recipe import Recipe
 from .run import Run
 from .screen import clock
 
-SPLITS = {"valid": "held-out examples, while it was trained", "test": "the test split, after training"}
+SPLITS = {"valid": "held-out examples", "test": "the test split, looked at once, after training"}
 
 
 def page(run: Run, metrics: Mapping[str, float], split: str) -> str:

@@ -37,7 +37,8 @@ def told(record: Mapping[str, Any]) -> str:
 
 
 def _listed(metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+    """The measures; not those of one kind of example alone, such as "exact_match@date"."""
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if "@" not in name)
 
 
 class Screen:
@@ -70,7 +71,7 @@ class Screen:
         elif event in ("choice", "note"):
             self._line(record["says"])
         elif event == "end":
-            self._line(f"test: {_listed(record['metrics'])}; {clock(record['seconds'])} in all")
+            self._line(f"{record['split']}: {_listed(record['metrics'])}; {clock(record['seconds'])} in all")
 
     def close(self) -> None:
         """Leave the bar where it is."""

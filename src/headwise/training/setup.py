@@ -67,6 +67,8 @@ class Setup:
         net = self._net()
         torch.manual_seed(self.recipe.seed)
         some = [self.first, *(self.task.batch(index, self.recipe.batch) for index in range(1, TRIED))]
+        for index, batch in enumerate(some):
+            check(batch, self.described, f"batch {index}")
         run = Run(self.task, Trial(net, self.recipe, self.device, some).choose(), self.folder)
         run.keep(self.config)
         return run

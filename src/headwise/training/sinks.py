@@ -66,23 +66,26 @@ class Journal:
 
 
 def numbers(record: Record) -> dict[str, float]:
-    """The numbers of a record to be drawn over its steps, by names such as "evaluation/loss".
+    """The numbers of a record to be drawn over its steps, by names such as "evaluation/loss", in letters that every
+    tracker takes.
 
     >>> numbers({"event": "evaluation", "step": 3, "metrics": {"loss": 0.5}, "at": "noon"})
     {'evaluation/loss': 0.5}
     """
     inner = dict(record) | record.get("metrics", {})
     kept = {name: value for name, value in inner.items() if name != "step" and type(value) in (int, float)}
-    return {f"{record['event']}/{name}": value for name, value in kept.items()}
+    return {f"{record['event']}/{name.replace('@', '/')}": value for name, value in kept.items()}
 
 
 class TensorBoard:
     """Event files in the run's folder, for `tensorboard --logdir`."""
 
+    def __init__(self) -> None:
+        self._made = package("torch.utils.tensorboard", "tensorboard")
+
     def open(self, folder: Path, config: Record) -> None:
         """Begin to write."""
-        made = package("torch.utils.tensorboard", "tensorboard")
-        self._writer = made.SummaryWriter(log_dir=str(folder / "tensorboard"))
+        self._writer: Any = self._made.SummaryWriter(log_dir=str(folder / "tensorboard"))
 
     def write(self, record: Record) -> None:
         """Each number as a curve of its own."""
@@ -97,9 +100,11 @@ class TensorBoard:
 class MLflow:
     """A run of MLflow, where its own settings say."""
 
+    def __init__(self) -> None:
+        self._mlflow = package("mlflow", "mlflow-skinny")
+
     def open(self, folder: Path, config: Record) -> None:
         """Begin a run, its parameters the recipe's."""
-        self._mlflow = package("mlflow", "mlflow-skinny")
         self._mlflow.start_run(run_name=folder.name)
         self._mlflow.log_params({"task": config["task"]["name"], **config["recipe"]})
 
@@ -117,11 +122,10 @@ class Tracked:
     """A run of W&B, or of a package that is spoken to in the same way."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self._package = package(name, name)
 
     def open(self, folder: Path, config: Record) -> None:
         """Begin a run, its configuration ours."""
-        self._package = package(self.name, self.name)
         self._package.init(project="headwise", name=folder.name, config=dict(config))
 
     def write(self, record: Record) -> None:
