@@ -90,6 +90,14 @@ def variants() -> str:
 
 
 @generates
+def recipe() -> str:
+    """The usual values of a recipe."""
+    from headwise.training.recipe import Recipe, to_toml
+
+    return f"```toml\n{to_toml(Recipe())}```"
+
+
+@generates
 def tasks() -> str:
     """Every task that is made in code: what it asks, its knobs, an example, its measures and its chance."""
     import tasks_page

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,19 +11,18 @@ from torch import nn
 
 import headwise as hw
 from headwise.blueprint import Weight
-from headwise.errors import Diverged, SpecError
-from headwise.files import read_lines
+from headwise.errors import SpecError
 from headwise.layout import Layout
 from headwise.tasks import IGNORED, Batch
 from headwise.terms import Ledger
-from headwise.training import Recipe, loss, optimiser, recipe as recipes
+from headwise.training import Recipe, loss, optimiser
+from headwise.training import recipe as recipes
 from headwise.training.choosing import Choice, faster, kept, worth_compiling
 from headwise.training.evaluation import averages
-from headwise.training.schedules import SCHEDULES, Course
+from headwise.training.schedules import SCHEDULES
 from headwise.training.stepping import Stepper
 from headwise.training.work import step_flops, tokens_in
-
-from learning import IDS, Answered, Echo, quick
+from learning import IDS, Echo, quick
 
 PLAIN = Choice("fp32", "off")
 CPU = torch.device("cpu")
@@ -42,7 +39,9 @@ def rates(recipe: Recipe) -> list[float]:
 @pytest.mark.parametrize("floor", [0.0, 0.13])
 def test_cosine_is_its_formula(floor: float):
     warmup = 5
-    for step, rate in enumerate(rates(Recipe(steps=STEPS, lr=0.3, schedule="cosine", warmup=5 / STEPS, floor=floor)), 1):
+    for step, rate in enumerate(
+        rates(Recipe(steps=STEPS, lr=0.3, schedule="cosine", warmup=5 / STEPS, floor=floor)), 1
+    ):
         part = (step - warmup) / (STEPS - warmup)
         wanted = step / warmup if step < warmup else floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * part))
         assert rate == pytest.approx(0.3 * wanted, abs=1e-12)
@@ -264,7 +263,10 @@ class Routed(Echo):
         stack = described.stacks[0]
         blocks = [hw.blueprint.Block(spec, feed=block.feed) for block in stack.layers * 2]
         return hw.blueprint.Model(
-            "routed", "decoder", (hw.blueprint.Stack.of("decoder", 8, blocks, embedding=stack.embedding),), described.heads
+            "routed",
+            "decoder",
+            (hw.blueprint.Stack.of("decoder", 8, blocks, embedding=stack.embedding),),
+            described.heads,
         )
 
 

@@ -35,7 +35,9 @@ class Checkpoint:
 
     def kind(self, name: str) -> dict[str, Tensor]:
         """The tensors of one kind, by the rest of their names."""
-        return {key.removeprefix(f"{name} "): value for key, value in self.tensors.items() if key.startswith(f"{name} ")}
+        return {
+            key.removeprefix(f"{name} "): value for key, value in self.tensors.items() if key.startswith(f"{name} ")
+        }
 
 
 class Checkpoints:
@@ -71,7 +73,9 @@ class Checkpoints:
             except Damaged as error:
                 damages.append(str(error))
         if damages:
-            raise SpecError(f"no checkpoint of {self.folder} can be read: {'; '.join(damages)}; begin in another folder")
+            raise SpecError(
+                f"no checkpoint of {self.folder} can be read: {'; '.join(damages)}; begin in another folder"
+            )
         return None, []
 
 
@@ -92,7 +96,7 @@ def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

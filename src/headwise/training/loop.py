@@ -99,7 +99,8 @@ def _begin(setup: Setup, resume: str) -> tuple[Run, list[str]]:
         run = setup.begun()
         return run, list(run.stepper.choice.reasons)
     if resume == "never":
-        raise SpecError(f"{setup.folder} holds a run of {held.step} steps; resume it, or give another folder")
+        remedy = "go on with resume='allowed' (--resume), or give another folder"
+        raise SpecError(f"{setup.folder} holds a run of {held.step} steps; {remedy}")
     run = setup.resumed(held)
     return run, [*damages, f"going on from step {held.step}", *run.stepper.choice.reasons]
 

@@ -20,8 +20,10 @@ def page(run: Run, metrics: Mapping[str, float], split: str) -> str:
     usual, own = vars(Recipe()), vars(run.recipe)
     said = [f"{name} = {toml_of(_plain(value))}" for name, value in own.items() if value != usual[name]]
     lines = ["## Training", "", f"The task is {task.name} ({knobs})."]
-    lines += [f"{run.progress.step} steps of {run.recipe.batch} examples in {choice.precision}, "
-              f"{clock(run.progress.seconds)} in all, from the seed {run.recipe.seed}."]
+    lines += [
+        f"{run.progress.step} steps of {run.recipe.batch} examples in {choice.precision}, "
+        f"{clock(run.progress.seconds)} in all, from the seed {run.recipe.seed}."
+    ]
     lines += ["", "What its recipe says besides the usual:", "", "```toml", *said, "```"] if said else []
     lines += ["", "## Scores", "", f"On {SPLITS[split]}.", "", "| measure | value | by chance |", "|---|---|---|"]
     lines += [f"| {name} | {value:.4f} | {_chance(chance, name)} |" for name, value in metrics.items()]

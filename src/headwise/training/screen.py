@@ -64,11 +64,9 @@ class Screen:
         event = record["event"]
         if event == "step" and self._moving is not None:
             self._moving.update(self._moving.task_ids[0], completed=record["step"], said=told(record))
-        elif event == "step" and time.monotonic() - self._said > EVERY:
+        elif event == "evaluation" or (event == "step" and time.monotonic() - self._said > EVERY):
             self._line(told(record))
-        elif event == "evaluation":
-            self._line(told(record))
-        elif event in ("choice", "note"):
+        elif event == "note":
             self._line(record["says"])
         elif event == "end":
             self._line(f"{record['split']}: {_listed(record['metrics'])}; {clock(record['seconds'])} in all")

@@ -48,7 +48,9 @@ class Setup:
         given = described if isinstance(described, Transformer) else None
         model = given.described if given else usual if described is None else described
         if not isinstance(model, Model):
-            raise SpecError(f"described is of type {type(model).__name__}; give a blueprint.Model, or one that is built")
+            raise SpecError(
+                f"described is of type {type(model).__name__}; give a blueprint.Model, or one that is built"
+            )
         if given and given.dropout != recipe.dropout:
             said = f"the model was built with dropout={given.dropout}, the recipe says {recipe.dropout}"
             raise SpecError(f"{said}; give Recipe(dropout={given.dropout})")

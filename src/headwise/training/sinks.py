@@ -16,8 +16,8 @@ Record = Mapping[str, Any]
 class Sink(Protocol):
     """Takes the records of a run, one after the other.
 
-    A record has an "event": "run" begins it and says its configuration, "choice" and "note" tell of what was decided,
-    "step" and "evaluation" hold numbers at a "step", "end" holds the last ones.
+    A record has an "event" and a "step": "run" begins it and says its configuration, "note" tells of what was decided,
+    "step" and "evaluation" hold numbers, "end" the last ones.
     """
 
     def open(self, folder: Path, config: Record) -> None:

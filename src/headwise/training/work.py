@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .. import counting
-from ..blueprint import Experts, Model, Stack
+from ..blueprint import Dense, Experts, Model, Stack
 from ..tasks import Batch
 from ..terms import Work
 from ..tokens import Tokens
@@ -70,12 +70,15 @@ def _layers(stack: Stack, rows: int, own: int, source: int) -> Iterator[int]:
             crossing = Work(rows, own, source, source)
             work = crossing if name == "cross" else counting.work_of(spec, batch=rows, queries=own)
             yield counting.asked(spec, work)
-        if block.feed is None:
-            continue
-        for weight in block.feed.weights(stack.model):
-            part = block.feed.active / block.feed.count if _expert(block.feed, weight.layout.axes) else 1
-            yield int(2 * rows * own * weight.numel * part) if len(weight.layout.axes) > 1 else 0
+        if block.feed is not None:
+            yield 2 * rows * own * _met(block.feed, stack.model)
 
 
-def _expert(feed: object, axes: tuple[str, ...]) -> bool:
-    return isinstance(feed, Experts) and axes[0] == "expert" and len(axes) == 3
+def _met(feed: Dense | Experts, model: int) -> int:
+    """How many numbers of its matrices a token meets: of experts only those that are active."""
+    matrices = [w for w in feed.weights(model) if len([axis for axis in w.layout.axes if axis != "expert"]) == 2]
+    if isinstance(feed, Dense):
+        return sum(w.numel for w in matrices)
+    each = sum(w.numel for w in matrices if "expert" in w.layout.axes)
+    router = feed.count * model
+    return sum(w.numel for w in matrices) - each + each * feed.active // feed.count + router
