@@ -14,7 +14,8 @@ from .bills import Bill
 from .devices import bytes_of
 from .imagined import DTYPES, Run, Sizes, run
 from .pricing import Load
-from .shapes import Axes, plain, terms
+from .shapes import Axes, Kept, plain, terms
+from .symbols import Symbol
 from .watching import Saved
 
 # What runs the core, and on which kind of device; the published ones are formulas and run nothing.
@@ -45,14 +46,22 @@ def activations(
     read 2 b q s dim 2048000
     """
     load = load or Load()
-    profile = profile or usual(spec, load)
+    return Bill.of(iter(layer(spec, load, (profile or usual(spec, load), checkpoint), source).items()))
+
+
+def layer(spec: AttentionSpec, load: Load, how: tuple[str, str], source: int | None = None) -> Kept:
+    """The same as numbers that know their formulas, by step; `how` is profile and checkpoint."""
+    profile, checkpoint = how
     _check(profile, checkpoint)
     if profile in published.PROFILES:
-        return published.layer(spec, load, profile, checkpoint)
+        return dict(published.layer(spec, load, how))
+    axes = axes_of(spec, load, source)
     if checkpoint == "block":
-        width = bytes_of(load.dtype) * axes_of(spec, load, source).load.batch
-        return Bill.of(iter([("input", width * axes_of(spec, load, source).load.tokens * spec.model)]))
-    return Bill.of(iter(_terms(spec, load, (profile, checkpoint), source).items()))
+        rows, each = axes.load.batch, bytes_of(load.dtype)
+        held = {"input": each * rows * axes.load.tokens * Symbol.of(spec.model, "model")}
+        wide = spec.source and Symbol.of(spec.source, "source")
+        return held | ({"source": each * rows * axes.load.source * wide} if wide else {})
+    return _terms(spec, load, axes, how)
 
 
 def usual(spec: AttentionSpec, load: Load) -> str:
@@ -89,8 +98,8 @@ def axes_of(spec: AttentionSpec, load: Load, source: int | None) -> Axes:
     return Axes(spec, Sizes(load.batch, load.context, source or load.context))
 
 
-def _terms(spec: AttentionSpec, load: Load, how: tuple[str, str], source: int | None) -> dict[str, int]:
-    axes, (backend, device) = axes_of(spec, load, source), PROFILES[how[0]]
+def _terms(spec: AttentionSpec, load: Load, axes: Axes, how: tuple[str, str]) -> Kept:
+    backend, device = PROFILES[how[0]]
 
     def kept(sizes: Sizes) -> Sequence[Saved]:
         told = ran(spec, sizes, backend, load.dtype, device)

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from ..blueprint import Block, Dense
 from ..errors import SpecError
 from ..presets import design
 from ..spec import AttentionSpec
-from .bills import Bill
+from ..terms import Phase
+from .pieces import Items
 from .pricing import Load
 from .symbols import Symbol
 
 PROFILES = ("paper-2022", "zhihu-624740065")
 
 
-def layer(spec: AttentionSpec, load: Load, profile: str, checkpoint: str = "none") -> Bill:
-    """The attention's part, 11 b s h + 5 b s^2 a; without what is computed anew.
+def layer(spec: AttentionSpec, load: Load, how: tuple[str, str]) -> Items:
+    """The attention's part, 11 b s h + 5 b s^2 a; `how` is the profile, and what is computed anew.
 
-    >>> layer(design(model=12288, heads=96), Load(1, 2048), "paper-2022").total == 11 * 2048 * 12288 + 5 * 2048**2 * 96
+    >>> told = dict(layer(design(model=12288, heads=96), Load(1, 2048), ("paper-2022", "none")))
+    >>> sum(told.values()) == 11 * 2048 * 12288 + 5 * 2048**2 * 96
     True
     """
-    check(spec, load, profile)
-    return Bill.of(_attention(_letters(spec.model, spec.heads.q, load), profile, checkpoint))
+    check(spec, load, how[0])
+    yield from _attention(_letters(spec.model, spec.heads.q, load), how)
 
 
-def block(described: Block, model: int, load: Load, profile: str, checkpoint: str = "none") -> Bill:
+def items(described: Block, model: int, load: Load, how: tuple[str, str]) -> Items:
     """A whole block, 34 b s h + 5 b s^2 a: its attention, a feed-forward 4 h wide, two norms, dropout everywhere."""
-    spec, feed = described.attention, described.feed
+    (profile, checkpoint), spec, feed = how, described.attention, described.feed
     if not isinstance(spec, AttentionSpec) or described.cross is not None:
         raise SpecError(f"profile {profile} is of blocks with one self-attention; use profile='sdpa'")
     check(spec, load, profile)
@@ -38,10 +38,10 @@ def block(described: Block, model: int, load: Load, profile: str, checkpoint: st
             "use profile='sdpa'"
         )
     b, s, h, a = sizes = _letters(model, spec.heads.q, load)
-    if checkpoint == "block":
-        return Bill.of(iter([("input of the block", 2 * b * s * h)]))
-    rest = [("feed-forward", 19 * b * s * h), ("norms", 4 * b * s * h)]
-    return Bill.of(iter([*_attention(sizes, profile, checkpoint), *rest]))
+    yield from _attention(sizes, how)
+    if checkpoint != "block":
+        yield "feed-forward", 19 * b * s * h
+        yield "norms", 4 * b * s * h
 
 
 def check(spec: AttentionSpec, load: Load, profile: str) -> None:
@@ -49,7 +49,7 @@ def check(spec: AttentionSpec, load: Load, profile: str) -> None:
     heads = spec.heads
     plain = design(model=spec.model, heads=heads.q, dim=heads.dim, pattern=spec.pattern)
     alike = (spec.project.plain, type(spec.similarity), type(spec.normaliser), type(spec.merge), spec.source)
-    drops = all(not modifier.phase.name != "WEIGHTS" for modifier in spec.modifiers)
+    drops = all(modifier.phase is Phase.WEIGHTS and not modifier.params(spec) for modifier in spec.modifiers)
     usual = (True, type(plain.similarity), type(plain.normaliser), type(plain.merge), None)
     if alike != usual or heads.kv != heads.q or heads.q * heads.dim != spec.model or heads.vdim != heads.dim or not drops:
         raise SpecError(
@@ -66,13 +66,12 @@ def _letters(model: int, heads: int, load: Load) -> tuple[int, int, int, int]:
     return b, s, h, a
 
 
-def _attention(sizes: tuple[int, int, int, int], profile: str, checkpoint: str) -> Iterator[tuple[str, int]]:
+def _attention(sizes: tuple[int, int, int, int], how: tuple[str, str]) -> Items:
     """2205.05198, section 4.1; the article keeps what goes into the softmax where the paper keeps what comes out."""
-    b, s, h, a = sizes
+    (b, s, h, a), (profile, checkpoint) = sizes, how
+    yield "input", 2 * b * s * h
     if checkpoint == "block":
-        yield "input", 2 * b * s * h
         return
-    yield "input of q, k, v", 2 * b * s * h
     yield "queries and keys", 4 * b * s * h
     yield "values", 2 * b * s * h
     if checkpoint == "none":
