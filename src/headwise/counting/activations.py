@@ -81,6 +81,16 @@ def refused(spec: AttentionSpec) -> list[str]:
     return sdpa.refuses(Job(spec, spec.core_of(spec.form(one=False)), grad=True, training=True))
 
 
+def fuses(spec: AttentionSpec, dtype: str) -> bool:
+    """Whether the fused call of the CPU really is one kernel: not where keys and values differ in width, say.
+
+    >>> import headwise as hw
+    >>> [fuses(hw.design(preset=name), "fp32") for name in ("gqa", "mla")]
+    [True, False]
+    """
+    return ran(spec, Sizes(FEW, FEW, FEW), "sdpa", dtype, "cpu").fused
+
+
 def _check(profile: str, checkpoint: str) -> None:
     if profile not in (known := [*PROFILES, *published.PROFILES]):
         raise SpecError(f"there is no profile {profile!r}; {nearest(profile, known)}")
