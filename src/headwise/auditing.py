@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from . import counting
 from .backends import Job, sdpa
 from .counting import bills
-from .counting.activations import activations, fuses, refused
+from .counting.keeping import activations, fuses, refused
 from .counting.checkpoints import fused_backward
 from .counting.pricing import Load
 from .counting.watching import Watch

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from ..blueprint import Block, Dense, Experts, Model
 from ..errors import SpecError, nearest
@@ -15,10 +16,12 @@ from ..seams import Modifier, ValueStep
 from ..spec import AttentionSpec
 from ..terms import Phase, Work
 from . import bills
-from .activations import CHECKPOINTS
+from .keeping import CHECKPOINTS
 from .bills import Bill, Term
 from .nets import PLAIN, Way, loaded
-from .pricing import Load
+
+if TYPE_CHECKING:
+    from .pricing import Load
 
 INSIDE = (Phase.SCORES, Phase.WEIGHTS, Phase.VALUES)
 SCORES, VALUES = "core (scores)", "core (values)"
@@ -45,18 +48,22 @@ def recomputed(spec: AttentionSpec, work: Work, checkpoint: str) -> Bill:
     return Bill(tuple(term for term in forth if not term.name.startswith("output.")))
 
 
-def recomputed_by(model: Model, load: Load, way: Way = PLAIN) -> Bill:
-    """FLOPs of a whole model that are done again; embeddings, the last norm and heads never are.
+def recomputed_by(described: AttentionSpec | Model, load: Load, way: Way = PLAIN) -> Bill:
+    """FLOPs of a layer or a whole model that are done again, every pair of tokens, as torch counts them.
 
-    >>> from headwise.families import read
-    >>> gpt = read({"model_type": "gpt2", "n_layer": 3})
-    >>> block = 24 * 2 * 10 * 768**2 + 4 * 2 * 10**2 * 768  # 24 b s h^2 + 4 b s^2 h, dense
-    >>> recomputed_by(gpt, Load(2, 10), Way(checkpoint="block")).total == 3 * (block - 8 * 2 * 10 * 768**2)
+    Embeddings, the last norm and heads never are.
+
+    >>> import headwise as hw
+    >>> gpt = hw.families.read({"model_type": "gpt2", "n_layer": 3})
+    >>> block = 24 * 2 * 10 * 768**2 + 4 * 2 * 10**2 * 768  # 24 b s h^2 + 4 b s^2 h
+    >>> recomputed_by(gpt, hw.Load(2, 10), Way(checkpoint="block")).total == 3 * (block - 8 * 2 * 10 * 768**2)
     True
     """
+    if isinstance(described, AttentionSpec):
+        return recomputed(described, _work(load, (described.source and way.source) or load.context), way.checkpoint)
     found: dict[str, tuple[str, int]] = {}
-    for stack in model.stacks:
-        told = loaded(model, stack, load, way)
+    for stack in described.stacks:
+        told = loaded(described, stack, load, way)
         for block, times in Counter(stack.layers).items():
             for name, formula, flops in _block(block, stack.model, told, way):
                 where, (text, value) = f"{stack.name}.*.{name}", found.get(f"{stack.name}.*.{name}", ("", 0))
@@ -118,13 +125,15 @@ def _branch(name: str, described: Block, model: int, how: tuple[Load, Way], whol
         products = list(feed_products(described.feed, model, load.batch * load.context))
         last = isinstance(described.feed, Dense) or described.feed.shared
         return products if whole or not last else products[:-1]
-    spec, keys = described.specs[name], load.context
-    if name == "cross":
-        keys = way.source or load.context
-    work = Work(load.batch, load.context, keys, keys)
+    spec = described.specs[name]
+    work = _work(load, (way.source if name == "cross" else None) or load.context)
     if way.checkpoint == "block" and whole:
         return bills.forward(spec, work).terms
     return recomputed(spec, work, way.checkpoint).terms
+
+
+def _work(load: Load, keys: int) -> Work:
+    return Work(load.batch, load.context, keys, keys)
 
 
 def feed_products(feed: Dense | Experts, model: int, count: int) -> Iterator[Term]:

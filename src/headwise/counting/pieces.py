@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..blueprint import Dense, Embedding, Experts, Head, Norm
 from ..errors import SpecError, nearest
 from .devices import bytes_of
-from .pricing import Load
 from .symbols import Symbol
+
+if TYPE_CHECKING:
+    from .pricing import Load
 
 Items = Iterator[tuple[str, int]]
 LONG = 8  # bytes of an index
@@ -69,7 +71,8 @@ class Place:
 def norm(described: Norm, width: int, count: int, at: Place) -> Items:
     """A norm of so many tokens: what it reads, and what it found of each.
 
-    >>> at = Place.of(Load(2, 10, "fp32"), 10, "sdpa", 0.0)
+    >>> import headwise as hw
+    >>> at = Place.of(hw.Load(2, 10, "fp32"), 10, "sdpa", 0.0)
     >>> [int(size) for _, size in norm(Norm(), 8, at.count, at)]  # 4 b s d, and two numbers of each token
     [640, 160]
     """
@@ -87,7 +90,8 @@ def norm(described: Norm, width: int, count: int, at: Place) -> Items:
 def feed(described: Dense, count: int, at: Place) -> Items:
     """A feed-forward on so many tokens, without what it reads.
 
-    >>> at = Place.of(Load(2, 10, "fp32"), 10, "sdpa", 0.0)
+    >>> import headwise as hw
+    >>> at = Place.of(hw.Load(2, 10, "fp32"), 10, "sdpa", 0.0)
     >>> [int(size) for _, size in feed(Dense(32), at.count, at)]  # before and behind the activation
     [5120]
     """

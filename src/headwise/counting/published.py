@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..blueprint import Block, Dense
 from ..errors import SpecError
 from ..presets import design
 from ..spec import AttentionSpec
 from ..terms import Phase
 from .pieces import Items
-from .pricing import Load
 from .symbols import Symbol
+
+if TYPE_CHECKING:
+    from .pricing import Load
 
 PROFILES = ("paper-2022", "zhihu-624740065")
 
@@ -17,7 +21,8 @@ PROFILES = ("paper-2022", "zhihu-624740065")
 def layer(spec: AttentionSpec, load: Load, how: tuple[str, str]) -> Items:
     """The attention's part, 11 b s h + 5 b s^2 a; `how` is the profile, and what is computed anew.
 
-    >>> told = dict(layer(design(model=12288, heads=96), Load(1, 2048), ("paper-2022", "none")))
+    >>> import headwise as hw
+    >>> told = dict(layer(hw.design(model=12288, heads=96), hw.Load(1, 2048), ("paper-2022", "none")))
     >>> sum(told.values()) == 11 * 2048 * 12288 + 5 * 2048**2 * 96
     True
     """

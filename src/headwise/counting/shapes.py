@@ -48,9 +48,10 @@ class Axes:
         """What the bytes of one memory of two runs are a product of; None where they are none."""
         if len(saved.shape) != len(other.shape) or saved.dtype != other.dtype:
             return None
-        found, rows, last = [saved.dtype.itemsize], False, len(saved.shape) - 1
-        for n, pair in enumerate(zip(saved.shape, other.shape, strict=True)):
-            axis = self._axis(pair, sizes, (n == last, rows))
+        found, rows = [saved.dtype.itemsize], False
+        pairs = [pair for pair in zip(saved.shape, other.shape, strict=True) if pair != (1, 1)]
+        for n, pair in enumerate(pairs, 1):
+            axis = self._axis(pair, sizes, (n == len(pairs), rows))
             if axis is None:
                 return None
             found += axis

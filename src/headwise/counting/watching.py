@@ -141,5 +141,5 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
     base = tensor._base
     for told in (tensor, *(() if base is None else (base,))):
         if told.numel() == count:
-            return tuple(size for size in told.shape if size != 1)
+            return tuple(told.shape)
     return (count,)

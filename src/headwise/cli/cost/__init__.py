@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from . import kept
 from ..screen import PRESETS, Arguments, Wrong, changed, document, named_spec, show, take_changes, take_form
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Page(Protocol):
         ...
 
 
-PAGES: tuple[Page, ...] = ()
+PAGES: tuple[Page, ...] = (kept,)
 
 
 def main(argv: list[str]) -> int:

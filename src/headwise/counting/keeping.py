@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from ..backends import sdpa
 from ..backends.job import Job
@@ -13,10 +14,12 @@ from . import published
 from .bills import Bill
 from .devices import bytes_of
 from .imagined import DTYPES, Run, Sizes, run
-from .pricing import Load
 from .shapes import Axes, Kept, plain, terms
 from .symbols import Symbol
 from .watching import Saved
+
+if TYPE_CHECKING:
+    from .pricing import Load
 
 # What runs the core, and on which kind of device; the published ones are formulas and run nothing.
 PROFILES = {"dense": ("dense", "cpu"), "sdpa": ("sdpa", "cpu"), "flash-cuda": ("sdpa", "cuda")}
@@ -26,7 +29,7 @@ LONGEST = 2**22  # tokens of a run: what is longer follows from a shorter one of
 
 
 def activations(
-    spec: AttentionSpec, load: Load | None = None, profile: str = "", *, source: int | None = None, checkpoint: str = "none"
+    spec: AttentionSpec, load: Load, profile: str = "", *, source: int | None = None, checkpoint: str = "none"
 ) -> Bill:
     """Bytes that one layer keeps from its forward pass in training for the way back, by the step that keeps them.
 
@@ -45,7 +48,6 @@ def activations(
     logsumexp 4 b q s 64000
     read 2 b q s dim 2048000
     """
-    load = load or Load()
     return Bill.of(iter(layer(spec, load, (profile or usual(spec, load), checkpoint), source).items()))
 
 
