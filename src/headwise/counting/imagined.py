@@ -44,10 +44,9 @@ def run(spec: AttentionSpec, sizes: Sizes, backend: str, dtype: str, device: str
     """
     with torch.device("meta"):
         layer = Attention(spec, backend=backend).to(DTYPES[dtype])
-        x = torch.empty(sizes.batch, sizes.tokens, spec.model, dtype=DTYPES[dtype]).requires_grad_()
-        z = None
-        if spec.source is not None:
-            z = torch.empty(sizes.batch, sizes.source, spec.source, dtype=DTYPES[dtype]).requires_grad_()
+    like = {"dtype": DTYPES[dtype], "device": "meta", "requires_grad": True}
+    x = torch.empty(sizes.batch, sizes.tokens, spec.model, **like)
+    z = None if spec.source is None else torch.empty(sizes.batch, sizes.source, spec.source, **like)
     watch = Watch.over(layer, spec)
     watch.name(x, "input")
     if z is not None:
