@@ -128,7 +128,7 @@ def test_an_audit_runs_under_the_guard(monkeypatch):
         return plain(*args)
 
     monkeypatch.setattr(dense, "attend", attend)
-    with pytest.raises(auditing.Uncounted, match="aten.mv"):
+    with pytest.raises(auditing.Uncounted, match=r"aten\.mv"):
         hw.audit(hw.design(model=8, heads=2))
 
 
@@ -167,7 +167,11 @@ def more(spec: hw.AttentionSpec, kind: str) -> tuple[int, int]:
     x, z = (t if t is None else t.requires_grad_() for t in cases.tensors(spec, torch.float32))
     layer = hw.Attention(spec, backend="dense")
     with FlopCounterMode(display=False) as counted, auditing.Watch.over(layer) as watch:
-        y = layer(x, source=z) if kind == "core" else checkpoint(lambda *xz: layer(xz[0], source=xz[1]), x, z, use_reentrant=False)
+        y = (
+            layer(x, source=z)
+            if kind == "core"
+            else checkpoint(lambda *xz: layer(xz[0], source=xz[1]), x, z, use_reentrant=False)
+        )
         ahead = counted.get_total_flops()
         y.sum().backward()
     return counted.get_total_flops() - ahead - bills.backward(spec, work_of(spec)).total, watch.total
@@ -246,6 +250,8 @@ def test_the_fused_call_takes_no_other_path_unnoticed():
     job = hw.backends.Job(hw.design(preset="gqa"), hw.design(preset="gqa").core, grad=True, training=True)
     assert sdpa.refuses(job) == []
     checks = {check.what: check for check in hw.audit(hw.design(preset="mla"))}
-    assert checks["its gradients, FLOP, sdpa"].measured == checks["its gradients, FLOP"].measured  # composed: wider keys
+    assert (
+        checks["its gradients, FLOP, sdpa"].measured == checks["its gradients, FLOP"].measured
+    )  # composed: wider keys
     checks = {check.what: check for check in hw.audit(hw.design(preset="gqa"))}
     assert checks["its gradients, FLOP, sdpa"].measured > checks["its gradients, FLOP"].measured

@@ -154,7 +154,7 @@ def test_weight_dropout_keeps_a_mask_of_the_cpu_and_one_byte_elsewhere():
     cpu = hw.activations(spec, load(b, s), "dense")
     assert cpu.total == by_layer(layer, torch.randn(b, s, 8, requires_grad=True))
     assert cpu.total - hw.activations(without, load(b, s), "dense").total == b * 2 * s * s * 4
-    with pytest.raises(hw.SpecError, match="drops weights that only dense can repeat.*profile='dense'"):
+    with pytest.raises(hw.SpecError, match=r"drops weights that only dense can repeat.*profile='dense'"):
         hw.activations(spec, load(b, s), "sdpa")
 
 
@@ -200,7 +200,10 @@ def test_the_two_published_constants_fall_out():
     small = 4 * b * a * s + 4 * b * s * 4 + 4 * b * s * h  # row sums; statistics; the mask inside, which they leave out
     assert told.total == 34 * b * s * h + small
     for profile in ("paper-2022", "zhihu-624740065"):
-        assert kept_by_block(block, h, load(b, s, torch.bfloat16), hw.Way(profile)).total == 34 * b * s * h + 5 * b * a * s**2
+        assert (
+            kept_by_block(block, h, load(b, s, torch.bfloat16), hw.Way(profile)).total
+            == 34 * b * s * h + 5 * b * a * s**2
+        )
         core = kept_by_block(block, h, load(b, s, torch.bfloat16), hw.Way(profile, "core"))
         assert core.total == 34 * b * s * h
         assert kept_by_block(block, h, load(b, s, torch.bfloat16), hw.Way(profile, "block")).total == 2 * b * s * h

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from . import counting
 from .backends import Job, sdpa
 from .counting import bills
-from .counting.keeping import activations, fuses, refused
 from .counting.checkpoints import fused_backward
+from .counting.keeping import activations, fuses, refused
 from .counting.pricing import Load
 from .counting.watching import Watch
 from .errors import SpecError

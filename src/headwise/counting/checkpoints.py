@@ -16,8 +16,8 @@ from ..seams import Modifier, ValueStep
 from ..spec import AttentionSpec
 from ..terms import Phase, Work
 from . import bills
-from .keeping import CHECKPOINTS
 from .bills import Bill, Term
+from .keeping import CHECKPOINTS
 from .nets import PLAIN, Way, loaded
 
 if TYPE_CHECKING:

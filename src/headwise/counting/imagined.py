@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..module import Attention
@@ -99,7 +99,7 @@ def _fuses(qkv: Sequence[Tensor], bias: Tensor | None, grouped: bool) -> bool:
     mask = None
     if bias is not None:
         mask = torch.zeros(1, 1, 1, 1, dtype=bias.dtype, device="cpu").requires_grad_(bias.requires_grad)
-    return bool(torch._fused_sdp_choice(few[0], few[1], few[2], mask, enable_gqa=grouped))
+    return bool(torch.ops.aten._fused_sdp_choice(few[0], few[1], few[2], mask, enable_gqa=grouped))
 
 
 class _Fused(torch.autograd.Function):

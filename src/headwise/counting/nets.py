@@ -10,8 +10,8 @@ from ..blueprint import Block, Experts, Model, Stack
 from ..errors import SpecError
 from ..spec import AttentionSpec
 from . import pieces, published
-from .keeping import activations, layer, usual
 from .bills import Bill
+from .keeping import activations, layer, usual
 from .pieces import Items, Place
 from .symbols import Symbol
 

@@ -42,7 +42,7 @@ def items(described: Block, model: int, load: Load, how: tuple[str, str]) -> Ite
             f"profile {profile} is of GPT blocks: two layer norms and a plain feed-forward of 4 x {model}; "
             "use profile='sdpa'"
         )
-    b, s, h, a = sizes = _letters(model, spec.heads.q, load)
+    sizes = b, s, h, _ = _letters(model, spec.heads.q, load)
     yield from _attention(sizes, how)
     if checkpoint != "block":
         yield "feed-forward", 19 * b * s * h
@@ -56,7 +56,13 @@ def check(spec: AttentionSpec, load: Load, profile: str) -> None:
     alike = (spec.project.plain, type(spec.similarity), type(spec.normaliser), type(spec.merge), spec.source)
     drops = all(modifier.phase is Phase.WEIGHTS and not modifier.params(spec) for modifier in spec.modifiers)
     usual = (True, type(plain.similarity), type(plain.normaliser), type(plain.merge), None)
-    if alike != usual or heads.kv != heads.q or heads.q * heads.dim != spec.model or heads.vdim != heads.dim or not drops:
+    if (
+        alike != usual
+        or heads.kv != heads.q
+        or heads.q * heads.dim != spec.model
+        or heads.vdim != heads.dim
+        or not drops
+    ):
         raise SpecError(
             f"profile {profile} is of plain multi-head attention, as wide as its model; "
             "use profile='dense', 'sdpa' or 'flash-cuda'"

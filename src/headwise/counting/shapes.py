@@ -35,7 +35,7 @@ class Axes:
         else:
             order = [*MANY, *self.names]
         told = {name: self.names[name] for name in order if name in self.names}
-        for name, known in told.items():
+        for known in told.values():
             if known == size != 1:
                 return [known]
         for many, wide in product(MANY, told):

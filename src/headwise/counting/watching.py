@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from .. import backends
 from ..seams import Part
 from ..spec import AttentionSpec
 
-BACKENDS = f"{__package__.rpartition('.')[0]}.backends."
+INSIDE = f"{backends.__name__}."
 
 
 @dataclass
@@ -101,7 +102,10 @@ class Watch:
         self.steps()
         kept = {where: saved for where, saved in self.saved.items() if not saved.core}
         handed = {address(tensor): tensor for tensor in self.handed}
-        return [*kept.values(), *(Saved.of(handed[w], "core.inputs") for w in handed if w not in kept and w not in self._owned)]
+        return [
+            *kept.values(),
+            *(Saved.of(handed[w], "core.inputs") for w in handed if w not in kept and w not in self._owned),
+        ]
 
     def _running(self) -> tuple[str, bool]:
         """The part and the method of it that is running, asked of the interpreter; and whether in a backend."""
@@ -111,7 +115,7 @@ class Watch:
             if isinstance(me, Part) and owner in (None, id(me)):
                 owner = id(me)
                 step = f"{self._steps.get(owner, type(me).__name__)}.{frame.f_code.co_name}"
-            if frame.f_globals.get("__name__", "").startswith(BACKENDS):
+            if frame.f_globals.get("__name__", "").startswith(INSIDE):
                 core = True
                 self.handed = self.handed or tensors(frame.f_locals.get("inputs"))
             frame = frame.f_back

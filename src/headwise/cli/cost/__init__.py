@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from . import kept
 from ..screen import PRESETS, Arguments, Wrong, changed, document, named_spec, show, take_changes, take_form
+from . import kept
 
 if TYPE_CHECKING:
     from ...auditing import Check

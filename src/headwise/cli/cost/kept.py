@@ -20,7 +20,9 @@ def take(parser: argparse.ArgumentParser) -> None:
     """Add its options."""
     parser.add_argument("--kept", action="store_true", help="bytes kept for the gradients, step by step")
     parser.add_argument(
-        "--profile", metavar="NAME", help="how it runs: dense, sdpa, flash-cuda, or as published: paper-2022, zhihu-624740065"
+        "--profile",
+        metavar="NAME",
+        help="how it runs: dense, sdpa, flash-cuda, or as published: paper-2022, zhihu-624740065",
     )
     parser.add_argument("--checkpoint", metavar="WHAT", help="computed anew on the way back: none, block or core")
     parser.add_argument("--dropout", type=float, metavar="RATE", help="dropped behind every branch of a model's blocks")
@@ -35,7 +37,8 @@ def views(given: argparse.Namespace, costs: Costs) -> Mapping[str, Training]:
 
     if given.profile == "":
         raise Wrong("--profile is empty; leave it out, or name one such as sdpa")
-    way = Way(given.profile or "", given.checkpoint or "none", given.dropout or 0.0)
+    checkpoint = "none" if given.checkpoint is None else given.checkpoint
+    way = Way(given.profile or "", checkpoint, given.dropout or 0.0)
     return {"training": Training(tuple(Kept.of(one.name, one.spec, one.load, way) for one in costs))}
 
 
