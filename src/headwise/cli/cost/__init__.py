@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...errors import SpecError
 from ..described import described, keys_of, label
 from ..screen import PRESETS, Arguments, Wrong, document, show, take_changes, take_form
-from . import beside, states
+from . import beside, kept, states
 
 if TYPE_CHECKING:
     from ...auditing import Check
@@ -38,7 +38,7 @@ class Page(Protocol):
         ...
 
 
-PAGES: tuple[Page, ...] = (beside, states)
+PAGES: tuple[Page, ...] = (beside, states, kept)
 CONTEXT = 2048  # tokens of a row, where nothing says how many and nothing knows fewer
 
 
