@@ -1,0 +1,142 @@
+"""Text without end: tokens in a row, of which the next one is asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..blueprint import Model
+from ..errors import SpecError
+from .base import IGNORED, Batch, Tally
+from .brought import Data
+from .order import drawn, swept
+from .sizes import decoder
+from .vocabulary import Vocabulary
+
+ROUNDING = 1e-6  # 1 - 0.9 is a little less than 0.1
+SCANNED = 1 << 22  # tokens that are looked at together
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """The tokens `start` to `stop` of an array that may lie on disk: anything that slices will do."""
+
+    ids: Any
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def counts(self, size: int) -> NDArray[np.int64]:
+        """How often each id stands there, a piece at a time."""
+        found = np.zeros(size, np.int64)
+        for at in range(self.start, self.stop, SCANNED):
+            piece = np.asarray(self.ids[at : min(at + SCANNED, self.stop)])
+            found += np.bincount(piece.astype(np.int64), minlength=size)
+        return found
+
+
+class Stream(Data):
+    """Training takes crops of `length` tokens from anywhere; held-out parts are read in windows, each token asked once.
+
+    The first token of a part is asked with the one before it in view, where there is one in the same array. `widths`
+    are the bytes of text that each id stands for, without which bits per byte are not measured.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Span],
+        length: int,
+        size: int,
+        *,
+        vocabulary: Vocabulary | None = None,
+        widths: NDArray[np.int64] | None = None,
+    ) -> None:
+        self.parts, self.length, self.size, self.vocabulary = parts, length, size, vocabulary
+        if len(parts["train"]) <= length:
+            have = len(parts["train"])
+            raise SpecError(f"the part to train on has {have} tokens, too few for length={length}; bring more text")
+        self.sizes = {split: self._windows(split) for split in parts}
+        self.sizes["train"] = len(parts["train"]) // length
+        if not self.sizes["valid"]:
+            raise SpecError(f"of {len(parts['train'])} tokens none are left for validation; give a larger valid=")
+        self._widths = None if widths is None else torch.from_numpy(widths)
+        self._bytes = 0.0  # of a token of the part to train on
+        if widths is not None:
+            self._bytes = float(parts["train"].counts(size) @ widths) / len(parts["train"])
+
+    def _first(self, split: str) -> int:
+        """The first token that is asked: the first of all has none before it."""
+        return max(1, self.parts[split].start)
+
+    def _windows(self, split: str) -> int:
+        return -(-max(0, self.parts[split].stop - self._first(split)) // self.length)
+
+    def batches(self, size: int, split: str) -> int:
+        return -(-self.sizes[split] // size)
+
+    def batch(self, index: int, size: int, split: str, seed: int) -> Batch:
+        if split == "train":
+            return self._crops(index, size, seed)
+        first, stop = self._first(split), self.parts[split].stop
+        asked = [first + n * self.length for n in swept(self.sizes[split], index, size)]
+        return self._rows(split, [(at - 1, min(at + self.length, stop)) for at in asked])
+
+    def _crops(self, index: int, size: int, seed: int) -> Batch:
+        span = self.parts["train"]
+        starts = drawn(seed, index).integers(span.start, span.stop - self.length, size)
+        return self._rows("train", [(int(at), int(at) + self.length + 1) for at in starts])
+
+    def _rows(self, split: str, cuts: list[tuple[int, int]]) -> Batch:
+        """Each token of these cuts but the last, and the one after it; nothing is asked behind the end of a part."""
+        ids = np.zeros((len(cuts), self.length), np.int64)
+        labels = np.full((len(cuts), self.length), IGNORED, np.int64)
+        for row, (start, stop) in enumerate(cuts):
+            cut = self.parts[split].ids[start:stop]
+            ids[row, : len(cut) - 1], labels[row, : len(cut) - 1] = cut[:-1], cut[1:]
+        return Batch(torch.from_numpy(ids), torch.from_numpy(labels))
+
+    def measure(self, logits: Tensor, batch: Batch) -> Tally:
+        """Nats for each token, and bits for each byte of text that the tokens stand for."""
+        asked = batch.labels != IGNORED
+        labels = batch.labels[asked]
+        chosen = logits[asked].float().log_softmax(-1).gather(-1, labels[:, None])
+        nats = -float(chosen.double().sum())
+        tally: dict[str, tuple[float, int]] = {"nats": (nats, len(labels))}
+        if self._widths is not None:
+            count = int(self._widths[labels.cpu()].sum())
+            tally["bits_per_byte"] = nats / math.log(2), count
+        return tally
+
+    @property
+    def chance(self) -> Mapping[str, float]:
+        nats = math.log(self.size)
+        told = {"nats": nats}
+        return told | {"bits_per_byte": nats / math.log(2) / self._bytes} if self._bytes else told
+
+    def model(self) -> Model:
+        return decoder(self.size)
+
+
+def contiguous(ids: Any, shares: tuple[float, float]) -> dict[str, Span]:
+    """Three parts in their order: the last `test` of all tokens, `valid` before them, and what is left in front.
+
+    >>> {split: (part.start, part.stop) for split, part in contiguous(range(10), (0.2, 0.1)).items()}
+    {'train': (0, 7), 'valid': (7, 9), 'test': (9, 10)}
+    """
+    first, second = cuts(len(ids), shares)
+    return {"train": Span(ids, 0, first), "valid": Span(ids, first, second), "test": Span(ids, second, len(ids))}
+
+
+def cuts(count: int, shares: tuple[float, float]) -> tuple[int, int]:
+    """Where the parts for validation and test begin; as in nanoGPT, training has the whole part of its share."""
+    valid, test = shares
+    return int(count * (1 - valid - test) + ROUNDING), int(count * (1 - test) + ROUNDING)
