@@ -43,7 +43,7 @@ class Allocator:
     the caches of this library hold them. "paged": pages of `page` tokens, given back when all of theirs are
     forgotten. "unified": pages alike for all layers, so that a window gives nothing back.
 
-    >>> window = (0, 512)  # no first token for ever, the latest 512
+    >>> window = Memory(first=0, last=512)  # no first token for ever, the latest 512
     >>> [Allocator.named(text).slots(window, 1000) for text in ("ideal", "paged(16)", "unified")]
     [512, 528, 1000]
     """
@@ -82,7 +82,7 @@ class Allocator:
         first, last = memory
         pages = _up(length, self.page)
         if MANNERS[self.kind].forgets and last is not None:
-            pages = min(pages, _up(first, self.page) + (_up(last - 1, self.page) + 1 if last else 0))
+            pages = min(pages, _up(first, self.page) + _up(last - 1, self.page) + 1)
         return pages * self.page
 
     def common(self, memory: Memory, length: int, prefix: int) -> int:
@@ -95,6 +95,9 @@ class Allocator:
             return pages * self.page
         kept = min(pages, _up(first, self.page))
         return (kept + max(0, pages - max(kept, max(length - last, 0) // self.page))) * self.page
+
+
+IDEAL = Allocator()
 
 
 def _up(count: int, size: int) -> int:
@@ -114,12 +117,14 @@ class Rows:
     source: int = 0
 
     def __post_init__(self) -> None:
+        if not self.each:
+            raise SpecError("there are no rows; give one length or more")
         for length, times in self.each:
             _checked("length", length, 1)
             _checked("batch", times, 1)
         _checked("shared", self.shared, 0)
         _checked("source", self.source, 0)
-        if self.shared > (shortest := min((length for length, _ in self.each), default=0)):
+        if self.shared > (shortest := min(length for length, _ in self.each)):
             raise SpecError(f"rows of {shortest:,} tokens cannot share {self.shared:,}; share at most {shortest:,}")
 
     @staticmethod
@@ -186,7 +191,7 @@ def _term(layers: Layers, rows: Rows, allocator: Allocator, formats: Formats) ->
     if layers.reads == "source":
         if not rows.source:
             raise SpecError("it reads another sequence of a length that nothing says; give source, in tokens")
-        return _counted(layers, rows.count * allocator.slots((0, None), rows.source), many, formats)
+        return _counted(layers, rows.count * allocator.slots(Memory(0, None), rows.source), many, formats)
     if spec.pattern.opening is None:
         raise SpecError(
             f"pattern {spec.pattern.text} reads tokens that have not come yet, so nothing is remembered and nothing "

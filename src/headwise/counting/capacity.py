@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from ..errors import SpecError, nearest
@@ -14,8 +14,8 @@ from .layers import alive
 from .serving import Serving, first
 from .whole import Term
 
-UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**n for n, p in enumerate("kMGT", 1)}
-UNITS |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
+UNITS = {"b": 1} | {f"{p}b": 1000**n for n, p in enumerate("kmgt", 1)}
+UNITS |= {f"{p}ib": 1024**n for n, p in enumerate("kmgt", 1)}
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,12 @@ class Demand:
 
     training=16 says that each learned number takes 16 bytes with its gradient and what the optimiser keeps, rows being
     trained on and not answered: 16 (1910.02054), 18 with gradients in float32 (Megatron-LM), 20 with both
-    (zhihu 624740065). Of activations the inputs of layers are kept then, and the rest of each formed again.
+    (zhihu 624740065). Of activations the inputs of layers are kept then, and the rest of each formed again; devices
+    divide the rows.
     """
 
     serving: Serving
-    rows: Rows = Rows()
+    rows: Rows = field(default_factory=Rows)
     chunk: int = 2048
     training: int = 0
     devices: int = 1
@@ -52,8 +53,9 @@ class Demand:
     @property
     def needed(self) -> int:
         """Bytes on one device, at least."""
-        divided = sum(term.value for term in self._divided())
-        return -(-divided // self.devices) + sum(term.value for term in self._working())
+        divided = -(-sum(term.value for term in self._divided()) // self.devices)
+        rows, working = self.rows.count, sum(term.value for term in self._working())
+        return divided + (-(-working * -(-rows // self.devices) // rows) if self.training else working)
 
     @property
     def fits(self) -> bool:
@@ -65,36 +67,46 @@ class Demand:
         rows = self.rows
         return replace(self, rows=Rows.alike(count, length, min(rows.shared, length), rows.source))
 
+    @property
+    def cache(self) -> tuple[Term, ...]:
+        """What is remembered, by kind of layer; in training nothing is."""
+        serving = self.serving
+        if self.training:
+            return ()
+        terms = cache_terms(serving.attentions, self.rows, serving.allocator, serving.formats)
+        return tuple(
+            term._replace(name=serving.title("cache", layers))
+            for layers, term in zip(serving.attentions, terms, strict=True)
+        )
+
     def _divided(self) -> Iterator[Term]:
         serving, formats = self.serving, self.serving.formats
         if self.training:
             count = serving.weights.numbers
             how = f"{count:,} numbers x {self.training} bytes"
             yield Term("weights, gradients, optimiser", how, count * self.training)
-            layers, tokens = sum(each.times for each in serving.attentions), self._tokens
-            each = bytes_of(formats.maths)
-            how = f"{layers:,} layers x {tokens:,} tokens x {serving.model:,} numbers x {each} bytes"
-            yield Term("inputs of layers", how, layers * tokens * serving.model * each)
             return
         scales = " and scales" if STORED[formats.weights] == 1 else "s"
         how = f"{serving.weights.numbers:,} numbers x {STORED[formats.weights]} byte{scales}"
         yield Term("weights", how, serving.weights.bytes)
-        terms = cache_terms(serving.attentions, self.rows, serving.allocator, formats)
-        for layers, term in zip(serving.attentions, terms, strict=True):
-            yield term._replace(name=serving.title("cache", layers))
+        yield from self.cache
 
     @property
     def _tokens(self) -> int:
         """Tokens of one step: in training all of them, else one of each row and a chunk of one more prompt."""
         if self.training:
             return sum(length * times for length, times in self.rows.each)
-        longest = max((length for length, _ in self.rows.each), default=0)
-        return min(self.chunk, longest) + max(self.rows.count - 1, 0)
+        longest = max(length for length, _ in self.rows.each)
+        return min(self.chunk, longest) + self.rows.count - 1
 
     def _working(self) -> Iterator[Term]:
         """What runs from layer to layer, and the widest of what is alive beside it; kernels may want more."""
         serving, tokens = self.serving, self._tokens
-        yield self._alive("between layers", tokens, serving.model)
+        between = self._alive("between layers", tokens, serving.model)
+        if self.training:
+            layers = sum(each.times for each in serving.attentions if each.name != "cross")
+            yield Term("inputs of layers", f"{layers:,} layers x {between.formula}", layers * between.value)
+        yield between
         answers = tokens if self.training else self.rows.count
         inside = [self._alive(f"inside {each.name}", tokens, alive(each.spec)) for each in serving.attentions]
         for each in serving.matrices:
@@ -152,12 +164,12 @@ def _most(sized: Callable[[int], Demand], least: str, demand: Demand) -> int | N
 
 
 def gigabytes(count: int) -> str:
-    """Bytes as 10^9 of them.
+    """Bytes as 10^9 of them, few ones as 10^6.
 
-    >>> gigabytes(16060522496)
-    '16.06 GB'
+    >>> gigabytes(16060522496), gigabytes(16777216)
+    ('16.06 GB', '16.78 MB')
     """
-    return f"{count / 1e9:,.2f} GB" if count >= 10**7 else f"{count / 1e6:,.2f} MB"
+    return f"{count / 1e9:,.2f} GB" if count >= 10**9 else f"{count / 1e6:,.2f} MB"
 
 
 def bytes_said(text: str) -> int:
@@ -170,9 +182,9 @@ def bytes_said(text: str) -> int:
     if not found:
         raise SpecError(f"{text!r} says no memory; write it as in '80 GB' or '5.38 GiB'")
     number, unit = found.groups()
-    if unit not in UNITS:
-        raise SpecError(f"{text!r} has the unit {unit!r}; {nearest(unit, [name for name in UNITS if name])}")
-    count = int(Fraction(number) * UNITS[unit])
+    if (known := unit.lower() or "b") not in UNITS:
+        raise SpecError(f"{text!r} has the unit {unit!r}; {nearest(known, UNITS)}")
+    count = int(Fraction(number) * UNITS[known])
     if not 1 <= count <= LARGEST:
         raise SpecError(f"{text!r} is no memory of a machine; give from 1 to {LARGEST} bytes")
     return count

@@ -55,7 +55,11 @@ class Device:
             if not 0 < share <= 1:
                 raise SpecError(f"{name}={share!r} is no share of what a machine can do; give more than 0, at most 1")
         flops = {dtype: rate * products for dtype, rate in self.flops.items()}
-        return replace(self, flops=flops, bandwidth=self.bandwidth * memory)
+        less = [
+            f"{share:.0%} of its {name}" for name, share in (("products", products), ("bandwidth", memory)) if share < 1
+        ]
+        what = f"{self.what}, reaching {' and '.join(less)}" if less else self.what
+        return replace(self, what=what, flops=flops, bandwidth=self.bandwidth * memory)
 
     def ridge(self, dtype: str) -> float:
         """FLOPs a byte at which products begin to take longer than memory."""
@@ -126,3 +130,6 @@ def stored(shape: Sequence[int], dtype: str) -> int:
     """
     scales = SCALE * math.prod(shape[:-1]) if STORED[dtype] == 1 else 0
     return math.prod(shape) * STORED[dtype] + scales
+
+
+PLAIN = Formats()

@@ -126,8 +126,10 @@ def measured(machine: str) -> Measured:
     flops = {name: _products(dtype) for name, dtype in DTYPES.items()}
     numbers = torch.ones(int(min(COPIED, memory / 16)) // 4, device=kind)
     copy = torch.empty_like(numbers)
-    copied = 2 * numbers.nbytes / seconds(lambda: copy.copy_(numbers))
-    return Measured(machine, flops, max(copied, numbers.nbytes / seconds(numbers.sum)), memory, time.time(), kind)
+    copied = 2 * numbers.nbytes / seconds(lambda: copy.copy_(numbers), SECONDS)
+    return Measured(
+        machine, flops, max(copied, numbers.nbytes / seconds(numbers.sum, SECONDS)), memory, time.time(), kind
+    )
 
 
 def _products(dtype: torch.dtype) -> float:
@@ -137,11 +139,11 @@ def _products(dtype: torch.dtype) -> float:
         if found and 2 * size**3 > found * SECONDS:
             break
         a, b = (torch.randn(size, size, device=where()).to(dtype) for _ in range(2))
-        found = max(found, 2 * size**3 / seconds(lambda a=a, b=b: a @ b))
+        found = max(found, 2 * size**3 / seconds(lambda a=a, b=b: a @ b, SECONDS))
     return found
 
 
-def seconds(run: Callable[[], Any], most: float = SECONDS) -> float:
+def seconds(run: Callable[[], Any], most: float) -> float:
     """Seconds of one run, at best of as many as the time allows, after one that does not count."""
     run()
     _wait()

@@ -12,7 +12,7 @@ from ..errors import SpecError
 from ..spec import AttentionSpec
 from .asking import Call, asks, by_part
 from .costs import WIDTH, time
-from .devices import HERE, Device, Formats, bytes_of, stored
+from .devices import HERE, PLAIN, Device, Formats, bytes_of, stored
 from .layers import Layers
 from .serving import first
 from .timing import core_seconds, product_seconds
@@ -57,11 +57,13 @@ class Boxed:
     spec: AttentionSpec
     device: Device
     context: int
-    formats: Formats = Formats()
+    formats: Formats = PLAIN
 
     def __post_init__(self) -> None:
         if self.spec.source is not None:
-            raise SpecError(f"source={self.spec.source} is read by cross-attention, which has other boxes; leave it out")
+            raise SpecError(
+                f"source={self.spec.source} is read by cross-attention, which has other boxes; leave it out"
+            )
 
     def boxes(self, rows: int) -> tuple[Box, ...]:
         """Projections, core and output of so many rows."""
@@ -102,12 +104,16 @@ class Boxed:
             told = asks(Layers("attention", self.spec), call, self.formats)
             flops, moved = rows * told.core, rows * told.moved
         else:
-            flops = rows * sum(n for part, n in by_part(self.spec, call).items() if (part == "output") == (name == "output"))
+            flops = rows * sum(
+                n for part, n in by_part(self.spec, call).items() if (part == "output") == (name == "output")
+            )
             heads = len(core.values) * core.vdim if name == "output" else len(core.keys) * core.dim + self._kept
             weights = sum(stored(shape, self.formats.weights) for shape in self._shapes(name))
             moved = weights + bytes_of(self.formats.maths) * rows * (self.spec.model + heads)
         maths = self.formats.maths
-        return Box(name, rows, flops, moved, self.device.bound(flops, moved, maths), self.device.time(flops, moved, maths))
+        return Box(
+            name, rows, flops, moved, self.device.bound(flops, moved, maths), self.device.time(flops, moved, maths)
+        )
 
 
 @dataclass(frozen=True)
@@ -141,8 +147,9 @@ class Boxes:
         notes = f"Of weights alone any product waits for compute from N = {alone:,.1f}. "
         if here:
             notes += (
-                "Measured are products of the same sizes, of any numbers, the best of some runs; what a processor keeps "
-                "near itself from run to run is read faster than memory. - is too large, or more than two products."
+                "Measured are products of the same sizes, of any numbers, the best of some runs; what a processor "
+                "keeps near itself from run to run is read faster than memory. - is too large, or more than two "
+                "products."
             )
         return "\n".join([*lines, "", *textwrap.wrap(notes, WIDTH)])
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..blueprint import Block, Dense, Experts, Model, Nearly, Run
+from ..blueprint.stack import LAYERS
 from ..errors import SpecError
 from ..spec import AttentionSpec
 from .devices import stored
@@ -27,8 +28,8 @@ class Layers:
 
     @property
     def shapes(self) -> Shapes:
-        """The tensors of one of them."""
-        return tuple(self.spec.shapes().values())
+        """The learned tensors of one of them."""
+        return _learned(self.spec)
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,8 @@ def attentions(described: AttentionSpec | Model, layers: int = 1) -> tuple[Layer
     >>> [(each.name, each.times) for each in attentions(hw.design(preset="gqa"), layers=32)]
     [('attention', 32)]
     """
-    if type(layers) is not int or layers < 1:
-        raise SpecError(f"layers={layers!r} is no number of layers; give 1 or more")
+    if type(layers) is not int or not 1 <= layers <= LAYERS:
+        raise SpecError(f"layers={layers!r} is no number of layers; give 1 to {LAYERS}")
     if isinstance(described, AttentionSpec):
         return (Layers("attention", described, layers, "own" if described.source is None else "source"),)
     if layers != 1:
@@ -141,14 +142,15 @@ def held(described: AttentionSpec | Model, dtype: str, layers: int = 1) -> Held:
     Held(numbers=1342177280, bytes=2684354560)
     """
     if isinstance(described, AttentionSpec):
-        sizes, params = described.shapes(), described.params()
-        shapes, times = [shape for name, shape in sizes.items() if params[name].learned], layers
+        shapes, times = _learned(described), layers
     else:
-        shapes, times = [w.shape for w in described.weights() if w.learned], 1
+        shapes, times = tuple(w.shape for w in described.weights() if w.learned), 1
     return Held(times * sum(map(math.prod, shapes)), times * sum(stored(shape, dtype) for shape in shapes))
 
 
-def changed(described: AttentionSpec | Model, change: Callable[[AttentionSpec], AttentionSpec]) -> AttentionSpec | Model:
+def changed(
+    described: AttentionSpec | Model, change: Callable[[AttentionSpec], AttentionSpec]
+) -> AttentionSpec | Model:
     """The same with every attention that remembers its own tokens changed so."""
     if isinstance(described, AttentionSpec):
         return change(described)
@@ -162,6 +164,11 @@ def _changed(block: Block, change: Callable[[AttentionSpec], AttentionSpec]) -> 
     if isinstance(own, Nearly):
         return replace(block, attention=replace(own, like=change(own.like)))
     return replace(block, attention=own and change(own))
+
+
+def _learned(spec: AttentionSpec) -> Shapes:
+    params = spec.params()
+    return tuple(shape for name, shape in spec.shapes().items() if params[name].learned)
 
 
 def _numbers(shapes: Shapes) -> int:

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from ..blueprint import Model
 from ..errors import SpecError
 from ..spec import AttentionSpec
-from .allocators import LARGEST, Allocator, Rows
+from .allocators import IDEAL, LARGEST, Allocator, Rows
 from .asking import Asked, Call, asks
-from .devices import Device, Formats, bytes_of, stored
+from .devices import PLAIN, Device, Formats, bytes_of, stored
 from .layers import Held, Layers, Matrices, attentions, held, matrices
 from .pricing import Operation
 
 STEPS = 4096  # that one prompt may take
+Told = Mapping[tuple[Layers, Call], Asked]
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ class Serving:
 
     described: AttentionSpec | Model
     device: Device
-    formats: Formats = Formats()
+    formats: Formats = PLAIN
     layers: int = 1
-    allocator: Allocator = Allocator()
+    allocator: Allocator = IDEAL
     source: int = 0  # tokens of another sequence that each request reads
     attentions: tuple[Layers, ...] = field(init=False, repr=False, compare=False)
     matrices: tuple[Matrices, ...] = field(init=False, repr=False, compare=False)
@@ -125,7 +126,7 @@ class Serving:
 
         return first(dominates)
 
-    def _projections(self, layers: Layers, calls: Mapping[Call, int], told: Mapping[object, Asked]) -> Operation:
+    def _projections(self, layers: Layers, calls: Mapping[Call, int], told: Told) -> Operation:
         tokens = sum(call.tokens * n for call, n in calls.items())
         weights = sum(stored(shape, self.formats.weights) for shape in layers.shapes)
         flops = sum(told[layers, call].weights * n for call, n in calls.items())
@@ -139,7 +140,7 @@ class Serving:
             moved = each.moved(met, self.formats.weights) + bytes_of(self.formats.maths) * met * each.width
             yield self._operation(each.name, each.flops(met), moved, each.times)
 
-    def _cores(self, calls: Mapping[Call, int], told: Mapping[object, Asked]) -> Iterator[Operation]:
+    def _cores(self, calls: Mapping[Call, int], told: Told) -> Iterator[Operation]:
         kinds = {
             "decoding": [call for call in calls if call.tokens == 1],
             "a prompt": [call for call in calls if call.tokens > 1],

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..errors import SpecError
 from ..pattern import Causal, Window
 from ..spec import AttentionSpec
-from .allocators import MANNERS, Allocator, Rows
+from .allocators import MANNERS, Allocator
 from .capacity import Demand, gigabytes, last
 from .layers import changed
 from .serving import first
@@ -77,6 +77,7 @@ def judge(demand: Demand) -> Verdict:
     Sixteen rows of 131,072 tokens for layers of Llama-3-8B's attention, on a device of 80 GB:
 
     >>> import headwise as hw
+    >>> from headwise.counting.allocators import Rows
     >>> from headwise.counting.devices import Device
     >>> from headwise.counting.serving import Serving
     >>> serving = Serving(hw.design(preset="gqa", model=4096, heads=32, kv=8), Device.named("h100"), layers=32)
@@ -187,8 +188,8 @@ def _pages(demand: Demand) -> Iterator[Remedy]:
 def _devices(demand: Demand) -> Iterator[Remedy]:
     """As many devices as are enough, each with its share of weights and cache."""
     count = first(lambda count: replace(demand, devices=count).fits)
-    if count and count <= DEVICES:
-        shared = "what is kept" if demand.training else "weights and cache"
+    if count and count <= (demand.rows.count if demand.training else DEVICES):
+        shared = "weights and rows" if demand.training else "weights and cache"
         yield Remedy(f"{count:,} devices that divide {shared}", replace(demand, devices=count))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..screen import PRESETS, Arguments, Wrong, changed, document, named_spec, show, take_changes, take_form
+from . import intensity, serving, verdict
 
 if TYPE_CHECKING:
     from ...auditing import Check
@@ -34,7 +35,7 @@ class Page(Protocol):
         ...
 
 
-PAGES: tuple[Page, ...] = ()
+PAGES: tuple[Page, ...] = (serving, verdict, intensity)
 
 
 def main(argv: list[str]) -> int:
