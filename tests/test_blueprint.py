@@ -433,7 +433,7 @@ def test_an_impossible_config_is_refused(does: str, words: str):
 
 
 def test_files_that_are_no_config_are_refused(tmp_path: Path):
-    check_refused("families.read(at)", "holds no config.json", at=tmp_path)
+    check_refused("families.read(at)", "neither headwise.toml nor config.json", at=tmp_path)
     check_refused("families.read(at)", "cannot be read", at=tmp_path / "absent.json")
     file = tmp_path / "config.json"
     for text, words in (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import combinations, product
 
 import pytest
 from hypothesis import given
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 import headwise as hw
 from headwise import cli
 from headwise.counting.allocators import Allocator, Rows, cached
-from headwise.counting.asking import Call, asks, by_part
+from headwise.counting.asking import Request, asks, by_part
 from headwise.counting.capacity import Demand, bytes_said, longest_context, most_rows
 from headwise.counting.devices import Device, Formats
 from headwise.counting.intensity import Boxed
@@ -52,7 +51,7 @@ def test_a_step_of_llama_3_8b_by_hand():
     step = Serving(LLAMA, H200).decoding(Rows.alike(batch, context))
     matrices, cores = step.weights, step.cores
     assert sum(one.flops for one in matrices) == 2 * batch * (WEIGHTS + HEAD)
-    flowing = 32 * 2 * (2 * 4096) + 4096 + 128256  # in and out of attentions, feed-forwards, and the head
+    flowing = 32 * (2 * 4096 + 3 * (4096 + 14336)) + 4096 + 128256  # in and out of attentions, maps, and the head
     assert sum(one.moved for one in matrices) == 2 * (WEIGHTS + HEAD) + 2 * batch * flowing
     assert [one.flops for one in cores] == [32 * batch * context * 4 * 32 * 128]
     assert [one.moved for one in cores] == [32 * batch * (context * 4096 + 2 * 2 * 4096)]
@@ -76,33 +75,42 @@ def test_a_prompt_that_ends_in_one_token_joins_the_decoding():
     assert serving.mixed(Rows.alike(3, 8), tokens=1, past=7) == serving.decoding(Rows.alike(4, 8))
 
 
-@pytest.mark.parametrize("name", ["gqa", "mla", "moh", "dcmha", "diff", "mqa"])
+PRICED = {name: hw.design(preset=name, model=256, heads=8) for name in ("gqa", "mla", "moh", "dcmha", "diff", "linear")}
+PRICED |= {"llama": LLAMA, "gpt-oss": read({"model_type": "gpt_oss"}), "deepseek": read({"model_type": "deepseek_v3"})}
+PRICED |= {"bart": read({"model_type": "bart"}), "gpt2": read({"model_type": "gpt2"})}
+
+
+@pytest.mark.parametrize("name", PRICED)
 def test_a_step_is_what_a_price_says(name: str):
-    spec = hw.design(preset=name, model=256, heads=8)
-    told = price(spec, hw.Load(batch=3, context=500)).operations["decode"]
-    step = Serving(spec, H200).decoding(Rows.alike(3, 500))
-    asked = price(spec, hw.Load(batch=3, context=500)).decode
-    assert asked is not None
-    assert sum(one.flops for one in step.operations) == asked.total == sum(one.flops for one in told)
+    """Counted by other code, from other declarations: products by bills, and bytes by roles of weights."""
+    described = PRICED[name]
+    told = price(described, hw.Load(batch=3, context=500, source=70))
+    step = Serving(described, H200, source=70).decoding(Rows.alike(3, 500))
+    assert told.decode is not None
+    assert sum(one.flops for one in step.operations) == told.decode.total
+    weights = [one for one in told.operations["decode"] if one.name.split()[-1] not in ("core", "embedding")]
+    assert sum(one.moved for one in step.weights) == sum(one.moved for one in weights)
+    assert sum(one.seconds for one in step.weights) == pytest.approx(sum(one.seconds for one in weights))
+    demand = Demand(Serving(described, H200, source=70), Rows.alike(3, 500, source=70))
+    assert sum(term.value for term in demand.cache) == told.kept_bytes
+    assert demand.serving.weights.bytes == told.weights_bytes
 
 
 @pytest.mark.parametrize("name", hw.PRESETS)
 def test_parts_are_the_whole(name: str):
     spec = hw.design(preset=name)
-    for call in (Call(1, 30), Call(5, 30), Call(5)):
+    for call in (Request(1, 30), Request(5, 30), Request(5)):
         told = asks(Layers("attention", spec), call, Formats())
         assert sum(by_part(spec, call).values()) == told.weights
         assert told.core > 0
         assert told.moved > 0
 
 
-def test_experts_that_are_met_by_every_choice():
-    """The mean over every way in which three tokens can choose 2 of 4 experts."""
-    ways = list(product(combinations(range(4), 2), repeat=3))
-    mean = sum(len(set().union(*map(set, way))) for way in ways) / len(ways)
+def test_experts_are_read_once_and_asked_for_every_token():
     feed = Matrices("experts", 1, ((4, 10),), ((10, 100), (100, 10)), count=4, active=2)
-    assert feed.moved(3, "fp32") == pytest.approx(4 * (40 + mean * 2000), abs=4)
+    assert [feed.moved(tokens, "fp32") for tokens in (1, 2, 3)] == [4 * (40 + n * 2000) for n in (2, 4, 4)]
     assert feed.flops(3) == 2 * 3 * (40 + 2 * 2000)
+    assert feed.flowing == 14 + 2 * 220
 
 
 def test_a_window_and_a_state_stop_growing():
@@ -153,9 +161,9 @@ def test_products_turn_and_cores_overtake_at_the_first_such_number():
 
 def test_llama_turns_a_little_above_the_weights_alone():
     """2 T W / peak = (2 W + 2 T flowing) / bandwidth."""
-    ridge, flowing = 989e12 / 4.8e12, 32 * 2 * (2 * 4096) + 4096 + 128256
+    ridge, flowing = 989e12 / 4.8e12, 32 * (2 * 4096 + 3 * (4096 + 14336)) + 4096 + 128256
     exact = (WEIGHTS + HEAD) * ridge / (WEIGHTS + HEAD - ridge * flowing)
-    assert Serving(LLAMA, H200).compute_bound_from() == -(-exact // 1) == 210
+    assert Serving(LLAMA, H200).compute_bound_from() == -(-exact // 1) == 220
 
 
 def test_the_first_token_waits_for_every_chunk():
@@ -411,9 +419,9 @@ BAD = {
     "drawn": (("--serve", "--lengths", "uniform(9,3)"), "write uniform(least, most)"),
     "distribution": (("--serve", "--lengths", "normal(9)"), "did you mean 'uniform'"),
     "many": (("--serve", "--lengths", "exponential(9)", "--batch", "9999999"), "draw from 1 to 100,000"),
-    "training": (("--verdict", "--training", "1"), "16, 18 and 20 are usual"),
+    "optimiser": (("--verdict", "--optimiser", "zerro"), "did you mean 'zero'"),
     "alone": (("--layers", "3"), "--layers changes only what --serve or --verdict shows"),
-    "alone too": (("--training", "16"), "--training changes only what --verdict shows"),
+    "alone too": (("--prompt", "16"), "--prompt changes only what --serve shows"),
     "seed": (("--serve", "--seed", "3"), "add --lengths"),
 }
 
@@ -424,6 +432,36 @@ def test_what_cannot_be_meant_is_one_line(capsys, name: str):
     code, out, err = run(capsys, "gqa", *argv)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert remedy in err
+
+
+def test_configs_are_served_and_judged(capsys, tmp_path):
+    for name, said in {"llama": LLAMA3, "bart": {"model_type": "bart"}, "gpt2": {"model_type": "gpt2"}}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(said))
+        argv = (str(tmp_path / f"{name}.json"), "--context", "300", "--serve", "--verdict", "--optimiser", "zero")
+        code, out, err = run(capsys, *argv)
+        assert (code, err) == (0, "")
+        assert max(map(len, out.splitlines())) <= 80
+        told = json.loads(run(capsys, *argv, "--json")[1])
+        assert told["verdict"][name]["terms"][0]["value"] == 16 * told["rows"][0]["params"]
+        assert told["serving"][0]["cache_bytes"] == told["rows"][0]["kv_bytes"]
+    assert told["serving"][0]["longest_context"] == 1024  # positions of GPT-2
+    (tmp_path / "bert.json").write_text('{"model_type": "bert"}')
+    code, out, err = run(capsys, str(tmp_path / "bert.json"), "--serve")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "give a decoder" in err
+    code, out, err = run(capsys, str(tmp_path / "llama.json"), "--serve", "--layers", "2")
+    assert (code, out) == (2, "")
+    assert "says its own layers" in err
+
+
+def test_boxes_of_a_model_are_those_of_its_attention(capsys, tmp_path):
+    (tmp_path / "oss.json").write_text('{"model_type": "gpt_oss"}')
+    code, out, err = run(capsys, str(tmp_path / "oss.json"), "--boxes")
+    assert (code, out) == (2, "")
+    assert "2 kinds of attention; name a layer" in err
+    code, out, _ = run(capsys, str(tmp_path / "oss.json"), "--boxes", "--layer", "0.attention")
+    assert code == 0
+    assert "core never" in out
 
 
 def test_what_is_not_decoded_is_not_served(capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -17,10 +16,9 @@ from .seams import Gate, Mix, OutputStep, Project, Turn
 from .spec import AttentionSpec
 from .terms import Asked, Weighted
 from .tokens import Sight, Tokens
-from .weights import Weights, check_shared
+from .weights import NO_WEIGHTS, Weights, check_shared
 
 NOTHING: frozenset[str] = frozenset()
-NO_WEIGHTS: Mapping[str, Weights] = MappingProxyType({})
 
 
 class Plan(NamedTuple):
@@ -64,7 +62,8 @@ class Attention(nn.Module):
     def __init__(
         self, spec: AttentionSpec, *, backend: str | None = None, shares: Mapping[str, Weights] = NO_WEIGHTS
     ) -> None:
-        """`shares` are parts' weights that another layer owns: used here, but saved, moved and trained there."""
+        """`shares` are weights that another layer owns, of a whole part, "output", or one tensor, "t5_bias.table": used
+        here, but saved, moved and trained there."""
         super().__init__()
         if not isinstance(spec, AttentionSpec):
             raise ValueError(f"spec is of type {type(spec).__name__}; make one with hw.design(model=..., heads=...)")
@@ -73,7 +72,7 @@ class Attention(nn.Module):
         self.spec, self.only, self._shares = spec, backend, dict(shares)
         for name, part in spec.parts():
             if name not in shares:
-                self.add_module(name, Weights(spec, part))
+                self.add_module(name, Weights(spec, part, _within(shares, name)))
         self._plans: dict[tuple[object, ...], Plan] = {}
         self._bind()
 
@@ -227,3 +226,8 @@ class Attention(nn.Module):
             backend, scale = backends.choose(job, self.only), self.spec.similarity.factor(job.core)
             self._plans[key] = Plan(project, job, backend.attend, scale, self.spec.voices)
         return self._plans[key]
+
+
+def _within(shares: Mapping[str, Weights], part: str) -> dict[str, Weights]:
+    """Those of one part's tensors that are shared one by one, by their names in it."""
+    return {name.removeprefix(f"{part}."): owner for name, owner in shares.items() if name.startswith(f"{part}.")}

@@ -95,6 +95,7 @@ class Sight:
     def __init__(self, queries: Tokens, keys: Tokens, pattern: Pattern, mask: Tensor | None = None) -> None:
         self.queries, self.keys, self.pattern, self.mask = queries, keys, pattern, mask
         self._allowed: Tensor | None = None
+        self._shape = ""
 
     @property
     def i(self) -> Tensor:
@@ -124,6 +125,10 @@ class Sight:
     @property
     def shape(self) -> str:
         """What is known without asking the device: "full", the square "triangle", or "any"."""
+        self._shape = self._shape or self._outline()
+        return self._shape
+
+    def _outline(self) -> str:
         first, second = self.queries.start, self.keys.start
         if self.mask is None and self.keys.filled == self.keys.count:
             return "full"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -12,15 +13,19 @@ from .seams import Part
 from .spec import AttentionSpec
 from .terms import Param
 
+NO_WEIGHTS: Mapping[str, Weights] = MappingProxyType({})
+
 
 def check_shared(spec: AttentionSpec, shares: Mapping[str, Weights]) -> None:
     """Refuse weights of another layer that are not what this spec's parts of these names declare."""
     parts = dict(spec.parts())
-    for name, owner in shares.items():
-        if name not in parts:
-            raise SpecError(f"this layer has no {name!r} to share; {nearest(name, parts)}")
+    for shared, owner in shares.items():
+        name, _, only = shared.partition(".")
+        declared = parts[name].params(spec) if name in parts else {}
+        if name not in parts or (only and only not in declared):
+            raise SpecError(f"this layer has no {shared!r} to share; {nearest(shared, [*parts, *spec.params()])}")
         sizes = spec.sizes_of(parts[name])
-        for key, param in parts[name].params(spec).items():
+        for key, param in declared.items() if not only else [(only, declared[only])]:
             wanted, held = param.layout.shape(sizes), tuple(owner[key].shape) if key in owner else None
             if held != wanted:
                 raise SpecError(
@@ -30,16 +35,21 @@ def check_shared(spec: AttentionSpec, shares: Mapping[str, Weights]) -> None:
 
 
 class Weights(nn.Module):
-    """Parameters and constants of one part: ``p["q"]``, one head's with `head`, shaped for scores with `spread`."""
+    """Parameters and constants of one part: ``p["q"]``, one head's with `head`, shaped for scores with `spread`.
 
-    def __init__(self, spec: AttentionSpec, part: Part) -> None:
+    Those named in `borrowed` are read in the weights that own them, and neither saved nor moved here.
+    """
+
+    def __init__(self, spec: AttentionSpec, part: Part, borrowed: Mapping[str, Weights] = NO_WEIGHTS) -> None:
         super().__init__()
         self.sizes: Mapping[str, int] = spec.sizes_of(part)
+        self._borrowed = dict(borrowed)
         params = part.params(spec)
         self._by_head = [name for name, param in params.items() if param.layout.dims[:1] == (("q",),)]
         self._scalars = [name for name in self._by_head if params[name].layout.axes == ("q",)]
         for name, param in params.items():
-            self._add(name, param)
+            if name not in borrowed:
+                self._add(name, param)
 
     def _add(self, name: str, param: Param) -> None:
         tensor = param.init(param.layout.shape(self.sizes))
@@ -49,6 +59,8 @@ class Weights(nn.Module):
             self.register_buffer(name, tensor)
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._borrowed:
+            return self._borrowed[name][name]
         tensor = self._parameters[name] if name in self._parameters else self._buffers[name]
         assert tensor is not None
         return tensor
@@ -59,7 +71,11 @@ class Weights(nn.Module):
         return cast(Tensor, next(iter(self._parameters.values())))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._parameters or name in self._buffers
+        return name in self._parameters or name in self._buffers or name in self._borrowed
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (*self._parameters, *self._buffers, *self._borrowed)
 
     def extra_repr(self) -> str:
         """Names and shapes, as `print(layer)` shows them."""
@@ -68,12 +84,11 @@ class Weights(nn.Module):
 
     def head(self, h: Any) -> Mapping[str, Tensor]:
         """What belongs to score head h, its axis gone; what belongs to all, as it is."""
-        return {n: self[n][h] if n in self._by_head else self[n] for n in (*self._parameters, *self._buffers)}
+        return {n: self[n][h] if n in self._by_head else self[n] for n in self._names}
 
     def spread(self) -> Mapping[str, Tensor]:
         """One number per score head shaped [H, 1, 1], to meet scores [B, H, T, S]."""
-        every = (*self._parameters, *self._buffers)
-        return {n: self[n][:, None, None] if n in self._scalars else self[n] for n in every}
+        return {n: self[n][:, None, None] if n in self._scalars else self[n] for n in self._names}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # Constants follow a move between devices but keep their own precision: angles and slopes rounded to

@@ -7,7 +7,9 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import NoBackend, nearest
+from ..terms import Work
 from . import banded, composed, dense, flex, grouped, linear, sdpa
+from .blocks import BLOCK
 from .bound import Bound
 from .job import Inputs, Job
 from .linear import heard
@@ -38,6 +40,17 @@ def choose(job: Job, only: str | None = None) -> ModuleType:
     raise NoBackend(f"the backend asked for refuses this call: {said}" if only else f"nothing can run this: {said}")
 
 
+def forms_again(backend: ModuleType, job: Job, work: Work, core: int) -> int:
+    """Of so many FLOPs in the core, those that a backend spends once more backwards: on scores that it did not keep.
+
+    Kernels that are fused keep none (2205.14135), `composed` none of a call that it cut into blocks.
+    """
+    if backend in (dense, linear) or (backend is composed and work.queries <= BLOCK):
+        return 0
+    scores, values = job.core.width * len(job.core.keys), job.core.vdim * len(job.core.values)
+    return core * scores // (scores + values)
+
+
 def known(only: str | None) -> None:
     """Refuse a name that no backend has."""
     if only is not None and only not in BACKENDS:
@@ -60,4 +73,4 @@ def _reasons(name: str, job: Job) -> list[str]:
     return list(dict.fromkeys(BACKENDS[name].refuses(job)))
 
 
-__all__ = ["BACKENDS", "Attend", "Bound", "Inputs", "Job", "choose", "heard", "why"]
+__all__ = ["BACKENDS", "Attend", "Bound", "Inputs", "Job", "choose", "forms_again", "heard", "why"]

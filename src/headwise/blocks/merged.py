@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from ..probe import Probe
 from ..seams import OutputStep, Turn
 from ..spec import AttentionSpec
 from ..tokens import Tokens
+from ..weights import NO_WEIGHTS, Weights
 
 
 class MergedAttention(nn.Module):
@@ -38,9 +39,11 @@ class MergedAttention(nn.Module):
     True
     """
 
-    def __init__(self, spec: AttentionSpec, *, backend: str | None = None) -> None:
+    def __init__(
+        self, spec: AttentionSpec, *, backend: str | None = None, shares: Mapping[str, Weights] = NO_WEIGHTS
+    ) -> None:
         super().__init__()
-        self.cross = Attention(spec, backend=backend)
+        self.cross = Attention(spec, backend=backend, shares=shares)
         if reasons := list(_clashes(spec)):
             raise SpecError("; ".join(reasons))
         held = self.cross.weights

@@ -101,6 +101,11 @@ class Embedding(Described):
             yield weight("types", "type model", type=self.types, model=model)
         yield from under("norm", "", self.norm.weights(model)) if self.norm else ()
 
+    def products(self, model: int) -> Iterator[Weight]:
+        """The matrix that each patch is multiplied with; a row of a table is only looked up."""
+        if self.patches:
+            yield next(self.patches.weights(model))
+
 
 @dataclass(frozen=True, repr=False)
 class Transform(Described):
@@ -156,3 +161,11 @@ class Head(Described):
             yield weight("weight", "output hidden", output=self.outputs, hidden=width)
         if self.outputs and self.bias:
             yield replace(weight("bias", "output", output=self.outputs), learned=self.bias == "learned")
+
+    def products(self, model: int) -> Iterator[Weight]:
+        """The matrices that a token is multiplied with, whoever owns them."""
+        if self.transform:
+            yield weight("transform", "hidden model", hidden=self.transform.hidden, model=model)
+        if self.outputs:
+            width = self.transform.hidden if self.transform else model
+            yield weight("weight", "output hidden", output=self.outputs, hidden=width)

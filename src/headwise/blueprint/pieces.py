@@ -129,6 +129,14 @@ class Dense(Described):
             if name[0] in self.bias:
                 yield weight(f"{name}_bias", each + axes.split()[0], **sizes)
 
+    def products(self, model: int) -> Iterator[Weight]:
+        """The matrices that a token is multiplied with."""
+        yield from (weight(name, axes, model=model, hidden=self.hidden) for name, axes in self.maps.items())
+
+    def met(self, model: int, tokens: int) -> int:
+        """How many of its numbers so many tokens meet: all of them."""
+        return sum(w.numel for w in self.weights(model))
+
 
 @dataclass(frozen=True, repr=False)
 class Experts(Described):
@@ -168,3 +176,20 @@ class Experts(Described):
         yield from under("each", "", self.each.weights(model, self.count))
         if self.shared:
             yield from under("shared", "", self.shared.weights(model))
+
+    def products(self, model: int) -> Iterator[Weight]:
+        """The matrices that a token is multiplied with: of the experts, those that it chose."""
+        yield weight("router", "expert model", expert=self.count, model=model)
+        for name, axes in self.each.maps.items():
+            yield weight(f"each.{name}", f"active {axes}", active=self.active, model=model, hidden=self.each.hidden)
+        yield from under("shared", "", self.shared.products(model)) if self.shared else ()
+
+    def met(self, model: int, tokens: int) -> int:
+        """How many of its numbers so many tokens meet, if no two choose the same expert while others are idle.
+
+        >>> experts = Experts(Dense(3), count=4, active=2)  # 20 numbers of a router, 30 of each expert
+        >>> [experts.met(5, tokens) for tokens in (0, 1, 2, 3)]
+        [20, 80, 140, 140]
+        """
+        every, one = sum(w.numel for w in self.weights(model)), self.each.met(model, tokens)
+        return every - one * (self.count - min(self.count, tokens * self.active))

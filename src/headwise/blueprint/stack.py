@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from ..errors import SpecError
 from ..layout import Layout
@@ -15,6 +15,8 @@ from .pieces import Dense, Described, Experts, Norm, Weight, under
 
 LAYERS = 10_000  # more than any model has: a larger number is a slip, and would be listed one by one
 PERIOD = 8  # how many blocks a repeated pattern of layers may be long, to be found by itself
+
+Item = TypeVar("Item")
 
 USUAL = Norm()
 # The norms of each sublayer by where they stand; a parallel block has one for all.
@@ -44,15 +46,22 @@ class Block(Described):
     """x, then what its attention, its cross-attention and its feed-forward add to it, in this order.
 
     placement="pre": x + f(norm(x)); "post": norm(x + f(x)); "sandwich": x + norm(f(norm(x))), as Gemma 2;
-    "parallel": x + attention(norm(x)) + feed(norm(x)), one norm for both, as GPT-J.
+    "parallel": x + attention(norm(x)) + feed(norm(x)), one norm for both, as GPT-J. form="merged" has no attention of
+    its own: its cross-attention adds the mean of the block's own tokens so far, through the same maps (1908.11365).
     """
 
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"placement": tuple(NORMS)}
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"placement": tuple(NORMS), "form": ("plain", "merged")}
     attention: AttentionSpec | Nearly | None = None
     cross: AttentionSpec | None = None
     feed: Dense | Experts | None = None
     norm: Norm = USUAL
     placement: str = "pre"
+    form: str = "plain"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.form == "merged" and (self.attention is not None or self.cross is None):
+            raise SpecError("Block(form='merged') adds a mean to its cross-attention; give cross=, and no attention")
 
     @property
     def specs(self) -> dict[str, AttentionSpec]:
@@ -191,20 +200,27 @@ def _check_depth(layers: int) -> None:
 
 def runs_of(blocks: Sequence[Block]) -> tuple[Run, ...]:
     """What repeats in a row of blocks, from its start: as many as possible at a time, by the shortest pattern."""
-    runs: list[Run] = []
+    return tuple(Run(times, pattern) for times, pattern in repeats(blocks))
+
+
+def repeats(items: Sequence[Item]) -> Iterator[tuple[int, tuple[Item, ...]]]:
+    """The same of any things: how many times, and what.
+
+    >>> list(repeats("abababc"))
+    [(3, ('a', 'b')), (1, ('c',))]
+    """
     at = 0
-    while at < len(blocks):
-        ways = [(_repeats(blocks, at, period) * period, -period) for period in range(1, PERIOD + 1)]
+    while at < len(items):
+        ways = [(_repeats(items, at, period) * period, -period) for period in range(1, PERIOD + 1)]
         covered, back = max(way for way in ways if way[1] == -1 or way[0] > -way[1])
-        runs.append(Run(covered // -back, tuple(blocks[at : at - back])))
+        yield covered // -back, tuple(items[at : at - back])
         at += covered
-    return tuple(runs)
 
 
-def _repeats(blocks: Sequence[Block], at: int, period: int) -> int:
-    """How often the next `period` blocks come one after another."""
-    pattern = blocks[at : at + period]
+def _repeats(items: Sequence[Item], at: int, period: int) -> int:
+    """How often the next `period` come one after another."""
+    pattern = items[at : at + period]
     times = 1
-    while len(pattern) == period and blocks[at + times * period : at + (times + 1) * period] == pattern:
+    while len(pattern) == period and items[at + times * period : at + (times + 1) * period] == pattern:
         times += 1
     return times if len(pattern) == period else 0

@@ -39,8 +39,23 @@ def from_json(said: str, usual: Usual = None) -> Model:
 
 
 def to_toml(model: Model) -> str:
-    """One TOML document: a headed table for what holds tables, and one line for the rest."""
-    return "\n".join(_lines("", to_dict(model))).strip() + "\n"
+    """One TOML document."""
+    return toml_document(to_dict(model))
+
+
+def toml_document(said: dict[str, Any]) -> str:
+    """Plain values as TOML: what holds tables under a heading, the rest in one line.
+
+    >>> print(toml_document({"format": 1, "model": {"name": "small", "stacks": [{"model": 8}]}}), end="")
+    format = 1
+    <BLANKLINE>
+    [model]
+    name = "small"
+    <BLANKLINE>
+    [[model.stacks]]
+    model = 8
+    """
+    return "\n".join(_lines("", said)).strip() + "\n"
 
 
 def from_toml(said: str, usual: Usual = None) -> Model:

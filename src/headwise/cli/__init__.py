@@ -17,7 +17,7 @@ from .screen import Wrong, prepare
 # In the order of the help: what each verb does, in a few words.
 VERBS = {
     "demo": "a look around: soft look-up, one spec and all that follows from it",
-    "spec": "show a spec: parameters by name, cost, cache, mask",
+    "spec": "show a spec or a model: parameters by name, cost, cache, mask",
     "cost": "what specs cost before they run, side by side, item by item",
     "walk": "every tensor operation of a layer, with shape, strides, copy or view",
     "why": "which backend would run a spec, and why each other one refuses",

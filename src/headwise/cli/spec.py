@@ -1,9 +1,11 @@
-"""`headwise spec`: a spec, its parameters by name, what it costs, and its mask."""
+"""`headwise spec`: a spec, its parameters by name, what it costs, and its mask; or a whole model as a table."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .model import named_model
+from .model import page as model_page
 from .screen import Arguments, document, show, spec_of, take_form, take_spec
 
 if TYPE_CHECKING:
@@ -16,7 +18,8 @@ def main(argv: list[str]) -> int:
     """Show one spec."""
     parser = Arguments(
         "spec",
-        "A spec: its text, its parameters by name, what a token costs, and its mask.",
+        "A spec: its text, its parameters by name, what a token costs, and its mask. Of a whole model, named by its "
+        "folder, its config.json or its TOML file: every tensor, and what repeats.",
         "headwise spec gqa --set heads.kv=4 --set pattern='window(5) | first(2)'",
     )
     take_spec(parser)
@@ -25,6 +28,9 @@ def main(argv: list[str]) -> int:
     forms.add_argument("--toml", action="store_true", help="the spec alone, as a file that every verb reads")
     take_form(forms)
     given = parser.parse_args(argv)
+    if (model := named_model(given.spec)) is not None and given.preset is None:
+        show(model_page(model, given))
+        return 0
     spec = spec_of(given)
     from ..text import to_toml
 

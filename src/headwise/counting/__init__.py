@@ -10,7 +10,7 @@ from ..blueprint import Model
 from ..errors import SpecError
 from ..spec import AttentionSpec
 from ..terms import Work
-from .whole import Term, params_terms
+from .bills import Term
 
 __all__ = ["Term", "asked", "cache_bytes", "cache_numbers", "constants", "counted", "equal_vdim", "params"]
 __all__ += ["params_terms", "spent", "work_of"]

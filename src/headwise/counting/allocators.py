@@ -12,11 +12,11 @@ from ..boxes import Memory
 from ..errors import SpecError, nearest
 from ..layout import Layout
 from ..spec import AttentionSpec
+from .bills import Term
+from .calls import LARGEST
 from .devices import STORED, Formats, stored
 from .layers import Layers, attentions
-from .whole import Term
 
-LARGEST = 2**62  # tokens, rows: beyond it nobody can mean what they say
 STATE = 4  # bytes at least of a number that adds up thousands of tokens
 
 

@@ -1,4 +1,4 @@
-"""What one call asks of one attention: FLOPs with weights, FLOPs with what is remembered, and bytes read of that."""
+"""What one request asks of one attention: FLOPs with weights, FLOPs with what is remembered, and bytes read of that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .devices import Formats, bytes_of
 from .layers import Layers
 
 
-class Call(NamedTuple):
+class Request(NamedTuple):
     """Some tokens of one sequence, and how many of it, or of the source that it reads, came before them."""
 
     tokens: int
@@ -30,32 +30,32 @@ class Asked(NamedTuple):
     moved: int
 
 
-def asks(layers: Layers, call: Call, formats: Formats) -> Asked:
+def asks(layers: Layers, request: Request, formats: Formats) -> Asked:
     """What one such layer is asked by one sequence; its weights are read once for all of them, and not counted here.
 
     >>> import headwise as hw
     >>> gqa = Layers("attention", hw.design(preset="gqa", model=4096, heads=32, kv=8))
-    >>> told = asks(gqa, Call(1, past=9999), Formats())
+    >>> told = asks(gqa, Request(1, past=9999), Formats())
     >>> told.weights, told.core, told.moved  # 2 x 41,943,040; 2 x 32 x 256 x 10,000; 10,000 x 4,096 and its own
     (83886080, 163840000, 40976384)
     """
-    spec, one = layers.spec, call.tokens == 1
-    work = _work(layers, call)
+    spec, one = layers.spec, request.tokens == 1
+    work = _work(layers, request)
     weights = asked(spec, replace(work, pairs=0))
     core = spec.core_of(spec.form(one))
-    job = Job(spec, core, one=one, stated=spec.stateful and (one or call.past > 0))
+    job = Job(spec, core, one=one, stated=spec.stateful and (one or request.past > 0))
     if spec.folder is not None and layers.reads == "own" and not linear.refuses(job):
-        inner = linear.spent(job, replace(work, keys=call.tokens) if job.stated else work)
+        inner = linear.spent(job, replace(work, keys=request.tokens) if job.stated else work)
     else:
         inner = asked(spec, work) - weights
-    spoken = call.tokens * (len(core.keys) * core.dim + len(core.values) * core.vdim)
-    return Asked(weights, inner, _read(layers, call, formats) + bytes_of(formats.maths) * spoken)
+    spoken = request.tokens * (len(core.keys) * core.dim + len(core.values) * core.vdim)
+    return Asked(weights, inner, _read(layers, request, formats) + bytes_of(formats.maths) * spoken)
 
 
-def by_part(spec: AttentionSpec, call: Call) -> dict[str, int]:
+def by_part(spec: AttentionSpec, request: Request) -> dict[str, int]:
     """FLOPs with weights of one sequence, part by part; together they are what `asks` says."""
-    running = replace(spec, project=spec.form(call.tokens == 1))
-    work = replace(_work(Layers("attention", spec), call), pairs=0)
+    running = replace(spec, project=spec.form(request.tokens == 1))
+    work = replace(_work(Layers("attention", spec), request), pairs=0)
     found: dict[str, int] = {}
     for name, part in running.parts():
         sizes = running.sizes_of(part)
@@ -65,22 +65,22 @@ def by_part(spec: AttentionSpec, call: Call) -> dict[str, int]:
     return found
 
 
-def _work(layers: Layers, call: Call) -> Work:
+def _work(layers: Layers, request: Request) -> Work:
     if layers.reads == "own":
-        return work_of(layers.spec, batch=1, queries=call.tokens, past=call.past)
-    pairs = layers.spec.pattern.pairs(range(call.past, call.past + call.tokens), range(call.source))
-    return Work(1, call.tokens, 0, call.source, pairs)
+        return work_of(layers.spec, batch=1, queries=request.tokens, past=request.past)
+    pairs = layers.spec.pattern.pairs(range(request.past, request.past + request.tokens), range(request.source))
+    return Work(1, request.tokens, 0, request.source, pairs)
 
 
-def _read(layers: Layers, call: Call, formats: Formats) -> int:
+def _read(layers: Layers, request: Request, formats: Formats) -> int:
     """Bytes of each remembered token that some query may read; or a state, read and written."""
     spec = layers.spec
     if layers.reads == "own" and spec.stateful:
-        own = call.tokens * token_bytes(spec, formats.maths) if call.tokens > 1 else 0
+        own = request.tokens * token_bytes(spec, formats.maths) if request.tokens > 1 else 0
         return 2 * state_bytes(spec, formats.cache) + own
-    end = call.past + call.tokens
-    keys = range(end if layers.reads == "own" else call.source)
-    return token_bytes(spec, formats.cache) * _met(spec, range(call.past, end), keys)
+    end = request.past + request.tokens
+    keys = range(end if layers.reads == "own" else request.source)
+    return token_bytes(spec, formats.cache) * _met(spec, range(request.past, end), keys)
 
 
 def _met(spec: AttentionSpec, queries: range, keys: range) -> int:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..layout import Layout
 from ..seams import Modifier, Part
 from ..spec import AttentionSpec
 from ..terms import Core, Phase, Work
-from .symbols import Symbol, formula, named
-from .whole import Term
+from .symbols import Symbol, formula, inside, named
+
+
+class Term(NamedTuple):
+    """One line of a sum: what it is, how it is worked out, and what it comes to."""
+
+    name: str
+    formula: str
+    value: int
+
+
+class Product(NamedTuple):
+    """A matrix product: its name, its FLOPs, and how many of its two factors have a gradient."""
+
+    name: str
+    flops: int
+    factors: int = 2
 
 
 @dataclass(frozen=True)
@@ -25,9 +42,26 @@ class Bill:
         return sum(term.value for term in self.terms)
 
     @staticmethod
-    def of(items: Iterator[tuple[str, int]]) -> Bill:
+    def of(items: Iterable[tuple[str, int]]) -> Bill:
         """From names and numbers that know their formulas; what costs nothing is left out."""
-        return Bill(tuple(Term(name, formula(value), int(value)) for name, value in items if value))
+        return Bill.repeated((name, value, 1) for name, value in items)
+
+    @staticmethod
+    def repeated(items: Iterable[tuple[str, int, int]]) -> Bill:
+        """From names, numbers, and how often each is there; what is equal becomes one item.
+
+        >>> Bill.repeated([("up", 6, 2), ("up", 6, 3), ("up", 7, 1)]).terms
+        (Term(name='up', formula='5 · 6', value=30), Term(name='up', formula='7', value=7))
+        """
+        times: Counter[tuple[str, str, str, int]] = Counter()
+        for name, value, often in items:
+            if value and often:
+                times[name, formula(value), inside(value), int(value)] += often
+        lines = ((name, said if n == 1 else f"{n} · {held}", n * v) for (name, said, held, v), n in times.items())
+        return Bill(tuple(Term(*line) for line in lines))
+
+    def __add__(self, other: Bill) -> Bill:
+        return Bill(self.terms + other.terms)
 
 
 def parameters(spec: AttentionSpec) -> Bill:
@@ -47,7 +81,7 @@ def remembered(spec: AttentionSpec) -> Bill:
 
 def forward(spec: AttentionSpec, work: Work) -> Bill:
     """FLOPs of the products that the spec asks for, over the pairs its pattern allows."""
-    return Bill.of(_forward(*_spoken(spec, work)))
+    return Bill.of((one.name, one.flops) for one in products(running(spec, work), work))
 
 
 def backward(spec: AttentionSpec, work: Work) -> Bill:
@@ -55,13 +89,33 @@ def backward(spec: AttentionSpec, work: Work) -> Bill:
 
     Each product of the forward pass has two, one for either factor, unless one of them is a constant.
     """
-    return Bill.of(_backward(*_spoken(spec, work)))
+    return Bill.of((one.name, one.factors * one.flops) for one in products(running(spec, work), work))
 
 
-def _spoken(spec: AttentionSpec, work: Work) -> tuple[AttentionSpec, Work]:
-    spec = named(replace(spec, project=spec.form(work.queries == 1)))
+def running(spec: AttentionSpec, work: Work) -> AttentionSpec:
+    """The spec in the form in which this call runs."""
+    return replace(spec, project=spec.form(work.queries == 1))
+
+
+def products(spec: AttentionSpec, work: Work) -> Iterator[Product]:
+    """Every product of a call of this spec as it stands; of the core those of the pairs that `work` says."""
+    spec, work = named(spec), _lettered(work)
+    for name, part in spec.parts():
+        sizes = _sizes(spec, spec.sizes_of(part))
+        for key, param in part.params(spec).items():
+            flops = 2 * param.layout.numel(sizes) * work.tokens(param.applied)
+            yield Product(f"{name}.{key}", flops, 2 if param.learned else 1)
+        fixed = part.fixed(spec, work)
+        yield Product(f"{name} (own products)", part.flops(spec, work) - fixed)
+        yield Product(f"{name} (with constants)", fixed, 1)
+    yield from _core(spec, work)
+
+
+def _lettered(work: Work) -> Work:
+    """The sizes of a call under their letters, but for those that have a name already."""
     names = {"batch": "b", "queries": "s", "remembered": "r", "keys": "t", "pairs": "pairs"}
-    return spec, Work(**{name: Symbol.of(getattr(work, name), letter) for name, letter in names.items()})
+    sizes = {name: (getattr(work, name), letter) for name, letter in names.items()}
+    return Work(**{n: size if isinstance(size, Symbol) else Symbol.of(size, a) for n, (size, a) in sizes.items()})
 
 
 def _sizes(spec: AttentionSpec, sizes: dict[str, int]) -> dict[str, int]:
@@ -92,43 +146,21 @@ def _held(spec: AttentionSpec) -> Iterator[tuple[str, Part, Mapping[str, Layout]
     yield from ((name, part, part.entry(spec)) for name, part in spec.parts())
 
 
-def _products(spec: AttentionSpec, work: Work) -> Iterator[tuple[str, int, bool]]:
-    """Each product outside the core: its name, its FLOPs, and whether both its factors learn."""
-    for name, part in spec.parts():
-        sizes = _sizes(spec, spec.sizes_of(part))
-        for key, param in part.params(spec).items():
-            yield f"{name}.{key}", 2 * param.layout.numel(sizes) * work.tokens(param.applied), param.learned
-        fixed = part.fixed(spec, work)
-        yield f"{name} (own products)", part.flops(spec, work) - fixed, True
-        yield f"{name} (with constants)", fixed, False
-
-
-def _core(spec: AttentionSpec, work: Work) -> Iterator[tuple[str, int]]:
+def _core(spec: AttentionSpec, work: Work) -> Iterator[Product]:
     core: Core = spec.core_of(spec.project)
     heads, rows = Symbol.of(len(core.keys), "q"), Symbol.of(len(core.values), "voice")
     pairs = work.batch * work.pairs
-    yield "core (scores)", 2 * pairs * heads * _named(core.width, "dim")
-    yield "core (values)", 2 * pairs * rows * _named(core.vdim, "vdim")
+    scores = 2 * pairs * heads * _named(core.width, "dim")
+    yield Product("core (scores)", scores)
+    yield Product("core (values)", 2 * pairs * rows * _named(core.vdim, "vdim"), reading_factors(spec, core))
 
 
 def _named(size: int, name: str) -> int:
     return size if isinstance(size, Symbol) or not size else Symbol.of(size, name)
 
 
-def _forward(spec: AttentionSpec, work: Work) -> Iterator[tuple[str, int]]:
-    yield from ((name, flops) for name, flops, _ in _products(spec, work))
-    yield from _core(spec, work)
-
-
-def _backward(spec: AttentionSpec, work: Work) -> Iterator[tuple[str, int]]:
-    yield from ((name, flops * (2 if learns else 1)) for name, flops, learns in _products(spec, work))
-    (scores, asked), (values, read) = _core(spec, work)
-    yield scores, 2 * asked
-    yield values, read * (2 if asked or _weights_learn(spec) else 1)
-
-
-def _weights_learn(spec: AttentionSpec) -> bool:
-    """Whether something that is learned stands before the values are read, other than queries and keys."""
-    inside = (Phase.SCORES, Phase.WEIGHTS)
-    parts = [spec.normaliser, spec.similarity, *(m for _, m in spec.steps(Modifier) if m.phase in inside)]
-    return any(param.learned for part in parts for param in part.params(spec).values())
+def reading_factors(spec: AttentionSpec, core: Core) -> int:
+    """How many factors of the reading of values have a gradient: 1 where no weight depends on what is learned."""
+    inner = (Phase.SCORES, Phase.WEIGHTS)
+    parts = [spec.normaliser, spec.similarity, *(m for _, m in spec.steps(Modifier) if m.phase in inner)]
+    return 2 if core.width or any(param.learned for part in parts for param in part.params(spec).values()) else 1

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from ..errors import SpecError, nearest
-from .allocators import LARGEST, Rows, cache_terms
+from .allocators import Rows, cache_terms
+from .bills import Term
+from .calls import LARGEST
 from .devices import STORED, bytes_of
 from .layers import alive
+from .scopes import longest
 from .serving import Serving, first
-from .whole import Term
 
 UNITS = {"b": 1} | {f"{p}b": 1000**n for n, p in enumerate("kmgt", 1)}
 UNITS |= {f"{p}ib": 1024**n for n, p in enumerate("kmgt", 1)}
@@ -121,7 +123,7 @@ class Demand:
 
 
 def longest_context(demand: Demand) -> int | None:
-    """The most tokens that each of so many rows may have; None when no number of tokens is too many.
+    """The most tokens that each of so many rows may have, at most all that have positions; None when any may.
 
     Eight billion bytes for layers of Llama-3-8B's attention; of a step only the cache grows with the context:
 
@@ -133,7 +135,9 @@ def longest_context(demand: Demand) -> int | None:
     >>> most, (8 * 10**9 - 2 * (32 * 41943040 + 18432)) // 131072
     (40554, 40554)
     """
-    return _most(lambda length: demand.alike(demand.rows.count, length), "a context of one token", demand)
+    found = _most(lambda length: demand.alike(demand.rows.count, length), "a context of one token", demand)
+    placed = longest(demand.serving.described).own  # learned positions end there, whatever memory holds
+    return placed if found is None else min(found, placed or found)
 
 
 def most_rows(demand: Demand) -> int | None:

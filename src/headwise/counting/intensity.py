@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import SpecError
 from ..spec import AttentionSpec
-from .asking import Call, asks, by_part
+from .asking import Request, asks, by_part
 from .costs import WIDTH, time
 from .devices import HERE, PLAIN, Device, Formats, bytes_of, stored
 from .layers import Layers
@@ -99,13 +99,13 @@ class Boxed:
         return [shape for key, shape in shapes if (key.partition(".")[0] == "output") == (name == "output")]
 
     def _box(self, name: str, rows: int) -> Box:
-        call, core = Call(1, self.context - 1), self.spec.core_of(self.spec.form(one=True))
+        request, core = Request(1, self.context - 1), self.spec.core_of(self.spec.form(one=True))
         if name == "core":
-            told = asks(Layers("attention", self.spec), call, self.formats)
+            told = asks(Layers("attention", self.spec), request, self.formats)
             flops, moved = rows * told.core, rows * told.moved
         else:
             flops = rows * sum(
-                n for part, n in by_part(self.spec, call).items() if (part == "output") == (name == "output")
+                n for part, n in by_part(self.spec, request).items() if (part == "output") == (name == "output")
             )
             heads = len(core.values) * core.vdim if name == "output" else len(core.keys) * core.dim + self._kept
             weights = sum(stored(shape, self.formats.weights) for shape in self._shapes(name))

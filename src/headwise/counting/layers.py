@@ -28,8 +28,10 @@ class Layers:
 
     @property
     def shapes(self) -> Shapes:
-        """The learned tensors of one of them."""
-        return _learned(self.spec)
+        """The learned tensors of one that answered tokens meet; of a source, only its reading."""
+        params, shapes = self.spec.params().items(), self.spec.shapes()
+        early = "source" if self.reads == "source" else None
+        return tuple(shapes[name] for name, p in params if p.learned and (not p.applied or p.applied != early))
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,6 @@ class Matrices:
     each: Shapes = ()
     count: int = 0
     active: int = 0
-    width: int = 0  # numbers of one token that go in and out
     inside: int = 0  # numbers of one token that are alive in between, its input among them
 
     def flops(self, tokens: int) -> int:
@@ -50,16 +51,18 @@ class Matrices:
         return 2 * tokens * (_numbers(self.always) + self.active * _numbers(self.each))
 
     def moved(self, tokens: int, dtype: str) -> int:
-        """Bytes of the tensors that so many tokens meet, experts being chosen evenly.
+        """Bytes of the tensors that so many tokens meet, if no two choose the same expert while others are idle.
 
-        Two of 4 experts, 10 numbers each: one token meets 2 of them, two tokens 4 (1 - 1/2^2) = 3.
-
-        >>> experts = Matrices("experts", 1, (), ((2, 5),), count=4, active=2)
-        >>> experts.moved(1, "fp32") // 40, experts.moved(2, "fp32") // 40
-        (2, 3)
+        >>> experts = Matrices("experts", 1, (), ((2, 5),), count=4, active=2)  # 40 bytes each
+        >>> [experts.moved(tokens, "fp32") for tokens in (1, 2, 3)]
+        [80, 160, 160]
         """
-        met = self.count * (1 - (1 - self.active / self.count) ** tokens) if self.count else 0
-        return _bytes(self.always, dtype) + round(met * _bytes(self.each, dtype))
+        return _bytes(self.always, dtype) + min(self.count, tokens * self.active) * _bytes(self.each, dtype)
+
+    @property
+    def flowing(self) -> int:
+        """Numbers of one token that go into every matrix and come out of it."""
+        return _ends(self.always) + self.active * _ends(self.each)
 
 
 def attentions(described: AttentionSpec | Model, layers: int = 1) -> tuple[Layers, ...]:
@@ -95,11 +98,11 @@ def matrices(described: AttentionSpec | Model) -> tuple[Matrices, ...]:
 
 def _feed(feed: Dense | Experts, times: int, model: int) -> Matrices:
     if isinstance(feed, Dense):
-        return Matrices("feed-forward", times, _shapes(feed, model), width=2 * model, inside=model + _inside(feed))
+        return Matrices("feed-forward", times, _shapes(feed, model), inside=model + _inside(feed))
     always = tuple(w.shape for w in feed.weights(model) if not w.name.startswith("each."))
     inside = model + max(feed.active * _inside(feed.each), _inside(feed.shared) if feed.shared else 0)
     each = _shapes(feed.each, model)
-    return Matrices("experts", times, always, each, feed.count, feed.active, 2 * model, inside)
+    return Matrices("experts", times, always, each, feed.count, feed.active, inside)
 
 
 def _inside(feed: Dense) -> int:
@@ -115,9 +118,9 @@ def _head(model: Model) -> Iterator[Matrices]:
     for head in model.heads[:1]:
         width = head.transform.hidden if head.transform else model.stacks[-1].model
         table = ((head.outputs, width),) if head.table else ()
-        own = tuple(w.shape for w in head.weights(model.stacks[-1].model))
+        own = tuple(w.shape for w in head.weights(model.stacks[-1].model) if w.learned)
         inside = model.stacks[-1].model + head.outputs
-        yield Matrices("head", 1, (*own, *table), width=inside, inside=inside)
+        yield Matrices("head", 1, (*own, *table), inside=inside)
 
 
 def alive(spec: AttentionSpec) -> int:
@@ -174,6 +177,10 @@ def _learned(spec: AttentionSpec) -> Shapes:
 def _numbers(shapes: Shapes) -> int:
     """Numbers of the matrices among them; vectors are added or scale."""
     return sum(math.prod(shape) for shape in shapes if len(shape) > 1)
+
+
+def _ends(shapes: Shapes) -> int:
+    return sum(math.prod(shape[:-1]) + shape[-1] for shape in shapes if len(shape) > 1)
 
 
 def _bytes(shapes: Shapes, dtype: str) -> int:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 from ..errors import SpecError, nearest
-from .allocators import LARGEST
+from .calls import LARGEST
 
 MOST = 100_000  # requests that are drawn one by one
 DRAWN: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {

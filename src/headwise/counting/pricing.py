@@ -1,170 +1,207 @@
-"""What a layer costs before it runs: items, bytes, and seconds at least on a machine."""
+"""What a layer or a model costs before it runs: items, bytes, and seconds at least on a machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..backends import Job, linear
-from ..errors import SpecError
 from ..spec import AttentionSpec
-from ..terms import Work
-from . import cache_bytes, work_of
-from .bills import Bill, Term, backward, forward, parameters, remembered
+from . import cache_bytes
+from .bills import Bill, remembered
+from .calls import Load, calls_of, counted, spent
 from .devices import Device, bytes_of
+from .operations import Operation, joined, operations
+from .reading import Call, On, Reader
+from .scopes import unsaid
+from .symbols import Symbol
+from .whole import Described, Piece, active, parameters, pieces
 
-LARGEST = 2**62  # tokens, rows: beyond it nobody can mean what they say
-
-
-@dataclass(frozen=True)
-class Load:
-    """How much is asked of a layer: rows, tokens before the last one, precision, and the machine."""
-
-    batch: int = 1
-    context: int = 2048
-    dtype: str = "bf16"
-    device: str = "h200"
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "context"):
-            size = getattr(self, name)
-            if type(size) is not int or not 1 <= size <= LARGEST:
-                raise SpecError(f"{name}={size!r} is no load; give a whole number from 1 to {LARGEST}")
-        bytes_of(self.dtype)
-        Device.named(self.device)
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One part of a call: its FLOPs, the bytes it moves, and what follows on a machine."""
-
-    name: str
-    flops: int
-    moved: int
-    seconds: float
-    bound: str
-
-    @property
-    def intensity(self) -> float:
-        """FLOPs a byte."""
-        return self.flops / self.moved if self.moved else 0.0
+__all__ = ["Load", "Price", "price"]
 
 
 @dataclass(frozen=True)
 class Price:
-    """One layer under one load."""
+    """One layer, or one model, under one load.
+
+    Bills say what is asked for; `spent` and `counted` the totals of the same calls as a backend executes and as torch's
+    counter sees them. `kept` are numbers of one token (of a state, all of it), `told` of one token of a source;
+    `kept_each` is bytes that one more token adds while no window is full, None where it adds none.
+    """
 
     name: str
-    spec: AttentionSpec
+    described: Described
     load: Load
+    whole: Call
     parameters: Bill
-    prefill: Bill
-    backward: Bill
-    decode: Bill | None
+    active: int
+    calls: Mapping[str, Bill]
+    spent: Mapping[str, int | None]
+    counted: Mapping[str, int | None]
     kept: Bill
+    told: Bill
+    kept_each: int | None
     kept_bytes: int
     operations: Mapping[str, tuple[Operation, ...]]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def prefill(self) -> Bill:
+        """FLOPs of all tokens at once."""
+        return self.calls["prefill"]
+
+    @property
+    def backward(self) -> Bill:
+        """FLOPs of the gradients behind them."""
+        return self.calls["backward"]
+
+    @property
+    def decode(self) -> Bill | None:
+        """FLOPs of the last token alone, the others remembered; None where that is not the same."""
+        return self.calls.get("decode")
+
+    @property
+    def flops(self) -> dict[str, int | None]:
+        """FLOPs asked for in every call."""
+        return _written({call: bill.total for call, bill in self.calls.items()})
+
+    @property
+    def told_each(self) -> int | None:
+        """Bytes that every token of the source adds; None where nothing reads one."""
+        return self.told.total * bytes_of(self.load.dtype) or None
+
+    @property
+    def specs(self) -> dict[str, AttentionSpec]:
+        """Every attention that differs from those before it, by where it stands."""
+        found = {p.spec: p for p in reversed(pieces(self.described)) if isinstance(p, Reader)}
+        return {piece.name or self.name: spec for spec, piece in reversed(found.items())}
 
     def seconds(self, phase: str) -> float:
         """Seconds at least of a phase: its operations one after the other."""
-        return sum(operation.seconds for operation in self.operations[phase])
+        return self.step(phase).seconds
+
+    def step(self, phase: str) -> Operation:
+        """All operations of a phase as one."""
+        return joined(phase, self.operations[phase])
+
+    @property
+    def core(self) -> Operation:
+        """The cores of a decoding step, or of all tokens where there is none; without attention, all there is."""
+        phase = "decode" if self.decode is not None else "prefill"
+        cores = [one for one in self.operations[phase] if one.name.endswith("core")]
+        return joined("core", cores or self.operations[phase])
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of the learned numbers, as they are read."""
+        return self.parameters.total * bytes_of(self.load.dtype)
+
+    @property
+    def activation_bytes(self) -> int | None:
+        """Bytes kept for the gradients; None as long as nothing here counts them."""
+        return None
 
     @property
     def data(self) -> dict[str, Any]:
         """The same as plain values."""
-        flops = {"prefill": self.prefill.total, "backward": self.backward.total}
-        bills = {"parameters": self.parameters, "prefill": self.prefill, "backward": self.backward, "cache": self.kept}
-        if self.decode is not None:
-            flops["decode"], bills["decode"] = self.decode.total, self.decode
-        core = self.operations["decode" if self.decode is not None else "prefill"][-1]
+        bills = {"parameters": self.parameters, **self.calls, "cache": self.kept, "source_cache": self.told}
+        operations = {
+            phase: [{**vars(one), "intensity": one.intensity} for one in each]
+            for phase, each in self.operations.items()
+        }
         return {
             "name": self.name,
             "params": self.parameters.total,
-            "flops": flops,
-            "kv_bytes_per_token": None if self._fixed else self.kept.total * bytes_of(self.load.dtype),
+            "active_params": self.active,
+            "weights_bytes": self.weights_bytes,
+            "flops": self.flops,
+            "spent": dict(self.spent),
+            "counted": dict(self.counted),
+            "kv_bytes_per_token": self.kept_each,
+            "kv_bytes_per_source_token": self.told_each,
             "kv_bytes": self.kept_bytes,
-            "intensity": core.intensity,
-            "bound": core.bound,
-            "operations": {
-                phase: [{**vars(one), "intensity": one.intensity} for one in each]
-                for phase, each in self.operations.items()
-            },
+            "activation_bytes": self.activation_bytes,
+            "seconds": {phase: self.seconds(phase) for phase in self.operations},
+            "intensity": self.core.intensity,
+            "bound": self.core.bound,
+            "operations": operations,
+            "notes": list(self.notes),
             "terms": [{"bill": bill, **term._asdict()} for bill, each in bills.items() for term in each.terms],
         }
 
-    @property
-    def _fixed(self) -> bool:
-        """Whether what is kept does not grow with the tokens, or nothing can be kept at all."""
-        return self.spec.stateful or self.decode is None
 
-
-def price(spec: AttentionSpec, load: Load, name: str = "") -> Price:
-    """Everything a layer costs under a load; nothing is built.
+def price(described: Described, load: Load, name: str = "") -> Price:
+    """Everything that a layer or a model costs under a load; nothing is built.
 
     >>> import headwise as hw
     >>> gqa = price(hw.design(preset="gqa", model=4096, heads=32), Load(batch=16, context=32768))
     >>> gqa.kept.total * 2, gqa.operations["decode"][1].intensity  # bytes a token; 4 heads read each key
     (4096, 3.9995117783473697)
     """
-    if spec.source is not None:
-        raise SpecError(f"source={spec.source} is a sequence of a length that no load says; price the spec without it")
-    whole = work_of(spec, batch=load.batch, queries=load.context)
-    decodes = spec.pattern.opening == 0
-    step = work_of(spec, batch=load.batch, queries=1, past=load.context - 1) if decodes else None
-    held = cache_bytes(spec, batch=load.batch, capacity=load.context, bytes_each=bytes_of(load.dtype))
-    phases = {"prefill": _operations(spec, whole, load)}
-    if step is not None:
-        phases["decode"] = _operations(spec, step, load)
+    every = pieces(described)
+    calls = calls_of(described, every, load, name)
+    readers = [piece for piece in every if isinstance(piece, Reader) and not piece.early and "decode" in calls]
+    own, told = ([piece for piece in readers if piece.role == role] for role in ("attention", "cross"))
+    bills = {phase: _bill(*call) for phase, call in calls.items()}
+    runs = On(Device.named(load.device).kind, load.dtype)
+    prefill = calls["prefill"]
     return Price(
         name=name,
-        spec=spec,
+        described=described,
         load=load,
-        parameters=parameters(spec),
-        prefill=_asked(spec, whole),
-        backward=_asked(spec, whole, backward),
-        decode=None if step is None else _asked(spec, step),
-        kept=remembered(spec),
-        kept_bytes=held if decodes else 0,
-        operations=phases,
+        whole=prefill[1],
+        parameters=parameters(described),
+        active=active(described),
+        calls={"prefill": bills.pop("prefill"), "backward": _gradients(*prefill), **bills},
+        spent=_written(spent(calls, runs)),
+        counted=_written(counted(calls)),
+        kept=_kept(own),
+        told=_kept(told),
+        kept_each=_kept(piece for piece in own if not piece.spec.stateful).total * bytes_of(load.dtype) or None,
+        kept_bytes=_held(own, load, load.held) + _held(told, load, prefill[1].source),
+        operations={
+            phase: operations(*calls[phase], load.dtype, load.device)
+            for phase in ("prefill", "decode")
+            if phase in calls
+        },
+        notes=tuple(unsaid(described)),
     )
 
 
-def _asked(spec: AttentionSpec, work: Work, way: Callable[[AttentionSpec, Work], Bill] = forward) -> Bill:
-    """What the spec asks for, in sums over tokens where these are the same function."""
-    bill = way(spec, work)
-    one = work.queries == 1
-    job = Job(spec, spec.core_of(spec.form(one)), one=one, stated=one and spec.stateful)
-    if spec.folder is None or linear.refuses(job):
-        return bill
-    # Backwards a product of two things that learn is two products; shares that no token has a say in do not learn.
-    times = 2 if way is backward and spec.folder[1].features(job.core) else 1
-    rest = tuple(term for term in bill.terms if not term.name.startswith("core"))
-    how = "a reading of the state, and each chunk of tokens among itself"
-    return Bill((*rest, Term("core (sums)", how, times * linear.spent(job, work))))
+def _written(totals: Mapping[str, int | None]) -> dict[str, int | None]:
+    """With the whole of a generation: its prompt, and its steps."""
+    prompt, steps = totals.get("prompt"), totals.get("steps")
+    whole = {} if "steps" not in totals else {"generate": None if prompt is None or steps is None else prompt + steps}
+    return {**totals, **whole}
 
 
-def _operations(spec: AttentionSpec, work: Work, load: Load) -> tuple[Operation, ...]:
-    """Projections, which read weights, and the core, which reads what is remembered."""
-    each, device = bytes_of(load.dtype), Device.named(load.device)
-    bill, weights = _asked(spec, work), parameters(spec).total
-    core = sum(term.value for term in bill.terms if term.name.startswith("core"))
-    spoken = work.queries * (spec.heads.q * spec.core.dim + len(spec.voices) * spec.core.vdim)
-    parts = [
-        ("projections", bill.total - core, each * (weights + work.batch * work.queries * 2 * spec.model)),
-        ("core", core, work.batch * (_read(spec, work, each) + each * spoken)),
-    ]
-    times = (
-        (device.time(flops, moved, load.dtype), device.bound(flops, moved, load.dtype)) for _, flops, moved in parts
+def _bill(some: Iterable[Piece], call: Call) -> Bill:
+    """What is asked for in a call."""
+    return Bill.repeated((_named(p.name, one.name), one.flops, p.times) for p in some for one in p.asked(call))
+
+
+def _gradients(some: Iterable[Piece], call: Call) -> Bill:
+    """What its gradients ask for: of each product as many as factors that have one."""
+    products = ((piece, one) for piece in some for one in piece.asked(call))
+    return Bill.repeated((_named(p.name, one.name), one.factors * one.flops, p.times) for p, one in products)
+
+
+def _named(place: str, name: str) -> str:
+    return f"{place}.{name}" if place else name
+
+
+def _kept(some: Iterable[Reader]) -> Bill:
+    """Numbers that attentions remember of one token."""
+    return Bill.repeated(
+        (_named(piece.name, term.name), Symbol.of(term.value, term.formula), piece.times)
+        for piece in some
+        for term in remembered(piece.spec).terms
     )
-    return tuple(Operation(*part, *time) for part, time in zip(parts, times, strict=True))
 
 
-def _read(spec: AttentionSpec, work: Work, each: int) -> int:
-    """Bytes that one row reads of what is remembered: each token once, or its state in and out."""
-    kept, heads = remembered(spec).total, spec.heads
-    if spec.stateful and work.queries == 1:
-        return 2 * kept * max(each, 4)
-    first, last = spec.pattern.memory
-    keys = work.keys if last is None or work.queries > 1 else min(work.keys, first + last)
-    return keys * each * (heads.kv * heads.dim + heads.v * heads.vdim if spec.stateful else kept)
+def _held(some: Iterable[Reader], load: Load, tokens: int) -> int:
+    """Bytes that they hold of so many tokens: rings where patterns forget."""
+    each = bytes_of(load.dtype)
+    return sum(
+        piece.times * cache_bytes(piece.spec, batch=load.batch, capacity=tokens, bytes_each=each) for piece in some
+    )

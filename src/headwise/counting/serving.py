@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from ..blueprint import Model
 from ..errors import SpecError
 from ..spec import AttentionSpec
-from .allocators import IDEAL, LARGEST, Allocator, Rows
-from .asking import Asked, Call, asks
+from .allocators import IDEAL, Allocator, Rows
+from .asking import Asked, Request, asks
+from .calls import LARGEST
 from .devices import PLAIN, Device, Formats, bytes_of, stored
 from .layers import Held, Layers, Matrices, attentions, held, matrices
-from .pricing import Operation
+from .operations import Operation
 
 STEPS = 4096  # that one prompt may take
-Told = Mapping[tuple[Layers, Call], Asked]
+Told = Mapping[tuple[Layers, Request], Asked]
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Serving:
     @property
     def model(self) -> int:
         """The width of what runs from layer to layer."""
-        return self.attentions[0].spec.model if self.attentions else self.matrices[0].width // 2
+        described = self.described
+        return described.model if isinstance(described, AttentionSpec) else described.stacks[-1].model
 
     def title(self, what: str, layers: Layers) -> str:
         """What it is; and of which attention, where there are several kinds."""
@@ -78,21 +80,21 @@ class Serving:
         patterns = {each.spec.pattern.text for each in self.attentions if each.name == layers.name}
         return f"{told}, {layers.spec.pattern.text}" if len(patterns) > 1 else told
 
-    def step(self, calls: Mapping[Call, int]) -> Step:
+    def step(self, requests: Mapping[Request, int]) -> Step:
         """One step of so many requests of each kind: single tokens, and chunks of prompts."""
-        told = {(each, call): asks(each, call, self.formats) for each in self.attentions for call in calls}
-        projections = [self._projections(each, calls, told) for each in self.attentions]
-        return Step((*projections, *self._matrices(calls)), tuple(self._cores(calls, told)))
+        told = {(each, request): asks(each, request, self.formats) for each in self.attentions for request in requests}
+        projections = [self._projections(each, requests, told) for each in self.attentions]
+        return Step((*projections, *self._matrices(requests)), tuple(self._cores(requests, told)))
 
     def decoding(self, rows: Rows) -> Step:
         """A step in which every row gets one token; lengths count it."""
-        return self.step({Call(1, length - 1, self.source): times for length, times in rows.each})
+        return self.step({Request(1, length - 1, self.source): times for length, times in rows.each})
 
     def mixed(self, rows: Rows | None, tokens: int, past: int = 0) -> Step:
         """A step in which every row gets one token, and a prompt of another so many behind what was taken of it."""
-        calls = {Call(1, length - 1, self.source): times for length, times in (rows.each if rows else ())}
-        prompt = Call(tokens, past, self.source)
-        return self.step(calls | {prompt: calls.get(prompt, 0) + 1})
+        requests = {Request(1, length - 1, self.source): times for length, times in (rows.each if rows else ())}
+        prompt = Request(tokens, past, self.source)
+        return self.step(requests | {prompt: requests.get(prompt, 0) + 1})
 
     def first_token(self, prompt: int, chunk: int, beside: Rows | None = None) -> float:
         """Seconds at least until a prompt's first token: chunk by chunk, others being answered beside it."""
@@ -106,12 +108,12 @@ class Serving:
 
     def compute_bound_from(self) -> int | None:
         """Tokens in a step from which products with weights wait for compute; None when they never do."""
-        call = Call(1, 0, self.source)
-        told = {(each, call): asks(each, call, self.formats) for each in self.attentions}
+        request = Request(1, 0, self.source)
+        told = {(each, request): asks(each, request, self.formats) for each in self.attentions}
 
         def waits(tokens: int) -> bool:
-            calls = {call: tokens}
-            every = [self._projections(each, calls, told) for each in self.attentions] + [*self._matrices(calls)]
+            requests = {request: tokens}
+            every = [self._projections(each, requests, told) for each in self.attentions] + [*self._matrices(requests)]
             products = sum(one.flops for one in every) / self.device.flops[self.formats.maths]
             return products >= sum(one.moved for one in every) / self.device.bandwidth
 
@@ -126,29 +128,29 @@ class Serving:
 
         return first(dominates)
 
-    def _projections(self, layers: Layers, calls: Mapping[Call, int], told: Told) -> Operation:
-        tokens = sum(call.tokens * n for call, n in calls.items())
+    def _projections(self, layers: Layers, requests: Mapping[Request, int], told: Told) -> Operation:
+        tokens = sum(request.tokens * n for request, n in requests.items())
         weights = sum(stored(shape, self.formats.weights) for shape in layers.shapes)
-        flops = sum(told[layers, call].weights * n for call, n in calls.items())
+        flops = sum(told[layers, request].weights * n for request, n in requests.items())
         moved = weights + bytes_of(self.formats.maths) * tokens * 2 * layers.spec.model
         return self._operation(self.title("projections", layers), flops, moved, layers.times)
 
-    def _matrices(self, calls: Mapping[Call, int]) -> Iterator[Operation]:
-        tokens, answers = sum(call.tokens * n for call, n in calls.items()), sum(calls.values())
+    def _matrices(self, requests: Mapping[Request, int]) -> Iterator[Operation]:
+        tokens, answers = sum(request.tokens * n for request, n in requests.items()), sum(requests.values())
         for each in self.matrices:
             met = answers if each.name == "head" else tokens
-            moved = each.moved(met, self.formats.weights) + bytes_of(self.formats.maths) * met * each.width
+            moved = each.moved(met, self.formats.weights) + bytes_of(self.formats.maths) * met * each.flowing
             yield self._operation(each.name, each.flops(met), moved, each.times)
 
-    def _cores(self, calls: Mapping[Call, int], told: Told) -> Iterator[Operation]:
+    def _cores(self, requests: Mapping[Request, int], told: Told) -> Iterator[Operation]:
         kinds = {
-            "decoding": [call for call in calls if call.tokens == 1],
-            "a prompt": [call for call in calls if call.tokens > 1],
+            "decoding": [request for request in requests if request.tokens == 1],
+            "a prompt": [request for request in requests if request.tokens > 1],
         }
         for each in self.attentions:
             for kind, some in kinds.items():
-                flops = sum(told[each, call].core * calls[call] for call in some)
-                moved = sum(told[each, call].moved * calls[call] for call in some)
+                flops = sum(told[each, request].core * requests[request] for request in some)
+                moved = sum(told[each, request].moved * requests[request] for request in some)
                 if some:
                     name = f"{self.title('core', each)}, {kind}"
                     yield self._operation(name, flops, moved, each.times)

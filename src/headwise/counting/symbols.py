@@ -42,7 +42,8 @@ class Symbol(int):
         return f"({self.text})" if self.loose else self.text
 
     @property
-    def _inside(self) -> str:
+    def inside(self) -> str:
+        """Its formula as one factor of a product."""
         return f"({self.formula})" if self.loose else self.formula
 
     def __mul__(self, other: Any) -> Any:
@@ -74,7 +75,7 @@ class Symbol(int):
 
     def __floordiv__(self, other: int) -> int:
         below = other.tight if isinstance(other, Symbol) else str(other)
-        return Symbol.of(int(self) // int(other), f"floor({self._inside} / {below})")
+        return Symbol.of(int(self) // int(other), f"floor({self.inside} / {below})")
 
     def _sum(self, other: int, sign: str) -> int:
         told = (other.tight if sign == "-" else other.formula) if isinstance(other, Symbol) else str(other)
@@ -85,6 +86,11 @@ class Symbol(int):
 def formula(value: int) -> str:
     """How a number came about, or the number itself."""
     return value.formula if isinstance(value, Symbol) else f"{value}"
+
+
+def inside(value: int) -> str:
+    """How a number came about, as one factor of a product."""
+    return value.inside if isinstance(value, Symbol) else f"{value}"
 
 
 def named(spec: AttentionSpec) -> AttentionSpec:

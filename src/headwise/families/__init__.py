@@ -9,8 +9,8 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, cast
 
-from .. import blueprint
 from ..blueprint import Model
+from ..blueprint.manifest import MANIFEST, described
 from ..errors import SpecError
 from ..presets import USUAL
 from .config import Config
@@ -23,7 +23,7 @@ __all__ = ["FAMILIES", "read"]
 
 
 def read(what: str | Path | Mapping[str, Any]) -> Model:
-    """The model that a config describes: a config.json, a folder that holds one, its keys, or a blueprint as TOML.
+    """The model that is described: by a config.json, its keys, a folder as hw.save or transformers write it, or TOML.
 
     >>> read({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}).stacks[0].runs[0].times
     12
@@ -32,15 +32,16 @@ def read(what: str | Path | Mapping[str, Any]) -> Model:
         return model(Config(what, "config"))
     path = Path(what)
     if path.is_dir():
-        path = path / "config.json"
-        if not path.is_file():
-            raise SpecError(f"{path.parent} holds no config.json; name a model's folder, or a file")
+        found = [path / name for name in (MANIFEST, "config.json") if (path / name).is_file()]
+        if not found:
+            raise SpecError(f"{path} holds neither {MANIFEST} nor config.json; name a model's folder, or a file")
+        path = found[0]
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} cannot be read: {error}; name a config.json, or a folder that holds one") from None
     if path.suffix == ".toml":
-        return blueprint.from_toml(text, USUAL)
+        return described(text, str(path), USUAL)
     return model(Config(_keys(path, text), str(path)))
 
 

@@ -35,7 +35,9 @@ def t5(config: Config, task: str) -> Model:
         Stack.of("encoder", model, encoder, embedding=Embedding(tokens), norm=norm),
         Stack.of("decoder", model, decoder, embedding=Embedding(tokens, table="encoder"), norm=norm),
     )
-    scale = model**-0.5 if config.flag("tie_word_embeddings", True) else 1.0
+    # What older files say of the table decides whether it is scaled; transformers 5 writes that as a key of its own.
+    tied = config.flag("tie_word_embeddings", True)
+    scale = model**-0.5 if config.flag("scale_decoder_outputs", tied) else 1.0
     classes = Head("classes", labels(config), bias="learned")
     ways = {
         "ForConditionalGeneration": [Head("tokens", tokens, table="encoder", scale=scale)],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from ..dropping import dropped
 from ..registry import part
 from ..seams import WeightStep
 from ..spec import AttentionSpec
@@ -32,7 +32,7 @@ class WeightDropout(WeightStep):
             yield f"WeightDropout(rate={self.rate!r}) must lie in [0, 1); 0.1 is usual"
 
     def weigh(self, w_BHTS: Tensor, p: Weighted) -> Tensor:
-        return F.dropout(w_BHTS, self.rate, training=p.training)
+        return dropped(w_BHTS, self.rate, p.training)
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:

@@ -1,5 +1,6 @@
 """What models are taught: tasks made in code, and data that is brought along."""
 
 from .base import IGNORED, SPLITS, Batch, Tally, Task
+from .registry import TASKS, task
 
-__all__ = ["IGNORED", "SPLITS", "Batch", "Tally", "Task"]
+__all__ = ["IGNORED", "SPLITS", "TASKS", "Batch", "Tally", "Task", "task"]

@@ -6,11 +6,14 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..screen import Wrong
 from .serving import formats_of, reached
 
 if TYPE_CHECKING:
     from ...counting.costs import Costs
     from ...counting.intensity import Boxes
+    from ...counting.pricing import Price
+    from ...spec import AttentionSpec
 
 
 class Measure(argparse.Action):
@@ -32,6 +35,17 @@ def take(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", action=Measure, nargs=0, help="measure this machine anew, for --device here")
 
 
+def _spec(price: Price) -> AttentionSpec:
+    """The attention that is drawn: the spec itself, or the one that all layers of a model have."""
+    from ...spec import AttentionSpec
+
+    described = price.described
+    found = [described] if isinstance(described, AttentionSpec) else [*{spec: 0 for _, spec in described.specs()}]
+    if len(found) != 1:
+        raise Wrong(f"{price.name} has {len(found)} kinds of attention; name a layer, as in --layer 0.attention")
+    return found[0]
+
+
 def views(given: argparse.Namespace, costs: Costs) -> Mapping[str, Boxes]:
     """The boxes of every spec, when they are asked for."""
     if not given.boxes:
@@ -42,7 +56,7 @@ def views(given: argparse.Namespace, costs: Costs) -> Mapping[str, Boxes]:
     loads = {price.name: price.load for price in costs}
     layers = {
         price.name: Boxed(
-            price.spec,
+            _spec(price),
             reached(given, Device.named(price.load.device)),
             price.load.context,
             formats_of(given, price),

@@ -31,7 +31,6 @@ MORE = {
     "lengths": "serve verdict",
     "seed": "serve verdict",
     "prompt": "serve",
-    "training": "verdict",
 }
 
 
@@ -93,9 +92,15 @@ def demand_of(given: argparse.Namespace, price: Price) -> Demand:
     from ...counting.serving import Serving
 
     formats, layers = formats_of(given, price), 1 if given.layers is None else given.layers
-    serving = Serving(price.spec, _device(given, price), formats, layers, Allocator.named(given.allocator or "ideal"))
-    chunk, training = (CHUNK if given.chunk is None else given.chunk), (given.training or 0)
-    demand = Demand(serving, _rows(given, price), chunk, training)
+    serving = Serving(
+        price.described,
+        _device(given, price),
+        formats,
+        layers,
+        Allocator.named(given.allocator or "ideal"),
+        price.whole.source,
+    )
+    demand = Demand(serving, _rows(given, price), CHUNK if given.chunk is None else given.chunk)
     if given.budget is not None:
         _enough(demand, given.budget)
     return demand
@@ -133,8 +138,8 @@ def _rows(given: argparse.Namespace, price: Price) -> Rows:
 
     shared = 0 if given.shared is None else given.shared
     if given.lengths is None:
-        return Rows.alike(price.load.batch, price.load.context, shared)
-    return Rows.of(lengths(given.lengths, price.load.batch, given.seed or 0), shared)
+        return Rows.alike(price.load.batch, price.load.context, shared, price.whole.source)
+    return Rows.of(lengths(given.lengths, price.load.batch, given.seed or 0), shared, price.whole.source)
 
 
 def _enough(demand: Demand, said: str) -> None:

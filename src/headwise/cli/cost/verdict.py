@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .serving import demand_of
@@ -30,17 +30,19 @@ class Verdicts:
 
 
 def take(parser: argparse.ArgumentParser) -> None:
-    """The page, and whether it is of training."""
-    parser.add_argument("--verdict", action="store_true", help="whether it fits on the device, and what would")
-    parser.add_argument(
-        "--training", type=int, metavar="BYTES", help="for --verdict: of each number while training, 16, 18 or 20"
-    )
+    """The page."""
+    told = "whether it fits on the device, and what would; with --optimiser, whether training does"
+    parser.add_argument("--verdict", action="store_true", help=told)
 
 
 def views(given: argparse.Namespace, costs: Costs) -> Mapping[str, Verdicts]:
     """The verdict on every spec, when it is asked for."""
     if not given.verdict:
         return {}
+    from ...counting.optimisers import Optimiser
     from ...counting.verdict import judge
 
-    return {"verdict": Verdicts({price.name: judge(demand_of(given, price)) for price in costs})}
+    training = Optimiser.named(given.optimiser).each if given.optimiser else 0
+    return {
+        "verdict": Verdicts({price.name: judge(replace(demand_of(given, price), training=training)) for price in costs})
+    }

@@ -1,0 +1,176 @@
+"""One layer of a stack, and a stack of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..blocks import MergedAttention
+from ..blueprint import Block, Experts, Nearly, Stack
+from ..cache import Cache, Remembered
+from ..dropping import dropped
+from ..errors import SpecError
+from ..module import Attention
+from ..probe import Probe
+from ..spec import AttentionSpec
+from ..tokens import Tokens
+from ..weights import Weights
+from .ends import Embed, Typed
+from .feeds import Feed, Mixture, Normed
+
+# Who owns what layers of a stack hold in common, by role, name and shape.
+Owners = dict[tuple[str, tuple[int, ...]], Weights]
+
+
+class Call(NamedTuple):
+    """What a layer is told besides its input: where tokens stand, its caches, what it reads of another stack."""
+
+    at: Tokens
+    caches: Mapping[str, Cache] | None
+    source: Tensor | Remembered | None
+    told: Tokens | None
+    probes: Mapping[str, Probe]
+
+
+class Layer(nn.Module):
+    """x, and what attention, cross-attention and feed-forward add to it, its norms where the blueprint places them."""
+
+    def __init__(self, described: Block, name: str, model: int, dropout: float, owners: Owners) -> None:
+        super().__init__()
+        if isinstance(described.attention, Nearly):
+            raise SpecError(f"{name}.attention cannot be built: {described.attention.reason}; change its spec")
+        self.name, self.placement, self.dropout = name, described.placement, dropout
+        self.branches = (*described.specs, *(["feed"] if described.feed else []))
+        self._merged: tuple[MergedAttention, ...] = ()  # in a tuple: its parts are saved and moved as the layer's own
+        for role, spec in described.specs.items():
+            self._attend(role, spec, owners, described.form)
+        if isinstance(described.feed, Experts):
+            self.feed = Mixture(described.feed, model, dropout)
+        elif described.feed:
+            self.feed = Feed(described.feed, model, dropout)
+        for norm in described.norms:
+            self.add_module(norm, Normed(described.norm, model))
+
+    def _attend(self, role: str, spec: AttentionSpec, owners: Owners, form: str) -> None:
+        """Make one attention, which reads what it has in common with earlier layers where these keep it."""
+        tied = dict(_tied(role, spec))
+        shares = {name: owners[key] for name, key in tied.items() if key in owners}
+        if form == "merged":
+            merged = MergedAttention(spec, shares=shares)
+            self.cross, self.average, self._merged = merged.cross, merged.average, (merged,)
+        else:
+            self.add_module(role, Attention(spec, shares=shares))
+        for name, key in tied.items():
+            owners.setdefault(key, cast(Attention, self._modules[role]).weights[name.partition(".")[0]])
+
+    @property
+    def attentions(self) -> dict[str, Attention]:
+        """Its attentions by the names that its blueprint gives them."""
+        return {name: cast(Attention, self._modules[name]) for name in self.branches if name != "feed"}
+
+    def cache(self, *, batch: int, capacity: int) -> dict[str, Cache]:
+        """A fresh cache for each branch that reads the past: the sum, where that is a mean."""
+        keeps = {"cross": self.average} if self._merged else {"attention": self._modules.get("attention")}
+        return {
+            name: attention.cache(batch=batch, capacity=capacity)
+            for name, attention in keeps.items()
+            if isinstance(attention, Attention)
+        }
+
+    def remember(self, z: Tensor, told: Tokens) -> Remembered | None:
+        """What its cross-attention reads of another stack, projected once."""
+        return self.cross.remember(z, tokens=told) if "cross" in self.branches else None
+
+    def forward(self, x: Tensor, call: Call) -> Tensor:
+        """The same shape."""
+        if self.placement == "parallel" and self.branches:
+            z = self._normed("norm", x)
+            for name in self.branches:
+                x = x + self._run(name, z, call)
+            return x
+        for name in self.branches:
+            if self.placement == "post":
+                x = self._normed(f"{name}_norm", x + self._run(name, x, call))
+                continue
+            y = self._run(name, self._normed(f"{name}_norm", x), call)
+            x = x + (self._normed(f"{name}_norm_after", y) if self.placement == "sandwich" else y)
+        return x
+
+    def _normed(self, name: str, x: Tensor) -> Tensor:
+        return cast(Normed, self._modules[name])(x)
+
+    def _run(self, name: str, z: Tensor, call: Call) -> Tensor:
+        """One branch, with dropout behind it."""
+        y = self.feed(z) if name == "feed" else self._attended(name, z, call)
+        return dropped(y, self.dropout, self.training)
+
+    def _attended(self, name: str, z: Tensor, call: Call) -> Tensor:
+        attention = cast(Attention, self._modules[name])
+        probe, cache = call.probes.get(f"{self.name}.{name}"), call.caches and call.caches.get(name)
+        if name == "attention":
+            return attention(z, tokens=call.at, cache=cache, probe=probe)
+        source = call.source
+        if isinstance(source, Tensor):
+            source = attention.remember(source, tokens=call.told)
+        if self._merged:
+            return self._merged[0](z, source=source, tokens=call.at, cache=cache, probe=probe)
+        return attention(z, source=source, tokens=call.at, probe=probe)
+
+
+def _tied(role: str, spec: AttentionSpec) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+    """Tensors that layers may hold in common, with what they must agree in."""
+    for name, part in spec.parts():
+        for key, param in part.params(spec).items():
+            if param.tied:
+                yield f"{name}.{key}", (f"{role}.{param.tied}", param.layout.shape(spec.sizes_of(part)))
+
+
+class Layers(nn.Module):
+    """A stack: an embedding, layers by their numbers, and a norm behind them."""
+
+    def __init__(self, described: Stack, dropout: float, owner: Embed | None) -> None:
+        super().__init__()
+        self.described, self.depth = described, len(described.layers)
+        self.embedding = Embed(described.embedding, described.model, dropout, owner) if described.embedding else None
+        owners: Owners = {}
+        for depth, block in enumerate(described.layers):
+            name = f"{described.name}.{depth}"
+            self.add_module(str(depth), Layer(block, name, described.model, dropout, owners))
+        self.norm = Normed(described.norm, described.model) if described.norm else None
+
+    @property
+    def blocks(self) -> list[Layer]:
+        """Its layers, in order."""
+        return [cast(Layer, self._modules[str(depth)]) for depth in range(self.depth)]
+
+    def embed(self, given: Tensor | Typed) -> tuple[Tensor, Tensor | None]:
+        """Vectors [B, T, model], before anybody knows where they stand, and the types of tokens if told."""
+        x, types = given if isinstance(given, Typed) else (given, None)
+        if self.embedding is not None:
+            return self.embedding(x), types
+        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.described.model:
+            said = f"of shape {list(x.shape)}" if isinstance(x, Tensor) else f"of type {type(x).__name__}"
+            name, model = self.described.name, self.described.model
+            raise ValueError(
+                f"{name} has no embedding and reads vectors, but x is {said}; give [batch, tokens, {model}]"
+            )
+        return x, types
+
+    def place(self, h: Tensor, at: Tokens, types: Tensor | None) -> Tensor:
+        """The same with positions and types."""
+        if self.embedding is not None:
+            return self.embedding.place(h, at, types)
+        if types is not None:
+            raise ValueError(f"{self.described.name} has no embedding, so no types of tokens; give vectors alone")
+        return h
+
+    def run(self, h: Tensor, calls: Iterable[Call], checkpointing: str) -> Tensor:
+        """What its layers and its norm make of these vectors; each layer has a call of its own."""
+        again = checkpointing == "block" and torch.is_grad_enabled()
+        for layer, call in zip(self.blocks, calls, strict=True):
+            h = cast(Tensor, checkpoint(layer, h, call, use_reentrant=False)) if again else layer(h, call)
+        return h if self.norm is None else self.norm(h)

@@ -1,0 +1,159 @@
+"""Norms and feed-forwards, made of what a blueprint says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..blueprint import Dense, Experts, Norm, Weight
+from ..dropping import dropped
+from .activations import joined
+from .starts import usual
+
+
+class Declared(nn.Module):
+    """What holds the tensors that a description declares, under their names."""
+
+    def declare(self, weights: Iterable[Weight]) -> None:
+        """Make those that stand here, and none further inside."""
+        for weight in weights:
+            if "." in weight.name:
+                continue
+            if weight.learned:
+                self.register_parameter(weight.name, nn.Parameter(usual(weight)))
+            else:
+                self.register_buffer(weight.name, usual(weight))
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """x through the matrix of this name, with its bias if it has one."""
+        return F.linear(x, getattr(self, name), self.maybe(f"{name}_bias"))
+
+    def maybe(self, name: str) -> Tensor | None:
+        """The tensor of this name, if there is one."""
+        return self._parameters[name] if name in self._parameters else self._buffers.get(name)
+
+
+class Normed(Declared):
+    """x normalised over its channels, in at least single precision.
+
+    >>> Normed(Norm("rms"), 2)(torch.tensor([1.0, 7.0])).tolist()  # a root mean square of 5
+    [0.199..., 1.399...]
+    """
+
+    def __init__(self, described: Norm, model: int) -> None:
+        super().__init__()
+        self.kind, self.eps, self.shape = described.kind, described.eps, (model,)
+        self.declare(described.weights(model))
+        with torch.no_grad():
+            cast(Tensor, self.weight).fill_(0.0 if self.kind == "offset" else 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        weight = cast(Tensor, self.weight)
+        if self.kind in ("layer", "unbiased"):
+            return F.layer_norm(x, self.shape, weight, self.maybe("bias"), self.eps)
+        return F.rms_norm(x, self.shape, weight + 1 if self.kind == "offset" else weight, self.eps)
+
+    def extra_repr(self) -> str:
+        """As `print(net)` shows it."""
+        return f"{self.kind!r}, {self.shape[0]}, eps={self.eps}"
+
+
+class Feed(Declared):
+    """y = W_down act(W_up x), or with a gate; what is inside may be dropped in training.
+
+    >>> Feed(Dense(12, form="gated"), 3)(torch.zeros(2, 5, 3)).shape
+    torch.Size([2, 5, 3])
+    """
+
+    def __init__(self, described: Dense, model: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.join, self.dropout = joined(described), dropout
+        self.declare(described.weights(model))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        inner = self.join(lambda name: self.linear(x, name))
+        return self.linear(dropped(inner, self.dropout, self.training), "down")
+
+
+class Each(Declared):
+    """As many feed-forwards as there are experts, held side by side."""
+
+    def __init__(self, described: Dense, model: int, count: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.join, self.dropout = joined(described), dropout
+        self.declare(described.weights(model, count))
+
+    def forward(self, x: Tensor, chosen: int | slice = slice(None)) -> Tensor:
+        """[tokens, model] through one expert; through all of them, [expert, tokens, model]."""
+
+        def through(x: Tensor, name: str) -> Tensor:
+            bias = self.maybe(f"{name}_bias")
+            y = torch.matmul(x, getattr(self, name)[chosen].mT)
+            return y if bias is None else y + bias[chosen].unsqueeze(-2)
+
+        inner = self.join(lambda name: through(x, name))
+        return through(dropped(inner, self.dropout, self.training), "down")
+
+
+class Mixture(Declared):
+    """`active` of `count` feed-forwards for each token, added up by their scores, and one shared by all.
+
+    Tokens are sorted by expert, and each expert meets only its own; a compiled graph, whose shapes may not depend on
+    the scores, runs all experts on all tokens.
+    """
+
+    def __init__(self, described: Experts, model: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.described = described
+        self.declare(described.weights(model))
+        self.each = Each(described.each, model, described.count, dropout)
+        self.shared = Feed(described.shared, model, dropout) if described.shared else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape."""
+        flat = x.flatten(0, -2)
+        share, chosen = self.routed(flat)
+        run = self._all if torch.compiler.is_compiling() else self._sorted
+        y = run(flat, share.to(x.dtype), chosen).view(x.shape)
+        return y if self.shared is None else y + self.shared(x)
+
+    def routed(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """The share of each chosen expert and which ones they are, both [tokens, active]."""
+        told, exact = self.described, torch.promote_types(flat.dtype, torch.float32)
+        bias = cast("Tensor | None", self.maybe("router_bias"))
+        learned = bias.to(exact) if bias is not None and told.bias == "learned" else None
+        logits = F.linear(flat.to(exact), cast(Tensor, self.router).to(exact), learned)
+        score = SCORES[told.scores](logits)
+        wanted = score if bias is None or learned is not None else score + bias
+        chosen = wanted.topk(told.active, dim=-1).indices
+        share = score.gather(-1, chosen)
+        if told.scores == "chosen":
+            share = share.softmax(-1)
+        elif told.scores == "sigmoid":
+            share = share / (share.sum(-1, keepdim=True) + 1e-20)
+        return share * told.scale, chosen
+
+    def _sorted(self, flat: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=self.described.count).tolist()
+        rows = flat[order // chosen.shape[-1]].split(counts)
+        out = torch.cat([self.each(some, expert) for expert, some in enumerate(rows) if len(some)] or [flat])
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return (out[back].view(*chosen.shape, -1) * share[..., None]).sum(-2)
+
+    def _all(self, flat: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
+        every = flat.new_zeros(len(flat), self.described.count).scatter(-1, chosen, share)
+        return torch.einsum("ne,end->nd", every, self.each(flat))
+
+
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "chosen": lambda logits: logits,
+    "sigmoid": torch.sigmoid,
+}

@@ -1,0 +1,216 @@
+"""A whole model that runs, built from its description alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import repeat
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ..blueprint import Model
+from ..errors import SpecError, nearest
+from ..probe import Probe
+from ..tokens import Tokens
+from .block import Call, Layers
+from .caches import Caches, Memory
+from .ends import Embed, Reading, Typed
+from .starts import begin
+
+CHECKPOINTING = ("none", "block")
+
+
+def build(described: Model, *, dropout: float = 0.0, seed: int | None = None, start: str = "xavier") -> Transformer:
+    """The model that a blueprint describes, its tensors named as the blueprint names them.
+
+    `dropout` is of embeddings, of what feed-forwards hold inside, and of what every branch adds; that of attention
+    weights is a part of the spec. `seed` makes the start repeatable without touching torch's own generator; `start`
+    is "xavier", "depth" (DS-Init, 1908.11365) or "gpt2".
+
+    >>> import headwise as hw
+    >>> net = build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 3, "vocab_size": 11}))
+    >>> sum(p.numel() for p in net.parameters()) == hw.counting.params(net.described)
+    True
+    >>> net(torch.tensor([[3, 1, 4]])).shape
+    torch.Size([1, 3, 11])
+    """
+    if not isinstance(described, Model):
+        raise SpecError(f"described is of type {type(described).__name__}; give a blueprint.Model")
+    if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        raise SpecError(f"dropout={dropout!r} is no share of what is dropped; give 0 or more and less than 1")
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
+        net = Transformer(described, dropout)
+        begin(net, start)
+    return net
+
+
+class Transformer(nn.Module):
+    """Stacks over embeddings, and heads on the last of them: what `build` makes of a blueprint.
+
+    `checkpointing` = "block" forgets what is inside a block and computes it anew on the way back. `probes` look into
+    attentions by their names, "decoder.3.attention".
+    """
+
+    def __init__(self, described: Model, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.described, self.dropout = described, dropout
+        _check_names(described)
+        owners: dict[str, Embed] = {}
+        for stack in described.stacks:
+            table = stack.embedding.table if stack.embedding else ""
+            layers = Layers(stack, dropout, owners[table] if table else None)
+            self.add_module(stack.name, layers)
+            if layers.embedding is not None:
+                owners[stack.name] = layers.embedding
+        last = described.stacks[-1].model
+        heads = {head.name: Reading(head, last, owners[head.table] if head.table else None) for head in described.heads}
+        self.head = nn.ModuleDict(heads)
+        self._checkpointing, self._probes = "none", dict[str, Probe]()
+
+    @property
+    def stacks(self) -> dict[str, Layers]:
+        """Its stacks by name, in order."""
+        return {stack.name: cast(Layers, self._modules[stack.name]) for stack in self.described.stacks}
+
+    @property
+    def checkpointing(self) -> str:
+        """What is computed anew on the way back: "none" or every "block"."""
+        return self._checkpointing
+
+    @checkpointing.setter
+    def checkpointing(self, kind: str) -> None:
+        if kind not in CHECKPOINTING:
+            raise ValueError(f"checkpointing={kind!r} is unknown; {nearest(str(kind), CHECKPOINTING)}")
+        self._checkpointing = kind
+
+    @property
+    def probes(self) -> Mapping[str, Probe]:
+        """Who looks into which attention."""
+        return self._probes
+
+    @probes.setter
+    def probes(self, probes: Mapping[str, Probe]) -> None:
+        known = [name for name, _ in self.described.specs()]
+        if wrong := [name for name in probes if name not in known]:
+            raise ValueError(f"no attention is called {wrong[0]!r}; {nearest(wrong[0], known)}")
+        self._probes = dict(probes)
+
+    def forward(
+        self,
+        x: Tensor | Typed,
+        *,
+        tokens: Tokens | None = None,
+        source: Tensor | Typed | Memory | None = None,
+        source_tokens: Tokens | None = None,
+        cache: Caches | None = None,
+        head: str | None = None,
+    ) -> Tensor:
+        """What a head, the first unless named, says of x: [B, T, outputs], or [B, outputs] if it reads whole rows.
+
+        x is ids, pixels, frames or vectors, whatever the last stack embeds; `tokens` says where they stand and what is
+        padding. `source` is what the first of two stacks reads, or what `encode` made of it. A model without heads
+        gives its states.
+        """
+        h = self.hidden(x, tokens=tokens, source=source, source_tokens=source_tokens, cache=cache)
+        return self.read(h, tokens=tokens, head=head)
+
+    def hidden(
+        self,
+        x: Tensor | Typed,
+        *,
+        tokens: Tokens | None = None,
+        source: Tensor | Typed | Memory | None = None,
+        source_tokens: Tokens | None = None,
+        cache: Caches | None = None,
+    ) -> Tensor:
+        """States [B, T, model] behind the last stack, its norm included: what heads read."""
+        first, last = self._ends()
+        read: tuple[Tensor | Memory | None, Tokens | None] = None, None
+        if first is not last:
+            read = self._source(first, source, source_tokens)
+        elif source is not None or source_tokens is not None:
+            raise ValueError(f"{self.described.name} has one stack, which reads x alone; leave source out")
+        h, types = last.embed(x)
+        at = placed(h, tokens, cache)
+        return last.run(last.place(h, at, types), self._calls(at, cache, *read), self._checkpointing)
+
+    def read(self, h: Tensor, *, tokens: Tokens | None = None, head: str | None = None) -> Tensor:
+        """What a head, the first unless named, says of these states."""
+        if head is None and not self.described.heads:
+            return h
+        name = self.described.heads[0].name if head is None else head
+        if name not in self.head:
+            known = [head.name for head in self.described.heads]
+            raise ValueError(f"{self.described.name} has no head {name!r}; {nearest(name, known)}")
+        return self.head[name](h, tokens)
+
+    def encode(self, source: Tensor | Typed, *, tokens: Tokens | None = None) -> Memory:
+        """What the first of two stacks makes of a source, projected for every layer of the second."""
+        first, last = self._ends()
+        if first is last:
+            raise ValueError(f"{self.described.name} has one stack and reads no other; give x alone")
+        states, told = self._encoded(first, source, tokens)
+        return Memory(states, told, tuple(layer.remember(states, told) for layer in last.blocks))
+
+    def cache(self, *, batch: int, capacity: int) -> Caches:
+        """Fresh caches for the last stack, in the model's dtype and on its device."""
+        layers = [layer.cache(batch=batch, capacity=capacity) for layer in self._ends()[1].blocks]
+        if not any(layers):
+            raise SpecError(f"{self.described.name} has no attention that reads its past; call it without cache=")
+        return Caches(layers)
+
+    def _ends(self) -> tuple[Layers, Layers]:
+        layers = list(self.stacks.values())
+        return layers[0], layers[-1]
+
+    def _source(
+        self, first: Layers, source: Tensor | Typed | Memory | None, tokens: Tokens | None
+    ) -> tuple[Tensor | Memory, Tokens]:
+        if isinstance(source, Memory):
+            if tokens is not None:
+                raise ValueError("what was encoded knows its tokens; leave source_tokens out")
+            return source, source.tokens
+        if source is None:
+            raise ValueError(f"{self.described.name} reads two sequences; give source= as ids, or as net.encode(ids)")
+        return self._encoded(first, source, tokens)
+
+    def _encoded(self, first: Layers, source: Tensor | Typed, tokens: Tokens | None) -> tuple[Tensor, Tokens]:
+        h, types = first.embed(source)
+        told = placed(h, tokens, None)
+        calls = repeat(Call(told, None, None, None, self._probes), first.depth)
+        return first.run(first.place(h, told, types), calls, self._checkpointing), told
+
+    def _calls(
+        self, at: Tokens, cache: Caches | None, memory: Tensor | Memory | None, told: Tokens | None
+    ) -> list[Call]:
+        """What each layer of the last stack is told."""
+        depth = self._ends()[1].depth
+        kept = repeat(None, depth) if cache is None else cache.layers
+        read = memory.layers if isinstance(memory, Memory) else repeat(memory, depth)
+        return [Call(at, own, source, told, self._probes) for own, source in zip(kept, read, strict=True)]
+
+
+def placed(h: Tensor, tokens: Tokens | None, cache: Caches | None) -> Tokens:
+    """Where these vectors [B, T, model] stand: as told, behind what is remembered, or from 0 on."""
+    if tokens is None:
+        return Tokens.run(0, h.shape[1], h.device) if cache is None else cache.next(h.shape[1])
+    shape = tuple(tokens.position.shape)
+    if shape[0] not in (1, h.shape[0]) or shape[1] != h.shape[1] or tokens.position.device != h.device:
+        raise ValueError(
+            f"tokens are {list(shape)} on {tokens.position.device} but x is {list(h.shape[:2])} on {h.device}; "
+            "give Tokens.of(x, ...)"
+        )
+    return tokens
+
+
+def _check_names(described: Model) -> None:
+    """Refuse names that a module has for something else."""
+    for what, names, taken in (
+        ("stack", [stack.name for stack in described.stacks], dir(Transformer)),
+        ("head", [head.name for head in described.heads], dir(nn.ModuleDict)),
+    ):
+        if wrong := [name for name in names if name in taken]:
+            raise SpecError(f"a {what} cannot be called {wrong[0]!r}, which every module has; choose another name")

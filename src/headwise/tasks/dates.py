@@ -1,0 +1,233 @@
+"""dates: translation of dates and amounts of money between English, ISO and Chinese."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..blueprint import Model
+from ..errors import SpecError, nearest
+from ..pattern_base import whole
+from ..tokens import Tokens
+from .base import IGNORED, Batch, Tally
+from .draws import Draws
+from .generated import Drawn, Generated, check_space, tallied
+from .small import Shape, translator
+from .wording import CURRENCIES, DIGITS, LANGUAGES, MONTHS, POWERS, Amount, Date, Said, joined
+
+SUBJECTS = ("date", "amount")
+PAD, BEGIN, END, UNKNOWN = range(4)
+SPECIAL = ("<pad>", "<begin>", "<end>", "<unknown>", *(f"<{language}>" for language in LANGUAGES))
+WORDS = (*"0123456789 -,.", *MONTHS, *CURRENCIES, *(currency.code for currency in CURRENCIES.values()))
+WORDS += (*DIGITS, *"〇两", *POWERS[1:], *"万年月日元角分美欧")
+VOCABULARY = (*SPECIAL, *WORDS)
+PIECES = "[A-Za-z]+|[^A-Za-z]"  # a word is one token, and so is any other character
+
+
+class Translated(NamedTuple):
+    """What is known of an example: its subject, the direction ("en-zh"), both texts, and the alignment.
+
+    A link (s, t) says that the token at place t of the labels translates the one at place s of the source.
+    """
+
+    subject: str
+    direction: str
+    source: str
+    target: str
+    links: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, repr=False)
+class Dates(Generated):
+    """Dates and amounts, said in one language, wanted in another, which a tag before them names.
+
+    A date is any day of `years`, first and last included. An amount has a number of digits before the point, up to
+    `digits`, is rich in zeros, and is one of `currencies`. What is held out is the date, or the amount in whatever
+    currency: it occurs in no language of training.
+
+    >>> for one in Dates().batch(0, 3).gold:
+    ...     print(one.direction, one.source, "->", one.target)
+    en-iso 22 June 2057 -> 2057-06-22
+    zh-en 八千零九十元三角 -> 8,090.30 yuan
+    zh-iso 一九四三年十月十七日 -> 1943-10-17
+    """
+
+    name: ClassVar[str] = "dates"
+    subjects: tuple[str, ...] = SUBJECTS
+    languages: tuple[str, ...] = tuple(LANGUAGES)
+    years: tuple[int, ...] = (1900, 2099)
+    digits: int = 5
+    currencies: tuple[str, ...] = tuple(CURRENCIES)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        known = {"subjects": SUBJECTS, "languages": LANGUAGES, "currencies": CURRENCIES}
+        for knob, least in {"subjects": 1, "languages": 2, "currencies": 1}.items():
+            _check_words(knob, getattr(self, knob), known[knob], least)
+        if len(self.years) != 2 or not 1000 <= self.years[0] <= self.years[1] <= 9999:
+            raise SpecError(f"years={self.years} is no range within 1000 .. 9999; give the first and the last year")
+        if whole("digits", self.digits, 1) > 8:
+            raise SpecError(f"digits={self.digits} need words beyond 万; use at most 8")
+        for subject in self.subjects:
+            check_space(self, self._count(subject), "use more years, or more digits")
+
+    def _count(self, subject: str) -> int:
+        """How many different dates or amounts there are."""
+        return self._days if subject == "date" else 10 ** (self.digits + 2) - 1
+
+    @property
+    def _days(self) -> int:
+        first, last = (np.datetime64(f"{year:04d}-01-01") for year in (self.years[0], self.years[1] + 1))
+        return int((last - first).astype(np.int64))
+
+    @property
+    def directions(self) -> tuple[tuple[str, str], ...]:
+        """From which language to which."""
+        return tuple((a, b) for a in self.languages for b in self.languages if a != b)
+
+    @property
+    def chance(self) -> Mapping[str, float]:
+        """Any token; as a whole, any date or amount of the right subject, well written in the right language."""
+        ways = {"date": 1, "amount": len(self.currencies)}
+        right = [1 / (self._count(subject) * ways[subject]) for subject in self.subjects]
+        return {"accuracy": 1 / len(VOCABULARY), "exact_match": sum(right) / len(right)}
+
+    def model(self) -> Model:
+        """Two layers each, 128 wide."""
+        return translator(self.name, len(VOCABULARY), Shape(width=128, heads=4, layers=2, feed=512))
+
+    def draw(self, draws: Draws) -> Drawn:
+        subject = draws.choice([SUBJECTS.index(name) for name in self.subjects])
+        currency = draws.choice([list(CURRENCIES).index(name) for name in self.currencies])
+        direction = draws.choice(range(len(self.directions)))
+        first = int(np.datetime64(f"{self.years[0]}-01-01").astype(np.int64))
+        day, cents = first + draws.below(self._days, 1)[:, 0], self._cents(draws)
+        number = np.where(subject == 0, day, cents)
+        # A mark for -1 would be that of nothing, and days before 1970 are negative.
+        content = np.stack([subject, np.abs(number), number < 0], 1).astype(np.int64)
+        told = {"subject": subject, "number": number, "currency": currency, "direction": direction}
+        return {"content": content, "fits": (subject == 0) | (cents > 0), **told}
+
+    def _cents(self, draws: Draws) -> np.ndarray:
+        """Amounts of 0 .. `digits` digits before the point, one in three of all digits made zero but for the first."""
+        count = draws.choice(range(self.digits + 1))[:, None]
+        places = np.arange(self.digits + 2) - 2
+        digit = draws.below(10, len(places)) * (draws.below(3, len(places)) > 0)
+        leading = 1 + draws.below(9, 1)
+        digit = np.where(places == count - 1, leading, np.where(places < count, digit, 0))
+        return np.where((count == 0) & (places >= 0), 0, digit) @ 10 ** np.arange(len(places))
+
+    def show(self, drawn: Drawn) -> Batch:
+        number = {token: n for n, token in enumerate(VOCABULARY)}
+        gold, sources, targets = [], [], []
+        for subject, of, currency, direction in zip(
+            *(drawn[name].tolist() for name in ("subject", "number", "currency", "direction")), strict=True
+        ):
+            one = Amount(of, list(CURRENCIES)[currency]) if subject else day_of(of)
+            source, target = self.directions[direction]
+            said, wanted = LANGUAGES[source](one), LANGUAGES[target](one)
+            known = (SUBJECTS[subject], f"{source}-{target}", joined(said), joined(wanted), links(said, wanted))
+            gold.append(Translated(*known))
+            sources.append([number[f"<{target}>"], *(number[token] for token, _ in said)])
+            targets.append([number[token] for token, _ in wanted])
+        source, source_tokens = _padded(sources, PAD)
+        labels, _ = _padded([[*row, END] for row in targets], IGNORED)
+        x, tokens = _padded([[BEGIN, *row] for row in targets], PAD)
+        return Batch(x, labels, tokens=tokens, source=source, source_tokens=source_tokens, gold=gold)
+
+    def prompt(self, batch: Batch) -> tuple[Tensor, Tokens | None]:
+        """The token that begins every answer."""
+        return batch.x[:, :1], None
+
+    @property
+    def answers(self) -> int:
+        """As long as 二〇二七年十二月二十七日, or as nines, a unit and nine-and-ninety hundredths; and the end."""
+        return max(13, 2 * self.digits + 7)
+
+    @property
+    def end(self) -> int:
+        """What stands behind every answer."""
+        return END
+
+    def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> Tally:
+        """How often the whole answer is right, by direction and by subject."""
+        wanted = [[token for token in row if token not in (END, IGNORED)] for row in batch.labels.tolist()]
+        right = torch.tensor([list(said) == want for said, want in zip(generated, wanted, strict=True)])
+        names = {one.direction for one in batch.gold} | {one.subject for one in batch.gold}
+        slices = {
+            name: torch.tensor([name in (one.direction, one.subject) for one in batch.gold]) for name in sorted(names)
+        }
+        return tallied("exact_match", right, torch.ones_like(right), slices)
+
+    @property
+    def tokenizer(self) -> str:
+        """Splits what is typed, such as "<zh>20 November 2026", into the tokens of this task."""
+        return json.dumps(_tokenizer(), ensure_ascii=False)
+
+    def text(self, ids: Iterable[int]) -> str:
+        """As it is written, tags included, without what begins, ends and fills rows."""
+        return "".join(VOCABULARY[one] for one in ids if one not in (PAD, BEGIN, END, IGNORED))
+
+
+def day_of(number: int) -> Date:
+    """The day so many days after 1 January 1970.
+
+    >>> day_of(0), day_of(-1)
+    (Date(year=1970, month=1, day=1), Date(year=1969, month=12, day=31))
+    """
+    return Date(*map(int, str(np.datetime64(number, "D")).split("-")))
+
+
+def links(source: Said, target: Said) -> tuple[tuple[int, int], ...]:
+    """Which tokens stand for the same: (place in the source behind its tag, place in the target).
+
+    >>> links([("November", ("m1", "m0"))], [("-", ()), ("1", ("m1",)), ("1", ("m0",))])
+    ((1, 1), (1, 2))
+    """
+    found: dict[str, list[int]] = {}
+    for place, (_, means) in enumerate(source, 1):
+        for mean in means:
+            found.setdefault(mean, []).append(place)
+    pairs = [(s, t) for t, (_, means) in enumerate(target) for mean in means for s in found.get(mean, ())]
+    return tuple(dict.fromkeys(pairs))
+
+
+def _padded(rows: list[list[int]], fill: int) -> tuple[Tensor, Tokens | None]:
+    """Rows side by side, and their tokens where they differ in length."""
+    lengths = [len(row) for row in rows]
+    out = torch.tensor([row + [fill] * (max(lengths) - len(row)) for row in rows])
+    return out, None if min(lengths) == max(lengths) else Tokens.of(out, lengths=lengths)
+
+
+def _tokenizer() -> dict[str, object]:
+    own = {"single_word": False, "lstrip": False, "rstrip": True, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": n, "content": token, **own} for n, token in enumerate(SPECIAL)],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": PIECES}, "behavior": "Isolated", "invert": False},
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {token: n for n, token in enumerate(VOCABULARY)},
+            "unk_token": SPECIAL[UNKNOWN],
+        },
+    }
+
+
+def _check_words(knob: str, words: tuple[str, ...], known: Iterable[str], least: int) -> None:
+    """Refuse what is unknown, said twice, or too few."""
+    for word in words:
+        if word not in known:
+            raise SpecError(f"{knob}={words!r} holds {word!r}; {nearest(str(word), known)}")
+    if len(set(words)) != len(words) or len(words) < least:
+        raise SpecError(f"{knob}={words!r} must name {least} or more, each once; use some of {', '.join(known)}")

@@ -1,0 +1,190 @@
+"""Whole models against transformers: the same config, the same weights, the same logits and the same answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor, nn
+
+import headwise as hw
+from anchors.hf import drawn
+from anchors.hf_whole import MODELS, ROTARY, VOCABULARY, made, mapped
+from headwise.blueprint import Block, Dense, Embedding, Head, Model, Norm, Stack
+
+B, T, S = 3, 11, 13
+LENGTHS = {T: [T, 4, 7], S: [5, S, 9]}
+PAIRS = ("t5", "t5-gated", "bart")
+DECODED = ("gpt2", *ROTARY, *PAIRS)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+def ids(count: int) -> Tensor:
+    """Ids 0 to 2 mean something to some models."""
+    return torch.randint(3, VOCABULARY, (B, count))
+
+
+def check_close(got: Tensor, expected: Tensor, name: str) -> None:
+    """To within a share of the largest logit; theirs takes angles and root mean squares in float32 in every dtype."""
+    share = 1e-5 if name in ROTARY or name.startswith("t5") else 1e-11
+    torch.testing.assert_close(got, expected, rtol=0.0, atol=share * expected.abs().max().item())
+
+
+def padded(count: int, pad: str) -> tuple[hw.Tokens, dict[str, Tensor]]:
+    at = hw.Tokens.of(torch.zeros(B, count), lengths=LENGTHS[count], pad=pad)
+    return at, {"attention_mask": at.live.long()}
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "vit"])
+def test_logits_agree(name: str, tmp_path: Path):
+    theirs, ours = made(name, tmp_path)
+    x = ids(T)
+    if name in PAIRS:
+        source = ids(S)
+        expected = theirs(input_ids=source, decoder_input_ids=x).logits
+        got = ours(x, source=source)
+        check_close(ours(x, source=ours.encode(source)), got, "bart")
+    else:
+        expected, got = theirs(input_ids=x).logits, ours(x)
+    assert expected.abs().max() > 0.1
+    check_close(got, expected, name)
+
+
+def test_an_image_is_classified_alike(tmp_path: Path):
+    """11 x 9 pixels are 3 x 3 patches of 3 x 3; two rows are left out."""
+    theirs, ours = made("vit", tmp_path)
+    pixels = torch.randn(B, 2, 11, 9, dtype=torch.float64)
+    check_close(ours(pixels), theirs(pixels).logits, "vit")
+
+
+@pytest.mark.parametrize("pad", ["left", "right"])
+@pytest.mark.parametrize("name", ["gpt2", "bert-masked", "bert-classes", "t5", "bart"])
+def test_padding_changes_nothing(name: str, pad: str, tmp_path: Path):
+    """BART counts padding among positions, and so agrees on the right only; BERT's are handed over."""
+    theirs, ours = made(name, tmp_path)
+    x, (at, mask) = ids(T), padded(T, pad)
+    if name in PAIRS:
+        (told, hidden), source = padded(S, "right" if name == "bart" else pad), ids(S)
+        at = hw.Tokens.of(x, lengths=LENGTHS[T], pad="right" if name == "bart" else pad)
+        given: dict[str, Any] = {"input_ids": source, "decoder_input_ids": x} | hidden
+        expected = theirs(**given, decoder_attention_mask=at.live.long()).logits
+        got = ours(x, tokens=at, source=source, source_tokens=told)
+    elif name == "bert-classes" and pad == "left":
+        rows = [x[row : row + 1, T - length :] for row, length in enumerate(LENGTHS[T])]  # theirs reads place 0
+        expected, got = torch.cat([theirs(input_ids=row).logits for row in rows]), ours(x, tokens=at)
+    else:
+        expected = theirs(input_ids=x, position_ids=at.position.expand(B, -1), **mask).logits
+        got = ours(x, tokens=at)
+    live = at.live if got.dim() == 3 else torch.ones(B, dtype=torch.bool)
+    check_close(got[live], expected[live], name)
+
+
+def test_types_of_tokens_agree(tmp_path: Path):
+    theirs, ours = made("bert-masked", tmp_path)
+    x, types = ids(T), torch.randint(0, 2, (B, T))
+    got = ours(hw.models.Typed(x, types))
+    check_close(got, theirs(input_ids=x, token_type_ids=types).logits, "bert")
+    assert not torch.allclose(got, ours(x))
+
+
+def likeliest(model: nn.Module, count: int, **given: Tensor) -> list[list[int]]:
+    """Without any cache: the whole sequence anew for every token."""
+    grows = "decoder_input_ids" if "decoder_input_ids" in given else "input_ids"
+    first = given[grows].shape[1]
+    for _ in range(count):
+        best = model(**given, use_cache=False).logits[:, -1:].argmax(-1)
+        given[grows] = torch.cat([given[grows], best], 1)
+    return given[grows][:, first:].tolist()
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_greedy_decoding_agrees(name: str, tmp_path: Path):
+    theirs, ours = made(name, tmp_path)
+    prompt, source = ids(3), ids(S)
+    if name in PAIRS:
+        expected = likeliest(theirs, 9, input_ids=source, decoder_input_ids=prompt)
+        assert hw.greedy(ours, prompt, count=9, memory=ours.encode(source)) == expected
+        return
+    expected = likeliest(theirs, 9, input_ids=prompt)
+    assert hw.greedy(ours, prompt, count=9) == expected
+    theirs.generation_config.eos_token_id = None
+    said = theirs.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False, pad_token_id=0
+    )
+    assert said[:, 3:].tolist() == expected
+
+
+# --- torch's own layers, and a block in parallel --------------------------------------------------------
+
+NORM_FIRST = {"pre": True, "post": False}
+
+
+def of_torch(layer: nn.Module, norms: dict[str, str]) -> dict[str, Tensor]:
+    """One layer of torch under our names."""
+    held = {}
+    for name, ours in (("self_attn", "attention"), ("multihead_attn", "cross")):
+        if name in dict(layer.named_children()):
+            attention = getattr(layer, name)
+            for side, weight, bias in zip(
+                "qkv", attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3), strict=True
+            ):
+                held |= {f"{ours}.project.{side}": weight, f"{ours}.project.{side}_bias": bias}
+            held |= {f"{ours}.output.o": attention.out_proj.weight, f"{ours}.output.o_bias": attention.out_proj.bias}
+    for name, ours in (("linear1", "feed.up"), ("linear2", "feed.down")):
+        held |= {ours: getattr(layer, name).weight, f"{ours}_bias": getattr(layer, name).bias}
+    for name, ours in norms.items():
+        held |= {f"{ours}.weight": getattr(layer, name).weight, f"{ours}.bias": getattr(layer, name).bias}
+    return held
+
+
+@pytest.mark.parametrize("placement", NORM_FIRST)
+def test_layers_of_torch_agree(placement: str):
+    said: dict[str, Any] = {"d_model": 15, "nhead": 3, "dim_feedforward": 19, "activation": "gelu"}
+    said |= {"batch_first": True, "norm_first": NORM_FIRST[placement], "layer_norm_eps": 1e-3}
+    theirs = [drawn(nn.TransformerEncoderLayer(**said)), drawn(nn.TransformerDecoderLayer(**said))]
+    every, past = (hw.design(model=15, heads=3, bias="qkvo", pattern=pattern) for pattern in ("full()", "causal()"))
+    rest: dict[str, Any] = {"feed": Dense(19, "gelu", bias="ud"), "norm": Norm(eps=1e-3), "placement": placement}
+    stacks = (
+        Stack.of("encoder", 15, [Block(every, **rest)]),
+        Stack.of("decoder", 15, [Block(past, every, **rest)]),
+    )
+    ours = hw.build(Model("torch", "encoder-decoder", stacks)).double().eval()
+    norms = [["attention_norm", "feed_norm"], ["attention_norm", "cross_norm", "feed_norm"]]
+    for stack, layer, own in zip(("encoder", "decoder"), theirs, norms, strict=True):
+        held = of_torch(layer, {f"norm{n}": name for n, name in enumerate(own, 1)})
+        ours.get_submodule(f"{stack}.0").load_state_dict(held)
+    source, x = (torch.randn(B, count, 15, dtype=torch.float64) for count in (S, T))
+    (told, hidden), (at, mask) = padded(S, "left"), padded(T, "right")
+    dead = {name: ~given["attention_mask"].bool() for name, given in (("source", hidden), ("x", mask))}
+    memory = theirs[0](source, src_key_padding_mask=dead["source"])
+    blind = torch.ones(T, T, dtype=torch.bool).triu(1)
+    expected = theirs[1](
+        x, memory, tgt_mask=blind, tgt_key_padding_mask=dead["x"], memory_key_padding_mask=dead["source"]
+    )
+    got = ours(x, tokens=at, source=source, source_tokens=told)
+    check_close(got[at.live], expected[at.live], "torch")
+
+
+def test_a_parallel_block_is_that_of_gptj():
+    """Rotary positions in pairs on the first channels, one norm for both branches, a bias on the head."""
+    config = tf.GPTJConfig(
+        n_embd=24, n_head=3, n_layer=2, n_inner=19, rotary_dim=4, vocab_size=VOCABULARY, attn_implementation="eager"
+    )
+    theirs = drawn(tf.GPTJForCausalLM(config))
+    spec = hw.design(model=24, heads=3, pattern="causal()", modifiers=(hw.Rotary(pairs="interleaved", dims=4),))
+    block = Block(spec, feed=Dense(19, "gelu_tanh", bias="ud"), placement="parallel")
+    stack = Stack.of("decoder", 24, [block] * 2, embedding=Embedding(VOCABULARY), norm=Norm())
+    ours = hw.build(Model("gptj", "decoder", (stack,), (Head("tokens", VOCABULARY, bias="learned"),)))
+    ours = ours.double().eval()
+    ours.load_state_dict(mapped(theirs, ours))
+    x = ids(T)
+    check_close(ours(x), theirs(input_ids=x).logits, "llama")
+    assert hw.greedy(ours, x[:, :3], count=7) == likeliest(theirs, 7, input_ids=x[:, :3])

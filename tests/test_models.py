@@ -1,0 +1,638 @@
+"""Whole models: what they hold, what they compute, where tokens stand, how they start, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import headwise as hw
+from anchors.test_families import FAMILIES, PUBLIC, TINY
+from headwise import blueprint as bp
+from headwise import counting, families
+from headwise.models import STARTS, Memory, Typed
+from headwise.models.feeds import Feed, Mixture, Normed
+
+MODEL, WORDS = 12, 11
+CAUSAL = hw.design(model=MODEL, heads=3, kv=1, pattern="causal()", bias="qkvo")
+FULL = hw.design(model=MODEL, heads=3)
+
+
+def stack(*blocks: bp.Block, name: str = "decoder", **said: Any) -> bp.Stack:
+    usual = {"embedding": bp.Embedding(WORDS, positions=bp.Positions("learned", 9)), "norm": bp.Norm()}
+    return bp.Stack.of(name, MODEL, blocks, **(usual | said))
+
+
+def model(*blocks: bp.Block, heads: tuple[bp.Head, ...] = (bp.Head("tokens", WORDS),), **said: Any) -> bp.Model:
+    return bp.Model("small", "decoder", (stack(*blocks, **said),), heads)
+
+
+BLOCK = bp.Block(CAUSAL, feed=bp.Dense(17))
+DECODER = model(BLOCK, BLOCK)
+PAIR = bp.Model(
+    "pair",
+    "encoder-decoder",
+    (stack(bp.Block(FULL, feed=bp.Dense(17)), name="encoder"), stack(*[bp.Block(CAUSAL, FULL, bp.Dense(17))] * 2)),
+    (bp.Head("tokens", WORDS, table="decoder"),),
+)
+MERGED = replace(PAIR, stacks=(PAIR.stacks[0], stack(*[bp.Block(cross=FULL, feed=bp.Dense(17), form="merged")] * 2)))
+
+
+def built(described: bp.Model, **said: Any) -> hw.Transformer:
+    """In float64, every number one that matters."""
+    net = hw.build(described, **said).double().eval()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(torch.randn(p.shape, dtype=p.dtype) * 0.3)
+    return net
+
+
+def ids(rows: int = 3, count: int = 7) -> Tensor:
+    return torch.randint(0, WORDS, (rows, count))
+
+
+# --- what they hold ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "task", "draw"), TINY)
+def test_tensors_are_those_of_the_description(name: str, task: str, draw: int):
+    """Over random configs of every family: names, shapes, and which are trained. What no spec says is refused."""
+    random.seed(f"{name} {task} {draw}")
+    described = families.read(FAMILIES[name][1]() | {"model_type": name, "architectures": [task]})
+    if described.unsaid():
+        with pytest.raises(hw.SpecError, match="cannot be built"):
+            hw.build(described)
+        return
+    net = hw.build(described)
+    assert {key: tuple(t.shape) for key, t in net.state_dict().items()} == described.shapes()
+    assert sum(p.numel() for p in net.parameters()) == counting.params(described)
+    assert {key for key, _ in net.named_parameters()} == {w.name for w in described.weights() if w.learned}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_models_are_built_with_their_numbers(name: str):
+    with torch.device("meta"):
+        net = hw.build(families.read(PUBLIC[name][0]))
+    numbers = sum(p.numel() for p in net.parameters())
+    assert numbers == counting.params(net.described)
+    assert numbers == (PUBLIC[name][1] or numbers)
+
+
+def test_what_is_shared_is_one_tensor():
+    spec = replace(CAUSAL, modifiers=(hw.T5Bias(buckets=8, reach=9, looking="back"),))
+    net = built(model(*[bp.Block(spec)] * 3))
+    tables = [layer.attention.weights["t5_bias"]["table"] for layer in net.decoder.blocks]
+    assert all(table is tables[0] for table in tables)
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        other.decoder.blocks[0].attention.weights["t5_bias"]["table"].zero_()
+    assert other.decoder.blocks[2].attention.weights["t5_bias"]["table"].eq(0).all()
+    assert tables[2].ne(0).any()
+    net.to(torch.bfloat16)
+    assert net.decoder.blocks[2].attention.weights["t5_bias"]["table"].dtype == torch.bfloat16
+    x = ids()
+    before = other(x)
+    assert not torch.allclose(before, other.to(torch.float64)(x) + 1)
+    net(x).sum().backward()
+    assert tables[0].grad is not None
+
+
+def test_a_tied_head_is_the_table_of_its_stack():
+    net = built(PAIR)
+    assert "head.tokens.weight" not in net.state_dict()
+    h = torch.randn(2, 3, MODEL, dtype=torch.float64)
+    torch.testing.assert_close(net.read(h), h @ net.decoder.embedding.tokens.T)
+    shared = replace(PAIR.stacks[1], embedding=bp.Embedding(WORDS, table="encoder"))
+    net = built(replace(PAIR, stacks=(PAIR.stacks[0], shared), heads=()))
+    assert net.decoder.embedding.table is net.encoder.embedding.tokens
+    assert "decoder.embedding.tokens" not in net.state_dict()
+
+
+# --- where tokens stand --------------------------------------------------------------------------------
+
+ROWS = ([2, 5, 3, 7], [4], [1, 0, 6])
+POSITIONS = {
+    "learned": bp.Positions("learned", 9),
+    "skipped": bp.Positions("learned", 9, skipped=2),
+    "sinusoidal": bp.Positions("sinusoidal"),
+    "none": None,
+}
+
+
+def positioned(kind: str) -> hw.Transformer:
+    embedding = bp.Embedding(WORDS, positions=POSITIONS[kind], norm=bp.Norm(), scale=3.0)
+    return built(model(BLOCK, BLOCK, embedding=embedding))
+
+
+@pytest.mark.parametrize("pad", ["left", "right"])
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_padded_rows_are_as_if_alone(kind: str, pad: str):
+    net, lengths = positioned(kind), [len(row) for row in ROWS]
+    x = torch.zeros(3, 4, dtype=torch.int64)
+    for n, row in enumerate(ROWS):
+        x[n, 4 - len(row) if pad == "left" else 0 :][: len(row)] = torch.tensor(row)
+    at = hw.Tokens.of(x, lengths=lengths, pad=pad)
+    got = net(x, tokens=at)
+    for n, row in enumerate(ROWS):
+        torch.testing.assert_close(got[n][at.live[n]], net(torch.tensor([row]))[0])
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_packed_rows_are_as_if_alone(kind: str):
+    net = positioned(kind)
+    x = torch.tensor([ROWS[0] + ROWS[2] + [0]])
+    at = hw.Tokens.of(x, segments=torch.tensor([[0] * 4 + [1] * 3 + [-1]]))
+    got = net(x, tokens=at)
+    torch.testing.assert_close(got[0, :4], net(torch.tensor([ROWS[0]]))[0])
+    torch.testing.assert_close(got[0, 4:7], net(torch.tensor([ROWS[2]]))[0])
+
+
+def test_sinusoids_are_added_times_nothing():
+    """The scale is that of the table alone (1706.03762, section 3.4)."""
+    net = hw.build(model(embedding=bp.Embedding(WORDS, positions=bp.Positions("sinusoidal"), scale=3.0), norm=None))
+    codes = torch.tensor([[0.0, 1.0] * 6])
+    torch.testing.assert_close(net.hidden(torch.tensor([[4]]))[0], 3 * net.decoder.embedding.tokens[4:5] + codes)
+
+
+@pytest.mark.parametrize("pad", ["left", "right", "none"])
+@pytest.mark.parametrize("at", ["first", "last", "mean"])
+def test_heads_of_whole_rows_mind_padding(at: str, pad: str):
+    transform = bp.Transform(5, "tanh", bp.Norm("unbiased"))
+    head = bp.Head("classes", 3, at, transform, bias="learned", scale=2.0, cap=1.5)
+    net = built(model(BLOCK, heads=(head,)))
+    lengths = [4, 4, 4] if pad == "none" else [4, 1, 3]
+    x = ids(3, 4)
+    tokens = None if pad == "none" else hw.Tokens.of(x, lengths=lengths, pad=pad)
+    got = net(x, tokens=tokens)
+    assert got.shape == (3, 3)
+    for row, length in enumerate(lengths):
+        alone = x[row : row + 1, 4 - length :] if pad == "left" else x[row : row + 1, :length]
+        h = net.hidden(alone)[0]
+        read = {"first": h[0], "last": h[-1], "mean": h.mean(0)}[at]
+        p = net.head["classes"]
+        inner = F.layer_norm(torch.tanh(read @ p.transform.T + p.transform_bias), (5,), p.transform_norm.weight)
+        expected = 1.5 * torch.tanh((2 * inner @ p.weight.T + p.bias) / 1.5)
+        torch.testing.assert_close(got[row], expected)
+
+
+def test_a_row_of_several_texts_cannot_be_read_as_a_whole():
+    net = built(model(BLOCK, heads=(bp.Head("classes", 3, "mean"),)))
+    x = ids(1, 4)
+    with pytest.raises(ValueError, match=r"one of them holds several texts; give each its own row"):
+        net(x, tokens=hw.Tokens.of(x, segments=torch.tensor([[0, 0, 1, 1]])))
+
+
+# --- what enters ---------------------------------------------------------------------------------------
+
+
+def vision(**said: Any) -> bp.Model:
+    block = bp.Block(FULL, feed=bp.Dense(17))
+    one = bp.Stack.of("encoder", MODEL, [block], embedding=bp.Embedding(**said))
+    return bp.Model("eye", "vision", (one,), (bp.Head("classes", 3, "mean"),))
+
+
+def test_patches_are_one_linear_map():
+    net = built(vision(patches=bp.Patches(2, 3, 4, 5, channels=2), first=1, positions=bp.Positions("learned", 7)))
+    x = torch.randn(2, 2, 9, 15, dtype=torch.float64)
+    embedding = net.encoder.embedding
+    got = embedding.place(embedding(x), hw.Tokens.run(0, 7, "cpu"), None) - embedding.positions
+    assert got.shape == (2, 7, MODEL)
+    torch.testing.assert_close(got[1, 0], embedding.first[0])
+    for row in range(2):
+        for column in range(3):
+            patch = x[1, :, 4 * row : 4 * row + 4, 5 * column : 5 * column + 5]
+            expected = torch.einsum("mchw,chw->m", embedding.patches, patch) + embedding.patches_bias
+            torch.testing.assert_close(got[1, 1 + 3 * row + column], expected)
+
+
+def test_frames_over_time_are_an_image_of_one_column():
+    """As many frames as there are: fewer than described are a beginning, and padding is as if it were not there."""
+    described = vision(patches=bp.Patches(9, 1, 1, 5, channels=1), positions=bp.Positions("sinusoidal"))
+    net = built(described)
+    x = torch.randn(2, 7, 5, dtype=torch.float64)
+    got = net(x, tokens=hw.Tokens.of(x, lengths=[7, 4]))
+    torch.testing.assert_close(got[1], net(x[1:, :4])[0])
+    torch.testing.assert_close(got[0], net(x[:1, None])[0])
+
+
+def test_vectors_enter_where_there_is_no_embedding():
+    net = built(model(BLOCK, embedding=None))
+    x = torch.randn(2, 5, MODEL, dtype=torch.float64)
+    assert net(x).shape == (2, 5, WORDS)
+    with pytest.raises(ValueError, match=r"has no embedding and reads vectors.*\[batch, tokens, 12\]"):
+        net(ids())
+
+
+def test_types_are_the_first_unless_told():
+    net = built(model(BLOCK, embedding=bp.Embedding(WORDS, types=3)))
+    x = ids()
+    torch.testing.assert_close(net(x), net(Typed(x, torch.zeros_like(x))))
+    assert not torch.allclose(net(x), net(Typed(x, torch.full_like(x, 2))))
+
+
+# --- feed-forwards -------------------------------------------------------------------------------------
+
+
+def brute(told: bp.Experts, p: Any, x: Tensor) -> Tensor:
+    """One token after the other, by the definition."""
+    out = []
+    for row in x.flatten(0, 1):
+        logits = p.router @ row + (p.router_bias if told.bias == "learned" else 0)
+        score = {"softmax": logits.softmax(0), "chosen": logits, "sigmoid": logits.sigmoid()}[told.scores]
+        seen = score + (p.router_bias if told.bias == "constant" else 0)
+        best = sorted(range(told.count), key=lambda expert: -seen[expert])[: told.active]
+        share = score[best]
+        share = {"softmax": share, "chosen": share.softmax(0), "sigmoid": share / share.sum()}[told.scores]
+        y = torch.zeros_like(row)
+        for weight, expert in zip(share, best, strict=True):
+            gate, up = (getattr(p.each, name)[expert] @ row for name in ("gate", "up"))
+            inner = F.silu(gate + p.each.gate_bias[expert]) * up
+            y = y + told.scale * weight * (p.each.down[expert] @ inner)
+        out.append(y)
+    y = torch.stack(out).view(x.shape)
+    return y if told.shared is None else y + F.linear(F.relu(F.linear(x, p.shared.up)), p.shared.down)
+
+
+@pytest.mark.parametrize("bias", ["", "learned", "constant"])
+@pytest.mark.parametrize("scores", ["softmax", "chosen", "sigmoid"])
+def test_experts_are_what_their_router_says(scores: str, bias: str):
+    shared = bp.Dense(3, "relu") if bias else None
+    told = bp.Experts(bp.Dense(7, "silu", "gated", "g"), 5, 2, shared, scores, bias, scale=1.7)
+    feed = Mixture(told, 6).double()
+    with torch.no_grad():
+        for tensor in (*feed.parameters(), *feed.buffers()):
+            tensor.copy_(torch.randn(tensor.shape, dtype=tensor.dtype))
+    x = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
+    expected = brute(told, feed, x)
+    share, chosen = feed.routed(x.flatten(0, 1))
+    for run in (feed._sorted, feed._all):
+        y = run(x.flatten(0, 1), share, chosen).view(x.shape) + (0 if feed.shared is None else feed.shared(x))
+        torch.testing.assert_close(y, expected)
+    names, tensors = zip(*feed.named_parameters(), strict=True)
+    wanted = torch.autograd.grad(expected.square().sum(), (x, *tensors), retain_graph=True)
+    got = torch.autograd.grad(feed(x).square().sum(), (x, *tensors))
+    for name, ours, theirs in zip(("x", *names), got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, msg=name)
+
+
+def test_an_expert_that_nobody_asks_costs_nothing():
+    """32 tokens and one expert each: as many products as one feed-forward for all of them."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    feed, x = Mixture(bp.Experts(bp.Dense(16), 8, 1), 4), torch.randn(1, 32, 4)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        feed(x)
+    assert counter.get_total_flops() == 2 * 32 * (4 * 8 + 2 * 4 * 16)
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "relu", "relu2", "relu6", "mish"])
+def test_activations_by_name(name: str):
+    x = torch.linspace(-8, 8, 41, dtype=torch.float64)
+    phi = 0.5 * (1 + torch.erf(x / 2**0.5))
+    bent = 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    expected = {"gelu": x * phi, "gelu_tanh": x * bent, "silu": x / (1 + torch.exp(-x)), "relu": x.clamp(min=0)}
+    expected |= {"relu2": x.clamp(min=0) ** 2, "relu6": x.clamp(0, 6)}
+    expected |= {"mish": x * torch.tanh(torch.log1p(torch.exp(x)))}
+    feed = Feed(bp.Dense(41, name), 41).double()
+    with torch.no_grad():
+        feed.up.copy_(torch.eye(41)), feed.down.copy_(torch.eye(41))
+    torch.testing.assert_close(feed(x), expected[name])
+
+
+@pytest.mark.parametrize("kind", ["layer", "unbiased", "rms", "offset"])
+def test_norms_by_their_definitions(kind: str):
+    norm = Normed(bp.Norm(kind, eps=0.1), 7).double()
+    x = torch.randn(3, 7, dtype=torch.float64)
+    for moved in (0.0, 1.0):  # as it starts, and after
+        with torch.no_grad():
+            for p in norm.parameters():
+                p.add_(moved * torch.randn(7))
+        middle = x - x.mean(-1, keepdim=True) if kind in ("layer", "unbiased") else x
+        unit = middle / (middle.square().mean(-1, keepdim=True) + 0.1).sqrt()
+        weight = norm.weight + 1 if kind == "offset" else norm.weight
+        torch.testing.assert_close(norm(x), unit * weight + (norm.bias if kind == "layer" else 0))
+
+
+# --- training ------------------------------------------------------------------------------------------
+
+
+def test_dropout_acts_in_training_alone_and_where_it_should():
+    net = hw.build(model(BLOCK, BLOCK), dropout=0.5, seed=0)
+    x = ids()
+    assert not torch.equal(net(x), net(x))
+    assert torch.equal(net.eval()(x), net(x))
+    seen: list[int] = []
+    drop = F.dropout
+
+    def counted(h: Tensor, rate: float, training: bool) -> Tensor:
+        seen.append(h.shape[-1])
+        assert (rate, training) == (0.5, True)
+        return drop(h, rate, training)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "dropout", counted)
+        net.train()(x)
+    each = [MODEL, 17, MODEL]  # behind the attention, inside the feed-forward, behind it
+    assert seen == [MODEL, *each, *each]  # and behind the embedding
+
+
+def test_checkpointing_computes_again_what_it_forgot():
+    net = built(model(BLOCK, BLOCK), dropout=0.3)
+    x, calls = ids(), []
+    net.decoder.blocks[0].feed.register_forward_hook(lambda *_: calls.append(1))
+
+    def gradients(kind: str) -> list[Tensor]:
+        net.checkpointing = kind
+        torch.manual_seed(7)
+        net.zero_grad()
+        net.train()(x).square().sum().backward()
+        return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+    plain = gradients("none")
+    assert len(calls) == 1
+    for ours, theirs in zip(gradients("block"), plain, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert len(calls) == 3
+    with pytest.raises(ValueError, match="checkpointing='blocks' is unknown; did you mean 'block'"):
+        net.checkpointing = "blocks"
+
+
+@pytest.mark.compile
+def test_forward_is_one_graph():
+    """Tables that layers share, experts, padding, checkpoints."""
+    spec = replace(CAUSAL, modifiers=(hw.T5Bias(buckets=8, reach=9, looking="back"),))
+    block = bp.Block(spec, feed=bp.Experts(bp.Dense(7, form="gated"), 5, 2))
+    check_one_graph(built(model(block, block)), ids())
+
+
+@pytest.mark.compile
+def test_forward_of_two_stacks_is_one_graph():
+    check_one_graph(built(MERGED), ids(), source=ids(3, 5))
+
+
+def check_one_graph(net: hw.Transformer, x: Tensor, **read: Tensor) -> None:
+    at = hw.Tokens.of(x, lengths=[7, 3, 5])
+    for tokens, kind in ((None, "none"), (at, "block")):
+        net.checkpointing = kind
+        torch.compiler.reset()
+        compiled = torch.compile(net, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(x, tokens=tokens, **read), net(x, tokens=tokens, **read))
+
+
+def test_probes_look_into_attentions_by_name():
+    net = built(PAIR)
+    probe, ledger = hw.Probe("weights"), hw.Ledger()
+    net.probes = {"decoder.1.cross": probe}
+    x, source = ids(), ids(3, 5)
+    net(x, source=source)
+    assert probe.seen["weights"].shape == (3, 3, 7, 5)
+    with pytest.raises(ValueError, match=r"no attention is called 'decoder.1.cros'; did you mean 'decoder.1.cross'"):
+        net.probes = {"decoder.1.cros": probe}
+    spec = replace(CAUSAL, modifiers=(hw.Routed(always=1, active=1),))
+    net = built(model(bp.Block(spec)))
+    net.probes = {"decoder.0.attention": hw.Probe(ledger=ledger)}
+    with torch.no_grad():
+        net(x)
+    assert float(ledger.total("balance")) > 0
+
+
+# --- how they start ------------------------------------------------------------------------------------
+
+
+def test_a_seed_repeats_a_start_and_leaves_the_generator_alone():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    one, two, other = (hw.build(PAIR, seed=seed).state_dict() for seed in (1, 1, 2))
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+    assert not torch.equal(hw.build(PAIR).decoder.embedding.tokens, hw.build(PAIR).decoder.embedding.tokens)
+
+
+def wide(start: str, layers: int = 4) -> hw.Transformer:
+    spec = hw.design(model=96, heads=4, pattern="causal()", bias="qkvo")
+    one = bp.Stack.of(
+        "decoder", 96, [bp.Block(spec, feed=bp.Dense(384, bias="ud"))] * layers, embedding=bp.Embedding(99)
+    )
+    return hw.build(bp.Model("wide", "decoder", (one,), (bp.Head("tokens", 99),)), seed=0, start=start)
+
+
+def test_depth_scaled_start():
+    """U(-b, b), b = sqrt(6 / (in + out)) / sqrt(l), layers counted from 1 (1908.11365)."""
+    for depth, layer in enumerate(wide("depth").decoder.blocks, 1):
+        for matrix in (layer.attention.weights["project"]["q"], layer.feed.up, layer.feed.down):
+            bound = (6 / sum(matrix.shape)) ** 0.5 / depth**0.5
+            assert 0.99 * bound < float(matrix.detach().abs().max()) <= bound * 1.000001
+
+
+def test_the_start_of_gpt2():
+    """N(0, 0.02), and 0.02 / sqrt(2 x 4 layers) where a branch ends."""
+    net = wide("gpt2")
+    for layer in net.decoder.blocks:
+        for matrix in (layer.attention.weights["project"]["q"], layer.feed.up):
+            assert float(matrix.detach().std()) == pytest.approx(0.02, rel=0.05)
+        for matrix in (layer.attention.weights["output"]["o"], layer.feed.down):
+            assert float(matrix.detach().std()) == pytest.approx(0.02 / 8**0.5, rel=0.05)
+        assert not layer.feed.up_bias.any()
+    for table in (net.decoder.embedding.tokens, net.head["tokens"].weight):
+        assert float(table.detach().std()) == pytest.approx(0.02, rel=0.05)
+
+
+def test_the_usual_start():
+    net = wide("xavier")
+    up = net.decoder.blocks[0].feed.up
+    assert float(up.detach().abs().max()) == pytest.approx((6 / 480) ** 0.5, rel=0.01)
+    assert float(net.decoder.embedding.tokens.detach().std()) == pytest.approx(96**-0.5, rel=0.05)
+    feed = Mixture(bp.Experts(bp.Dense(64), 5, 2), 32)
+    assert float(feed.each.up.detach().abs().max()) == pytest.approx((6 / 96) ** 0.5, rel=0.01)
+    for start in STARTS:
+        assert wide(start, 1)(torch.tensor([[1, 2]])).isfinite().all()
+
+
+# --- what two stacks share -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("described", [PAIR, MERGED], ids=["plain", "merged"])
+def test_what_was_encoded_is_read_again(described: bp.Model):
+    net = built(described)
+    x, source = ids(), ids(3, 5)
+    told = hw.Tokens.of(source, lengths=[5, 2, 3])
+    memory = net.encode(source, tokens=told)
+    got = net(x, source=source, source_tokens=told)
+    torch.testing.assert_close(net(x, source=memory), got)
+    for row, length in enumerate((5, 2, 3)):
+        torch.testing.assert_close(net(x[row : row + 1], source=source[row : row + 1, :length])[0], got[row])
+    assert isinstance(memory, Memory)
+    order = torch.tensor([2, 0, 2])
+    torch.testing.assert_close(net(x[order], source=memory.rows(order)), got[order])
+
+
+@pytest.mark.parametrize("described", [DECODER, PAIR, MERGED], ids=["decoder", "plain", "merged"])
+def test_rows_of_caches_can_be_taken(described: bp.Model):
+    net = built(described)
+    x, source = ids(), ids(3, 5)
+    memory = net.encode(source) if described is not DECODER else None
+    cache = net.cache(batch=3, capacity=9)
+    net(x[:, :4], cache=cache, source=memory)
+    order = torch.tensor([1, 1, 2])
+    cache.rows(order)
+    memory = memory and memory.rows(order)
+    after = torch.cat([net(x[order, t : t + 1], cache=cache, source=memory) for t in range(4, 7)], 1)
+    whole = net(x, source=None if memory is None else source)
+    torch.testing.assert_close(after, whole[order, 4:])
+    assert (cache.used, cache.batch) == (7, 3)
+
+
+def test_a_merged_block_is_the_block_of_attentions():
+    """The same tensors, and what MergedAttention makes of them between the same norms."""
+    net = built(MERGED)
+    layer = net.decoder.blocks[0]
+    merged = hw.MergedAttention(FULL).double().eval()
+    merged.cross.load_state_dict(layer.cross.state_dict())
+    z, x = (torch.randn(2, count, MODEL, dtype=torch.float64) for count in (5, 7))
+    at, told = hw.Tokens.run(0, 7, "cpu"), hw.Tokens.run(0, 5, "cpu")
+    normed = layer.cross_norm(x)
+    mid = x + merged(normed, source=merged.remember(z))
+    expected = mid + layer.feed(layer.feed_norm(mid))
+    from headwise.models.block import Call
+
+    torch.testing.assert_close(layer(x, Call(at, None, z, told, {})), expected)
+    assert net.cache(batch=2, capacity=1000).nbytes == 2 * 2 * 3 * (4 + 1) * 8  # of 3 heads of 4 a sum and a count
+    for wrong in ({"attention": CAUSAL, "cross": FULL}, {}):
+        with pytest.raises(hw.SpecError, match="give cross=, and no attention"):
+            bp.Block(**wrong, form="merged")
+    with pytest.raises(hw.SpecError, match="W_V reads the memory and x alike"):
+        hw.build(
+            replace(
+                MERGED,
+                stacks=(
+                    replace(MERGED.stacks[0], model=10, runs=()),
+                    stack(bp.Block(cross=replace(FULL, source=10), form="merged")),
+                ),
+            )
+        )
+    for read, write in ((bp.from_toml, bp.to_toml), (bp.from_json, bp.to_json)):
+        assert read(write(MERGED)) == MERGED
+
+
+# --- generation ----------------------------------------------------------------------------------------
+
+
+def test_rows_stop_before_the_end():
+    net = built(DECODER)
+    x = ids(5, 3)
+    free = hw.greedy(net, x, count=6)
+    end = free[0][2]
+    stopped = hw.greedy(net, x, count=6, end=end)
+    assert stopped == [row[: row.index(end)] if end in row else row for row in free]
+    assert len(stopped[0]) < 6
+    assert hw.greedy(net, x[:1], count=6, end=free[0][0]) == [[]]
+
+
+def test_generation_leaves_the_model_as_it_was():
+    net = hw.build(DECODER, dropout=0.5, seed=0)
+    net.decoder.blocks[0].feed.eval()
+    before = [module.training for module in net.modules()]
+    x = ids()
+    assert hw.greedy(net, x, count=1) == hw.greedy(net, x, count=1)
+    assert [module.training for module in net.modules()] == before
+    with pytest.raises(ValueError, match="position 9"):
+        hw.greedy(net, x, count=6)
+    assert [module.training for module in net.modules()] == before
+
+
+# --- what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("described", "words"),
+    [
+        ("gpt2", "give a blueprint.Model"),
+        (model(bp.Block(bp.Nearly(CAUSAL, "it bends"))), r"decoder\.0\.attention cannot be built: it bends"),
+        (model(bp.Block(feed=bp.Dense(3, "gelo"))), "no activation 'gelo'; did you mean 'gelu'"),
+        (model(bp.Block(feed=bp.Dense(3, "bounded_silu(1.0, 2.0)"))), "give Dense\\(form='gated'\\)"),
+        (model(embedding=bp.Embedding(WORDS, first=2)), "stand before patches"),
+        (model(name="forward"), "stack cannot be called 'forward'"),
+        (model(heads=(bp.Head("keys", 3),)), "head cannot be called 'keys'"),
+    ],
+)
+def test_what_cannot_be_built_says_why(described: Any, words: str):
+    with pytest.raises(hw.SpecError, match=words):
+        hw.build(described)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [({"dropout": 1.0}, "dropout=1.0"), ({"dropout": "much"}, "dropout='much'"), ({"start": "xavir"}, "mean 'xavier'")],
+)
+def test_how_it_cannot_be_built_says_why(said: dict[str, Any], words: str):
+    with pytest.raises(hw.SpecError, match=words):
+        hw.build(DECODER, **said)
+
+
+LONG, STRANGE = torch.zeros(1, 10, dtype=torch.int64), torch.tensor([[3, WORDS]])
+
+
+@pytest.mark.parametrize(
+    ("described", "call", "words"),
+    [
+        (DECODER, {"x": STRANGE}, r"ids hold 11, but there are 11 of them; give numbers in 0\.\.10"),
+        (DECODER, {"x": -STRANGE}, r"ids hold -11"),
+        (DECODER, {"x": STRANGE.float()}, r"ids are torch.float32 \[1, 2\]; give whole numbers"),
+        (DECODER, {"x": [[1, 2]]}, "ids are list; give whole numbers"),
+        (DECODER, {"x": LONG}, r"no position 9.*Positions\('learned', 10\)"),
+        (DECODER, {"x": LONG[:, :5], "source": LONG}, "one stack, which reads x alone"),
+        (DECODER, {"x": LONG[:, :5], "head": "token"}, "no head 'token'; did you mean 'tokens'"),
+        (DECODER, {"x": LONG[:, :5], "tokens": hw.Tokens.run(0, 4, "cpu")}, r"tokens are \[1, 4\].*x is \[1, 5\]"),
+        (DECODER, {"x": Typed(LONG[:, :5], LONG[:, :5])}, "knows no types of tokens"),
+        (PAIR, {"x": LONG[:, :5]}, "reads two sequences; give source="),
+        (PAIR, {"x": LONG[:, :5], "source": STRANGE}, "ids hold 11"),
+    ],
+)
+def test_what_cannot_be_read_says_why(described: bp.Model, call: dict[str, Any], words: str):
+    net = hw.build(described)
+    with pytest.raises(ValueError, match=words) as caught:
+        net(call.pop("x"), **call)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((1, 3, 8, 15), r"give pixels as floating-point numbers \[batch, 2, 8, 15\]"),
+        ((1, 2, 7, 15), "bring it to 8 x 15"),
+    ],
+)
+def test_an_image_of_other_sizes_is_refused(shape: tuple[int, ...], words: str):
+    net = hw.build(vision(patches=bp.Patches(2, 3, 4, 5, channels=2)))
+    with pytest.raises(ValueError, match=words):
+        net(torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"count": 0}, "count=0"),
+        ({"prompt": LONG[:, :0]}, "at least one token"),
+        ({"prompt": LONG[0]}, "at least one token"),
+        ({"tokens": hw.Tokens.of(LONG[:, :3], lengths=[0])}, "all padding"),
+    ],
+)
+def test_what_cannot_go_on_says_why(said: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        hw.greedy(hw.build(DECODER), **({"prompt": LONG[:, :3], "count": 2} | said))
+
+
+def test_a_model_without_words_says_none():
+    with pytest.raises(hw.SpecError, match=r"its first head must be Head\('tokens', 11\)"):
+        hw.greedy(hw.build(model(BLOCK, heads=(bp.Head("classes", 3, "last"),))), LONG[:, :3], count=2)
+    with pytest.raises(hw.SpecError, match="no attention that reads its past"):
+        hw.greedy(hw.build(model(bp.Block(feed=bp.Dense(3)))), LONG[:, :3], count=2)
+    with pytest.raises(ValueError, match="reads two sequences"):
+        hw.greedy(hw.build(PAIR), LONG[:, :3], count=2)
