@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...errors import SpecError
 from ..described import described, keys_of, label
 from ..screen import PRESETS, Arguments, Wrong, document, show, take_changes, take_form
-from . import beside, kept, states
+from . import beside, intensity, kept, serving, states, verdict
 
 if TYPE_CHECKING:
     from ...auditing import Check
@@ -38,7 +38,7 @@ class Page(Protocol):
         ...
 
 
-PAGES: tuple[Page, ...] = (beside, states, kept)
+PAGES: tuple[Page, ...] = (beside, states, kept, serving, verdict, intensity)
 CONTEXT = 2048  # tokens of a row, where nothing says how many and nothing knows fewer
 
 
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--generate", type=int, default=0, metavar="TOKENS", help="how many are written behind them")
     parser.add_argument("--batch", type=int, default=1, metavar="ROWS", help="rows (1)")
     parser.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32")
-    parser.add_argument("--device", default="h200", help="h200, h100, a100, l40s, rtx4090, m2-max or cpu")
+    parser.add_argument("--device", default="h200", help="h200, h100, a100, l40s, rtx4090, m2-max, cpu, or here")
     parser.add_argument("--operations", action="store_true", help="the time of each operation, and what it waits for")
     parser.add_argument("--terms", action="store_true", help="every item with the formula that computed it")
     parser.add_argument("--verify", action="store_true", help="build each small and hold every formula against it")
