@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils import flop_counter
 
 import headwise as hw
 import strategies
@@ -173,7 +175,8 @@ def test_a_prompt_is_scored_at_its_end():
 
 def test_cross_attention_remembers_its_source_once():
     near, far = (priced(T5, context=10, source=n) for n in (100, 300))
-    assert near.data["kv_bytes_per_source_token"] == 6 * 2 * 512 * 2
+    assert near.data["kv_bytes_per_token"] == near.data["kv_bytes_per_source_token"] == 6 * 2 * 512 * 2
+    assert near.kept_bytes == (10 + 100) * 6 * 2 * 512 * 2
     assert far.kept_bytes - near.kept_bytes == 200 * 6 * 2 * 512 * 2
     assert far.flops["decode"] - near.flops["decode"] == 6 * 2 * 200 * 8 * 128
     names = [one.name for one in near.operations["decode"]]
@@ -191,6 +194,23 @@ def test_a_fused_core_forms_its_scores_once_more():
     assert 2 * fused.spent["backward"] == around + 2 * 2 * 2 * 64**2 * (3 * 5 + 2 * 7)
     mixed = price(replace(spec, modifiers=(hw.TalkingHeads(),)), hw.Load(context=64))
     assert mixed.spent["backward"] == mixed.counted["backward"]
+
+
+def test_gradients_are_spent_as_torch_spends_them():
+    """Its counter has no entry for the CPU's flash attention: it is given the one for other devices."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    made = {kernel: lambda q, k, v, *_, out_shape=None, **__: flop_counter.sdpa_flop_count(q, k, v)}
+    back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    made |= {back: lambda g, q, k, v, *_, out_shape=None, **__: flop_counter.sdpa_backward_flop_count(g, q, k, v)}
+    spec = hw.design(model=12, heads=3, kv=1, pattern="causal()")
+    x = torch.randn(2, 64, 12, requires_grad=True)
+    with flop_counter.FlopCounterMode(display=False, custom_mapping=made) as counter:
+        y = hw.Attention(spec)(x)
+        ahead = counter.get_total_flops()
+        y.sum().backward()
+    one = price(spec, hw.Load(batch=2, context=64, dtype="fp32", device="cpu"))
+    assert one.spent["prefill"] == ahead
+    assert one.spent["backward"] == counter.get_total_flops() - ahead
 
 
 @given(strategies.patterns(), st.integers(0, 300), st.integers(1, 1500), st.integers(1, 1700))
