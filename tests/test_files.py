@@ -1,0 +1,150 @@
+"""Files: whole or as before, whatever fails; one writer to a folder, however the last one ended."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headwise import files
+from headwise.errors import SpecError
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_what_is_written_is_there_and_nothing_else(tmp_path: Path):
+    files.write_atomically(tmp_path / "a", b"one")
+    files.write_atomically(tmp_path / "a", b"two")
+    assert contents(tmp_path) == {"a": b"two"}
+
+
+def failing(times: int, call, error: Exception):
+    """`call`, but the n-th time it is called it fails."""
+    calls = []
+
+    def failed(*args):
+        calls.append(args)
+        if len(calls) == times:
+            raise error
+        return call(*args)
+
+    return failed
+
+
+@pytest.mark.parametrize("name", ["open", "write", "fsync", "replace"])
+def test_the_old_file_outlives_every_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    files.write_atomically(tmp_path / "a", b"old")
+    monkeypatch.setattr(os, name, failing(1, getattr(os, name), OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(OSError, match=r"a cannot be written: No space left on device; make room") as told:
+        files.write_atomically(tmp_path / "a", b"new")
+    assert told.value.errno == errno.ENOSPC
+    assert "\n" not in str(told.value)
+    assert contents(tmp_path) == {"a": b"old"}
+
+
+def test_a_folder_that_cannot_be_synced_has_the_new_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    files.write_atomically(tmp_path / "a", b"old")
+    monkeypatch.setattr(os, "fsync", failing(2, os.fsync, OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output error; give a folder that can be written"):
+        files.write_atomically(tmp_path / "a", b"new")
+    assert contents(tmp_path) == {"a": b"new"}
+
+
+def test_a_file_reaches_the_disk_before_its_name_and_the_name_before_the_end(tmp_path: Path, monkeypatch):
+    order = []
+    for name in ("write", "fsync", "replace"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, call=call: (order.append(name), call(*args))[1])
+    files.write_atomically(tmp_path / "a", b"x")
+    assert order == ["write", "fsync", "replace", "fsync"]
+
+
+def test_an_interrupt_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "fsync", failing(1, os.fsync, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        files.write_atomically(tmp_path / "a", b"new")
+    assert contents(tmp_path) == {}
+
+
+def test_a_system_that_takes_little_at_a_time_gets_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda handle, data: write(handle, data[:3]))
+    files.write_atomically(tmp_path / "a", b"0123456789")
+    assert contents(tmp_path) == {"a": b"0123456789"}
+
+
+def test_leftovers_are_swept(tmp_path: Path):
+    for name in ("a", ".a.1234.tmp", ".hidden"):
+        (tmp_path / name).write_bytes(b"")
+    files.sweep(tmp_path)
+    assert sorted(contents(tmp_path)) == [".hidden", "a"]
+
+
+def test_the_checksum_is_the_systems(tmp_path: Path):
+    data = os.urandom(files.BLOCK + 17)
+    (tmp_path / "a").write_bytes(data)
+    assert files.sha256(tmp_path / "a") == hashlib.sha256(data).hexdigest()
+
+
+HOLDER = "import sys, time; from headwise.files import Lock; Lock(sys.argv[1]).__enter__(); print(flush=True); time.sleep(60)"
+
+
+def test_a_lock_names_its_holder_and_outlives_it_not(tmp_path: Path):
+    """The second writer is told the process; once that is killed, the folder is free."""
+    source = str(Path(files.__file__).parents[1])
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=-1, cwd=source)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    with pytest.raises(SpecError, match=f"is being written by process {holder.pid} on .*; wait for it"):
+        files.Lock(tmp_path).__enter__()
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate()
+    with files.Lock(tmp_path):
+        pass
+    with files.Lock(tmp_path):
+        assert f"process {os.getpid()} " in (tmp_path / files.LOCK).read_text()
+
+
+def test_a_lock_makes_its_folder(tmp_path: Path):
+    with files.Lock(tmp_path / "a" / "b"):
+        assert (tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OSError, match="cannot be written"):
+        files.Lock(tmp_path / "file" / "b").__enter__()
+
+
+def test_lines_are_read_back_but_for_a_torn_one(tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    for record in ({"step": 1}, {"step": 2, "loss": 0.1}):
+        lines = files.Lines(path)
+        lines.add(record)
+        lines.sync()
+        lines.close()
+    assert files.read_lines(path) == [{"step": 1}, {"step": 2, "loss": 0.1}]
+    with path.open("ab") as file:
+        file.write(b'{"step": 3')
+    assert files.read_lines(path) == [{"step": 1}, {"step": 2, "loss": 0.1}]
+    files.write_lines(path, files.read_lines(path)[:1])
+    assert path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_a_wrong_line_inside_is_no_torn_one(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(SpecError, match="line 2 is no JSON"):
+        files.read_lines(tmp_path / "a.jsonl")
+
+
+def test_full_is_said_of_lines_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lines = files.Lines(tmp_path / "a.jsonl")
+    monkeypatch.setattr(os, "write", failing(1, os.write, OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(OSError, match=r"a.jsonl cannot be written: No space left"):
+        lines.add({"step": 1})
+    lines.close()
