@@ -105,7 +105,7 @@ def test_every_preset_is_priced(name):
 
 @pytest.mark.parametrize("told", [{}, [GPT2], None])
 def test_what_is_no_spec_is_not_priced(told):
-    with pytest.raises(hw.SpecError, match="give a spec, or specs by name"):
+    with pytest.raises(hw.SpecError, match="give a spec or a model, or specs by name"):
         hw.cost(told)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..boxes import bends
 from ..pattern import Pattern
 from ..terms import Work
 from ..tokens import Sight, Tokens
@@ -53,8 +54,33 @@ def formed(job: Job, work: Work) -> int:
         return work.queries * work.keys
     # Tokens of a source are counted from 0 like those that ask.
     first = work.keys - work.queries if job.spec.source is None else 0
-    asks, told = range(first, first + work.queries), range(work.keys)
-    return sum(block.pairs for block in blocks(job.spec.pattern, asks, told))
+    return summed(job.spec.pattern, range(first, first + work.queries), range(work.keys))
+
+
+def summed(pattern: Pattern, queries: range, keys: range) -> int:
+    """The pairs of all blocks: as a series those between two bends, where what a block may read grows evenly.
+
+    >>> from headwise.pattern import Window
+    >>> summed(Window(1000), range(10**15), range(10**15)) == 10**15 * 1127 - 128 * sum(range(1127 - 1024, 1127, 128))
+    True
+    """
+    turns, total, at = bends(pattern, queries, keys), 0, queries.start
+    for top, stop in pairwise(turns) if len(turns) < len(queries) // BLOCK else ():
+        first = queries.start + -(-(max(top, at) - queries.start) // BLOCK) * BLOCK
+        count = (stop - first) // BLOCK
+        if count > 2:
+            ends = [_pairs(pattern, range(n, n + BLOCK), keys) for n in (first, first + (count - 1) * BLOCK)]
+            total += _each(pattern, range(at, first), keys) + sum(ends) * count // 2
+            at = first + count * BLOCK
+    return total + _each(pattern, range(at, queries.stop), keys)
+
+
+def _each(pattern: Pattern, queries: range, keys: range) -> int:
+    return sum(block.pairs for block in blocks(pattern, queries, keys)) if queries else 0
+
+
+def _pairs(pattern: Pattern, queries: range, keys: range) -> int:
+    return len(queries) * sum(map(len, pattern.reach(queries, keys)))
 
 
 class Blocks:

@@ -121,12 +121,14 @@ def changed(spec: AttentionSpec, changes: Sequence[str]) -> AttentionSpec:
     """The spec after every change, as KEY=VALUE."""
     from .. import text
 
-    if not changes:
-        return spec
-    said = text.to_dict(spec)
+    return text.from_dict(after(text.to_dict(spec), changes)) if changes else spec
+
+
+def after(said: dict[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """A description as plain values after every change, as KEY=VALUE."""
     for change in changes:
         _change(said, change)
-    return text.from_dict(said)
+    return said
 
 
 def _preset(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
@@ -137,8 +139,6 @@ def _preset(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
 
 def named_spec(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
     """A preset of this name, in these sizes if any are said, or what a file describes."""
-    from ..presets import from_json, from_toml
-
     if name in PRESETS:
         return _preset(name, sizes)
     if sizes:
@@ -152,7 +152,13 @@ def named_spec(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
         looks = bool(path.suffix) or len(path.parts) > 1
         fact = f"there is no file {name!r}" if looks else f"there is no preset or file {name!r}"
         raise Wrong(f"{fact}; {'give a .toml or .json file, or a preset' if looks else nearest(name, PRESETS)}")
-    words = _read(name)
+    return spec_of_words(name, words_of(name))
+
+
+def spec_of_words(name: str, words: str) -> AttentionSpec:
+    """The spec that a text describes; `name` says whose it is."""
+    from ..presets import from_json, from_toml
+
     try:
         json = name.endswith(".json") or words.lstrip().startswith("{")
         return (from_json if json else from_toml)(words)
@@ -160,7 +166,8 @@ def named_spec(name: str, sizes: Mapping[str, int]) -> AttentionSpec:
         raise Wrong(f"{name!r} is nested too deeply to be a spec; print one with headwise spec --toml") from None
 
 
-def _read(name: str) -> str:
+def words_of(name: str) -> str:
+    """What a file says, or stdin."""
     try:
         raw = sys.stdin.buffer.read(LARGEST + 1) if name == "-" else _bytes(Path(name))
         words = raw.decode()

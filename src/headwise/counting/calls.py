@@ -9,7 +9,7 @@ from ..errors import SpecError
 from ..spec import AttentionSpec
 from .devices import Device, bytes_of
 from .reading import Call, On, Reader
-from .scopes import fixed, longest
+from .scopes import check_placed, fixed, longest
 from .whole import Described, Piece
 
 LARGEST = 2**62  # tokens, rows: beyond it nobody can mean what they say
@@ -67,6 +67,7 @@ def _whole(described: Described, load: Load) -> Call:
     """All tokens at once: those of the load, or of an image."""
     most, source = longest(described), load.source or load.context
     if isinstance(described, AttentionSpec):
+        check_placed(described)
         if described.source is not None and load.source is None:
             told = f"source={described.source} is the width of a sequence of a length that no load says"
             raise SpecError(f"{told}; give its tokens, as in Load(source=512) or --source 512")
@@ -74,9 +75,12 @@ def _whole(described: Described, load: Load) -> Call:
     else:
         images = [None, *fixed(described)][-2:]
         source = min(source, most.source or source) if load.source is None else source
-    for key, asked, known in (("context", load.held, most.own), ("source", source, most.source)):
-        if known is not None and asked > known and images[key == "context"] is None:
-            raise SpecError(f"{asked} tokens are more than the {known} positions that are known; give {key}={known}")
+    if most.own is not None and load.held > most.own:
+        fewer = max(most.own - load.held + load.context, 1)
+        raise SpecError(f"{load.held} tokens are more than the {most.own} that have positions; give context={fewer}")
+    if most.source is not None and source > most.source:
+        fact = f"{source} tokens of the source are more than the {most.source} that have positions"
+        raise SpecError(f"{fact}; give source={most.source}")
     return Call(load.batch, images[1] or load.context, source=images[0] or source)
 
 

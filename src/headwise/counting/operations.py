@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..terms import Work
-from .bills import parameters, remembered
+from .bills import remembered
 from .devices import Device, bytes_of
 from .reading import Call, Reader
 from .whole import Piece
@@ -88,10 +88,9 @@ def _parts(piece: Piece, call: Call, each: int) -> Iterator[Part]:
     every = list(piece.asked(call))
     core = sum(one.flops for one in every if one.name.startswith("core"))
     around = sum(one.flops for one in every) - core
-    weights = parameters(spec).total if work.queries else 0
     spoken = work.queries * (spec.heads.q * spec.core.dim + len(spec.voices) * spec.core.vdim)
     told = work.remembered * spec.source if spec.source else 0
-    moved = each * (weights + work.batch * (work.queries * 2 * spec.model + told))
+    moved = each * (piece.weights(call) + work.batch * (work.queries * 2 * spec.model + told))
     yield Part(f"{piece.role} projections", around, moved, piece.times)
     read = work.batch * (_read(piece, work, call, each) + each * spoken)
     yield Part(f"{piece.role} core", core, read, piece.times)

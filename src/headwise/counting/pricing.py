@@ -32,10 +32,11 @@ class Price:
     name: str
     described: Described
     load: Load
+    whole: Call
     parameters: Bill
     active: int
     calls: Mapping[str, Bill]
-    spent: Mapping[str, int]
+    spent: Mapping[str, int | None]
     counted: Mapping[str, int | None]
     kept: Bill
     told: Bill
@@ -58,6 +59,16 @@ class Price:
     def decode(self) -> Bill | None:
         """FLOPs of the last token alone, the others remembered; None where that is not the same."""
         return self.calls.get("decode")
+
+    @property
+    def flops(self) -> dict[str, int | None]:
+        """FLOPs asked for in every call."""
+        return _written({call: bill.total for call, bill in self.calls.items()})
+
+    @property
+    def told_each(self) -> int | None:
+        """Bytes that every token of the source adds; None where nothing reads one."""
+        return self.told.total * bytes_of(self.load.dtype) or None
 
     @property
     def specs(self) -> dict[str, AttentionSpec]:
@@ -86,6 +97,11 @@ class Price:
         return self.parameters.total * bytes_of(self.load.dtype)
 
     @property
+    def activation_bytes(self) -> int | None:
+        """Bytes kept for the gradients; None as long as nothing here counts them."""
+        return None
+
+    @property
     def data(self) -> dict[str, Any]:
         """The same as plain values."""
         bills = {"parameters": self.parameters, **self.calls, "cache": self.kept, "source_cache": self.told}
@@ -98,13 +114,13 @@ class Price:
             "params": self.parameters.total,
             "active_params": self.active,
             "weights_bytes": self.weights_bytes,
-            "flops": {call: bill.total for call, bill in self.calls.items()},
+            "flops": self.flops,
             "spent": dict(self.spent),
             "counted": dict(self.counted),
             "kv_bytes_per_token": self.kept_each,
-            "kv_bytes_per_source_token": self.told.total * bytes_of(self.load.dtype) or None,
+            "kv_bytes_per_source_token": self.told_each,
             "kv_bytes": self.kept_bytes,
-            "activation_bytes": None,
+            "activation_bytes": self.activation_bytes,
             "seconds": {phase: self.seconds(phase) for phase in self.operations},
             "intensity": self.core.intensity,
             "bound": self.core.bound,
@@ -133,11 +149,12 @@ def price(described: Described, load: Load, name: str = "") -> Price:
         name=name,
         described=described,
         load=load,
+        whole=prefill[1],
         parameters=parameters(described),
         active=active(described),
         calls={"prefill": bills.pop("prefill"), "backward": _gradients(*prefill), **bills},
-        spent=spent(calls, runs),
-        counted=counted(calls),
+        spent=_written(spent(calls, runs)),
+        counted=_written(counted(calls)),
         kept=_kept(own),
         told=_kept(told),
         kept_each=_kept(piece for piece in own if not piece.spec.stateful).total * bytes_of(load.dtype) or None,
@@ -149,6 +166,13 @@ def price(described: Described, load: Load, name: str = "") -> Price:
         },
         notes=tuple(unsaid(described)),
     )
+
+
+def _written(totals: Mapping[str, int | None]) -> dict[str, int | None]:
+    """With the whole of a generation: its prompt, and its steps."""
+    prompt, steps = totals.get("prompt"), totals.get("steps")
+    whole = {} if "steps" not in totals else {"generate": None if prompt is None or steps is None else prompt + steps}
+    return {**totals, **whole}
 
 
 def _bill(some: Iterable[Piece], call: Call) -> Bill:

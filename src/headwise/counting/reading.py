@@ -114,6 +114,13 @@ class Reader:
         again = forms_again(backend, job, work, core)
         return around + core * reading_factors(self.spec, job.core) + again
 
+    def weights(self, call: Call) -> int:
+        """How many learned numbers are read: all, but for maps of tokens that do not come."""
+        running, work = self._running(call), self.work(call)
+        every = ((part, param) for _, part in running.parts() for param in part.params(running).values())
+        met = ((part, one) for part, one in every if one.learned and (not one.applied or work.tokens(one.applied)))
+        return sum(one.layout.numel(running.sizes_of(part)) for part, one in met)
+
     def _running(self, call: Call) -> AttentionSpec:
         return replace(self.spec, project=self.spec.form(call.way == "steps"))
 

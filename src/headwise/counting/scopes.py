@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 from ..blueprint import Block, Model, Nearly, Run, Stack
 from ..errors import SpecError, nearest
+from ..heads import Heads
+from ..seams import Part
 from ..spec import AttentionSpec
 from .whole import Described
 
@@ -20,7 +22,7 @@ class Longest(NamedTuple):
 
 
 def longest(described: Described) -> Longest:
-    """What learned positions allow, wherever they stand.
+    """What learned positions allow, wherever they stand; those of an image are as many as there are.
 
     >>> from headwise.families import read
     >>> longest(read({"model_type": "gpt2"}))
@@ -28,7 +30,8 @@ def longest(described: Described) -> Longest:
     """
     if isinstance(described, AttentionSpec):
         return Longest(_least(_known(described)), None)
-    *early, last = [_least(_positions(stack)) for stack in described.stacks]
+    every = zip(described.stacks, fixed(described), strict=True)
+    *early, last = [None if image else _least(_positions(stack)) for stack, image in every]
     return Longest(last, _least(early))
 
 
@@ -61,9 +64,21 @@ def layer(model: Model, place: str) -> Model | AttentionSpec:
     return Model(model.name, model.kind, (Stack(model.stacks[0].name, model.stacks[0].model, ()), alone))
 
 
+def check_placed(spec: AttentionSpec) -> None:
+    """Refuse a layer whose sizes follow from a depth that nobody has said, unless it is the first as it stands."""
+    for key, said, there in _late(spec):
+        if not _first(spec):
+            told = f"{key}={said!r} follows from the depth of a layer, and nothing says one"
+            raise SpecError(f"{told}; give {there!r}, say, or a model whose stack places it")
+
+
 def unsaid(described: Described) -> Iterator[str]:
     """What the description leaves out, and what it says only nearly."""
     if isinstance(described, AttentionSpec):
+        late = {
+            f"{key}={said!r} follows from the depth; priced is the first layer" for key, said, _ in _late(described)
+        }
+        yield from sorted(late)
         return
     yield from described.notes
     reasons = {
@@ -74,6 +89,27 @@ def unsaid(described: Described) -> Iterator[str]:
         if isinstance(block.attention, Nearly)
     }
     yield from sorted(reasons)
+
+
+def _late(spec: AttentionSpec) -> Iterator[tuple[str, str, Part]]:
+    """Words by which sizes follow from the depth: their keys, what they say, and their part in the last of 3 layers."""
+    if _sizes(spec.placed(0, 3)) == _sizes(spec.placed(2, 3)):
+        return
+    for name, part in spec.parts():
+        there = part.placed(2, 3)
+        for key in (field.name for field in fields(part)):
+            said = getattr(part, key)
+            if isinstance(said, str) and said != getattr(there, key):
+                yield f"{name}.{key}", said, there
+
+
+def _first(spec: AttentionSpec) -> bool:
+    """Whether it has the sizes of a first layer, whatever the depth."""
+    return _sizes(spec) == _sizes(spec.placed(0, 3)) == _sizes(spec.placed(0, 4))
+
+
+def _sizes(spec: AttentionSpec) -> tuple[Heads, dict[str, tuple[int, ...]]]:
+    return spec.heads, spec.shapes()
 
 
 def _found(model: Model, place: str) -> tuple[Stack, Block, str]:

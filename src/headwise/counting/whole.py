@@ -161,7 +161,8 @@ def _axes(w: Weight) -> list[str]:
 
 
 def _numel(w: Weight) -> int:
-    return w.layout.numel({axis: Symbol.of(w.sizes[axis], axis) for axis in _axes(w)})
+    told = {"source": "model"} if w.role == "attention" else {}  # what reads its own stack is told of no other width
+    return w.layout.numel({axis: Symbol.of(w.sizes[axis], told.get(axis, axis)) for axis in _axes(w)})
 
 
 def active(described: Described) -> int:

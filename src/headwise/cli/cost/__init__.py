@@ -1,4 +1,4 @@
-"""`headwise cost`: what specs cost before they run, side by side."""
+"""`headwise cost`: what specs and models cost before they run, side by side."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..screen import PRESETS, Arguments, Wrong, changed, document, named_spec, show, take_changes, take_form
+from ...errors import SpecError
+from ..described import described, keys_of, label
+from ..screen import PRESETS, Arguments, Wrong, document, show, take_changes, take_form
+from . import beside, states
 
 if TYPE_CHECKING:
     from ...auditing import Check
     from ...counting.costs import Costs
+    from ...counting.whole import Described
 
 
 class View(Protocol):
@@ -34,33 +38,42 @@ class Page(Protocol):
         ...
 
 
-PAGES: tuple[Page, ...] = ()
+PAGES: tuple[Page, ...] = (beside, states)
+CONTEXT = 2048  # tokens of a row, where nothing says how many and nothing knows fewer
 
 
 def main(argv: list[str]) -> int:
-    """Price every spec that is named."""
+    """Price everything that is named."""
     parser = Arguments(
         "cost",
-        "What one attention layer costs before it runs: parameters, products, cache, and the time it takes at least.",
-        "headwise cost gqa mla moh --model 4096 --heads 32 --context 32768 --batch 16",
+        "What attention layers and whole models cost before they run: parameters, products, cache, and the time they "
+        "take at least.",
+        "headwise cost gqa mla --model 4096 --heads 32 --context 32768 --batch 16\n"
+        "  headwise cost path/to/config.json --generate 256 --operations",
     )
-    parser.add_argument("specs", nargs="*", metavar="SPEC", help="a .toml or .json file, or the name of a preset")
+    parser.add_argument(
+        "specs", nargs="*", metavar="WHAT", help="a preset, a .toml or .json file, a config.json, or a model's folder"
+    )
     parser.add_argument(
         "--preset", action="append", default=[], metavar="NAME", help="one more preset, of " + ", ".join(PRESETS)
     )
     parser.add_argument("--model", type=int, metavar="WIDTH", help="the width of the presets' model")
     parser.add_argument("--heads", type=int, metavar="COUNT", help="how many heads the presets have")
     take_changes(parser)
-    parser.add_argument("--context", type=int, default=2048, metavar="TOKENS", help="tokens of a row (2048)")
+    parser.add_argument("--layer", metavar="PLACE", help="of models one block, 3 or encoder.3, or 3.attention")
+    parser.add_argument("--context", type=int, metavar="TOKENS", help=f"tokens of a row ({CONTEXT}, or all positions)")
+    parser.add_argument("--source", type=int, metavar="TOKENS", help="tokens that cross-attention reads (as many)")
+    parser.add_argument("--generate", type=int, default=0, metavar="TOKENS", help="how many are written behind them")
     parser.add_argument("--batch", type=int, default=1, metavar="ROWS", help="rows (1)")
     parser.add_argument("--dtype", default="bf16", help="bf16, fp16 or fp32")
     parser.add_argument("--device", default="h200", help="h200, h100, a100, l40s, rtx4090, m2-max or cpu")
+    parser.add_argument("--operations", action="store_true", help="the time of each operation, and what it waits for")
     parser.add_argument("--terms", action="store_true", help="every item with the formula that computed it")
     parser.add_argument("--verify", action="store_true", help="build each small and hold every formula against it")
     for page in PAGES:
         page.take(parser)
     take_form(parser)
-    given = parser.parse_args(argv)
+    given = _given(parser, argv)
     costs = priced(given)
     checks = audited(costs) if given.verify else {}
     views = {name: view for page in PAGES for name, view in page.views(given, costs).items()}
@@ -69,16 +82,37 @@ def main(argv: list[str]) -> int:
         more = {name: view.data for name, view in views.items()}
         show(document(costs.data | more | ({"verified": told} if given.verify else {})))
     else:
-        said = [str(costs), *([costs.terms] if given.terms else []), *map(str, views.values())]
+        asked = {"operations": given.operations, "terms": given.terms}
+        said = [str(costs), *(getattr(costs, name) for name in asked if asked[name]), *map(str, views.values())]
         show("\n\n".join([*said, *(_told(*item) for item in checks.items())]))
     return 0 if all(check.holds for each in checks.values() for check in each) else 1
 
 
+def _given(parser: Arguments, argv: list[str]) -> argparse.Namespace:
+    """What the command line says; a key of a part that is written like an option is told how to say it."""
+    given, more = parser.parse_known_args(argv)
+    if not more:
+        return given
+    option, *value = more[0].split("=", 1) + more[1:2]
+    for name in [*given.specs, *given.preset]:
+        ends = f".{option.removeprefix('--')}"
+        if keys := [key for key in keys_of(named(name, given, [])) if key.endswith(ends)]:
+            change = f"{keys[0]}={value[0] if value else ''}"
+            told = f"there is no option {option}, but {name} has {keys[0]}"
+            try:
+                named(name, given, [change])
+            except SpecError as error:
+                raise Wrong(f"{told}: {error}") from None
+            raise Wrong(f"{told}; write --set {change}")
+    raise Wrong(f"unrecognized arguments: {' '.join(more)}; see headwise cost --help")
+
+
 def audited(costs: Costs) -> dict[str, list[Check]]:
-    """Every formula against a small layer of each spec."""
+    """Every formula against a small layer of each attention."""
     from ...auditing import audit
 
-    return {price.name: audit(price.spec) for price in costs}
+    places = [(price.name, place, spec) for price in costs for place, spec in price.specs.items()]
+    return {name if place == name else f"{name}: {place}": audit(spec) for name, place, spec in places}
 
 
 def _told(name: str, checks: list[Check]) -> str:
@@ -88,15 +122,36 @@ def _told(name: str, checks: list[Check]) -> str:
 
 
 def priced(given: argparse.Namespace) -> Costs:
-    """The price of every spec that the command line names, in its order."""
+    """The price of everything that the command line names, in its order."""
     names = [*given.specs, *given.preset]
     if not names:
-        raise Wrong("name at least one spec: a .toml or .json file, or a preset such as gqa")
+        raise Wrong("name at least one spec or model: a file, a model's folder, or a preset such as gqa")
     if strange := [name for name in given.preset if name not in PRESETS]:
         raise Wrong(f"there is no preset {strange[0]!r}; use one of {', '.join(PRESETS)}")
-    sizes = {name: size for name in ("model", "heads") if (size := getattr(given, name)) is not None}
+    from ...counting.calls import Load
     from ...counting.costs import Costs
-    from ...counting.pricing import Load, price
+    from ...counting.pricing import price
+    from ...counting.scopes import longest
 
-    load = Load(given.batch, given.context, given.dtype, given.device)
-    return Costs(tuple(price(changed(named_spec(name, sizes), given.changes), load, name) for name in names))
+    found = [named(name, given, given.changes) for name in names]
+    known = [own - max(given.generate - 1, 0) for own, _ in map(longest, found) if own is not None]
+    usual = max(min([CONTEXT, *known]), 1)
+    context = usual if given.context is None else given.context
+    load = Load(given.batch, context, given.dtype, given.device, given.source, given.generate)
+    labels = [label(name) for name in names]
+    labels = [name if labels.count(told) > 1 else told for name, told in zip(names, labels, strict=True)]
+    return Costs(tuple(price(one, load, told) for one, told in zip(found, labels, strict=True)))
+
+
+def named(name: str, given: argparse.Namespace, changes: list[str]) -> Described:
+    """What one name stands for, or the layer of it that is asked for."""
+    from ...blueprint import Model
+    from ...counting.scopes import layer
+
+    sizes = {size: told for size in ("model", "heads") if (told := getattr(given, size)) is not None}
+    found = described(name, sizes, changes)
+    if given.layer is None:
+        return found
+    if isinstance(found, Model):
+        return layer(found, given.layer)
+    raise Wrong(f"--layer {given.layer} is for models, and {name} is one layer; leave --layer out")
