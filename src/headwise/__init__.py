@@ -73,6 +73,7 @@ _MODULES = (
     "presets",
     "reference",
     "seams",
+    "tasks",
 )
 
 __all__ = sorted(_HOMES)

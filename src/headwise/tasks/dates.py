@@ -17,7 +17,7 @@ from ..pattern_base import whole
 from ..tokens import Tokens
 from .base import IGNORED, Batch, Tally
 from .draws import Draws
-from .generated import Drawn, Generated, check_space, tallied
+from .generated import Drawn, Generated, check_space, options, tallied
 from .small import Shape, translator
 from .wording import CURRENCIES, DIGITS, LANGUAGES, MONTHS, POWERS, Amount, Date, Said, joined
 
@@ -51,8 +51,11 @@ class Dates(Generated):
     `digits`, is rich in zeros, and is one of `currencies`. What is held out is the date, or the amount in whatever
     currency: it occurs in no language of training.
 
-    >>> for one in Dates().batch(0, 4).gold:
+    >>> for one in Dates().batch(0, 3).gold:
     ...     print(one.direction, one.source, "->", one.target)
+    en-iso 22 June 2057 -> 2057-06-22
+    zh-en 八千零九十元三角 -> 8,090.30 yuan
+    zh-iso 一九四三年十月十七日 -> 1943-10-17
     """
 
     name: ClassVar[str] = "dates"
@@ -67,7 +70,8 @@ class Dates(Generated):
         known = {"subjects": SUBJECTS, "languages": LANGUAGES, "currencies": CURRENCIES}
         for knob, least in {"subjects": 1, "languages": 2, "currencies": 1}.items():
             _check_words(knob, getattr(self, knob), known[knob], least)
-        if len(self.years) != 2 or not 1000 <= self.years[0] <= self.years[1] <= 9999:
+        years = options("years", self.years, 1000)
+        if len(years) != 2 or not years[0] <= years[1] <= 9999:
             raise SpecError(f"years={self.years} is no range within 1000 .. 9999; give the first and the last year")
         if whole("digits", self.digits, 1) > 8:
             raise SpecError(f"digits={self.digits} need words beyond 万; use at most 8")
@@ -80,8 +84,8 @@ class Dates(Generated):
 
     @property
     def _days(self) -> int:
-        first, last = (np.datetime64(f"{year:04d}-01-01") for year in (self.years[0], self.years[1] + 1))
-        return int((last - first).astype(np.int64))
+        first, last = np.datetime64(f"{self.years[0]}-01-01"), np.datetime64(f"{self.years[1]}-12-31")
+        return int((last - first).astype(np.int64)) + 1
 
     @property
     def directions(self) -> tuple[tuple[str, str], ...]:
@@ -112,13 +116,13 @@ class Dates(Generated):
         return {"content": content, "fits": (subject == 0) | (cents > 0), **told}
 
     def _cents(self, draws: Draws) -> np.ndarray:
-        """Amounts of 0 .. `digits` digits before the point, one in three of all digits made zero but for the first."""
+        """Amounts of 0 .. `digits` digits before the point; of all but the first, one in three is made zero."""
         count = draws.choice(range(self.digits + 1))[:, None]
         places = np.arange(self.digits + 2) - 2
         digit = draws.below(10, len(places)) * (draws.below(3, len(places)) > 0)
         leading = 1 + draws.below(9, 1)
-        digit = np.where(places == count - 1, leading, np.where(places < count, digit, 0))
-        return np.where((count == 0) & (places >= 0), 0, digit) @ 10 ** np.arange(len(places))
+        first = (places == count - 1) & (places >= 0)
+        return np.where(first, leading, np.where(places < count, digit, 0)) @ 10 ** np.arange(len(places))
 
     def show(self, drawn: Drawn) -> Batch:
         number = {token: n for n, token in enumerate(VOCABULARY)}
@@ -144,8 +148,8 @@ class Dates(Generated):
 
     @property
     def answers(self) -> int:
-        """As long as the longest amount in Chinese, and its end."""
-        return 2 * self.digits + 10
+        """As long as 二〇二七年十二月二十七日, or as nines, a unit and nine-and-ninety hundredths; and the end."""
+        return max(13, 2 * self.digits + 7)
 
     @property
     def end(self) -> int:
@@ -223,6 +227,7 @@ def _tokenizer() -> dict[str, object]:
 
 def _check_words(knob: str, words: tuple[str, ...], known: Iterable[str], least: int) -> None:
     """Refuse what is unknown, said twice, or too few."""
+    known = tuple(known)
     for word in words:
         if word not in known:
             raise SpecError(f"{knob}={words!r} holds {word!r}; {nearest(str(word), known)}")

@@ -80,12 +80,19 @@ class Draws:
         return (self.words(count).astype(np.float64) + 0.5) / 2.0**32
 
     def distinct(self, limit: int, count: int) -> Ints:
-        """Different whole numbers 0 .. limit - 1 in random order, by the first swaps of a shuffle."""
-        rows, pool = np.arange(len(self)), np.tile(np.arange(limit), (len(self), 1))
-        swaps = np.arange(count) + self.below(limit - np.arange(count), count)
+        """Different whole numbers 0 .. limit - 1 in random order.
+
+        Which ones by Floyd's rule (CACM 30:9, 1987): one more is allowed at every step, and taken when the number
+        drawn was there before. Then they are shuffled.
+        """
+        rows, places = np.arange(len(self)), np.arange(count)
+        drawn, swaps = self.below(limit - count + 1 + places, count), places + self.below(count - places, count)
+        for place in range(1, count):
+            again = (drawn[:, :place] == drawn[:, place, None]).any(1)
+            drawn[again, place] = limit - count + place
         for place in range(count):
-            pool[rows, place], pool[rows, swaps[:, place]] = pool[rows, swaps[:, place]], pool[rows, place]
-        return pool[:, :count]
+            drawn[rows, place], drawn[rows, swaps[:, place]] = drawn[rows, swaps[:, place]], drawn[rows, place]
+        return drawn
 
     def choice(self, options: Sequence[int]) -> Ints:
         """One of these for each example, [B]."""

@@ -20,9 +20,10 @@ from .draws import Draws, Ints, Words
 # there is one, says which of them may be used at all.
 Drawn = dict[str, np.ndarray]
 
-SPACE = 1000  # with fewer different examples than this a split could be empty
-ATTEMPTS = 20_000
-ROWS = 2**13  # the most attempts that are drawn side by side
+SPACE = 500  # with fewer different examples than this a split could be all but empty
+ATTEMPTS = 2**17
+MOST = 2**16  # examples in a batch, tokens in an example, kinds of tokens
+CELLS = 2**20  # of content, the most that are drawn side by side
 PARTS = 8  # an example whose content marks 0 or 1 out of so many is held out for validation or test
 ODD, MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xFF51AFD7ED558CCD)
 
@@ -54,6 +55,8 @@ class Generated(Spoken, Task):
         check_split(split)
         whole("index", index, 0)
         first = index * whole("size", size, 1)
+        if size > MOST:
+            raise SpecError(f"size={size} examples are too many for one batch; use at most {MOST}")
         if first + size > 2**63:
             raise SpecError(f"index={index} of {size} examples lies beyond example 2**63; use a smaller index")
         return self.show(self._drawn(np.arange(first, first + size), split))
@@ -75,7 +78,8 @@ class Generated(Spoken, Task):
                 kept.setdefault(name, np.empty((len(numbers), *values.shape[1:]), values.dtype))
                 kept[name][waiting[found]] = values[taken]
             waiting, begun = waiting[~found], begun + ahead
-            ahead = max(1, min(2 * ahead, ROWS // max(1, len(waiting))))
+            most = CELLS // max(1, len(waiting) * drawn["content"].shape[1])
+            ahead = max(1, min(2 * ahead, most))
         return kept
 
 
@@ -106,6 +110,13 @@ def check_space(task: Task, count: float, remedy: str) -> None:
     """Refuse a task with too few different examples for three splits."""
     if count < SPACE:
         raise SpecError(f"{task!r} has {count:.0f} different examples, too few for three splits; {remedy}")
+
+
+def check_sizes(task: Task, **sizes: int) -> None:
+    """Refuse what would fill the memory: longer examples, or more kinds of tokens, than any model here reads."""
+    for name, size in sizes.items():
+        if size > MOST:
+            raise SpecError(f"{task!r} has {size} {name}, too many for any model here; use at most {MOST}")
 
 
 def options(name: str, value: int | tuple[int, ...], low: int) -> tuple[int, ...]:

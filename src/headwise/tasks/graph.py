@@ -31,9 +31,10 @@ class Graph(Generated):
     reach + 1 for farther. `pattern` lets a node read itself and its neighbours, so that t layers carry a message t
     steps far; tokens (1 a source, 0 none) have no position, so a node is known by what reaches it.
 
-    >>> task = Graph(nodes=12, chords=2, sources=4)
+    >>> task = Graph(nodes=14, chords=2, sources=4)
     >>> batch = task.batch(0, 1)
     >>> batch.x[0].tolist(), batch.labels[0].tolist()
+    ([0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0], [4, 3, 2, 1, 0, 1, 2, 1, 0, 0, 0, 1, 2, 3])
     """
 
     name: ClassVar[str] = "graph"

@@ -15,9 +15,9 @@ from torch import Tensor
 from ..blueprint import Model
 from ..errors import SpecError
 from ..pattern_base import whole
-from .base import Batch, Tally
+from .base import IGNORED, Batch, Tally
 from .draws import Draws
-from .generated import Drawn, Generated, check_space, right_of, tallied, up_to, whole_rows
+from .generated import SPACE, Drawn, Generated, check_sizes, check_space, right_of, tallied, up_to, whole_rows
 from .small import Shape, decoder
 
 NAMED = re.compile(r"([ZSA])([1-9]\d{0,3})")
@@ -30,10 +30,12 @@ class Group(Generated):
 
     group="parity" is Z2; "Z5" adds modulo 5; "S3" are all permutations of three things, "A5" the even ones of five.
     A product applies its left factor first. Elements of S and A are numbered in alphabetical order, which starts with
-    the one that moves nothing.
+    the one that moves nothing. A token of its own, the last id, begins every row: without it, and without absolute
+    positions, attention cannot tell one element from the same one twice.
 
     >>> batch = Group(group="Z5", length=8).batch(0, 1)
     >>> batch.x.tolist(), batch.labels.tolist()
+    ([[5, 1, 4, 3, 3, 4, 1, 3, 0]], [[-100, 1, 0, 3, 1, 0, 1, 4, 4]])
     """
 
     name: ClassVar[str] = "group"
@@ -45,7 +47,8 @@ class Group(Generated):
         order, length = len(self.table), whole("length", self.length, 1)
         if order < 2:
             raise SpecError(f"group={self.group!r} has one element, so nothing is asked; use 'parity', 'Z5' or 'S3'")
-        enough = next(n for n in range(1, 20) if order**n >= 1000)
+        enough = next(n for n in range(1, 20) if order**n >= SPACE)
+        check_sizes(self, tokens=length)
         check_space(self, float(order) ** min(length, 64), f"use length={enough} or more")
 
     @property
@@ -61,7 +64,7 @@ class Group(Generated):
 
     def model(self) -> Model:
         """Four layers; how many a group needs for a length is what the task is about."""
-        return decoder(self.name, len(self.table), Shape(width=64, heads=4, layers=4, feed=128))
+        return decoder(self.name, len(self.table) + 1, Shape(width=64, heads=4, layers=4, feed=128))
 
     def draw(self, draws: Draws) -> Drawn:
         table = self.table
@@ -72,22 +75,29 @@ class Group(Generated):
         return {"content": x, "x": x, "labels": products}
 
     def show(self, drawn: Drawn) -> Batch:
-        return Batch(torch.from_numpy(drawn["x"]), torch.from_numpy(drawn["labels"]))
+        first = np.ones((len(drawn["x"]), 1), np.int64)
+        x = np.concatenate([len(self.table) * first, drawn["x"]], 1)
+        labels = np.concatenate([IGNORED * first, drawn["labels"]], 1)
+        return Batch(torch.from_numpy(x), torch.from_numpy(labels))
 
     def measure(self, logits: Tensor, batch: Batch) -> Tally:
         """Accuracy by how many elements were multiplied, and how often all of a row is right."""
         right, asked = right_of(logits, batch.labels)
-        count = torch.arange(1, asked.shape[1] + 1, device=asked.device).expand(asked.shape)
+        count = torch.arange(asked.shape[1], device=asked.device).expand(asked.shape)
         rows = whole_rows(right, asked)
         told = dict(tallied("accuracy", right, asked, up_to("t", count)))
         return told | dict(tallied("exact_match", rows, torch.ones_like(rows), {}))
+
+    def text(self, ids: list[int]) -> str:
+        """Elements by number, what begins a row as |."""
+        return " ".join("|" if one == len(self.table) else str(one) for one in ids)
 
 
 def table_of(name: str) -> np.ndarray:
     """The products of a group by its name.
 
     >>> table_of("Z3").tolist(), table_of("S3")[1].tolist()
-    ([[0, 1, 2], [1, 2, 0], [2, 0, 1]], [1, 0, 4, 5, 2, 3])
+    ([[0, 1, 2], [1, 2, 0], [2, 0, 1]], [1, 0, 3, 2, 5, 4])
     """
     told = NAMED.fullmatch("Z2" if name == "parity" else name)
     if not told:

@@ -18,10 +18,12 @@ from .base import Batch, Tally
 from .draws import Draws, Ints
 from .generated import Drawn, Generated, check_space, each_of, right_of, tallied
 from .small import Shape, encoder
-from .trees import Level, chosen, grow, values, written
+from .trees import Level, chosen, grow, lengths, values, written
 
 SYMBOLS = ("", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]", "=")  # padding is 0, the first token of all 16
 CLASSES, OPEN, CLOSE, READ = 10, 11, 15, 16
+SIZES = {"depth": (2, 32), "arguments": (2, 32), "shortest": (4, 4096), "longest": (4, 4096)}
+RARE = 1 / 500  # of all trees that are drawn, the fewest that may be kept
 
 
 class Nested(NamedTuple):
@@ -42,14 +44,15 @@ class ListOps(Generated):
     above `depth` is an operator one time in four and has 2 .. `arguments` arguments; else it is a digit. Kept are
     texts of `shortest` .. `longest` tokens, "=" not counted. `ListOps.published()` has the sizes of the Arena.
 
-    >>> task = ListOps(shortest=9, longest=12)
+    >>> task = ListOps(arguments=4, shortest=9, longest=12)
     >>> batch = task.batch(0, 1)
     >>> print(task.text(batch.x[0].tolist()), batch.labels.tolist())
+    = [MAX [MIN 8 2 5 ] 8 3 ] [8]
     """
 
     name: ClassVar[str] = "listops"
     depth: int = 4
-    arguments: int = 5
+    arguments: int = 10
     shortest: int = 8
     longest: int = 96
 
@@ -60,17 +63,19 @@ class ListOps(Generated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for knob, least in {"depth": 2, "arguments": 2, "shortest": 4, "longest": 4}.items():
-            whole(knob, getattr(self, knob), least)
+        for knob, (least, most) in SIZES.items():
+            if whole(knob, getattr(self, knob), least) > most:
+                raise SpecError(f"{knob}={getattr(self, knob)} is more than any model here learns; use at most {most}")
         if self.shortest > self.longest:
-            raise SpecError(f"shortest={self.shortest} is more than longest={self.longest}; use shortest={self.longest}")
-        most = 1  # tokens of a full tree
-        for _ in range(self.depth - 1):
-            most = min(2 + self.arguments * most, 10**9)
-        if self.shortest > most:
-            fact = f"lists of depth={self.depth} and arguments={self.arguments} have at most {most} tokens"
-            raise SpecError(f"{fact}, not shortest={self.shortest}; use shortest={most} or a larger depth")
-        check_space(self, 4 * 10.0 ** min(self.longest - 2, self.arguments, 9), "use more arguments, or a larger longest")
+            fact = f"shortest={self.shortest} is more than longest={self.longest}"
+            raise SpecError(f"{fact}; use shortest={self.longest} or less")
+        share = lengths(self.depth, self.arguments, self.longest)[self.shortest :].sum()
+        if share < RARE:
+            fact = f"{max(share, 0):.2%} of the trees of {self!r} have {self.shortest} to {self.longest} tokens"
+            raise SpecError(f"{fact}, too few to be drawn; use a wider range, or other depth and arguments")
+        check_space(
+            self, 4 * 10.0 ** min(self.longest - 2, self.arguments, 9), "use more arguments or a larger longest"
+        )
 
     @property
     def chance(self) -> Mapping[str, float]:

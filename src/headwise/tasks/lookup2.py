@@ -15,7 +15,7 @@ from ..errors import SpecError
 from ..pattern_base import whole
 from .base import IGNORED, Batch, Tally
 from .draws import Draws, Ints
-from .generated import Drawn, Generated, check_space, right_of, tallied
+from .generated import Drawn, Generated, check_sizes, check_space, right_of, tallied
 from .small import Shape, decoder
 
 ASK, SAME, FIRST = 0, 1, 2  # the marks of the two questions, and the id of the first entity
@@ -40,8 +40,9 @@ class Lookup2(Generated):
     attribute that was asked of the other one: "the same of A as of B". Direct questions are about different entities,
     so that a composed one has a single answer.
 
-    >>> task = Lookup2(entities=2, attributes=2, values=9, direct=1, composed=1)
+    >>> task = Lookup2(entities=3, attributes=2, values=9, direct=1, composed=1)
     >>> print(task.text(task.batch(0, 1).x[0].tolist()))
+    E1 a1 3 E1 a0 1 E0 a1 7 E2 a1 1 E0 a0 1 E2 a0 5 ? E1 a1 3 = E2 E1 1
     """
 
     name: ClassVar[str] = "lookup2"
@@ -58,11 +59,16 @@ class Lookup2(Generated):
         if self.direct > self.entities:
             fact = f"{self.direct} direct questions about different ones of {self.entities} entities cannot be asked"
             raise SpecError(f"{fact}; use direct={self.entities}")
+        check_sizes(self, tokens=self._length, symbols=self.vocabulary)
         check_space(self, float(self.values) ** min(self._facts, 64), "use more entities, attributes or values")
 
     @property
     def _facts(self) -> int:
         return self.entities * self.attributes
+
+    @property
+    def _length(self) -> int:
+        return 3 * self._facts + 4 * (self.direct + self.composed)
 
     @property
     def vocabulary(self) -> int:
@@ -116,7 +122,12 @@ class Lookup2(Generated):
         known = [drawn[name].tolist() for name in ("direct", "composed", "hops")]
         direct, composed = places[: self.direct].tolist(), places[self.direct :].tolist()
         gold = [
-            Found(*(tuple(zip(at, wants, strict=True)) for at, wants in zip(row, (direct, composed, composed), strict=True)))
+            Found(
+                *(
+                    tuple(zip(at, wants, strict=True))
+                    for at, wants in zip(row, (direct, composed, composed), strict=True)
+                )
+            )
             for row in zip(*known, strict=True)
         ]
         return Batch(torch.from_numpy(x), torch.from_numpy(labels), gold=gold)
@@ -138,6 +149,8 @@ class Lookup2(Generated):
         marks = {ASK: "?", SAME: "="}
         return " ".join(
             marks.get(one)
-            or (f"E{one - FIRST}" if one < attributes else f"a{one - attributes}" if one < values else str(one - values))
+            or (
+                f"E{one - FIRST}" if one < attributes else f"a{one - attributes}" if one < values else str(one - values)
+            )
             for one in ids
         )

@@ -16,7 +16,7 @@ from ..pattern_base import whole
 from ..tokens import Tokens
 from .base import IGNORED, Batch, Tally
 from .draws import Draws
-from .generated import Drawn, Generated, check_space, each_of, options, right_of, tallied
+from .generated import Drawn, Generated, check_sizes, check_space, each_of, options, right_of, tallied
 from .small import Shape, decoder
 
 FILLERS = ("random", "zero")
@@ -41,6 +41,9 @@ class Recall(Generated):
 
     >>> batch = Recall(vocabulary=16, length=16, pairs=3, filler="zero").batch(0, 1)
     >>> batch.x[0].tolist()
+    [5, 15, 3, 12, 7, 10, 5, 0, 0, 0, 3, 0, 0, 0, 7, 0]
+    >>> batch.gold[0].links
+    ((1, 6), (3, 10), (5, 14))
     """
 
     name: ClassVar[str] = "recall"
@@ -61,9 +64,12 @@ class Recall(Generated):
             raise SpecError(f"filler={self.filler!r} is unknown; {nearest(self.filler, FILLERS)}")
         for length, pairs in self.settings:
             self._check(length, pairs)
+        check_sizes(self, tokens=max(length for length, _ in self.settings), symbols=self.vocabulary)
         low, high = self.vocabulary // 2 - 1, self.vocabulary - self.vocabulary // 2
         fewest = min(pairs for _, pairs in self.settings)
-        check_space(self, float(np.prod([(low - n) * (high - n) for n in range(fewest)], dtype=float)), "use more pairs")
+        check_space(
+            self, float(np.prod([(low - n) * (high - n) for n in range(fewest)], dtype=float)), "use more pairs"
+        )
 
     def _check(self, length: int, pairs: int) -> None:
         if length % 2:
@@ -83,7 +89,9 @@ class Recall(Generated):
         lengths, pairs = options("length", self.length, 4), options("pairs", self.pairs, 1)
         count = max(len(lengths), len(pairs))
         if len(lengths) not in (1, count) or len(pairs) not in (1, count):
-            raise SpecError(f"{len(lengths)} lengths and {len(pairs)} numbers of pairs do not go together; give as many")
+            raise SpecError(
+                f"{len(lengths)} lengths and {len(pairs)} numbers of pairs do not go together; give as many"
+            )
         return tuple((lengths[n % len(lengths)], pairs[n % len(pairs)]) for n in range(count))
 
     @property
@@ -125,7 +133,10 @@ class Recall(Generated):
 
     def show(self, drawn: Drawn) -> Batch:
         length = drawn["length"]
-        x, labels = torch.from_numpy(drawn["x"][:, : length.max()]), torch.from_numpy(drawn["labels"][:, : length.max()])
+        x, labels = (
+            torch.from_numpy(drawn["x"][:, : length.max()]),
+            torch.from_numpy(drawn["labels"][:, : length.max()]),
+        )
         tokens = None if (length == length[0]).all() else Tokens.of(x, lengths=torch.from_numpy(length))
         gold = [
             Recalled(count, end, tuple((2 * n + 1, place) for n, place in enumerate(places[:count])))

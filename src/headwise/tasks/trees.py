@@ -47,6 +47,26 @@ def grow(draws: Draws, depth: int, arguments: int, longest: int) -> tuple[list[L
     return levels, length
 
 
+def lengths(depth: int, arguments: int, longest: int) -> NDArray[np.float64]:
+    """How likely a tree has 0, 1, ... `longest` tokens, up to the rounding of Fourier transforms.
+
+    >>> lengths(2, 3, 5).round(4).tolist()  # a digit, or two arguments, or three
+    [0.0, 0.75, 0.0, 0.0, 0.125, 0.125]
+    """
+    digit = np.eye(1, longest + 1, 1)[0]
+    told = digit
+    for _ in range(depth - 1):
+        one = np.fft.rfft(told, 2 * (longest + 1))
+        power, several = one, np.zeros_like(told)
+        for _ in range(arguments - 1):
+            # Lengths beyond the longest are cut off at every step, or they would come back as short ones.
+            found = np.fft.irfft(power * one, 2 * (longest + 1))[: longest + 1]
+            power, several = np.fft.rfft(found, 2 * (longest + 1)), several + found
+        told = QUARTER / 2**32 * np.concatenate([[0, 0], several[:-2]]) / (arguments - 1)
+        told = told + (1 - QUARTER / 2**32) * digit
+    return told
+
+
 def _below(words: np.ndarray, limit: int) -> Ints:
     return ((words * np.uint64(limit)) >> HALF).astype(np.int64)
 

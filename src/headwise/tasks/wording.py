@@ -11,7 +11,7 @@ Said = list[tuple[str, tuple[str, ...]]]
 
 MONTHS = ("January", "February", "March", "April", "May", "June", "July")
 MONTHS += ("August", "September", "October", "November", "December")
-DIGITS = "零一二三四五六七八九"
+DIGITS, OF_YEARS = "零一二三四五六七八九", "〇一二三四五六七八九"
 POWERS = ("", "十", "百", "千")
 
 
@@ -72,9 +72,10 @@ def iso(one: Date | Amount) -> Said:
 def chinese(one: Date | Amount) -> Said:
     """二〇二六年十一月二十日; 一千二百三十四元五角, 一千二百三十四美元五十美分.
 
-    Years digit by digit, with 〇. In amounts zeros at the end of a number or before 万 are not said, others as one 零
-    however many; a missing 角 between 元 and 分 is 零, too. 十 is 一十 inside a number. 两 stands for 二 where a number
-    begins with it before 千, 万 or its unit; 角 and 分 go on with the number of 元, 美分 and 欧分 begin their own.
+    Years are said digit by digit, as 一九〇七. In amounts, zeros at the end of a number or before 万 are not said, and
+    others as one 零, however many; so is a missing 角 between 元 and 分. 十 is 一十 inside a number. 两 stands for 二
+    where a number begins with it before 千, 万 or its unit. 角 and 分 go on with the number of 元, while 美分 and 欧分
+    begin one of their own.
 
     >>> joined(chinese(Date(2026, 11, 20))), joined(chinese(Amount(123450, "yuan")))
     ('二〇二六年十一月二十日', '一千二百三十四元五角')
@@ -83,7 +84,7 @@ def chinese(one: Date | Amount) -> Said:
     """
     if isinstance(one, Amount):
         return _yuan(one.cents) if one.currency == "yuan" else _western(one.cents, CURRENCIES[one.currency])
-    year = [(token if token != "零" else "〇", means) for token, means in _spelt(str(one.year), "y")]
+    year = _spelt(str(one.year), "y", digits=OF_YEARS)
     return [*year, *plain("年"), *numeral(one.month, "m"), *plain("月"), *numeral(one.day, "d"), *plain("日")]
 
 
@@ -153,8 +154,8 @@ def _digits(text: str, letter: str, last: int = 0) -> Said:
     return [(digit, (f"{letter}{last + len(text) - 1 - n}",)) for n, digit in enumerate(text)]
 
 
-def _spelt(text: str, letter: str, last: int = 0) -> Said:
-    return [(DIGITS[int(digit)], means) for digit, means in _digits(text, letter, last)]
+def _spelt(text: str, letter: str, last: int = 0, digits: str = DIGITS) -> Said:
+    return [(digits[int(digit)], means) for digit, means in _digits(text, letter, last)]
 
 
 def plain(token: str) -> Said:
