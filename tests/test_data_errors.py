@@ -162,7 +162,11 @@ BAD: list[tuple[Callable[[], object], Callable[[], object] | str, str]] = [
     (lambda: write("a.bin", b"\1\0" * 99), "a.bin", "how its ids are stored .. dtype='uint16' .. a.json"),
     (lambda: [write("a.bin", b"\1\0\1"), meta(dtype="uint16")], "a.bin", "3 bytes .. no whole uint16"),
     (lambda: [write("a.bin", ""), meta(dtype="uint16")], "a.bin", "a.bin is empty"),
-    (lambda: [write("a.bin", b"\1\0" * 9), meta(dtype="float16")], "a.bin", "a.json: dtype='float16' .. use one of int32"),
+    (
+        lambda: [write("a.bin", b"\1\0" * 9), meta(dtype="float16")],
+        "a.bin",
+        "a.json: dtype='float16' .. int32",
+    ),
     (lambda: [write("a.bin", b"\1\0" * 9), meta(vocab="many")], "a.bin", "a.json says .. vocab as a whole number"),
     (lambda: [write("a.bin", b"\1\0" * 9), write("a.json", "{")], "a.bin", "a.json is no JSON"),
     (lambda: [write("a.bin", b"\1\0" * 9), write("a.json", "[]")], "a.bin", "a.json holds list .. an object"),

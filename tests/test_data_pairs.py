@@ -230,3 +230,11 @@ def test_published_scores_are_those_of_sacrebleu(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
     with pytest.raises(hw.SpecError, match=r"pip install 'headwise\[mt\]'"):
         translation(told, wanted)
+
+
+def test_a_few_held_out_batches_have_short_and_long_sentences(path: str):
+    task = made(path, valid=0.5)
+    longest = [int(task.batch(n, 3, "valid").tokens.live.sum(1).max()) for n in range(task.batches(3, "valid"))]
+    assert longest != sorted(longest)
+    assert max(longest[:4]) > 0.7 * max(longest)
+    assert min(longest[:4]) < 0.7 * max(longest)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from headwise.tasks import IGNORED
+from headwise.tasks import IGNORED, Task
 from headwise.tasks.text import Text
 
 # Bytes of one to four for a character, lines of all lengths, and no newline at the end.
@@ -34,12 +34,14 @@ def texts(path: str, **said) -> list[Text]:
     return [Text(path, tokens=tokens, vocab=300, length=13, **said) for tokens in ("bytes", "chars", "bpe")]
 
 
-def asked(task: Text, split: str, size: int = 5) -> list[int]:
-    """Every label that one sweep of a split asks for, in order."""
-    count = task.batches(size, split)
-    assert count is not None
-    found = [task.batch(n, size, split).labels for n in range(count)]
-    return [int(one) for labels in found for one in labels.flatten() if one != IGNORED]
+def asked(task: Task, split: str) -> list[int]:
+    """Every label that a split asks for, in its order; small batches ask for the same."""
+    some = range(task.batches(5, split) or 0)
+    parts = [batch.labels[batch.labels != IGNORED] for batch in (task.batch(n, 5, split) for n in some)]
+    whole = task.batch(0, 9_999, split).labels
+    found = whole[whole != IGNORED].tolist()
+    assert sorted(torch.cat(parts).tolist()) == sorted(found)
+    return found
 
 
 def test_held_out_parts_are_the_end_of_the_text_and_each_of_their_bytes_is_asked_once(path: str):
@@ -55,7 +57,7 @@ def test_what_a_label_stands_behind_is_what_is_read(path: str):
     for task in texts(path):
         for split in ("train", "valid", "test"):
             batch = task.batch(1, 3, split)
-            both = batch.labels[:, :-1] != IGNORED
+            both = batch.labels[:, 1:] != IGNORED
             assert (batch.x[:, 1:][both] == batch.labels[:, :-1][both]).all()
 
 
@@ -70,11 +72,18 @@ def test_training_reads_nothing_of_what_is_held_out(tmp_path: Path):
     assert task.batch(0, 5, "valid").x[0, 0] == 70  # the first is asked with the one before it in view
 
 
-def test_a_windows_last_row_asks_nothing_behind_the_end(path: str):
+def test_only_the_last_window_is_short(path: str):
     task = texts(path)[0]
-    labels = task.batch(task.batches(5, "valid") - 1, 5, "valid").labels
+    labels = task.batch(0, 9_999, "valid").labels
     assert (labels[-1] == IGNORED).any()
     assert (labels[:-1] != IGNORED).all()
+
+
+def test_a_few_batches_are_a_sample_of_the_whole_part(tmp_path: Path):
+    (tmp_path / "a.txt").write_bytes(bytes(range(1, 101)))
+    task = Text(str(tmp_path / "a.txt"), length=5, valid=0.5, test=0.1)
+    first = task.batch(0, 4, "valid").labels.flatten()  # of 10 windows in 3 batches
+    assert sorted(first.tolist()) == [*range(41, 46), *range(56, 61), *range(71, 76), *range(86, 91)]
 
 
 def test_text_comes_back_as_it_went_in(path: str):

@@ -281,8 +281,8 @@ def test_what_chinese_says_of_a_number_is_linked():
                 text = gold.source[4:]  # behind the code and the space, which are two tokens behind the tag
                 assert places
                 assert {text[s - 3] for s in places} == {"0"}
-                inside = places[-1] - places[0] + 1 - len(places)
-                assert inside == 0  # zeros side by side
+                assert places == [*range(places[0], places[-1] + 1)]
+                assert "0" not in text[places[0] - 4] + text[places[-1] - 2]  # all of those side by side
     for gold in wanted["iso-zh"][False] + wanted["iso-zh"][True]:
         for t, c in enumerate(gold.target):
             assert (c in "年月日") != any(to == t for _, to in gold.links)
@@ -312,6 +312,13 @@ def test_each_knob_does_what_it_says():
     money = [understood(gold.source) for gold in golds(subjects=("amount",), digits=2, currencies=("yuan", "euros"))]
     assert {name for _, name in money} == {"yuan", "euros"}
     assert 5000 < max(cents for cents, _ in money) < 10_000
+    forms = {
+        re.sub("[1-9]", "x", gold.source) for gold in golds(languages=("iso", "en"), subjects=("amount",), digits=1)
+    }
+    assert {"USD 0.0x", "EUR 0.x0", "CNY 0.xx", "USD x.00", "EUR x.0x", "x.x0 yuan", "x.xx euros"} <= forms
+    ends = task("dates", subjects=("date",), years=(9998, 9999))
+    days = {understood(gold.source) for split in SPLITS for gold in ends.batch(0, 900, split).gold}
+    assert (len(days) > 600, min(days), max(days)) == (True, (9998, 1, 1), (9999, 12, 31))
     wide = [understood(gold.source)[0] for gold in golds(subjects=("amount",), digits=8)]
     assert 10**9 < max(wide) < 10**10
 

@@ -81,9 +81,9 @@ class Plan:
         return self._rows(found[0], found[1][at * self.each : (at + 1) * self.each])
 
     def sweep(self, index: int) -> Rows:
-        """The same where nothing changes places: batches one after the other, and again."""
+        """The same for judging: batches that no seed changes, so mixed that a few of them have every length."""
         at = index % self.batches
-        chosen = np.arange(len(self.units))[at * self.each : (at + 1) * self.each]
+        chosen = drawn(0).permutation(len(self.units))[at * self.each : (at + 1) * self.each]
         return self._rows(np.argsort(self.levels, kind="stable"), chosen)
 
     def _rows(self, order: Numbers, chosen: Numbers) -> Rows:
@@ -138,13 +138,13 @@ def packed(sides: Sequence[Numbers], length: int, size: int) -> Plan:
 
 
 def swept(count: int, index: int, size: int) -> range:
-    """Batch `index` of so many examples in their own order, the last one shorter; then again.
+    """Batch `index` of at most so many examples, each batch from all over; after the last one the first again.
 
-    >>> swept(5, 1, 3), swept(5, 2, 3)
-    (range(3, 5), range(0, 3))
+    >>> swept(5, 0, 3), swept(5, 1, 3), swept(5, 2, 3)
+    (range(0, 5, 2), range(1, 5, 2), range(0, 5, 2))
     """
-    first = index % -(-count // size) * size
-    return range(first, min(first + size, count))
+    batches = -(-count // size)
+    return range(index % batches, count, batches)
 
 
 def shares(valid: float, test: float) -> None:

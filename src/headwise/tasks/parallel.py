@@ -45,7 +45,7 @@ class Parallel(Brought):
                 files = f"names {len(said)} file{'s' * (len(said) != 1)}"
                 raise SpecError(f"{name}={said!r} {files}; give two, (source, target), or one with columns")
         if len(self.columns) != 2 or min(self.columns) < 1:
-            raise SpecError(f"columns={self.columns!r} are not two counted from 1; give those of source and target, as (1, 2)")
+            raise SpecError(f"columns={self.columns!r} are not two counted from 1; give source and target, as (1, 2)")
         shares(*self._shares())
         self._making()
 

@@ -45,7 +45,8 @@ class Span:
 
 
 class Stream(Data):
-    """Training takes crops of `length` tokens from anywhere; held-out parts are read in windows, each token asked once.
+    """Training takes crops of `length` tokens from anywhere; held-out parts are read in windows, each token asked once,
+    and a batch has windows from all over a part.
 
     The first token of a part is asked with the one before it in view, where there is one in the same array. `widths`
     are the bytes of text that each id stands for, without which bits per byte are not measured.

@@ -1,0 +1,145 @@
+"""This machine, measured: once, kept whole, told with its age, and without a home too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise import cli
+from headwise.counting import here, intensity, timing
+from headwise.counting.devices import Device
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home of its own, nothing known, and measurements that take no time."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(here, "_known", {})
+    monkeypatch.setattr(here, "SECONDS", 0.002)
+    monkeypatch.setattr(here, "SIZES", (16, 64))
+    monkeypatch.setattr(here, "COPIED", 2**20)
+    return tmp_path
+
+
+def kept(home: Path) -> list[Path]:
+    return sorted(path for path in home.rglob("*") if path.is_file())
+
+
+def test_it_is_measured_once_and_kept(home: Path, monkeypatch: pytest.MonkeyPatch):
+    first = Device.named("here")
+    assert first.name == "here"
+    assert first.kind == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert "measured just now" in first.what
+    assert set(first.flops) == {"fp32", "bf16", "fp16"}
+    assert min(*first.flops.values(), first.bandwidth) > 1e6
+    assert 2**28 < first.memory < 2**50
+    (file,) = kept(home)
+    assert file.parent == home / ".cache" / "headwise"
+    monkeypatch.setattr(here, "measured", lambda machine: pytest.fail("measured again"))
+    assert Device.named("here") is first
+    here._known.clear()  # as another process begins
+    assert Device.named("here") == first
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps(written | {"when": time.time() - 3 * 86400}))
+    here._known.clear()
+    assert "measured 3 days ago" in Device.named("here").what
+
+
+def test_what_is_measured_is_time(monkeypatch: pytest.MonkeyPatch):
+    """A product that takes a hundredth of a second: that many FLOPs a hundred times a second."""
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: time.sleep(0.01))
+    rate = here._products(torch.float32)
+    assert 0.5 * 2 * 16**3 * 100 < rate <= 2 * 64**3 * 100
+    assert here.seconds(lambda: time.sleep(0.01), 0.0) == pytest.approx(0.01, rel=0.9)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["", "{", "[]", "{}", "null", "bandwidth", "nan", "machine", "dtype"],
+)
+def test_what_is_damaged_or_of_another_machine_is_measured_anew(home: Path, words: str):
+    Device.named("here")
+    (file,) = kept(home)
+    sound = json.loads(file.read_text())
+    harm = {"bandwidth": {"bandwidth": 0.0}, "nan": {"memory": float("nan")}, "machine": {"machine": "another"}}
+    harm |= {"dtype": {"flops": {"fp32": 1.0}}}
+    file.write_text(json.dumps(sound | harm[words]) if words in harm else words)
+    here._known.clear()
+    assert "just now" in Device.named("here").what
+    assert json.loads(file.read_text())["machine"] == sound["machine"]
+
+
+def test_measure_does_it_again(home: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    Device.named("here")
+    (file,) = kept(home)
+    old = json.loads(file.read_text())
+    assert cli.main(["cost", "gqa", "--device", "here", "--measure"]) == 0
+    assert "this machine (" in capsys.readouterr().out
+    assert json.loads(file.read_text())["when"] > old["when"]
+
+
+@pytest.mark.parametrize("why", ["file", "absent"])
+def test_without_a_home_it_is_measured_and_said_so(home: Path, monkeypatch: pytest.MonkeyPatch, why: str):
+    if why == "file":  # whoever is root may write to every folder, but not below a file
+        (home / ".cache").write_text("")
+    else:
+        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("there is no home")))
+    device = Device.named("here")
+    assert "not kept for the next time" in device.what
+    assert "\n" not in device.what
+    monkeypatch.setattr(here, "measured", lambda machine: pytest.fail("measured again"))
+    assert Device.named("here") is device
+
+
+def test_importing_measures_nothing(home: Path):
+    code = "import headwise.counting.devices, sys; print('headwise.counting.here' in sys.modules)"
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
+    assert told.stdout.strip() == "False"
+    assert kept(home) == []
+
+
+def test_boxes_are_measured_here(capsys, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(timing, "SECONDS", 0.001)
+    presets = ("mha", "gqa", "mla", "dcmha", "linear")
+    code = cli.main(["cost", *presets, "--model", "256", "--context", "60", "--boxes", "--device", "here"])
+    out = capsys.readouterr().out
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert "measured just now" in " ".join(out.split())
+    rows = [line for line in out.splitlines() if "core (purple)" in line]
+    assert [row.split()[-1] == "-" for row in rows] == [False, False, False, True, True]
+
+
+def test_what_is_too_large_is_not_measured(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(intensity, "product_seconds", lambda *said: pytest.fail("measured"))
+    monkeypatch.setattr(intensity, "core_seconds", lambda *said: pytest.fail("measured"))
+    boxed = intensity.Boxed(hw.design(preset="gqa", model=2**15, heads=8), Device.named("h200"), 2**22)
+    assert [boxed.measured(box).measured for box in boxed.boxes(64)] == [None] * 3
+
+
+def test_the_core_that_is_timed_has_the_sizes_of_the_spec(monkeypatch: pytest.MonkeyPatch):
+    seen: list[tuple[int, ...]] = []
+    multiply = torch.bmm
+    monkeypatch.setattr(timing, "SECONDS", 0)
+    monkeypatch.setattr(torch, "bmm", lambda a, b: (seen.append((*a.shape, b.shape[-1])), multiply(a, b))[1])
+    for preset, expected in {
+        "gqa": [(6, 4, 64, 30), (6, 4, 30, 64)],  # 3 rows of 2 key heads, which 4 heads share
+        "mla": [(3, 16, 576, 30), (3, 16, 30, 512)],  # one latent, which 16 heads share
+        "diff": [(48, 1, 32, 30), (24, 2, 30, 64)],  # 16 key heads, whose pairs share a value
+    }.items():
+        seen.clear()
+        spec = hw.design(preset=preset)
+        boxed = intensity.Boxed(spec, Device.named("h200"), 30, intensity.Formats("fp32"))
+        assert boxed.measured(boxed.boxes(3)[1]).measured is not None
+        assert seen[:2] == expected
+        assert sum(2 * b * m * k * n for b, m, k, n in seen[:2]) == boxed.boxes(3)[1].flops

@@ -1,0 +1,471 @@
+"""Steps, prompts, capacity and verdicts: by hand for Llama-3-8B, by looking at every length, by pricing again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import headwise as hw
+from headwise import cli
+from headwise.counting.allocators import Allocator, Rows, cached
+from headwise.counting.asking import Request, asks, by_part
+from headwise.counting.capacity import Demand, bytes_said, longest_context, most_rows
+from headwise.counting.devices import Device, Formats
+from headwise.counting.intensity import Boxed
+from headwise.counting.layers import Layers, Matrices, matrices
+from headwise.counting.lengths import lengths
+from headwise.counting.pricing import price
+from headwise.counting.serving import Serving
+from headwise.counting.throughput import Throughput
+from headwise.counting.verdict import judge
+from headwise.families import read
+from test_allocators import LLAMA3, gemma_3_1b
+
+H200 = Device.named("h200")
+LLAMA = read(LLAMA3)
+WEIGHTS = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)  # matrices of layers
+HEAD = 4096 * 128256
+GQA = hw.design(preset="gqa", model=64, heads=4)
+V3 = hw.design(
+    model=7168,
+    heads=128,
+    dim=128,
+    pattern="causal",
+    project=hw.Latent(rank=512, rope=64, query_rank=1536),
+    modifiers=(hw.Rotary(pairs="interleaved"),),
+)
+# A device on which small layers have corners at small numbers.
+SMALL = Device("small", "a small one", {"bf16": 12.0, "fp16": 12.0, "fp32": 6.0}, 1.0, 2.0**20)
+
+
+# --- one step ------------------------------------------------------------------------------------------
+
+
+def test_a_step_of_llama_3_8b_by_hand():
+    """Every matrix meets every token; 4 x 32 x 128 products for each key, 4,096 bytes of each token and layer."""
+    batch, context = 16, 8192
+    step = Serving(LLAMA, H200).decoding(Rows.alike(batch, context))
+    matrices, cores = step.weights, step.cores
+    assert sum(one.flops for one in matrices) == 2 * batch * (WEIGHTS + HEAD)
+    flowing = 32 * (2 * 4096 + 3 * (4096 + 14336)) + 4096 + 128256  # in and out of attentions, maps, and the head
+    assert sum(one.moved for one in matrices) == 2 * (WEIGHTS + HEAD) + 2 * batch * flowing
+    assert [one.flops for one in cores] == [32 * batch * context * 4 * 32 * 128]
+    assert [one.moved for one in cores] == [32 * batch * (context * 4096 + 2 * 2 * 4096)]
+    assert step.seconds == pytest.approx(sum(max(o.flops / 989e12, o.moved / 4.8e12) for o in step.operations))
+
+
+def test_a_mixed_step_by_hand():
+    """Three rows of 5 tokens get one more, while tokens 7 to 9 of a prompt are taken."""
+    step = Serving(GQA, H200).mixed(Rows.alike(3, 5), tokens=3, past=7)
+    decoding, prompt = step.cores
+    assert decoding.flops == 3 * 5 * 4 * 64
+    assert prompt.flops == (8 + 9 + 10) * 4 * 64
+    assert prompt.moved == 10 * 2 * 16 * 2 + 2 * 3 * 2 * 64
+    (projections,) = step.weights
+    assert projections.flops == 2 * (3 + 3) * hw.counting.params(GQA)
+
+
+def test_a_prompt_that_ends_in_one_token_joins_the_decoding():
+    """A call of the same kind as a row's is one more of them, and not in its place."""
+    serving = Serving(GQA, H200)
+    assert serving.mixed(Rows.alike(3, 8), tokens=1, past=7) == serving.decoding(Rows.alike(4, 8))
+
+
+PRICED = {name: hw.design(preset=name, model=256, heads=8) for name in ("gqa", "mla", "moh", "dcmha", "diff", "linear")}
+PRICED |= {"llama": LLAMA, "gpt-oss": read({"model_type": "gpt_oss"}), "deepseek": read({"model_type": "deepseek_v3"})}
+PRICED |= {"bart": read({"model_type": "bart"}), "gpt2": read({"model_type": "gpt2"})}
+
+
+@pytest.mark.parametrize("name", PRICED)
+def test_a_step_is_what_a_price_says(name: str):
+    """Counted by other code, from other declarations: products by bills, and bytes by roles of weights."""
+    described = PRICED[name]
+    told = price(described, hw.Load(batch=3, context=500, source=70))
+    step = Serving(described, H200, source=70).decoding(Rows.alike(3, 500))
+    assert told.decode is not None
+    assert sum(one.flops for one in step.operations) == told.decode.total
+    weights = [one for one in told.operations["decode"] if one.name.split()[-1] not in ("core", "embedding")]
+    assert sum(one.moved for one in step.weights) == sum(one.moved for one in weights)
+    assert sum(one.seconds for one in step.weights) == pytest.approx(sum(one.seconds for one in weights))
+    demand = Demand(Serving(described, H200, source=70), Rows.alike(3, 500, source=70))
+    assert sum(term.value for term in demand.cache) == told.kept_bytes
+    assert demand.serving.weights.bytes == told.weights_bytes
+
+
+@pytest.mark.parametrize("name", hw.PRESETS)
+def test_parts_are_the_whole(name: str):
+    spec = hw.design(preset=name)
+    for call in (Request(1, 30), Request(5, 30), Request(5)):
+        told = asks(Layers("attention", spec), call, Formats())
+        assert sum(by_part(spec, call).values()) == told.weights
+        assert told.core > 0
+        assert told.moved > 0
+
+
+def test_experts_are_read_once_and_asked_for_every_token():
+    feed = Matrices("experts", 1, ((4, 10),), ((10, 100), (100, 10)), count=4, active=2)
+    assert [feed.moved(tokens, "fp32") for tokens in (1, 2, 3)] == [4 * (40 + n * 2000) for n in (2, 4, 4)]
+    assert feed.flops(3) == 2 * 3 * (40 + 2 * 2000)
+    assert feed.flowing == 14 + 2 * 220
+
+
+def test_a_window_and_a_state_stop_growing():
+    for spec in (replace(GQA, pattern=hw.Window(9)), hw.design(preset="linear", model=64, heads=4)):
+        steps = [Serving(spec, H200).decoding(Rows.alike(2, n)) for n in (9, 900)]
+        assert steps[0] == steps[1]
+
+
+def test_layers_and_rows_of_many_lengths_add_up():
+    one, three = (Serving(GQA, H200, layers=n).decoding(Rows.of([5, 9, 5])) for n in (1, 3))
+    assert three.seconds == pytest.approx(3 * one.seconds)
+    assert one.cores[0].flops == (5 + 9 + 5) * 4 * 64
+
+
+def test_int8_weights_and_cache_are_read_as_bytes():
+    narrow = Serving(GQA, H200, Formats(weights="int8", cache="int8")).decoding(Rows.alike(1, 100))
+    shapes = [(64, 64), (16, 64), (16, 64), (64, 64)]
+    assert narrow.weights[0].moved == sum(a * b + 4 * a for a, b in shapes) + 2 * 2 * 64
+    assert narrow.cores[0].moved == 100 * 2 * (16 + 4) + 2 * 2 * 64
+
+
+# --- where something turns -----------------------------------------------------------------------------
+
+
+def test_weights_alone_wait_for_compute_from():
+    """peak x bytes / (2 x bandwidth): A100 312e12 / 2.039e12, H100 989e12 / 3.35e12, H200 989e12 / 4.8e12."""
+    assert [round(Device.named(n).critical("bf16")) for n in ("a100", "h100", "h200")] == [153, 295, 206]
+    assert Device.named("h100").critical("bf16", "int8") == Device.named("h100").critical("bf16") / 2
+
+
+def turns(serving: Serving, tokens: int) -> bool:
+    weights = serving.decoding(Rows.alike(tokens, 1)).weights
+    device = serving.device
+    return sum(one.flops for one in weights) / device.flops["bf16"] >= sum(o.moved for o in weights) / device.bandwidth
+
+
+def test_products_turn_and_cores_overtake_at_the_first_such_number():
+    serving = Serving(GQA, SMALL, layers=2)
+    tokens = serving.compute_bound_from()
+    assert tokens == next(n for n in range(1, 1000) if turns(serving, n))
+    context = serving.core_longest_from(3)
+    steps = (serving.decoding(Rows.alike(3, n)) for n in range(1, 1000))
+    longer = (sum(o.seconds for o in step.cores) >= sum(o.seconds for o in step.weights) for step in steps)
+    assert context == next(n for n, holds in enumerate(longer, 1) if holds)
+    assert Serving(GQA, replace(SMALL, bandwidth=1e-3)).compute_bound_from() is None
+    assert Serving(replace(GQA, pattern=hw.Window(2)), SMALL, layers=2).core_longest_from(1) is None
+
+
+def test_llama_turns_a_little_above_the_weights_alone():
+    """2 T W / peak = (2 W + 2 T flowing) / bandwidth."""
+    ridge, flowing = 989e12 / 4.8e12, 32 * (2 * 4096 + 3 * (4096 + 14336)) + 4096 + 128256
+    exact = (WEIGHTS + HEAD) * ridge / (WEIGHTS + HEAD - ridge * flowing)
+    assert Serving(LLAMA, H200).compute_bound_from() == -(-exact // 1) == 220
+
+
+def test_the_first_token_waits_for_every_chunk():
+    serving, beside = Serving(GQA, H200), Rows.alike(2, 30)
+    chunks = [(4, 0), (4, 4), (2, 8)]
+    waited = sum(serving.mixed(beside, tokens, past).seconds for tokens, past in chunks)
+    assert serving.first_token(10, 4, beside) == pytest.approx(waited)
+    with pytest.raises(hw.SpecError, match="give a chunk of 245 or more"):
+        serving.first_token(10**6, 1)
+
+
+def test_shares_of_a_machine():
+    half = Serving(GQA, H200.reached(0.5, 0.5)).decoding(Rows.alike(2, 30))
+    assert half.seconds == pytest.approx(2 * Serving(GQA, H200).decoding(Rows.alike(2, 30)).seconds)
+
+
+# --- intensity -----------------------------------------------------------------------------------------
+
+
+def test_the_core_has_two_flops_for_each_head_that_shares_a_byte():
+    for kv, expected in ((32, 1), (4, 8), (1, 32)):
+        spec = hw.design(preset="gqa", model=4096, heads=32, kv=kv)
+        core = Boxed(spec, H200, 10**7).boxes(1)[1]
+        assert core.intensity == pytest.approx(expected, rel=1e-4)
+    latent = Boxed(V3, Device.named("a100"), 10**7)
+    assert latent.boxes(1)[1].intensity == pytest.approx(241.8, abs=0.05)  # 2 x 128 x 1,088 / (576 x 2)
+    assert (latent.critical("core"), replace(latent, device=Device.named("h100")).critical("core")) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "each"), [("fp32", "", 0.50), ("bf16", "", 0.9995), ("bf16", "int8", 2.0)]
+)
+def test_one_vector_and_a_matrix_of_4096(dtype: str, weights: str, each: float):
+    spec = hw.design(model=4096, heads=32, pattern="causal")
+    output = Boxed(spec, H200, 9, Formats(dtype, weights)).boxes(1)[2]
+    assert output.intensity == pytest.approx(each, rel=3e-3)
+    assert output.flops == 2 * 4096**2
+
+
+def test_a_box_turns_at_the_first_such_number_of_rows():
+    boxed = Boxed(GQA, SMALL, 20)
+    for n, name in enumerate(("projections", "core", "output")):
+        seen = [boxed.boxes(rows)[n].bound == "compute" for rows in range(1, 200)]
+        assert boxed.critical(name) == (seen.index(True) + 1 if True in seen else None)
+    assert boxed.critical("core") is None
+
+
+# --- memory --------------------------------------------------------------------------------------------
+
+
+def test_llama_3_8b_on_24_gb_by_hand():
+    """16,060,522,496 bytes of weights; 2,048 tokens between layers and inside a feed-forward."""
+    working = 2048 * (4096 + 4096 + 2 * 14336) * 2
+    demand = Demand(Serving(LLAMA, Device.named("rtx4090")))
+    most = longest_context(demand)
+    assert most == (24 * 10**9 - 16_060_522_496 - working) // 131_072 == 59_421
+    assert {term.name: term.value for term in demand.terms} == {
+        "weights": 16_060_522_496,
+        "cache": 2048 * 131_072,
+        "between layers": 2048 * 4096 * 2,
+        "inside feed-forward": 2048 * (4096 + 2 * 14336) * 2,
+    }
+    row, one = 2048 * 131_072, 2 * (2 * 4096 + 2 * 14336)  # each row more is kept, and has one token in a step
+    assert most_rows(demand) == 1 + (24 * 10**9 - 16_060_522_496 - working - row) // (row + one) == 29
+
+
+@given(
+    st.sampled_from(["ideal", "ring", "paged(3)", "paged(16)", "unified(5)"]),
+    st.integers(1, 4),
+    st.integers(2**15, 2**20),
+    st.booleans(),
+)
+def test_the_longest_context_fits_and_one_token_more_does_not(allocator, batch, memory, mixed):
+    spec = replace(GQA, pattern=hw.Window(40) | hw.First(3)) if mixed else GQA
+    serving = Serving(spec, replace(SMALL, memory=memory), allocator=Allocator.named(allocator))
+    demand = Demand(serving, Rows.alike(batch, 50), chunk=8)
+    if not demand.alike(batch, 1).fits:
+        with pytest.raises(hw.SpecError, match=r"and memory is .* give .* or more"):
+            longest_context(demand)
+        return
+    longest, most = longest_context(demand), most_rows(demand) if demand.alike(1, 50).fits else 0
+    assert longest is None or (demand.alike(batch, longest).fits, demand.alike(batch, longest + 1).fits) == (
+        True,
+        False,
+    )
+    assert longest is not None or (mixed and demand.alike(batch, 10**9).fits)
+    assert (most == 0 or demand.alike(most, 50).fits, demand.alike(most + 1, 50).fits) == (True, False)
+
+
+def test_training_by_hand():
+    demand = Demand(Serving(LLAMA, H200), Rows.alike(2, 100), training=18)
+    told = {term.name: term.value for term in demand.terms}
+    assert told["weights, gradients, optimiser"] == 18 * 8_030_261_248
+    assert told["inputs of layers"] == 32 * 200 * 4096 * 2
+    assert told["inside head"] == 200 * (4096 + 128256) * 2
+    assert "cache" not in told
+    assert replace(demand, devices=2).needed == 9 * 8_030_261_248 + sum([*told.values()][1:]) // 2
+
+
+# --- the verdict ---------------------------------------------------------------------------------------
+
+ASKED = {
+    "llama": Demand(Serving(LLAMA, Device.named("rtx4090")), Rows.alike(4, 32768)),
+    "unified": Demand(
+        Serving(gemma_3_1b(), replace(H200, memory=2.4e9), allocator=Allocator("unified", 16)), Rows.alike(1, 32768)
+    ),
+    "lengths": Demand(
+        Serving(GQA, replace(SMALL, memory=2**18), layers=4), Rows.of([700, 300, 40], shared=30), chunk=8
+    ),
+    "training": Demand(Serving(LLAMA, H200), Rows.alike(8, 8192), training=16),
+    "latent": Demand(Serving(read({"model_type": "deepseek_v3"}), H200), Rows.alike(8, 4096)),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_every_remedy_is_enough_and_the_least(name: str):
+    demand = ASKED[name]
+    told = judge(demand)
+    assert not told.fits
+    assert told.remedies
+    memory = demand.serving.device.memory
+    for remedy in told.remedies:
+        again = replace(remedy.demand, serving=replace(remedy.demand.serving))
+        assert again.needed <= memory < demand.needed, remedy.name
+    by_name = {remedy.name: remedy.demand for remedy in told.remedies}
+    assert [str(remedy.name) in str(told) for remedy in told.remedies] == [True] * len(told.remedies)
+    for words, other in by_name.items():
+        if words.endswith("weights and cache") and other.devices > 1:
+            assert not replace(other, devices=other.devices - 1).fits
+
+
+def test_the_remedies_of_llama_by_hand():
+    """Of 24 GB weights and a step leave 7,788,261,376 bytes; four rows share them."""
+    left = 24 * 10**9 - 16_060_522_496 - 2051 * (2 * 4096 + 2 * 14336) * 2
+    told = {remedy.name for remedy in judge(ASKED["llama"]).remedies}
+    tokens = left // (4 * 131_072)
+    assert f"a context of {tokens:,} tokens" in told
+    assert f"window({tokens}) where a layer reads everything" in told
+    assert "1 row" in told
+    fewer = cached(read(LLAMA3 | {"num_key_value_heads": 2}), Rows.alike(4, 32768))
+    saved = 2 * 32 * 2 * 4096 * (8 - 2) * 128
+    assert ("kv=2 in every layer" in told) == (fewer <= left + saved)
+    assert "kv=4 in every layer" not in told
+    assert not any(name.startswith("int8 cache") for name in told)
+
+
+def test_what_is_not_enough_is_not_named():
+    """On 9 GB not even the weights fit: no length, window or number of rows is enough."""
+    small = replace(ASKED["llama"].serving, device=replace(H200, memory=9e9))
+    told = judge(replace(ASKED["llama"], serving=small))
+    assert [remedy.name for remedy in told.remedies] == ["4 devices that divide weights and cache"]
+    nothing = judge(Demand(Serving(GQA, replace(SMALL, memory=10.0))))
+    assert (nothing.fits, nothing.remedies) == (False, ())
+    assert "no single change is enough" in str(nothing)
+
+
+# --- lengths, memory in words --------------------------------------------------------------------------
+
+
+def test_lengths_are_those_said_or_drawn_by_a_seed():
+    assert lengths("100,2000", 1) == [100, 2000]
+    drawn = lengths("uniform(10, 20)", 1000, seed=3)
+    assert drawn == lengths("uniform(10, 20)", 1000, seed=3) != lengths("uniform(10, 20)", 1000, seed=4)
+    assert (min(drawn), max(drawn), len(drawn)) == (10, 20, 1000)
+    mean = sum(lengths("exponential(500)", 5000, seed=1)) / 5000
+    assert mean == pytest.approx(500, rel=0.05)
+
+
+def test_memory_in_words():
+    assert [bytes_said(text) for text in ("80 GB", "5.38GiB", "1024", "0.5 kb")] == [8 * 10**10, 5776731013, 1024, 500]
+
+
+# --- the command line ----------------------------------------------------------------------------------
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    code = cli.main(["cost", *argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+SIZES = ("--model", "4096", "--heads", "32", "--layers", "32", "--batch", "16", "--context", "32768")
+
+
+def test_the_page_of_serving(capsys):
+    code, out, err = run(capsys, "gqa", *SIZES, "--serve", "--allocator", "paged(16)", "--cache", "int8")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "a cache of int8 (paged(16))" in out
+    code, out, _ = run(capsys, "gqa", *SIZES, "--serve", "--json", "--lengths", "300,4000", "--prompt", "70")
+    (told,) = json.loads(out)["serving"]
+    assert told["rows"] == [[300, 1], [4000, 1]]
+    assert told["cache_bytes"] == 4300 * 131_072
+    assert told["tokens_per_second"] == pytest.approx(2 / told["token_seconds"])
+    assert [rate["rows"] for rate in told["curve"][:3]] == [1, 2, 4]
+    assert told["curve"][-1]["rows"] == told["most_rows"]
+    (core,) = [one for one in told["steps"]["mixed"] if one["name"] == "core, a prompt"]
+    assert core["flops"] == 32 * 4 * 4096 * 70 * 71 // 2
+
+
+def test_the_page_of_a_model_fits_a_terminal():
+    told = Throughput("gemma", Demand(Serving(gemma_3_1b(), H200), Rows.alike(64, 8192)), prompt=5000)
+    assert max(map(len, str(told).splitlines())) <= 80
+    assert "22 x core, window(512), decoding" in str(told).replace("\n", " ").replace("  ", " ")
+    assert [each.name for each in matrices(gemma_3_1b())] == ["feed-forward", "head"]
+
+
+def test_the_verdict_on_the_page(capsys):
+    argv = ("gqa", *SIZES, "--verdict", "--device", "rtx4090")
+    code, out, err = run(capsys, *argv)
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "gqa: does not fit on NVIDIA GeForce RTX 4090" in out
+    told = json.loads(run(capsys, *argv, "--json")[1])["verdict"]["gqa"]
+    assert (told["fits"], told["memory"]) == (False, 24 * 10**9)
+    assert all(remedy["needed"] <= told["memory"] for remedy in told["remedies"])
+    assert json.loads(run(capsys, "gqa", "--verdict", "--json")[1])["verdict"]["gqa"]["fits"]
+
+
+def test_the_page_of_boxes(capsys):
+    code, out, err = run(capsys, "mha", "gqa", "mla", "--model", "4096", "--heads", "32", "--boxes")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "projections 221, core never, output 230" in out
+    told = json.loads(run(capsys, "mha", "--boxes", "--batch", "5", "--json")[1])["boxes"]
+    assert [box["rows"] for box in told[0]["boxes"][:6]] == [1, 1, 1, 5, 5, 5]
+    assert {box["measured"] for box in told[0]["boxes"]} == {None}
+
+
+BAD = {
+    "device": (("--serve", "--device", "h20"), "did you mean 'h200'"),
+    "allocator": (("--serve", "--allocator", "pages"), "did you mean 'paged'"),
+    "page": (("--serve", "--allocator", "paged(0)"), "paged(0) has no pages"),
+    "cache": (("--serve", "--cache", "int9"), "did you mean 'int8'"),
+    "weights": (("--verdict", "--weights", "int3"), "weights='int3' is unknown"),
+    "no layers": (("--serve", "--layers", "-3"), "give 1 to 10000"),
+    "too many layers": (("--serve", "--layers", "9" * 30), "give 1 to 10000"),
+    "chunk": (("--serve", "--chunk", "0"), "chunk=0 is no size"),
+    "chunks": (("--serve", "--chunk", "1", "--context", "999999"), "give a chunk of 245 or more"),
+    "prompt": (("--serve", "--prompt", "-4"), "--prompt -4 is no prompt"),
+    "one share": (("--serve", "--reached", "0.7"), "write products,memory"),
+    "share": (("--serve", "--reached", "0.7,2"), "at most 1"),
+    "nan": (("--serve", "--reached", "nan,1"), "at most 1"),
+    "budget": (("--verdict", "--budget", "much"), "write it as in '80 GB'"),
+    "unit": (("--verdict", "--budget", "5 XiB"), "has the unit 'XiB'"),
+    "huge": (("--verdict", "--budget", "9" * 25 + " TB"), "no memory of a machine"),
+    "below the weights": (("--verdict", "--budget", "1 MB"), "--budget 1 MB is less than the weights, 1.31 MB"),
+    "no row": (("--serve", "--budget", "1320000"), "one row of 2,048 tokens takes"),
+    "shared": (("--serve", "--shared", "2049"), "share at most 2,048"),
+    "negative": (("--serve", "--shared", "-1"), "shared=-1 is no load"),
+    "ring": (("--serve", "--shared", "9", "--allocator", "ring"), "use paged(16)"),
+    "lengths": (("--serve", "--lengths", "0,5"), "write 100,2000"),
+    "drawn": (("--serve", "--lengths", "uniform(9,3)"), "write uniform(least, most)"),
+    "distribution": (("--serve", "--lengths", "normal(9)"), "did you mean 'uniform'"),
+    "many": (("--serve", "--lengths", "exponential(9)", "--batch", "9999999"), "draw from 1 to 100,000"),
+    "optimiser": (("--verdict", "--optimiser", "zerro"), "did you mean 'zero'"),
+    "alone": (("--layers", "3"), "--layers changes only what --serve or --verdict shows"),
+    "alone too": (("--prompt", "16"), "--prompt changes only what --serve shows"),
+    "seed": (("--serve", "--seed", "3"), "add --lengths"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_meant_is_one_line(capsys, name: str):
+    argv, remedy = BAD[name]
+    code, out, err = run(capsys, "gqa", *argv)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert remedy in err
+
+
+def test_configs_are_served_and_judged(capsys, tmp_path):
+    for name, said in {"llama": LLAMA3, "bart": {"model_type": "bart"}, "gpt2": {"model_type": "gpt2"}}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(said))
+        argv = (str(tmp_path / f"{name}.json"), "--context", "300", "--serve", "--verdict", "--optimiser", "zero")
+        code, out, err = run(capsys, *argv)
+        assert (code, err) == (0, "")
+        assert max(map(len, out.splitlines())) <= 80
+        told = json.loads(run(capsys, *argv, "--json")[1])
+        assert told["verdict"][name]["terms"][0]["value"] == 16 * told["rows"][0]["params"]
+        assert told["serving"][0]["cache_bytes"] == told["rows"][0]["kv_bytes"]
+    assert told["serving"][0]["longest_context"] == 1024  # positions of GPT-2
+    (tmp_path / "bert.json").write_text('{"model_type": "bert"}')
+    code, out, err = run(capsys, str(tmp_path / "bert.json"), "--serve")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "give a decoder" in err
+    code, out, err = run(capsys, str(tmp_path / "llama.json"), "--serve", "--layers", "2")
+    assert (code, out) == (2, "")
+    assert "says its own layers" in err
+
+
+def test_boxes_of_a_model_are_those_of_its_attention(capsys, tmp_path):
+    (tmp_path / "oss.json").write_text('{"model_type": "gpt_oss"}')
+    code, out, err = run(capsys, str(tmp_path / "oss.json"), "--boxes")
+    assert (code, out) == (2, "")
+    assert "2 kinds of attention; name a layer" in err
+    code, out, _ = run(capsys, str(tmp_path / "oss.json"), "--boxes", "--layer", "0.attention")
+    assert code == 0
+    assert "core never" in out
+
+
+def test_what_is_not_decoded_is_not_served(capsys):
+    for preset in ("mha", "longformer"):
+        code, out, err = run(capsys, preset, "--serve")
+        assert (code, out) == (2, "")
+        assert "have not come yet" in err
