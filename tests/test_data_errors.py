@@ -87,7 +87,7 @@ BAD: list[tuple[Callable[[], object], Callable[[], object] | str, str]] = [
     (lambda: None, "a\0.txt", "no file 'a\\x00.txt'"),
     (lambda: None, "", "there is no file ''"),
     (lambda: write("a.txt", LINES), lambda: Text("a.txt", tokens="byte"), "tokens='byte' .. did you mean 'bytes'?"),
-    (lambda: write("a.txt", LINES), lambda: Text("a.txt", tokens="bpe", vocab=200), "vocab=200 .. 256 .. vocab=256"),
+    (lambda: write("a.txt", LINES), lambda: Text("a.txt", tokens="bpe", vocab=200), "vocab=200 .. 256 .. give 256"),
     (lambda: write("a.txt", LINES), lambda: Text("a.txt", tokens="a.json"), "no file 'a.json'"),
     (
         lambda: [write("a.txt", LINES), write("a.json", "{}")],
@@ -116,7 +116,7 @@ BAD: list[tuple[Callable[[], object], Callable[[], object] | str, str]] = [
     (
         lambda: [write("a.de", "a\n"), write("a.en", "a\n")],
         "a.de,a.en",
-        "1 different .. split into 3 parts .. bring more",
+        "1 different .. divided among 3 splits .. bring more",
     ),
     (lambda: write("a.de", PAIRS), "a.de,a.en", "no file 'a.en' .. did you mean 'a.de'?"),
     (lambda: write("a.tsv", PAIRS + "alone\n"), "a.tsv", "line 41 of a.tsv has 1 column, .. (1, 2) .. tab"),

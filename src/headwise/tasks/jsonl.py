@@ -19,7 +19,7 @@ from .brought import Brought, Data
 from .labelled import Inputs, Labelled, numbered
 from .order import HELD, Numbers, divided, shares
 from .pairs import Corpus, Making, Pair, Pairs, plain
-from .reading import lines, parts, there
+from .reading import lines, of_splits, there
 from .sizes import classifier
 from .stream import Span, Stream, cuts
 from .vocabulary import Ids, Learned, learned
@@ -36,7 +36,7 @@ class Jsonl(Brought):
     translations; with `label_field` the class of each text.
 
     `path` is a file, of which `valid` and `test` are held out (of texts the last ones, else drawn by what is read), or
-    a folder with train.jsonl, valid.jsonl and perhaps test.jsonl. `vocab` pieces are learnt from the part to train on.
+    a folder with train.jsonl, valid.jsonl and perhaps test.jsonl. `vocab` pieces are learnt from the train split.
     `length` is how many tokens are read at once: texts with a label are cut there, longer pairs are left out.
     """
 
@@ -64,7 +64,7 @@ class Jsonl(Brought):
         path = there(self.path)
         if not path.is_dir():
             return {"train": path}
-        if len(found := parts(path, SUFFIXES)) < 2:
+        if len(found := of_splits(path, SUFFIXES)) < 2:
             raise SpecError(f"{path} has no train.jsonl with a valid.jsonl; name them so, or give one file")
         return found
 
@@ -95,7 +95,7 @@ class Jsonl(Brought):
             first, second = cuts(len(own := texts["train"]), (self.valid, self.test))
             texts = {"train": own[:first], "valid": own[first:second], "test": own[second:]}
         vocabulary = learned(texts["train"], self.vocab, (END,))
-        end = np.array([vocabulary.mark(END)], vocabulary.dtype)
+        end = np.array([vocabulary.special(END)], vocabulary.dtype)
         coded = {split: [ids for text in vocabulary.encode(own) for ids in (text, end)] for split, own in texts.items()}
         joined = {split: np.concatenate([end[:0], *own]) for split, own in coded.items()}
         spans = {split: Span(ids, 0, len(ids)) for split, ids in joined.items()}
@@ -119,7 +119,7 @@ class Texts(Inputs):
     """Texts as ids, each with an end, so that none is without a token."""
 
     def __init__(self, coded: list[Ids], vocabulary: Learned, length: int) -> None:
-        self.vocabulary, self.size, self.end = vocabulary, vocabulary.size, vocabulary.mark(END)
+        self.vocabulary, self.size, self.end = vocabulary, vocabulary.size, vocabulary.special(END)
         self.coded, self.length = coded, length
 
     def take(self, chosen: Numbers) -> tuple[Tensor, Tokens | None]:

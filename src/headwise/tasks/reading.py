@@ -116,7 +116,7 @@ def lines(path: Path) -> Iterator[str]:
 SPELT = {"train": ("train",), "valid": ("valid", "val", "validation", "dev"), "test": ("test",)}
 
 
-def parts(folder: Path, suffixes: Collection[str] = ("",)) -> dict[str, Path]:
+def of_splits(folder: Path, suffixes: Collection[str] = ("",)) -> dict[str, Path]:
     """What a folder holds for each split by its name: train.bin and val.bin, say, or folders named so."""
     named = {f"{word}{suffix}": split for split, words in SPELT.items() for word in words for suffix in suffixes}
     found = {named[name]: folder / name for name in sorted(os.listdir(folder)) if name in named}

@@ -15,7 +15,7 @@ from ..errors import SpecError, nearest
 from .arrays import npy
 from .brought import Brought
 from .order import HELD, shares
-from .reading import file_at, parts, there
+from .reading import file_at, of_splits, there
 from .stream import SCANNED, Span, Stream, contiguous
 from .vocabulary import Learned, read
 
@@ -36,7 +36,7 @@ class Meta:
 class TokenFile(Brought):
     """The next id of a row of ids, from `length` of them, never all in memory at once.
 
-    `path` is a file, of which the last parts are held out, or a folder with train.bin and val.bin, say. `vocab`,
+    `path` is a file, of which the last shares are held out, or a folder with train.bin and val.bin, say. `vocab`,
     `dtype` (of a .bin) and `tokenizer_path`, where they are not given, are what a JSON document beside the file says
     as vocab, dtype and tokenizer: FILE.json or meta.json. Without any, `vocab` is one more than the largest id.
     """
@@ -63,7 +63,7 @@ class TokenFile(Brought):
         path = there(self.path)
         if not path.is_dir():
             return {"train": path}
-        if len(found := parts(path, SUFFIXES)) < 2:
+        if len(found := of_splits(path, SUFFIXES)) < 2:
             raise SpecError(
                 f"{path} has no train with a valid of {', '.join(SUFFIXES)}; name them so, or give one file"
             )
