@@ -169,7 +169,7 @@ def test_the_same_costs_are_the_same_file(tmp_path, suffix, monkeypatch):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
     import matplotlib
 
-    with matplotlib.rc_context({"font.size": 20, "axes.grid": False}):
+    with matplotlib.rc_context({"axes.facecolor": "red", "xtick.major.size": 9}):
         drawing.draw(prices, tmp_path / f"two.{suffix}", "kv")
     one, two = ((tmp_path / f"{name}.{suffix}").read_bytes() for name in ("one", "two"))
     assert one == two

@@ -203,6 +203,20 @@ def test_a_search_finds_what_trying_everything_finds(shape, stride, bound, wante
         assert wanted < min(everything.values()) or wanted > max(everything.values())
 
 
+@pytest.mark.parametrize("wanted", [99_000, 50_000, 1234])
+def test_counts_that_fall_are_searched_the_other_way(wanted):
+    size, found = Search(lambda n: 10**5 - 31 * n if n > 0 else None, start=1).nearest(wanted)
+    assert (size, found) == (round((10**5 - wanted) / 31), 10**5 - 31 * round((10**5 - wanted) / 31))
+
+
+@pytest.mark.parametrize(("q", "start"), [(12, 4), (7, 1), (521, 1), (96, 32)])
+def test_the_next_size_may_be_far_where_heads_are_shared_evenly(q, start):
+    search = Search(lambda kv: kv if kv > 0 and q % kv == 0 else None, start, gap=q)
+    assert search.nearest(q) == (q, q)
+    assert search.nearest(10 * q) == (q, q)
+    assert not search.reached(10 * q)
+
+
 def test_what_goes_up_and_down_is_tried_one_by_one():
     def zigzag(size: int) -> int | None:
         return size * 10 + (size * 7) % 31 * 9 if size else None
