@@ -59,7 +59,10 @@ class Even:
     def data(self) -> dict[str, Any]:
         """The same as plain values."""
         told = {"name": self.name, "against": self.against, "quantity": self.quantity, "checked_up_to": self.checked}
-        return told | {"cheaper": None if self.unlike is None else [span._asdict() for span in self.spans], "said": str(self)}
+        return told | {
+            "cheaper": None if self.unlike is None else [span._asdict() for span in self.spans],
+            "said": str(self),
+        }
 
 
 @dataclass(frozen=True)
