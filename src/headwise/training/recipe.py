@@ -60,8 +60,8 @@ class Recipe(Spoken):
     as each layer chooses; activations="recompute" keeps none inside a block, and computes them again
     when gradients need them.
 
-    >>> Recipe(steps=600, lr=0.002)
-    Recipe(steps=600, lr=0.002)
+    >>> Recipe(steps=600, lr=0.003)
+    Recipe(steps=600, lr=0.003)
     >>> Recipe(batch=64, accumulate=5)
     Traceback (most recent call last):
     headwise.errors.SpecError: a batch of 64 cannot be taken in 5 equal parts; use accumulate=4 or batch=65
