@@ -54,6 +54,8 @@ _HOMES = {
     "collaborate": "parts.collaborative",
     "Load": "counting.pricing",
     "cost": "counting.costs",
+    "break_even": "counting.breakeven",
+    "match": "counting.matching",
     "Way": "counting.nets",
     "activations": "counting.keeping",
     "kept_by": "counting.nets",

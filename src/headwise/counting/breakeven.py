@@ -117,10 +117,17 @@ def _even(along: Along, name: str, against: str, quantity: str) -> Even:
     farthest = along.farthest(name, against)
     if None in (getattr(along.at(each, 1), quantity) for each in (name, against)):
         return Even(name, against, quantity, (), None, farthest)
-    grid = list(_grid(farthest))
-    found = {tokens: less(tokens) for tokens in grid}
-    spans = tuple(_spans(lambda tokens: less(tokens) > 0, {tokens: sign > 0 for tokens, sign in found.items()}))
-    return Even(name, against, quantity, spans, any(found.values()), farthest)
+    unlike = any(less(tokens) for tokens in _grid(farthest))
+    return Even(name, against, quantity, spans(lambda tokens: less(tokens) > 0, farthest), unlike, farthest)
+
+
+def spans(holds: Callable[[int], bool], farthest: int) -> tuple[Span, ...]:
+    """The lengths at which it holds, as far as was looked.
+
+    >>> [str(span) for span in spans(lambda tokens: tokens < 5 or tokens**2 > 10**9, 2**40)]
+    ['from 1 to 4', 'from 31,623 on']
+    """
+    return tuple(_spans(holds, {tokens: holds(tokens) for tokens in _grid(farthest)}))
 
 
 def _grid(farthest: int) -> Iterator[int]:
