@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ..backends import sdpa
@@ -42,11 +41,11 @@ def activations(
     >>> for term in told.terms:
     ...     print(*term)
     input 2 b s model 2048000
-    keys 2 b q s dim 2048000
-    queries 2 b q s dim 2048000
-    values 2 b q s dim 2048000
-    logsumexp 4 b q s 64000
-    read 2 b q s dim 2048000
+    keys 2 b s q dim 2048000
+    queries 2 b s q dim 2048000
+    values 2 b s q dim 2048000
+    logsumexp 4 b s q 64000
+    read 2 b s q dim 2048000
     """
     return Bill.of(iter(layer(spec, load, (profile or usual(spec, load), checkpoint), source).items()))
 
@@ -139,9 +138,8 @@ def _others(here: Sizes, alone: bool) -> Iterator[Sizes]:
         yield Sizes(MORE, tokens, tokens if alone else here.source + 2 * more)
 
 
-@lru_cache(maxsize=256)
 def ran(spec: AttentionSpec, sizes: Sizes, backend: str, dtype: str, device: str) -> Run:
-    """One run, told apart by what it depends on."""
+    """One run; what cannot run is refused in a line."""
     if dtype not in DTYPES:
         raise SpecError(f"dtype={dtype!r} is nothing that layers train in; {nearest(dtype, DTYPES)}")
     try:
