@@ -9,7 +9,7 @@ from ..backends import sdpa
 from ..backends.job import Job
 from ..errors import NoBackend, SpecError, nearest
 from ..spec import AttentionSpec
-from . import published
+from . import textbook
 from .bills import Bill
 from .devices import bytes_of
 from .imagined import DTYPES, Run, Sizes, run
@@ -34,7 +34,7 @@ def activations(
 
     profile="dense": every score in plain operations; "sdpa": torch's fused call on the CPU; "flash-cuda": the same on
     CUDA, derived from what its kernels keep and not measured; "paper-2022" (2205.05198) and "zhihu-624740065" as
-    published. Without one, `usual` says which. `source` is how many tokens another sequence has, if not as many.
+    textbook. Without one, `usual` says which. `source` is how many tokens another sequence has, if not as many.
 
     >>> import headwise as hw
     >>> told = activations(hw.design(model=512, heads=8, bias="qkvo"), hw.Load(2, 1000), "sdpa")
@@ -54,8 +54,8 @@ def layer(spec: AttentionSpec, load: Load, how: tuple[str, str], source: int | N
     """The same as numbers that know their formulas, by step; `how` is profile and checkpoint."""
     profile, checkpoint = how
     _check(profile, checkpoint)
-    if profile in published.PROFILES:
-        return dict(published.layer(spec, load, how))
+    if profile in textbook.PROFILES:
+        return dict(textbook.layer(spec, load, how))
     axes = axes_of(spec, load, source)
     if checkpoint == "block":
         rows, each = axes.load.batch, bytes_of(load.dtype)
@@ -93,7 +93,7 @@ def fuses(spec: AttentionSpec, dtype: str) -> bool:
 
 
 def _check(profile: str, checkpoint: str) -> None:
-    if profile not in (known := [*PROFILES, *published.PROFILES]):
+    if profile not in (known := [*PROFILES, *textbook.PROFILES]):
         raise SpecError(f"there is no profile {profile!r}; {nearest(profile, known)}")
     if checkpoint not in CHECKPOINTS:
         raise SpecError(f"checkpoint={checkpoint!r} is unknown; {nearest(checkpoint, CHECKPOINTS)}")
