@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..backends import sdpa
+from ..backends import linear, sdpa
+from ..backends.blocks import BLOCK
 from ..backends.job import Job
 from ..errors import NoBackend, SpecError, nearest
 from ..spec import AttentionSpec
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
     from .pricing import Load
 
 # What runs the core, and on which kind of device; the published ones are formulas and run nothing.
-PROFILES = {"dense": ("dense", "cpu"), "sdpa": ("sdpa", "cpu"), "flash-cuda": ("sdpa", "cuda")}
+PROFILES = {
+    "dense": ("dense", "cpu"),
+    "composed": ("dense", "cpu"),
+    "sdpa": ("sdpa", "cpu"),
+    "flash-cuda": ("sdpa", "cuda"),
+}
 CHECKPOINTS = ("none", "block", "core")
 FEW, MORE = 7, 11  # rows of the two runs
 LONGEST = 2**22  # tokens of a run: what is longer follows from a shorter one of the same kind
@@ -32,7 +38,8 @@ def activations(
 ) -> Bill:
     """Bytes that one layer keeps from its forward pass in training for the way back, by the step that keeps them.
 
-    profile="dense": every score in plain operations; "sdpa": torch's fused call on the CPU; "flash-cuda": the same on
+    profile="dense": every score in plain operations; "composed": the same in blocks of queries, whose scores are formed
+    once more on the way back; "sdpa": torch's fused call on the CPU; "flash-cuda": the same on
     CUDA, derived from what its kernels keep and not measured; "paper-2022" (2205.05198) and "zhihu-624740065" as
     textbook. Without one, `usual` says which. `source` is how many tokens another sequence has, if not as many.
 
@@ -57,6 +64,8 @@ def layer(spec: AttentionSpec, load: Load, how: tuple[str, str], source: int | N
     if profile in textbook.PROFILES:
         return dict(textbook.layer(spec, load, how))
     axes = axes_of(spec, load, source)
+    if profile == "composed" and checkpoint == "none" and load.context > BLOCK:
+        how = (profile, "core")
     if checkpoint == "block":
         rows, each = axes.load.batch, bytes_of(load.dtype)
         held = {"input": each * rows * axes.load.tokens * Symbol.of(spec.model, "model")}
@@ -66,20 +75,26 @@ def layer(spec: AttentionSpec, load: Load, how: tuple[str, str], source: int | N
 
 
 def usual(spec: AttentionSpec, load: Load) -> str:
-    """How a layer runs in training on the device of a load: fused where the spec can, else densely.
+    """How a layer runs in training on the device of a load: fused where the spec can, else in blocks of queries.
+
+    Sums over tokens, where a spec has them, are not among the profiles; such a one stands as dense.
 
     >>> import headwise as hw
-    >>> [usual(hw.design(preset=name), hw.Load()) for name in ("gqa", "dcmha")]
-    ['flash-cuda', 'dense']
+    >>> [usual(hw.design(preset=name), hw.Load()) for name in ("gqa", "dcmha", "linear")]
+    ['flash-cuda', 'composed', 'dense']
     """
     if refused(spec):
-        return "dense"
+        return "composed" if linear.refuses(_training(spec)) else "dense"
     return "sdpa" if load.device in ("cpu", "m2-max") else "flash-cuda"
 
 
 def refused(spec: AttentionSpec) -> list[str]:
     """Why the fused call cannot run a spec in training."""
-    return sdpa.refuses(Job(spec, spec.core_of(spec.form(one=False)), grad=True, training=True))
+    return sdpa.refuses(_training(spec))
+
+
+def _training(spec: AttentionSpec) -> Job:
+    return Job(spec, spec.core_of(spec.form(one=False)), grad=True, training=True)
 
 
 def fuses(spec: AttentionSpec, dtype: str) -> bool:

@@ -219,7 +219,7 @@ def profiles(described: AttentionSpec | Model, load: Load, way: Way = PLAIN) -> 
 
     >>> import headwise as hw
     >>> profiles(hw.design(preset="dcmha"), hw.Load())
-    'dense'
+    'composed'
     """
     if way.profile:
         return way.profile
