@@ -89,6 +89,22 @@ def variants() -> str:
     return variants_page.page()
 
 
+@generates
+def recipe() -> str:
+    """The usual values of a recipe."""
+    from headwise.training.recipe import Recipe, to_toml
+
+    return f"```toml\n{to_toml(Recipe())}```"
+
+
+@generates
+def tasks() -> str:
+    """Every task that is made in code: what it asks, its knobs, an example, its measures and its chance."""
+    import tasks_page
+
+    return tasks_page.page()
+
+
 def alone() -> dict[type, list[str]]:
     """What each part, as it comes, refuses of the usual choices."""
     return {cls: refusals(cls) for cls in registered_parts()}

@@ -906,15 +906,15 @@ BILLS, COST = "contract/test_bills.py::", "test_cost.py::"
 bug(
     "constants-get-gradients",
     "counting/bills.py",
-    "flops * (2 if learns else 1)",
-    "flops * 2",
+    'yield Product(f"{name}.{key}", flops, 2 if param.learned else 1)',
+    'yield Product(f"{name}.{key}", flops)',
     BILLS + "test_gradients_are_counted_as_torch_counts_them[Concat1]",
 )
 bug(
     "weights-that-nobody-learned-get-gradients",
     "counting/bills.py",
-    "read * (2 if asked or _weights_learn(spec) else 1)",
-    "read * 2",
+    "return 2 if core.width or any(",
+    "return 2 if True or any(",
     BILLS + "test_gradients_are_counted_as_torch_counts_them[Values2]",
 )
 bug(
@@ -934,9 +934,9 @@ bug(
 )
 bug(
     "a-ring-is-read-in-full",
-    "counting/pricing.py",
-    "else min(work.keys, first + last)",
-    "else work.keys",
+    "counting/reading.py",
+    "kept = past + steps if last is None else min(past + steps, first + last)",
+    "kept = past + steps",
     COST + "test_a_ring_is_read_as_far_as_it_goes",
 )
 bug(

@@ -65,8 +65,8 @@ bug(
 bug(
     "blueprint-terms-forget-how-many-layers",
     "counting/whole.py",
-    "times[line] * w.numel) for",
-    "w.numel) for",
+    "_numel(w), times[line]) for",
+    "_numel(w), 1) for",
     f"{BLUEPRINT}::test_terms_add_up_and_say_how",
 )
 bug(

@@ -34,6 +34,7 @@ from headwise.blueprint import (
     Stack,
     Transform,
 )
+from headwise.counting.whole import parameters
 
 SPOKEN = {name: getattr(blueprint, name) for name in blueprint.__all__}
 
@@ -169,12 +170,17 @@ def test_numbers_beyond_any_machine_are_exact():
 
 def test_terms_add_up_and_say_how():
     for model in EVERY:
-        terms = counting.params_terms(model)
-        assert sum(term.value for term in terms) == counting.params(model)
-        assert len({term[:2] for term in terms}) == len(terms)
-        for term in terms:
-            assert math.prod(int(n) for n in term.formula.split(" = ")[1].split("·")) == term.value
-            assert len(term.formula.split(" = ")[0].split("·")) == len(term.formula.split(" = ")[1].split("·"))
+        bill = parameters(model)
+        assert bill.total == counting.params(model)
+        assert len(set(bill.terms)) == len(bill.terms)
+        for term in bill.terms:
+            times, _, axes = term.formula.rpartition(" · ")
+            alike = [
+                w for w in model.weights() if re.sub(r"^(\w+)\.\d+\.", r"\1.*.", w.name) == term.name and w.learned
+            ]
+            product = re.sub(r"(?<=[\w)]) (?=[\w(])", "*", axes)
+            each = {eval(product, {"source": w.sizes.get("model"), **w.sizes}): w.numel for w in alike}
+            assert term.value == int(times or 1) * each[term.value // int(times or 1)]
 
 
 def test_a_description_needs_no_torch():

@@ -222,8 +222,8 @@ def test_rows_are_what_a_translator_is_trained_on():
 
 # What tokens are worth by themselves: a digit, a month, a currency.
 WORTH: dict[str, set] = {}
-for digit, characters in enumerate(["0零〇", "1一", "2二两", "3三", "4四", "5五", "6六", "7七", "8八", "9九"]):
-    WORTH |= {c: {digit} for c in characters}
+for row in ("0123456789", "零一二三四五六七八九", "〇一两三四五六七八九"):
+    WORTH |= {character: {digit} for digit, character in enumerate(row)}
 for month in range(1, 13):
     WORTH[f"{date(1, month, 1):%B}"] = {month // 10, month % 10}
 for word, (code, units) in {"dollars": ("USD", "美元分"), "euros": ("EUR", "欧元分"), "yuan": ("CNY", "元")}.items():
@@ -233,7 +233,7 @@ for word, (code, units) in {"dollars": ("USD", "美元分"), "euros": ("EUR", "�
 
 
 def test_linked_tokens_mean_the_same():
-    """Digits link equal digits, months their number, currencies the same one; 十, 百, 千, 万, 角 and 分 the digit there."""
+    """Equal digits, a month and a digit of its number, one currency; 十, 百, 千, 万, 角, 分 the digit there."""
     one, kinds = Dates(), Counter()
     batch = one.batch(0, 1500)
     for n, gold in enumerate(batch.gold):
@@ -281,8 +281,8 @@ def test_what_chinese_says_of_a_number_is_linked():
                 text = gold.source[4:]  # behind the code and the space, which are two tokens behind the tag
                 assert places
                 assert {text[s - 3] for s in places} == {"0"}
-                inside = places[-1] - places[0] + 1 - len(places)
-                assert inside == 0  # zeros side by side
+                assert places == [*range(places[0], places[-1] + 1)]
+                assert "0" not in text[places[0] - 4] + text[places[-1] - 2]  # all of those side by side
     for gold in wanted["iso-zh"][False] + wanted["iso-zh"][True]:
         for t, c in enumerate(gold.target):
             assert (c in "年月日") != any(to == t for _, to in gold.links)
@@ -312,6 +312,13 @@ def test_each_knob_does_what_it_says():
     money = [understood(gold.source) for gold in golds(subjects=("amount",), digits=2, currencies=("yuan", "euros"))]
     assert {name for _, name in money} == {"yuan", "euros"}
     assert 5000 < max(cents for cents, _ in money) < 10_000
+    forms = {
+        re.sub("[1-9]", "x", gold.source) for gold in golds(languages=("iso", "en"), subjects=("amount",), digits=1)
+    }
+    assert {"USD 0.0x", "EUR 0.x0", "CNY 0.xx", "USD x.00", "EUR x.0x", "x.x0 yuan", "x.xx euros"} <= forms
+    ends = task("dates", subjects=("date",), years=(9998, 9999))
+    days = {understood(gold.source) for split in SPLITS for gold in ends.batch(0, 900, split).gold}
+    assert (len(days) > 600, min(days), max(days)) == (True, (9998, 1, 1), (9999, 12, 31))
     wide = [understood(gold.source)[0] for gold in golds(subjects=("amount",), digits=8)]
     assert 10**9 < max(wide) < 10**10
 

@@ -94,7 +94,13 @@ def test_the_checksum_is_the_systems(tmp_path: Path):
     assert files.sha256(tmp_path / "a") == hashlib.sha256(data).hexdigest()
 
 
-HOLDER = "import sys, time; from headwise.files import Lock; Lock(sys.argv[1]).__enter__(); print(flush=True); time.sleep(60)"
+HOLDER = """
+import sys, time
+from headwise.files import Lock
+Lock(sys.argv[1]).__enter__()
+print(flush=True)
+time.sleep(60)
+"""
 
 
 def test_a_lock_names_its_holder_and_outlives_it_not(tmp_path: Path):

@@ -108,10 +108,12 @@ def test_a_tied_head_is_the_table_of_its_stack():
     assert "head.tokens.weight" not in net.state_dict()
     h = torch.randn(2, 3, MODEL, dtype=torch.float64)
     torch.testing.assert_close(net.read(h), h @ net.decoder.embedding.tokens.T)
-    shared = replace(PAIR.stacks[1], embedding=bp.Embedding(WORDS, table="encoder"))
-    net = built(replace(PAIR, stacks=(PAIR.stacks[0], shared), heads=()))
-    assert net.decoder.embedding.table is net.encoder.embedding.tokens
-    assert "decoder.embedding.tokens" not in net.state_dict()
+    for reader, owner in (("decoder", "encoder"), ("encoder", "decoder")):
+        shared = bp.Embedding(WORDS, table=owner)
+        stacks = tuple(replace(one, embedding=shared) if one.name == reader else one for one in PAIR.stacks)
+        net = built(replace(PAIR, stacks=stacks, heads=()))
+        assert net.stacks[reader].embedding.table is net.stacks[owner].embedding.tokens
+        assert f"{reader}.embedding.tokens" not in net.state_dict()
 
 
 # --- where tokens stand --------------------------------------------------------------------------------
@@ -432,7 +434,7 @@ def test_depth_scaled_start():
 
 
 def test_the_start_of_gpt2():
-    """N(0, 0.02), and 0.02 / sqrt(2 x 4 layers) where a branch ends."""
+    """N(0, 0.02), and 0.02 / sqrt(2 x 4 layers) where a sublayer ends."""
     net = wide("gpt2")
     for layer in net.decoder.blocks:
         for matrix in (layer.attention.weights["project"]["q"], layer.feed.up):

@@ -469,13 +469,13 @@ def test_configs_are_served_and_judged(capsys, tmp_path):
     for name, said in {"llama": LLAMA3, "bart": {"model_type": "bart"}, "gpt2": {"model_type": "gpt2"}}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(said))
         argv = (str(tmp_path / f"{name}.json"), "--context", "300", "--serve", "--verdict", "--optimiser", "zero")
-        code, out, err = run(capsys, *argv)
+        code, out, err = run(capsys, *argv, "--json")
         assert (code, err) == (0, "")
-        assert max(map(len, out.splitlines())) <= 80
-        told = json.loads(run(capsys, *argv, "--json")[1])
+        told = json.loads(out)
         assert told["verdict"][name]["terms"][0]["value"] == 16 * told["rows"][0]["params"]
         assert told["serving"][0]["cache_bytes"] == told["rows"][0]["kv_bytes"]
     assert told["serving"][0]["longest_context"] == 1024  # positions of GPT-2
+    assert max(map(len, run(capsys, *argv)[1].splitlines())) <= 80
     (tmp_path / "bert.json").write_text('{"model_type": "bert"}')
     code, out, err = run(capsys, str(tmp_path / "bert.json"), "--serve")
     assert (code, out, err.count("\n")) == (2, "", 1)

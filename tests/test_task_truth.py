@@ -6,7 +6,7 @@ import statistics
 from collections import Counter, deque
 from dataclasses import replace
 from fractions import Fraction
-from itertools import product
+from itertools import pairwise, product
 from math import log, prod
 
 import numpy as np
@@ -103,15 +103,16 @@ def test_copy_wants_the_block_again(kind: str):
     batch, shapes, apart = one.batch(0, 200), Counter(), 0
     for (x, labels), gold in zip(examples(one), batch.gold, strict=True):
         mark = x.index(1)
-        places = [t for t in range(mark) if x[t] != 0]
+        places = [t for t in range(1, mark) if x[t] != 0]
         block = [x[t] for t in places]
-        shapes[len(block), mark - len(block)] += 1
-        assert (gold.block, gold.gap) == (len(block), mark - len(block))
-        assert all(2 <= token < 9 for token in block)
+        shapes[len(block), mark - 1 - len(block)] += 1
+        assert x[0] == 2
+        assert (gold.block, gold.gap) == (len(block), mark - 1 - len(block))
+        assert all(3 <= token < 10 for token in block)
         assert labels == [IGNORED] * mark + block
         assert x[mark + 1 :] == block[:-1]
         assert gold.links == tuple(zip(places, range(mark, len(x)), strict=True))
-        apart += places != list(range(len(block)))
+        apart += places != list(range(1, 1 + len(block)))
     assert set(shapes) == set(product((5, 9), (0, 4)))
     assert bool(apart) == (kind == "selective")
 
@@ -119,7 +120,7 @@ def test_copy_wants_the_block_again(kind: str):
 def test_copy_says_how_far_back():
     one = task("copy", symbols=7, block=(5, 9), gap=(0, 20))
     batch = one.batch(0, 50)
-    logits = torch.zeros(*batch.labels.shape, 9)
+    logits = torch.zeros(*batch.labels.shape, 10)
     told = one.measure(logits, batch)
     expected = Counter()
     for gold in batch.gold:
@@ -130,7 +131,7 @@ def test_copy_says_how_far_back():
 def test_copy_by_rows_is_all_or_nothing():
     one = task("copy", symbols=7, block=5, gap=0)
     batch = one.batch(0, 4)
-    logits = torch.nn.functional.one_hot(batch.labels.clamp(min=0), 9).float()
+    logits = torch.nn.functional.one_hot(batch.labels.clamp(min=0), 10).float()
     logits[2, -1] = 0  # one symbol of the third row is wrong
     told = one.measure(logits, batch)
     assert told["accuracy"] == (19, 20)
@@ -155,6 +156,8 @@ def test_markov_knows_the_best_guess():
     one = task("markov", symbols=3, length=23)
     batch = one.batch(0, 20)
     for (x, labels), gold in zip(examples(one, 20), batch.gold, strict=True):
+        assert (x[0], labels[0]) == (3, IGNORED)
+        x, labels = x[1:], labels[1:]
         assert labels[:-1] == x[1:]
         np.testing.assert_allclose(gold.numpy(), [[float(p) for p in row] for row in bayes(x, 3)], rtol=1e-12)
 
@@ -163,7 +166,11 @@ def test_markov_measures_nats_above_the_best_guess():
     one = task("markov", symbols=3, length=23)
     batch = one.batch(0, 300, "valid")
     best = torch.stack(list(batch.gold))
+    best = torch.cat([best[:, :1], best], 1)  # of the place before all symbols nothing is asked
     told = one.measure(best.log() + 5, batch)  # logits may be shifted
+    assert told["nats"][1] == 300 * 23
+    more = torch.cat([best.log(), torch.zeros(300, 24, 1)], 2)  # half of all belief for what never comes
+    assert one.measure(more, batch)["excess"][0] == pytest.approx(300 * 23 * log(2))
     assert abs(told["excess"][0]) < 1e-9
     uniform = one.measure(torch.zeros_like(best), batch)
     assert uniform["nats"][0] / uniform["nats"][1] == pytest.approx(log(3))
@@ -183,7 +190,7 @@ def test_markov_rows_are_dirichlet():
     """Of a row drawn from Dirichlet(1, ..., 1), two draws agree with probability 2 / (symbols + 1)."""
     agree, count = 0, 0
     for x, _ in examples(task("markov", symbols=4, length=128), 3000):
-        after = [b for a, b in zip(x, x[1:], strict=False) if a == 0][:2]
+        after = [b for a, b in pairwise(x) if a == 0][:2]
         agree, count = agree + (len(after) == 2 and after[0] == after[1]), count + (len(after) == 2)
     assert count > 2800
     check_frequency(agree, count, 2 / 5)
@@ -206,7 +213,8 @@ def test_permutations_multiply_as_sympys(name: str, group):
 @pytest.mark.parametrize("name", ["parity", "Z5", "S3", "A5"])
 def test_group_wants_the_product_so_far(name: str):
     table = table_of(name)
-    for x, labels in examples(task("group", group=name, length=12), 50):
+    for (first, *x), (none, *labels) in examples(task("group", group=name, length=12), 50):
+        assert (first, none) == (len(table), IGNORED)
         assert labels == [prefix(table, x[: t + 1]) for t in range(12)]
         if name in ("parity", "Z5"):
             assert labels == [sum(x[: t + 1]) % len(table) for t in range(12)]

@@ -33,10 +33,10 @@ SMALL: dict[str, Task] = {
 PINNED = {
     "recall": ("b8efa3f9", "9ba84aca"),
     "recall-passes": ("922d4a2b", "2606f162"),
-    "copy": ("54a68dcc", "0577e577"),
-    "copy-selective": ("6ae9adc3", "bb329055"),
-    "markov": ("fb5ebc6f", "ceb49ffa"),
-    "group": ("652dcf77", "8c718dcf"),
+    "copy": ("af8ac786", "e2877872"),
+    "copy-selective": ("27b8fca6", "c5b77d62"),
+    "markov": ("1d14d693", "70cad9d3"),
+    "group": ("52f90e12", "6b37e0e4"),
     "lookup2": ("14ea6b0f", "b2bd6115"),
     "listops": ("fb094557", "4ab2aa26"),
     "graph": ("9b561ad5", "4edc46bf"),
@@ -186,7 +186,9 @@ def test_small_tasks_use_all_that_there_is():
 def test_chance_is_what_guessing_scores(small: Task):
     """A guesser that draws any of the answers there are."""
     batch = small.batch(0, 400, "test")
-    answers = {"recall": (10, 21), "copy": (2, 7), "lookup2": (2 + 3 + 2, 12)}.get(small.name)
+    answers = {"recall": (10, 21), "copy": (3, 8), "markov": (0, 3), "group": (0, 6), "lookup2": (2 + 3 + 2, 12)}.get(
+        small.name
+    )
     first, stop = answers or (0, round(1 / small.chance["accuracy"]))
     logits = torch.full((*batch.labels.shape, stop), -1.0)
     logits[..., first:] = torch.rand(logits[..., first:].shape, generator=torch.Generator().manual_seed(0))
@@ -281,6 +283,9 @@ def test_default_models_fit_their_tasks(name: str):
         ("dates", {"subjects": ("date", 3)}, "use one of"),
         ("dates", {"years": (2100, 1900)}, "give the first and the last year"),
         ("dates", {"years": (2020,)}, "give the first and the last year"),
+        ("dates", {"years": (2020, "2021")}, "must be a whole number"),
+        ("dates", {"years": (20, 2021)}, "use 1000 or more"),
+        ("dates", {"languages": (["en"], "zh")}, "use one of"),
         ("dates", {"years": (2020, 2020)}, "use more years"),
         ("dates", {"digits": 9}, "use at most 8"),
         ("dates", {"subjects": "date"}, "give tuple"),

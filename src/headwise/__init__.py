@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 # Where each public name lives. Nothing is imported, and torch stays untouched, until a name is used.
 _HOMES = {
     "CacheFull": "errors",
+    "Diverged": "errors",
     "NoBackend": "errors",
     "SpecError": "errors",
     "Heads": "heads",
@@ -60,11 +61,17 @@ _HOMES = {
     "Serving": "counting.serving",
     "Demand": "counting.capacity",
     "judge": "counting.verdict",
+    "Way": "counting.nets",
+    "activations": "counting.keeping",
+    "kept_by": "counting.nets",
     "audit": "auditing",
     "fold_bias": "folding",
     "fold_turns": "folding",
     "LearnedPositions": "positions",
     "Sinusoidal": "positions",
+    "Recipe": "training",
+    "Result": "training",
+    "train": "training",
     "walk": "steps",
     "why": "reasons",
     "REGISTRY": "parts",
@@ -86,6 +93,7 @@ _MODULES = (
     "presets",
     "reference",
     "seams",
+    "tasks",
 )
 
 __all__ = sorted(_HOMES)

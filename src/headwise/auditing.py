@@ -2,21 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from . import counting
+from .backends import Job, sdpa
 from .counting import bills
+from .counting.checkpoints import fused_backward
+from .counting.keeping import activations, fuses, refused
+from .counting.pricing import Load
+from .counting.watching import Watch
 from .errors import SpecError
 from .module import Attention
 from .spec import AttentionSpec
 from .terms import Work
 
 BATCH, TOKENS = 2, 11
+PRODUCT = re.compile(
+    r"attention|transformer|(^|_)(mm|bmm|addmm|baddbmm|addbmm|matmul|mv|addmv|dot|vdot|ger|addr|linear|bilinear"
+    r"|convolution)(_|$)"
+)
+
+
+class Uncounted(ValueError):
+    """Something that multiplies matrices, of which nobody knows how many FLOPs it has."""
+
+
+def _forth(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+    batch, heads, queries, dim = q
+    return 2 * batch * heads * queries * k[-2] * (dim + v[-1])
+
+
+def _back(grad: Any, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+    """Scores once more and the gradients of queries and keys; those of weights and values."""
+    batch, heads, queries, dim = q
+    return 2 * batch * heads * queries * k[-2] * (3 * dim + 2 * v[-1])
+
+
+_ATEN = torch.ops.aten
+# What torch's own counter leaves out: the CPU's fused kernel and its gradients.
+FUSED: dict[Any, Callable[..., int]] = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _forth,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _back,
+}
+
+
+class Guard(TorchDispatchMode):
+    """Refuses operations that look like a product but have no formula: a silent zero would look like a saving."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        packet = func._overloadpacket
+        if PRODUCT.search(packet.__name__) and packet not in flop_registry and packet not in FUSED:
+            raise Uncounted(f"{packet} multiplies but has no formula; add one to auditing.FUSED, or run it otherwise")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counter() -> Iterator[FlopCounterMode]:
+    """torch's counter, with the CPU's fused kernel, and an error where it would count a product as nothing.
+
+    >>> import torch.nn.functional as F
+    >>> q = torch.randn(1, 2, 5, 8)
+    >>> with counter() as counted:
+    ...     _ = F.scaled_dot_product_attention(q, q, q)
+    >>> counted.get_total_flops()  # 2 products of 5 x 5 x 8 for each of 2 heads
+    1600
+    """
+    missing = {packet: formula for packet, formula in FUSED.items() if packet not in flop_registry}
+    with Guard(), FlopCounterMode(display=False, custom_mapping=missing) as counted:
+        yield counted
 
 
 class Check(NamedTuple):
@@ -33,9 +97,9 @@ class Check(NamedTuple):
 
 
 def audit(spec: AttentionSpec) -> list[Check]:
-    """Every formula against a layer of this spec, made small: parameters, products, gradients, cache.
+    """Every formula against a layer of this spec, made small: parameters, products, gradients, what is kept, cache.
 
-    Products are those of the plain backend, which torch's counter sees one by one.
+    First in plain operations, of which torch's counter sees every one; then fused, where the spec can be.
 
     >>> import headwise as hw
     >>> all(check.holds for check in audit(hw.design(preset="mla")))
@@ -46,8 +110,10 @@ def audit(spec: AttentionSpec) -> list[Check]:
     checks = [
         Check("parameters", counting.params(spec), sum(p.numel() for p in layer.parameters())),
         Check("constants", counting.constants(spec), sum(b.numel() for b in layer.buffers())),
-        *_products(spec, layer),
+        *_trained(spec, layer, "dense"),
     ]
+    if not refused(spec):
+        checks += _trained(spec, Attention(spec, backend="sdpa"), "sdpa")
     return [*checks, *_cached(spec)] if spec.pattern.opening == 0 and spec.source is None else checks
 
 
@@ -66,17 +132,40 @@ def small(spec: AttentionSpec) -> AttentionSpec:
     return spec
 
 
-def _products(spec: AttentionSpec, layer: Attention) -> Iterator[Check]:
-    x = torch.randn(BATCH, TOKENS, spec.model, requires_grad=True)
-    z = None if spec.source is None else torch.randn(BATCH, TOKENS + 2, spec.source, requires_grad=True)
+def _trained(spec: AttentionSpec, layer: Attention, profile: str) -> Iterator[Check]:
+    """One step of training, watched: products forth and back, and what is kept between."""
+    x, z = _inputs(spec)
     keys = TOKENS if z is None else TOKENS + 2
     work = Work(BATCH, TOKENS, keys, keys)
-    with FlopCounterMode(display=False) as counter:
+    with counter() as counted, Watch.over(layer) as watch:
         y = layer(x, source=z)
-        ahead = counter.get_total_flops()
+        ahead = counted.get_total_flops()
         y.sum().backward()
-    yield Check("prefill, FLOP", bills.forward(spec, work).total, ahead)
-    yield Check("its gradients, FLOP", bills.backward(spec, work).total, counter.get_total_flops() - ahead)
+    forth, back = _expected(spec, work, profile)
+    kept = activations(spec, Load(BATCH, TOKENS, "fp32", "cpu"), profile, source=None if z is None else keys)
+    told = "" if profile == "dense" else f", {profile}"
+    yield Check(f"prefill, FLOP{told}", forth, ahead)
+    yield Check(f"its gradients, FLOP{told}", back, counted.get_total_flops() - ahead)
+    yield Check(f"kept, bytes{told}", kept.total, watch.total)
+
+
+def _inputs(spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
+    x = torch.randn(BATCH, TOKENS, spec.model, requires_grad=True)
+    if spec.source is None:
+        return x, None
+    return x, torch.randn(BATCH, TOKENS + 2, spec.source, requires_grad=True)
+
+
+def _expected(spec: AttentionSpec, work: Work, profile: str) -> tuple[int, int]:
+    """FLOPs forth and back, as formulas; a sink of the fused call is a key more."""
+    if profile == "dense":
+        return bills.forward(spec, work).total, bills.backward(spec, work).total
+    job = Job(spec, spec.core_of(spec.form(one=False)), grad=True, training=True)
+    forth = counting.spent(spec, work, sdpa.spent(job, work))
+    more = forth - bills.forward(spec, work).total
+    if fuses(spec, "fp32"):
+        return forth, fused_backward(spec, work).total
+    return forth, bills.backward(spec, work).total + 2 * more
 
 
 def _cached(spec: AttentionSpec) -> Iterator[Check]:
@@ -86,11 +175,11 @@ def _cached(spec: AttentionSpec) -> Iterator[Check]:
     if spec.stateful:
         return  # a state's own updates are elementwise, which torch's counter does not see
     layer.only = "dense"
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), counter() as counted:
         for _ in range(TOKENS):
-            before = counter.get_total_flops()
+            before = counted.get_total_flops()
             layer(one, cache=cache)
     first, last = spec.pattern.memory
     slots = TOKENS if last is None else min(TOKENS, first + last)
     step = bills.forward(spec, Work(BATCH, 1, 1, slots)).total
-    yield Check("a decoding step, FLOP", step, counter.get_total_flops() - before)
+    yield Check("a decoding step, FLOP", step, counted.get_total_flops() - before)

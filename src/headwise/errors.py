@@ -14,6 +14,10 @@ class NoBackend(RuntimeError):
     """No backend can run this job; the message lists every refusal with its reason."""
 
 
+class Diverged(ValueError):
+    """A loss or a gradient that is no finite number; what was kept before it is whole."""
+
+
 class CacheFull(RuntimeError):
     """More tokens were remembered than the cache has slots for."""
 

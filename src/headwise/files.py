@@ -119,17 +119,24 @@ class Lock:
             self.folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
+            self._take(handle)
+        except BaseException:
+            os.close(handle)  # and with it the lock
+            raise
+        self._handle = handle
+        return self
+
+    def _take(self, handle: int) -> None:
+        try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             holder = os.read(handle, BLOCK).decode(errors="replace").strip() or "another process"
-            os.close(handle)
             raise SpecError(
                 f"{self.folder} is being written by {holder}; wait for it, or give another folder"
             ) from None
-        self._handle = handle
-        os.truncate(handle, 0)
-        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        return self
+        with _told(self.folder / LOCK):
+            os.truncate(handle, 0)
+            _pour(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
     def __exit__(self, *_: object) -> None:
         os.close(self._handle)

@@ -46,8 +46,9 @@ class Spoken:
     """Something whose repr is the code that makes it, with what equals its default left out."""
 
     def __post_init__(self) -> None:
+        known = _kinds(type(self))
         for field in fields(self):
-            value, kinds = getattr(self, field.name), _kinds(type(self), field.name)
+            value, kinds = getattr(self, field.name), known[field.name]
             if isinstance(value, float) and not math.isfinite(value):
                 raise SpecError(f"{type(self).__name__}({field.name}={value!r}) is no finite number; give one")
             wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
@@ -65,9 +66,18 @@ class Spoken:
         return f"{type(self).__name__}({', '.join(said)})"
 
 
-def _kinds(cls: type, field: str) -> tuple[type, ...]:
-    """The classes that a field may be of; a whole number will do for a float."""
-    hint: Any = get_type_hints(cls)[field]
+_KINDS: dict[type, dict[str, tuple[type, ...]]] = {}  # reading hints takes longer than all else about a part
+
+
+def _kinds(cls: type) -> dict[str, tuple[type, ...]]:
+    """The classes that each field may be of; a whole number will do for a float."""
+    if cls not in _KINDS:
+        hints = get_type_hints(cls)
+        _KINDS[cls] = {field.name: _classes(hints[field.name]) for field in fields(cls)}
+    return _KINDS[cls]
+
+
+def _classes(hint: Any) -> tuple[type, ...]:
     told: tuple[Any, ...] = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     kinds = tuple(get_origin(kind) or kind for kind in told)
     return (*kinds, int) if float in kinds else kinds

@@ -199,9 +199,9 @@ def _change(said: dict[str, Any], change: str) -> None:
         inside = _inside(inside, key, ".".join(keys[: n + 1]))
     if isinstance(inside, list):
         _inside(inside, keys[-1], path)
-        inside[int(keys[-1])] = _value(words)
+        inside[int(keys[-1])] = value_of(words)
     elif isinstance(inside, dict):
-        inside[keys[-1]] = _value(words)
+        inside[keys[-1]] = value_of(words)
     else:
         raise Wrong(f"--set {change!r}: {'.'.join(keys[:-1])} is {inside!r} and has no {keys[-1]!r}; set it as a whole")
 
@@ -221,7 +221,7 @@ def _inside(holder: Any, key: str, path: str) -> Any:
     raise Wrong(f"--set: the spec has no {path!r}; {nearest(key, known) if known else 'set what holds it as a whole'}")
 
 
-def _value(words: str) -> Any:
+def value_of(words: str) -> Any:
     """A number, a list or a table as TOML writes it; anything else is text."""
     try:
         return tomllib.loads(f"value = {words}")["value"]

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import SpecError
 from ..spec import AttentionSpec
 from . import cache_bytes
 from .bills import Bill, remembered
 from .calls import Load, calls_of, counted, spent
 from .devices import Device, bytes_of
+from .nets import Way, kept_by
 from .operations import Operation, joined, operations
 from .reading import Call, On, Reader
 from .scopes import unsaid
@@ -98,8 +100,11 @@ class Price:
 
     @property
     def activation_bytes(self) -> int | None:
-        """Bytes kept for the gradients; None as long as nothing here counts them."""
-        return None
+        """Bytes kept for the gradients in training, as it usually runs there; None where a load names no such run."""
+        try:
+            return kept_by(self.described, self.load, Way(source=self.load.source)).total
+        except SpecError:
+            return None
 
     @property
     def data(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Layer(nn.Module):
         if isinstance(described.attention, Nearly):
             raise SpecError(f"{name}.attention cannot be built: {described.attention.reason}; change its spec")
         self.name, self.placement, self.dropout = name, described.placement, dropout
-        self.branches = (*described.specs, *(["feed"] if described.feed else []))
+        self.sublayers = (*described.specs, *(["feed"] if described.feed else []))
         self._merged: tuple[MergedAttention, ...] = ()  # in a tuple: its parts are saved and moved as the layer's own
         for role, spec in described.specs.items():
             self._attend(role, spec, owners, described.form)
@@ -70,10 +70,10 @@ class Layer(nn.Module):
     @property
     def attentions(self) -> dict[str, Attention]:
         """Its attentions by the names that its blueprint gives them."""
-        return {name: cast(Attention, self._modules[name]) for name in self.branches if name != "feed"}
+        return {name: cast(Attention, self._modules[name]) for name in self.sublayers if name != "feed"}
 
     def cache(self, *, batch: int, capacity: int) -> dict[str, Cache]:
-        """A fresh cache for each branch that reads the past: the sum, where that is a mean."""
+        """A fresh cache for each sublayer that reads the past: the sum, where that is a mean."""
         keeps = {"cross": self.average} if self._merged else {"attention": self._modules.get("attention")}
         return {
             name: attention.cache(batch=batch, capacity=capacity)
@@ -83,16 +83,16 @@ class Layer(nn.Module):
 
     def remember(self, z: Tensor, told: Tokens) -> Remembered | None:
         """What its cross-attention reads of another stack, projected once."""
-        return self.cross.remember(z, tokens=told) if "cross" in self.branches else None
+        return self.cross.remember(z, tokens=told) if "cross" in self.sublayers else None
 
     def forward(self, x: Tensor, call: Call) -> Tensor:
         """The same shape."""
-        if self.placement == "parallel" and self.branches:
+        if self.placement == "parallel" and self.sublayers:
             z = self._normed("norm", x)
-            for name in self.branches:
+            for name in self.sublayers:
                 x = x + self._run(name, z, call)
             return x
-        for name in self.branches:
+        for name in self.sublayers:
             if self.placement == "post":
                 x = self._normed(f"{name}_norm", x + self._run(name, x, call))
                 continue
@@ -104,7 +104,7 @@ class Layer(nn.Module):
         return cast(Normed, self._modules[name])(x)
 
     def _run(self, name: str, z: Tensor, call: Call) -> Tensor:
-        """One branch, with dropout behind it."""
+        """One sublayer, with dropout behind it."""
         y = self.feed(z) if name == "feed" else self._attended(name, z, call)
         return dropped(y, self.dropout, self.training)
 
@@ -132,10 +132,10 @@ def _tied(role: str, spec: AttentionSpec) -> Iterator[tuple[str, tuple[str, tupl
 class Layers(nn.Module):
     """A stack: an embedding, layers by their numbers, and a norm behind them."""
 
-    def __init__(self, described: Stack, dropout: float, owner: Embed | None) -> None:
+    def __init__(self, described: Stack, dropout: float) -> None:
         super().__init__()
         self.described, self.depth = described, len(described.layers)
-        self.embedding = Embed(described.embedding, described.model, dropout, owner) if described.embedding else None
+        self.embedding = Embed(described.embedding, described.model, dropout) if described.embedding else None
         owners: Owners = {}
         for depth, block in enumerate(described.layers):
             name = f"{described.name}.{depth}"

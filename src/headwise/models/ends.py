@@ -25,23 +25,27 @@ class Typed(NamedTuple):
 
 
 class Embed(Declared):
-    """Ids, an image or frames to what a stack reads. `owner` holds the table of tokens when it is another's."""
+    """Ids, an image or frames to what a stack reads."""
 
-    def __init__(self, described: Embedding, model: int, dropout: float, owner: Embed | None) -> None:
+    def __init__(self, described: Embedding, model: int, dropout: float) -> None:
         super().__init__()
         if described.first and not described.patches:
             raise SpecError(f"first={described.first} vectors stand before patches; of tokens, begin with one of them")
         self.described, self.dropout = described, dropout
-        self._owner = (owner,)  # in a tuple, so that it is saved, moved and trained with its own stack alone
+        self._owner: tuple[Embed, ...] = ()  # in a tuple: it is saved, moved and trained with its own stack alone
         self.declare(described.weights(model))
         self.norm = Normed(described.norm, model) if described.norm else None
         if described.positions and described.positions.kind == "sinusoidal":
             sinusoidal(torch.zeros(1), model)  # refuses a width that has no pairs
 
+    def share(self, owner: Embed) -> None:
+        """Read the table of another stack."""
+        self._owner = (owner,)
+
     @property
     def table(self) -> Tensor:
         """The vectors of tokens."""
-        return cast(Tensor, (self._owner[0] or self).tokens)
+        return cast(Tensor, (*self._owner, self)[0].tokens)
 
     def forward(self, x: Tensor) -> Tensor:
         """Vectors [B, T, model], before anybody knows where they stand."""

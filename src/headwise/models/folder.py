@@ -71,7 +71,7 @@ def load(folder: Path | str, *, dropout: float = 0.0) -> Transformer:
     except SafetensorError as error:
         raise SpecError(f"{folder / WEIGHTS} holds no tensors: {error}; save the model again") from None
     if TOKENIZER in manifest.checksums:
-        _check_tokenizer(manifest.model, tokenizer_of(folder) or "", str(folder / TOKENIZER))
+        _check_tokenizer(manifest.model, _data(folder, manifest, TOKENIZER).decode(), str(folder / TOKENIZER))
     with torch.device("meta"):
         net = build(manifest.model, dropout=dropout)
     _check_tensors(net, held, folder / WEIGHTS)

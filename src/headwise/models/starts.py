@@ -44,7 +44,7 @@ def begin(net: Transformer, start: str) -> None:
     """Draw a fresh model's matrices anew, as this start says.
 
     "xavier": as every part starts itself. "depth": the matrices of layer l, counted from 1, l^-0.5 as large
-    (1908.11365). "gpt2": N(0, 0.02), divided by the root of the number of branches where one ends.
+    (1908.11365). "gpt2": N(0, 0.02), and where a sublayer ends that over the root of how many its stack has.
     """
     if start not in STARTS:
         raise SpecError(f"start={start!r} is unknown; {nearest(start, STARTS)}")
@@ -70,14 +70,14 @@ def _as_gpt2(net: Transformer) -> None:
         if tensor.dim() > 1 and (".embedding." in name or name.startswith("head.")):
             tensor.normal_(std=STD)
     for layers in net.stacks.values():
-        branches = sum(len(layer.branches) for layer in layers.blocks)
+        sublayers = sum(len(layer.sublayers) for layer in layers.blocks)
         for layer in layers.blocks:
             for ends, matrix in (*_attention_matrices(layer), *_feed_matrices(layer)):
-                matrix.normal_(std=STD * branches**-0.5 if ends else STD)
+                matrix.normal_(std=STD * sublayers**-0.5 if ends else STD)
 
 
 def _attention_matrices(layer: Layer) -> Iterator[tuple[bool, Tensor]]:
-    """Matrices that start Xavier-uniform, and whether each is the last of its branch."""
+    """Matrices that start Xavier-uniform, and whether each is the last of its sublayer."""
     for attention in layer.attentions.values():
         declared = attention.spec.params()
         for name, tensor in attention.named_parameters():

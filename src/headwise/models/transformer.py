@@ -15,7 +15,7 @@ from ..probe import Probe
 from ..tokens import Tokens
 from .block import Call, Layers
 from .caches import Caches, Memory
-from .ends import Embed, Reading, Typed
+from .ends import Reading, Typed
 from .starts import begin
 
 CHECKPOINTING = ("none", "block")
@@ -24,7 +24,7 @@ CHECKPOINTING = ("none", "block")
 def build(described: Model, *, dropout: float = 0.0, seed: int | None = None, start: str = "xavier") -> Transformer:
     """The model that a blueprint describes, its tensors named as the blueprint names them.
 
-    `dropout` is of embeddings, of what feed-forwards hold inside, and of what every branch adds; that of attention
+    `dropout` is of embeddings, of what feed-forwards hold inside, and of what every sublayer adds; that of attention
     weights is a part of the spec. `seed` makes the start repeatable without touching torch's own generator; `start`
     is "xavier", "depth" (DS-Init, 1908.11365) or "gpt2".
 
@@ -39,9 +39,10 @@ def build(described: Model, *, dropout: float = 0.0, seed: int | None = None, st
         raise SpecError(f"described is of type {type(described).__name__}; give a blueprint.Model")
     if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
         raise SpecError(f"dropout={dropout!r} is no share of what is dropped; give 0 or more and less than 1")
-    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+    cards = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(cards, enabled=seed is not None):
         if seed is not None:
-            torch.manual_seed(seed)
+            (torch.manual_seed if cards else torch.default_generator.manual_seed)(seed)
         net = Transformer(described, dropout)
         begin(net, start)
     return net
@@ -58,13 +59,12 @@ class Transformer(nn.Module):
         super().__init__()
         self.described, self.dropout = described, dropout
         _check_names(described)
-        owners: dict[str, Embed] = {}
         for stack in described.stacks:
-            table = stack.embedding.table if stack.embedding else ""
-            layers = Layers(stack, dropout, owners[table] if table else None)
-            self.add_module(stack.name, layers)
-            if layers.embedding is not None:
-                owners[stack.name] = layers.embedding
+            self.add_module(stack.name, Layers(stack, dropout))
+        owners = {name: stack.embedding for name, stack in self.stacks.items() if stack.embedding is not None}
+        for embedding in owners.values():
+            if table := embedding.described.table:
+                embedding.share(owners[table])
         last = described.stacks[-1].model
         heads = {head.name: Reading(head, last, owners[head.table] if head.table else None) for head in described.heads}
         self.head = nn.ModuleDict(heads)

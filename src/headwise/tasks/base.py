@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
@@ -60,7 +60,7 @@ class Task(ABC):
     """
 
     name: ClassVar[str]
-    seed: int = 0
+    seed: int = field(default=0, kw_only=True)
 
     @abstractmethod
     def batch(self, index: int, size: int, split: str = "train") -> Batch:
@@ -77,9 +77,7 @@ class Task(ABC):
 
     def measure(self, logits: Tensor, batch: Batch) -> Tally:
         """What is right where labels are given: [B, T, vocabulary] or [B, classes] against `batch.labels`."""
-        asked = batch.labels != IGNORED
-        right = (logits.argmax(-1) == batch.labels) & asked
-        return {"accuracy": (float(right.sum()), int(asked.sum()))}
+        return accuracy(logits, batch)
 
     @property
     def answers(self) -> int:
@@ -104,6 +102,10 @@ class Task(ABC):
         """How many examples the train split has; None when there is no end of them."""
         return None
 
+    def batches(self, size: int, split: str = "train") -> int | None:
+        """How many batches of this size show a split once; None when there is no end of it."""
+        return None
+
     @property
     def tokenizer(self) -> str | None:
         """The document of a `tokenizers.Tokenizer` that gives this task's ids; None where there is no text."""
@@ -112,6 +114,13 @@ class Task(ABC):
     def text(self, ids: Sequence[int]) -> str:
         """Ids as a person reads them."""
         return " ".join(map(str, ids))
+
+
+def accuracy(logits: Tensor, batch: Batch) -> Tally:
+    """How many labels are the likeliest, of those that are given."""
+    asked = batch.labels != IGNORED
+    right = (logits.argmax(-1) == batch.labels) & asked
+    return {"accuracy": (float(right.sum()), int(asked.sum()))}
 
 
 def check_split(split: str) -> None:

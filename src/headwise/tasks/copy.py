@@ -30,7 +30,7 @@ from .generated import (
 )
 from .small import Shape, decoder
 
-NOISE, AGAIN = 0, 1  # the ids before those of the symbols
+NOISE, AGAIN, START = 0, 1, 2  # the ids before those of the symbols
 KINDS = ("induction", "selective")
 
 
@@ -47,12 +47,12 @@ class Copy(Generated):
     """A random block, a gap of noise, a mark, and the block again: from the mark on, the next symbol is wanted.
 
     kind="selective" scatters the noise among the symbols instead (MAD, 2403.17844). `block` and `gap` are how many
-    symbols and how much noise, or tuples of which an example takes one each. Ids: 0 is noise, 1 the mark, symbols
-    follow.
+    symbols and how much noise, or tuples of which an example takes one each. Ids: 0 is noise, 1 the mark, 2 what
+    begins every row, symbols follow.
 
     >>> task = Copy(symbols=9, block=4, gap=2)
     >>> print(task.text(task.batch(0, 1).x[0].tolist()))
-    0 2 1 2 . . | 0 2 1
+    > 0 2 1 2 . . | 0 2 1
     """
 
     name: ClassVar[str] = "copy"
@@ -67,7 +67,7 @@ class Copy(Generated):
             raise SpecError(f"kind={self.kind!r} is unknown; {nearest(self.kind, KINDS)}")
         whole("symbols", self.symbols, 2)
         blocks, gaps = options("block", self.block, 1), options("gap", self.gap, 0)
-        check_sizes(self, tokens=2 * max(blocks) + max(gaps), symbols=self.symbols)
+        check_sizes(self, tokens=1 + 2 * max(blocks) + max(gaps), symbols=self.symbols)
         check_space(self, float(self.symbols) ** min(*blocks, 64), "use a longer block or more symbols")
 
     @property
@@ -79,38 +79,39 @@ class Copy(Generated):
 
     def model(self) -> Model:
         """Two layers, of which the first tells every token what stood before it."""
-        return decoder(self.name, self.symbols + 2, Shape(width=64, heads=4, layers=2, feed=128))
+        return decoder(self.name, self.symbols + START + 1, Shape(width=64, heads=4, layers=2, feed=128))
 
     def draw(self, draws: Draws) -> Drawn:
         blocks, gaps = options("block", self.block, 1), options("gap", self.gap, 0)
         block, gap = draws.choice(blocks), draws.choice(gaps)
         most, end = max(blocks), max(blocks) + max(gaps)
-        symbols = draws.below(self.symbols, most) + AGAIN + 1
-        first = (block + gap)[:, None]  # where the mark stands
-        stands = np.tile(np.arange(most), (len(draws), 1))
+        symbols = draws.below(self.symbols, most) + START + 1
+        first = 1 + (block + gap)[:, None]  # where the mark stands
+        stands = 1 + np.tile(np.arange(most), (len(draws), 1))
         if self.kind == "selective":
-            stands = _scattered(draws.unit(end), block, first)[:, :most]
+            stands = 1 + _scattered(draws.unit(end), block, first - 1)[:, :most]
         asked = first + np.arange(most)
-        x = np.full((len(draws), end + most), NOISE)
+        x = np.full((len(draws), 1 + end + most), NOISE)
+        x[:, 0] = START
         labels = np.full_like(x, IGNORED)
         row, place = np.nonzero(np.arange(most) < block[:, None])
         x[row, stands[row, place]] = labels[row, asked[row, place]] = symbols[row, place]
         x[np.arange(len(draws)), first[:, 0]] = AGAIN
         row, place = np.nonzero(np.arange(most) < block[:, None] - 1)
         x[row, asked[row, place] + 1] = symbols[row, place]
-        x[np.arange(end + most) >= first + block[:, None]] = -1
+        x[np.arange(x.shape[1]) >= first + block[:, None]] = -1
         return {"content": x, "x": x, "labels": labels, "stands": stands, "block": block, "gap": gap}
 
     def show(self, drawn: Drawn) -> Batch:
         block, gap = drawn["block"], drawn["gap"]
-        length = 2 * block + gap
+        length = 1 + 2 * block + gap
         x, labels = (
             torch.from_numpy(drawn["x"][:, : length.max()]),
             torch.from_numpy(drawn["labels"][:, : length.max()]),
         )
         tokens = None if (length == length[0]).all() else Tokens.of(x, lengths=torch.from_numpy(length))
         gold = [
-            Copied(count, free, tuple((at, count + free + n) for n, at in enumerate(stands[:count])))
+            Copied(count, free, tuple((at, 1 + count + free + n) for n, at in enumerate(stands[:count])))
             for count, free, stands in zip(block.tolist(), gap.tolist(), drawn["stands"].tolist(), strict=True)
         ]
         return Batch(x.clamp(min=0), labels, tokens=tokens, gold=gold)
@@ -129,8 +130,8 @@ class Copy(Generated):
         return told | dict(tallied("exact_match", rows, every, by_block))
 
     def text(self, ids: list[int]) -> str:
-        """Symbols by number, noise as a dot, the mark as |."""
-        return " ".join({NOISE: ".", AGAIN: "|"}.get(one, str(one - AGAIN - 1)) for one in ids)
+        """Symbols by number, noise as a dot, the mark as |, what begins a row as >."""
+        return " ".join({NOISE: ".", AGAIN: "|", START: ">"}.get(one, str(one - START - 1)) for one in ids)
 
 
 def _scattered(unit: np.ndarray, block: np.ndarray, end: np.ndarray) -> np.ndarray:

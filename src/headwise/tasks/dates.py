@@ -17,7 +17,7 @@ from ..pattern_base import whole
 from ..tokens import Tokens
 from .base import IGNORED, Batch, Tally
 from .draws import Draws
-from .generated import Drawn, Generated, check_space, tallied
+from .generated import Drawn, Generated, check_space, options, tallied
 from .small import Shape, translator
 from .wording import CURRENCIES, DIGITS, LANGUAGES, MONTHS, POWERS, Amount, Date, Said, joined
 
@@ -70,7 +70,8 @@ class Dates(Generated):
         known = {"subjects": SUBJECTS, "languages": LANGUAGES, "currencies": CURRENCIES}
         for knob, least in {"subjects": 1, "languages": 2, "currencies": 1}.items():
             _check_words(knob, getattr(self, knob), known[knob], least)
-        if len(self.years) != 2 or not 1000 <= self.years[0] <= self.years[1] <= 9999:
+        years = options("years", self.years, 1000)
+        if len(years) != 2 or not years[0] <= years[1] <= 9999:
             raise SpecError(f"years={self.years} is no range within 1000 .. 9999; give the first and the last year")
         if whole("digits", self.digits, 1) > 8:
             raise SpecError(f"digits={self.digits} need words beyond 万; use at most 8")
@@ -83,8 +84,8 @@ class Dates(Generated):
 
     @property
     def _days(self) -> int:
-        first, last = (np.datetime64(f"{year:04d}-01-01") for year in (self.years[0], self.years[1] + 1))
-        return int((last - first).astype(np.int64))
+        first, last = np.datetime64(f"{self.years[0]}-01-01"), np.datetime64(f"{self.years[1]}-12-31")
+        return int((last - first).astype(np.int64)) + 1
 
     @property
     def directions(self) -> tuple[tuple[str, str], ...]:
@@ -115,13 +116,13 @@ class Dates(Generated):
         return {"content": content, "fits": (subject == 0) | (cents > 0), **told}
 
     def _cents(self, draws: Draws) -> np.ndarray:
-        """Amounts of 0 .. `digits` digits before the point, one in three of all digits made zero but for the first."""
+        """Amounts of 0 .. `digits` digits before the point; of all but the first, one in three is made zero."""
         count = draws.choice(range(self.digits + 1))[:, None]
         places = np.arange(self.digits + 2) - 2
         digit = draws.below(10, len(places)) * (draws.below(3, len(places)) > 0)
         leading = 1 + draws.below(9, 1)
-        digit = np.where(places == count - 1, leading, np.where(places < count, digit, 0))
-        return np.where((count == 0) & (places >= 0), 0, digit) @ 10 ** np.arange(len(places))
+        first = (places == count - 1) & (places >= 0)
+        return np.where(first, leading, np.where(places < count, digit, 0)) @ 10 ** np.arange(len(places))
 
     def show(self, drawn: Drawn) -> Batch:
         number = {token: n for n, token in enumerate(VOCABULARY)}
@@ -226,6 +227,7 @@ def _tokenizer() -> dict[str, object]:
 
 def _check_words(knob: str, words: tuple[str, ...], known: Iterable[str], least: int) -> None:
     """Refuse what is unknown, said twice, or too few."""
+    known = tuple(known)
     for word in words:
         if word not in known:
             raise SpecError(f"{knob}={words!r} holds {word!r}; {nearest(str(word), known)}")

@@ -34,7 +34,7 @@ class Graph(Generated):
     >>> task = Graph(nodes=14, chords=2, sources=4)
     >>> batch = task.batch(0, 1)
     >>> batch.x[0].tolist(), batch.labels[0].tolist()
-    ([0, 0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 0, 1, 0], [2, 3, 3, 2, 1, 0, 1, 1, 1, 0, 0, 1, 0, 1])
+    ([0, 0, 0, 0, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0], [4, 3, 2, 1, 0, 1, 2, 1, 0, 0, 0, 1, 2, 3])
     """
 
     name: ClassVar[str] = "graph"

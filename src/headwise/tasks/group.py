@@ -15,7 +15,7 @@ from torch import Tensor
 from ..blueprint import Model
 from ..errors import SpecError
 from ..pattern_base import whole
-from .base import Batch, Tally
+from .base import IGNORED, Batch, Tally
 from .draws import Draws
 from .generated import SPACE, Drawn, Generated, check_sizes, check_space, right_of, tallied, up_to, whole_rows
 from .small import Shape, decoder
@@ -30,11 +30,12 @@ class Group(Generated):
 
     group="parity" is Z2; "Z5" adds modulo 5; "S3" are all permutations of three things, "A5" the even ones of five.
     A product applies its left factor first. Elements of S and A are numbered in alphabetical order, which starts with
-    the one that moves nothing.
+    the one that moves nothing. A token of its own, the last id, begins every row: without it, and without absolute
+    positions, attention cannot tell one element from the same one twice.
 
     >>> batch = Group(group="Z5", length=8).batch(0, 1)
     >>> batch.x.tolist(), batch.labels.tolist()
-    ([[1, 4, 3, 3, 4, 1, 3, 0]], [[1, 0, 3, 1, 0, 1, 4, 4]])
+    ([[5, 1, 4, 3, 3, 4, 1, 3, 0]], [[-100, 1, 0, 3, 1, 0, 1, 4, 4]])
     """
 
     name: ClassVar[str] = "group"
@@ -63,7 +64,7 @@ class Group(Generated):
 
     def model(self) -> Model:
         """Four layers; how many a group needs for a length is what the task is about."""
-        return decoder(self.name, len(self.table), Shape(width=64, heads=4, layers=4, feed=128))
+        return decoder(self.name, len(self.table) + 1, Shape(width=64, heads=4, layers=4, feed=128))
 
     def draw(self, draws: Draws) -> Drawn:
         table = self.table
@@ -74,15 +75,22 @@ class Group(Generated):
         return {"content": x, "x": x, "labels": products}
 
     def show(self, drawn: Drawn) -> Batch:
-        return Batch(torch.from_numpy(drawn["x"]), torch.from_numpy(drawn["labels"]))
+        first = np.ones((len(drawn["x"]), 1), np.int64)
+        x = np.concatenate([len(self.table) * first, drawn["x"]], 1)
+        labels = np.concatenate([IGNORED * first, drawn["labels"]], 1)
+        return Batch(torch.from_numpy(x), torch.from_numpy(labels))
 
     def measure(self, logits: Tensor, batch: Batch) -> Tally:
         """Accuracy by how many elements were multiplied, and how often all of a row is right."""
         right, asked = right_of(logits, batch.labels)
-        count = torch.arange(1, asked.shape[1] + 1, device=asked.device).expand(asked.shape)
+        count = torch.arange(asked.shape[1], device=asked.device).expand(asked.shape)
         rows = whole_rows(right, asked)
         told = dict(tallied("accuracy", right, asked, up_to("t", count)))
         return told | dict(tallied("exact_match", rows, torch.ones_like(rows), {}))
+
+    def text(self, ids: list[int]) -> str:
+        """Elements by number, what begins a row as |."""
+        return " ".join("|" if one == len(self.table) else str(one) for one in ids)
 
 
 def table_of(name: str) -> np.ndarray:

@@ -42,7 +42,7 @@ class Lookup2(Generated):
 
     >>> task = Lookup2(entities=3, attributes=2, values=9, direct=1, composed=1)
     >>> print(task.text(task.batch(0, 1).x[0].tolist()))
-    E1 a0 1 E2 a1 3 E2 a0 7 E0 a0 0 E0 a1 2 E1 a1 2 ? E2 a0 7 = E1 E2 1
+    E1 a1 3 E1 a0 1 E0 a1 7 E2 a1 1 E0 a0 1 E2 a0 5 ? E1 a1 3 = E2 E1 1
     """
 
     name: ClassVar[str] = "lookup2"

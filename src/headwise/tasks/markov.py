@@ -14,7 +14,7 @@ from torch import Tensor
 from ..blueprint import Model
 from ..errors import SpecError
 from ..pattern_base import whole
-from .base import Batch, Tally
+from .base import IGNORED, Batch, Tally
 from .draws import Draws, Ints
 from .generated import Drawn, Generated, check_sizes, check_space, right_of, tallied, up_to
 from .small import Shape, decoder
@@ -28,7 +28,8 @@ class Markov(Generated):
 
     Whoever knows how it was made can do no better than the bigram: after symbol a comes b with probability
     (n(a, b) + 1) / (n(a) + symbols), where n counts the text so far. `excess` is how many nats a model is worse: the
-    divergence of its guess from that one, which is exact at every place.
+    divergence of its guess from that one, which is exact at every place. A token of its own, the last id, begins every
+    text: without it, and without absolute positions, attention cannot tell one symbol from the same one twice.
 
     >>> bigram(np.array([[0, 1, 0, 1, 0]]), 2)[0].round(3).tolist()
     [[0.5, 0.5], [0.5, 0.5], [0.333, 0.667], [0.667, 0.333], [0.25, 0.75]]
@@ -66,7 +67,7 @@ class Markov(Generated):
 
     def model(self) -> Model:
         """Two layers: one that tells every token what stood before it, one that counts."""
-        return decoder(self.name, self.symbols, Shape(width=64, heads=4, layers=2, feed=128))
+        return decoder(self.name, self.symbols + 1, Shape(width=64, heads=4, layers=2, feed=128))
 
     def draw(self, draws: Draws) -> Drawn:
         # Between 0, sorted uniform numbers and 1 lie the probabilities of Dirichlet(1, ..., 1).
@@ -79,21 +80,27 @@ class Markov(Generated):
         return {"content": x[:, :-1], "x": x}
 
     def show(self, drawn: Drawn) -> Batch:
-        """`gold` holds the bigram's guess of each place, [length, symbols]."""
-        x = torch.from_numpy(drawn["x"])
+        """`gold` holds the bigram's guess behind each symbol, [length, symbols]."""
         best = torch.from_numpy(bigram(drawn["x"][:, :-1], self.symbols))
-        return Batch(x[:, :-1].contiguous(), x[:, 1:].contiguous(), gold=list(best.unbind()))
+        x, labels = drawn["x"].copy(), drawn["x"].copy()
+        x[:, 1:], x[:, 0], labels[:, 0] = x[:, :-1].copy(), self.symbols, IGNORED
+        return Batch(torch.from_numpy(x), torch.from_numpy(labels), gold=list(best.unbind()))
 
     def measure(self, logits: Tensor, batch: Batch) -> Tally:
         """Accuracy, nats, and nats in excess of the bigram, these also by how much has been read."""
         right, asked = right_of(logits, batch.labels)
         guess = logits.double().log_softmax(-1)
+        said = guess.gather(-1, batch.labels.clamp(min=0)[..., None])[..., 0]
         best = torch.stack(list(batch.gold)).to(guess.device)
-        said = guess.gather(-1, batch.labels[..., None])[..., 0]
-        excess = (best * (best.log() - guess)).sum(-1)
-        read = torch.arange(1, asked.shape[1] + 1, device=asked.device).expand(asked.shape)
+        excess = torch.zeros_like(said)
+        excess[:, 1:] = (best * (best.log() - guess[:, 1:, : self.symbols])).sum(-1)
+        read = torch.arange(asked.shape[1], device=asked.device).expand(asked.shape)
         told = dict(tallied("accuracy", right, asked, {})) | dict(tallied("nats", -said, asked, {}))
         return told | dict(tallied("excess", excess, asked, up_to("t", read)))
+
+    def text(self, ids: list[int]) -> str:
+        """Symbols by number, what begins a text as |."""
+        return " ".join("|" if one == self.symbols else str(one) for one in ids)
 
 
 def bigram(x: Ints, symbols: int) -> np.ndarray:

@@ -9,22 +9,34 @@ from ..errors import SpecError, nearest
 from .base import Task
 from .copy import Copy
 from .dates import Dates
+from .frames import Frames
 from .graph import Graph
 from .group import Group
+from .images import Images
+from .jsonl import Jsonl
 from .listops import ListOps
 from .lookup2 import Lookup2
 from .markov import Markov
+from .parallel import Parallel
 from .recall import Recall
+from .text import Text
+from .tokens import TokenFile
 
 TASKS: dict[str, type[Task]] = {
     "copy": Copy,
     "dates": Dates,
+    "frames": Frames,
     "graph": Graph,
     "group": Group,
+    "images": Images,
+    "jsonl": Jsonl,
     "listops": ListOps,
     "lookup2": Lookup2,
     "markov": Markov,
+    "parallel": Parallel,
     "recall": Recall,
+    "text": Text,
+    "tokens": TokenFile,
 }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...errors import SpecError
 from ..described import described, keys_of, label
 from ..screen import PRESETS, Arguments, Wrong, document, show, take_changes, take_form
-from . import beside, intensity, serving, states, verdict
+from . import beside, intensity, kept, serving, states, verdict
 
 if TYPE_CHECKING:
     from ...auditing import Check
@@ -38,12 +38,28 @@ class Page(Protocol):
         ...
 
 
-PAGES: tuple[Page, ...] = (beside, states, serving, verdict, intensity)
+PAGES: tuple[Page, ...] = (beside, states, kept, serving, verdict, intensity)
 CONTEXT = 2048  # tokens of a row, where nothing says how many and nothing knows fewer
 
 
 def main(argv: list[str]) -> int:
     """Price everything that is named."""
+    given = _given(_parser(), argv)
+    costs = priced(given)
+    checks = audited(costs) if given.verify else {}
+    views = {name: view for page in PAGES for name, view in page.views(given, costs).items()}
+    if given.json:
+        told = {name: [{**check._asdict(), "holds": check.holds} for check in each] for name, each in checks.items()}
+        more = {name: view.data for name, view in views.items()}
+        show(document(costs.data | more | ({"verified": told} if given.verify else {})))
+    else:
+        asked = {"operations": given.operations, "terms": given.terms}
+        said = [str(costs), *(getattr(costs, name) for name in asked if asked[name]), *map(str, views.values())]
+        show("\n\n".join([*said, *(_told(*item) for item in checks.items())]))
+    return 0 if all(check.holds for each in checks.values() for check in each) else 1
+
+
+def _parser() -> Arguments:
     parser = Arguments(
         "cost",
         "What attention layers and whole models cost before they run: parameters, products, cache, and the time they "
@@ -73,19 +89,7 @@ def main(argv: list[str]) -> int:
     for page in PAGES:
         page.take(parser)
     take_form(parser)
-    given = _given(parser, argv)
-    costs = priced(given)
-    checks = audited(costs) if given.verify else {}
-    views = {name: view for page in PAGES for name, view in page.views(given, costs).items()}
-    if given.json:
-        told = {name: [{**check._asdict(), "holds": check.holds} for check in each] for name, each in checks.items()}
-        more = {name: view.data for name, view in views.items()}
-        show(document(costs.data | more | ({"verified": told} if given.verify else {})))
-    else:
-        asked = {"operations": given.operations, "terms": given.terms}
-        said = [str(costs), *(getattr(costs, name) for name in asked if asked[name]), *map(str, views.values())]
-        show("\n\n".join([*said, *(_told(*item) for item in checks.items())]))
-    return 0 if all(check.holds for each in checks.values() for check in each) else 1
+    return parser
 
 
 def _given(parser: Arguments, argv: list[str]) -> argparse.Namespace:

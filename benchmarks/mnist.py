@@ -1,0 +1,45 @@
+"""MNIST with a small vision model: patches of 4 x 4, four layers 64 wide, the mean of all tokens.
+
+`python -m benchmarks.mnist` prints the accuracy on the test images and the seconds of training.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+
+import headwise as hw
+from headwise.blueprint import Block, Dense, Embedding, Head, Model, Norm, Patches, Positions, Stack
+from headwise.tasks import task
+from headwise.training import Recipe
+
+from .real import found
+
+NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+RECIPE = Recipe(
+    steps=1500, batch=128, lr=2e-3, weight_decay=0.05, evaluate_every=500, evaluate_batches=10**6, checkpoint_every=500
+)
+
+
+def described() -> Model:
+    """49 tokens of an image of 28 x 28."""
+    block = Block(hw.design(model=64, heads=4, bias="qkvo"), feed=Dense(256, bias="ud"))
+    embedding = Embedding(patches=Patches(7, 7, 4, 4, channels=1), positions=Positions("learned", 49))
+    stack = Stack.of("encoder", 64, [block] * 4, embedding=embedding, norm=Norm())
+    return Model("digits", "vision", (stack,), (Head("classes", 10, "mean", bias="learned"),))
+
+
+def main() -> int:
+    """Train, measure, print."""
+    paths = found(*(f"mnist/{name}.gz" for name in NAMES))
+    if paths is None:
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        result = hw.train(task("images", path=str(paths[0].parent)), described(), RECIPE, out=f"{folder}/run")
+    print(json.dumps(result.data | {"model": "digits"}, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Tiny Shakespeare in nanoGPT's setting for a laptop: 0.8 million parameters, 2,000 steps of 12 rows of 64 characters.
+
+`python -m benchmarks.shakespeare` trains ours through `hw.train`, and the same recipe written plainly in PyTorch in
+the same process, and prints the validation loss in nats a character and the seconds of each. nanoGPT's README reports
+1.88 (the best seen in several runs there: 1.88).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import headwise as hw
+from headwise.blueprint import Block, Dense, Embedding, Head, Model, Norm, Positions, Stack
+from headwise.tasks import task
+from headwise.training import Recipe
+
+from .plain import PlainGPT, Shape
+from .real import found
+
+SHAPE = Shape()
+STEPS, BATCH, RATE, LEAST, WARM = 2000, 12, 1e-3, 1e-4, 100
+EVALUATIONS = 20  # batches, as in the recipe; the whole of the held-out text is measured besides
+
+
+def described(shape: Shape = SHAPE) -> Model:
+    """nanoGPT's shape as a blueprint."""
+    norm = Norm("unbiased")
+    spec = hw.design(model=shape.model, heads=shape.heads, pattern="causal")
+    block = Block(spec, feed=Dense(4 * shape.model), norm=norm)
+    embedding = Embedding(shape.tokens, positions=Positions("learned", shape.length))
+    stack = Stack.of("decoder", shape.model, [block] * shape.layers, embedding=embedding, norm=norm)
+    return Model("small-gpt", "decoder", (stack,), (Head("tokens", shape.tokens, table="decoder"),))
+
+
+def ours(path: Path, folder: str) -> dict[str, float]:
+    """Through the library's own loop, at its own choice of precision."""
+    data = task("text", path=str(path), tokens="chars", length=SHAPE.length, valid=0.1, test=0.0)
+    recipe = Recipe(
+        steps=STEPS, batch=BATCH, lr=RATE, schedule="cosine", warmup=WARM / STEPS, floor=LEAST / RATE,
+        betas=(0.9, 0.99), weight_decay=0.1, clip=1.0, start="gpt2", seed=1337, evaluate_every=250, evaluate_batches=10**6,
+        checkpoint_every=1000,
+    )  # fmt: skip
+    result = hw.train(data, described(), recipe, out=folder)
+    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    curve = {row["step"]: round(row["metrics"]["loss"], 4) for row in rows if row["event"] == "evaluation"}
+    return {"nats": min(curve.values()), "seconds": result.seconds, "curve": curve, "precision": result.precision}
+
+
+def plainly(path: Path) -> dict[str, float]:
+    """The recipe by hand, in float32, evaluated as often."""
+    text = path.read_text()
+    number = {sign: n for n, sign in enumerate(sorted(set(text)))}
+    ids = torch.tensor([number[sign] for sign in text])
+    cut = int(0.9 * len(ids))
+    parts = {"train": ids[:cut], "valid": ids[cut:]}
+    torch.manual_seed(1337)
+    net = PlainGPT(SHAPE)
+    matrices = [p for p in net.parameters() if p.ndim > 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": [p for p in net.parameters() if p.ndim < 2]}]
+    optimiser = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.99), weight_decay=0.0)
+    begun, best = time.perf_counter(), math.inf
+    for step in range(1, STEPS + 1):
+        for group in optimiser.param_groups:
+            group["lr"] = _rate(step)
+        loss = _loss(net, parts["train"])
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimiser.step()
+        if step % 250 == 0:
+            with torch.no_grad():
+                best = min(best, sum(_loss(net, parts["valid"]).item() for _ in range(EVALUATIONS)) / EVALUATIONS)
+    return {"nats": best, "seconds": time.perf_counter() - begun}
+
+
+def _rate(step: int) -> float:
+    if step <= WARM:
+        return RATE * step / WARM
+    return LEAST + (RATE - LEAST) * 0.5 * (1 + math.cos(math.pi * (step - WARM) / (STEPS - WARM)))
+
+
+def _loss(net: PlainGPT, ids: torch.Tensor) -> torch.Tensor:
+    at = torch.randint(len(ids) - SHAPE.length - 1, (BATCH,))
+    rows = torch.stack([ids[start : start + SHAPE.length + 1] for start in at.tolist()])
+    return F.cross_entropy(net(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+
+def main() -> int:
+    """Print both."""
+    paths = found("tinyshakespeare/input.txt")
+    if paths is None:
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        told = {"ours": ours(paths[0], f"{folder}/run"), "plainly": plainly(paths[0])}
+    told |= {"ratio": told["ours"]["seconds"] / told["plainly"]["seconds"], "threads": torch.get_num_threads()}
+    print(json.dumps(told, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

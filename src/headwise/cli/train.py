@@ -1,0 +1,145 @@
+"""`headwise train`: a model that learns a task or somebody's data, left in a folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import nearest
+from .screen import PRESETS, Arguments, Wrong, document, show, take_form, value_of
+
+if TYPE_CHECKING:
+    from ..blueprint import Model
+    from ..models import Transformer
+    from ..tasks import Task
+    from ..training import Recipe
+
+# Options that are words of the recipe, with the kind of their values and what they say.
+OPTIONS: dict[str, tuple[type, str]] = {
+    "steps": (int, "how many steps to take"),
+    "batch": (int, "examples a step"),
+    "lr": (float, "the highest rate of learning"),
+    "precision": (str, "auto, fp32 or bf16; auto measures which is faster"),
+    "compile": (str, "auto, on or off; auto tries where it can pay"),
+    "seed": (int, "of the fresh weights and of what is dropped"),
+    "device": (str, "auto, cpu, cuda or cuda:1, say"),
+}
+LARGEST = 2**20  # bytes of a recipe
+
+
+def main(argv: list[str]) -> int:
+    """Train, and say at the end what came of it."""
+    given = _parser().parse_args(argv)
+    changes = _changes(given.changes)
+    recipe = _recipe(given, changes["recipe"])
+    task = _task(given.what, given.data, changes["task"])
+    from ..training import Screen, train
+
+    described = None if given.model is None else _model(given.model, task, recipe)
+    sinks = [Screen(), *given.sinks]
+    try:
+        result = train(task, described, recipe, given.out, "allowed" if given.resume else "never", sinks)
+    except KeyboardInterrupt as error:
+        how = "the same command with --resume goes on" if str(error) else "with --resume it goes on from what is kept"
+        print(f"headwise: {error or f'interrupted; {given.out} is as it was last kept'}; {how}", file=sys.stderr)
+        raise
+    show(document(result.data) if given.json else _page(result.data, given.out))
+    return 0
+
+
+def _parser() -> Arguments:
+    parser = Arguments(
+        "train",
+        "A model that learns a task made in code, or the text, pairs, images or numbers of a file or folder; it is "
+        "left in a folder with its scores, and can be killed and resumed at any moment.",
+        "headwise train dates --out runs/dates --steps 600",
+    )
+    parser.add_argument("what", nargs="?", metavar="TASK", help="a task by name, a file, or a folder")
+    parser.add_argument("--data", metavar="PATH", help="a file, a folder, or stdlib, Python's own source")
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to leave it in")
+    parser.add_argument("--model", metavar="MODEL", help="a .toml or config.json, a folder to go on from, or a preset")
+    parser.add_argument("--recipe", metavar="FILE", help="a .toml that says how to train; options change it")
+    for name, (kind, what) in OPTIONS.items():
+        parser.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=what)
+    parser.add_argument(
+        "--set", dest="changes", action="append", default=[], metavar="KEY=VALUE",
+        help="change one thing of the task or the recipe, as in task.digits=3, recipe.schedule=wsd",
+    )  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="go on where a run into this folder was ended")
+    parser.add_argument(
+        "--sink", dest="sinks", action="append", default=[], metavar="NAME",
+        help="also tell tensorboard, mlflow, wandb or trackio",
+    )  # fmt: skip
+    take_form(parser)
+    return parser
+
+
+def _changes(said: list[str]) -> dict[str, dict[str, Any]]:
+    """What --set says of the task and of the recipe."""
+    found: dict[str, dict[str, Any]] = {"task": {}, "recipe": {}}
+    for change in said:
+        path, equals, words = change.partition("=")
+        whose, _, key = path.strip().partition(".")
+        if not equals or whose not in found or not key:
+            raise Wrong(f"--set {change!r} says nothing; write task.KEY=VALUE or recipe.KEY=VALUE")
+        found[whose][key] = value_of(words)
+    return found
+
+
+def _recipe(given: argparse.Namespace, changes: Mapping[str, Any]) -> Recipe:
+    from ..training.recipe import from_dict, from_toml
+
+    base = from_toml(_text(given.recipe)) if given.recipe else None
+    options = {name: getattr(given, name) for name in OPTIONS if getattr(given, name) is not None}
+    return from_dict({**changes, **options}, base)
+
+
+def _text(name: str) -> str:
+    try:
+        with Path(name).open("rb") as file:
+            return file.read(LARGEST).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise Wrong(f"{name!r} cannot be read: {error}; give a .toml with lines such as steps = 1000") from None
+
+
+def _task(what: str | None, data: str | None, changes: Mapping[str, Any]) -> Task:
+    """The task of this name, or what reads this data."""
+    from ..tasks import TASKS, open_data, task
+    from ..tasks.brought import Brought
+
+    said = {key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()}
+    made = [name for name, kind in TASKS.items() if not issubclass(kind, Brought)]
+    if data is not None:
+        return open_data(f"{what}:{data}" if what else data, said)
+    if what is None:
+        raise Wrong(f"name what is to be learnt: {', '.join(made)}, or a file or folder")
+    if what in made:
+        return task(what, **said)
+    if ":" not in what and not Path(what).exists() and "," not in what and what != "stdlib":
+        raise Wrong(f"there is no task, file or folder {what!r}; {nearest(what, made)}")
+    return open_data(what, said)
+
+
+def _model(name: str, task: Task, recipe: Recipe) -> Model | Transformer:
+    """What a folder, a file or a preset says is to be trained."""
+    if name in PRESETS:
+        from ..training.variants import with_preset
+
+        return with_preset(task.model(), name)
+    path = Path(name)
+    if not path.exists():
+        raise Wrong(f"there is no preset, file or folder {name!r}; {nearest(name, PRESETS)}")
+    from ..blueprint.manifest import MANIFEST
+    from ..families import read
+    from ..models import load
+
+    return load(path, dropout=recipe.dropout) if (path / MANIFEST).is_file() else read(path)
+
+
+def _page(data: Mapping[str, Any], out: str) -> str:
+    scores = [f"  {name:<20}{value:>10.4f}" for name, value in data["metrics"].items()]
+    head = f"{data['task']}: {data['steps']} steps in {data['seconds']:.0f} s, left in {out}"
+    return "\n".join([head, *scores])

@@ -1,0 +1,192 @@
+"""A small translator of dates and amounts: trained as you watch, and what its heads read."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..models import Transformer, greedy
+from ..probe import Probe
+from ..tasks import IGNORED, Batch
+from ..tasks.dates import END, VOCABULARY, Dates, Translated
+from ..training import Recipe, Result, train
+
+RECIPE = Recipe(steps=800, batch=128, lr=3e-3, evaluate_every=200, checkpoint_every=200)
+SAMPLES = 6
+SHADES = " ·░▒▓█"  # no weight .. all of it
+
+
+class Said(NamedTuple):
+    """A held-out example: what was asked, what is right, and what the model says."""
+
+    direction: str
+    source: str
+    wanted: str
+    said: str
+
+
+class Aligned(NamedTuple):
+    """A head that reads the source, and how often the token it reads most is the one that is translated."""
+
+    layer: int
+    head: int
+    right: int
+    of: int
+
+    @property
+    def share(self) -> float:
+        """Right answers among all."""
+        return self.right / self.of
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What one head reads of a source for each token of a translation, [T, S], with the gold links."""
+
+    layer: int
+    head: int
+    gold: Translated
+    weights: tuple[tuple[float, ...], ...]
+
+    def __str__(self) -> str:
+        source = [f"<{self.gold.direction.split('-')[1]}>", *_tokens(self.gold.source)]
+        target = [*_tokens(self.gold.target), "end"]
+        side = max(map(_wide, target)) + 1
+        columns = [max(_wide(token), 1) + 1 for token in source]
+        lines = [" " * side + "".join(_fit(t, w) for t, w in zip(source, columns, strict=True))]
+        for row, (token, weights) in enumerate(zip(target, self.weights, strict=True)):
+            cells = [_cell(w, (s, row) in self.gold.links) for s, w in enumerate(weights)]
+            lines.append(_fit(token, side) + "".join(_fit(c, w) for c, w in zip(cells, columns, strict=True)))
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def learned(folder: Path, recipe: Recipe = RECIPE) -> Result:
+    """A translator in this folder: trained, or gone on with where an earlier run ended."""
+    return train(Dates(), recipe=recipe, out=folder, resume="allowed")
+
+
+def samples(net: Transformer, count: int = SAMPLES) -> list[Said]:
+    """What a model says of the first examples that training never showed, one of each direction."""
+    task = Dates()
+    batch = task.batch(0, 64, "test")
+    firsts = {one.direction: row for row, one in reversed(list(enumerate(batch.gold)))}
+    rows = sorted(firsts.values())[:count]
+    answers = _answers(net, task, batch)
+    gold = [batch.gold[row] for row in rows]
+    return [
+        Said(one.direction, one.source, one.target, task.text(answers[row]))
+        for row, one in zip(rows, gold, strict=True)
+    ]
+
+
+def _answers(net: Transformer, task: Dates, batch: Batch) -> list[list[int]]:
+    assert batch.source is not None, "dates are read before they are written"
+    with torch.no_grad():
+        memory = net.eval().encode(batch.source, tokens=batch.source_tokens)
+    prompt, tokens = task.prompt(batch)
+    return greedy(net, prompt, count=task.answers, tokens=tokens, end=END, memory=memory)
+
+
+def aligned(net: Transformer, batch: Batch) -> list[Aligned]:
+    """How often each head that reads the source reads what is translated, best first; only linked tokens count."""
+    found = [
+        Aligned(layer, head, *_right(w_BTS, batch))
+        for layer, w_BHTS in read(net, batch).items()
+        for head, w_BTS in enumerate(w_BHTS.unbind(1))
+    ]
+    return sorted(found, key=lambda one: (-one.share, one.layer, one.head))
+
+
+def read(net: Transformer, batch: Batch) -> dict[int, Tensor]:
+    """The weights [B, H, T, S] of every attention to the source, by layer, while the right answer is read."""
+    names = [name for name, _ in net.described.specs() if name.endswith(".cross")]
+    probes = {name: Probe("weights") for name in names}
+    before, net.probes = net.probes, probes
+    try:
+        with torch.no_grad():
+            net.eval()(batch.x, tokens=batch.tokens, source=batch.source, source_tokens=batch.source_tokens)
+    finally:
+        net.probes = before
+    return {int(name.split(".")[1]): probe.seen["weights"] for name, probe in probes.items()}
+
+
+def _right(w_BTS: Tensor, batch: Batch) -> tuple[int, int]:
+    most = w_BTS.argmax(-1).tolist()
+    linked = [(row, t, {s for s, at in one.links if at == t}) for row, one in enumerate(batch.gold) for t in _told(one)]
+    return sum(most[row][t] in wanted for row, t, wanted in linked), len(linked)
+
+
+def _told(one: Translated) -> Iterator[int]:
+    """The places of a translation that translate something."""
+    return iter(sorted({t for _, t in one.links}))
+
+
+def picture(net: Transformer, best: Aligned, batch: Batch) -> Picture:
+    """What the best head reads of the first date that is short enough for a terminal."""
+    row = next(
+        row
+        for row, one in enumerate(batch.gold)
+        if one.subject == "date" and len(one.links) and one.direction == "en-zh"
+    )
+    one = batch.gold[row]
+    count, width = int((batch.labels[row] != IGNORED).sum()), len(_tokens(one.source)) + 1
+    weights = read(net, batch)[best.layer][row, best.head, :count, :width]
+    return Picture(best.layer, best.head, one, tuple(tuple(line) for line in weights.tolist()))
+
+
+def _tokens(text: str) -> list[str]:
+    """A text as its tokens."""
+    found, rest = [], text
+    while rest:
+        token = max((word for word in VOCABULARY if rest.startswith(word)), key=len)
+        found.append(token)
+        rest = rest[len(token) :]
+    return found
+
+
+def _cell(weight: float, linked: bool) -> str:
+    shade = SHADES[min(round(weight * (len(SHADES) - 1) + 0.3), len(SHADES) - 1)]
+    return f"[{shade}" if linked else f" {shade}"
+
+
+def _wide(text: str) -> int:
+    """Columns of a terminal: signs of Chinese take two."""
+    return sum(2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in text)
+
+
+def _fit(text: str, width: int) -> str:
+    return text.replace(" ", "␣") + " " * (width - _wide(text))
+
+
+def page_said(told: Sequence[Said]) -> str:
+    """Each answer on a line of its own, with the right one where it is wrong."""
+    lines = []
+    for one in told:
+        mark = "right" if one.said == one.wanted else f"wrong, it is {one.wanted}"
+        lines += [f"{one.direction:<8}{one.source}", f"        {one.said}   ({mark})"]
+    return "\n".join(lines)
+
+
+def page_aligned(heads: Sequence[Aligned], drawn: Picture) -> str:
+    """How well each head is aligned, and what the best one reads."""
+    lines = ["How often the source token that a head reads most is the one translated:", ""]
+    lines += [
+        f"  layer {one.layer} head {one.head}   {one.share:6.1%}   {'█' * round(30 * one.share)}" for one in heads
+    ]
+    head = f"Layer {drawn.layer} head {drawn.head} reads {drawn.gold.source!r} (columns) to write"
+    return "\n".join([*lines, "", f"{head} the rows;", "links that are known are in brackets:", "", str(drawn)])
+
+
+def data(result: Result, told: Sequence[Said], heads: Sequence[Aligned]) -> dict[str, Any]:
+    """All numbers as plain values."""
+    return {
+        **result.data,
+        "samples": [s._asdict() for s in told],
+        "heads": [{**a._asdict(), "share": a.share} for a in heads],
+    }

@@ -1,0 +1,166 @@
+"""Tasks over data that is brought along: a description says what to read and how, and holds what was read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+from ..blueprint import Model
+from ..errors import SpecError
+from ..registry import Spoken
+from ..tokens import Tokens
+from .base import SPLITS, Batch, Tally, Task, accuracy, check_split
+from .vocabulary import Vocabulary
+
+
+class Data(ABC):
+    """What was read, ready to be handed out. `sizes` is how many examples each split has, `notes` what was left out."""
+
+    sizes: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+    vocabulary: Vocabulary | None = None
+    answers: int = 0
+    end: int | None = None
+
+    @abstractmethod
+    def batch(self, index: int, size: int, split: str, seed: int) -> Batch:
+        """Batch `index` of a split that has examples."""
+
+    @abstractmethod
+    def batches(self, size: int, split: str) -> int:
+        """How many batches show a split once."""
+
+    @abstractmethod
+    def model(self) -> Model:
+        """A model of a size that suits the data."""
+
+    @property
+    @abstractmethod
+    def chance(self) -> Mapping[str, float]:
+        """What each measure reads when nothing was learnt."""
+
+    def measure(self, logits: Tensor, batch: Batch) -> Tally:
+        """What is right where labels are given."""
+        return accuracy(logits, batch)
+
+    def prompt(self, batch: Batch) -> tuple[Tensor, Tokens | None]:
+        """What generation starts from."""
+        raise NotImplementedError("nothing is generated from this data")
+
+    def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> Tally:
+        """What is right in free answers."""
+        raise NotImplementedError("nothing is generated from this data")
+
+
+# What tasks that are alike have read, for as long as one of them lives: reading again would give the same.
+_READ: WeakValueDictionary[Any, Data] = WeakValueDictionary()
+
+
+@dataclass(frozen=True, repr=False)
+class Brought(Spoken, Task):
+    """A task whose examples stand in files. Two that print alike, over unchanged files, are alike."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.seed < 0:
+            raise SpecError(f"seed={self.seed} is below 0; give 0 or more")
+        self.check()
+        stamps = tuple((str(path), (at := path.stat()).st_mtime_ns, at.st_size) for path in self.files())
+        key = type(self), tuple(value for name, value in self._said().items() if name != "seed"), stamps
+        data = _READ.get(key)
+        if data is None:
+            data = _READ[key] = self.read()
+        object.__setattr__(self, "_data", data)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), **self._said()), ()
+
+    def _said(self) -> dict[str, Any]:
+        return {told.name: getattr(self, told.name) for told in fields(self)}
+
+    def check(self) -> None:
+        """Refuse fields that cannot be meant, before a file is opened."""
+
+    @abstractmethod
+    def files(self) -> Sequence[Path]:
+        """Every file that is read."""
+
+    @abstractmethod
+    def read(self) -> Data:
+        """What stands in them."""
+
+    @property
+    def data(self) -> Data:
+        """What was read."""
+        return vars(self)["_data"]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was left out of the data, and why, a sentence each."""
+        return self.data.notes
+
+    def batch(self, index: int, size: int, split: str = "train") -> Batch:
+        self._check_asked(size, split)
+        if index < 0:
+            raise ValueError(f"there is no batch {index}; count from 0")
+        if not self.data.sizes.get(split):
+            there = " and ".join(name for name in SPLITS if self.data.sizes.get(name))
+            raise SpecError(f"{self!r} has examples for {there} alone; give test=0.05, or leave {split} out")
+        return self.data.batch(index, size, split, self.seed)
+
+    def batches(self, size: int, split: str = "train") -> int | None:
+        self._check_asked(size, split)
+        return self.data.batches(size, split) if self.data.sizes.get(split) else 0
+
+    def _check_asked(self, size: int, split: str) -> None:
+        check_split(split)
+        if size < 1:
+            raise ValueError(f"a batch of {size} is none; give 1 or more")
+
+    def model(self) -> Model:
+        return self.data.model()
+
+    @property
+    def chance(self) -> Mapping[str, float]:
+        return self.data.chance
+
+    def measure(self, logits: Tensor, batch: Batch) -> Tally:
+        return self.data.measure(logits, batch)
+
+    @property
+    def answers(self) -> int:
+        return self.data.answers
+
+    def prompt(self, batch: Batch) -> tuple[Tensor, Tokens | None]:
+        return self.data.prompt(batch)
+
+    def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> Tally:
+        return self.data.score(generated, batch)
+
+    @property
+    def end(self) -> int | None:
+        return self.data.end
+
+    @property
+    def examples(self) -> int | None:
+        return self.data.sizes["train"]
+
+    @property
+    def tokenizer(self) -> str | None:
+        return self.data.vocabulary.document if self.data.vocabulary else None
+
+    def text(self, ids: Sequence[int]) -> str:
+        return self.data.vocabulary.decode(ids) if self.data.vocabulary else super().text(ids)
+
+    def ids(self, text: str) -> list[int]:
+        """The ids of a text, such as a prompt."""
+        if self.data.vocabulary is None:
+            raise ValueError(f"{self!r} has no tokenizer; give it ids")
+        return self.data.vocabulary.encode([text])[0].tolist()

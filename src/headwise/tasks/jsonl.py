@@ -1,0 +1,155 @@
+"""One JSON object a line: texts, translations, or texts with a label, by the names of their fields."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..blueprint import Embedding, Model
+from ..errors import SpecError, nearest
+from ..tokens import Tokens
+from .brought import Brought, Data
+from .labelled import Inputs, Labelled, numbered
+from .order import HELD, Numbers, divided, shares
+from .pairs import Corpus, Making, Pair, Pairs, plain
+from .reading import lines, of_splits, there
+from .sizes import classifier
+from .stream import Span, Stream, cuts
+from .vocabulary import Ids, Learned, learned
+
+END = "<|end|>"
+SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+
+Rows = list[list[str]]  # what the wanted fields of each object say
+
+
+@dataclass(frozen=True, repr=False)
+class Jsonl(Brought):
+    """Lines of JSON objects: texts one after the other, each with an end; with `source_field` and `target_field`
+    translations; with `label_field` the class of each text.
+
+    `path` is a file, of which `valid` and `test` are held out (of texts the last ones, else drawn by what is read), or
+    a folder with train.jsonl, valid.jsonl and perhaps test.jsonl. `vocab` pieces are learnt from the train split.
+    `length` is how many tokens are read at once: texts with a label are cut there, longer pairs are left out.
+    """
+
+    name: ClassVar[str] = "jsonl"
+    path: str
+    text_field: str = "text"
+    label_field: str = ""
+    source_field: str = ""
+    target_field: str = ""
+    valid: float = HELD
+    test: float = HELD
+    vocab: int = 4096
+    length: int = 128
+
+    def check(self) -> None:
+        shares(self.valid, self.test)
+        if bool(self.source_field) != bool(self.target_field):
+            raise SpecError("a translation has two sides; give both source_field= and target_field=")
+        if self.source_field and self.label_field:
+            raise SpecError("a translation has no label; leave out label_field=, or source_field= and target_field=")
+        if self.length < 2:
+            raise SpecError(f"Jsonl(length={self.length}) is no number of tokens; give length=64, say")
+
+    def _paths(self) -> dict[str, Path]:
+        path = there(self.path)
+        if not path.is_dir():
+            return {"train": path}
+        if len(found := of_splits(path, SUFFIXES)) < 2:
+            raise SpecError(f"{path} has no train.jsonl with a valid.jsonl; name them so, or give one file")
+        return found
+
+    def files(self) -> Sequence[Path]:
+        return list(self._paths().values())
+
+    def read(self) -> Data:
+        if self.source_field:
+            pairs = {split: [Pair(*row) for row in rows] for split, rows in self._rows("source_field", "target_field")}
+            making = Making(self.vocab, longest=self.length)
+            return Pairs(Corpus.of(pairs.pop("train"), (self.valid, self.test), pairs), making)
+        if self.label_field:
+            return self._labelled(dict(self._rows("text_field", "label_field")))
+        return self._stream({split: [row[0] for row in rows] for split, rows in self._rows("text_field")})
+
+    def _rows(self, *names: str) -> Iterator[tuple[str, Rows]]:
+        """What these fields say in each object, by split."""
+        wanted = [(name, getattr(self, name)) for name in names]
+        for split, path in self._paths().items():
+            objects = ((_object(line, n, path), n) for n, line in enumerate(lines(path), 1) if line.strip())
+            rows = [[_value(row, *field, n, path) for field in wanted] for row, n in objects]
+            if not rows:
+                raise SpecError(f"{path} is empty; give one JSON object a line")
+            yield split, rows
+
+    def _stream(self, texts: Mapping[str, list[str]]) -> Stream:
+        if len(texts) == 1:
+            first, second = cuts(len(own := texts["train"]), (self.valid, self.test))
+            texts = {"train": own[:first], "valid": own[first:second], "test": own[second:]}
+        vocabulary = learned(texts["train"], self.vocab, (END,))
+        end = np.array([vocabulary.special(END)], vocabulary.dtype)
+        coded = {split: [ids for text in vocabulary.encode(own) for ids in (text, end)] for split, own in texts.items()}
+        joined = {split: np.concatenate([end[:0], *own]) for split, own in coded.items()}
+        spans = {split: Span(ids, 0, len(ids)) for split, ids in joined.items()}
+        return Stream(spans, self.length, vocabulary.size, vocabulary=vocabulary, widths=vocabulary.widths)
+
+    def _labelled(self, found: Mapping[str, Rows]) -> Labelled:
+        rows = [row for own in found.values() for row in own]
+        counts = {split: len(own) for split, own in found.items()}
+        splits = divided(counts, [plain(text) for text, _ in rows], self.valid, self.test)
+        texts = [text for text, _ in rows]
+        vocabulary = learned([texts[n] for n in splits["train"]], self.vocab, (END,))
+        labels, names = numbered([label for _, label in rows])
+        coded = vocabulary.encode(texts)
+        data = Labelled(Texts(coded, vocabulary, self.length), labels, names, splits)
+        if long := sum(len(ids) >= self.length for ids in coded):
+            data.notes = (f"cut, for they have more than length={self.length} tokens: {long} of {len(texts)} texts",)
+        return data
+
+
+class Texts(Inputs):
+    """Texts as ids, each with an end, so that none is without a token."""
+
+    def __init__(self, coded: list[Ids], vocabulary: Learned, length: int) -> None:
+        self.vocabulary, self.size, self.end = vocabulary, vocabulary.size, vocabulary.special(END)
+        self.coded, self.length = coded, length
+
+    def take(self, chosen: Numbers) -> tuple[Tensor, Tokens | None]:
+        rows = [[*self.coded[n][: self.length - 1], self.end] for n in chosen]
+        ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
+        for place, row in zip(ids, rows, strict=True):
+            place[: len(row)] = row
+        x = torch.from_numpy(ids)
+        return x, Tokens.of(x, lengths=[len(row) for row in rows])
+
+    def model(self, classes: int, at: str) -> Model:
+        return classifier("reader", Embedding(self.size), classes, at)
+
+
+def _object(line: str, n: int, path: Path) -> dict[str, Any]:
+    try:
+        found: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"line {n} of {path} is no JSON: {error}; give one object a line") from None
+    if not isinstance(found, dict):
+        raise SpecError(f"line {n} of {path} holds {type(found).__name__}; give one object a line")
+    return found
+
+
+def _value(row: dict[str, Any], name: str, field: str, n: int, path: Path) -> str:
+    if field not in row:
+        raise SpecError(f"line {n} of {path} has no {field!r}; {nearest(field, row)}, as {name}=")
+    value = row[field]
+    kinds = {str: "text", int: "a whole number", bool: "true or false"} if name == "label_field" else {str: "text"}
+    if type(value) not in kinds:
+        fact = f"{field!r} in line {n} of {path} is of type {type(value).__name__}"
+        raise SpecError(f"{fact}; give {', '.join(kinds.values())}")
+    return str(value).strip() if name in ("source_field", "target_field") else str(value)

@@ -1,0 +1,105 @@
+"""What is made small: cross entropy where something is asked, and the terms that parts set in the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..blueprint import Model, Stack
+from ..errors import SpecError
+from ..tasks import IGNORED, Batch
+from ..terms import Ledger
+from ..tokens import Tokens
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+    """The sum over places that ask of -log p(label), in float32 at least; [B, T, classes] or [B, classes].
+
+    With smoothing e the target is 1 - e on the label and e spread over all classes (1512.00567).
+
+    >>> logits = torch.tensor([[0.0, 0.0, 0.0, 0.0]])
+    >>> round(cross_entropy(logits, torch.tensor([2])).item(), 4)  # log 4
+    1.3863
+    """
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    flat = logits.reshape(-1, logits.shape[-1]).to(exact)
+    return F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORED, label_smoothing=smoothing, reduction="sum")
+
+
+def asked(batch: Batch) -> int:
+    """How many labels a batch has."""
+    return int((batch.labels != IGNORED).sum())
+
+
+def weighed(ledger: Ledger, terms: Sequence[tuple[str, float]]) -> Tensor | float:
+    """The terms of a ledger, each summed over layers and times its factor.
+
+    >>> weighed(Ledger({("0", "balance"): torch.tensor(2.0), ("1", "balance"): torch.tensor(3.0)}), [("balance", 0.1)])
+    tensor(0.5000)
+    """
+    known = {name for _, name in ledger.terms}
+    for name, _ in terms:
+        if name not in known:
+            there = f"the terms here are {', '.join(sorted(known))}" if known else "no part of this model sets one"
+            raise SpecError(f"no layer sets the term {name!r}; {there}")
+    return sum((factor * ledger.total(name) for name, factor in terms), 0.0)
+
+
+def parts_of(batch: Batch, count: int) -> Iterator[Batch]:
+    """The rows of a batch in `count` equal parts, in order."""
+    if count == 1:
+        yield batch
+        return
+    rows = len(batch.labels)
+    for first in range(0, rows, rows // count):
+        own = slice(first, first + rows // count)
+        yield Batch(**{name: _rows(value, own) for name, value in vars(batch).items()})
+
+
+def _rows(value: Any, own: slice) -> Any:
+    if isinstance(value, Tokens):
+        if value.segment.shape[0] == 1:  # all rows are alike
+            return value
+        return Tokens(value.position[own], value.segment[own], value.start, checked=True)
+    return None if value is None else value[own]
+
+
+def check(batch: Batch, described: Model, where: str) -> None:
+    """Refuse, while a batch is still in main memory, what would fail inside a kernel or teach nothing."""
+    if described.heads:
+        known = described.heads[0].outputs
+        _check_range(batch.labels[batch.labels != IGNORED], known, f"{where} asks for the label")
+    if not asked(batch):
+        raise ValueError(f"{where} asks nothing, every label is {IGNORED}; label at least one place")
+    for x, stack in ((batch.x, described.stacks[-1]), (batch.source, described.stacks[0])):
+        if x is None:
+            continue
+        if x.is_floating_point() and not x.isfinite().all():
+            raise ValueError(f"{where} holds numbers that are not finite; take them out of the data")
+        if stack.embedding and stack.embedding.tokens and not x.is_floating_point():
+            _check_range(x, stack.embedding.tokens, f"{where} holds the id")
+
+
+def _check_range(ids: Tensor, known: int, fact: str) -> None:
+    wrong = ids[(ids < 0) | (ids >= known)]
+    if len(wrong):
+        raise ValueError(f"{fact} {int(wrong[0])}, but the model has {known} of them; give 0..{known - 1}")
+
+
+def check_model(described: Model, usual: Model) -> None:
+    """Refuse a model whose tables are smaller than those of the model that a task brings along."""
+    pairs = zip((described.stacks[0], described.stacks[-1]), (usual.stacks[0], usual.stacks[-1]), strict=True)
+    sizes = [(_tokens(own), _tokens(wanted), f"the table of {own.name}") for own, wanted in pairs]
+    if described.heads and usual.heads:
+        sizes.append((described.heads[0].outputs, usual.heads[0].outputs, f"the head {described.heads[0].name}"))
+    for own, wanted, what in sizes:
+        if 0 < own < wanted:
+            raise SpecError(f"{what} has {own} rows, the task tells {wanted} ids apart; give it {wanted}")
+
+
+def _tokens(stack: Stack) -> int:
+    return stack.embedding.tokens if stack.embedding else 0

@@ -1,0 +1,86 @@
+"""One step: gradients of a batch, in parts where memory is short, in the precision that was chosen."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models import Transformer
+from ..probe import Probe
+from ..tasks import IGNORED, Batch
+from ..terms import Ledger
+from .choosing import Choice
+from .loss import asked, cross_entropy, parts_of, weighed
+from .recipe import Recipe
+
+
+class Stepper:
+    """Gradients of a model by a recipe, computed as a choice says."""
+
+    def __init__(self, net: Transformer, recipe: Recipe, choice: Choice, device: torch.device) -> None:
+        self.net, self.recipe, self.choice, self.device = net, recipe, choice, device
+        self.hidden = torch.compile(net.hidden) if choice.compile == "on" else net.hidden
+        self._terms: dict[tuple[str, str], Tensor] = {}
+        if recipe.terms:
+            names = [name for name, _ in net.described.specs()]
+            net.probes = {name: Probe(ledger=Ledger(self._terms, name)) for name in names}
+
+    def gradients(self, batch: Batch) -> Tensor:
+        """Set the gradients of the mean loss over all places that ask; the loss, terms included."""
+        total, count = asked(batch), self.recipe.accumulate
+        losses: list[Tensor] = []
+        for part in parts_of(batch, count):
+            loss = self.loss(part) / total + self._added() / count
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def loss(self, part: Batch) -> Tensor:
+        """The summed cross entropy of a part."""
+        index, labels = self._asking(part)
+        here = part.to(self.device)
+        self._terms.clear()
+        with autocast(self.choice, self.device):
+            h = self.hidden(here.x, tokens=here.tokens, source=here.source, source_tokens=here.source_tokens)
+            if index is not None:
+                h = h.flatten(0, 1).index_select(0, index.to(self.device))[None]
+            logits = self.net.read(h, tokens=here.tokens)
+        check_fits(logits, labels)
+        return cross_entropy(logits, labels.to(self.device), self.recipe.smoothing)
+
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient."""
+        return nn.utils.get_total_norm([p.grad for p in self.net.parameters() if p.grad is not None])
+
+    def clip(self, norm: Tensor) -> None:
+        """Shorten a gradient of this norm to what the recipe allows."""
+        if self.recipe.clip:
+            nn.utils.clip_grads_with_norm_(self.net.parameters(), self.recipe.clip, norm)
+
+    def _added(self) -> Tensor | float:
+        ledger = Ledger(self._terms)
+        return weighed(ledger, self.recipe.terms) if self.recipe.terms else 0.0
+
+    def _asking(self, part: Batch) -> tuple[Tensor | None, Tensor]:
+        """Which states the head reads, so that it need not read all of them; None for all."""
+        heads = self.net.described.heads
+        if part.labels.dim() != 2 or not heads or heads[0].at != "each":
+            return None, part.labels
+        labels = part.labels.flatten()
+        index = (labels != IGNORED).nonzero()[:, 0]
+        return (None, part.labels) if len(index) == len(labels) else (index, labels[index][None])
+
+
+def autocast(choice: Choice, device: torch.device) -> AbstractContextManager[Any]:
+    """Where products are computed in the chosen precision."""
+    return nullcontext() if choice.dtype is None else torch.autocast(device.type, choice.dtype)
+
+
+def check_fits(logits: Tensor, labels: Tensor) -> None:
+    """Refuse labels that are not one for each thing that was said."""
+    if logits.shape[:-1] != labels.shape:
+        said, wanted = list(logits.shape[:-1]), list(labels.shape)
+        raise ValueError(f"labels are {wanted}, but the model speaks for {said}; label what its first head reads")

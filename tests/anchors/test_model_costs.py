@@ -1,0 +1,118 @@
+"""Whole models against torch's own counter: tiny random transformers, their config read here, every FLOP equal.
+
+transformers runs attn_implementation="eager", so that every product is a matrix product which the counter sees. What it
+spends otherwise than we ask for stands in `test_latents_are_expanded_there`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import headwise as hw
+from headwise import families
+from headwise.counting.pricing import Price, price
+
+BATCH, TOKENS, SOURCE, WRITTEN = 2, 7, 9, 5
+EAGER: dict[str, Any] = {"vocab_size": 37, "attn_implementation": "eager"}
+USUAL = EAGER | {"num_hidden_layers": 2}
+GROUPED = USUAL | {"num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 29}
+GROUPED |= {"hidden_size": 42, "head_dim": 10}
+SMALL = {"num_attention_heads": 3, "intermediate_size": 29, "hidden_size": 15}
+T5 = EAGER | {"d_model": 15, "d_kv": 4, "num_heads": 3, "d_ff": 29, "num_layers": 2, "decoder_start_token_id": 0}
+BART = EAGER | {"d_model": 15, "encoder_layers": 2, "decoder_layers": 3, "max_position_embeddings": 64}
+BART |= {"encoder_attention_heads": 3, "decoder_attention_heads": 5, "encoder_ffn_dim": 29, "decoder_ffn_dim": 31}
+VIT = SMALL | {"num_hidden_layers": 2, "image_size": [12, 8], "patch_size": 4, "num_labels": 5}
+LATENT = USUAL | {"hidden_size": 42, "num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 29}
+LATENT |= {"moe_intermediate_size": 13, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2}
+LATENT |= {"n_shared_experts": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 11, "kv_lora_rank": 12}
+LATENT |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "experts_implementation": "eager"}
+OSS = GROUPED | {"sliding_window": 5, "num_local_experts": 3, "num_experts_per_tok": 2}
+OSS |= {"experts_implementation": "eager", "layer_types": ["sliding_attention", "full_attention"]}
+
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("Llama", "ForCausalLM", GROUPED),
+    "mistral": ("Mistral", "ForCausalLM", GROUPED | {"sliding_window": 4}),
+    "qwen3": ("Qwen3", "ForCausalLM", GROUPED),
+    "gemma2": ("Gemma2", "ForCausalLM", GROUPED | {"sliding_window": 4}),
+    "gpt2": ("GPT2", "LMHeadModel", EAGER | {"n_embd": 21, "n_head": 3, "n_inner": 29, "n_layer": 2}),
+    "bert": ("Bert", "ForMaskedLM", USUAL | SMALL),
+    "bert-classifier": ("Bert", "ForSequenceClassification", USUAL | SMALL),
+    "t5": ("T5", "ForConditionalGeneration", T5),
+    "t5-gated": ("T5", "ForConditionalGeneration", T5 | {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 3}),
+    "bart": ("Bart", "ForConditionalGeneration", BART),
+    "vit": ("ViT", "ForImageClassification", VIT | {"attn_implementation": "eager"}),
+    "deepseek_v3": ("DeepseekV3", "ForCausalLM", LATENT),
+    "gpt_oss": ("GptOss", "ForCausalLM", OSS),
+}
+WRITERS = [name for name in MODELS if name not in ("bert", "bert-classifier", "vit", "t5-gated", "deepseek_v3")]
+
+
+def made(name: str) -> tuple[Any, hw.blueprint.Model]:
+    """Their model, and ours off its config."""
+    stem, task, sizes = MODELS[name]
+    torch.manual_seed(0)
+    net = getattr(tf, stem + task)(getattr(tf, f"{stem}Config")(**sizes)).train()
+    for module in net.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return net, families.read(net.config.to_dict() | {"architectures": [stem + task]})
+
+
+def told(net: Any) -> dict[str, Any]:
+    """What it reads."""
+    if net.config.model_type == "vit":
+        return {"pixel_values": torch.randn(BATCH, 3, 12, 8)}
+    draw = lambda length: torch.randint(3, 37, (BATCH, length))  # noqa: E731 - one line, used twice
+    both = {"input_ids": draw(SOURCE), "decoder_input_ids": draw(TOKENS)}
+    return (both if net.config.is_encoder_decoder else {"input_ids": draw(TOKENS)}) | {"use_cache": False}
+
+
+def priced(model: hw.blueprint.Model, **load: int) -> Price:
+    return price(model, hw.Load(**({"batch": BATCH, "context": TOKENS, "source": SOURCE} | load)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_counted_as_torch_counts_it(name):
+    net, model = made(name)
+    with FlopCounterMode(display=False) as counter:
+        logits = net(**told(net)).logits
+        ahead = counter.get_total_flops()
+        logits.sum().backward()
+    one = priced(model)
+    assert one.counted["prefill"] == ahead
+    assert one.counted["backward"] == counter.get_total_flops() - ahead
+    assert one.parameters.total == sum(p.numel() for p in net.parameters())
+
+
+def written(net: Any) -> int:
+    """FLOPs of their whole generation, greedy."""
+    read = told(net)["input_ids"]
+    how = {"min_new_tokens": WRITTEN, "max_new_tokens": WRITTEN, "do_sample": False, "pad_token_id": 0}
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        net.eval().generate(read, num_beams=1, forced_eos_token_id=None, **how)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_generation_is_counted_as_torch_counts_it(name):
+    """The prompt once, its last token scored; then one step for every token but the last, rings in their windows."""
+    net, model = made(name)
+    one = priced(model, generate=WRITTEN, context=1 if net.config.is_encoder_decoder else TOKENS)
+    assert one.counted["generate"] == written(net)
+
+
+def test_latents_are_expanded_there():
+    """Both keep latents; in every step transformers makes keys and values of all, ours reads them as they are."""
+    net, model = made("deepseek_v3")
+    one = priced(model, generate=WRITTEN)
+    heads, dim, rope, vdim, rank = 6, 6, 4, 5, 12
+    steps, read = WRITTEN - 1, sum(range(TOKENS + 1, TOKENS + WRITTEN))
+    theirs = read * rank * heads * (dim + vdim) + heads * read * (dim + rope + vdim)
+    ours = steps * rank * heads * (dim + vdim) + heads * read * (2 * rank + rope)
+    assert written(net) - one.counted["generate"] == 2 * 2 * BATCH * (theirs - ours)

@@ -1,0 +1,71 @@
+"""A task and a model so small that training them takes a second, for tests of training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise.blueprint import Block, Dense, Embedding, Head, Model, Positions, Stack
+from headwise.tasks import IGNORED, SPLITS, Batch, Tally, Task
+from headwise.tasks.base import check_split
+from headwise.training import Recipe
+
+IDS, LONGEST = 11, 7
+QUICK = {"precision": "fp32", "compile": "off", "device": "cpu", "evaluate_batches": 1}
+
+
+@dataclass(frozen=True)
+class Echo(Task):
+    """Say the token before: rows of 3 to 7 random ids, labels shifted by one, nothing asked of the first."""
+
+    name: ClassVar[str] = "echo"
+    noise: float = 0.0
+
+    def batch(self, index: int, size: int, split: str = "train") -> Batch:
+        check_split(split)
+        rows = []
+        for n in range(index * size, (index + 1) * size):
+            drawn = torch.Generator().manual_seed(1000003 * self.seed + 3 * n + SPLITS.index(split))
+            length = int(torch.randint(3, LONGEST + 1, (1,), generator=drawn))
+            rows.append(torch.randint(1, IDS, (length,), generator=drawn))
+        x = torch.zeros(size, LONGEST, dtype=torch.int64)
+        labels = torch.full_like(x, IGNORED)
+        for n, row in enumerate(rows):
+            x[n, : len(row)] = row
+            labels[n, 1 : len(row)] = row[:-1]
+        return Batch(x, labels, hw.Tokens.of(x, lengths=[len(row) for row in rows]))
+
+    def model(self) -> Model:
+        spec = hw.design(model=8, heads=2, pattern="causal")
+        embedding = Embedding(tokens=IDS, positions=Positions("learned", LONGEST))
+        stack = Stack.of("decoder", 8, [Block(spec, feed=Dense(13, bias="ud"))], embedding=embedding)
+        return Model("echo", "decoder", (stack,), (Head("tokens", IDS, table="decoder", bias="learned"),))
+
+    @property
+    def chance(self) -> Mapping[str, float]:
+        return {"accuracy": 1 / (IDS - 1), "exact_match": 0.0}
+
+
+@dataclass(frozen=True)
+class Answered(Echo):
+    """The same, and two tokens are generated behind each prompt of three."""
+
+    name: ClassVar[str] = "answered"
+    answers: ClassVar[int] = 2
+
+    def prompt(self, batch: Batch) -> tuple[Tensor, None]:
+        return batch.x[:, :3], None
+
+    def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> Tally:
+        right = sum(row == x[1:3].tolist() for row, x in zip(generated, batch.x, strict=True))
+        return {"exact_match": (float(right), len(generated))}
+
+
+def quick(**said: object) -> Recipe:
+    """A recipe of a few plain steps."""
+    return Recipe(**{"steps": 6, "batch": 5, "evaluate_every": 3, "checkpoint_every": 2, **QUICK, **said})

@@ -1,0 +1,240 @@
+"""Translations: who stands beside whom, in which split, in which batch, and what is right."""
+
+from __future__ import annotations
+
+import gzip
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.tasks import IGNORED, Batch
+from headwise.tasks.order import bucketed, budgeted, members, packed
+from headwise.tasks.pairs import plain
+from headwise.tasks.parallel import Parallel
+from headwise.tasks.published import translation_scores
+
+SOURCES = [f"{n} " + " ".join(["red", "small", "houses"] * (1 + n * 37 % 5)) for n in range(83)]
+TARGETS = [source.upper()[::-1] for source in SOURCES]
+FORMS = ("bucketed", "budget", "packed")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    (file := tmp_path / "a.tsv").write_text("".join(f"{a}\t{b}\tmore\n" for a, b in zip(SOURCES, TARGETS, strict=True)))
+    return str(file)
+
+
+def made(path: str, form: str = "bucketed", **said) -> Parallel:
+    return Parallel(path, form=form, vocab=300, longest=60, **said)
+
+
+def rows(task: Parallel, batch: Batch) -> Iterator[tuple[str, str, str]]:
+    """What a batch holds, text by text, as segments tell them apart: source, target as read, and target as asked."""
+    source, target = task.data.vocabularies
+    sides = (
+        (batch.source, batch.source_tokens, source),
+        (batch.x, batch.tokens, target),
+        (batch.labels, batch.tokens, target),
+    )
+    for row in range(len(batch.x)):
+        for segment in range(int(batch.tokens.segment[row].max()) + 1):
+            own = [ids[row][at.segment[row] == segment].tolist() for ids, at, _ in sides]
+            assert own[0][-1] == 1, "a source ends with its end"
+            assert own[1][0] == 0, "a target begins with a start"
+            assert own[2] == [*own[1][1:], 1], "each token is followed by the next one, the last by the end"
+            yield tuple(v.decode(ids) for ids, (_, _, v) in zip(own, sides, strict=True))
+
+
+def swept(task: Parallel, split: str, size: int, first: int = 0) -> list[Batch]:
+    count = task.batches(size, split)
+    assert count is not None
+    return [task.batch(first * count + n, size, split) for n in range(count)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sentences_stay_beside_their_translation_and_an_epoch_has_each_once(path: str, form: str):
+    task = made(path, form)
+    size = {"bucketed": 7, "budget": 150, "packed": 5}[form]
+    by_split = {}
+    for split in ("train", "valid", "test"):
+        found = [row for batch in swept(task, split, size) for row in rows(task, batch)]
+        assert all(target == asked == source.upper()[::-1] for source, target, asked in found)
+        assert len(found) == len(set(found)) == task.data.sizes[split]
+        by_split[split] = {source for source, _, _ in found}
+    assert set().union(*by_split.values()) == set(SOURCES)
+    assert sum(map(len, by_split.values())) == len(SOURCES)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_epochs_differ_in_order_and_batches_follow_from_their_numbers(path: str, form: str):
+    task, size = made(path, form), {"bucketed": 7, "budget": 150, "packed": 5}[form]
+    first, second = ([list(rows(task, batch)) for batch in swept(task, "train", size, epoch)] for epoch in (0, 1))
+    assert Counter(row for batch in first for row in batch) == Counter(row for batch in second for row in batch)
+    assert first != second
+    assert {frozenset(batch) for batch in first} != {frozenset(batch) for batch in second}  # other neighbours, too
+    alone = made(path, form)
+    alone.data._plans.clear()
+    assert list(rows(alone, alone.batch(len(first) + 2, size))) == second[2]  # with nothing asked before
+    other = made(path, form, seed=1)
+    assert [list(rows(other, batch)) for batch in swept(other, "train", size)] != first
+    held = (swept(one, "valid", size)[0].x for one in (task, other))
+    assert torch.equal(*held)  # no seed moves what is held out
+
+
+def test_padding_is_told_and_asks_nothing(path: str):
+    batch = made(path).batch(0, 7)
+    assert ((batch.labels == IGNORED) == (batch.tokens.segment < 0)).all()
+    for row, at in zip(batch.tokens.position, batch.tokens.live, strict=True):
+        assert row[at].tolist() == list(range(int(at.sum())))
+
+
+def test_neighbours_in_a_batch_are_of_about_one_length(path: str):
+    task = made(path)
+    widths = [batch.tokens.live.sum(1) for batch in swept(task, "train", 7)]
+    spread = sum(float((width.max() - width).sum()) for width in widths)
+    every = torch.cat(widths)
+    assert spread < 0.2 * float((every.max() - every).sum())
+
+
+def test_a_budget_is_kept_and_used():
+    levels = torch.randint(3, 40, (211,)).numpy()
+    plan = budgeted(levels, 200)
+    batches = [[n for row in plan.take(at, seed=0) for n in row] for at in range(plan.batches)]
+    costs = [len(batch) * int(levels[batch].max()) for batch in batches]
+    assert max(costs) <= 200
+    assert sorted(n for batch in batches for n in batch) == list(range(211))
+    assert sum(cost > 150 for cost in costs) > 0.8 * len(costs)
+
+
+def test_rows_are_packed_without_overflowing_either_side():
+    sides = [torch.randint(1, 20, (211,)).numpy() for _ in range(2)]
+    plan = packed(sides, 32, 6)
+    found = [row for at in range(plan.batches) for row in plan.take(at, seed=0)]
+    assert sorted(n for row in found for n in row) == list(range(211))
+    assert all(int(side[row].sum()) <= 32 for side in sides for row in found)
+    assert len(found) < 1.35 * max(int(side.sum()) for side in sides) / 32
+
+
+def test_buckets_are_no_larger_than_asked():
+    for count in (1, 7, 8, 9, 64):
+        sizes = [len(bucketed(torch.ones(count).numpy(), 8).take(at, 0)) for at in range(-(-count // 8))]
+        assert sum(sizes) == count
+        assert max(sizes) <= 8
+
+
+def test_sources_that_are_nearly_alike_stay_in_one_split(tmp_path: Path):
+    words = [f"{a} {b}" for a in ("go", "come", "see", "stay") for b in ("home", "there", "now", "Tom", "2", "on")]
+    lines = [
+        f"{form}\t{n}\n"
+        for n, word in enumerate(words)
+        for form in (word, f"{word.title()}!", f"{word}\N{FULLWIDTH FULL STOP}")
+    ]
+    random.Random(0).shuffle(lines)
+    (file := tmp_path / "a.tsv").write_text("".join(lines))
+    task = made(str(file), valid=0.25, test=0.25)
+    keys = {split: {plain(pair.source) for pair in pairs} for split, pairs in task.data.pairs.items()}
+    assert [len(keys[split]) for split in ("train", "valid", "test")] == [12, 6, 6]
+    assert sum(map(len, keys.values())) == len(set().union(*keys.values())) == len(words)
+    assert sum(task.data.sizes.values()) == len(lines)
+
+
+def test_a_split_does_not_depend_on_the_order_of_lines(path: str, tmp_path: Path):
+    lines = Path(path).read_text().splitlines(keepends=True)
+    (file := tmp_path / "b.tsv").write_text("".join(reversed(lines)))
+    first, second = (made(one).data.pairs for one in (path, str(file)))
+    assert {split: set(pairs) for split, pairs in first.items()} == {
+        split: set(pairs) for split, pairs in second.items()
+    }
+
+
+@pytest.mark.parametrize(("valid", "test"), [(0.1, 0.1), (0.5, 0.0), (0.01, 0.01), (0.4, 0.5)])
+@pytest.mark.parametrize("count", [3, 4, 10, 101])
+def test_every_split_that_is_asked_for_has_members(count: int, valid: float, test: float):
+    found = members([str(n) for n in range(count)], valid, test)
+    assert sorted(n for own in found.values() for n in own) == list(range(count))
+    assert len(found["train"]) > 0 < len(found["valid"])
+    assert bool(len(found["test"])) == bool(test)
+
+
+def test_files_of_their_own_and_what_is_left_out_is_said(tmp_path: Path):
+    files = {"de": [f"wort {n}" for n in range(40)], "en": [f"word {n}" for n in range(40)]}
+    files["de"][3], files["en"][5], files["en"][7] = "", " ", "word " * 90
+    for end, words in files.items():
+        (tmp_path / f"train.{end}.gz").write_bytes(gzip.compress("\r\n".join(words).encode()))
+        (tmp_path / f"val.{end}").write_text(f"{words[10].upper()}!\nneu\n")
+        (tmp_path / f"test.{end}").write_text(f"{words[11]}\n")
+    said = {split: tuple(str(tmp_path / f"{split}.{end}") for end in ("de", "en")) for split in ("val", "test")}
+    train = tuple(str(tmp_path / f"train.{end}.gz") for end in ("de", "en"))
+    task = Parallel(train, valid=said["val"], test=said["test"], vocab=300, longest=40)
+    assert task.data.sizes == {"train": 40 - 2 - 2 - 1, "valid": 2, "test": 1}
+    assert [pair.source for pair in task.data.pairs["valid"]] == ["WORT 10!", "neu"]
+    told = " ".join(task.notes)
+    assert [f"{n} of" in told for n in (2, 2, 1)] == [True] * 3
+    assert "side of theirs is empty: 2 of 40" in told
+    assert "held out: 2 of 38" in told
+    assert "longest=40 tokens on a side: 1 of 36" in told
+    kept = {pair.source for pair in task.data.pairs["train"]}
+    assert not kept & {"wort 10", "wort 11", "wort 7", "wort 5", ""}
+
+
+def test_pieces_are_learnt_from_pairs_to_train_on(path: str, tmp_path: Path):
+    (held := tmp_path / "valid.tsv").write_text("zzqzzq zzqzzq zzqzzq\tqzz\n" * 3)
+    task = made(path, valid=str(held), test=0.0)
+    assert len(task.ids("zzqzzq")) == 6
+    assert len(task.ids(" SESUOH")) < 7
+    parted = made(path, vocabularies="separate")
+    source, target = parted.data.vocabularies
+    assert len(source.encode([" houses"])[0]) == 1 < len(target.encode([" houses"])[0])
+    assert parted.text(target.encode(["SESUOH"])[0].tolist()) == "SESUOH"
+    assert parted.model().stacks[0].embedding.tokens == source.size
+    assert not parted.model().stacks[1].embedding.table
+
+
+def test_columns_may_stand_anywhere(path: str):
+    task = made(path, columns=(2, 1))
+    assert {pair for pairs in task.data.pairs.values() for pair in pairs} == set(zip(TARGETS, SOURCES, strict=True))
+
+
+def test_answers_are_scored_against_the_text_itself(path: str):
+    task = made(path, valid=0.2)
+    batch = task.batch(0, 5, "valid")
+    ids = [task.ids(reference) for reference in batch.gold]
+    assert task.score(ids, batch) == {"exact_match": (5.0, 5)}
+    assert task.score([*ids[:3], ids[3][:-1], []], batch) == {"exact_match": (3.0, 5)}
+    prompt, tokens = task.prompt(batch)
+    assert prompt.tolist() == [[0]] * 5
+    assert tokens is None
+    assert task.end == 1
+    longest = max(len(task.ids(target)) for target in TARGETS)
+    assert task.answers > longest
+    with pytest.raises(ValueError, match="packed rows cannot be scored"):
+        task.score([[2]], made(path, "packed").batch(0, 1))
+
+
+def test_published_scores_are_those_of_sacrebleu(monkeypatch: pytest.MonkeyPatch):
+    told, wanted = ["the cat sat on a mat", "who is there"], ["the cat sat on the mat", "who is there?"]
+    found = translation_scores(told, wanted)
+    import sacrebleu
+
+    assert found.bleu == sacrebleu.corpus_bleu(told, [wanted]).score
+    assert found.chrf == sacrebleu.corpus_chrf(told, [wanted]).score
+    assert "tok:13a" in found.bleu_signature
+    assert "version:" in found.chrf_signature
+    assert translation_scores(["他来了。"], ["他走了。"], tokenize="zh").bleu_signature != found.bleu_signature
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    with pytest.raises(hw.SpecError, match=r"pip install 'headwise\[mt\]'"):
+        translation_scores(told, wanted)
+
+
+def test_a_few_held_out_batches_have_short_and_long_sentences(path: str):
+    task = made(path, valid=0.5)
+    longest = [int(task.batch(n, 3, "valid").tokens.live.sum(1).max()) for n in range(task.batches(3, "valid"))]
+    assert longest != sorted(longest)
+    assert max(longest[:4]) > 0.7 * max(longest)
+    assert min(longest[:4]) < 0.7 * max(longest)

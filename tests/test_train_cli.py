@@ -1,0 +1,126 @@
+"""`headwise train`: one document on stdout, logs on stderr, one line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headwise.cli import main
+from headwise.files import read_lines
+from headwise.models import load
+from headwise.tasks import task
+from headwise.training import Screen
+from headwise.training.variants import with_preset
+
+SMALL = ["--steps", "2", "--batch", "4", "--precision", "fp32", "--compile", "off", "--device", "cpu"]
+SMALL += ["--set", "recipe.evaluate_batches=1"]
+
+
+def trained(capsys: pytest.CaptureFixture[str], *said: str) -> tuple[int, str, str]:
+    code = main(["train", *said])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_help_needs_no_torch():
+    code = "import sys; from headwise.cli import main\ntry: main(['train', '--help'])\nexcept SystemExit: pass\n"
+    ran = subprocess.run(
+        [sys.executable, "-c", code + "print('torch' in sys.modules)"], capture_output=True, text=True, check=True
+    )
+    assert "--resume" in ran.stdout
+    assert ran.stdout.splitlines()[-1] == "False"
+
+
+def test_dates_end_with_one_document(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    code, out, err = trained(capsys, "dates", "--out", str(tmp_path), "--json", *SMALL)
+    told = json.loads(out)
+    assert code == 0
+    assert {"task": "dates", "steps": 2, "model": str(tmp_path), "split": "test"}.items() <= told.items()
+    assert 0 <= told["metrics"]["exact_match"] <= 1
+    assert told["seconds"] > 0
+    assert "dates into" in err
+    assert load(tmp_path).described.kind == "encoder-decoder"
+    assert (tmp_path / "tokenizer.json").is_file()
+
+
+def test_what_is_set_reaches_task_and_recipe_and_options_win(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "r.toml").write_text("steps = 9\nlr = 0.01\nclip = 0.5\n")
+    said = ["--recipe", str(tmp_path / "r.toml"), "--set", "task.pairs=3", "--set", "recipe.schedule=wsd"]
+    code, out, _ = trained(capsys, "recall", "--out", str(tmp_path / "a"), *SMALL, *said)
+    config = read_lines(tmp_path / "a" / "metrics.jsonl")[0]
+    assert (code, config["task"]["pairs"]) == (0, 3)
+    kept = {name: config["recipe"][name] for name in ("steps", "lr", "clip", "schedule", "batch")}
+    assert kept == {"steps": 2, "lr": 0.01, "clip": 0.5, "schedule": "wsd", "batch": 4}
+    assert "recall: 2 steps" in out
+
+
+def test_a_file_is_learnt_and_a_model_goes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+    first = ["--set", "task.length=8", "--set", "task.test=0.2", *SMALL]
+    assert trained(capsys, str(tmp_path / "a.txt"), "--out", str(tmp_path / "a"), *first)[0] == 0
+    again = ["--model", str(tmp_path / "a"), *first]
+    code, out, _ = trained(capsys, "--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "b"), "--json", *again)
+    assert (code, json.loads(out)["task"]) == (0, "text")
+
+
+@pytest.mark.parametrize("preset", ["mqa", "linear", "longformer", "diff"])
+def test_a_preset_takes_the_place_of_every_attention(preset: str):
+    plain, changed = task("dates").model(), with_preset(task("dates").model(), preset)
+    assert {name for name, _ in plain.specs()} == {name for name, _ in changed.specs()}
+    for (name, before), (_, after) in zip(plain.specs(), changed.specs(), strict=True):
+        if name.endswith("cross"):
+            assert after == before
+        else:
+            # No token reads more than before, whatever the preset's own pattern is.
+            reads = [(i, j) for i in range(9) for j in range(9) if after.pattern.allows(i, j)]
+            assert all(before.pattern.allows(i, j) for i, j in reads)
+            assert after != before
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (["dates"], "required: --out"),
+        (["datess", "--out", "x"], "there is no task, file or folder 'datess'; did you mean 'dates'?"),
+        (["--out", "x"], "name what is to be learnt: "),
+        (["dates", "--out", "x", "--lr", "7"], "Recipe(lr=7.0) cannot be meant"),
+        (["dates", "--out", "x", "--steps", "many"], "invalid int value: 'many'"),
+        (["dates", "--out", "x", "--set", "digits=3"], "write task.KEY=VALUE or recipe.KEY=VALUE"),
+        (["dates", "--out", "x", "--set", "task.digit=3"], "dates has no 'digit'; did you mean 'digits'?"),
+        (["dates", "--out", "x", "--set", "recipe.lrr=3"], "a recipe has no 'lrr'; did you mean 'lr'?"),
+        (["dates", "--out", "x", "--model", "mqaa"], "there is no preset, file or folder 'mqaa'; did you mean 'mqa'?"),
+        (["dates", "--out", "x", "--recipe", "none.toml"], "'none.toml' cannot be read"),
+        (["dates", "--out", "x", "--sink", "wandbb"], "there is no sink 'wandbb'; did you mean 'wandb'?"),
+    ],
+)
+def test_bad_input_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: list[str], told: str
+):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = trained(capsys, *said)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert told in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_keeps_the_step_in_hand_and_says_how_to_go_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    said = ["recall", "--out", str(tmp_path), *SMALL, "--steps", "3"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Screen, "write", lambda self, record: record["event"] == "step" and signal.raise_signal(2))
+        code, out, err = trained(capsys, *said)
+    assert (code, out) == (130, "")
+    told = f"headwise: ended at step 1, which is kept in {tmp_path}; the same command with --resume goes on"
+    assert err.splitlines()[-1] == told
+    code, _, err = trained(capsys, *said)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "holds a run of 1 steps; go on with resume='allowed' (--resume)" in err
+    code, out, err = trained(capsys, *said, "--resume", "--json")
+    assert (code, json.loads(out)["steps"]) == (0, 3)
+    assert "from step 1 on" in err
