@@ -38,7 +38,7 @@ def views(given: argparse.Namespace, costs: Costs) -> Mapping[str, Training]:
     if given.profile == "":
         raise Wrong("--profile is empty; leave it out, or name one such as sdpa")
     checkpoint = "none" if given.checkpoint is None else given.checkpoint
-    way = Way(given.profile or "", checkpoint, given.dropout or 0.0)
+    way = Way(given.profile or "", checkpoint, given.dropout or 0.0, given.source)
     return {"training": Training(tuple(Kept.of(one.name, one.described, one.load, way) for one in costs))}
 
 
