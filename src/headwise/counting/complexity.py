@@ -20,8 +20,8 @@ from .symbols import Symbol, formula
 
 # What is often said otherwise.
 NOTES = (
-    "What stays constant as rows grow is how many steps self-attention takes and how far it is from token to token, not "
-    "its work: 4 n^2 d for scores and values, the larger share beyond n = 2 d, and 8 n d^2 for four projections, which "
+    "What stays constant as rows grow is how many steps self-attention takes and how far it is from token to token, "
+    "not its work: 4 n^2 d for scores and values, the larger share beyond n = 2 d, and 8 n d^2 for four projections, which "
     "a table of orders leaves out.",
     "Nor do orders tell which costs less: a GRU of 12 n d^2 is dearer than self-attention up to n = d, a plain "
     "recurrence never.",
@@ -98,7 +98,9 @@ class Complexity:
             cells = (short(size) for size in (layer.parameters, layer.flops, layer.steps, layer.path))
             since = "never" if layer.dearer is None else f"n={layer.dearer:,}"
             lines.append(_row(layer.name, *cells, f"   {layer.order}", "" if layer is self.layers[0] else since))
-        ends = "Path: layers or steps from the first token to the last. Dearer: the length from which self-attention is."
+        ends = (
+            "Path: layers or steps from the first token to the last. Dearer: the length from which self-attention is."
+        )
         return "\n".join([*lines, "", *(line for note in (ends, *NOTES) for line in textwrap.wrap(note, WIDTH))])
 
 
