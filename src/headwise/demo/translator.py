@@ -6,7 +6,6 @@ import textwrap
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,18 +73,17 @@ class Learned:
     def __init__(self, folder: Path, recipe: Recipe | None = None) -> None:
         self.folder, self.recipe = folder, RECIPE if recipe is None else recipe
         self.task = Dates()
+        self.batch = self.task.batch(0, JUDGED, "test")  # examples that training never shows
+        self._result: Result | None = None
 
-    @cached_property
+    @property
     def result(self) -> Result:
         """Trained, or gone on with where an earlier run into the folder ended."""
-        return train(self.task, recipe=self.recipe, out=self.folder, resume="allowed", sinks=[Screen()])
+        if self._result is None:
+            self._result = train(self.task, recipe=self.recipe, out=self.folder, resume="allowed", sinks=[Screen()])
+        return self._result
 
-    @cached_property
-    def batch(self) -> Batch:
-        """Examples that training never shows."""
-        return self.task.batch(0, JUDGED, "test")
-
-    @cached_property
+    @property
     def heads(self) -> list[Aligned]:
         """How each head that reads the source is aligned, best first."""
         return aligned(self.result.net, self.batch)
@@ -106,7 +104,8 @@ class Learned:
 
     def read(self) -> str:
         """How well heads are aligned, and a picture of the best."""
-        return page_aligned(self.heads, picture(self.result.net, self.heads[0], self.batch))
+        heads = self.heads
+        return page_aligned(heads, picture(self.result.net, heads[0], self.batch))
 
     @property
     def data(self) -> dict[str, Any]:
