@@ -147,9 +147,20 @@ def test_decay_reaches_matrices_alone():
     assert {name for group in matrices.values() for name in group} == set(named)
 
 
-def test_a_bias_of_experts_has_two_axes_and_does_not_decay():
-    bias = Weight("feed.each.up_bias", Layout.parse("expert hidden"), {"expert": 3, "hidden": 5}, "feed")
-    assert not optimiser.decays(bias, "matrices")
+@pytest.mark.parametrize(
+    ("name", "layout", "role"),
+    [
+        ("feed.each.up_bias", "expert hidden", "feed"),
+        ("feed.each.shift", "expert hidden", "feed"),
+        ("attention.qk_norm.q", "(q dim)", "attention"),
+        ("attention.head_norm.scale", "out vdim", "attention"),
+        ("attention.project.q_bias", "(q dim)", "attention"),
+        ("attention_norm.weight", "model", "norm"),
+    ],
+)
+def test_vectors_do_not_decay_however_many_axes_name_them(name: str, layout: str, role: str):
+    sizes = {"expert": 3, "hidden": 5, "q": 7, "dim": 11, "out": 13, "vdim": 17, "model": 19}
+    assert not optimiser.decays(Weight(name, Layout.parse(layout), sizes, role), "matrices")
 
 
 def test_adamw_is_its_formula():
@@ -244,6 +255,13 @@ def test_reading_only_what_is_asked_is_reading_all():
     assert found == pytest.approx(wanted.item(), rel=1e-12)
     for name, parameter in net.named_parameters():
         torch.testing.assert_close(each[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_smoothing_of_a_recipe_reaches_the_loss():
+    batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
+    logits, labels = net(batch.x, tokens=batch.tokens).flatten(0, 1), batch.labels.flatten()
+    wanted = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, label_smoothing=0.2)
+    assert gradients(quick(smoothing=0.2), batch)[0] == pytest.approx(wanted.item(), rel=1e-12)
 
 
 def test_recomputed_activations_give_the_same_gradient():
