@@ -21,8 +21,8 @@ from .symbols import Symbol, formula
 # What is often said otherwise.
 NOTES = (
     "What stays constant as rows grow is how many steps self-attention takes and how far it is from token to token, "
-    "not its work: 4 n^2 d for scores and values, the larger share beyond n = 2 d, and 8 n d^2 for four projections, which "
-    "a table of orders leaves out.",
+    "not its work: 4 n^2 d for scores and values, the larger share beyond n = 2 d, and 8 n d^2 for four projections, "
+    "which a table of orders leaves out.",
     "Nor do orders tell which costs less: a GRU of 12 n d^2 is dearer than self-attention up to n = d, a plain "
     "recurrence never.",
     "A convolution is computed at all positions at once, as attention is; range costs it depth, not time.",

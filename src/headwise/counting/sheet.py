@@ -13,8 +13,10 @@ def sheet(rows: Iterable[Mapping[str, Any]]) -> str:
 
     What stands inside a table is named with a dot; lists are left out; nothing stands where a row has no such value.
 
-    >>> sheet([{"name": "a", "flops": {"prefill": 2**70}, "terms": []}, {"name": "b, c", "bound": None}])
-    'name,flops.prefill,bound\\r\\na,1180591620717411303424,\\r\\n"b, c",,\\r\\n'
+    >>> sheet([{"name": "a, b", "flops": {"prefill": 2**70}, "terms": []}, {"name": "c", "bound": None}]).split(
+    ...     "\\r\\n"
+    ... )
+    ['name,flops.prefill,bound', '"a, b",1180591620717411303424,', 'c,,', '']
     """
     flat = [dict(_single("", row)) for row in rows]
     names = list(dict.fromkeys(name for row in flat for name in row))
