@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -237,3 +238,7 @@ def test_no_character_is_cut_in_two(tmp_path: Path, valid: float):
             held = task.text(asked(task, "valid"))
             assert set(held) == {"你"}
             assert abs(len(held) - valid * count) <= 1
+
+
+def test_a_plain_file_of_bytes_stays_on_disk(path: str):
+    assert isinstance(Text(path).data.spans["train"].ids, np.memmap)
