@@ -32,7 +32,8 @@ class Trial:
             return self._stepper(Choice(precision, self.recipe.compile, (reason, told)))
         if seconds is None:
             seconds = self._seconds(self._stepper(plain))
-        worth, told = worth_compiling(seconds, self.recipe.steps)
+        shapes = {(batch.x.shape, batch.source.shape if batch.source is not None else None) for batch in self.batches}
+        worth, told = worth_compiling(seconds, self.recipe.steps, len(shapes))
         if not worth:
             return self._stepper(Choice(precision, "off", (reason, told)))
         compiled = self._stepper(Choice(precision, "on"))
