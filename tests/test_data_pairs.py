@@ -17,7 +17,7 @@ from headwise.tasks import IGNORED, Batch
 from headwise.tasks.order import bucketed, budgeted, members, packed
 from headwise.tasks.pairs import plain
 from headwise.tasks.parallel import Parallel
-from headwise.tasks.translation import translation
+from headwise.tasks.published import translation_scores
 
 SOURCES = [f"{n} " + " ".join(["red", "small", "houses"] * (1 + n * 37 % 5)) for n in range(83)]
 TARGETS = [source.upper()[::-1] for source in SOURCES]
@@ -219,17 +219,17 @@ def test_answers_are_scored_against_the_text_itself(path: str):
 
 def test_published_scores_are_those_of_sacrebleu(monkeypatch: pytest.MonkeyPatch):
     told, wanted = ["the cat sat on a mat", "who is there"], ["the cat sat on the mat", "who is there?"]
-    found = translation(told, wanted)
+    found = translation_scores(told, wanted)
     import sacrebleu
 
     assert found.bleu == sacrebleu.corpus_bleu(told, [wanted]).score
     assert found.chrf == sacrebleu.corpus_chrf(told, [wanted]).score
     assert "tok:13a" in found.bleu_signature
     assert "version:" in found.chrf_signature
-    assert translation(["他来了。"], ["他走了。"], tokenize="zh").bleu_signature != found.bleu_signature
+    assert translation_scores(["他来了。"], ["他走了。"], tokenize="zh").bleu_signature != found.bleu_signature
     monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
     with pytest.raises(hw.SpecError, match=r"pip install 'headwise\[mt\]'"):
-        translation(told, wanted)
+        translation_scores(told, wanted)
 
 
 def test_a_few_held_out_batches_have_short_and_long_sentences(path: str):

@@ -14,7 +14,7 @@ import torch
 from headwise.tasks import IGNORED, Task, open_data
 from headwise.tasks.arrays import idx
 from headwise.tasks.pairs import plain
-from headwise.tasks.translation import translation
+from headwise.tasks.published import translation_scores
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +77,7 @@ def test_multi30k_keeps_its_own_splits(shared: Path):
     for batch in batches:
         for ids, at, reference in zip(batch.source, batch.source_tokens.live, batch.gold, strict=True):
             assert known[task.data.vocabularies[0].decode(ids[at].tolist())].strip() == reference
-    assert translation(read, read).bleu == pytest.approx(100)
+    assert translation_scores(read, read).bleu == pytest.approx(100)
 
 
 def test_tatoeba_leaks_no_sentence(shared: Path):

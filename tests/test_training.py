@@ -17,7 +17,7 @@ from headwise.tasks import IGNORED, Batch
 from headwise.terms import Ledger
 from headwise.training import Recipe, loss, optimiser
 from headwise.training import recipe as recipes
-from headwise.training.choosing import Choice, faster, kept, worth_compiling
+from headwise.training.choosing import Choice, fastest, kept, worth_compiling
 from headwise.training.evaluation import averages
 from headwise.training.schedules import SCHEDULES
 from headwise.training.stepping import Stepper
@@ -314,9 +314,20 @@ def test_a_term_that_no_part_sets_is_refused():
 
 
 def test_the_faster_precision_is_taken_and_the_exact_one_when_in_doubt():
-    assert faster(0.30, 0.20) == ("bf16", "bf16: 0.2000 s a step, fp32 0.3000")
-    assert faster(0.20, 0.30)[0] == "fp32"
-    assert faster(0.200, 0.195)[0] == "fp32"
+    exact, short = ("fp32", "fused"), ("bf16", "fused")
+    assert fastest({exact: 0.30, short: 0.20}) == (short, "bf16: 0.2000 s a step, fp32 0.3000")
+    assert fastest({exact: 0.20, short: 0.30})[0] == exact
+    assert fastest({exact: 0.200, short: 0.195})[0] == exact
+
+
+def test_plain_attention_gives_the_same_gradients_and_leaves_layers_as_they_were():
+    found = []
+    for way in ("fused", "plain"):
+        net = hw.build(Echo().model(), seed=0)
+        Stepper(net, quick(), Choice("fp32", "off", attention=way), CPU).gradients(Echo().batch(0, 5))
+        found.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+        assert {module.only for module in net.modules() if isinstance(module, hw.Attention)} == {None}
+    torch.testing.assert_close(*found)
 
 
 def test_compiling_is_tried_only_where_it_can_pay_and_kept_only_where_it_does():

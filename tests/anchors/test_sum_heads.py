@@ -115,7 +115,7 @@ def test_a_mean_is_of_the_heads_that_were_there():
 # --- five ways -----------------------------------------------------------------------------------------
 
 SAID = {"model": 30, "heads": 5}
-EQUAL = hw.counting.equal_vdim(hw.design(merge=hw.SumHeads(), **SAID), like=hw.design(**SAID))
+EQUAL = hw.match(hw.design(merge=hw.SumHeads(), **SAID), like=hw.design(**SAID), free="vdim").chosen
 ARMS = {
     "concat": (hw.design(**SAID), 4 * 30**2),
     "sum": (hw.design(merge=hw.SumHeads(), **SAID), 3 * 30**2 + 30 * 6),
@@ -145,9 +145,8 @@ def test_equal_parameters_are_as_equal_as_widths_allow():
         added, usual = hw.design(merge=hw.SumHeads(), **said), hw.design(**said)
         wanted = hw.counting.params(usual)
         off = [abs(hw.counting.params(added.with_heads(vdim=v)) - wanted) for v in range(1, 100)]
-        assert hw.counting.equal_vdim(added, like=usual) == 1 + off.index(min(off))
-    assert hw.counting.equal_vdim(hw.design(**SAID), like=hw.design(**SAID)) == 6
-    assert hw.counting.equal_vdim(hw.design(**SAID), like=hw.design(model=2, heads=1)) == 1
+        assert hw.match(added, like=usual, free="vdim").chosen == 1 + off.index(min(off))
+    assert hw.match(hw.design(**SAID), like=hw.design(**SAID), free="vdim").chosen == 6
 
 
 # --- a projection that is not learned ------------------------------------------------------------------

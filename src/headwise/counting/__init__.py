@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from dataclasses import replace
 
 from ..blueprint import Model
@@ -12,7 +11,7 @@ from ..spec import AttentionSpec
 from ..terms import Work
 from .bills import Term
 
-__all__ = ["Term", "asked", "cache_bytes", "cache_numbers", "constants", "counted", "equal_vdim", "params"]
+__all__ = ["Term", "asked", "cache_bytes", "cache_numbers", "constants", "counted", "params"]
 __all__ += ["params_terms", "spent", "work_of"]
 
 
@@ -25,23 +24,6 @@ def params(spec: AttentionSpec | Model) -> int:
     """
     learned = {name for name, param in spec.params().items() if param.learned}
     return sum(math.prod(shape) for name, shape in spec.shapes().items() if name in learned)
-
-
-def equal_vdim(spec: AttentionSpec, like: AttentionSpec) -> int:
-    """The value width at which this spec comes nearest to the parameters of another.
-
-    Added heads need values twice as wide, or nearly, for as many parameters as concatenated ones:
-
-    >>> import headwise as hw
-    >>> added = hw.design(model=510, heads=5, merge=hw.SumHeads())
-    >>> equal_vdim(added, like=hw.design(model=510, heads=5))  # 2 d^2 = v (h d + d)
-    170
-    """
-    wanted = params(like)
-    widths = range(1, wanted + 1)  # each channel of a value costs at least one number
-    first = bisect_left(widths, wanted, key=lambda vdim: params(spec.with_heads(vdim=vdim)))
-    around = widths[max(first - 1, 0) : first + 1]
-    return min(around, key=lambda vdim: abs(params(spec.with_heads(vdim=vdim)) - wanted))
 
 
 def constants(spec: AttentionSpec | Model) -> int:

@@ -79,7 +79,13 @@ def sample(described: Described, load: Load) -> Sample:
     ran = {phase: operations(*calls[phase], load.dtype, load.device) for phase in calls}
     flops = {phase: sum(one.flops for one in each) for phase, each in ran.items()}
     seconds = {phase: sum(one.seconds for one in each) for phase, each in ran.items()}
-    return Sample(flops["prefill"], flops.get("decode"), remembered_bytes(described, load), seconds["prefill"], seconds.get("decode"))
+    return Sample(
+        flops["prefill"],
+        flops.get("decode"),
+        remembered_bytes(described, load),
+        seconds["prefill"],
+        seconds.get("decode"),
+    )
 
 
 def asked_flops(described: Described, load: Load) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..errors import SpecError
-from .along import WORDS, Along
+from .along import FARTHEST, WORDS, Along
 from .calls import Load
 from .devices import Device
 from .whole import Described
@@ -59,7 +60,10 @@ class Even:
     def data(self) -> dict[str, Any]:
         """The same as plain values."""
         told = {"name": self.name, "against": self.against, "quantity": self.quantity, "checked_up_to": self.checked}
-        return told | {"cheaper": None if self.unlike is None else [span._asdict() for span in self.spans], "said": str(self)}
+        return told | {
+            "cheaper": None if self.unlike is None else [span._asdict() for span in self.spans],
+            "said": str(self),
+        }
 
 
 @dataclass(frozen=True)
@@ -101,23 +105,32 @@ def break_even(described: Mapping[str, Described], load: Load | None = None) -> 
         raise SpecError(f"{', '.join(described) or 'nothing'} has nothing to break even with; give two or more")
     along = Along(described, load or Load())
     first, *others = described
-    rows = [_even(along, name, first, quantity) for name in others for quantity in WORDS]
+    rows = [even(along, name, first, quantity) for name in others for quantity in WORDS]
     return Evens(along.load, tuple(rows))
 
 
-def _even(along: Along, name: str, against: str, quantity: str) -> Even:
-    def less(tokens: int) -> int:
-        """1 where it costs less, -1 where it costs more, else 0."""
-        one, other = (getattr(along.at(each, tokens), quantity) for each in (name, against))
-        return 0 if abs(one - other) <= ALIKE * max(one, other) * isinstance(one, float) else 1 if one < other else -1
+def even(along: Along, name: str, against: str, quantity: str, farthest: int = FARTHEST) -> Even:
+    """The lengths, up to `farthest`, at which one costs less than another in one quantity."""
+    farthest = min(farthest, along.farthest(name, against))
 
-    farthest = along.farthest(name, against)
+    def gain(tokens: int) -> float:
+        """What one costs less than the other."""
+        one, other = (getattr(along.at(each, tokens), quantity) for each in (name, against))
+        return 0 if type(one) is float and math.isclose(one, other, rel_tol=ALIKE) else other - one
+
     if None in (getattr(along.at(each, 1), quantity) for each in (name, against)):
         return Even(name, against, quantity, (), None, farthest)
-    grid = list(_grid(farthest))
-    found = {tokens: less(tokens) for tokens in grid}
-    spans = tuple(_spans(lambda tokens: less(tokens) > 0, {tokens: sign > 0 for tokens, sign in found.items()}))
-    return Even(name, against, quantity, spans, any(found.values()), farthest)
+    unlike = any(gain(tokens) for tokens in _grid(farthest))
+    return Even(name, against, quantity, spans(lambda tokens: gain(tokens) > 0, farthest), unlike, farthest)
+
+
+def spans(holds: Callable[[int], bool], farthest: int) -> tuple[Span, ...]:
+    """The lengths at which it holds, as far as was looked.
+
+    >>> [str(span) for span in spans(lambda tokens: tokens < 5 or tokens**2 > 10**9, 2**40)]
+    ['from 1 to 4', 'from 31,623 on']
+    """
+    return tuple(_spans(holds, {tokens: holds(tokens) for tokens in _grid(farthest)}))
 
 
 def _grid(farthest: int) -> Iterator[int]:

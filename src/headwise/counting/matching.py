@@ -59,7 +59,11 @@ class Match:
 
     def __str__(self) -> str:
         off = f"{abs(self.difference):.2%} {'more' if self.difference > 0 else 'fewer'} than the {self.wanted:,} wanted"
-        size = f"{self.free} stays {self.was:,}" if self.chosen == self.was else f"{self.free} {self.chosen:,}, was {self.was:,}"
+        size = (
+            f"{self.free} stays {self.was:,}"
+            if self.chosen == self.was
+            else f"{self.free} {self.chosen:,}, was {self.was:,}"
+        )
         return f"{size}: {self.reached:,} {BY[self.by][1]}, {'exactly' if self.reached == self.wanted else off}"
 
 

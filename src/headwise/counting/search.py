@@ -110,6 +110,8 @@ class Search:
 
     def _scan(self, top: int) -> None:
         if top > MOST + self.gap:
-            raise SpecError(f"the count goes up and down up to {top}, which is too far to look; begin from a smaller size")
+            raise SpecError(
+                f"the count goes up and down up to {top}, which is too far to look; begin from a smaller size"
+            )
         for size in range(top + 1):
             self._at(size)

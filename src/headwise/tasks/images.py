@@ -13,22 +13,22 @@ from .brought import Brought
 from .labelled import Labelled, numbered
 from .order import HELD, divided, shares
 from .pixels import SUFFIXES, Arrays, Files, Pixels, Store
-from .reading import file_at, listed, parts, there
+from .reading import file_at, listed, of_splits, there
 
 # What files and arrays are called: MNIST's names, those of Keras, and plain words.
 FILES = {"train": ("train",), "valid": ("valid", "val"), "test": ("t10k", "test")}
 WORDS = {"images": ("x", "images", "data"), "labels": ("y", "labels", "target")}
 
-Part = tuple[Store, Sequence[Any]]  # images, and what they show
+Shown = tuple[Store, Sequence[Any]]  # images, and what they show
 
 
 @dataclass(frozen=True, repr=False)
 class Images(Brought):
-    """The class of an image, its channels brought to mean 0 and deviation 1 over the part to train on.
+    """The class of an image, its channels brought to mean 0 and deviation 1 over the train split.
 
     `path` is an idx file of images, beside that of their `labels`; a folder with MNIST's files; an .npz with x_train
     and y_train, or with images and labels; or a folder with one folder for each class, perhaps inside folders train,
-    valid and test. Where a part is not there, `valid` or `test` of the images to train on are held out. `size`, high
+    valid and test. Where a split is not there, `valid` or `test` of the images to train on are held out. `size`, high
     and wide, is what images of a folder are brought to, if they are not all alike.
     """
 
@@ -56,7 +56,7 @@ class Images(Brought):
 
     def _labels(self, images: Path) -> Path:
         """The file of the labels that belong to an idx file of images."""
-        if self.labels and not there(self.path).is_dir():
+        if self.labels:
             return file_at(self.labels)
         name = images.name.replace("images", "labels").replace("idx3", "idx1")
         names = dict.fromkeys((name, name.removesuffix(".gz"), f"{name}.gz"))
@@ -72,13 +72,15 @@ class Images(Brought):
             own = {split: _idx(images, self._labels(images)) for split, images in found.items()}
         else:
             own = _folders(path, self.size) if path.is_dir() else _npz(path)
-        if self.size and not path.is_dir():
+        if self.labels and (path.is_dir() or path.suffix == ".npz"):
+            raise SpecError(f"labels={self.labels!r} is for one idx file of images; {path} has its own; leave it out")
+        if self.size and (found or not path.is_dir()):
             raise SpecError(f"size={self.size} is for folders of images; {path} holds images of one size; leave it out")
         if "train" not in own:
             raise SpecError(f"{path} has no images to train on; name them train, or leave out the word test")
         return self._joined(own)
 
-    def _joined(self, own: Mapping[str, Part]) -> Labelled:
+    def _joined(self, own: Mapping[str, Shown]) -> Labelled:
         store = Store.joined([images for images, _ in own.values()])
         labels, names = numbered([label for _, shown in own.values() for label in shown])
         counts = {split: len(shown) for split, (_, shown) in own.items()}
@@ -95,18 +97,18 @@ def idx_files(folder: Path) -> dict[str, Path]:
     return {split: paths[0] for split, paths in named.items() if paths}
 
 
-def _idx(images: Path, labels: Path) -> Part:
-    return _part(idx(images), idx(labels), str(images))
+def _idx(images: Path, labels: Path) -> Shown:
+    return _shown(idx(images), idx(labels), str(images))
 
 
-def _npz(path: Path) -> dict[str, Part]:
+def _npz(path: Path) -> dict[str, Shown]:
     """The arrays of an .npz for each split: x_train and y_train, train_images and train_labels, or x and y."""
     arrays = npz(path)
     found = {}
     for split, words in FILES.items():
         images, labels = (_named(arrays, kind, words, split) for kind in WORDS)
         if images and labels:
-            found[split] = _part(arrays[images], arrays[labels], f"{path}: {images}")
+            found[split] = _shown(arrays[images], arrays[labels], f"{path}: {images}")
         elif images:
             raise SpecError(f"{path} has {images}, but no labels for it; add y_{split}")
     if not found:
@@ -118,11 +120,11 @@ def _npz(path: Path) -> dict[str, Part]:
 def _named(arrays: Mapping[str, Any], kind: str, words: Sequence[str], split: str) -> str:
     """Which array holds this, if any."""
     plain = WORDS[kind] if split == "train" else ()
-    ways = [f"{part}_{word}" for one in WORDS[kind] for word in words for part, word in ((one, word), (word, one))]
+    ways = [f"{first}_{last}" for one in WORDS[kind] for word in words for first, last in ((one, word), (word, one))]
     return next((name for name in (*ways, *plain) if name in arrays), "")
 
 
-def _part(images: Any, labels: Any, where: str) -> Part:
+def _shown(images: Any, labels: Any, where: str) -> Shown:
     """Images of an array and their labels, which fit."""
     if images.ndim not in (3, 4) or images.dtype.kind not in "uif" or not images.size:
         shape = " x ".join(map(str, images.shape))
@@ -135,10 +137,10 @@ def _part(images: Any, labels: Any, where: str) -> Part:
     return Arrays(images, where), flat.tolist()
 
 
-def _folders(folder: Path, size: tuple[int, ...]) -> dict[str, Part]:
+def _folders(folder: Path, size: tuple[int, ...]) -> dict[str, Shown]:
     """Images whose class is the name of the folder they are in, for each split."""
-    roots = {split: path for split, path in parts(folder).items() if path.is_dir()} or {"train": folder}
-    found: dict[str, Part] = {}
+    roots = {split: path for split, path in of_splits(folder).items() if path.is_dir()} or {"train": folder}
+    found: dict[str, Shown] = {}
     files = {split: listed(root, SUFFIXES) for split, root in roots.items()}
     for split, root in roots.items():
         loose = [path for path in files[split] if path.parent == root]

@@ -72,7 +72,7 @@ class Labelled(Data):
 
     @property
     def chance(self) -> Mapping[str, float]:
-        """What the most frequent class of the part to train on would score."""
+        """What the most frequent class of the train split would score."""
         own = [np.atleast_1d(self.labels[n]) for n in self.splits["train"]]
         counts = np.bincount(np.concatenate(own), minlength=len(self.names))
         return {"accuracy": float(counts.max() / counts.sum())}

@@ -10,7 +10,7 @@ from ..errors import SpecError, nearest
 from . import frames, images, jsonl, pixels, tokens
 from .arrays import npz
 from .brought import Brought
-from .reading import listed, parts, there
+from .reading import listed, of_splits, there
 from .registry import TASKS, task
 from .text import STDLIB, Text
 
@@ -71,11 +71,12 @@ def adaptor(said: str) -> str:
 
 
 def _of_folder(folder: Path) -> str:
-    """A folder is text, unless what lies in it is made for another adaptor."""
+    """A folder is text, unless most of what lies in it is made for another adaptor."""
     if (folder / frames.TABLE).is_file():
         return "frames"
-    if len(parts(folder, tokens.SUFFIXES)) > 1:
+    if len(of_splits(folder, tokens.SUFFIXES)) > 1:
         return "tokens"
-    if len(parts(folder, jsonl.SUFFIXES)) > 1:
+    if len(of_splits(folder, jsonl.SUFFIXES)) > 1:
         return "jsonl"
-    return "images" if images.idx_files(folder) or listed(folder, pixels.SUFFIXES) else "text"
+    pictures, texts = (len(listed(folder, suffixes)) for suffixes in (pixels.SUFFIXES, Text.suffixes))
+    return "images" if images.idx_files(folder) or pictures > texts else "text"

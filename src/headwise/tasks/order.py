@@ -126,7 +126,7 @@ def packed(sides: Sequence[Numbers], length: int, size: int) -> Plan:
     beside = list(range(OPEN))  # the rows that are open
     for place in range(len(levels))[::-1]:
         need = needs[order[place]]
-        fits = (room >= need).all(1)
+        fits = np.all(room >= need, axis=1)
         at = int(fits.argmax())
         if not fits[at]:
             at = int(room.min(1).argmin())  # the fullest one is closed
@@ -148,9 +148,9 @@ def swept(count: int, index: int, size: int) -> range:
 
 
 def shares(valid: float, test: float) -> None:
-    """Refuse parts for validation and test that leave nothing to train on, or nothing to judge by."""
+    """Refuse shares for validation and test that leave nothing to train on, or nothing to judge by."""
     if not 0 < valid < 1 or not 0 <= test < 1 or valid + test >= 1:
-        raise SpecError(f"valid={valid:g} and test={test:g} are no parts of a whole; give valid=0.1 and test=0, say")
+        raise SpecError(f"valid={valid:g} and test={test:g} are no shares of a whole; give valid=0.1 and test=0, say")
 
 
 def members(keys: Sequence[str], valid: float, test: float) -> dict[str, Numbers]:
@@ -163,7 +163,7 @@ def members(keys: Sequence[str], valid: float, test: float) -> dict[str, Numbers
     known = sorted(set(keys), key=lambda key: blake2b(key.encode(), digest_size=8).digest())
     least = 1 + (test > 0)
     if len(known) <= least:
-        raise SpecError(f"{len(known)} different examples cannot be split into {least + 1} parts; bring more")
+        raise SpecError(f"{len(known)} different examples cannot be divided among {least + 1} splits; bring more")
     tested = min(max(1, round(test * len(known))), len(known) - 2) if test else 0
     held = min(max(1, round(valid * len(known))), len(known) - 1 - tested)
     split = dict.fromkeys(known, "train")

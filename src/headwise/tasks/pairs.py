@@ -19,7 +19,7 @@ from .base import IGNORED, Batch, Tally
 from .brought import Data
 from .order import Numbers, Plan, bucketed, budgeted, members, packed
 from .sizes import translator
-from .vocabulary import Ids, Learned, learned
+from .vocabulary import Ids, Pieces, learned
 
 START, END = "<s>", "</s>"
 FORMS = ("bucketed", "budget", "packed")
@@ -37,7 +37,7 @@ class Pair(NamedTuple):
 class Making:
     """How pairs become batches: what all adaptors that have pairs let a user choose.
 
-    `vocab` pieces are learnt from the part to train on, one vocabulary for both sides or `separate` ones. Pairs with
+    `vocab` pieces are learnt from the train split, one vocabulary for both sides or `separate` ones. Pairs with
     more than `longest` tokens on a side are not trained on. form="bucketed": a batch of so many pairs of about one
     length; "budget": as many as that many tokens hold; "packed": rows of `longest` tokens, filled with several pairs.
     """
@@ -64,9 +64,9 @@ class Corpus:
 
     @staticmethod
     def of(train: Iterable[Pair], shares: tuple[float, float], own: Mapping[str, list[Pair]]) -> Corpus:
-        """Held-out parts are their `own` pairs or a share of those to train on; no source is in two splits.
+        """Held-out splits are their `own` pairs or a share of those to train on; no source is in two splits.
 
-        Sources that differ in case, marks and spaces alone count as one.
+        Sources that differ in case, punctuation and spaces alone count as one.
         """
         pairs, notes = list(train), list[str]()
         whole = [pair for pair in pairs if pair.source and pair.target]
@@ -77,9 +77,9 @@ class Corpus:
         held = dict(own)
         if "valid" not in own:
             valid, test = shares[0], 0.0 if "test" in own else shares[1]
-            parts = members([plain(pair.source) for pair in whole], valid, test)
-            held |= {split: [whole[n] for n in parts[split]] for split in ("valid", "test") if split not in own}
-            whole = [whole[n] for n in parts["train"]]
+            found = members([plain(pair.source) for pair in whole], valid, test)
+            held |= {split: [whole[n] for n in found[split]] for split in ("valid", "test") if split not in own}
+            whole = [whole[n] for n in found["train"]]
         judged = {plain(pair.source) for split in held.values() for pair in split}
         kept = [pair for pair in whole if plain(pair.source) not in judged]
         if len(kept) < len(whole):
@@ -119,7 +119,7 @@ class Pairs(Data):
         self.making, self.pairs = making, dict(corpus.splits)
         self.vocabularies = _vocabularies(self.pairs["train"], making)
         self.vocabulary = target = self.vocabularies[1]
-        self.target, self.start, self.end = target, target.mark(START), target.mark(END)
+        self.target, self.start, self.end = target, target.special(START), target.special(END)
         coded = {split: self._coded(pairs) for split, pairs in self.pairs.items()}
         long = np.flatnonzero(_levels(coded["train"]) > making.longest)
         self.notes = tuple(corpus.notes)
@@ -161,7 +161,7 @@ class Pairs(Data):
         plan = self._plan(size, split)
         rows = plan.take(index, seed) if split == "train" else plan.sweep(index)
         sources, targets = self.coded[split]
-        stop, end = self.vocabularies[0].mark(END), self.target.mark(END)
+        stop, end = self.vocabularies[0].special(END), self.target.special(END)
         source, source_tokens = _joined([[[*sources.ids[n], stop] for n in row] for row in rows])
         x, tokens = _joined([[[self.start, *targets.ids[n]] for n in row] for row in rows])
         labels, _ = _joined([[[*targets.ids[n], end] for n in row] for row in rows], IGNORED)
@@ -193,7 +193,7 @@ def _levels(sides: Sequence[Side]) -> Numbers:
     return np.max([side.lengths for side in sides], axis=0)
 
 
-def _vocabularies(train: list[Pair], making: Making) -> tuple[Learned, Learned]:
+def _vocabularies(train: list[Pair], making: Making) -> tuple[Pieces, Pieces]:
     sources, targets = ([pair[n] for pair in train] for n in (0, 1))
     if making.vocabularies == "separate":
         first, second = (learned(texts, making.vocab, (START, END)) for texts in (sources, targets))

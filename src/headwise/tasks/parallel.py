@@ -50,7 +50,7 @@ class Parallel(Brought):
         self._making()
 
     def _shares(self) -> tuple[float, float]:
-        """The parts for validation and test where they are shares; of a split with files of its own, what is usual."""
+        """What is held out for validation and test; where that has files of its own, the usual share."""
         valid, test = (HELD if isinstance(said, (str, tuple)) else said for said in (self.valid, self.test))
         return valid, test
 

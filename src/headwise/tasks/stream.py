@@ -45,41 +45,38 @@ class Span:
 
 
 class Stream(Data):
-    """Training takes crops of `length` tokens from anywhere; held-out parts are read in windows, each token asked once,
-    and a batch has windows from all over a part.
+    """Training takes crops of `length` tokens from anywhere; held-out splits are cut into rows that ask each token
+    once, and a batch has rows from all over.
 
-    The first token of a part is asked with the one before it in view, where there is one in the same array. `widths`
+    The first token of a split is asked with the one before it in view, where there is one in the same array. `widths`
     are the bytes of text that each id stands for, without which bits per byte are not measured.
     """
 
     def __init__(
         self,
-        parts: Mapping[str, Span],
+        spans: Mapping[str, Span],
         length: int,
         size: int,
         *,
         vocabulary: Vocabulary | None = None,
         widths: NDArray[np.int64] | None = None,
     ) -> None:
-        self.parts, self.length, self.size, self.vocabulary = parts, length, size, vocabulary
-        if len(parts["train"]) <= length:
-            have = len(parts["train"])
-            raise SpecError(f"the part to train on has {have} tokens, too few for length={length}; bring more text")
-        self.sizes = {split: self._windows(split) for split in parts}
-        self.sizes["train"] = len(parts["train"]) // length
+        self.spans, self.length, self.size, self.vocabulary = spans, length, size, vocabulary
+        if len(spans["train"]) <= length:
+            have = len(spans["train"])
+            raise SpecError(f"the train split has {have} tokens, too few for length={length}; bring more text")
+        self.sizes = {split: self._rows_of(split) for split in spans}
+        self.sizes["train"] = len(spans["train"]) // length
         if not self.sizes["valid"]:
-            raise SpecError(f"of {len(parts['train'])} tokens none are left for validation; give a larger valid=")
+            raise SpecError(f"of {len(spans['train'])} tokens none are left for validation; give a larger valid=")
         self._widths = None if widths is None else torch.from_numpy(widths)
-        self._bytes = 0.0  # of a token of the part to train on
-        if widths is not None:
-            self._bytes = float(parts["train"].counts(size) @ widths) / len(parts["train"])
 
     def _first(self, split: str) -> int:
         """The first token that is asked: the first of all has none before it."""
-        return max(1, self.parts[split].start)
+        return max(1, self.spans[split].start)
 
-    def _windows(self, split: str) -> int:
-        return -(-max(0, self.parts[split].stop - self._first(split)) // self.length)
+    def _rows_of(self, split: str) -> int:
+        return -(-max(0, self.spans[split].stop - self._first(split)) // self.length)
 
     def batches(self, size: int, split: str) -> int:
         return -(-self.sizes[split] // size)
@@ -87,21 +84,21 @@ class Stream(Data):
     def batch(self, index: int, size: int, split: str, seed: int) -> Batch:
         if split == "train":
             return self._crops(index, size, seed)
-        first, stop = self._first(split), self.parts[split].stop
+        first, stop = self._first(split), self.spans[split].stop
         asked = [first + n * self.length for n in swept(self.sizes[split], index, size)]
         return self._rows(split, [(at - 1, min(at + self.length, stop)) for at in asked])
 
     def _crops(self, index: int, size: int, seed: int) -> Batch:
-        span = self.parts["train"]
+        span = self.spans["train"]
         starts = drawn(seed, index).integers(span.start, span.stop - self.length, size)
         return self._rows("train", [(int(at), int(at) + self.length + 1) for at in starts])
 
     def _rows(self, split: str, cuts: list[tuple[int, int]]) -> Batch:
-        """Each token of these cuts but the last, and the one after it; nothing is asked behind the end of a part."""
+        """Each token of these cuts but the last, and the one after it; nothing is asked behind the end of a split."""
         ids = np.zeros((len(cuts), self.length), np.int64)
         labels = np.full((len(cuts), self.length), IGNORED, np.int64)
         for row, (start, stop) in enumerate(cuts):
-            cut = self.parts[split].ids[start:stop]
+            cut = self.spans[split].ids[start:stop]
             ids[row, : len(cut) - 1], labels[row, : len(cut) - 1] = cut[:-1], cut[1:]
         return Batch(torch.from_numpy(ids), torch.from_numpy(labels))
 
@@ -119,25 +116,34 @@ class Stream(Data):
 
     @property
     def chance(self) -> Mapping[str, float]:
-        nats = math.log(self.size)
-        told = {"nats": nats}
-        return told | {"bits_per_byte": nats / math.log(2) / self._bytes} if self._bytes else told
+        told = {"nats": math.log(self.size)}
+        if self._widths is None:
+            return told
+        train = self.spans["train"]
+        width = float(train.counts(self.size) @ self._widths.numpy()) / len(train)  # of a token, on average
+        return told | {"bits_per_byte": told["nats"] / math.log(2) / width}
 
     def model(self) -> Model:
         return decoder(self.size)
 
 
-def contiguous(ids: Any, shares: tuple[float, float]) -> dict[str, Span]:
-    """Three parts in their order: the last `test` of all tokens, `valid` before them, and what is left in front.
+def ranges(counts: Mapping[str, int], shares: tuple[float, float]) -> dict[str, tuple[str, int, int]]:
+    """Whose file each split is in, and from where to where: its own, or the end of the one to train on.
 
-    >>> {split: (part.start, part.stop) for split, part in contiguous(range(10), (0.2, 0.1)).items()}
-    {'train': (0, 7), 'valid': (7, 9), 'test': (9, 10)}
+    >>> ranges({"train": 10}, (0.2, 0.1))
+    {'train': ('train', 0, 7), 'valid': ('train', 7, 9), 'test': ('train', 9, 10)}
     """
-    first, second = cuts(len(ids), shares)
-    return {"train": Span(ids, 0, first), "valid": Span(ids, first, second), "test": Span(ids, second, len(ids))}
+    own = {split: (split, 0, count) for split, count in counts.items()}
+    if "valid" in counts:
+        return own
+    valid, test = shares
+    count = counts["train"]
+    first, second = cuts(count, (valid, 0.0 if "test" in counts else test))
+    divided = {"train": ("train", 0, first), "valid": ("train", first, second), "test": ("train", second, count)}
+    return divided | {split: own[split] for split in own if split != "train"}
 
 
 def cuts(count: int, shares: tuple[float, float]) -> tuple[int, int]:
-    """Where the parts for validation and test begin; as in nanoGPT, training has the whole part of its share."""
+    """Where the splits for validation and test begin; as in nanoGPT, a train split has its whole share."""
     valid, test = shares
     return int(count * (1 - valid - test) + ROUNDING), int(count * (1 - test) + ROUNDING)

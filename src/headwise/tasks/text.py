@@ -32,9 +32,9 @@ class Text(Brought):
     """The next token of a text, from `length` of them: its bytes, its characters, or pieces learnt from its beginning.
 
     `path` is a file, a folder, whose files of these `suffixes` are joined in the order of their names, or "stdlib",
-    the source of Python's standard library. The text is split where it stands: the last parts, `valid` and `test` of
+    the source of Python's standard library. The text is split where it stands: the last shares, `valid` and `test` of
     its bytes, are held out. `tokens` may also be the path of a tokenizer.json; `vocab` is the number of pieces that
-    tokens="bpe" learns, from the part to train on alone.
+    tokens="bpe" learns, from the train split alone.
 
     >>> Text("stdlib", length=32).batch(0, 4).x.shape
     torch.Size([4, 32])
@@ -76,14 +76,16 @@ class Text(Brought):
             raise SpecError(f"{self.path} is empty; give a text")
         first, second = (_whole(raw, at) for at in cuts(len(raw), (self.valid, self.test)))
         vocabulary = self._vocabulary(raw, first)
-        parts = [raw[:first], raw[first:second], raw[second:]]
-        coded = [part if isinstance(vocabulary, Bytes) else _encoded(vocabulary, part) for part in parts]
+        texts = [raw[:first], raw[first:second], raw[second:]]
+        coded = [text if isinstance(vocabulary, Bytes) else _encoded(vocabulary, text) for text in texts]
         ids = raw if isinstance(vocabulary, Bytes) else np.concatenate(coded)
-        ends = np.cumsum([len(part) for part in coded]).tolist()
+        ends = np.cumsum([len(own) for own in coded]).tolist()
         spans = [Span(ids, start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
-        widths = vocabulary.widths
-        if widths is not None and sum(int(span.counts(vocabulary.size) @ widths) for span in spans) != len(raw):
-            widths = None  # a tokenizer from elsewhere may change the text before it is cut into pieces
+        widths, told = vocabulary.widths, len(raw)
+        if widths is not None and self.tokens not in TOKENS:
+            told = sum(int(span.counts(len(widths)) @ widths) for span in spans)
+        if told != len(raw):
+            widths = None  # a tokenizer from elsewhere changed the text before it cut it into pieces
         named: dict[str, Span] = dict(zip(("train", "valid", "test"), spans, strict=True))
         return Stream(named, self.length, vocabulary.size, vocabulary=vocabulary, widths=widths)
 
@@ -92,7 +94,7 @@ class Text(Brought):
             return Bytes()
         if self.tokens == "chars":
             alphabet: set[str] = set()
-            for block in blocks(raw):  # of all parts, so that none is unknown
+            for block in blocks(raw):  # of all splits, so that none is unknown
                 alphabet |= set(block)
             return Chars(alphabet)
         if self.tokens == "bpe":
@@ -128,5 +130,5 @@ def _whole(raw: Raw, at: int) -> int:
     return at
 
 
-def _encoded(vocabulary: Vocabulary, part: Raw) -> NDArray[np.generic]:
-    return np.concatenate([*vocabulary.encode(blocks(part)), np.empty(0, vocabulary.dtype)])
+def _encoded(vocabulary: Vocabulary, text: Raw) -> NDArray[np.generic]:
+    return np.concatenate([*vocabulary.encode(blocks(text)), np.empty(0, vocabulary.dtype)])

@@ -15,9 +15,9 @@ from ..errors import SpecError, nearest
 from .arrays import npy
 from .brought import Brought
 from .order import HELD, shares
-from .reading import file_at, parts, there
-from .stream import SCANNED, Span, Stream, contiguous
-from .vocabulary import Learned, read
+from .reading import file_at, of_splits, there
+from .stream import SCANNED, Span, Stream, ranges
+from .vocabulary import Pieces, read
 
 SUFFIXES = (".npy", ".bin", ".safetensors")
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -36,7 +36,7 @@ class Meta:
 class TokenFile(Brought):
     """The next id of a row of ids, from `length` of them, never all in memory at once.
 
-    `path` is a file, of which the last parts are held out, or a folder with train.bin and val.bin, say. `vocab`,
+    `path` is a file, of which the last shares are held out, or a folder with train.bin and val.bin, say. `vocab`,
     `dtype` (of a .bin) and `tokenizer_path`, where they are not given, are what a JSON document beside the file says
     as vocab, dtype and tokenizer: FILE.json or meta.json. Without any, `vocab` is one more than the largest id.
     """
@@ -63,7 +63,7 @@ class TokenFile(Brought):
         path = there(self.path)
         if not path.is_dir():
             return {"train": path}
-        if len(found := parts(path, SUFFIXES)) < 2:
+        if len(found := of_splits(path, SUFFIXES)) < 2:
             raise SpecError(
                 f"{path} has no train with a valid of {', '.join(SUFFIXES)}; name them so, or give one file"
             )
@@ -94,16 +94,14 @@ class TokenFile(Brought):
         known = vocabulary.size if vocabulary else meta.vocab
         most = max(_largest(arrays[split], known, path) for split, path in self._paths().items())
         size = meta.vocab or known or most + 1
-        if len(arrays) == 1:
-            spans = contiguous(arrays["train"], (self.valid, self.test))
-        else:
-            spans = {split: Span(ids, 0, len(ids)) for split, ids in arrays.items()}
+        told = ranges({split: len(ids) for split, ids in arrays.items()}, (self.valid, self.test))
+        spans = {split: Span(arrays[owner], start, stop) for split, (owner, start, stop) in told.items()}
         widths = vocabulary.widths if vocabulary else None
         if widths is not None:
             widths = np.pad(widths, (0, size - len(widths)))  # a table may have spare rows
         return Stream(spans, self.length, size, vocabulary=vocabulary, widths=widths)
 
-    def _vocabulary(self, meta: Meta) -> Learned | None:
+    def _vocabulary(self, meta: Meta) -> Pieces | None:
         if not meta.tokenizer:
             return None
         vocabulary = read(file_at(meta.tokenizer))

@@ -1,4 +1,4 @@
-"""How text becomes ids and ids become text: bytes, characters, or pieces learnt from a part of it."""
+"""How text becomes ids and ids become text: bytes, characters, or pieces learnt from some of it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Vocabulary(ABC):
         """How many bytes of text each id stands for; None where that depends on its neighbours."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; marks such as the end of an answer are none."""
+        """The text of ids; special tokens, such as the end of an answer, are none."""
         told = [int(one) for one in ids]
         if wrong := [one for one in told if not 0 <= one < self.size]:
             raise ValueError(f"the id {wrong[0]} is outside a vocabulary of {self.size}; give 0..{self.size - 1}")
@@ -105,17 +105,17 @@ class Chars(Vocabulary):
         return np.array([len(chr(code).encode()) for code in self._known], np.int64)
 
 
-class Learned(Vocabulary):
-    """What a document of `tokenizers` says, `marks` such as the end of a sentence being no text.
+class Pieces(Vocabulary):
+    """What a document of `tokenizers` says, `specials`, such as the end of a sentence, being no text.
 
-    >>> pieces = learned(["low lower lowest"] * 9, size=262, marks=("<s>", "</s>"))
-    >>> pieces.decode(pieces.encode(["the lowest"])[0]), pieces.mark("</s>")
+    >>> pieces = learned(["low lower lowest"] * 9, size=262, specials=("<s>", "</s>"))
+    >>> pieces.decode(pieces.encode(["the lowest"])[0]), pieces.special("</s>")
     ('the lowest', 1)
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
-        tokenizer.encode_special_tokens = True  # a mark that stands in a text is text
+        tokenizer.encode_special_tokens = True  # a special token that stands in a text is text
 
     def encode(self, texts: Iterable[str]) -> list[Ids]:
         left, done = iter(texts), list[Ids]()
@@ -124,11 +124,11 @@ class Learned(Vocabulary):
             done += [np.array(one.ids, self.dtype) for one in found]
         return done
 
-    def mark(self, name: str) -> int:
-        """The id of a mark."""
+    def special(self, name: str) -> int:
+        """The id of a special token."""
         found = self._tokenizer.token_to_id(name)
         if found is None:
-            raise ValueError(f"there is no mark {name!r} in this vocabulary")
+            raise ValueError(f"there is no special token {name!r} in this vocabulary")
         return found
 
     @property
@@ -137,29 +137,29 @@ class Learned(Vocabulary):
         decoder = (told.get("decoder") or {}).get("type")
         if decoder not in ("ByteLevel", "Fuse"):
             return None
-        marks: set[int] = {added["id"] for added in told["added_tokens"] if added["special"]}
+        specials: set[int] = {added["id"] for added in told["added_tokens"] if added["special"]}
         widths = np.zeros(self.size, np.int64)
         for piece, n in self._tokenizer.get_vocab().items():
             spelt = len(piece) if decoder == "ByteLevel" else len(piece.encode())  # a letter for each byte, or text
-            widths[n] = 0 if n in marks else spelt
+            widths[n] = 0 if n in specials else spelt
         return widths
 
 
-def learned(texts: Iterable[str], size: int, marks: Sequence[str] = ()) -> Learned:
+def learned(texts: Iterable[str], size: int, specials: Sequence[str] = ()) -> Pieces:
     """A vocabulary of at most `size` pieces that these texts are written with in the fewest (BPE over bytes)."""
-    least = 256 + len(marks)
+    least = 256 + len(specials)
     if size < least:
-        raise SpecError(f"vocab={size} is less than the {least} of bytes and marks; give vocab={least} or more")
+        raise SpecError(f"vocab={size} is less than the {least} of bytes and special tokens; give {least} or more")
     tokenizer = _byte_level(BPE(), splitting="words")
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = BpeTrainer(
-        vocab_size=size, special_tokens=list(marks), initial_alphabet=alphabet, show_progress=False, min_frequency=2
+        vocab_size=size, special_tokens=list(specials), initial_alphabet=alphabet, show_progress=False, min_frequency=2
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return Learned(tokenizer)
+    return Pieces(tokenizer)
 
 
-def read(path: Path) -> Learned:
+def read(path: Path) -> Pieces:
     """The vocabulary that a tokenizer.json holds."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -167,7 +167,7 @@ def read(path: Path) -> Learned:
         raise SpecError(f"{path} is no document of tokenizers: {error}; give a tokenizer.json") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return Learned(tokenizer)
+    return Pieces(tokenizer)
 
 
 def _byte_level(model: Any, splitting: str) -> Tokenizer:

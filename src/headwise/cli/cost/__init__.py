@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...errors import SpecError
 from ..described import described, keys_of, label
 from ..screen import PRESETS, Arguments, Wrong, document, show, take_changes, take_form
-from . import beside, intensity, kept, serving, states, verdict
+from . import beside, comparing, drawing, intensity, kept, serving, states, verdict
 
 if TYPE_CHECKING:
     from ...auditing import Check
@@ -38,17 +38,19 @@ class Page(Protocol):
         ...
 
 
-PAGES: tuple[Page, ...] = (beside, states, kept, serving, verdict, intensity)
+PAGES: tuple[Page, ...] = (beside, states, kept, serving, verdict, intensity, comparing, drawing)
 CONTEXT = 2048  # tokens of a row, where nothing says how many and nothing knows fewer
 
 
 def main(argv: list[str]) -> int:
     """Price everything that is named."""
     given = _given(_parser(), argv)
-    costs = priced(given)
+    costs, views = comparing.matched(given, priced(given))
     checks = audited(costs) if given.verify else {}
-    views = {name: view for page in PAGES for name, view in page.views(given, costs).items()}
-    if given.json:
+    views |= {name: view for page in PAGES for name, view in page.views(given, costs).items()}
+    if given.csv:
+        print(drawing.sheet_of(given, costs, views), end="")
+    elif given.json:
         told = {name: [{**check._asdict(), "holds": check.holds} for check in each] for name, each in checks.items()}
         more = {name: view.data for name, view in views.items()}
         show(document(costs.data | more | ({"verified": told} if given.verify else {})))

@@ -11,7 +11,7 @@ from ..errors import SpecError
 
 
 @dataclass(frozen=True)
-class Translation:
+class Published:
     """BLEU and chrF of a whole corpus, 0 to 100, each with the signature that says how it was reckoned."""
 
     bleu: float
@@ -20,10 +20,10 @@ class Translation:
     chrf_signature: str
 
 
-def translation(hypotheses: Sequence[str], references: Sequence[str], tokenize: str = "13a") -> Translation:
+def translation_scores(hypotheses: Sequence[str], references: Sequence[str], tokenize: str = "13a") -> Published:
     """The scores of translations against one reference each; tokenize="zh" for Chinese, as sacreBLEU names it.
 
-    >>> translation(["the cat sat on the mat"], ["the cat sat on the mat"]).chrf
+    >>> translation_scores(["the cat sat on the mat"], ["the cat sat on the mat"]).chrf
     100.0
     """
     if len(hypotheses) != len(references) or not references:
@@ -34,7 +34,7 @@ def translation(hypotheses: Sequence[str], references: Sequence[str], tokenize: 
     except (KeyError, AssertionError, ValueError):
         raise SpecError(f"tokenize={tokenize!r} is unknown to sacrebleu; use '13a', 'zh', 'char' or 'intl'") from None
     scores = [metric.corpus_score(list(hypotheses), [list(references)]).score for metric in (bleu, chrf)]
-    return Translation(scores[0], scores[1], str(bleu.get_signature()), str(chrf.get_signature()))
+    return Published(scores[0], scores[1], str(bleu.get_signature()), str(chrf.get_signature()))
 
 
 def _metrics() -> Any:
