@@ -52,17 +52,19 @@ def _said(way: tuple[str, str]) -> str:
     return precision if attention == "fused" else f"{precision} with plain attention"
 
 
-def worth_compiling(seconds: float, steps: int) -> tuple[bool, str]:
+def worth_compiling(seconds: float, steps: int, shapes: int = 1) -> tuple[bool, str]:
     """Whether compiling is worth a trial, and why: what it may gain is twice its time, for it may gain nothing.
+
+    Batches of other shapes are compiled anew, until a graph that takes any is made.
 
     >>> worth_compiling(0.1, steps=600)
     (False, 'not compiled: 600 steps of 0.1000 s could gain about 18 s, compiling takes about 30 s')
-    >>> worth_compiling(0.1, steps=6000)[0]
-    True
+    >>> worth_compiling(0.1, steps=3000)[0], worth_compiling(0.1, steps=3000, shapes=3)[0]
+    (True, False)
     """
-    gain = seconds * steps * GAIN
-    worth = gain > 2 * COMPILING
-    told = f"{steps} steps of {seconds:.4f} s could gain about {gain:.0f} s, compiling takes about {COMPILING:.0f} s"
+    gain, cost = seconds * steps * GAIN, COMPILING * shapes
+    worth = gain > 2 * cost
+    told = f"{steps} steps of {seconds:.4f} s could gain about {gain:.0f} s, compiling takes about {cost:.0f} s"
     return worth, f"{'worth trying' if worth else 'not compiled'}: {told}"
 
 

@@ -34,7 +34,8 @@ class Trial:
         plain = Choice(precision, "off", reasons, attention)
         if seconds is None:
             seconds = self._seconds(self._stepper(plain))
-        worth, told = worth_compiling(seconds, self.recipe.steps)
+        shapes = {(batch.x.shape, batch.source.shape if batch.source is not None else None) for batch in self.batches}
+        worth, told = worth_compiling(seconds, self.recipe.steps, len(shapes))
         if not worth:
             return self._stepper(replace(plain, reasons=(*reasons, told)))
         compiled = self._stepper(replace(plain, compile="on"))
