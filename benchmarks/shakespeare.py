@@ -45,8 +45,8 @@ def ours(path: Path, folder: str) -> dict[str, float]:
     data = task("text", path=str(path), tokens="chars", length=SHAPE.length, valid=0.1, test=0.0)
     recipe = Recipe(
         steps=STEPS, batch=BATCH, lr=RATE, schedule="cosine", warmup=WARM / STEPS, floor=LEAST / RATE,
-        betas=(0.9, 0.99), weight_decay=0.1, clip=1.0, start="gpt2", seed=1337, evaluate_every=250, evaluate_batches=10**6,
-        checkpoint_every=1000,
+        betas=(0.9, 0.99), weight_decay=0.1, clip=1.0, start="gpt2", seed=1337, evaluate_every=250,
+        evaluate_batches=10**6, checkpoint_every=1000,
     )  # fmt: skip
     result = hw.train(data, described(), recipe, out=folder)
     rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]

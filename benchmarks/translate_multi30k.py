@@ -20,7 +20,7 @@ import headwise as hw
 from headwise.blueprint import Block, Dense, Embedding, Head, Model, Norm, Positions, Stack
 from headwise.tasks import task
 from headwise.tasks.parallel import Parallel
-from headwise.tasks.translation import translation
+from headwise.tasks.published import translation_scores
 from headwise.training import Recipe, Result
 from headwise.training.choosing import Choice
 from headwise.training.evaluation import Examiner
@@ -63,7 +63,7 @@ def scored(data: Parallel, result: Result) -> dict[str, Any]:
         batch = data.batch(index, recipe.batch, "test")
         said += [data.text(row) for row in examiner.answers(result.net, batch)]
         wanted += batch.gold
-    return {"test_2016": asdict(translation(said, wanted)), "sentences": len(said)}
+    return {"test_2016": asdict(translation_scores(said, wanted)), "sentences": len(said)}
 
 
 def main(argv: list[str]) -> int:

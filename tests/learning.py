@@ -16,7 +16,7 @@ from headwise.tasks.base import check_split
 from headwise.training import Recipe
 
 IDS, LONGEST = 11, 7
-QUICK = {"precision": "fp32", "compile": "off", "device": "cpu", "evaluate_batches": 1}
+QUICK = {"precision": "fp32", "compile": "off", "attention": "fused", "device": "cpu", "evaluate_batches": 1}
 
 
 @dataclass(frozen=True)

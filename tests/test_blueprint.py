@@ -93,6 +93,7 @@ EVERY = (
             stack(block(), name="encoder", embedding=Embedding(11, types=2, norm=Norm())),
             stack(
                 block(cross=spec(source=10), placement="post"),
+                Block(cross=spec(source=10), form="merged"),
                 embedding=Embedding(11, positions=Positions("sinusoidal"), table="encoder"),
             ),
         ),
@@ -118,6 +119,18 @@ def test_norms_by_placement(placement: str, norms: int):
     assert len(whole.norms) == norms == sum(w.role == "norm" for w in replace(whole, norm=Norm("rms")).weights(10))
     assert Block(FULL, placement="pre").norms == ("attention_norm",)
     assert Block(placement=placement).norms == ()
+
+
+def test_a_merged_block_holds_its_cross_attention_alone():
+    """The mean is read through the same maps (1908.11365): 4 d^2, where two attentions have 8 d^2."""
+    cross = hw.design(model=10, heads=2)
+    merged, plain = Block(cross=cross, feed=Dense(7), form="merged"), Block(cross, cross, Dense(7))
+    assert merged.norms == ("cross_norm", "feed_norm")
+    both = [sum(w.numel for w in one.weights(10) if w.role in ("attention", "cross")) for one in (merged, plain)]
+    assert both == [4 * 100, 8 * 100]
+    for wrong in (Block(cross, cross), Block()):
+        with pytest.raises(hw.SpecError, match=r"Block\(form='merged'\) adds a mean .*; give cross=, and no attention"):
+            replace(wrong, form="merged")
 
 
 def test_a_feed_forward_is_what_torch_makes_of_it():

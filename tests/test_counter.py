@@ -183,12 +183,13 @@ def work_of(spec: hw.AttentionSpec) -> hw.Work:
 
 
 @pytest.mark.parametrize("kind", ["block", "core"])
-@pytest.mark.parametrize("name", list(cases.EXAMPLES)[1::3])
+@pytest.mark.parametrize("name", list(cases.EXAMPLES)[1::4])
 def test_checkpoints_do_again_and_keep_what_they_say(name, kind, monkeypatch):
     spec = cases.EXAMPLES[name]
-    if kind == "core":
-        monkeypatch.setattr(dense, "attend", partial(again, dense.attend))
-    done, kept = more(spec, kind)
+    with monkeypatch.context() as patch:  # the formula must not run into what it is held to
+        if kind == "core":
+            patch.setattr(dense, "attend", partial(again, dense.attend))
+        done, kept = more(spec, kind)
     assert recomputed(spec, work_of(spec), kind).total == done
     source = None if spec.source is None else cases.SOURCE
     load = hw.Load(cases.BATCH, cases.TOKENS, "fp32", "cpu")

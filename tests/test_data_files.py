@@ -144,6 +144,20 @@ def test_two_fields_are_a_translation(lines: str, tmp_path: Path):
     assert kinds.data.sizes == {"train": 50, "valid": 10, "test": 0}
 
 
+def test_what_has_no_split_for_validation_takes_it_from_training(lines: str, tmp_path: Path):
+    (folder := tmp_path / "own").mkdir()
+    for split, part in (("train", ROWS[:50]), ("test", ROWS[50:])):
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, part)))
+        np.save(folder / f"{split}.npy", IDS[:800] if split == "train" else IDS[800:])
+    texts = open_data(f"jsonl:{folder}", {"vocab": 300, "length": 9, "valid": 0.1})
+    assert [split for split, size in texts.data.sizes.items() if size] == ["train", "valid", "test"]
+    held = [[one for row in part for one in (*texts.ids(row["text"]), 0)][1:] for part in (ROWS[45:50], ROWS[50:])]
+    assert [asked(texts, split) for split in ("valid", "test")] == held
+    ids = open_data(f"tokens:{folder}", {"length": 9, "valid": 0.1})
+    assert asked(ids, "valid") == IDS[720:800].tolist()
+    assert asked(ids, "test") == IDS[801:].tolist()
+
+
 # --- images --------------------------------------------------------------------------------------------
 
 PICTURES = np.random.default_rng(0).integers(0, 256, (40, 6, 5), dtype=np.uint8)

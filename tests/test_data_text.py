@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -226,3 +227,18 @@ def test_a_model_reads_it(path: str):
         described = task.model()
         assert described.kind == "decoder"
         assert described.stacks[0].embedding.tokens == task.data.size == described.heads[0].outputs
+
+
+@pytest.mark.parametrize("valid", [0.1, 0.11, 0.12])  # 300 and 70,000 bytes: in all, between and inside characters
+def test_no_character_is_cut_in_two(tmp_path: Path, valid: float):
+    for count in (100, 23_333):  # and one line that is longer than a block of text
+        (file := tmp_path / f"{count}.txt").write_text("你" * count)
+        for tokens in ("bytes", "bpe"):
+            task = Text(str(file), tokens=tokens, vocab=258, length=5, valid=valid, test=0.0)
+            held = task.text(asked(task, "valid"))
+            assert set(held) == {"你"}
+            assert abs(len(held) - valid * count) <= 1
+
+
+def test_a_plain_file_of_bytes_stays_on_disk(path: str):
+    assert isinstance(Text(path).data.spans["train"].ids, np.memmap)

@@ -84,6 +84,8 @@ def test_measure_does_it_again(home: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert cli.main(["cost", "gqa", "--device", "here", "--measure"]) == 0
     assert "this machine (" in capsys.readouterr().out
     assert json.loads(file.read_text())["when"] > old["when"]
+    assert cli.main(["cost", "gqa", "--measure"]) == 2
+    assert capsys.readouterr().err.endswith("add --device here\n")
 
 
 @pytest.mark.parametrize("why", ["file", "absent"])

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import cases
 import headwise as hw
 from headwise import blueprint as bp
-from headwise.counting import pieces
+from headwise.counting import around
 from headwise.counting.nets import kept_by_block, peak
 
 BYTES = {torch.float32: 4, torch.bfloat16: 2}
@@ -145,6 +145,18 @@ def worth(text: str, spec: hw.AttentionSpec, sizes: tuple[int, int, int]) -> int
     for _, part in spec.parts():
         known |= spec.sizes_of(part)
     return eval(re.sub(r"(?<=[\w)]) (?=[\w(])", "*", text.replace("^", "**")), {}, known)
+
+
+def test_blocks_of_queries_keep_what_the_core_is_handed():
+    """Of what a checkpoint is handed in a closure hooks see nothing: queries, keys and values, counted by hand."""
+    b, s, n, k, spec = 2, 150, 2, 3, hw.design(preset="entmax", model=6, heads=2, dim=3, modifiers=())
+    told = hw.activations(spec, load(b, s), "composed")
+    handed = 4 * 3 * b * s * n * k
+    assert told.total - handed == by_layer(
+        hw.Attention(spec, backend="composed"), torch.randn(b, s, 6, requires_grad=True)
+    )
+    assert told == hw.activations(spec, load(b, s), "dense", checkpoint="core")
+    assert hw.activations(spec, load(b, 128), "composed") == hw.activations(spec, load(b, 128), "dense")  # one block
 
 
 def test_weight_dropout_keeps_a_mask_of_the_cpu_and_one_byte_elsewhere():
@@ -279,8 +291,8 @@ def test_feed_forwards_by_activation(name, form, dropout):
         inner = act(x @ gate.T) * (x @ up.T) if form == "gated" else act(x @ up.T)
         return F.dropout(inner, dropout, True) @ down.T
 
-    at = pieces.Place.of(load(b, s), s, "sdpa", dropout)
-    told = sum(size for _, size in pieces.feed(bp.Dense(f, name, form), at.count, at))
+    at = around.Place.of(load(b, s), s, "sdpa", dropout)
+    told = sum(size for _, size in around.feed(bp.Dense(f, name, form), at.count, at))
     assert 4 * b * s * d + told == kept(run, up, gate, down)
 
 
@@ -293,9 +305,9 @@ def test_bounded_gates_and_parallel_blocks():
         g, u = (x @ gate.T).clamp(max=7.0), (x @ up.T).clamp(-7.0, 7.0)
         return (g * torch.sigmoid(1.702 * g) * (u + 1)) @ down.T
 
-    at = pieces.Place.of(load(b, s), s, "sdpa", 0.0)
+    at = around.Place.of(load(b, s), s, "sdpa", 0.0)
     feed = bp.Dense(f, "bounded_silu(1.702, 7.0)", "gated")
-    assert 4 * b * s * d + sum(size for _, size in pieces.feed(feed, at.count, at)) == kept(run, up, gate, down)
+    assert 4 * b * s * d + sum(size for _, size in around.feed(feed, at.count, at)) == kept(run, up, gate, down)
     one, two = (bp.Block(hw.design(model=d, heads=2), feed=feed, placement=place) for place in ("parallel", "pre"))
     shared = kept_by_block(two, d, load(b, s)).total - kept_by_block(one, d, load(b, s)).total
     assert shared == 4 * 2 * b * s * d + 2 * 4 * b * s  # one norm, whose output both read

@@ -32,8 +32,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "vit": BERT | {"image_size": 16, "patch_size": 4, "architectures": ["ViTForImageClassification"]},
     "t5": {"num_layers": 2, "d_model": 48, "d_kv": 12, "num_heads": 4, "d_ff": 100, "vocab_size": 61},
     "bart": {
-        **{"encoder_layers": 2, "decoder_layers": 2, "d_model": 48, "encoder_attention_heads": 4},
-        **{"decoder_attention_heads": 4, "encoder_ffn_dim": 100, "decoder_ffn_dim": 90, "vocab_size": 61},
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "d_model": 48,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 100,
+        "decoder_ffn_dim": 90,
+        "vocab_size": 61,
     },
     "deepseek_v3": LLAMA
     | {"num_key_value_heads": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
@@ -53,7 +59,9 @@ def given(stack: hw.blueprint.Stack, tokens: int, dtype: torch.dtype) -> Tensor:
     patches = stack.embedding.patches
     if patches is None:
         return torch.randint(1, stack.embedding.tokens, (BATCH, tokens))
-    return torch.randn(BATCH, patches.channels, patches.rows * patches.high, patches.columns * patches.wide, dtype=dtype)
+    return torch.randn(
+        BATCH, patches.channels, patches.rows * patches.high, patches.columns * patches.wide, dtype=dtype
+    )
 
 
 def measured(model: hw.blueprint.Model, dtype: torch.dtype, way: hw.Way) -> int:

@@ -300,6 +300,18 @@ def test_a_model_of_a_smaller_vocabulary_is_refused(tmp_path: Path):
         train(Echo(), hw.blueprint.from_toml(text), quick(), tmp_path)
 
 
+class Spelt(Echo):
+    """With a tokenizer of eleven tokens."""
+
+    tokenizer = "eleven"
+
+
+def test_a_model_of_a_larger_vocabulary_than_a_tokenizer_is_refused(tmp_path: Path):
+    text = hw.blueprint.to_toml(Echo().model()).replace("11", "13")
+    with pytest.raises(SpecError, match="the table of decoder has 13 rows, the task's tokenizer 11 tokens; give it 11"):
+        train(Spelt(), hw.blueprint.from_toml(text), quick(), tmp_path)
+
+
 def test_words_are_known(tmp_path: Path):
     with pytest.raises(SpecError, match="resume='yes' is unknown"):
         train(Echo(), recipe=quick(), out=tmp_path, resume="yes")

@@ -69,6 +69,13 @@ def test_a_mixed_step_by_hand():
     assert projections.flops == 2 * (3 + 3) * hw.counting.params(GQA)
 
 
+def test_a_prompt_is_answered_once():
+    """Logits of its last token alone, and none of the others'."""
+    step = Serving(LLAMA, H200).mixed(Rows.alike(3, 5), tokens=100)
+    (head,) = [one for one in step.weights if one.name == "head"]
+    assert head.flops == 2 * (3 + 1) * HEAD
+
+
 def test_a_prompt_that_ends_in_one_token_joins_the_decoding():
     """A call of the same kind as a row's is one more of them, and not in its place."""
     serving = Serving(GQA, H200)
@@ -310,6 +317,30 @@ def test_the_remedies_of_llama_by_hand():
     assert not any(name.startswith("int8 cache") for name in told)
 
 
+def test_remedies_are_what_such_configs_cost():
+    """Fewer key-value heads and a window, priced once more as models of their own."""
+    demand = replace(ASKED["llama"], rows=Rows.alike(4, 16384))
+    told = {remedy.name: remedy.demand for remedy in judge(demand).remedies}
+    fewer, keys = read(LLAMA3 | {"num_key_value_heads": 4}), 14854
+    assert (
+        told["kv=4 in every layer"].needed == replace(demand, serving=replace(demand.serving, described=fewer)).needed
+    )
+    local = read(LLAMA3 | {"model_type": "mistral", "sliding_window": keys})
+    narrow = told[f"window({keys}) where a layer reads everything"]
+    assert narrow.needed == replace(demand, serving=replace(demand.serving, described=local)).needed
+    wider = read(LLAMA3 | {"model_type": "mistral", "sliding_window": keys + 1})
+    assert not replace(demand, serving=replace(demand.serving, described=wider)).fits
+    assert told["2 devices that divide weights and cache"].needed < 24 * 10**9 < demand.needed
+
+
+def test_a_window_remedy_leaves_narrower_windows():
+    serving = Serving(gemma_3_1b(), replace(H200, memory=2.2e9))
+    (found,) = [remedy for remedy in judge(Demand(serving, Rows.alike(1, 32768))).remedies if "window" in remedy.name]
+    kept = [each.spec.pattern.memory.last for each in found.demand.serving.attentions]
+    assert len(kept) == 2
+    assert kept[0] == 512 < kept[1] < 32768
+
+
 def test_what_is_not_enough_is_not_named():
     """On 9 GB not even the weights fit: no length, window or number of rows is enough."""
     small = replace(ASKED["llama"].serving, device=replace(H200, memory=9e9))
@@ -438,13 +469,13 @@ def test_configs_are_served_and_judged(capsys, tmp_path):
     for name, said in {"llama": LLAMA3, "bart": {"model_type": "bart"}, "gpt2": {"model_type": "gpt2"}}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(said))
         argv = (str(tmp_path / f"{name}.json"), "--context", "300", "--serve", "--verdict", "--optimiser", "zero")
-        code, out, err = run(capsys, *argv)
+        code, out, err = run(capsys, *argv, "--json")
         assert (code, err) == (0, "")
-        assert max(map(len, out.splitlines())) <= 80
-        told = json.loads(run(capsys, *argv, "--json")[1])
+        told = json.loads(out)
         assert told["verdict"][name]["terms"][0]["value"] == 16 * told["rows"][0]["params"]
         assert told["serving"][0]["cache_bytes"] == told["rows"][0]["kv_bytes"]
     assert told["serving"][0]["longest_context"] == 1024  # positions of GPT-2
+    assert max(map(len, run(capsys, *argv)[1].splitlines())) <= 80
     (tmp_path / "bert.json").write_text('{"model_type": "bert"}')
     code, out, err = run(capsys, str(tmp_path / "bert.json"), "--serve")
     assert (code, out, err.count("\n")) == (2, "", 1)

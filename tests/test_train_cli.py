@@ -48,7 +48,7 @@ def test_dates_end_with_one_document(capsys: pytest.CaptureFixture[str], tmp_pat
     assert (tmp_path / "tokenizer.json").is_file()
 
 
-def test_what_is_set_reaches_task_and_recipe_and_options_win(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_what_is_set_reaches_task_and_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     (tmp_path / "r.toml").write_text("steps = 9\nlr = 0.01\nclip = 0.5\n")
     said = ["--recipe", str(tmp_path / "r.toml"), "--set", "task.pairs=3", "--set", "recipe.schedule=wsd"]
     code, out, _ = trained(capsys, "recall", "--out", str(tmp_path / "a"), *SMALL, *said)
@@ -57,6 +57,11 @@ def test_what_is_set_reaches_task_and_recipe_and_options_win(capsys: pytest.Capt
     kept = {name: config["recipe"][name] for name in ("steps", "lr", "clip", "schedule", "batch")}
     assert kept == {"steps": 2, "lr": 0.01, "clip": 0.5, "schedule": "wsd", "batch": 4}
     assert "recall: 2 steps" in out
+
+
+def test_options_win_over_what_is_set(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    trained(capsys, "recall", "--out", str(tmp_path), *SMALL, "--set", "recipe.steps=5")
+    assert read_lines(tmp_path / "metrics.jsonl")[0]["recipe"]["steps"] == 2
 
 
 def test_a_file_is_learnt_and_a_model_goes_on(capsys: pytest.CaptureFixture[str], tmp_path: Path):

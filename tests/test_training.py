@@ -17,7 +17,7 @@ from headwise.tasks import IGNORED, Batch
 from headwise.terms import Ledger
 from headwise.training import Recipe, loss, optimiser
 from headwise.training import recipe as recipes
-from headwise.training.choosing import Choice, faster, kept, worth_compiling
+from headwise.training.choosing import Choice, fastest, kept, worth_compiling
 from headwise.training.evaluation import averages
 from headwise.training.schedules import SCHEDULES
 from headwise.training.stepping import Stepper
@@ -147,9 +147,20 @@ def test_decay_reaches_matrices_alone():
     assert {name for group in matrices.values() for name in group} == set(named)
 
 
-def test_a_bias_of_experts_has_two_axes_and_does_not_decay():
-    bias = Weight("feed.each.up_bias", Layout.parse("expert hidden"), {"expert": 3, "hidden": 5}, "feed")
-    assert not optimiser.decays(bias, "matrices")
+@pytest.mark.parametrize(
+    ("name", "layout", "role"),
+    [
+        ("feed.each.up_bias", "expert hidden", "feed"),
+        ("feed.each.shift", "expert hidden", "feed"),
+        ("attention.qk_norm.q", "(q dim)", "attention"),
+        ("attention.head_norm.scale", "out vdim", "attention"),
+        ("attention.project.q_bias", "(q dim)", "attention"),
+        ("attention_norm.weight", "model", "norm"),
+    ],
+)
+def test_vectors_do_not_decay_however_many_axes_name_them(name: str, layout: str, role: str):
+    sizes = {"expert": 3, "hidden": 5, "q": 7, "dim": 11, "out": 13, "vdim": 17, "model": 19}
+    assert not optimiser.decays(Weight(name, Layout.parse(layout), sizes, role), "matrices")
 
 
 def test_adamw_is_its_formula():
@@ -246,6 +257,13 @@ def test_reading_only_what_is_asked_is_reading_all():
         torch.testing.assert_close(each[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
+def test_smoothing_of_a_recipe_reaches_the_loss():
+    batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
+    logits, labels = net(batch.x, tokens=batch.tokens).flatten(0, 1), batch.labels.flatten()
+    wanted = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, label_smoothing=0.2)
+    assert gradients(quick(smoothing=0.2), batch)[0] == pytest.approx(wanted.item(), rel=1e-12)
+
+
 def test_recomputed_activations_give_the_same_gradient():
     batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
     net.checkpointing = "block"
@@ -296,9 +314,20 @@ def test_a_term_that_no_part_sets_is_refused():
 
 
 def test_the_faster_precision_is_taken_and_the_exact_one_when_in_doubt():
-    assert faster(0.30, 0.20) == ("bf16", "bf16: 0.2000 s a step, fp32 0.3000")
-    assert faster(0.20, 0.30)[0] == "fp32"
-    assert faster(0.200, 0.195)[0] == "fp32"
+    exact, short = ("fp32", "fused"), ("bf16", "fused")
+    assert fastest({exact: 0.30, short: 0.20}) == (short, "bf16: 0.2000 s a step, fp32 0.3000")
+    assert fastest({exact: 0.20, short: 0.30})[0] == exact
+    assert fastest({exact: 0.200, short: 0.195})[0] == exact
+
+
+def test_plain_attention_gives_the_same_gradients_and_leaves_layers_as_they_were():
+    found = []
+    for way in ("fused", "plain"):
+        net = hw.build(Echo().model(), seed=0)
+        Stepper(net, quick(), Choice("fp32", "off", attention=way), CPU).gradients(Echo().batch(0, 5))
+        found.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+        assert {module.only for module in net.modules() if isinstance(module, hw.Attention)} == {None}
+    torch.testing.assert_close(*found)
 
 
 def test_compiling_is_tried_only_where_it_can_pay_and_kept_only_where_it_does():

@@ -164,6 +164,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch, seconds: dict, **said: object) -> tu
 
     def measured(self: Trial, stepper: probing.Stepper) -> float:
         way = (stepper.choice.precision, stepper.choice.compile)
+        if stepper.choice.attention == "plain":
+            way = (*way, "plain")
         tried.append(way)
         if isinstance(seconds[way], Exception):
             raise seconds[way]
@@ -180,6 +182,20 @@ def test_all_ways_are_tried_and_the_fastest_is_taken(monkeypatch: pytest.MonkeyP
     assert (choice.precision, choice.compile) == ("bf16", "on")
     assert tried == [("fp32", "off"), ("bf16", "off"), ("bf16", "on")]
     assert choice.reasons[0] == "bf16: 0.2000 s a step, fp32 0.4000"
+
+
+def test_attention_is_tried_both_ways_where_rows_are_short(monkeypatch: pytest.MonkeyPatch):
+    plain = {("fp32", "off", "plain"): 0.3, ("bf16", "off", "plain"): 0.15}
+    choice, tried = chosen(monkeypatch, SECONDS | plain, precision="auto", compile="off", attention="auto")
+    assert (choice.precision, choice.attention) == ("bf16", "plain")
+    assert tried == [("fp32", "off"), ("fp32", "off", "plain"), ("bf16", "off"), ("bf16", "off", "plain")]
+    assert choice.reasons[0].startswith("bf16 with plain attention: 0.1500 s a step, fp32 0.4000")
+    monkeypatch.setattr(probing, "SHORT", 1)
+    assert chosen(monkeypatch, SECONDS, precision="fp32", compile="off", attention="auto")[1] == []
+
+
+def test_compiling_is_told_of(monkeypatch: pytest.MonkeyPatch):
+    choice, _ = chosen(monkeypatch, SECONDS)
     assert choice.reasons[1].startswith("compiled: 0.1000 s a step instead of 0.2000 s")
 
 
@@ -198,7 +214,9 @@ def test_a_way_that_fails_is_not_taken_and_says_why(monkeypatch: pytest.MonkeyPa
     failing = SECONDS | {("bf16", "off"): RuntimeError("no kernel\nmore"), ("fp32", "on"): RuntimeError("no compiler")}
     choice, _ = chosen(monkeypatch, failing)
     assert choice == Choice(
-        "fp32", "off", ("fp32: a step in bf16 fails: no kernel", "not compiled, it fails: no compiler")
+        "fp32",
+        "off",
+        ("fp32: 0.4000 s a step", "a step in bf16 fails: no kernel", "not compiled, it fails: no compiler"),
     )
 
 

@@ -11,7 +11,10 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from .errors import SpecError
+
 NOTHING: frozenset[int] = frozenset()
+LINES = 2**18  # of a board: more would be listed one by one for minutes
 
 
 class Memory(NamedTuple):
@@ -172,6 +175,9 @@ def grid(size: int, queries: range, keys: range) -> Lines:
     >>> sorted(grid(4, range(3, 9), range(0, 4)).rows)
     [4, 8]
     """
+    if len(queries) // size > LINES:
+        most = LINES * size
+        raise SpecError(f"{len(queries)} tokens in blocks of {size} are counted block by block; give at most {most}")
     rows, columns = (range(-(-axis.start // size) * size, axis.stop, size) for axis in (queries, keys))
     return Lines(frozenset(rows), frozenset(columns), NOTHING)
 
@@ -207,8 +213,10 @@ def shadow(pattern: Spanned, queries: range, keys: range) -> list[range]:
 
 def bends(pattern: Spanned, queries: range, keys: range) -> Sequence[int]:
     """The rows between which the ends of all spans run straight; never more than there are rows."""
-    rows, columns, diagonals = pattern.lines(queries, keys)
-    columns |= {keys.start, keys.stop}
+    rows, _, diagonals = pattern.lines(queries, keys[:0])
+    # Columns that no diagonal meets within these rows cannot bend anything, and may be many.
+    near = range(queries.start + min(diagonals, default=0), queries.stop + max(diagonals, default=0) + 1)
+    columns = pattern.lines(queries, meet(keys, near)).columns | {keys.start, keys.stop}
     if len(rows) + len(columns) * len(diagonals) < len(queries):
         crossings = rows | {column - diagonal for column in columns for diagonal in diagonals}
         return sorted({queries.start, queries.stop}.union(at for at in crossings if at in queries))

@@ -185,12 +185,15 @@ def _terms(prices: Sequence[Price]) -> list[str]:
 def short(number: int) -> str:
     """A whole number in a few characters.
 
-    >>> short(67108864), short(999), short(2 * 10**15)
-    ('67.11 M', '999', '2.00 P')
+    >>> short(67108864), short(999), short(2 * 10**15), short(2345 * 10**27)
+    ('67.11 M', '999', '2.00 P', '2.34e30')
     """
     if number < 10_000:
         return f"{number:,}"
-    power = min((len(str(number)) - 1) // 3, len(UNITS) - 1)
+    digits = str(number)
+    power = (len(digits) - 1) // 3
+    if power >= len(UNITS):
+        return f"{digits[0]}.{digits[1:3]}e{len(digits) - 1}"
     return f"{number / 1000**power:.2f} {UNITS[power]}"
 
 

@@ -40,7 +40,7 @@ def run(spec: AttentionSpec, sizes: Sizes, backend: str, dtype: str, device: str
     >>> import headwise as hw
     >>> told = run(hw.design(model=4096, heads=32), Sizes(16, 32768, 32768), "sdpa", "bf16")
     >>> [saved.step for saved in told.kept]
-    ['project.ask', 'keys', 'queries', 'values', 'logsumexp', 'read']
+    ['input', 'keys', 'queries', 'values', 'logsumexp', 'read']
     """
     with torch.device("meta"):
         layer = Attention(spec, backend=backend).to(DTYPES[dtype])

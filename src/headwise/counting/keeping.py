@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ..backends import sdpa
+from ..backends import linear, sdpa
+from ..backends.blocks import BLOCK
 from ..backends.job import Job
 from ..errors import NoBackend, SpecError, nearest
 from ..spec import AttentionSpec
-from . import articles
+from . import textbook
 from .bills import Bill
 from .devices import bytes_of
 from .imagined import DTYPES, Run, Sizes, run
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     from .pricing import Load
 
 # What runs the core, and on which kind of device; the published ones are formulas and run nothing.
-PROFILES = {"dense": ("dense", "cpu"), "sdpa": ("sdpa", "cpu"), "flash-cuda": ("sdpa", "cuda")}
+PROFILES = {
+    "dense": ("dense", "cpu"),
+    "composed": ("dense", "cpu"),
+    "sdpa": ("sdpa", "cpu"),
+    "flash-cuda": ("sdpa", "cuda"),
+}
 CHECKPOINTS = ("none", "block", "core")
 FEW, MORE = 7, 11  # rows of the two runs
 LONGEST = 2**22  # tokens of a run: what is longer follows from a shorter one of the same kind
@@ -33,20 +38,21 @@ def activations(
 ) -> Bill:
     """Bytes that one layer keeps from its forward pass in training for the way back, by the step that keeps them.
 
-    profile="dense": every score in plain operations; "sdpa": torch's fused call on the CPU; "flash-cuda": the same on
+    profile="dense": every score in plain operations; "composed": the same in blocks of queries, whose scores are formed
+    once more on the way back; "sdpa": torch's fused call on the CPU; "flash-cuda": the same on
     CUDA, derived from what its kernels keep and not measured; "paper-2022" (2205.05198) and "zhihu-624740065" as
-    published. Without one, `usual` says which. `source` is how many tokens another sequence has, if not as many.
+    textbook. Without one, `usual` says which. `source` is how many tokens another sequence has, if not as many.
 
     >>> import headwise as hw
     >>> told = activations(hw.design(model=512, heads=8, bias="qkvo"), hw.Load(2, 1000), "sdpa")
     >>> for term in told.terms:
     ...     print(*term)
     input 2 b s model 2048000
-    keys 2 b q s dim 2048000
-    queries 2 b q s dim 2048000
-    values 2 b q s dim 2048000
-    logsumexp 4 b q s 64000
-    read 2 b q s dim 2048000
+    keys 2 b s q dim 2048000
+    queries 2 b s q dim 2048000
+    values 2 b s q dim 2048000
+    logsumexp 4 b s q 64000
+    read 2 b s q dim 2048000
     """
     return Bill.of(iter(layer(spec, load, (profile or usual(spec, load), checkpoint), source).items()))
 
@@ -55,9 +61,11 @@ def layer(spec: AttentionSpec, load: Load, how: tuple[str, str], source: int | N
     """The same as numbers that know their formulas, by step; `how` is profile and checkpoint."""
     profile, checkpoint = how
     _check(profile, checkpoint)
-    if profile in articles.PROFILES:
-        return dict(articles.layer(spec, load, how))
+    if profile in textbook.PROFILES:
+        return dict(textbook.layer(spec, load, how))
     axes = axes_of(spec, load, source)
+    if profile == "composed" and checkpoint == "none" and load.context > BLOCK:
+        how = (profile, "core")
     if checkpoint == "block":
         rows, each = axes.load.batch, bytes_of(load.dtype)
         held = {"input": each * rows * axes.load.tokens * Symbol.of(spec.model, "model")}
@@ -67,20 +75,26 @@ def layer(spec: AttentionSpec, load: Load, how: tuple[str, str], source: int | N
 
 
 def usual(spec: AttentionSpec, load: Load) -> str:
-    """How a layer runs in training on the device of a load: fused where the spec can, else densely.
+    """How a layer runs in training on the device of a load: fused where the spec can, else in blocks of queries.
+
+    Sums over tokens, where a spec has them, are not among the profiles; such a one stands as dense.
 
     >>> import headwise as hw
-    >>> [usual(hw.design(preset=name), hw.Load()) for name in ("gqa", "dcmha")]
-    ['flash-cuda', 'dense']
+    >>> [usual(hw.design(preset=name), hw.Load()) for name in ("gqa", "dcmha", "linear")]
+    ['flash-cuda', 'composed', 'dense']
     """
     if refused(spec):
-        return "dense"
+        return "composed" if linear.refuses(_training(spec)) else "dense"
     return "sdpa" if load.device in ("cpu", "m2-max") else "flash-cuda"
 
 
 def refused(spec: AttentionSpec) -> list[str]:
     """Why the fused call cannot run a spec in training."""
-    return sdpa.refuses(Job(spec, spec.core_of(spec.form(one=False)), grad=True, training=True))
+    return sdpa.refuses(_training(spec))
+
+
+def _training(spec: AttentionSpec) -> Job:
+    return Job(spec, spec.core_of(spec.form(one=False)), grad=True, training=True)
 
 
 def fuses(spec: AttentionSpec, dtype: str) -> bool:
@@ -94,7 +108,7 @@ def fuses(spec: AttentionSpec, dtype: str) -> bool:
 
 
 def _check(profile: str, checkpoint: str) -> None:
-    if profile not in (known := [*PROFILES, *articles.PROFILES]):
+    if profile not in (known := [*PROFILES, *textbook.PROFILES]):
         raise SpecError(f"there is no profile {profile!r}; {nearest(profile, known)}")
     if checkpoint not in CHECKPOINTS:
         raise SpecError(f"checkpoint={checkpoint!r} is unknown; {nearest(checkpoint, CHECKPOINTS)}")
@@ -139,9 +153,8 @@ def _others(here: Sizes, alone: bool) -> Iterator[Sizes]:
         yield Sizes(MORE, tokens, tokens if alone else here.source + 2 * more)
 
 
-@lru_cache(maxsize=256)
 def ran(spec: AttentionSpec, sizes: Sizes, backend: str, dtype: str, device: str) -> Run:
-    """One run, told apart by what it depends on."""
+    """One run; what cannot run is refused in a line."""
     if dtype not in DTYPES:
         raise SpecError(f"dtype={dtype!r} is nothing that layers train in; {nearest(dtype, DTYPES)}")
     try:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from ..blueprint import Block, Experts, Model, Stack
 from ..errors import SpecError
 from ..spec import AttentionSpec
-from . import articles, pieces
+from . import around, textbook
+from .around import Items, Place
 from .bills import Bill
 from .keeping import activations, layer, usual
-from .pieces import Items, Place
 from .symbols import Symbol
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ def kept_by_block(described: Block, model: int, load: Load, way: Way = PLAIN) ->
     >>> told.total == 4 * 16 * 2 * 10 * 64 + 4 * 2 * 4 * 10 + 4 * 2 * 10 * 4
     True
     """
-    if way.profile in articles.PROFILES:
+    if way.profile in textbook.PROFILES:
         _undropped(way)
-        return Bill.of(articles.items(described, model, load, (way.profile, way.checkpoint)))
+        return Bill.of(textbook.items(described, model, load, (way.profile, way.checkpoint)))
     return Bill.of(_merged(_block(described, Symbol.of(model, "model"), load, way)))
 
 
@@ -78,7 +78,7 @@ def kept_by(described: AttentionSpec | Model, load: Load, way: Way = PLAIN) -> B
             raise SpecError(f"dropout={way.dropout} stands behind the branches of a block, and a layer alone has none")
         source = way.source if described.source else None
         return activations(described, load, way.profile, source=source, checkpoint=way.checkpoint)
-    if way.profile in articles.PROFILES:
+    if way.profile in textbook.PROFILES:
         return _published(described, load, way)
     return Bill.of(_merged(_model(described, load, way)))
 
@@ -142,7 +142,7 @@ def _profile(described: Block, load: Load) -> str:
 
 
 def _norm(name: str, described: Block, model: int, at: Place) -> Items:
-    return ((f"{name}.{item}", size) for item, size in pieces.norm(described.norm, model, at.count, at))
+    return ((f"{name}.{item}", size) for item, size in around.norm(described.norm, model, at.count, at))
 
 
 def _branch(name: str, described: Block, model: int, how: tuple[Load, Way, Place], alone: bool) -> Items:
@@ -161,10 +161,10 @@ def _branch(name: str, described: Block, model: int, how: tuple[Load, Way, Place
 
 def _feed(described: Block, model: int, at: Place) -> Items:
     if isinstance(described.feed, Experts):
-        yield from pieces.experts(described.feed, model, at)
+        yield from around.experts(described.feed, model, at)
     elif described.feed:
         yield "input", at.each * at.count * model
-        yield from pieces.feed(described.feed, at.count, at)
+        yield from around.feed(described.feed, at.count, at)
 
 
 def loaded(model: Model, stack: Stack, load: Load, way: Way) -> Load:
@@ -179,8 +179,8 @@ def loaded(model: Model, stack: Stack, load: Load, way: Way) -> Load:
 def _layers(stack: Stack, load: Load, way: Way) -> Items:
     """Every block, equal ones at once."""
     for block, times in Counter(stack.layers).items():
-        if way.profile in articles.PROFILES:
-            items = articles.items(block, stack.model, load, (way.profile, way.checkpoint))
+        if way.profile in textbook.PROFILES:
+            items = textbook.items(block, stack.model, load, (way.profile, way.checkpoint))
         else:
             items = _block(block, Symbol.of(stack.model, "model"), load, way)
         yield from ((f"{stack.name}.*.{name}", Symbol.of(times, "layer") * size) for name, size in items if size)
@@ -192,14 +192,14 @@ def _model(model: Model, load: Load, way: Way) -> Items:
         profile = way.profile or next((usual(spec, told) for _, spec in model.specs()), "sdpa")
         at = Place.of(told, told.context, profile, way.dropout)
         if stack.embedding:
-            yield from _under(f"{stack.name}.embedding", pieces.embedding(stack.embedding, width, at))
+            yield from _under(f"{stack.name}.embedding", around.embedding(stack.embedding, width, at))
         yield from _layers(stack, told, way)
         if stack.norm:
-            yield from _under(f"{stack.name}.norm", pieces.norm(stack.norm, width, at.count, at))
+            yield from _under(f"{stack.name}.norm", around.norm(stack.norm, width, at.count, at))
         if stack is not model.stacks[-1] and any(block.cross for block in model.stacks[-1].layers):
             yield f"{stack.name}.read by every layer", at.each * at.rows * Symbol.of(told.context, "t") * width
     for described in model.heads[:1]:
-        yield from _under(f"head.{described.name}", pieces.head(described, width, at))
+        yield from _under(f"head.{described.name}", around.head(described, width, at))
 
 
 def _under(where: str, items: Items) -> Items:
@@ -219,7 +219,7 @@ def profiles(described: AttentionSpec | Model, load: Load, way: Way = PLAIN) -> 
 
     >>> import headwise as hw
     >>> profiles(hw.design(preset="dcmha"), hw.Load())
-    'dense'
+    'composed'
     """
     if way.profile:
         return way.profile

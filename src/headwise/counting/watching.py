@@ -44,7 +44,7 @@ class Watch:
     >>> layer, x = hw.Attention(hw.design(model=8, heads=2), backend="dense"), torch.randn(3, 5, 8)
     >>> with Watch.over(layer) as watch:
     ...     y = layer(x)
-    >>> watch.total == 4 * (5 * 3 * 5 * 8 + 2 * 3 * 2 * 5 * 5) + 5 * 5  # x, q, k, v, o; weights twice; the mask
+    >>> watch.total == 4 * (5 * 3 * 5 * 8 + 2 * 3 * 2 * 5 * 5) + 2 * 5 * 5  # x, q, k, v, o; weights, masks
     True
     """
 

@@ -1,11 +1,12 @@
-"""`headwise demo`: soft look-up, then one spec and everything that follows from it, computed as you watch."""
+"""`headwise demo`: one spec and all that follows from it, then a translator that learns as you watch."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,6 +17,9 @@ from ..reasons import why
 from ..spec import AttentionSpec
 from ..steps import walk
 from . import lookup
+
+if TYPE_CHECKING:
+    from ..training import Recipe
 
 # Every layer is described like this; what it does not say is the usual choice.
 TEXT = """\
@@ -110,8 +114,8 @@ def proofs() -> str:
     return "\n".join([*head, *rows])
 
 
-def pages() -> Iterator[tuple[str, Callable[[], str]]]:
-    """The pages in order: a title, and what makes the page when it is its turn."""
+def pages(out: Path | None = None, recipe: Recipe | None = None) -> Iterator[tuple[str, Callable[[], str]]]:
+    """The pages in order: a title, and what makes the page when it is its turn; without `out` nothing is trained."""
     yield "Soft look-up", lookup.page
     yield "One layer, described", described
     yield "What it costs", counts
@@ -119,20 +123,44 @@ def pages() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "Every step it takes", lambda: str(walk(spec(), batch=5, tokens=10))
     yield "What runs it", lambda: str(why(spec()))
     yield "A proof in passing", proofs
+    if out is not None:
+        from .translator import Learned
+
+        learned = Learned(out, recipe)
+        yield "A translator learns", learned.told
+        yield "What it says", learned.said
+        yield "Which head reads what", learned.read
 
 
-def run(show: Callable[[str], None], title: Callable[[str], None]) -> None:
-    """Show every page as soon as it is made."""
-    for number, (name, make) in enumerate(pages(), 1):
+def shorter(steps: int) -> Recipe:
+    """The translator's recipe with another number of steps."""
+    from .translator import RECIPE
+
+    return replace(RECIPE, steps=steps)
+
+
+def run(
+    show: Callable[[str], None],
+    title: Callable[[str], None],
+    out: Path | None = None,
+    recipe: Recipe | None = None,
+) -> None:
+    """Show every page as soon as it is made; the translator is trained in the folder `out`."""
+    for number, (name, make) in enumerate(pages(out, recipe), 1):
         title(f"{f'── {number}  {name} ':─<{WIDTH}}")
         show(make() + "\n")
 
 
-def data() -> dict[str, Any]:
+def data(out: Path | None = None, recipe: Recipe | None = None) -> dict[str, Any]:
     """All numbers of the demo as plain values."""
     one = spec()
     work = counting.work_of(one, batch=1, queries=TOKENS)
-    return {
+    learned: dict[str, Any] = {}
+    if out is not None:
+        from .translator import Learned
+
+        learned = {"translator": Learned(out, recipe).data}
+    return learned | {
         "lookup": [asdict(found) for found in lookup.answers()],
         "spec": TEXT,
         "counts": {

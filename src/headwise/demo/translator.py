@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ from ..models import Transformer, greedy
 from ..probe import Probe
 from ..tasks import IGNORED, Batch
 from ..tasks.dates import END, VOCABULARY, Dates, Translated
-from ..training import Recipe, Result, train
+from ..training import Recipe, Result, Screen, train
 
-RECIPE = Recipe(steps=800, batch=128, lr=3e-3, evaluate_every=200, checkpoint_every=200)
-SAMPLES = 6
+RECIPE = Recipe(steps=800, batch=128, lr=3e-3, evaluate_every=200, checkpoint_every=200, compile="off")
+JUDGED, WIDTH = 64, 80  # examples that heads are judged by; columns of a terminal
 SHADES = " ·░▒▓█"  # no weight .. all of it
 
 
@@ -66,17 +67,58 @@ class Picture:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def learned(folder: Path, recipe: Recipe = RECIPE) -> Result:
-    """A translator in this folder: trained, or gone on with where an earlier run ended."""
-    return train(Dates(), recipe=recipe, out=folder, resume="allowed")
+class Learned:
+    """The pages of a translator, which is trained when the first of them is made."""
+
+    def __init__(self, folder: Path, recipe: Recipe | None = None) -> None:
+        self.folder, self.recipe = folder, RECIPE if recipe is None else recipe
+        self.task = Dates()
+        self.batch = self.task.batch(0, JUDGED, "test")  # examples that training never shows
+        self._result: Result | None = None
+
+    @property
+    def result(self) -> Result:
+        """Trained, or gone on with where an earlier run into the folder ended."""
+        if self._result is None:
+            self._result = train(self.task, recipe=self.recipe, out=self.folder, resume="allowed", sinks=[Screen()])
+        return self._result
+
+    @property
+    def heads(self) -> list[Aligned]:
+        """How each head that reads the source is aligned, best first."""
+        return aligned(self.result.net, self.batch)
+
+    def told(self) -> str:
+        """What was trained, for how long, and how good it is."""
+        result, count = self.result, sum(p.numel() for p in self.result.net.parameters())
+        best = f"{result.metrics['exact_match']:.1%} of held-out dates and amounts come out letter for letter"
+        lines = [
+            f"{count:,} parameters, {result.steps:,} steps in {result.seconds:.0f} s, {result.precision}: {best}.",
+            f"It is in {self.folder}, with its curve in metrics.jsonl.",
+        ]
+        return "\n".join(line for long in lines for line in textwrap.wrap(long, WIDTH))
+
+    def said(self) -> str:
+        """One held-out example of each direction."""
+        return page_said(samples(self.result.net, self.task, self.batch))
+
+    def read(self) -> str:
+        """How well heads are aligned, and a picture of the best."""
+        heads = self.heads
+        return page_aligned(heads, picture(self.result.net, heads[0], self.batch))
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """All numbers as plain values."""
+        told = [said._asdict() for said in samples(self.result.net, self.task, self.batch)]
+        heads = [{**head._asdict(), "share": head.share} for head in self.heads]
+        return {**self.result.data, "samples": told, "heads": heads}
 
 
-def samples(net: Transformer, count: int = SAMPLES) -> list[Said]:
-    """What a model says of the first examples that training never showed, one of each direction."""
-    task = Dates()
-    batch = task.batch(0, 64, "test")
+def samples(net: Transformer, task: Dates, batch: Batch) -> list[Said]:
+    """What a model says of the first example of each direction."""
     firsts = {one.direction: row for row, one in reversed(list(enumerate(batch.gold)))}
-    rows = sorted(firsts.values())[:count]
+    rows = sorted(firsts.values())
     answers = _answers(net, task, batch)
     gold = [batch.gold[row] for row in rows]
     return [
@@ -96,7 +138,7 @@ def _answers(net: Transformer, task: Dates, batch: Batch) -> list[list[int]]:
 def aligned(net: Transformer, batch: Batch) -> list[Aligned]:
     """How often each head that reads the source reads what is translated, best first; only linked tokens count."""
     found = [
-        Aligned(layer, head, *_right(w_BTS, batch))
+        Aligned(layer, head, *right(w_BTS, batch))
         for layer, w_BHTS in read(net, batch).items()
         for head, w_BTS in enumerate(w_BHTS.unbind(1))
     ]
@@ -116,7 +158,8 @@ def read(net: Transformer, batch: Batch) -> dict[int, Tensor]:
     return {int(name.split(".")[1]): probe.seen["weights"] for name, probe in probes.items()}
 
 
-def _right(w_BTS: Tensor, batch: Batch) -> tuple[int, int]:
+def right(w_BTS: Tensor, batch: Batch) -> tuple[int, int]:
+    """How many linked tokens read one that they translate more than any other, and how many there are."""
     most = w_BTS.argmax(-1).tolist()
     linked = [(row, t, {s for s, at in one.links if at == t}) for row, one in enumerate(batch.gold) for t in _told(one)]
     return sum(most[row][t] in wanted for row, t, wanted in linked), len(linked)
@@ -181,12 +224,3 @@ def page_aligned(heads: Sequence[Aligned], drawn: Picture) -> str:
     ]
     head = f"Layer {drawn.layer} head {drawn.head} reads {drawn.gold.source!r} (columns) to write"
     return "\n".join([*lines, "", f"{head} the rows;", "links that are known are in brackets:", "", str(drawn)])
-
-
-def data(result: Result, told: Sequence[Said], heads: Sequence[Aligned]) -> dict[str, Any]:
-    """All numbers as plain values."""
-    return {
-        **result.data,
-        "samples": [s._asdict() for s in told],
-        "heads": [{**a._asdict(), "share": a.share} for a in heads],
-    }

@@ -58,7 +58,9 @@ class Transformer(nn.Module):
     def __init__(self, described: Model, dropout: float = 0.0) -> None:
         super().__init__()
         self.described, self.dropout = described, dropout
-        _check_names(described)
+        self._checkpointing, self._probes = "none", dict[str, Probe]()
+        _check_names("stack", [stack.name for stack in described.stacks], dir(self))
+        _check_names("head", [head.name for head in described.heads], dir(nn.ModuleDict()))
         for stack in described.stacks:
             self.add_module(stack.name, Layers(stack, dropout))
         owners = {name: stack.embedding for name, stack in self.stacks.items() if stack.embedding is not None}
@@ -68,7 +70,6 @@ class Transformer(nn.Module):
         last = described.stacks[-1].model
         heads = {head.name: Reading(head, last, owners[head.table] if head.table else None) for head in described.heads}
         self.head = nn.ModuleDict(heads)
-        self._checkpointing, self._probes = "none", dict[str, Probe]()
 
     @property
     def stacks(self) -> dict[str, Layers]:
@@ -206,11 +207,7 @@ def placed(h: Tensor, tokens: Tokens | None, cache: Caches | None) -> Tokens:
     return tokens
 
 
-def _check_names(described: Model) -> None:
+def _check_names(what: str, names: list[str], taken: list[str]) -> None:
     """Refuse names that a module has for something else."""
-    for what, names, taken in (
-        ("stack", [stack.name for stack in described.stacks], dir(Transformer)),
-        ("head", [head.name for head in described.heads], dir(nn.ModuleDict)),
-    ):
-        if wrong := [name for name in names if name in taken]:
-            raise SpecError(f"a {what} cannot be called {wrong[0]!r}, which every module has; choose another name")
+    if wrong := [name for name in names if name in taken]:
+        raise SpecError(f"a {what} cannot be called {wrong[0]!r}, which every model has; choose another name")

@@ -102,6 +102,11 @@ class Task(ABC):
         """How many examples the train split has; None when there is no end of them."""
         return None
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was left out of the data, and why, a sentence each."""
+        return ()
+
     def batches(self, size: int, split: str = "train") -> int | None:
         """How many batches of this size show a split once; None when there is no end of it."""
         return None

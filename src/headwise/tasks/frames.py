@@ -53,7 +53,8 @@ class Frames(Brought):
 
     def read(self) -> Labelled:
         path = there(self.path)
-        spoken, labels, names = _folder(path) if path.is_dir() else _npz(path)
+        spoken, labels, keys = _folder(path) if path.is_dir() else _npz(path)
+        names = [f"utterance {key} of {path}" for key in keys]
         for one, name in zip(spoken, names, strict=True):
             _check_frames(one, spoken[0], name)
         each = isinstance(labels[0], list)
@@ -63,12 +64,12 @@ class Frames(Brought):
                     raise SpecError(f"{name} has {len(one)} frames, but {len(label)} labels; give one for each")
         flat, classes = numbered([one for label in labels for one in label] if each else labels)
         ends = np.cumsum([len(one) for one in spoken])[:-1]
-        splits = divided({"train": len(spoken)}, names, self.valid, self.test)
+        splits = divided({"train": len(spoken)}, keys, self.valid, self.test)
         inputs = Spoken(spoken, splits["train"])
         return Labelled(inputs, np.split(flat, ends) if each else flat, classes, splits)
 
 
-Found = tuple[list[Any], list[Any], list[str]]  # the frames of each utterance, its label or labels, and its name
+Found = tuple[list[Any], list[Any], list[str]]  # the frames of each utterance, its label or labels, its name
 
 
 def _npz(path: Path) -> Found:
@@ -80,7 +81,7 @@ def _npz(path: Path) -> Found:
     spoken = _apart(frames, arrays, path)
     if labels.dtype.kind not in "uiSU" or labels.ndim > 2:
         raise SpecError(f"the labels of {path} are {labels.dtype} {list(labels.shape)}; give whole numbers")
-    names = [f"utterance {n} of {path}" for n in range(len(spoken))]
+    names = [str(n) for n in range(len(spoken))]
     if labels.shape == (len(spoken),):
         return spoken, labels.tolist(), names
     if labels.ndim == 2 and "lengths" not in arrays and len(labels) == len(spoken):
@@ -104,27 +105,26 @@ def _apart(frames: Any, arrays: Mapping[str, Any], path: Path) -> list[Any]:
 
 
 def _folder(path: Path) -> Found:
-    spoken, labels, names = list[Any](), list[Any](), list[str]()
-    known: dict[str, int] = {}
+    spoken, labels, known = list[Any](), list[Any](), dict[str, int]()
     for n, line in enumerate(lines(path / TABLE), 1):
-        name, tab, said = line.partition("\t")
+        name, _, said = line.partition("\t")
+        name = name.removesuffix(".npy")
         if not line.strip():
             continue
-        if not tab or not said.strip():
+        if not said.strip():
             raise SpecError(f"line {n} of {path / TABLE} has no label; write NAME<tab>LABEL")
         if name in known:
             raise SpecError(f"line {n} of {path / TABLE} names {name} again, as line {known[name]}; keep one")
         known[name] = n
         labels.append(said.split())
-        names.append(str(file := path / (name if name.endswith(".npy") else f"{name}.npy")))
-        spoken.append(npy(file_at(str(file))))
+        spoken.append(npy(file_at(str(path / f"{name}.npy"))))
     if not labels:
         raise SpecError(f"{path / TABLE} is empty; write a line NAME<tab>LABEL for each .npy")
-    beside = {str(file) for file in listed(path, (".npy",))}
-    if unsaid := sorted(beside - set(names)):
-        raise SpecError(f"{unsaid[0]} has no label in {path / TABLE}; add a line for it")
+    beside = {file.relative_to(path).as_posix().removesuffix(".npy") for file in listed(path, (".npy",))}
+    if unsaid := sorted(beside - set(known)):
+        raise SpecError(f"{path / unsaid[0]}.npy has no label in {TABLE}; add a line for it")
     alone = all(len(label) == 1 for label in labels)
-    return spoken, [label[0] for label in labels] if alone else labels, names
+    return spoken, [label[0] for label in labels] if alone else labels, list(known)
 
 
 def _check_frames(one: Any, first: Any, name: str) -> None:

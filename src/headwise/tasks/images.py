@@ -56,7 +56,7 @@ class Images(Brought):
 
     def _labels(self, images: Path) -> Path:
         """The file of the labels that belong to an idx file of images."""
-        if self.labels and not there(self.path).is_dir():
+        if self.labels:
             return file_at(self.labels)
         name = images.name.replace("images", "labels").replace("idx3", "idx1")
         names = dict.fromkeys((name, name.removesuffix(".gz"), f"{name}.gz"))
@@ -72,7 +72,9 @@ class Images(Brought):
             own = {split: _idx(images, self._labels(images)) for split, images in found.items()}
         else:
             own = _folders(path, self.size) if path.is_dir() else _npz(path)
-        if self.size and not path.is_dir():
+        if self.labels and (path.is_dir() or path.suffix == ".npz"):
+            raise SpecError(f"labels={self.labels!r} is for one idx file of images; {path} has its own; leave it out")
+        if self.size and (found or not path.is_dir()):
             raise SpecError(f"size={self.size} is for folders of images; {path} holds images of one size; leave it out")
         if "train" not in own:
             raise SpecError(f"{path} has no images to train on; name them train, or leave out the word test")

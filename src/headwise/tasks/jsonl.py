@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,8 +22,8 @@ from .order import HELD, Numbers, divided, shares
 from .pairs import Corpus, Making, Pair, Pairs, plain
 from .reading import lines, of_splits, there
 from .sizes import classifier
-from .stream import Span, Stream, cuts
-from .vocabulary import Ids, Learned, learned
+from .stream import Span, Stream, ranges
+from .vocabulary import Ids, Pieces, learned
 
 END = "<|end|>"
 SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
@@ -73,33 +74,41 @@ class Jsonl(Brought):
 
     def read(self) -> Data:
         if self.source_field:
-            pairs = {split: [Pair(*row) for row in rows] for split, rows in self._rows("source_field", "target_field")}
+            both = {split: self._rows(path, "source_field", "target_field") for split, path in self._paths().items()}
+            pairs = {split: [Pair(*row) for row in rows] for split, rows in both.items()}
             making = Making(self.vocab, longest=self.length)
             return Pairs(Corpus.of(pairs.pop("train"), (self.valid, self.test), pairs), making)
         if self.label_field:
-            return self._labelled(dict(self._rows("text_field", "label_field")))
-        return self._stream({split: [row[0] for row in rows] for split, rows in self._rows("text_field")})
+            paths = self._paths().items()
+            return self._labelled({split: list(self._rows(path, "text_field", "label_field")) for split, path in paths})
+        return self._stream()
 
-    def _rows(self, *names: str) -> Iterator[tuple[str, Rows]]:
-        """What these fields say in each object, by split."""
-        wanted = [(name, getattr(self, name)) for name in names]
-        for split, path in self._paths().items():
-            objects = ((_object(line, n, path), n) for n, line in enumerate(lines(path), 1) if line.strip())
-            rows = [[_value(row, *field, n, path) for field in wanted] for row, n in objects]
-            if not rows:
-                raise SpecError(f"{path} is empty; give one JSON object a line")
-            yield split, rows
+    def _rows(self, path: Path, *names: str) -> Iterator[list[str]]:
+        """What these fields say in each object, one object after the other."""
+        wanted, empty = [(name, getattr(self, name)) for name in names], True
+        for n, line in enumerate(lines(path), 1):
+            if line.strip():
+                row, empty = _object(line, n, path), False
+                yield [_value(row, *field, n, path) for field in wanted]
+        if empty:
+            raise SpecError(f"{path} is empty; give one JSON object a line")
 
-    def _stream(self, texts: Mapping[str, list[str]]) -> Stream:
-        if len(texts) == 1:
-            first, second = cuts(len(own := texts["train"]), (self.valid, self.test))
-            texts = {"train": own[:first], "valid": own[first:second], "test": own[second:]}
-        vocabulary = learned(texts["train"], self.vocab, (END,))
+    def _stream(self) -> Stream:
+        """The ids of all texts; of the texts themselves there are only ever a few in memory."""
+        paths = self._paths()
+        counts = {split: sum(1 for _ in self._texts(path)) for split, path in paths.items()}
+        told = ranges(counts, (self.valid, self.test))
+        vocabulary = learned(islice(self._texts(paths["train"]), told["train"][2]), self.vocab, (END,))
         end = np.array([vocabulary.special(END)], vocabulary.dtype)
-        coded = {split: [ids for text in vocabulary.encode(own) for ids in (text, end)] for split, own in texts.items()}
-        joined = {split: np.concatenate([end[:0], *own]) for split, own in coded.items()}
-        spans = {split: Span(ids, 0, len(ids)) for split, ids in joined.items()}
+        coded = {split: vocabulary.encode(self._texts(path)) for split, path in paths.items()}
+        spans: dict[str, Span] = {}
+        for split, (owner, start, stop) in told.items():
+            ids = np.concatenate([end[:0], *(one for text in coded[owner][start:stop] for one in (text, end))])
+            spans[split] = Span(ids, 0, len(ids))
         return Stream(spans, self.length, vocabulary.size, vocabulary=vocabulary, widths=vocabulary.widths)
+
+    def _texts(self, path: Path) -> Iterator[str]:
+        return (row[0] for row in self._rows(path, "text_field"))
 
     def _labelled(self, found: Mapping[str, Rows]) -> Labelled:
         rows = [row for own in found.values() for row in own]
@@ -118,7 +127,7 @@ class Jsonl(Brought):
 class Texts(Inputs):
     """Texts as ids, each with an end, so that none is without a token."""
 
-    def __init__(self, coded: list[Ids], vocabulary: Learned, length: int) -> None:
+    def __init__(self, coded: list[Ids], vocabulary: Pieces, length: int) -> None:
         self.vocabulary, self.size, self.end = vocabulary, vocabulary.size, vocabulary.special(END)
         self.coded, self.length = coded, length
 

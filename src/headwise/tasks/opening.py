@@ -71,11 +71,12 @@ def adaptor(said: str) -> str:
 
 
 def _of_folder(folder: Path) -> str:
-    """A folder is text, unless what lies in it is made for another adaptor."""
+    """A folder is text, unless most of what lies in it is made for another adaptor."""
     if (folder / frames.TABLE).is_file():
         return "frames"
     if len(of_splits(folder, tokens.SUFFIXES)) > 1:
         return "tokens"
     if len(of_splits(folder, jsonl.SUFFIXES)) > 1:
         return "jsonl"
-    return "images" if images.idx_files(folder) or listed(folder, pixels.SUFFIXES) else "text"
+    pictures, texts = (len(listed(folder, suffixes)) for suffixes in (pixels.SUFFIXES, Text.suffixes))
+    return "images" if images.idx_files(folder) or pictures > texts else "text"

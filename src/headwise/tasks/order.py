@@ -126,7 +126,7 @@ def packed(sides: Sequence[Numbers], length: int, size: int) -> Plan:
     beside = list(range(OPEN))  # the rows that are open
     for place in range(len(levels))[::-1]:
         need = needs[order[place]]
-        fits = (room >= need).all(1)
+        fits = np.all(room >= need, axis=1)
         at = int(fits.argmax())
         if not fits[at]:
             at = int(room.min(1).argmin())  # the fullest one is closed

@@ -19,7 +19,7 @@ from .base import IGNORED, Batch, Tally
 from .brought import Data
 from .order import Numbers, Plan, bucketed, budgeted, members, packed
 from .sizes import translator
-from .vocabulary import Ids, Learned, learned
+from .vocabulary import Ids, Pieces, learned
 
 START, END = "<s>", "</s>"
 FORMS = ("bucketed", "budget", "packed")
@@ -193,7 +193,7 @@ def _levels(sides: Sequence[Side]) -> Numbers:
     return np.max([side.lengths for side in sides], axis=0)
 
 
-def _vocabularies(train: list[Pair], making: Making) -> tuple[Learned, Learned]:
+def _vocabularies(train: list[Pair], making: Making) -> tuple[Pieces, Pieces]:
     sources, targets = ([pair[n] for pair in train] for n in (0, 1))
     if making.vocabularies == "separate":
         first, second = (learned(texts, making.vocab, (START, END)) for texts in (sources, targets))

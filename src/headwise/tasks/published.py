@@ -20,9 +20,7 @@ class Published:
     chrf_signature: str
 
 
-def translation_scores(
-    hypotheses: Sequence[str], references: Sequence[str], tokenize: str = "13a"
-) -> Published:
+def translation_scores(hypotheses: Sequence[str], references: Sequence[str], tokenize: str = "13a") -> Published:
     """The scores of translations against one reference each; tokenize="zh" for Chinese, as sacreBLEU names it.
 
     >>> translation_scores(["the cat sat on the mat"], ["the cat sat on the mat"]).chrf

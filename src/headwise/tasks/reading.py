@@ -118,8 +118,14 @@ SPELT = {"train": ("train",), "valid": ("valid", "val", "validation", "dev"), "t
 
 def of_splits(folder: Path, suffixes: Collection[str] = ("",)) -> dict[str, Path]:
     """What a folder holds for each split by its name: train.bin and val.bin, say, or folders named so."""
-    named = {f"{word}{suffix}": split for split, words in SPELT.items() for word in words for suffix in suffixes}
-    found = {named[name]: folder / name for name in sorted(os.listdir(folder)) if name in named}
-    if "valid" in found and "train" not in found:
-        raise SpecError(f"{folder} has {found['valid'].name}, but nothing named train; add it")
-    return found
+    found: dict[str, Path] = {}
+    split_of = {f"{word}{end}": split for split, words in SPELT.items() for word in words for end in suffixes}
+    for name in sorted(os.listdir(folder)):
+        split = split_of.get(name, "")
+        if split in found:
+            raise SpecError(f"{folder} has {found[split].name} and {name}, both for {split}; keep one")
+        if split:
+            found[split] = folder / name
+    if found and "train" not in found:
+        raise SpecError(f"{folder} has {next(iter(found.values())).name}, but nothing named train; add it")
+    return {split: found[split] for split in SPELT if split in found}

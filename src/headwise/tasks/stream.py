@@ -127,14 +127,20 @@ class Stream(Data):
         return decoder(self.size)
 
 
-def contiguous(ids: Any, shares: tuple[float, float]) -> dict[str, Span]:
-    """Three splits in their order: the last `test` of all tokens, `valid` before them, and what is left in front.
+def ranges(counts: Mapping[str, int], shares: tuple[float, float]) -> dict[str, tuple[str, int, int]]:
+    """Whose file each split is in, and from where to where: its own, or the end of the one to train on.
 
-    >>> {split: (span.start, span.stop) for split, span in contiguous(range(10), (0.2, 0.1)).items()}
-    {'train': (0, 7), 'valid': (7, 9), 'test': (9, 10)}
+    >>> ranges({"train": 10}, (0.2, 0.1))
+    {'train': ('train', 0, 7), 'valid': ('train', 7, 9), 'test': ('train', 9, 10)}
     """
-    first, second = cuts(len(ids), shares)
-    return {"train": Span(ids, 0, first), "valid": Span(ids, first, second), "test": Span(ids, second, len(ids))}
+    own = {split: (split, 0, count) for split, count in counts.items()}
+    if "valid" in counts:
+        return own
+    valid, test = shares
+    count = counts["train"]
+    first, second = cuts(count, (valid, 0.0 if "test" in counts else test))
+    divided = {"train": ("train", 0, first), "valid": ("train", first, second), "test": ("train", second, count)}
+    return divided | {split: own[split] for split in own if split != "train"}
 
 
 def cuts(count: int, shares: tuple[float, float]) -> tuple[int, int]:

@@ -16,8 +16,8 @@ from .arrays import npy
 from .brought import Brought
 from .order import HELD, shares
 from .reading import file_at, of_splits, there
-from .stream import SCANNED, Span, Stream, contiguous
-from .vocabulary import Learned, read
+from .stream import SCANNED, Span, Stream, ranges
+from .vocabulary import Pieces, read
 
 SUFFIXES = (".npy", ".bin", ".safetensors")
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -94,16 +94,14 @@ class TokenFile(Brought):
         known = vocabulary.size if vocabulary else meta.vocab
         most = max(_largest(arrays[split], known, path) for split, path in self._paths().items())
         size = meta.vocab or known or most + 1
-        if len(arrays) == 1:
-            spans = contiguous(arrays["train"], (self.valid, self.test))
-        else:
-            spans = {split: Span(ids, 0, len(ids)) for split, ids in arrays.items()}
+        told = ranges({split: len(ids) for split, ids in arrays.items()}, (self.valid, self.test))
+        spans = {split: Span(arrays[owner], start, stop) for split, (owner, start, stop) in told.items()}
         widths = vocabulary.widths if vocabulary else None
         if widths is not None:
             widths = np.pad(widths, (0, size - len(widths)))  # a table may have spare rows
         return Stream(spans, self.length, size, vocabulary=vocabulary, widths=widths)
 
-    def _vocabulary(self, meta: Meta) -> Learned | None:
+    def _vocabulary(self, meta: Meta) -> Pieces | None:
         if not meta.tokenizer:
             return None
         vocabulary = read(file_at(meta.tokenizer))

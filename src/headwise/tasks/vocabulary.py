@@ -105,7 +105,7 @@ class Chars(Vocabulary):
         return np.array([len(chr(code).encode()) for code in self._known], np.int64)
 
 
-class Learned(Vocabulary):
+class Pieces(Vocabulary):
     """What a document of `tokenizers` says, `specials`, such as the end of a sentence, being no text.
 
     >>> pieces = learned(["low lower lowest"] * 9, size=262, specials=("<s>", "</s>"))
@@ -145,7 +145,7 @@ class Learned(Vocabulary):
         return widths
 
 
-def learned(texts: Iterable[str], size: int, specials: Sequence[str] = ()) -> Learned:
+def learned(texts: Iterable[str], size: int, specials: Sequence[str] = ()) -> Pieces:
     """A vocabulary of at most `size` pieces that these texts are written with in the fewest (BPE over bytes)."""
     least = 256 + len(specials)
     if size < least:
@@ -156,10 +156,10 @@ def learned(texts: Iterable[str], size: int, specials: Sequence[str] = ()) -> Le
         vocab_size=size, special_tokens=list(specials), initial_alphabet=alphabet, show_progress=False, min_frequency=2
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return Learned(tokenizer)
+    return Pieces(tokenizer)
 
 
-def read(path: Path) -> Learned:
+def read(path: Path) -> Pieces:
     """The vocabulary that a tokenizer.json holds."""
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -167,7 +167,7 @@ def read(path: Path) -> Learned:
         raise SpecError(f"{path} is no document of tokenizers: {error}; give a tokenizer.json") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return Learned(tokenizer)
+    return Pieces(tokenizer)
 
 
 def _byte_level(model: Any, splitting: str) -> Tokenizer:

@@ -1,7 +1,8 @@
-"""In which precision, and whether compiled: measured on the run's own first batch, decided by plain arithmetic."""
+"""In which precision, how attended, whether compiled: measured on a run's first batches, decided by arithmetic."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,16 +10,20 @@ import torch
 COMPILING = 30.0  # seconds that a first graph takes on few cores, backwards included
 GAIN = 0.3  # the part of a step that compiling saves where it does well
 WORTH = 0.05  # what is gained must be at least this part of a step, or it is noise
-PROBE = 1.6  # seconds that each precision is tried for, so that all trials take about five
+PROBE = 1.2  # seconds that each way is tried for, so that all trials take about five
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A precision, "fp32" or "bf16"; compile, "on" or "off"; and the reason for each."""
+    """A precision, "fp32" or "bf16"; compile, "on" or "off"; the reason for each; and how attention runs in training.
+
+    "fused" leaves that to each layer, "plain" is one operation after the other: of short rows in bf16 often faster.
+    """
 
     precision: str
     compile: str
     reasons: tuple[str, ...] = ()
+    attention: str = "fused"
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -26,30 +31,40 @@ class Choice:
         return torch.bfloat16 if self.precision == "bf16" else None
 
 
-def faster(fp32: float, bf16: float) -> tuple[str, str]:
-    """The faster of two precisions by their seconds a step, and why; of equals fp32, which is exact.
+def fastest(seconds: Mapping[tuple[str, str], float]) -> tuple[tuple[str, str], str]:
+    """The fastest of several ways (precision, attention) by their seconds a step, and why; of equals the first.
 
-    >>> faster(0.2, 0.1)
-    ('bf16', 'bf16: 0.1000 s a step, fp32 0.2000')
-    >>> faster(0.2, 0.199)[0]
-    'fp32'
+    >>> fastest({("fp32", "fused"): 0.2, ("bf16", "fused"): 0.1})
+    (('bf16', 'fused'), 'bf16: 0.1000 s a step, fp32 0.2000')
+    >>> fastest({("fp32", "fused"): 0.2, ("fp32", "plain"): 0.199})
+    (('fp32', 'fused'), 'fp32: 0.2000 s a step, fp32 with plain attention 0.1990')
     """
-    if bf16 < fp32 * (1 - WORTH):
-        return "bf16", f"bf16: {bf16:.4f} s a step, fp32 {fp32:.4f}"
-    return "fp32", f"fp32: {fp32:.4f} s a step, bf16 {bf16:.4f}"
+    best = next(iter(seconds))
+    for way, taken in seconds.items():
+        if taken < seconds[best] * (1 - WORTH):
+            best = way
+    others = [f"{_said(way)} {taken:.4f}" for way, taken in seconds.items() if way != best]
+    return best, ", ".join([f"{_said(best)}: {seconds[best]:.4f} s a step", *others])
 
 
-def worth_compiling(seconds: float, steps: int) -> tuple[bool, str]:
+def _said(way: tuple[str, str]) -> str:
+    precision, attention = way
+    return precision if attention == "fused" else f"{precision} with plain attention"
+
+
+def worth_compiling(seconds: float, steps: int, shapes: int = 1) -> tuple[bool, str]:
     """Whether compiling is worth a trial, and why: what it may gain is twice its time, for it may gain nothing.
+
+    Batches of other shapes are compiled anew, until a graph that takes any is made.
 
     >>> worth_compiling(0.1, steps=600)
     (False, 'not compiled: 600 steps of 0.1000 s could gain about 18 s, compiling takes about 30 s')
-    >>> worth_compiling(0.1, steps=6000)[0]
-    True
+    >>> worth_compiling(0.1, steps=3000)[0], worth_compiling(0.1, steps=3000, shapes=3)[0]
+    (True, False)
     """
-    gain = seconds * steps * GAIN
-    worth = gain > 2 * COMPILING
-    told = f"{steps} steps of {seconds:.4f} s could gain about {gain:.0f} s, compiling takes about {COMPILING:.0f} s"
+    gain, cost = seconds * steps * GAIN, COMPILING * shapes
+    worth = gain > 2 * cost
+    told = f"{steps} steps of {seconds:.4f} s could gain about {gain:.0f} s, compiling takes about {cost:.0f} s"
     return worth, f"{'worth trying' if worth else 'not compiled'}: {told}"
 
 

@@ -97,7 +97,7 @@ def _begin(setup: Setup, resume: str) -> tuple[Run, list[str]]:
         if (setup.folder / MANIFEST).exists():
             raise SpecError(f"{setup.folder} holds a model already; give another folder, or move that one away")
         run = setup.begun()
-        return run, list(run.stepper.choice.reasons)
+        return run, [*setup.task.notes, *run.stepper.choice.reasons]
     if resume == "never":
         remedy = "go on with resume='allowed' (--resume), or give another folder"
         raise SpecError(f"{setup.folder} holds a run of {held.step} steps; {remedy}")

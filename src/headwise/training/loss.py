@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..blueprint import Model, Stack
 from ..errors import SpecError
-from ..tasks import IGNORED, Batch
+from ..tasks import IGNORED, Batch, Task
 from ..terms import Ledger
 from ..tokens import Tokens
 
@@ -90,8 +90,9 @@ def _check_range(ids: Tensor, known: int, fact: str) -> None:
         raise ValueError(f"{fact} {int(wrong[0])}, but the model has {known} of them; give 0..{known - 1}")
 
 
-def check_model(described: Model, usual: Model) -> None:
-    """Refuse a model whose tables are smaller than those of the model that a task brings along."""
+def check_model(described: Model, task: Task) -> None:
+    """Refuse tables that are smaller than those of the task's own model; of another size, where a tokenizer counts."""
+    usual = task.model()
     pairs = zip((described.stacks[0], described.stacks[-1]), (usual.stacks[0], usual.stacks[-1]), strict=True)
     sizes = [(_tokens(own), _tokens(wanted), f"the table of {own.name}") for own, wanted in pairs]
     if described.heads and usual.heads:
@@ -99,6 +100,8 @@ def check_model(described: Model, usual: Model) -> None:
     for own, wanted, what in sizes:
         if 0 < own < wanted:
             raise SpecError(f"{what} has {own} rows, the task tells {wanted} ids apart; give it {wanted}")
+        if 0 < wanted < own and task.tokenizer is not None:
+            raise SpecError(f"{what} has {own} rows, the task's tokenizer {wanted} tokens; give it {wanted}")
 
 
 def _tokens(stack: Stack) -> int:

@@ -11,19 +11,20 @@ from ..blueprint import Model, Weight
 from .recipe import Recipe
 
 Groups = dict[str, dict[str, nn.Parameter]]
+VECTORS = ("bias", "scale")  # ends of names that mean one vector for each head where there are two axes
 
 
 def decays(weight: Weight, rule: str) -> bool:
-    """Whether weight decay reaches a tensor: one with at least two axes that is neither a bias nor part of a norm.
+    """Whether weight decay reaches a tensor: one stored as a matrix that is no bias, no scale and no part of a norm.
 
-    Axes of experts do not count. rule="maps" leaves out tables of tokens and positions.
+    That there is one for each expert makes no matrix. rule="maps" leaves out tables of tokens and positions.
 
     >>> from headwise.blueprint import Dense
     >>> {w.name: decays(w, "matrices") for w in Dense(7, bias="ud").weights(5, experts=3)}
     {'up': True, 'up_bias': False, 'down': True, 'down_bias': False}
     """
-    axes = [axis for axis in weight.layout.axes if axis != "expert"]
-    if len(axes) < 2 or weight.role == "norm" or weight.name.endswith("bias"):
+    dimensions = len(weight.shape) - ("expert" in weight.layout.axes)
+    if dimensions < 2 or weight.role == "norm" or weight.name.endswith(VECTORS):
         return False
     return rule == "matrices" or weight.role != "embedding"
 

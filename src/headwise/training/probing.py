@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..models import Transformer
 from ..tasks import Batch
-from .choosing import PROBE, Choice, faster, kept, worth_compiling
+from .choosing import PROBE, Choice, fastest, kept, worth_compiling
 from .recipe import Recipe
 from .stepping import Stepper
 
+SHORT = 512  # tokens of a row, up to which plain attention is tried
 SHARE = 0.05  # of the run's own time, that trying may take at most
 
 
@@ -25,37 +27,55 @@ class Trial:
 
     def choose(self) -> Stepper:
         """What steps as the recipe says; where it says "auto", as is fastest here, with the reasons."""
-        precision, reason, seconds = self._precision()
-        plain = Choice(precision, "off", (reason,))
+        (precision, attention), reasons, seconds = self._way()
         if self.recipe.compile != "auto":
             told = f"compile {self.recipe.compile}, as asked"
-            return self._stepper(Choice(precision, self.recipe.compile, (reason, told)))
+            return self._stepper(Choice(precision, self.recipe.compile, (*reasons, told), attention))
+        plain = Choice(precision, "off", reasons, attention)
         if seconds is None:
             seconds = self._seconds(self._stepper(plain))
-        worth, told = worth_compiling(seconds, self.recipe.steps)
+        shapes = {(batch.x.shape, batch.source.shape if batch.source is not None else None) for batch in self.batches}
+        worth, told = worth_compiling(seconds, self.recipe.steps, len(shapes))
         if not worth:
-            return self._stepper(Choice(precision, "off", (reason, told)))
-        compiled = self._stepper(Choice(precision, "on"))
+            return self._stepper(replace(plain, reasons=(*reasons, told)))
+        compiled = self._stepper(replace(plain, compile="on"))
         took, failed = self._tried(compiled)
         if took is None:
-            return self._stepper(Choice(precision, "off", (reason, f"not compiled, it fails: {failed}")))
+            return self._stepper(replace(plain, reasons=(*reasons, f"not compiled, it fails: {failed}")))
         compile_, told = kept(seconds, took, self.recipe.steps)
-        chosen = Choice(precision, compile_, (reason, told))
         if compile_ == "off":
-            return self._stepper(chosen)
-        compiled.choice = chosen
+            return self._stepper(replace(plain, reasons=(*reasons, told)))
+        compiled.choice = replace(plain, compile="on", reasons=(*reasons, told))
         return compiled
 
-    def _precision(self) -> tuple[str, str, float | None]:
-        """A precision, the reason, and the seconds of a step in it where they were measured."""
-        if self.recipe.precision != "auto":
-            return self.recipe.precision, f"{self.recipe.precision}, as asked", None
-        exact = self._seconds(self._stepper(Choice("fp32", "off")))
-        short, failed = self._tried(self._stepper(Choice("bf16", "off")))
-        if short is None:
-            return "fp32", f"fp32: a step in bf16 fails: {failed}", exact
-        name, reason = faster(exact, short)
-        return name, reason, min(exact, short) if name == "bf16" else exact
+    def _way(self) -> tuple[tuple[str, str], tuple[str, ...], float | None]:
+        """A precision and how to attend, the reasons, and the seconds of a step where they were measured."""
+        ways = [(p, a) for p in self._precisions() for a in self._attentions()]
+        if len(ways) == 1:
+            asked = self.recipe.precision, self.recipe.attention
+            return ways[0], tuple(f"{said}, as asked" for said in asked if said not in ("auto", "fused")), None
+        seconds: dict[tuple[str, str], float] = {}
+        failures: list[str] = []
+        for way in ways:
+            taken, failed = self._tried(self._stepper(Choice(way[0], "off", attention=way[1])))
+            if taken is None:
+                failures.append(f"a step in {way[0]} fails: {failed}")
+            else:
+                seconds[way] = taken
+        if not seconds:
+            raise RuntimeError(failures[0])
+        best, reason = fastest(seconds)
+        return best, (reason, *failures), seconds[best]
+
+    def _precisions(self) -> tuple[str, ...]:
+        return ("fp32", "bf16") if self.recipe.precision == "auto" else (self.recipe.precision,)
+
+    def _attentions(self) -> tuple[str, ...]:
+        """Plain attention holds every score, so only short rows are tried with it; elsewhere fused is what pays."""
+        if self.recipe.attention != "auto":
+            return (self.recipe.attention,)
+        longest = max(x.shape[1] for batch in self.batches for x in (batch.x, batch.source) if x is not None)
+        return ("fused", "plain") if self.device.type == "cpu" and longest <= SHORT else ("fused",)
 
     def _stepper(self, choice: Choice) -> Stepper:
         return Stepper(self.net, self.recipe, choice, self.device)

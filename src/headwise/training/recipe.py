@@ -17,6 +17,7 @@ CHOICES = {
     "decays": ("matrices", "maps"),
     "precision": ("auto", "fp32", "bf16"),
     "compile": ("auto", "on", "off"),
+    "attention": ("auto", "fused", "plain"),
     "activations": ("keep", "recompute"),
 }
 # The smallest and the largest value that can be meant. What lies beyond is a slip, not a wish.
@@ -54,12 +55,13 @@ class Recipe(Spoken):
 
     Every `evaluate_every` steps `evaluate_batches` held-out batches are measured; after `patience` of these without
     a lower loss training ends, with 0 it never ends early. Every `checkpoint_every` steps a checkpoint is written; the
-    last `keep` stay, and the best. `start` is how fresh tensors are drawn, as `build` knows it. precision="auto" and
-    compile="auto" are chosen by measuring; activations="recompute" keeps none inside a block, and computes them again
+    last `keep` stay, and the best. `start` is how fresh tensors are drawn, as `build` knows it. precision, attention
+    and compile are chosen by measuring where they are "auto"; attention="plain" runs its operations one by one, "fused"
+    as each layer chooses; activations="recompute" keeps none inside a block, and computes them again
     when gradients need them.
 
-    >>> Recipe(steps=600, lr=0.002)
-    Recipe(steps=600, lr=0.002)
+    >>> Recipe(steps=600, lr=0.003)
+    Recipe(steps=600, lr=0.003)
     >>> Recipe(batch=64, accumulate=5)
     Traceback (most recent call last):
     headwise.errors.SpecError: a batch of 64 cannot be taken in 5 equal parts; use accumulate=4 or batch=65
@@ -90,6 +92,7 @@ class Recipe(Spoken):
     keep: int = 2
     precision: str = "auto"
     compile: str = "auto"
+    attention: str = "auto"
     activations: str = "keep"
     device: str = "auto"
 

@@ -44,9 +44,8 @@ class Setup:
         """The setup of what `train` is given; task and model must fit together."""
         if not isinstance(task, Task):
             raise SpecError(f"task is of type {type(task).__name__}; give one of headwise.tasks")
-        usual = task.model()
         given = described if isinstance(described, Transformer) else None
-        model = given.described if given else usual if described is None else described
+        model = given.described if given else task.model() if described is None else described
         if not isinstance(model, Model):
             raise SpecError(
                 f"described is of type {type(model).__name__}; give a blueprint.Model, or one that is built"
@@ -54,7 +53,7 @@ class Setup:
         if given and given.dropout != recipe.dropout:
             said = f"the model was built with dropout={given.dropout}, the recipe says {recipe.dropout}"
             raise SpecError(f"{said}; give Recipe(dropout={given.dropout})")
-        check_model(model, usual)
+        check_model(model, task)
         first = task.batch(0, recipe.batch, "train")
         check(first, model, "batch 0")
         return Setup(task, model, recipe, folder, given, first, config_of(task, model, recipe, first))

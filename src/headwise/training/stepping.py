@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..models import Transformer
+from ..module import Attention
 from ..probe import Probe
 from ..tasks import IGNORED, Batch
 from ..terms import Ledger
@@ -32,10 +34,11 @@ class Stepper:
         """Set the gradients of the mean loss over all places that ask; the loss, terms included."""
         total, count = asked(batch), self.recipe.accumulate
         losses: list[Tensor] = []
-        for part in parts_of(batch, count):
-            loss = self.loss(part) / total + self._added() / count
-            loss.backward()
-            losses.append(loss.detach())
+        with attending(self.net, self.choice.attention):
+            for part in parts_of(batch, count):
+                loss = self.loss(part) / total + self._added() / count
+                loss.backward()
+                losses.append(loss.detach())
         return torch.stack(losses).sum()
 
     def loss(self, part: Batch) -> Tensor:
@@ -72,6 +75,20 @@ class Stepper:
         labels = part.labels.flatten()
         index = (labels != IGNORED).nonzero()[:, 0]
         return (None, part.labels) if len(index) == len(labels) else (index, labels[index][None])
+
+
+@contextmanager
+def attending(net: Transformer, how: str) -> Iterator[None]:
+    """With "plain", every attention of a model runs its operations one by one; with "fused", as it chooses itself."""
+    layers = [module for module in net.modules() if isinstance(module, Attention)] if how == "plain" else []
+    before = [layer.only for layer in layers]
+    for layer in layers:
+        layer.only = "dense"
+    try:
+        yield
+    finally:
+        for layer, only in zip(layers, before, strict=True):
+            layer.only = only
 
 
 def autocast(choice: Choice, device: torch.device) -> AbstractContextManager[Any]:

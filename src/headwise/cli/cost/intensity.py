@@ -26,6 +26,7 @@ class Measure(argparse.Action):
         from ...counting.here import measure_anew
 
         measure_anew()
+        setattr(namespace, self.dest, True)
 
 
 def take(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +49,8 @@ def _spec(price: Price) -> AttentionSpec:
 
 def views(given: argparse.Namespace, costs: Costs) -> Mapping[str, Boxes]:
     """The boxes of every spec, when they are asked for."""
+    if given.measure and given.device != "here":
+        raise Wrong("--measure measures this machine, and something else is priced; add --device here")
     if not given.boxes:
         return {}
     from ...counting.devices import Device

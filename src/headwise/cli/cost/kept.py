@@ -22,7 +22,7 @@ def take(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile",
         metavar="NAME",
-        help="how it runs: dense, sdpa, flash-cuda, or as published: paper-2022, zhihu-624740065",
+        help="how it runs: dense, composed, sdpa, flash-cuda, or as published: paper-2022, zhihu-624740065",
     )
     parser.add_argument("--checkpoint", metavar="WHAT", help="computed anew on the way back: none, block or core")
     parser.add_argument("--dropout", type=float, metavar="RATE", help="dropped behind every branch of a model's blocks")
@@ -38,7 +38,7 @@ def views(given: argparse.Namespace, costs: Costs) -> Mapping[str, Training]:
     if given.profile == "":
         raise Wrong("--profile is empty; leave it out, or name one such as sdpa")
     checkpoint = "none" if given.checkpoint is None else given.checkpoint
-    way = Way(given.profile or "", checkpoint, given.dropout or 0.0)
+    way = Way(given.profile or "", checkpoint, given.dropout or 0.0, given.source)
     return {"training": Training(tuple(Kept.of(one.name, one.described, one.load, way) for one in costs))}
 
 

@@ -9,7 +9,7 @@ from ..errors import SpecError
 from ..presets import design
 from ..spec import AttentionSpec
 from ..terms import Phase
-from .pieces import Items
+from .around import Items
 from .symbols import Symbol
 
 if TYPE_CHECKING:
