@@ -8,9 +8,17 @@ from __future__ import annotations
 
 import sys
 
+import planted_comparing  # noqa: F401 - as the first
 import planted_composition  # noqa: F401 - importing a list plants its bugs
-import planted_core  # noqa: F401 - as the one above
-import planted_models  # noqa: F401 - and so does this one
+import planted_core  # noqa: F401 - as the first
+import planted_data  # noqa: F401 - as the first
+import planted_kept  # noqa: F401 - as the first
+import planted_models  # noqa: F401 - as the first
+import planted_nets  # noqa: F401 - as the first
+import planted_pricing  # noqa: F401 - as the first
+import planted_serving  # noqa: F401 - as the first
+import planted_tasks  # noqa: F401 - as the first
+import planted_training  # noqa: F401 - as the first
 from mutate import main
 from planting import BUGS
 

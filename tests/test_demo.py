@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import unicodedata
+from dataclasses import replace
 
 import pytest
+import torch
 
 from headwise import counting, demo
-from headwise.demo import lookup
+from headwise.demo import lookup, translator
+from headwise.training import Recipe
 
 # Checked by hand: three quarters of 40 and an eighth of 43 and 48; 45.5 by symmetry; (40/6 + 43 + 48) / (1/6 + 2);
 # the others by kernel regression with these widths.
@@ -52,3 +56,54 @@ def test_the_data_is_what_the_library_counts():
 def test_kernel_regression_at_its_ends(width: float):
     near = lookup.answer("end", lookup.gaussian(width), query=56.4 if width < 1 else 57.0)
     assert math.isclose(near.value, 43.0 if width < 1 else sum(lookup.VALUES) / 3, rel_tol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> translator.Learned:
+    said = {"steps": 2, "batch": 8, "evaluate_every": 2, "evaluate_batches": 1, "precision": "fp32", "compile": "off"}
+    return translator.Learned(tmp_path_factory.mktemp("demo") / "run", Recipe(**said, attention="fused"))
+
+
+def wide(line: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in line)
+
+
+def test_the_translators_pages_fit_a_terminal(learned: translator.Learned):
+    pages = [learned.told(), learned.said(), learned.read()]
+    assert max(wide(line) for page in pages for line in page.splitlines()) <= 80
+    assert "2 steps" in pages[0]
+    assert {one.direction for one in learned.batch.gold} == {line.split()[0] for line in pages[1].splitlines()[::2]}
+
+
+def test_heads_are_judged_by_known_links(learned: translator.Learned):
+    """Weights that stand on one known link of each token are right everywhere, and elsewhere nowhere."""
+    batch, net = learned.batch, learned.result.net
+    for w_BHTS in translator.read(net, batch).values():
+        live = batch.tokens.live[:, None].expand(w_BHTS.shape[:3])
+        torch.testing.assert_close(w_BHTS.sum(-1), live.float())
+    shape = (len(batch.gold), batch.x.shape[1], batch.source.shape[1])
+    good, bad = torch.zeros(shape), torch.zeros(shape)
+    for row, one in enumerate(batch.gold):
+        for s, t in one.links:
+            good[row, t, s] = 1.0
+        bad[row, :, 0] = 1.0  # the tag, which translates nothing
+    counts = {translator.right(weights, batch) for weights in (good, bad)}
+    asked = sum(len({t for _, t in one.links}) for one in batch.gold)
+    assert counts == {(asked, asked), (0, asked)}
+    assert net.probes == {}
+
+
+def test_the_picture_shows_weights_where_they_are(learned: translator.Learned):
+    drawn = translator.picture(learned.result.net, learned.heads[0], learned.batch)
+    assert all(abs(sum(row) - 1) < 1e-5 for row in drawn.weights)
+    sharp = replace(drawn, weights=tuple(tuple(float(s == 1) for s in range(len(row))) for row in drawn.weights))
+    for line in str(sharp).splitlines()[1:]:
+        assert line.count("█") == 1
+
+
+def test_a_translator_that_is_there_is_not_trained_again(learned: translator.Learned):
+    again = translator.Learned(learned.folder, learned.recipe)
+    before = (learned.folder / "model.safetensors").read_bytes() if learned.result else b""
+    assert again.result.metrics["exact_match"] == learned.result.metrics["exact_match"]
+    assert (learned.folder / "model.safetensors").read_bytes() == before
+    assert json.loads(json.dumps(again.data))["steps"] == 2

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..pattern import Pattern
 from . import cache_bytes
-from .calls import Load, calls_of
+from .calls import Calls, Load, calls_of
 from .devices import bytes_of
 from .operations import operations
 from .reading import Reader
@@ -74,29 +74,29 @@ def sample(described: Described, load: Load) -> Sample:
     >>> sample(hw.design(model=8, heads=2), Load(context=4)).prefill_flops == 8 * 4 * 8**2 + 4 * 4**2 * 8
     True
     """
-    every = pieces(described)
-    calls = calls_of(described, every, replace(load, generate=0), "")
+    calls = _calls(described, load)
     ran = {phase: operations(*calls[phase], load.dtype, load.device) for phase in calls}
     flops = {phase: sum(one.flops for one in each) for phase, each in ran.items()}
     seconds = {phase: sum(one.seconds for one in each) for phase, each in ran.items()}
-    return Sample(
-        flops["prefill"],
-        flops.get("decode"),
-        remembered_bytes(described, load),
-        seconds["prefill"],
-        seconds.get("decode"),
-    )
+    return Sample(flops["prefill"], flops.get("decode"), _held(calls, load), seconds["prefill"], seconds.get("decode"))
 
 
 def asked_flops(described: Described, load: Load) -> int:
     """FLOPs of all tokens at once."""
-    every, call = calls_of(described, pieces(described), replace(load, generate=0), "")["prefill"]
+    every, call = _calls(described, load)["prefill"]
     return sum(piece.times * one.flops for piece in every for one in piece.asked(call))
 
 
 def remembered_bytes(described: Described, load: Load) -> int | None:
     """Bytes held of all tokens, and of those of a source; None of what reads ahead, and so cannot go on from them."""
-    calls = calls_of(described, pieces(described), replace(load, generate=0), "")
+    return _held(_calls(described, load), load)
+
+
+def _calls(described: Described, load: Load) -> Calls:
+    return calls_of(described, pieces(described), replace(load, generate=0), "")
+
+
+def _held(calls: Calls, load: Load) -> int | None:
     if "decode" not in calls:
         return None
     tokens = {"attention": load.context, "cross": calls["prefill"][1].source}

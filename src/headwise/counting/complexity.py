@@ -84,7 +84,14 @@ class Complexity:
         linear 8 n d^2 + sums over tokens 8 1 257
         recurrent 4 n d^2 1000 1000 1
         """
-        return Complexity(sizes, tuple(kind.layer(name, sizes) for name, kind in KINDS.items()))
+        known: dict[int, int] = {}
+
+        def attention(tokens: int) -> int:
+            if tokens not in known:
+                known[tokens] = KINDS["self-attention"].flops(sizes, Symbol.of(tokens, "n"))
+            return known[tokens]
+
+        return Complexity(sizes, tuple(kind.layer(name, sizes, attention) for name, kind in KINDS.items()))
 
     @property
     def data(self) -> dict[str, Any]:
@@ -93,7 +100,7 @@ class Complexity:
 
     def __str__(self) -> str:
         told = "One layer of width d = {model:,}, n = {tokens:,} tokens, k = {kernel:,}, r = {window:,}, h = {heads:,}"
-        lines = [told.format(**asdict(self.sizes)), "", _row(*HEAD)]
+        lines = [*textwrap.wrap(told.format(**asdict(self.sizes)), WIDTH), "", _row(*HEAD)]
         for layer in self.layers:
             cells = (short(size) for size in (layer.parameters, layer.flops, layer.steps, layer.path))
             since = "never" if layer.dearer is None else f"n={layer.dearer:,}"
@@ -105,7 +112,7 @@ class Complexity:
 
 
 def _row(name: str, *cells: str) -> str:
-    wide = (20, 10, 10, 8, 8, 15, 9)
+    wide = (19, 10, 10, 8, 8, 16, 9)
     signs = ("<", ">", ">", ">", ">", "<", ">")
     return "".join(f"{cell:{sign}{n}}" for cell, sign, n in zip((name, *cells), signs, wide, strict=True)).rstrip()
 
@@ -120,22 +127,11 @@ class _Kind:
     parameters: Callable[[Sizes], int]
     flops: Callable[[Sizes, Symbol], int]
 
-    def layer(self, name: str, sizes: Sizes) -> Layer:
+    def layer(self, name: str, sizes: Sizes, attention: Callable[[int], int]) -> Layer:
         flops = self.flops(sizes, Symbol.of(sizes.tokens, "n"))
-        ends = (self.steps(sizes), self.path(sizes), self._dearer(sizes))
-        return Layer(name, self.parameters(sizes), int(flops), formula(flops), self.order, *ends)
-
-    def _dearer(self, sizes: Sizes) -> int | None:
-        """The length from which self-attention asks for more FLOPs, for good."""
-        if self is KINDS["self-attention"]:
-            return None
-
-        def dearer(tokens: int) -> bool:
-            n = Symbol.of(tokens, "n")
-            return KINDS["self-attention"].flops(sizes, n) > self.flops(sizes, n)
-
-        last = spans(dearer, FARTHEST)[-1:]
-        return last[0].first if last and last[0].last is None else None
+        counts = self.parameters(sizes), int(flops), formula(flops), self.order, self.steps(sizes), self.path(sizes)
+        dearer = spans(lambda n: attention(n) > self.flops(sizes, Symbol.of(n, "n")), FARTHEST)
+        return Layer(name, *counts, dearer[-1].first if dearer and dearer[-1].last is None else None)
 
 
 def attentions(sizes: Sizes) -> dict[str, AttentionSpec]:

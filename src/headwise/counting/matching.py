@@ -15,7 +15,7 @@ from .along import asked_flops, remembered_bytes
 from .calls import Load
 from .search import Search
 
-MOST_HEADS = 2**16  # more are tried of no layer: each has a place in a tuple
+MOST_HEADS = 2**14  # more are tried of no layer: each has a place in a tuple
 
 
 def _cached(spec: AttentionSpec, load: Load) -> int:
@@ -58,13 +58,12 @@ class Match:
         return told | {"difference": self.difference}
 
     def __str__(self) -> str:
-        off = f"{abs(self.difference):.2%} {'more' if self.difference > 0 else 'fewer'} than the {self.wanted:,} wanted"
-        size = (
-            f"{self.free} stays {self.was:,}"
-            if self.chosen == self.was
-            else f"{self.free} {self.chosen:,}, was {self.was:,}"
-        )
-        return f"{size}: {self.reached:,} {BY[self.by][1]}, {'exactly' if self.reached == self.wanted else off}"
+        off = max(abs(self.difference), 1e-4)
+        less = "less than " if abs(self.difference) < off else ""
+        told = f"{less}{off:.2%} {'more' if self.difference > 0 else 'fewer'} than the {self.wanted:,} wanted"
+        size = f"stays {self.was:,}" if self.chosen == self.was else f"{self.chosen:,}, was {self.was:,}"
+        same = "as many as wanted" if self.reached == self.wanted else told
+        return f"{self.free} {size}: {self.reached:,} {BY[self.by][1]}, {same}"
 
 
 def match(

@@ -47,7 +47,7 @@ class Panel:
         """Lines over lengths, with a dot at the one that was priced."""
         axes = self.axes
         axes.set_title(shortened(chart.title, int(0.8 * self._letters)))
-        note = wrap(chart.note, self._letters)
+        note = wrap(chart.note, self._letters, max_lines=2, placeholder=" …", break_on_hyphens=False)
         if not chart.lines:
             axes.set_axis_off()
             axes.text(0, 1, "\n".join(note), va="top", color=GREY, transform=axes.transAxes)

@@ -10,7 +10,7 @@ from ..errors import SpecError
 
 ALL = 192  # sizes that are tried one by one; in a longer row those between which the number lies
 MOST = 2**14  # sizes that are tried one by one where the count goes up and down
-DOUBLINGS = 60  # of a size, at most
+DOUBLINGS = 256  # of a size, at most
 LEVEL = 6  # doublings that change nothing, before the count is taken not to follow the size
 PROBES = 24  # places where neighbours are held against each other before a count is taken to be monotone
 
@@ -66,7 +66,7 @@ class Search:
         for _ in range(DOUBLINGS if begun != wanted else 0):
             above = self._next(range(2 * size, 4 * size + self.gap))
             if above is None:
-                return 2 * size
+                return self._next(range(2 * size - 1, size, -1)) or size
             size, reached = above, self._counted(above)
             level = level + 1 if reached == begun else 0
             away = abs(reached - wanted) > abs(begun - wanted)

@@ -138,7 +138,7 @@ def _answers(net: Transformer, task: Dates, batch: Batch) -> list[list[int]]:
 def aligned(net: Transformer, batch: Batch) -> list[Aligned]:
     """How often each head that reads the source reads what is translated, best first; only linked tokens count."""
     found = [
-        Aligned(layer, head, *_right(w_BTS, batch))
+        Aligned(layer, head, *right(w_BTS, batch))
         for layer, w_BHTS in read(net, batch).items()
         for head, w_BTS in enumerate(w_BHTS.unbind(1))
     ]
@@ -158,7 +158,8 @@ def read(net: Transformer, batch: Batch) -> dict[int, Tensor]:
     return {int(name.split(".")[1]): probe.seen["weights"] for name, probe in probes.items()}
 
 
-def _right(w_BTS: Tensor, batch: Batch) -> tuple[int, int]:
+def right(w_BTS: Tensor, batch: Batch) -> tuple[int, int]:
+    """How many linked tokens read one that they translate more than any other, and how many there are."""
     most = w_BTS.argmax(-1).tolist()
     linked = [(row, t, {s for s, at in one.links if at == t}) for row, one in enumerate(batch.gold) for t in _told(one)]
     return sum(most[row][t] in wanted for row, t, wanted in linked), len(linked)

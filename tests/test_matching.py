@@ -1,0 +1,219 @@
+"""Layers made as large as another: by hand, by trying every size, and what nothing can reach."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cases
+import headwise as hw
+from headwise.counting.matching import BY, sized, sizes
+from headwise.counting.pricing import price
+from headwise.counting.search import Search
+
+MHA = hw.design(model=512, heads=8, pattern="causal")
+GQA = hw.design(model=512, heads=8, kv=2, pattern="causal")
+LOAD = hw.Load(batch=3, context=700)
+PRESETS = {name: hw.design(preset=name, model=96, heads=6) for name in hw.PRESETS if name not in ("mla", "bigbird")}
+SPECS = list({**PRESETS, **cases.EXAMPLES}.values())
+
+# What each number is, read off the whole price.
+PRICED = {
+    "params": lambda told: told.parameters.total,
+    "flops": lambda told: told.prefill.total,
+    "kv": lambda told: told.kept_bytes,
+}
+
+
+def counted(spec, by: str, load: hw.Load = LOAD) -> int:
+    return PRICED[by](price(spec, load))
+
+
+@pytest.mark.parametrize(
+    ("free", "size", "reached"),
+    [
+        ("dim", 102, 512 * 102 * (2 * 8 + 2 * 2)),  # 4 d^2 = d k (2 q + 2 kv) at k = 102.4
+        ("model", 648, 648 * 81 * (2 * 8 + 2 * 2)),  # k = d / q: 4 512^2 = 2.5 d^2 at 647.6, a multiple of 8
+        ("kv", 8, 4 * 512**2),
+        ("vdim", 141, 512 * (64 * (8 + 2) + 141 * (8 + 2))),  # 2048 = 64 * 10 + v * 10 at 140.8
+        ("q", 14, 512 * 64 * (2 * 14 + 2 * 2)),  # a multiple of kv
+    ],
+)
+def test_grouped_heads_as_large_as_full_ones_by_hand(free, size, reached):
+    found = hw.match(GQA, like=MHA, free=free)
+    assert (found.chosen, found.reached, found.wanted) == (size, reached, 4 * 512**2)
+    assert found.spec == sized(GQA, free, size)
+    assert hw.counting.params(found.spec) == reached
+    assert found.difference == (reached - 4 * 512**2) / (4 * 512**2)
+
+
+def test_products_are_matched_to_the_nearest_of_all_widths():
+    """b (2 s d k (2 q + 2 kv) + 4 pairs q k), which nobody else computes here."""
+    b, s, d, q, kv = LOAD.batch, LOAD.context, 512, 8, 2
+    wanted = b * (8 * s * d * d + 4 * s * (s + 1) // 2 * d)
+    each = {k: b * (4 * s * d * k * (q + kv) + 4 * s * (s + 1) // 2 * q * k) for k in range(1, 4000)}
+    nearest = min(each, key=lambda k: abs(each[k] - wanted))
+    found = hw.match(GQA, like=MHA, by="flops", free="dim", load=LOAD)
+    assert (found.wanted, found.chosen, found.reached) == (wanted, nearest, each[nearest])
+
+
+@pytest.mark.parametrize(
+    ("spec", "free", "size"),
+    [
+        (GQA, "kv", 8),
+        (GQA, "dim", 256),
+        (hw.design(preset="mla", model=512, heads=8), "project.rank", 2 * 512 - 64),
+        (replace(MHA, pattern=hw.Window(7)), "pattern.keys", 700),
+        (hw.design(model=512, heads=8, kv=1, pattern="window(700)"), "dim", 512),
+    ],
+    ids=["kv", "dim", "latent", "window", "ring"],
+)
+def test_caches_are_matched_by_hand(spec, free, size):
+    found = hw.match(spec, like=MHA, by="kv", free=free, load=LOAD)
+    assert (found.chosen, found.reached, found.wanted) == (size, 3 * 700 * 1024 * 2, 3 * 700 * 1024 * 2)
+
+
+@given(spec=st.sampled_from(SPECS), like=st.sampled_from(SPECS), by=st.sampled_from(("params", "kv")), data=st.data())
+def test_nobody_nearer_exists(spec, like, by, data):
+    load = hw.Load(batch=2, context=13)
+    free = data.draw(st.sampled_from(sorted(sizes(spec))))
+    if by == "kv" and any(one.pattern.opening != 0 for one in (spec, like)):
+        return
+    spec, like = (replace(one, source=None) for one in (spec, like))
+    count = BY[by][0]
+    wanted = count(like, load)
+    off = min((abs(one - wanted), one) for one in every(spec, free, by, load, 400))
+    try:
+        found = hw.match(spec, like=like, by=by, free=free, load=load)
+    except hw.SpecError:
+        around = list(every(spec, free, by, load, 120))
+        assert wanted < min(around) or wanted > max(around)
+        return
+    assert count(found.spec, load) == found.reached
+    assert sizes(found.spec)[free] == found.chosen
+    assert abs(found.reached - wanted) <= off[0]
+
+
+def every(spec, free: str, by: str, load: hw.Load, most: int):
+    """The count of every size that there can be."""
+    for size in range(1, most):
+        try:
+            yield BY[by][0](sized(spec, free, size), load)
+        except hw.SpecError:
+            continue
+
+
+@pytest.mark.parametrize("name", ["gqa", "linear", "average", "diff", "moh"])
+def test_what_is_matched_is_what_is_priced(name):
+    like, spec = hw.design(preset="mqa", model=96, heads=6), PRESETS[name]
+    for by in BY:
+        found = hw.match(spec, like=like, by=by, load=LOAD)
+        assert (counted(like, by), counted(found.spec, by)) == (found.wanted, found.reached)
+
+
+def test_what_hangs_on_a_size_follows():
+    assert sized(MHA, "q", 5).heads == hw.Heads.grouped(q=5, dim=64)
+    assert sized(GQA, "q", 6).heads == hw.Heads.grouped(q=6, kv=2, dim=64)
+    assert sized(GQA, "model", 1024).heads == hw.Heads.grouped(q=8, kv=2, dim=128)
+    assert sized(PRESETS["diff"], "dim", 10).heads.vdim == 20
+    assert sized(PRESETS["mohsa"], "dim", 10).heads.vdim == 12
+    assert sized(PRESETS["mohsa"], "project.overlap", 3).heads.vdim == 16 + 6
+    assert sized(hw.design(model=96, heads=6, vdim=5), "dim", 10).heads.vdim == 5
+    assert sized(PRESETS["dcmha"], "dynamic_2.rank", 5).modifiers[-1].rank == 5
+    assert sized(GQA, "kv", 2) is GQA
+
+
+def test_the_first_size_that_reaches_is_free_unless_one_is_named():
+    assert hw.match(GQA, like=MHA).free == "dim"
+    assert hw.match(hw.design(preset="mla"), like=MHA, by="kv").free == "project.rank"
+    same = hw.match(MHA, like=MHA)
+    assert (same.chosen, same.was, same.difference) == (64, 64, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said", "told"),
+    [
+        (GQA, {"by": "size"}, "nothing is matched by 'size'; use one of flops, kv, params"),
+        (GQA, {"free": "kvv"}, "no size 'kvv' that could be free; did you mean 'kv'?"),
+        (
+            hw.design(preset="mla"),
+            {"by": "kv", "free": "dim"},
+            "no dim gives it 4,300,800 bytes of cache: dim has no say in it and leaves 2,419,200; free project.rank or",
+        ),
+        (
+            GQA,
+            {"like": hw.design(model=2048, heads=8), "free": "kv"},
+            "it reaches 1,048,576 with kv=8 at most; free dim",
+        ),
+        (
+            GQA,
+            {"like": hw.design(model=2, heads=1), "free": "dim"},
+            "it reaches 10,240 with dim=1; nothing else of it alone gets there",
+        ),
+        (hw.design(preset="mla"), {"like": hw.design(model=2, heads=1)}, "nearest is 43,008 with model=16"),
+        (hw.design(model=512, heads=8), {"by": "kv"}, "pattern=full() reads ahead"),
+        (GQA, {"by": "kv", "like": hw.design(model=512, heads=8)}, "pattern=full() reads ahead"),
+    ],
+)
+def test_an_impossible_match_says_what_is_near_and_what_else_to_free(spec, said, told):
+    with pytest.raises(hw.SpecError) as refused:
+        hw.match(spec, **{"like": MHA, "load": LOAD} | said)
+    assert told in str(refused.value)
+
+
+def test_a_match_says_what_was_chosen():
+    found = hw.match(GQA, like=MHA)
+    assert str(found) == "dim 102, was 64: 1,044,480 parameters, 0.39% fewer than the 1,048,576 wanted"
+    assert str(hw.match(MHA, like=MHA)) == "dim stays 64: 1,048,576 parameters, as many as wanted"
+    assert found.data == {
+        "by": "params",
+        "free": "dim",
+        "was": 64,
+        "chosen": 102,
+        "wanted": 1_048_576,
+        "reached": 1_044_480,
+        "difference": -0.00390625,
+    }
+
+
+# --- the search ----------------------------------------------------------------------------------------
+
+
+@given(
+    shape=st.sampled_from((lambda n: 7 * n + 3, lambda n: n * n, lambda n: 10**5 - 31 * n, lambda n: n // 3)),
+    stride=st.integers(1, 12),
+    bound=st.sampled_from((None, 100, 1000)),
+    wanted=st.integers(0, 5000),
+    times=st.integers(1, 8),
+)
+def test_a_search_finds_what_trying_everything_finds(shape, stride, bound, wanted, times):
+    def count(size: int) -> int | None:
+        return shape(size) if size > 0 and size % stride == 0 and (bound is None or size <= bound) else None
+
+    search = Search(count, start=stride * times)
+    size, found = search.nearest(wanted)
+    everything = {n: told for n in range(1, 16_000) if (told := count(n)) is not None}
+    assert everything[size] == found
+    if search.reached(wanted):
+        assert abs(found - wanted) == min(abs(told - wanted) for told in everything.values())
+    else:
+        assert wanted < min(everything.values()) or wanted > max(everything.values())
+
+
+def test_what_goes_up_and_down_is_tried_one_by_one():
+    def zigzag(size: int) -> int | None:
+        return size * 10 + (size * 7) % 31 * 9 if size else None
+
+    for wanted in range(500, 9000, 371):
+        found = Search(zigzag, start=40).nearest(wanted)[1]
+        assert abs(found - wanted) == min(abs((zigzag(n) or 0) - wanted) for n in range(1, 3000))
+
+
+def test_numbers_far_beyond_machine_words():
+    found = hw.match(GQA, like=hw.design(model=2**40, heads=1), free="dim")
+    assert abs(found.reached - 4 * 2**80) <= 512 * 20 // 2
+    with pytest.raises(hw.SpecError, match="no q gives it"):
+        hw.match(GQA, like=hw.design(model=2**40, heads=1), free="q")
