@@ -46,7 +46,13 @@ def test_every_verb_has_help_with_an_example(capsys, verb: str):
 
 
 @pytest.mark.parametrize(
-    "argv", [("spec", "gqa"), ("walk", "mha", "--batch", "2", "--tokens", "3"), ("why", "--preset", "mla"), ("demo",)]
+    "argv",
+    [
+        ("spec", "gqa"),
+        ("walk", "mha", "--batch", "2", "--tokens", "3"),
+        ("why", "--preset", "mla"),
+        ("demo", "--quick"),
+    ],
 )
 def test_json_is_one_document(capsys, argv: tuple[str, ...]):
     code, out, err = run(capsys, *argv, "--json")

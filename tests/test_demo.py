@@ -59,23 +59,23 @@ def test_kernel_regression_at_its_ends(width: float):
 
 
 @pytest.fixture(scope="module")
-def learned(tmp_path_factory: pytest.TempPathFactory) -> translator.Learned:
+def learned(tmp_path_factory: pytest.TempPathFactory) -> translator.Translator:
     said = {"steps": 2, "batch": 8, "evaluate_every": 2, "evaluate_batches": 1, "precision": "fp32", "compile": "off"}
-    return translator.Learned(tmp_path_factory.mktemp("demo") / "run", Recipe(**said, attention="fused"))
+    return translator.Translator(tmp_path_factory.mktemp("demo") / "run", Recipe(**said, attention="fused"))
 
 
 def wide(line: str) -> int:
     return sum(2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in line)
 
 
-def test_the_translators_pages_fit_a_terminal(learned: translator.Learned):
+def test_the_translators_pages_fit_a_terminal(learned: translator.Translator):
     pages = [learned.told(), learned.said(), learned.read()]
     assert max(wide(line) for page in pages for line in page.splitlines()) <= 80
     assert "2 steps" in pages[0]
     assert {one.direction for one in learned.batch.gold} == {line.split()[0] for line in pages[1].splitlines()[::2]}
 
 
-def test_heads_are_judged_by_known_links(learned: translator.Learned):
+def test_heads_are_judged_by_known_links(learned: translator.Translator):
     """Weights that stand on one known link of each token are right everywhere, and elsewhere nowhere."""
     batch, net = learned.batch, learned.result.net
     for w_BHTS in translator.read(net, batch).values():
@@ -93,7 +93,7 @@ def test_heads_are_judged_by_known_links(learned: translator.Learned):
     assert net.probes == {}
 
 
-def test_the_picture_shows_weights_where_they_are(learned: translator.Learned):
+def test_the_picture_shows_weights_where_they_are(learned: translator.Translator):
     drawn = translator.picture(learned.result.net, learned.heads[0], learned.batch)
     assert all(abs(sum(row) - 1) < 1e-5 for row in drawn.weights)
     sharp = replace(drawn, weights=tuple(tuple(float(s == 1) for s in range(len(row))) for row in drawn.weights))
@@ -101,8 +101,8 @@ def test_the_picture_shows_weights_where_they_are(learned: translator.Learned):
         assert line.count("█") == 1
 
 
-def test_a_translator_that_is_there_is_not_trained_again(learned: translator.Learned):
-    again = translator.Learned(learned.folder, learned.recipe)
+def test_a_translator_that_is_there_is_not_trained_again(learned: translator.Translator):
+    again = translator.Translator(learned.folder, learned.recipe)
     before = (learned.folder / "model.safetensors").read_bytes() if learned.result else b""
     assert again.result.metrics["exact_match"] == learned.result.metrics["exact_match"]
     assert (learned.folder / "model.safetensors").read_bytes() == before

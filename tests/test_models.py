@@ -15,7 +15,8 @@ from torch import Tensor
 import headwise as hw
 from anchors.test_families import FAMILIES, PUBLIC, TINY
 from headwise import blueprint as bp
-from headwise import counting, families
+from headwise import counting, families, models
+from headwise.dropping import dropped
 from headwise.models import STARTS, Memory, Typed
 from headwise.models.feeds import Feed, Mixture, Normed
 
@@ -331,7 +332,7 @@ def test_dropout_acts_in_training_alone_and_where_it_should():
     assert not torch.equal(net(x), net(x))
     assert torch.equal(net.eval()(x), net(x))
     seen: list[int] = []
-    drop = F.dropout
+    drop = dropped
 
     def counted(h: Tensor, rate: float, training: bool) -> Tensor:
         seen.append(h.shape[-1])
@@ -339,7 +340,8 @@ def test_dropout_acts_in_training_alone_and_where_it_should():
         return drop(h, rate, training)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(F, "dropout", counted)
+        for place in (models.block, models.ends, models.feeds):
+            patch.setattr(place, "dropped", counted)
         net.train()(x)
     each = [MODEL, 17, MODEL]  # behind the attention, inside the feed-forward, behind it
     assert seen == [MODEL, *each, *each]  # and behind the embedding

@@ -124,9 +124,9 @@ def pages(out: Path | None = None, recipe: Recipe | None = None) -> Iterator[tup
     yield "What runs it", lambda: str(why(spec()))
     yield "A proof in passing", proofs
     if out is not None:
-        from .translator import Learned
+        from .translator import Translator
 
-        learned = Learned(out, recipe)
+        learned = Translator(out, recipe)
         yield "A translator learns", learned.told
         yield "What it says", learned.said
         yield "Which head reads what", learned.read
@@ -157,9 +157,9 @@ def data(out: Path | None = None, recipe: Recipe | None = None) -> dict[str, Any
     work = counting.work_of(one, batch=1, queries=TOKENS)
     learned: dict[str, Any] = {}
     if out is not None:
-        from .translator import Learned
+        from .translator import Translator
 
-        learned = {"translator": Learned(out, recipe).data}
+        learned = {"translator": Translator(out, recipe).data}
     return learned | {
         "lookup": [asdict(found) for found in lookup.answers()],
         "spec": TEXT,

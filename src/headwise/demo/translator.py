@@ -67,7 +67,7 @@ class Picture:
         return "\n".join(line.rstrip() for line in lines)
 
 
-class Learned:
+class Translator:
     """The pages of a translator, which is trained when the first of them is made."""
 
     def __init__(self, folder: Path, recipe: Recipe | None = None) -> None:

@@ -83,7 +83,7 @@ def encoded(checkpoint: Checkpoint) -> bytes:
     """The file of a checkpoint: tensors as safetensors, all else as JSON in its header, and a checksum of both.
 
     >>> one = Checkpoint(3, {"model w": torch.ones(2)}, {"best": None})
-    >>> encoded(one) == encoded(one)
+    >>> b'"step": 3'.replace(b'"', rb"\"") in encoded(one)
     True
     """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
