@@ -1,4 +1,7 @@
-"""Run every benchmark and print its table; `--json` prints one JSON document."""
+"""Run benchmarks, all or those named, and print their tables; `--json` prints one JSON document.
+
+Those on real data are commands of their own: `python -m benchmarks.shakespeare`, `.mnist`, `.translate_multi30k`.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,19 @@ import sys
 
 import torch
 
-from . import step_overhead
+from . import step_overhead, training_step
+
+BENCHMARKS = {"step_overhead": step_overhead, "training_step": training_step}
 
 
 def main() -> int:
     """Print what was measured, on how many threads."""
+    names = [name for name in sys.argv[1:] if name != "--json"] or list(BENCHMARKS)
+    if wrong := [name for name in names if name not in BENCHMARKS]:
+        print(f"there is no benchmark {wrong[0]!r}; use one of {', '.join(BENCHMARKS)}", file=sys.stderr)
+        return 2
     torch.set_num_threads(1)
-    rows = [row for benchmark in (step_overhead,) for row in benchmark.main()]
+    rows = [row for name in names for row in BENCHMARKS[name].main()]
     machine = {"processor": platform.machine(), "torch": torch.__version__, "threads": torch.get_num_threads()}
     if "--json" in sys.argv[1:]:
         print(json.dumps({"machine": machine, "rows": rows}))
