@@ -221,3 +221,10 @@ bug(
     "if taken > seconds[best] * (1 - WORTH):",
     f"{TRAINING}::test_the_faster_precision_is_taken_and_the_exact_one_when_in_doubt",
 )
+bug(
+    "training-leftovers-in-parts-of-nothing",
+    "training/loss.py",
+    "size = -(-rows // count)",
+    "size = rows // count",
+    f"{TRAINING}::test_what_an_epoch_leaves_over_is_taken_in_parts_too",
+)

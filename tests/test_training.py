@@ -245,6 +245,16 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole():
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5, 7])
+def test_what_an_epoch_leaves_over_is_taken_in_parts_too(rows: int):
+    batch = Echo().batch(0, rows)
+    whole, wanted = gradients(quick(batch=12), batch)
+    found, each = gradients(quick(batch=12, accumulate=3), batch)
+    assert found == pytest.approx(whole, rel=1e-12)
+    for name, gradient in each.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
 def test_reading_only_what_is_asked_is_reading_all():
     """Against cross entropy over all logits."""
     batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()

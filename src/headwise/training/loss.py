@@ -50,13 +50,14 @@ def weighed(ledger: Ledger, terms: Sequence[tuple[str, float]]) -> Tensor | floa
 
 
 def parts_of(batch: Batch, count: int) -> Iterator[Batch]:
-    """The rows of a batch in `count` equal parts, in order."""
+    """The rows of a batch in `count` equal parts, in order; of what an epoch leaves over, in as many as it makes."""
     if count == 1:
         yield batch
         return
     rows = len(batch.labels)
-    for first in range(0, rows, rows // count):
-        own = slice(first, first + rows // count)
+    size = -(-rows // count)
+    for first in range(0, rows, size):
+        own = slice(first, first + size)
         yield Batch(**{name: _rows(value, own) for name, value in vars(batch).items()})
 
 

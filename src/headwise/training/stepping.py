@@ -32,11 +32,11 @@ class Stepper:
 
     def gradients(self, batch: Batch) -> Tensor:
         """Set the gradients of the mean loss over all places that ask; the loss, terms included."""
-        total, count = asked(batch), self.recipe.accumulate
+        total, parts = asked(batch), list(parts_of(batch, self.recipe.accumulate))
         losses: list[Tensor] = []
         with attending(self.net, self.choice.attention):
-            for part in parts_of(batch, count):
-                loss = self.loss(part) / total + self._added() / count
+            for part in parts:
+                loss = self.loss(part) / total + self._added() / len(parts)
                 loss.backward()
                 losses.append(loss.detach())
         return torch.stack(losses).sum()
