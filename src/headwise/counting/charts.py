@@ -91,7 +91,7 @@ def charts(prices: Mapping[str, Price], kind: str = "all") -> list[Chart | Roof]
     >>> import headwise as hw
     >>> costs = hw.cost({"gqa": hw.design(preset="gqa"), "linear": hw.design(preset="linear")})
     >>> [line.label for line in charts({one.name: one for one in costs}, "breakeven")[0].lines]
-    ['gqa', 'linear from 8,227']
+    ['gqa', 'linear from 2,057']
     """
     if kind not in (*KINDS, "all"):
         raise SpecError(f"there is no drawing {kind!r}; {nearest(kind, [*KINDS, 'all'])}")

@@ -81,7 +81,7 @@ class Complexity:
         ...     print(layer.name, layer.formula, layer.serial, layer.path, layer.dearer)
         self-attention 8 n d^2 + 4 n^2 d 1 1 None
         in a window 8 n d^2 + 4 d pairs[window(10)] 1 111 2
-        linear 8 n d^2 + sums over tokens 8 1 257
+        linear 8 n d^2 + sums over tokens 8 1 131
         recurrent 4 n d^2 1000 1000 1
         """
         known: dict[int, int] = {}
