@@ -141,8 +141,9 @@ def test_spans_are_found_to_the_token(gaps, first):
 
 
 def test_break_even_needs_two():
-    with pytest.raises(hw.SpecError, match="one has nothing to break even with; give two or more"):
-        hw.break_even({"one": MHA})
+    for alone, said in (({"one": MHA}, "one"), ({}, "nothing"), (MHA, "AttentionSpec")):
+        with pytest.raises(hw.SpecError, match=f"{said}.* has nothing to break even with; give two or more by name"):
+            hw.break_even(alone)
 
 
 def test_the_page_and_the_plain_values():
@@ -192,7 +193,7 @@ def test_recurrences_are_products_of_the_token_and_of_the_state(name, gates, mad
 
     assert LAYERS[name].flops == seen(steps) == 4 * gates * n * d * d
     assert LAYERS[name].parameters == sum(p.numel() for p in net.parameters())
-    assert (LAYERS[name].steps, LAYERS[name].path) == (n, n)
+    assert (LAYERS[name].serial, LAYERS[name].path) == (n, n)
 
 
 def test_convolutions_are_counted_as_torch_counts_them():
@@ -228,7 +229,7 @@ def test_paths_are_as_long_as_walking_them(tokens, kernel, window):
     pattern = hw.Window(window)
     near = [step for step in range(tokens) if pattern.allows(tokens, tokens - step)]
     assert found["in a window"].path == reached(tokens, lambda _: near)
-    assert (found["self-attention"].path, found["self-attention"].steps) == (1, 1)
+    assert (found["self-attention"].path, found["self-attention"].serial) == (1, 1)
 
 
 def test_orders_are_those_of_the_paper():

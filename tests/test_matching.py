@@ -154,6 +154,8 @@ def test_the_first_size_that_reaches_is_free_unless_one_is_named():
             "it reaches 10,240 with dim=1; nothing else of it alone gets there",
         ),
         (hw.design(preset="mla"), {"like": hw.design(model=2, heads=1)}, "nearest is 43,008 with model=16"),
+        ("gqa", {}, "spec='gqa' is no spec; only layers are matched"),
+        (GQA, {"like": {"mha": MHA}}, "is no spec; only layers are matched"),
         (hw.design(model=512, heads=8), {"by": "kv"}, "pattern=full() reads ahead"),
         (GQA, {"by": "kv", "like": hw.design(model=512, heads=8)}, "pattern=full() reads ahead"),
     ],

@@ -101,8 +101,9 @@ def break_even(described: Mapping[str, Described], load: Load | None = None) -> 
     >>> {row.name: str(row) for row in told.rows if row.quantity == "cache_bytes"}
     {'mla': 'always', 'linear': 'from 517 on'}
     """
-    if len(described) < 2:
-        raise SpecError(f"{', '.join(described) or 'nothing'} has nothing to break even with; give two or more")
+    known = described if isinstance(described, Mapping) else {f"{described!r}"[:40]: described}
+    if len(known) < 2:
+        raise SpecError(f"{', '.join(known) or 'nothing'} has nothing to break even with; give two or more by name")
     along = Along(described, load or Load())
     first, *others = described
     rows = [even(along, name, first, quantity) for name in others for quantity in WORDS]

@@ -1,4 +1,4 @@
-"""Attention beside the layers that it took the place of: work, steps that wait for each other, and paths, counted."""
+"""Attention beside the layers that it took the place of: work, what waits for what, and paths, counted."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .symbols import Symbol, formula
 
 # What is often said otherwise.
 NOTES = (
-    "What stays constant as rows grow is how many steps self-attention takes and how far it is from token to token, "
+    "What stays constant as rows grow is how much of self-attention is serial, and how far it is from token to token; "
     "not its work: 4 n^2 d for scores and values, the larger share beyond n = 2 d, and 8 n d^2 for four projections, "
     "which a table of orders leaves out.",
     "Nor do orders tell which costs less: a GRU of 12 n d^2 is dearer than self-attention up to n = d, a plain "
     "recurrence never.",
     "A convolution is computed at all positions at once, as attention is; range costs it depth, not time.",
-    "A recurrent layer reads any distance in form; what limits it is the steps that a gradient passes.",
+    "A recurrent layer reads any distance in form; what limits it is how often its gradient is multiplied.",
 )
-HEAD = ("", "parameters", "FLOP", "steps", "path", "   order", "dearer")
+HEAD = ("", "parameters", "FLOP", "serial", "path", "   order", "dearer")
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Sizes:
 class Layer(NamedTuple):
     """One layer: learned numbers, FLOPs and how they come about, and what Table 1 of 1706.03762 tells of it.
 
-    `steps` must be done one after another, however many processors there are. `path` is how often such a layer is
-    applied, in time or in depth, until the last token knows of the first. `dearer` is the length from which
+    `serial` operations must be done one after another, however many processors there are. `path` is how often such a
+    layer is applied, in time or in depth, until the last token knows of the first. `dearer` is the length from which
     self-attention asks for more FLOPs, or None where it never does.
     """
 
@@ -61,7 +61,7 @@ class Layer(NamedTuple):
     flops: int
     formula: str
     order: str
-    steps: int
+    serial: int
     path: int
     dearer: int | None
 
@@ -78,7 +78,7 @@ class Complexity:
         """Every layer of these sizes.
 
         >>> for layer in Complexity.of(Sizes(tokens=1000, model=64, window=10)).layers[:4]:
-        ...     print(layer.name, layer.formula, layer.steps, layer.path, layer.dearer)
+        ...     print(layer.name, layer.formula, layer.serial, layer.path, layer.dearer)
         self-attention 8 n d^2 + 4 n^2 d 1 1 None
         in a window 8 n d^2 + 4 d pairs[window(10)] 1 111 2
         linear 8 n d^2 + sums over tokens 8 1 131
@@ -102,11 +102,12 @@ class Complexity:
         told = "One layer of width d = {model:,}, n = {tokens:,} tokens, k = {kernel:,}, r = {window:,}, h = {heads:,}"
         lines = [*textwrap.wrap(told.format(**asdict(self.sizes)), WIDTH), "", _row(*HEAD)]
         for layer in self.layers:
-            cells = (short(size) for size in (layer.parameters, layer.flops, layer.steps, layer.path))
+            cells = (short(size) for size in (layer.parameters, layer.flops, layer.serial, layer.path))
             since = "never" if layer.dearer is None else f"n={layer.dearer:,}"
             lines.append(_row(layer.name, *cells, f"   {layer.order}", "" if layer is self.layers[0] else since))
         ends = (
-            "Path: layers or steps from the first token to the last. Dearer: the length from which self-attention is."
+            "Serial: operations one after another. Path: layers, or moments, from the first token to the last. Dearer: "
+            "the length from which self-attention is."
         )
         return "\n".join([*lines, "", *(line for note in (ends, *NOTES) for line in textwrap.wrap(note, WIDTH))])
 
@@ -119,17 +120,17 @@ def _row(name: str, *cells: str) -> str:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of layer: its order, steps, path, learned numbers, and FLOPs of so many tokens."""
+    """A kind of layer: its order, serial, path, learned numbers, and FLOPs of so many tokens."""
 
     order: str
-    steps: Callable[[Sizes], int]
+    serial: Callable[[Sizes], int]
     path: Callable[[Sizes], int]
     parameters: Callable[[Sizes], int]
     flops: Callable[[Sizes, Symbol], int]
 
     def layer(self, name: str, sizes: Sizes, attention: Callable[[int], int]) -> Layer:
         flops = self.flops(sizes, Symbol.of(sizes.tokens, "n"))
-        counts = self.parameters(sizes), int(flops), formula(flops), self.order, self.steps(sizes), self.path(sizes)
+        counts = self.parameters(sizes), int(flops), formula(flops), self.order, self.serial(sizes), self.path(sizes)
         dearer = spans(lambda n: attention(n) > self.flops(sizes, Symbol.of(n, "n")), FARTHEST)
         return Layer(name, *counts, dearer[-1].first if dearer and dearer[-1].last is None else None)
 
@@ -147,12 +148,12 @@ def attentions(sizes: Sizes) -> dict[str, AttentionSpec]:
     }
 
 
-def _attention(name: str, order: str, told: str, steps: Callable[[Sizes], int], path: Callable[[Sizes], int]) -> _Kind:
+def _attention(name: str, order: str, told: str, serial: Callable[[Sizes], int], path: Callable[[Sizes], int]) -> _Kind:
     def flops(sizes: Sizes, n: Symbol) -> int:
         asked = asked_flops(attentions(sizes)[name], Load(context=int(n)))
         return Symbol.of(asked, told.format(r=sizes.window), loose="sum")
 
-    return _Kind(order, steps, path, lambda sizes: params(attentions(sizes)[name]), flops)
+    return _Kind(order, serial, path, lambda sizes: params(attentions(sizes)[name]), flops)
 
 
 def _recurrent(gates: int) -> _Kind:

@@ -81,6 +81,9 @@ def match(
     >>> grouped.free, grouped.chosen, grouped.difference
     ('dim', 102, -0.00390625)
     """
+    for name, given in {"spec": spec, "like": like}.items():
+        if not isinstance(given, AttentionSpec):
+            raise SpecError(f"{name}={given!r} is no spec; only layers are matched, as hw.design describes them")
     if by not in BY:
         raise SpecError(f"nothing is matched by {by!r}; {nearest(by, BY)}")
     load, known = load or Load(), sizes(spec)

@@ -135,7 +135,7 @@ class Panel:
         room = (1.05 - at) * wide if at < 1 else self.room - (at - 1) * wide - 0.05
         # Of those at one height the one on the left comes lowest: then no line crosses another.
         marks = sorted(marks, key=lambda mark: mark.x)
-        heights = spread([round(self._place(mark)[1], 2) for mark in marks], LINE * size / 72 / tall, low, high)
+        heights = spread([round(self._place(mark)[1], 3) for mark in marks], LINE * size / 72 / tall, low, high)
         for mark, height in zip(marks, heights, strict=True):
             self.axes.annotate(
                 shortened(mark.name, int(72 * room / size / LETTER)), (mark.x, mark.y), (at, height),
