@@ -19,14 +19,14 @@ bug(
     "counting/search.py",
     "(self._counted(found) < wanted) == rises",
     "(self._counted(found) < wanted)",
-    f"{MATCHING}::test_a_search_finds_what_trying_everything_finds",
+    f"{MATCHING}::test_counts_that_fall_are_searched_the_other_way",
 )
 bug(
     "match-stops-at-the-first-size-that-cannot-be",
     "counting/search.py",
     "range(2 * size, 4 * size + self.gap)",
     "range(2 * size, 2 * size + 1)",
-    f"{MATCHING}::test_a_search_finds_what_trying_everything_finds",
+    f"{MATCHING}::test_the_next_size_may_be_far_where_heads_are_shared_evenly",
 )
 bug(
     "match-trusts-a-count-that-goes-back",
