@@ -58,8 +58,8 @@ bug(
 bug(
     "training-accumulates-a-mean-of-means",
     "training/stepping.py",
-    "loss = self.loss(part) / total + self._added() / count",
-    "loss = self.loss(part) / asked(part) / count + self._added() / count",
+    "loss = self.loss(part) / total + self._added() / len(parts)",
+    "loss = (self.loss(part) / asked(part) + self._added()) / len(parts)",
     f"{TRAINING}::test_a_batch_in_parts_has_the_gradient_of_the_whole",
 )
 bug(
