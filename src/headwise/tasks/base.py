@@ -68,7 +68,7 @@ class Task(ABC):
 
     @abstractmethod
     def model(self) -> Model:
-        """A model that learns this task in a few minutes, its tables as large as the task needs."""
+        """A model of a size that suits this task, its tables as large as the task needs."""
 
     @property
     @abstractmethod
