@@ -56,8 +56,8 @@ class Picture:
     weights: tuple[tuple[float, ...], ...]
 
     def __str__(self) -> str:
-        source = [f"<{self.gold.direction.split('-')[1]}>", *_tokens(self.gold.source)]
-        target = [*_tokens(self.gold.target), "end"]
+        source = [f"<{self.gold.direction.split('-')[1]}>", *map(_visible, _tokens(self.gold.source))]
+        target = [*map(_visible, _tokens(self.gold.target)), "end"]
         side = max(map(_wide, target)) + 1
         columns = [max(_wide(token), 1) + 1 for token in source]
         lines = [" " * side + "".join(_fit(t, w) for t, w in zip(source, columns, strict=True))]
@@ -204,7 +204,11 @@ def _wide(text: str) -> int:
 
 
 def _fit(text: str, width: int) -> str:
-    return text.replace(" ", "␣") + " " * (width - _wide(text))
+    return text + " " * (width - _wide(text))
+
+
+def _visible(token: str) -> str:
+    return "␣" if token == " " else token
 
 
 def page_said(told: Sequence[Said]) -> str:
