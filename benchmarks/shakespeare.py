@@ -2,7 +2,8 @@
 
 `python -m benchmarks.shakespeare` trains ours through `hw.train`, and the same recipe written plainly in PyTorch in
 the same process, and prints the validation loss in nats a character and the seconds of each. nanoGPT's README reports
-1.88 (the best seen in several runs there: 1.88).
+1.88, the mean of 20 random batches; ours is of the whole held-out text. The recipe's rate of learning is low for so
+small a model, so ours runs at that rate and, everything else alike, at one of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,7 @@ from .real import found
 
 SHAPE = Shape()
 STEPS, BATCH, RATE, LEAST, WARM = 2000, 12, 1e-3, 1e-4, 100
+OWN_RATE = 4e-3  # falls to the same least
 EVALUATIONS = 20  # batches, as in the recipe; the whole of the held-out text is measured besides
 
 
@@ -40,11 +43,11 @@ def described(shape: Shape = SHAPE) -> Model:
     return Model("small-gpt", "decoder", (stack,), (Head("tokens", shape.tokens, table="decoder"),))
 
 
-def ours(path: Path, folder: str) -> dict[str, float]:
+def ours(path: Path, folder: str, rate: float) -> dict[str, Any]:
     """Through the library's own loop, at its own choice of precision."""
     data = task("text", path=str(path), tokens="chars", length=SHAPE.length, valid=0.1, test=0.0)
     recipe = Recipe(
-        steps=STEPS, batch=BATCH, lr=RATE, schedule="cosine", warmup=WARM / STEPS, floor=LEAST / RATE,
+        steps=STEPS, batch=BATCH, lr=rate, schedule="cosine", warmup=WARM / STEPS, floor=LEAST / rate,
         betas=(0.9, 0.99), weight_decay=0.1, clip=1.0, start="gpt2", seed=1337, evaluate_every=250,
         evaluate_batches=10**6, checkpoint_every=1000,
     )  # fmt: skip
@@ -99,9 +102,11 @@ def main() -> int:
     if paths is None:
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        told = {"ours": ours(paths[0], f"{folder}/run"), "plainly": plainly(paths[0])}
-    told |= {"ratio": told["ours"]["seconds"] / told["plainly"]["seconds"], "threads": torch.get_num_threads()}
-    print(json.dumps(told, indent=2))
+        told = {"plainly": plainly(paths[0])}
+        for name, rate in (("ours", RATE), ("ours, own rate", OWN_RATE)):
+            told[name] = ours(paths[0], f"{folder}/{rate}", rate)
+            told[name]["time"] = told[name]["seconds"] / told["plainly"]["seconds"]
+    print(json.dumps(told | {"threads": torch.get_num_threads()}, indent=2))
     return 0
 
 

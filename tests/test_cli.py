@@ -130,6 +130,7 @@ BAD = {
     "uneven": (("spec", "mha", "--set", "heads.kv=3"), "use kv in"),
     "want": (("why", "mha", "--want", "weight"), "did you mean 'weights'"),
     "dtype": (("why", "mha", "--dtype", "f8"), "dtype='f8'"),
+    "nowhere to train": (("demo", "--out", "/dev/null/x"), "give a folder that can be written"),
 }
 
 

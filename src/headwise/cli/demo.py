@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..files import Lock
 from .screen import Arguments, document, show, take_form, title
 
 
@@ -24,6 +25,9 @@ def main(argv: list[str]) -> int:
 
     out = None if given.quick else Path(given.out)
     recipe = None if given.quick or given.steps is None else demo.shorter(given.steps)
+    if out is not None:
+        with Lock(out):  # a folder that nobody can write, or that another run has, is refused before the first page
+            pass
     if given.json:
         show(document(demo.data(out, recipe)))
     else:
