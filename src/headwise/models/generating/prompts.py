@@ -12,7 +12,7 @@ from ...errors import SpecError
 from ...tokens import Tokens
 from ..caches import Memory
 from ..transformer import Transformer
-from .course import check_says, longest, side_by_side
+from .course import check_room, check_says, longest, side_by_side
 from .words import words_of
 
 ALIKE = "give text, ids such as [3, 1, 4], or a list of either"
@@ -57,16 +57,24 @@ def taken(net: Transformer, said: Any, window: int | None = None) -> Given:
     return Given(rows, "ids", form)
 
 
-def read(net: Transformer, text: str, window: int | None = None) -> list[int]:
-    """The ids of a text, with those that stand before and behind it."""
+def read(net: Transformer, text: str, window: int | None = None, specials: str | None = None) -> list[int]:
+    """The ids of a text, with those that stand before and behind it; `specials` as in Usage, whatever that says."""
     reading, _ = words_of(net)
-    usage, ids = net.usage, reading.ids(text)
+    usage, ids = net.usage, reading.ids(text, specials)
     around = len(usage.before) + len(usage.behind)
     if window is not None and around >= window:
         raise ValueError(f"window={window} leaves no room beside the {around} ids around a text; give more")
     if window is not None and len(ids) + around > window:
         ids = ids[around - window :]
     return _checked([*usage.before, *ids, *usage.behind], net)
+
+
+def row_of(net: Transformer, text: str, *, count: int, window: int | None = None) -> list[int]:
+    """The ids of a text, if `count` new ones can be said of it."""
+    row = read(net, text, window)
+    if net.described.kind != "encoder-decoder":
+        check_room(net.described, len(row), count, window)
+    return row
 
 
 def begun(net: Transformer, rows: Sequence[Sequence[int]], device: torch.device) -> Prompt:

@@ -19,17 +19,18 @@ PARTS = 3  # bytes of a character that is not whole yet, at most
 
 
 class Words:
-    """What a document of `tokenizers` says. A special token that stands in a text is text, or "read" as the token."""
+    """What a document of `tokenizers` says; `specials` as in Usage."""
 
     def __init__(self, document: str, specials: str = "text") -> None:
         self._tokenizer = Tokenizer.from_str(document)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = specials == "text"
+        self._specials = specials
         self._unknown = _unknown(self._tokenizer, json.loads(document)["model"])
 
-    def ids(self, text: str) -> list[int]:
+    def ids(self, text: str, specials: str | None = None) -> list[int]:
         """The ids of a text, without any that stand before or behind it."""
+        self._tokenizer.encode_special_tokens = (specials or self._specials) == "text"
         try:
             found = self._tokenizer.encode(text, add_special_tokens=False)
         except Exception:  # what a tokenizer without a token for the unknown raises has no name of its own
