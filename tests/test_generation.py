@@ -407,7 +407,12 @@ BAD: dict[str, tuple[bp.Model, Any, dict[str, Any], str]] = {
     "many beams": (LEARNED, [1], {"how": hw.Decoding(beams=12)}, "beams=12 are more than the 11 tokens"),
     "drawn beams": (LEARNED, [1], {"how": hw.Decoding(beams=2), "temperature": 1.0}, "give temperature=0, or beams=1"),
     "idle filter": (LEARNED, [1], {"how": hw.Decoding(top_k=3)}, "top_k=3 is for drawing, but temperature=0"),
-    "idle filter of beams": (LEARNED, [1], {"how": hw.Decoding(top_p=0.5, beams=2)}, "top_p=0.5 is .* but beams follow"),
+    "idle filter of beams": (
+        LEARNED,
+        [1],
+        {"how": hw.Decoding(top_p=0.5, beams=2)},
+        "top_p=0.5 is .* but beams follow",
+    ),
     "a strange end": (LEARNED, [1], {"how": hw.Decoding(end=(11,))}, "the id 11 cannot end an answer of 11 tokens"),
     "a strange stop": (LEARNED, [1], {"how": hw.Decoding(stop=(99,))}, "the id 99 cannot end"),
     "no seed": (LEARNED, [1], {"temperature": 1.0, "seed": "x"}, "seed='x' is no seed for 1 rows"),

@@ -110,7 +110,9 @@ class Telling:
         self._tell(new, len(new))
 
     def _new(self) -> str:
-        return self.words.text([*self._settled, *self._open])[len(self._known) :]
+        whole = self.words.text([*self._settled, *self._open])
+        # What was told stays, even where a tokenizer would now read its bytes otherwise.
+        return whole[len(self._known) :] if whole.startswith(self._known) else self.words.text(self._open)
 
     def _tell(self, new: str, up_to: int) -> None:
         self.text += new[self._told : up_to]
@@ -127,7 +129,8 @@ def words_of(net: Transformer) -> tuple[Words, Words]:
         return _BUILT[net][1:]
     if usage.tokenizer is None:
         raise SpecError(
-            f"{net.described.name} has no tokenizer, so it reads ids alone; give some, or net.usage a tokenizer"
+            f"{net.described.name} has no tokenizer, so it reads ids alone; give ids, or a tokenizer, as in "
+            "net.usage = Usage(tokenizer=document)"
         )
     check_usage(net.described, usage)
     written = Words(usage.tokenizer, usage.specials)
