@@ -466,5 +466,5 @@ def test_what_cannot_be_streamed_says_why(net: hw.Transformer):
         hw.stream(net, PROMPTS)
     with pytest.raises(hw.SpecError, match="beams=2 are decided at the end"):
         hw.stream(net, PROMPTS[0], how=hw.Decoding(beams=2))
-    with pytest.raises(ValueError, match="give what hw.build or hw.load returned"):
+    with pytest.raises(ValueError, match=r"give what hw\.build or hw\.load returned"):
         hw.generate(torch.nn.Linear(1, 1), [1])  # pyright: ignore[reportArgumentType] - that is the test

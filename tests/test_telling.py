@@ -216,11 +216,8 @@ def test_what_a_tokenizer_does_not_know_is_said(name: str):
     made = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="<unk>"))  # of which <unk> itself is none
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     document = {"dates": task("dates").tokenizer, "wordpiece": wordpiece(), "chars": made.to_str()}[name]
-    text, piece, at = {
-        "dates": ("<zh>3 May €", "€", 10),
-        "wordpiece": ("The cät sat", "cät", 4),
-        "chars": ("abx", "x", 2),
-    }[name]
+    texts = {"dates": ("<zh>3 May €", "€", 10), "wordpiece": ("The cät sat", "cät", 4), "chars": ("abx", "x", 2)}
+    text, piece, at = texts[name]
     with pytest.raises(hw.SpecError) as caught:
         Words(document or "", "read").ids(text)
     assert str(caught.value).startswith(f"{piece!r} at place {at} is nothing that the model's tokenizer knows")
@@ -237,7 +234,8 @@ def test_special_tokens_are_text_unless_they_are_to_be_read():
 
 
 def test_a_folder_keeps_how_a_model_is_spoken_to(tmp_path: Path):
-    net = drawn(decoder(300), tokenizer=DOCUMENTS["pieces"], end=(1,), before=(0,), specials="read", mask=0)
+    size = Tokenizer.from_str(DOCUMENTS["pieces"]).get_vocab_size()
+    net = drawn(decoder(size), tokenizer=DOCUMENTS["pieces"], end=(1,), before=(0,), specials="read", mask=0)
     hw.save(net, tmp_path / "a")
     again = hw.load(tmp_path / "a")
     assert again.usage == net.usage
@@ -296,7 +294,9 @@ def test_tasks_say_how_they_are_spoken_to(tmp_path: Path):
         assert batch.source is not None
         assert batch.source[row, : len(ids)].tolist() == ids
     assert (batch.x[:, 0] == dates.usage.begin[0]).all()
-    rows = [{"text": text, "label": label} for text, label in zip(("low", "lower", "newer", "new") * 9, "abab" * 9)]
+    rows = [
+        {"text": text, "label": label} for text, label in zip(("low", "lower", "newer", "new"), "abab", strict=True)
+    ] * 9
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     said = {"path": str(tmp_path / "a.jsonl"), "vocab": 280, "length": 8, "valid": 0.3, "test": 0.0}
     stream, labelled = task("jsonl", **said), task("jsonl", **said, label_field="label")
