@@ -294,9 +294,8 @@ def test_tasks_say_how_they_are_spoken_to(tmp_path: Path):
         assert batch.source is not None
         assert batch.source[row, : len(ids)].tolist() == ids
     assert (batch.x[:, 0] == dates.usage.begin[0]).all()
-    rows = [
-        {"text": text, "label": label} for text, label in zip(("low", "lower", "newer", "new"), "abab", strict=True)
-    ] * 9
+    labels = zip(("low", "lower", "newer", "new"), "abab", strict=True)
+    rows = [{"text": text, "label": label} for text, label in labels] * 9
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     said = {"path": str(tmp_path / "a.jsonl"), "vocab": 280, "length": 8, "valid": 0.3, "test": 0.0}
     stream, labelled = task("jsonl", **said), task("jsonl", **said, label_field="label")

@@ -79,7 +79,8 @@ class Writer:
         """Tell what can only be told of all."""
         scores = {"scores": self.scores.data} if self.scores else {}
         if self.form == "document":
-            show(document({"model": self.asked.net.described.name, "seed": self.seed, "answers": self.told, **scores}))
+            seed = {"seed": self.seed} if self.asked.temperature else {}
+            show(document({"model": self.asked.net.described.name, **seed, "answers": self.told, **scores}))
         elif self.scores:
             print(self.scores, file=sys.stderr)
 
@@ -108,7 +109,8 @@ def _data(line: Line[list[int]], own: Sequence[Said]) -> dict[str, Any]:
     if line.wrong:
         return head | {"error": line.wrong}
     best = [{name: value for name, value in said._asdict().items() if value is not None} for said in own]
-    return head | {name: value for told in best[:1] for name, value in told.items()} | {"best": best[1:] and best}
+    first = {name: value for told in best[:1] for name, value in told.items()}
+    return head | first | ({"best": best} if best[1:] else {})
 
 
 def _write(piece: str) -> None:
