@@ -17,7 +17,7 @@ import headwise as hw
 from headwise import blueprint as bp
 from headwise.draws import Stream
 from headwise.models.generating import Course, answering
-from headwise.models.generating.beams import followed
+from headwise.models.generating.beams import Search, followed
 from headwise.models.generating.picking import filtered
 
 MODEL, WORDS, SOURCES = 32, 11, 13
@@ -136,6 +136,7 @@ def p_value(counts: Sequence[int], expected: Sequence[float]) -> float:
 @pytest.mark.parametrize("name", HOWS)
 def test_tokens_are_drawn_as_often_as_they_are_likely(name: str, temperature: float):
     how, logits, past = HOWS[name], torch.randn(9, dtype=torch.float64), [2, 5, 2]
+    logits[[2, 5]] = torch.tensor([0.9, -0.9], dtype=torch.float64)
     expected = shares(logits.tolist(), past, temperature, how)
     rows = 1500
     said = {"temperature": temperature, "how": how}
@@ -168,6 +169,7 @@ def test_a_stream_goes_on_where_it_was_left():
     whole = Stream(2**63 + 5, number=2**40)
     units = [whole.unit() for _ in range(200)]
     assert 0 < min(units) < max(units) < 1
+    assert len(set(units)) == 200
     for used in (0, 1, 63, 64, 65, 130):
         assert Stream(2**63 + 5, number=2**40, used=used).unit() == units[used]
     assert len({Stream(seed, number).unit() for seed in range(30) for number in range(30)}) == 900
@@ -218,14 +220,15 @@ def test_from_its_cache_a_model_says_what_it_says_anew(name: str, temperature: f
 
 
 def test_a_translator_answers_each_source_as_alone(translator: hw.Transformer):
-    expected = [anew(translator, [1], 6, source) for source in PROMPTS]
-    assert hw.generate(translator, PROMPTS, max_new_tokens=6) == expected
-    assert hw.generate(translator, PROMPTS[1], max_new_tokens=6) == expected[1]
-    end = expected[0][1]
-    translator.usage = hw.Usage(begin=(1,), end=(end,))
-    cut = [row[: row.index(end)] if end in row else row for row in expected]
-    assert hw.generate(translator, PROMPTS, max_new_tokens=6) == cut
-    assert hw.generate(translator, PROMPTS, max_new_tokens=6, how=hw.Decoding(end=())) == expected
+    sources = [*PROMPTS, [12, 0, 7], [2, 2, 11, 8, 8]]
+    expected = [anew(translator, [1], 6, source) for source in sources]
+    assert hw.generate(translator, sources, max_new_tokens=6) == expected
+    assert hw.generate(translator, sources[1], max_new_tokens=6) == expected[1]
+    for end in {one for row in expected for one in row[:3]}:
+        translator.usage = hw.Usage(begin=(1,), end=(end,))
+        cut = [row[: row.index(end)] if end in row else row for row in expected]
+        assert hw.generate(translator, sources, max_new_tokens=6) == cut
+    assert hw.generate(translator, sources, max_new_tokens=6, how=hw.Decoding(end=())) == expected
 
 
 def test_a_row_does_not_ask_what_stands_beside_it(net: hw.Transformer):
@@ -300,6 +303,16 @@ def test_enough_beams_find_the_best_of_all_answers(kind: str, power: float):
         expected = every(net, prompt, 4, [0], power)[:7]
         assert [one.ids for one in best] == [ids for ids, _ in expected]
         assert [one.value for one in best] == pytest.approx([score for _, score in expected])
+
+
+def test_an_answer_that_ends_behind_those_that_go_on_is_none():
+    """With one beam and a likelier token than the end the search goes on, as theirs does."""
+    search = Search(hw.Decoding(beams=1), 3, frozenset([0]), lambda ids: ids[-1] == 0)
+    assert search.step(torch.tensor([[0.3, 0.6, 0.1]]).log()) == [0]
+    assert (search.over, search.going[0].ids) == ([], (1,))
+    assert search.step(torch.tensor([[0.7, 0.2, 0.1]]).log()) == [0]
+    assert [one.ids for one in search.over] == [(1, 0)]
+    assert search.over[0].value == pytest.approx(math.log(0.6 * 0.7) / 2)
 
 
 @pytest.mark.parametrize("power", [0.0, 1.0])

@@ -360,3 +360,15 @@ def test_a_model_that_says_no_classes_says_why():
         classify(drawn(encoder(bp.Head("tokens", 12)), **AROUND), ["the"])
     with pytest.raises(hw.SpecError, match="of kind decoder, and masks are for encoders"):
         fill(drawn(decoder(12), **AROUND), ["[MASK]"])
+
+
+def test_a_source_is_read_with_its_own_words():
+    """And the answer is written with those of the target."""
+    spec, full = hw.design(model=12, heads=3, pattern="causal()"), hw.design(model=12, heads=3)
+    first = bp.Stack.of("encoder", 12, [bp.Block(full)], embedding=bp.Embedding(256))
+    second = bp.Stack.of("decoder", 12, [bp.Block(spec, full, bp.Dense(17))], embedding=bp.Embedding(12))
+    described = bp.Model("pair", "encoder-decoder", (first, second), (bp.Head("tokens", 12),))
+    usage = {"tokenizer": wordpiece(), "source_tokenizer": DOCUMENTS["bytes"], "begin": (1,), "behind": (0,)}
+    net = drawn(described, **usage)
+    ids = hw.generate(net, [*b"low", 0], **DRAWN)
+    assert hw.generate(net, "low", **DRAWN) == Words(wordpiece()).text(ids)
