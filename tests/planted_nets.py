@@ -193,9 +193,11 @@ bug(
     "folder-manifest-before-the-weights",
     "models/folder.py",
     "    for name, data in new.items():\n        write_atomically(folder / name, data)\n"
-    "    manifest = Manifest(net.described, {name: hashlib.sha256(data).hexdigest() for name, data in new.items()}, usage)\n"
+    "    manifest = Manifest(net.described, {name: hashlib.sha256(data).hexdigest() for name, data in new.items()}, "
+    "usage)\n"
     "    write_atomically(folder / MANIFEST, str(manifest).encode())",
-    "    manifest = Manifest(net.described, {name: hashlib.sha256(data).hexdigest() for name, data in new.items()}, usage)\n"
+    "    manifest = Manifest(net.described, {name: hashlib.sha256(data).hexdigest() for name, data in new.items()}, "
+    "usage)\n"
     "    write_atomically(folder / MANIFEST, str(manifest).encode())\n"
     "    for name, data in new.items():\n        write_atomically(folder / name, data)\n    ",
     f"{FOLDERS}::test_whatever_fails_a_whole_model_is_there",
