@@ -182,7 +182,7 @@ def test_a_number_that_is_rounded_up_draws_no_impossible_token():
             return 1 - 2.0**-53
 
     logits = torch.tensor([[0.1, 0.7, -math.inf]])
-    assert hw.models.pick(logits, temperature=1.0, streams=[Last()]) == [1]  # pyright: ignore[reportArgumentType] - so
+    assert hw.models.pick(logits, temperature=1.0, streams=[Last()]) == [1]  # pyright: ignore[reportArgumentType] - it has what is asked of it
 
 
 # --- rows that stand beside each other -----------------------------------------------------------------
