@@ -138,11 +138,11 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(name: str, temperature: fl
     how, logits, past = HOWS[name], torch.randn(9, dtype=torch.float64), [2, 5, 2]
     logits[[2, 5]] = torch.tensor([0.9, -0.9], dtype=torch.float64)
     expected = shares(logits.tolist(), past, temperature, how)
-    rows = 1500
+    rows = 1000
     said = {"temperature": temperature, "how": how}
     found = hw.models.pick(logits.expand(rows, -1), [past] * rows, streams=[Stream(7, n) for n in range(rows)], **said)
     again = Stream(7, 1234)
-    found += [hw.models.pick(logits[None], [past], streams=[again], **said)[0] for _ in range(500)]
+    found += [hw.models.pick(logits[None], [past], streams=[again], **said)[0] for _ in range(300)]
     counts = Counter(found)
     assert p_value([counts[n] for n in range(9)], expected) > 1e-3
 
@@ -160,7 +160,7 @@ def test_texts_are_drawn_as_often_as_they_are_likely():
     net = built(decoder(words=5))
     first = logits_of(net, [3, 1]).softmax(-1).tolist()
     expected = [first[a] * share for a in range(5) for share in logits_of(net, [3, 1, a]).softmax(-1).tolist()]
-    said = hw.generate(net, [[3, 1]] * 2500, max_new_tokens=2, temperature=1.0, seed=5)
+    said = hw.generate(net, [[3, 1]] * 1500, max_new_tokens=2, temperature=1.0, seed=5)
     counts = Counter(5 * a + b for a, b in said)
     assert p_value([counts[n] for n in range(25)], expected) > 1e-3
 
@@ -201,21 +201,19 @@ SPECS |= {
 }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", SPECS)
-def test_from_its_cache_a_model_says_what_it_says_anew(name: str, temperature: float):
-    """Rows of several lengths at once; some end early, and are left out of the caches."""
+def test_from_its_cache_a_model_says_what_it_says_anew(name: str):
+    """Rows of several lengths at once, drawn; some end early, and are left out of the caches."""
     net = built(decoder(SPECS[name]))
     alone = []
     for row, prompt in enumerate(PROMPTS):
         ids, own = list(prompt), Stream(row + 3)
-        for _ in range(7):
-            ids += hw.models.pick(logits_of(net, ids)[None], temperature=temperature, streams=[own])
+        for _ in range(6):
+            ids += hw.models.pick(logits_of(net, ids)[None], temperature=1.0, streams=[own])
         alone.append(ids[len(prompt) :])
-    said = {"max_new_tokens": 7, "temperature": temperature, "seed": [3, 4, 5] if temperature else None}
-    assert hw.generate(net, PROMPTS, **said) == alone
+    said = {"max_new_tokens": 6, "temperature": 1.0, "seed": [3, 4, 5]}
     ends = (alone[0][2], alone[1][0])
-    expected = [row[: min((row.index(end) for end in ends if end in row), default=7)] for row in alone]
+    expected = [row[: min((row.index(end) for end in ends if end in row), default=6)] for row in alone]
     assert hw.generate(net, PROMPTS, **said, how=hw.Decoding(end=ends)) == expected
 
 
@@ -255,6 +253,14 @@ def test_rows_that_are_over_are_computed_no_longer(net: hw.Transformer, monkeypa
     assert len(sizes) == max(row.index(end) + 1 if end in row else 9 for row in free)
 
 
+@pytest.mark.parametrize("end", range(WORDS))
+def test_rows_draw_on_as_they_would_when_others_end(net: hw.Transformer, end: int):
+    said = {"max_new_tokens": 9, "temperature": 1.0, "seed": 2}
+    free = hw.generate(net, PROMPTS * 2, **said)
+    cut = [row[: row.index(end)] if end in row else row for row in free]
+    assert hw.generate(net, PROMPTS * 2, **said, how=hw.Decoding(end=end)) == cut
+
+
 def test_what_was_given_is_given_back_alike(net: hw.Transformer):
     alone = hw.generate(net, PROMPTS[1], max_new_tokens=3)
     for given in (tuple(PROMPTS[1]), torch.tensor(PROMPTS[1]), torch.tensor(PROMPTS[1], dtype=torch.int32)):
@@ -288,7 +294,7 @@ def every(net: hw.Transformer, prompt: Sequence[int], count: int, ends: Sequence
     return sorted(found.items(), key=lambda one: -one[1])
 
 
-@pytest.mark.parametrize("power", [-0.7, 0.0, 1.0, 2.5])
+@pytest.mark.parametrize("power", [-0.7, 1.0, 2.5])
 @pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
 def test_enough_beams_find_the_best_of_all_answers(kind: str, power: float):
     net = built(decoder(words=3) if kind == "decoder" else pair(words=3), begin=() if kind == "decoder" else (1,))
