@@ -47,6 +47,8 @@ _HOMES = {
     "MergedAttention": "blocks",
     "depth_scaled_init": "blocks",
     "build": "models",
+    "Decoding": "models",
+    "Usage": "blueprint",
     "greedy": "models",
     "load": "models",
     "save": "models",
