@@ -179,7 +179,7 @@ PAGED = [kind for kind in streams.KINDS if kind != "state"]
 
 def pooled(layer: hw.Attention, batch: int, *, pages: int = 40, page: int = 3) -> hw.Cache:
     pool = Pool([layer.spec], pages=pages, page=page, dtype=torch.float64)
-    return pool.caches([pool.book.fresh() for _ in range(batch)])[0]
+    return pool.seat([pool.book.fresh() for _ in range(batch)]).caches[0]
 
 
 @pytest.mark.parametrize("stream", streams.ONE_DOCUMENT)
@@ -219,7 +219,7 @@ def test_rows_that_part_copy_what_they_write(kind: str):
     x = streams.numbers(4, 9, streams.MODEL)
     x[2, :4] = x[0, :4]
     pool = Pool([layer.spec], pages=12, page=3, dtype=torch.float64)
-    cache, = pool.caches([pool.book.fresh(), pool.book.fresh()])
+    cache = pool.seat([pool.book.fresh(), pool.book.fresh()]).caches[0]
     with torch.no_grad():
         layer(x[:2, :4], cache=cache)
         held = pool.book.pages.held
@@ -239,11 +239,11 @@ def test_a_row_sees_nothing_of_who_had_its_pages_before():
     layer = streams.built("plain")
     pool = Pool([layer.spec], pages=2, page=4, dtype=torch.float64)
     with torch.no_grad():
-        cache, = pool.caches([pool.book.fresh()])
+        cache = pool.seat([pool.book.fresh()]).caches[0]
         layer(torch.full((1, 8, streams.MODEL), torch.nan, dtype=torch.float64), cache=cache)
         cache.rows(torch.tensor([], dtype=torch.int64))
         x = streams.numbers(1, 5, streams.MODEL)
-        cache, = pool.caches([pool.book.fresh()])
+        cache = pool.seat([pool.book.fresh()]).caches[0]
         parts = [layer(x[:, t : t + 1], cache=cache) for t in range(5)]
         cases.check_close(torch.cat(parts, 1), layer(x))
 
@@ -251,7 +251,7 @@ def test_a_row_sees_nothing_of_who_had_its_pages_before():
 def test_pages_that_nobody_reads_any_more_are_given_back():
     layer = streams.built("sinks")  # the first 2, the latest 3
     pool = Pool([layer.spec], pages=6, page=2, dtype=torch.float64)
-    cache, = pool.caches([pool.book.fresh()])
+    cache = pool.seat([pool.book.fresh()]).caches[0]
     with torch.no_grad():
         layer(streams.numbers(1, 6, streams.MODEL), cache=cache)
         for _ in range(50):

@@ -19,12 +19,12 @@ from .paging import Book, Keep, Paging, Row
 class Pool:
     """Pages for the tokens of all layers, in one tensor: a page holds what every layer that keeps alike remembers.
 
-    `book` says whose they are; `caches(rows)` are what a call of the layers reads and fills.
+    `book` says whose they are; `seat(rows)` is what a call of the layers reads and fills.
 
     >>> import headwise as hw
     >>> layer = hw.Attention(hw.design(model=8, heads=2, pattern="causal"))
     >>> pool = Pool([layer.spec], pages=5, page=4)
-    >>> cache, = pool.caches([pool.book.fresh(), pool.book.fresh()])
+    >>> cache, = pool.seat([pool.book.fresh(), pool.book.fresh()]).caches
     >>> with torch.no_grad():
     ...     _ = layer(torch.randn(2, 5, 8), cache=cache)
     >>> pool.book.pages.held, cache.nbytes  # 2 rows x 2 pages x 4 tokens x 16 numbers x 4 bytes
@@ -55,15 +55,18 @@ class Pool:
         """All of its pages, and the buffer into which those of one layer are gathered."""
         return self.numbers.nbytes + self._buffer.nbytes
 
-    def caches(self, rows: Sequence[Row]) -> list[PagedCache]:
-        """A cache for each layer that holds these rows, in this order."""
-        seats = Seats(self, list(rows))
-        return [PagedCache(self, seats, layer) for layer in range(len(self.specs))]
+    def seat(self, rows: Sequence[Row]) -> Seats:
+        """These rows in this order, with a cache for each layer."""
+        return Seats(self, list(rows))
 
     def _view(self, group: int, start: int, width: int) -> Tensor:
         """What one layer keeps of every page: [pages + 1, tokens, width]."""
         tokens = self.paging.keeps[group].page
         return self.numbers[:, start : start + tokens * width].unflatten(1, (tokens, width))
+
+    def reserve(self, pages: int) -> None:
+        """Make the buffer now for so many pages of any layer."""
+        self._buffer = self.numbers.new_zeros(pages * self.paging.widest)
 
     def gather(self, layer: int, pages: Tensor) -> Tensor:
         """What one layer keeps of these pages [B, P], row by row: [B, P x tokens, width]; good until the next call.
@@ -100,10 +103,26 @@ class Seats:
         self.calls = self.moves = 0
         self.last = self._last()
         self._accesses: tuple[Access, ...] = ()
+        self.caches = [PagedCache(self, layer) for layer in range(len(pool.specs))]
 
-    def begin(self, at: Tokens) -> tuple[Access, ...]:
-        """Make room for these tokens, and say how to write and read them, group by group."""
-        columns = self._columns(at)
+    def next(self, counts: Sequence[int]) -> Tokens:
+        """Where so many tokens of each row stand, padded on the right, with room made for them."""
+        device, most = self.pool.numbers.device, max(counts)
+        starts = [row.length for row in self.rows]
+        if len(set(counts)) == len(set(starts)) == 1:
+            at = Tokens.run(starts[0], most, device)
+        else:
+            place = torch.arange(most, device=device)
+            live = place < torch.tensor(counts, device=device)[:, None]
+            at = Tokens(torch.tensor(starts, device=device)[:, None] + place, live.long() - 1, checked=True)
+        self._begin(at, [list(range(count)) for count in counts])
+        return at
+
+    def begin(self, at: Tokens) -> None:
+        """Make room for these tokens, and find out how to write and read them, group by group."""
+        self._begin(at, self._columns(at))
+
+    def _begin(self, at: Tokens, columns: list[list[int]]) -> None:
         changes, numbers = self.pool.book.extend(self.rows, [len(live) for live in columns]), self.pool.numbers
         if changes.emptied:
             numbers.index_fill_(0, torch.tensor(changes.emptied, device=numbers.device), 0)
@@ -115,7 +134,6 @@ class Seats:
             row.length += len(live)
         self.last = self._last()
         self.calls += 1
-        return self._accesses
 
     @property
     def accesses(self) -> tuple[Access, ...]:
@@ -204,7 +222,8 @@ class Seats:
 class PagedCache(Cache):
     """Remembered tokens of one layer in pages that rows share where they began alike."""
 
-    def __init__(self, pool: Pool, seats: Seats, layer: int) -> None:
+    def __init__(self, seats: Seats, layer: int) -> None:
+        pool = seats.pool
         super().__init__(pool.specs[layer], len(seats.rows), pool.numbers.dtype, pool.numbers.device)
         self._pool, self._seats, self._layer = pool, seats, layer
         self._calls, self._moves = seats.calls, seats.moves
@@ -214,9 +233,10 @@ class PagedCache(Cache):
     def append(self, entry: Entry, at: Tokens) -> tuple[Entry, Tokens]:
         if torch.is_grad_enabled() and any(new.requires_grad for new in entry.values()):
             raise ValueError("pages keep no gradients; decode under torch.no_grad()")
-        first = self._calls == self._seats.calls
-        access = (self._seats.begin(at) if first else self._seats.accesses)[self._group]
+        if self._calls == self._seats.calls:
+            self._seats.begin(at)
         self._calls += 1
+        access = self._seats.accesses[self._group]
         self.used += at.count
         self._last = self._seats.last
         self._write(entry, access)
