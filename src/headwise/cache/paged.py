@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, field
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ..errors import SpecError
 from ..spec import AttentionSpec
 from ..tokens import Tokens
 from .base import Cache, Entry
-from .paging import Book, Keep, Paging, Row
+from .paging import Book, Keep, Paging, Place, Row
 
 
 class Pool:
@@ -46,8 +46,7 @@ class Pool:
         self.book = Book(self.paging, pages)
         # One page more, never handed out: what a row does not have is read there, and is finite.
         self.numbers = torch.zeros(pages + 1, self.paging.numbers, dtype=dtype, device=device)
-        self.views = [self._view(*place) for place in self.paging.places]
-        self.parts = [_parts(spec) for spec in self.specs]
+        self.views = [{name: self._view(place) for name, place in places.items()} for places in self.paging.layers]
         self._buffer = self.numbers.new_zeros(0)
 
     @property
@@ -59,28 +58,36 @@ class Pool:
         """These rows in this order, with a cache for each layer."""
         return Seats(self, list(rows))
 
-    def _view(self, group: int, start: int, width: int) -> Tensor:
-        """What one layer keeps of every page: [pages + 1, tokens, width]."""
-        tokens = self.paging.keeps[group].page
-        return self.numbers[:, start : start + tokens * width].unflatten(1, (tokens, width))
+    def _view(self, place: Place) -> Tensor:
+        """One tensor of every page: [pages + 1, heads, tokens, width]."""
+        tokens = self.paging.keeps[place.group].page
+        taken = self.numbers[:, place.start : place.start + place.heads * tokens * place.width]
+        return taken.unflatten(1, (place.heads, tokens, place.width))
 
     def reserve(self, pages: int) -> None:
         """Make the buffer now for so many pages of any layer."""
         self._buffer = self.numbers.new_zeros(pages * self.paging.widest)
 
-    def gather(self, layer: int, pages: Tensor) -> Tensor:
-        """What one layer keeps of these pages [B, P], row by row: [B, P x tokens, width]; good until the next call.
+    def gather(self, layer: int, access: Access) -> Entry:
+        """What one layer keeps of the pages of every row, in a buffer: good until the next call.
 
-        A kernel that reads pages where they lie takes `views[layer]` and the same numbers instead.
+        Each head's tokens lie together, as the core reads them. A kernel that reads pages where they lie takes
+        `views[layer]` and the numbers of the pages instead.
         """
-        view = self.views[layer]
-        _, tokens, width = view.shape
-        wanted = pages.numel() * tokens * width
-        if self._buffer.numel() < wanted:
-            self._buffer = self.numbers.new_empty(wanted)
-        found = self._buffer[:wanted].view(pages.numel(), tokens * width)
-        torch.index_select(view.flatten(1), 0, pages.flatten(), out=found)
-        return found.view(pages.shape[0], -1, width)
+        entry, begin = Entry(), 0
+        for name, place in self.paging.layers[layer].items():
+            tokens = self.paging.keeps[place.group].page
+            piece = gcd(tokens * place.width, place.start, self.paging.numbers)
+            index = access.index(place.heads, tokens * place.width // piece, self.paging.numbers // piece)
+            end = begin + index.numel() * piece
+            if end > self._buffer.numel():
+                self._buffer = self.numbers.new_empty(2 * end)
+            found = self._buffer[begin:end].view(index.numel(), piece)
+            torch.index_select(self.numbers.view(-1, piece), 0, index + place.start // piece, out=found)
+            rows, pages = access.shape
+            slots = found.view(rows, place.heads, pages * tokens, place.width).transpose(1, 2)[:, : access.filled]
+            entry[name], begin = slots.reshape(*slots.shape[:2], *place.shape), end
+        return entry
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +100,23 @@ class Access:
     pages_BP: Tensor | None  # none when there is no past
     filled: int | None  # how many slots are read, where all rows have as many
     told: Tokens
+    _indices: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many rows there are, and how many pages are read of each."""
+        rows, pages = (0, 0) if self.pages_BP is None else self.pages_BP.shape
+        return rows, pages
+
+    def index(self, heads: int, pieces: int, stride: int) -> Tensor:
+        """The pieces of all pages in the order of rows, heads and pages, of so many to a head and so many to a page."""
+        key = heads, pieces, stride
+        if key not in self._indices:
+            assert self.pages_BP is not None, "there is no past"
+            pages = self.pages_BP[:, None, :, None] * stride
+            head = torch.arange(heads, device=pages.device)[None, :, None, None] * pieces
+            self._indices[key] = (pages + head + torch.arange(pieces, device=pages.device)).flatten()
+        return self._indices[key]
 
 
 class Seats:
@@ -227,7 +251,7 @@ class PagedCache(Cache):
         super().__init__(pool.specs[layer], len(seats.rows), pool.numbers.dtype, pool.numbers.device)
         self._pool, self._seats, self._layer = pool, seats, layer
         self._calls, self._moves = seats.calls, seats.moves
-        self._group, self._parts = pool.paging.places[layer].group, pool.parts[layer]
+        self._group = next(place.group for place in pool.paging.layers[layer].values())
         self.uniform, self._last = False, seats.last
 
     def append(self, entry: Entry, at: Tokens) -> tuple[Entry, Tokens]:
@@ -242,10 +266,7 @@ class PagedCache(Cache):
         self._write(entry, access)
         if access.pages_BP is None:
             return entry, at
-        found = self._pool.gather(self._layer, access.pages_BP)
-        if access.filled is not None:
-            found = found[:, : access.filled]
-        return self._entry(found), access.told
+        return self._pool.gather(self._layer, access), access.told
 
     def rows(self, index: Tensor) -> None:
         self._take(index)
@@ -256,28 +277,13 @@ class PagedCache(Cache):
     @property
     def nbytes(self) -> int:
         held = {page for row in self._seats.rows for page in row.tables[self._group].values()}
-        return len(held) * self._pool.views[self._layer][0].numel() * self._pool.numbers.element_size()
+        return len(held) * sum(view[0].nbytes for view in self._pool.views[self._layer].values())
 
     def _write(self, entry: Entry, access: Access) -> None:
-        view = self._pool.views[self._layer]
-        for name, (start, end, _) in self._parts.items():
+        for name, view in self._pool.views[self._layer].items():
             told = entry[name].flatten(0, 1) if access.live is None else entry[name][access.live]
-            told = told.reshape(len(told), end - start).to(self.dtype)  # autocast projects in a dtype of its own
-            view[:, :, start:end][access.page_N, access.offset_N] = told
-
-    def _entry(self, found: Tensor) -> Entry:
-        """The parts of what lies side by side, by their names."""
-        lead = found.shape[:2]
-        return {name: found[:, :, start:end].view(*lead, *shape) for name, (start, end, shape) in self._parts.items()}
-
-
-def _parts(spec: AttentionSpec) -> dict[str, tuple[int, int, tuple[int, ...]]]:
-    """Where each part of an entry begins and ends in what is kept of a token, and its shape."""
-    parts, start = dict[str, tuple[int, int, tuple[int, ...]]](), 0
-    for name, shape in spec.entry().items():
-        end = start + prod(shape)
-        parts[name], start = (start, end, shape), end
-    return parts
+            told = told.reshape(len(told), view.shape[1], view.shape[3])
+            view[access.page_N, :, access.offset_N] = told.to(self.dtype)  # autocast projects in a dtype of its own
 
 
 def _index(pairs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import lcm, prod
 from typing import NamedTuple
@@ -50,16 +50,18 @@ class Keep(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a layer's tokens lie in a page: whose table it reads, and from which number on, so many of each token."""
+    """Where one tensor of an entry lies in a page, from which number on: so many heads, each with all its tokens."""
 
     group: int
     start: int
+    heads: int
     width: int
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Paging:
-    """How layers divide pages: tables of those that keep alike, and the place of each layer.
+    """How layers divide pages: tables of those that keep alike, and the places of each layer's tensors by name.
 
     All pages are as large as one of `page` tokens of the group that keeps most of a token; others put more tokens in.
 
@@ -68,32 +70,45 @@ class Paging:
     >>> paging = Paging.of([near, near, far], page=4)
     >>> paging.keeps, paging.numbers  # 2 layers x 16 numbers x 4 tokens
     ((Keep(first=0, last=5, page=4), Keep(first=0, last=None, page=8)), 128)
+    >>> paging.layers[1]["v"]
+    Place(group=0, start=96, heads=2, width=4, shape=(2, 4))
     """
 
     keeps: tuple[Keep, ...]
-    places: tuple[Place, ...]
+    layers: tuple[Mapping[str, Place], ...]
     numbers: int
     page: int
 
     @staticmethod
     def of(specs: Sequence[AttentionSpec], page: int) -> Paging:
         """The pages of layers with these specs, in order."""
+        check_page(page)
         memories = list(dict.fromkeys(spec.pattern.memory for spec in specs))
-        widths, groups = [_width(spec) for spec in specs], [memories.index(spec.pattern.memory) for spec in specs]
-        totals = [sum(w for w, g in zip(widths, groups, strict=True) if g == group) for group in range(len(memories))]
+        totals = [sum(_width(spec) for spec in specs if spec.pattern.memory == memory) for memory in memories]
         numbers = page * max(totals, default=0)
         keeps = [Keep(*memory, numbers // (page * total) * page) for memory, total in zip(memories, totals, strict=True)]
         starts = [0] * len(memories)
-        places: list[Place] = []
-        for width, group in zip(widths, groups, strict=True):
-            places.append(Place(group, starts[group], width))
-            starts[group] += keeps[group].page * width
-        return Paging(tuple(keeps), tuple(places), numbers, page)
+        layers: list[Mapping[str, Place]] = []
+        for spec in specs:
+            group, places = memories.index(spec.pattern.memory), dict[str, Place]()
+            for name, shape in spec.entry().items():
+                heads = shape[0] if len(shape) > 1 else 1
+                places[name] = Place(group, starts[group], heads, prod(shape) // heads, shape)
+                starts[group] += keeps[group].page * prod(shape)
+            layers.append(places)
+        return Paging(tuple(keeps), tuple(layers), numbers, page)
 
     @property
     def widest(self) -> int:
         """The numbers of one page that a single layer reads, at most."""
-        return max((self.keeps[place.group].page * place.width for place in self.places), default=0)
+        each = (sum(self.keeps[p.group].page * p.heads * p.width for p in places.values()) for places in self.layers)
+        return max(each, default=0)
+
+
+def check_page(page: object) -> None:
+    """Refuse what is no size of a page."""
+    if type(page) is not int or page < 1:
+        raise SpecError(f"page={page!r} is no number of tokens; give 16, say")
 
 
 def _width(spec: AttentionSpec) -> int:
@@ -274,9 +289,3 @@ class Book:
 
 def _pages(row: Row) -> Iterator[int]:
     return (page for table in row.tables for page in table.values())
-
-
-def check_page(page: object) -> None:
-    """Refuse what is no size of a page."""
-    if type(page) is not int or page < 1:
-        raise SpecError(f"page={page!r} is no number of tokens; give 16, say")

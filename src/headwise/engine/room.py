@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..cache import Cache, Pool, Remembered, Row, StateCache
 from ..cache.paged import Seats
-from ..cache.paging import Paging, check_page
+from ..cache.paging import Paging
 from ..errors import SpecError, nearest
 from ..models import Caches, Memory, Transformer
 from ..spec import AttentionSpec
@@ -66,7 +66,6 @@ class Room:
 
     def __init__(self, net: Transformer, budget: int, batching: Batching) -> None:
         self.batching, self.budget = batching, budget
-        check_page(batching.page)
         layers = net.cache(batch=1, capacity=1).layers
         self._names = [[*layer] for layer in layers]
         caches = [cache for layer in layers for cache in layer.values()]
