@@ -49,6 +49,8 @@ _HOMES = {
     "build": "models",
     "Decoding": "models",
     "Usage": "blueprint",
+    "generate": "models",
+    "stream": "models",
     "greedy": "models",
     "load": "models",
     "save": "models",

@@ -122,7 +122,7 @@ class Stream:
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**64 or not 0 <= self.number < 2**64:
-            raise SpecError(f"seed={self.seed}, number={self.number} name no stream; give whole numbers below 2**64")
+            raise SpecError(f"seed={self.seed}, number={self.number} name no stream; give numbers in 0..2**64 - 1")
 
     def unit(self) -> float:
         """The next number, of 52 bits; never 0 or 1."""

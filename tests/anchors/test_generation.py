@@ -1,0 +1,106 @@
+"""Generation against transformers: what is drawn from, what beams find, what a penalty does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as theirs_
+
+import headwise as hw
+from anchors.hf_whole import VOCABULARY, made
+from headwise.models.generating.picking import filtered, penalised
+from headwise.models.generating.prompts import taken
+from headwise.models.generating.saying import Asked
+
+ROWS, WORDS = 40, 23
+END, START = 2, 3
+FILTERS: dict[str, tuple[Any, ...]] = {
+    "top_k": (theirs_.TopKLogitsWarper, 5),
+    "top_p": (theirs_.TopPLogitsWarper, 0.8),
+    "min_p": (theirs_.MinPLogitsWarper, 0.15),
+}
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("chosen", [("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p"), tuple(FILTERS)])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_what_is_drawn_from_is_theirs(chosen: tuple[str, ...], temperature: float):
+    """Penalty, temperature, top-k, top-p, min-p, in the order in which their generation has them."""
+    logits, past = torch.randn(ROWS, WORDS) * 3, torch.randint(0, WORDS, (ROWS, 7))
+    logits[:, 5] = logits[:, 9]  # a tie
+    steps = [theirs_.RepetitionPenaltyLogitsProcessor(1.6), theirs_.TemperatureLogitsWarper(temperature)]
+    steps += [FILTERS[name][0](FILTERS[name][1]) for name in chosen]
+    expected = LogitsProcessorList(steps)(past, logits.clone())
+    how = hw.Decoding(repetition=1.6, **{name: FILTERS[name][1] for name in chosen})
+    got = filtered(penalised(logits, past.tolist(), how.repetition) / temperature, how)
+    assert torch.equal(got, expected)
+    assert not expected.isfinite().all()
+
+
+def test_their_order_is_the_one_we_follow():
+    """As their generation puts them together from a configuration."""
+    net = tf.GPT2LMHeadModel(tf.GPT2Config(n_embd=4, n_head=1, n_layer=1, vocab_size=WORDS))
+    told = tf.GenerationConfig(do_sample=True, temperature=0.5, repetition_penalty=1.6, top_k=5, top_p=0.8, min_p=0.15)
+    steps = net._get_logits_processor(told, input_ids_seq_length=1, prefix_allowed_tokens_fn=None)
+    names = ["RepetitionPenalty", "Temperature", "TopK", "TopP", "MinP"]
+    assert [type(step).__name__.removesuffix("Warper").removesuffix("Processor") for step in steps] == [
+        f"{name}Logits" for name in names
+    ]
+
+
+def asked(net: hw.Transformer, **said: Any) -> Asked:
+    return Asked.of(net, said.pop("count"), 0.0, hw.Decoding(**said))
+
+
+def theirs_say(theirs: Any, ids: Tensor, **said: Any) -> Any:
+    said = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": END, **said}
+    theirs.generation_config = tf.GenerationConfig(bos_token_id=START, decoder_start_token_id=START)
+    return theirs.generate(
+        ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_scores=True, **said
+    )
+
+
+def cut(rows: Tensor, end: int) -> list[list[int]]:
+    """Up to the end."""
+    return [row[: row.index(end)] if end in row else row for row in rows.tolist()]
+
+
+@pytest.mark.parametrize("penalty", [-0.5, 0.0, 1.0, 2.0])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bart"])
+def test_beams_find_what_theirs_find(name: str, penalty: float, tmp_path: Path):
+    theirs, ours = made(name, tmp_path)
+    x = torch.randint(4, VOCABULARY, (3, 5))
+    ours.usage = hw.Usage(begin=(START,))
+    free = hw.generate(ours.float(), x, max_new_tokens=6, how=hw.Decoding(beams=4, best=4))
+    end = free[0][1][3]  # so that some answers end early
+    said = {"num_beams": 4, "num_return_sequences": 4, "length_penalty": penalty, "early_stopping": "never"}
+    told = theirs_say(theirs.float(), x, **said, eos_token_id=end)
+    wanted = cut(told.sequences[:, 1 if name == "bart" else x.shape[1] :], end)
+    assert penalty > 1 or len({len(row) for row in wanted}) > 1
+    how = asked(ours, count=6, beams=4, best=4, length_penalty=penalty, end=end)
+    got = [one for best in how.answers(taken(ours, x)) for one in best]
+    assert [one.ids for one in got] == wanted
+    torch.testing.assert_close(torch.tensor([one.score for one in got]), told.sequences_scores, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_penalty_for_repetition_does_what_theirs_does(beams: int, tmp_path: Path):
+    theirs, ours = made("gpt2", tmp_path)
+    x = torch.randint(4, VOCABULARY, (3, 5))
+    said = {"repetition_penalty": 1.7, "num_beams": beams} | ({"early_stopping": "never"} if beams > 1 else {})
+    wanted = cut(theirs_say(theirs.float(), x, **said).sequences[:, 5:], END)
+    plain = hw.generate(ours.float(), x, max_new_tokens=6)
+    got = hw.generate(ours, x, max_new_tokens=6, how=hw.Decoding(beams=beams, repetition=1.7, end=(END,)))
+    assert got == wanted
+    assert got != plain

@@ -1,0 +1,470 @@
+"""Generation against its definitions: what is likely by brute force, beams against every answer there is."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise import blueprint as bp
+from headwise.draws import Stream
+from headwise.models.generating import Course, answering
+from headwise.models.generating.beams import followed
+from headwise.models.generating.picking import filtered
+
+MODEL, WORDS, SOURCES = 32, 11, 13
+CAUSAL = hw.design(model=MODEL, heads=4, kv=1, pattern="causal()")
+FULL = hw.design(model=MODEL, heads=4)
+
+
+def stack(name: str, tokens: int, *blocks: bp.Block, positions: int = 0) -> bp.Stack:
+    places = bp.Positions("learned", positions) if positions else bp.Positions("sinusoidal")
+    return bp.Stack.of(name, MODEL, blocks, embedding=bp.Embedding(tokens, positions=places), norm=bp.Norm())
+
+
+def decoder(spec: hw.AttentionSpec = CAUSAL, words: int = WORDS, positions: int = 0) -> bp.Model:
+    block = bp.Block(spec, feed=bp.Dense(17))
+    return bp.Model(
+        "small", "decoder", (stack("decoder", words, block, block, positions=positions),), (bp.Head("tokens", words),)
+    )
+
+
+def pair(words: int = WORDS) -> bp.Model:
+    first = stack("encoder", SOURCES, bp.Block(FULL, feed=bp.Dense(17)))
+    second = stack("decoder", words, bp.Block(CAUSAL, FULL, bp.Dense(17)))
+    return bp.Model("pair", "encoder-decoder", (first, second), (bp.Head("tokens", words),))
+
+
+def built(described: bp.Model, **usage: Any) -> hw.Transformer:
+    """In float64, every number one that matters, so that no two tokens are alike likely."""
+    net = hw.build(described, seed=0).double().eval()
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            if "norm." not in name:
+                p.copy_(torch.randn(p.shape, dtype=p.dtype) * 0.5)
+    net.usage = hw.Usage(**usage)
+    return net
+
+
+@pytest.fixture
+def net() -> hw.Transformer:
+    return built(decoder())
+
+
+@pytest.fixture
+def translator() -> hw.Transformer:
+    return built(pair(), begin=(1,))
+
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5]]
+
+
+def logits_of(net: hw.Transformer, ids: Sequence[int], source: Sequence[int] | None = None) -> Tensor:
+    """What comes next, the whole text read anew."""
+    with torch.no_grad():
+        read = {} if source is None else {"source": torch.tensor([source])}
+        return net(torch.tensor([list(ids)]), **read)[0, -1]
+
+
+def anew(net: hw.Transformer, prompt: Sequence[int], count: int, source: Sequence[int] | None = None) -> list[int]:
+    """The likeliest tokens, without a cache."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(logits_of(net, ids, source).argmax()))
+    return ids[len(prompt) :]
+
+
+# --- what is drawn from, and how often -----------------------------------------------------------------
+
+
+def shares(logits: Sequence[float], past: Sequence[int], temperature: float, how: hw.Decoding) -> list[float]:
+    """How likely each token is, by the definitions, one number after the other."""
+    scores = [(s / how.repetition if s > 0 else s * how.repetition) if n in past else s for n, s in enumerate(logits)]
+    kept = {n: s / temperature for n, s in enumerate(scores)}
+
+    def likely() -> dict[int, float]:
+        total = math.fsum(math.exp(s) for s in kept.values())
+        return {n: math.exp(s) / total for n, s in kept.items()}
+
+    if how.top_k is not None:
+        least = sorted(kept.values(), reverse=True)[: how.top_k][-1]
+        kept = {n: s for n, s in kept.items() if s >= least}
+    if how.top_p is not None:
+        share, within = likely(), 0.0
+        for n in sorted(kept, key=lambda n: share[n], reverse=True):
+            if within >= how.top_p:  # those before it have the share already
+                del kept[n]
+            within += share[n]
+    if how.min_p is not None:
+        share = likely()
+        kept = {n: s for n, s in kept.items() if share[n] >= how.min_p * max(share.values())}
+    share = likely()
+    return [share.get(n, 0.0) for n in range(len(logits))]
+
+
+HOWS = {
+    "plain": hw.Decoding(),
+    "top_k": hw.Decoding(top_k=4),
+    "top_p": hw.Decoding(top_p=0.7),
+    "min_p": hw.Decoding(min_p=0.2),
+    "repetition": hw.Decoding(repetition=2.5),
+    "all": hw.Decoding(top_k=7, top_p=0.8, min_p=0.1, repetition=1.5),
+}
+
+
+def p_value(counts: Sequence[int], expected: Sequence[float]) -> float:
+    """Of Pearson's chi-square; what cannot be must not have been."""
+    assert all(count == 0 for count, share in zip(counts, expected, strict=True) if share == 0)
+    some = [(count, share) for count, share in zip(counts, expected, strict=True) if share]
+    if len(some) == 1:
+        return 1.0
+    total = sum(counts)
+    chi = math.fsum((count - total * share) ** 2 / (total * share) for count, share in some)
+    free = torch.tensor((len(some) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(free, torch.tensor(chi / 2, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.5])
+@pytest.mark.parametrize("name", HOWS)
+def test_tokens_are_drawn_as_often_as_they_are_likely(name: str, temperature: float):
+    how, logits, past = HOWS[name], torch.randn(9, dtype=torch.float64), [2, 5, 2]
+    expected = shares(logits.tolist(), past, temperature, how)
+    rows = 1500
+    said = {"temperature": temperature, "how": how}
+    found = hw.models.pick(logits.expand(rows, -1), [past] * rows, streams=[Stream(7, n) for n in range(rows)], **said)
+    again = Stream(7, 1234)
+    found += [hw.models.pick(logits[None], [past], streams=[again], **said)[0] for _ in range(500)]
+    counts = Counter(found)
+    assert p_value([counts[n] for n in range(9)], expected) > 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name in HOWS if name != "repetition"])
+def test_what_is_left_is_what_the_definitions_leave(name: str):
+    for _ in range(50):
+        logits = torch.randn(13, dtype=torch.float64) * 3
+        kept = filtered(logits[None], HOWS[name])[0].softmax(-1)
+        assert kept.tolist() == pytest.approx(shares(logits.tolist(), [], 1.0, HOWS[name]))
+
+
+def test_texts_are_drawn_as_often_as_they_are_likely():
+    """Two tokens in a row, by the chain rule."""
+    net = built(decoder(words=5))
+    first = logits_of(net, [3, 1]).softmax(-1).tolist()
+    expected = [first[a] * share for a in range(5) for share in logits_of(net, [3, 1, a]).softmax(-1).tolist()]
+    said = hw.generate(net, [[3, 1]] * 2500, max_new_tokens=2, temperature=1.0, seed=5)
+    counts = Counter(5 * a + b for a, b in said)
+    assert p_value([counts[n] for n in range(25)], expected) > 1e-3
+
+
+def test_a_stream_goes_on_where_it_was_left():
+    whole = Stream(2**63 + 5, number=2**40)
+    units = [whole.unit() for _ in range(200)]
+    assert 0 < min(units) < max(units) < 1
+    for used in (0, 1, 63, 64, 65, 130):
+        assert Stream(2**63 + 5, number=2**40, used=used).unit() == units[used]
+    assert len({Stream(seed, number).unit() for seed in range(30) for number in range(30)}) == 900
+    assert p_value(list(Counter(int(10 * unit) for unit in units).values()), [0.1] * 10) > 1e-3
+
+
+def test_a_number_that_is_rounded_up_draws_no_impossible_token():
+    class Last:
+        def unit(self) -> float:
+            return 1 - 2.0**-53
+
+    logits = torch.tensor([[0.1, 0.7, -math.inf]])
+    assert hw.models.pick(logits, temperature=1.0, streams=[Last()]) == [1]  # pyright: ignore[reportArgumentType] - so
+
+
+# --- rows that stand beside each other -----------------------------------------------------------------
+
+
+def decodable(name: str) -> hw.AttentionSpec:
+    small = {"mla": {"project": hw.Latent(rank=8, rope=4), "dim": 6}}.get(name, {})
+    spec = hw.design(preset=name, **({"model": MODEL, "heads": 4, **small}))
+    return spec if spec.pattern.opening == 0 else replace(spec, pattern=hw.Causal())
+
+
+SPECS = {name: decodable(name) for name in hw.PRESETS}
+SPECS |= {
+    "ring": replace(CAUSAL, pattern=hw.Window(3)),
+    "sinks": replace(CAUSAL, pattern=hw.Window(3) | hw.First(2)),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", SPECS)
+def test_from_its_cache_a_model_says_what_it_says_anew(name: str, temperature: float):
+    """Rows of several lengths at once; some end early, and are left out of the caches."""
+    net = built(decoder(SPECS[name]))
+    alone = []
+    for row, prompt in enumerate(PROMPTS):
+        ids, own = list(prompt), Stream(row + 3)
+        for _ in range(7):
+            ids += hw.models.pick(logits_of(net, ids)[None], temperature=temperature, streams=[own])
+        alone.append(ids[len(prompt) :])
+    said = {"max_new_tokens": 7, "temperature": temperature, "seed": [3, 4, 5] if temperature else None}
+    assert hw.generate(net, PROMPTS, **said) == alone
+    ends = (alone[0][2], alone[1][0])
+    expected = [row[: min((row.index(end) for end in ends if end in row), default=7)] for row in alone]
+    assert hw.generate(net, PROMPTS, **said, how=hw.Decoding(end=ends)) == expected
+
+
+def test_a_translator_answers_each_source_as_alone(translator: hw.Transformer):
+    expected = [anew(translator, [1], 6, source) for source in PROMPTS]
+    assert hw.generate(translator, PROMPTS, max_new_tokens=6) == expected
+    assert hw.generate(translator, PROMPTS[1], max_new_tokens=6) == expected[1]
+    end = expected[0][1]
+    translator.usage = hw.Usage(begin=(1,), end=(end,))
+    cut = [row[: row.index(end)] if end in row else row for row in expected]
+    assert hw.generate(translator, PROMPTS, max_new_tokens=6) == cut
+    assert hw.generate(translator, PROMPTS, max_new_tokens=6, how=hw.Decoding(end=())) == expected
+
+
+def test_a_row_does_not_ask_what_stands_beside_it(net: hw.Transformer):
+    said = {"max_new_tokens": 12, "temperature": 1.3, "seed": 8}
+    beside = hw.generate(net, [PROMPTS[0], PROMPTS[1], PROMPTS[2]], **said)
+    assert hw.generate(net, [[7] * 9, PROMPTS[1], [2]], **said)[1] == beside[1]
+    assert hw.generate(net, PROMPTS[0], **said) == beside[0]
+    assert hw.generate(net, [PROMPTS[0]] * 2, **said)[0] != hw.generate(net, [PROMPTS[0]] * 2, **said)[1]
+    torch.manual_seed(3)
+    first = hw.generate(net, PROMPTS, **(said | {"seed": None}))
+    assert hw.generate(net, PROMPTS, **(said | {"seed": None})) != first
+    torch.manual_seed(3)
+    assert hw.generate(net, PROMPTS, **(said | {"seed": None})) == first
+
+
+def test_rows_that_are_over_are_computed_no_longer(net: hw.Transformer, monkeypatch: pytest.MonkeyPatch):
+    free = hw.generate(net, PROMPTS, max_new_tokens=9)
+    end = free[1][0]
+    sizes, hidden = [], net.hidden
+    monkeypatch.setattr(net, "hidden", lambda x, **said: sizes.append(len(x)) or hidden(x, **said))
+    said = hw.generate(net, PROMPTS, max_new_tokens=9, how=hw.Decoding(end=(end,)))
+    assert said == [row[: row.index(end)] if end in row else row for row in free]
+    assert sizes[:2] == [3, 2]
+    assert len(sizes) == max(row.index(end) + 1 if end in row else 9 for row in free)
+
+
+def test_what_was_given_is_given_back_alike(net: hw.Transformer):
+    alone = hw.generate(net, PROMPTS[1], max_new_tokens=3)
+    for given in (tuple(PROMPTS[1]), torch.tensor(PROMPTS[1]), torch.tensor(PROMPTS[1], dtype=torch.int32)):
+        assert hw.generate(net, given, max_new_tokens=3) == alone
+    for given in ([PROMPTS[1]], torch.tensor([PROMPTS[1]]), [torch.tensor(PROMPTS[1])], (range(9, 10),)):
+        said = hw.generate(net, given, max_new_tokens=3)
+        assert said == [alone] or len(given[0]) == 1
+        assert isinstance(said[0], list)
+    best = hw.generate(net, PROMPTS, max_new_tokens=3, how=hw.Decoding(beams=5, best=2))
+    assert [len(row) for row in best] == [2, 2, 2]
+    assert hw.generate(net, PROMPTS[1], max_new_tokens=3, how=hw.Decoding(beams=5, best=2)) == best[1]
+
+
+# --- beams ---------------------------------------------------------------------------------------------
+
+
+def every(net: hw.Transformer, prompt: Sequence[int], count: int, ends: Sequence[int], power: float) -> list[Any]:
+    """Every answer there is: up to `count` tokens, ended or not, by its score, best first."""
+    found = {}
+    source, begin = (prompt, net.usage.begin) if net.usage.begin else (None, prompt)
+    likely = {(): logits_of(net, begin, source).log_softmax(-1).tolist()}
+    words = len(likely[()])
+    for ids in (ids for length in range(1, count + 1) for ids in product(range(words), repeat=length)):
+        if set(ids[:-1]) & set(ends) or not (len(ids) == count or ids[-1] in ends):
+            continue
+        for n in range(1, len(ids)):
+            if ids[:n] not in likely:
+                likely[ids[:n]] = logits_of(net, [*begin, *ids[:n]], source).log_softmax(-1).tolist()
+        total = math.fsum(likely[ids[:n]][one] for n, one in enumerate(ids))
+        found[ids] = total / len(ids) ** power
+    return sorted(found.items(), key=lambda one: -one[1])
+
+
+@pytest.mark.parametrize("power", [-0.7, 0.0, 1.0, 2.5])
+@pytest.mark.parametrize("kind", ["decoder", "encoder-decoder"])
+def test_enough_beams_find_the_best_of_all_answers(kind: str, power: float):
+    net = built(decoder(words=3) if kind == "decoder" else pair(words=3), begin=() if kind == "decoder" else (1,))
+    prompts = [[2, 1], [1, 0]]
+    how = hw.Decoding(beams=3**4, best=7, length_penalty=power, end=(0,))
+    with answering(net):
+        memory = None if kind == "decoder" else net.encode(torch.tensor(prompts))
+        begin = torch.tensor(prompts if kind == "decoder" else [[1], [1]])
+        course = Course(net, begin, count=4, memory=memory)
+        found = followed(course, how, frozenset([0]), lambda ids: ids[-1] == 0)
+    for prompt, best in zip(prompts, found, strict=True):
+        expected = every(net, prompt, 4, [0], power)[:7]
+        assert [one.ids for one in best] == [ids for ids, _ in expected]
+        assert [one.value for one in best] == pytest.approx([score for _, score in expected])
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0])
+def test_as_many_beams_as_tokens_find_the_best_of_two(net: hw.Transformer, power: float):
+    """Through the door that users take: of two tokens nothing is lost, and ends may lie anywhere."""
+    how = hw.Decoding(beams=WORDS, best=4, length_penalty=power, end=(5,))
+    for prompt, best in zip(PROMPTS, hw.generate(net, PROMPTS, max_new_tokens=2, how=how), strict=True):
+        expected = [list(ids) for ids, _ in every(net, prompt, 2, [5], power)[:4]]
+        assert best == [ids[:-1] if ids[-1] == 5 else ids for ids in expected]
+
+
+def test_beams_score_no_less_than_the_likeliest_tokens(net: hw.Transformer):
+    def score(prompt: list[int], ids: list[int]) -> float:
+        rows = [logits_of(net, prompt + ids[:n]).log_softmax(-1)[one] for n, one in enumerate(ids)]
+        return float(sum(rows))
+
+    greedy, beams = (
+        hw.generate(net, PROMPTS, max_new_tokens=6, how=hw.Decoding(beams=count, best=1)) for count in (1, 6)
+    )
+    assert greedy == [anew(net, prompt, 6) for prompt in PROMPTS]
+    better = [score(p, b) - score(p, a) for p, a, b in zip(PROMPTS, greedy, beams, strict=True)]
+    assert min(better) > -1e-12
+    assert max(better) > 0
+
+
+# --- a text that grows longer than the model ------------------------------------------------------------
+
+
+def shifted(net: hw.Transformer, prompt: Sequence[int], count: int, known: int, window: int) -> list[int]:
+    """By the definition: begin with the last tokens, and begin so again wherever there is no position left."""
+    said, view = [], list(prompt)[-window:]
+    for _ in range(count):
+        said.append(int(logits_of(net, view).argmax()))
+        view.append(said[-1])
+        view = view if len(view) <= known else view[-window:]
+    return said
+
+
+@pytest.mark.parametrize("window", [1, 4, 8])
+def test_a_window_goes_on_beyond_the_last_position(window: int):
+    net = built(decoder(positions=8))
+    prompts = [*PROMPTS, [1] * 13]
+    expected = [shifted(net, prompt, 15, 8, window) for prompt in prompts]
+    assert hw.generate(net, prompts, max_new_tokens=15, how=hw.Decoding(window=window)) == expected
+    with answering(net):
+        assert list(hw.stream(net, prompts[3], max_new_tokens=15, how=hw.Decoding(window=window))) == expected[3]
+
+
+def test_a_window_reads_the_end_of_a_prompt_alone(net: hw.Transformer, translator: hw.Transformer):
+    for one in (net, translator):
+        said = hw.generate(one, PROMPTS, max_new_tokens=4, how=hw.Decoding(window=3))
+        assert said == hw.generate(one, [prompt[-3:] for prompt in PROMPTS], max_new_tokens=4)
+
+
+def test_all_positions_can_be_used():
+    net = built(decoder(positions=8))
+    assert hw.generate(net, [3, 1, 4], max_new_tokens=6) == anew(net, [3, 1, 4], 6)
+
+
+def test_positions_of_a_part_count_too():
+    learned = hw.design(model=MODEL, heads=4, pattern="causal()", modifiers=(hw.Learned(length=6),))
+    with pytest.raises(ValueError, match="are 2 more than the 6 positions"):
+        hw.generate(built(decoder(learned)), [3, 1, 4], max_new_tokens=6)
+
+
+# --- as it comes ---------------------------------------------------------------------------------------
+
+
+def test_a_stream_says_what_generation_says(net: hw.Transformer):
+    for said in ({}, {"temperature": 0.8, "seed": 11}, {"how": hw.Decoding(end=(4, 7))}):
+        whole = hw.generate(net, PROMPTS[0], max_new_tokens=9, **said)
+        assert list(hw.stream(net, PROMPTS[0], max_new_tokens=9, **said)) == whole
+
+
+def test_a_stream_leaves_the_model_as_it_was_between_tokens():
+    net = hw.build(decoder(), dropout=0.4, seed=0).train()
+    told = hw.stream(net, [3, 1], max_new_tokens=3)
+    first = [next(told)]
+    assert all(module.training for module in net.modules())
+    assert torch.is_grad_enabled()
+    assert first + list(told) == hw.generate(net, [3, 1], max_new_tokens=3)
+    assert all(module.training for module in net.modules())
+
+
+# --- what is refused -----------------------------------------------------------------------------------
+
+LEARNED = decoder(positions=8)
+BAD: dict[str, tuple[bp.Model, Any, dict[str, Any], str]] = {
+    "nothing": (LEARNED, [], {}, "the prompt is empty; give text, ids"),
+    "an empty row": (LEARNED, [[3], []], {}, "the prompt is empty; give at least one token"),
+    "a number": (LEARNED, 3, {}, "of type int; give text, ids such as"),
+    "a mixture": (LEARNED, [3, [1]], {}, "3 stands among prompts of ids"),
+    "truth": (LEARNED, [True], {}, "True in a prompt is no id"),
+    "fractions": (LEARNED, torch.zeros(3), {}, r"torch.float32 \[3\]; give whole numbers"),
+    "text without words": (LEARNED, "hello", {}, "has no tokenizer, so it reads ids alone"),
+    "beyond the table": (LEARNED, [3, 11], {}, r"holds the id 11, but decoder knows 11; give 0\.\.10"),
+    "below the table": (LEARNED, [-1], {}, "holds the id -1"),
+    "too long": (LEARNED, [1] * 11, {}, "11 tokens is 3 longer than the 8 positions of small.* window=8"),
+    "too far": (LEARNED, [1] * 5, {"max_new_tokens": 6}, "are 2 more than .* at most 4 new ones, or .* window=4"),
+    "a wide window": (LEARNED, [1], {"how": hw.Decoding(window=9)}, "window=9 is more than the 8 positions"),
+    "no tokens": (LEARNED, [1], {"max_new_tokens": 0}, "max_new_tokens=0 cannot be; give a whole number"),
+    "cold": (LEARNED, [1], {"temperature": -0.5}, "temperature=-0.5 cannot be; give 0"),
+    "endless heat": (LEARNED, [1], {"temperature": math.inf}, "temperature=inf cannot be"),
+    "no way": (LEARNED, [1], {"how": "greedy"}, "how='greedy' is no way to decode"),
+    "many beams": (LEARNED, [1], {"how": hw.Decoding(beams=12)}, "beams=12 are more than the 11 tokens"),
+    "drawn beams": (LEARNED, [1], {"how": hw.Decoding(beams=2), "temperature": 1.0}, "give temperature=0, or beams=1"),
+    "idle filter": (LEARNED, [1], {"how": hw.Decoding(top_k=3)}, "top_k=3 is for drawing, but temperature=0"),
+    "idle filter of beams": (
+        LEARNED,
+        [1],
+        {"how": hw.Decoding(top_p=0.5, beams=2)},
+        "top_p=0.5 is .* but beams follow",
+    ),
+    "a strange end": (LEARNED, [1], {"how": hw.Decoding(end=(11,))}, "the id 11 cannot end an answer of 11 tokens"),
+    "a strange stop": (LEARNED, [1], {"how": hw.Decoding(stop=(99,))}, "the id 99 cannot end"),
+    "no seed": (LEARNED, [1], {"temperature": 1.0, "seed": "x"}, "seed='x' is no seed for 1 rows"),
+    "seeds": (LEARNED, [1], {"temperature": 1.0, "seed": [1, 2]}, r"seed=\[1, 2\] is no seed for 1 rows"),
+    "a seed below 0": (LEARNED, [1], {"temperature": 1.0, "seed": -1}, "seed=-1"),
+    "no beginning": (pair(), [1], {}, "does not say what an answer begins with; say it"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_said_says_why(name: str):
+    described, prompt, said, words = BAD[name]
+    with pytest.raises(ValueError, match=words) as caught:
+        hw.generate(hw.build(described), prompt, **({"max_new_tokens": 3} | said))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"top_k": 0}, "top_k=0 is no count"),
+        ({"top_k": True}, "top_k=True is no count"),
+        ({"top_p": 0.0}, "top_p=0.0 keeps no token; give more than 0 and at most 1"),
+        ({"top_p": 1.1}, "top_p=1.1 keeps no token"),
+        ({"min_p": -0.1}, "min_p=-0.1 is no share"),
+        ({"repetition": 0.0}, "repetition=0.0 is no penalty; give 1 for none"),
+        ({"length_penalty": math.nan}, "length_penalty=nan is no number"),
+        ({"beams": 0}, "beams=0 is no count"),
+        ({"beams": 2, "best": 3}, "best=3 of beams=2 answers cannot be told; give beams=3"),
+        ({"stop": ""}, "stop='' stops nothing"),
+        ({"stop": (1.5,)}, "stop=1.5 stops nothing"),
+        ({"end": (-1,)}, "holds no ids"),
+        ({"window": 0}, "window=0 is no count"),
+    ],
+)
+def test_a_way_that_cannot_be_meant_says_why(said: dict[str, Any], words: str):
+    with pytest.raises(hw.SpecError, match=words):
+        hw.Decoding(**said)
+
+
+def test_a_model_whose_weights_are_broken_says_so(net: hw.Transformer):
+    with torch.no_grad():
+        net.head["tokens"].weight[3] = math.nan
+    for said in ({}, {"temperature": 1.0}):
+        with pytest.raises(ValueError, match="says NaN of how likely a token is"):
+            hw.generate(net, [1, 2], max_new_tokens=2, **said)
+
+
+def test_what_cannot_be_streamed_says_why(net: hw.Transformer):
+    with pytest.raises(ValueError, match="3 prompts cannot be told as they come; give one, or call generate"):
+        hw.stream(net, PROMPTS)
+    with pytest.raises(hw.SpecError, match="beams=2 are decided at the end"):
+        hw.stream(net, PROMPTS[0], how=hw.Decoding(beams=2))
+    with pytest.raises(ValueError, match="give what hw.build or hw.load returned"):
+        hw.generate(torch.nn.Linear(1, 1), [1])  # pyright: ignore[reportArgumentType] - that is the test

@@ -1,0 +1,363 @@
+"""Text as ids and back: pieces that stay whatever follows, stops across tokens, and what a folder says of its texts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE, WordLevel, WordPiece
+
+import headwise as hw
+from headwise import blueprint as bp
+from headwise.models.filling import fill
+from headwise.models.generating import Telling, Words
+from headwise.models.generating.answers import Answer
+from headwise.models.labelling import classify
+from headwise.tasks import task
+from headwise.tasks.vocabulary import Bytes, learned
+
+TEXT = "low lower lowest 你好 naïve 😀 — new newer newest"
+
+
+def wordpiece() -> str:
+    words = ["[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "sat", "##s", ".", "dog", "##ing", ","]
+    made = Tokenizer(WordPiece({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
+    made.normalizer, made.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece()
+    made.add_special_tokens(words[:4])
+    return made.to_str()
+
+
+def sentencepiece() -> str:
+    """As Llama's: a space is a sign of its own, taken off where a text begins, and what is unknown is bytes."""
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)] + ["<unk>", *"▁lowernst", "▁lo", "lo"]
+    vocabulary = {piece: n for n, piece in enumerate(dict.fromkeys(pieces))}
+    made = Tokenizer(BPE(vocabulary, [("l", "o"), ("▁", "lo")], byte_fallback=True, unk_token="<unk>"))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    fused = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(fused)
+    return made.to_str()
+
+
+DOCUMENTS = {
+    "bytes": Bytes().document,
+    "pieces": learned([TEXT] * 5, 300, ("<s>", "</s>")).document,
+    "sentencepiece": sentencepiece(),
+    "wordpiece": wordpiece(),
+}
+WORDS = {name: Words(document) for name, document in DOCUMENTS.items()}
+
+
+def pieces(telling: Telling, ids: list[int]) -> list[str]:
+    """What every id adds, and what is left at the end."""
+    told, before = [], ""
+    for one in [*ids, None]:
+        if one is None:
+            telling.close()
+        else:
+            telling.push(one)
+        assert telling.text.startswith(before)
+        told.append(telling.text[len(before) :])
+        before = telling.text
+    return told
+
+
+# --- as it comes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bytes", "pieces"])
+@given(data=st.data())
+def test_any_ids_come_as_the_text_that_they_are(name: str, data: st.DataObject):
+    """Bytes that make no character among them."""
+    words = WORDS[name]
+    ids = data.draw(st.lists(st.one_of(st.integers(0, 255), st.sampled_from([0xE4, 0xBD, 0xA0, 0xF0]))))
+    assert "".join(pieces(Telling(words), ids)) == words.text(ids)
+    before = words.ids("low 你")
+    assert "".join(pieces(Telling(words, before), ids)) == words.text([*before, *ids])[5:]
+
+
+@pytest.mark.parametrize("name", ["bytes", "pieces", "sentencepiece"])
+@given(text=st.text(alphabet="lowernst 你😀é\n", max_size=20), first=st.integers(0, 20))
+def test_a_text_goes_on_as_it_is_written(name: str, text: str, first: int):
+    """Spaces at the seam too; and characters never come in part."""
+    words = WORDS[name]
+    ids = words.ids(text)
+    told = pieces(Telling(words, ids[:0]), ids)
+    assert "".join(told) == words.text(ids)
+    assert not any("\ufffd" in piece for piece in told)
+    begun = words.text(ids[:first])
+    if not begun.endswith("\ufffd"):
+        assert begun + "".join(pieces(Telling(words, ids[:first]), ids[first:])) == words.text(ids)
+
+
+def test_a_character_waits_for_its_last_byte():
+    telling = Telling(WORDS["bytes"])
+    assert pieces(telling, list("a你😀".encode())) == ["a", "", "", "你", "", "", "", "😀", ""]
+    assert pieces(Telling(WORDS["bytes"]), [0xF0, 0x9F, 0x41, 0xE4]) == ["", "", "\ufffdA", "", "\ufffd"]
+    assert pieces(Telling(WORDS["bytes"]), [0xFF] * 6) == ["", "", "", "\ufffd"] + ["\ufffd"] * 2 + ["\ufffd" * 3]
+
+
+def test_what_was_told_is_never_taken_back():
+    """Behind whole characters a byte comes that spoils all bytes before it, to such a decoder."""
+    words = WORDS["sentencepiece"]
+    whole = list("你".encode())
+    assert words.text([*whole, 0xFF]) == "\ufffd" * 4
+    assert "".join(pieces(Telling(words), [*whole, 0xFF])) == "你\ufffd"
+
+
+# --- stops ---------------------------------------------------------------------------------------------
+
+
+@given(
+    text=st.text(alphabet="ab你", max_size=24),
+    stops=st.lists(st.text(alphabet="ab你", min_size=1, max_size=4), max_size=3),
+)
+def test_an_answer_is_the_text_before_the_first_stop(text: str, stops: list[str]):
+    """Told in pieces that never hold what a stop cuts off; ids end where that begins."""
+    answer = Answer((), stops, Telling(WORDS["bytes"]))
+    ids, told, told_ids = list(text.encode()), "", []
+    for one in ids:
+        answer.take(one)
+        told += answer.fresh_text()
+        told_ids += answer.fresh_ids()
+        assert all(stop not in told for stop in stops)
+    answer.close()
+    cut = min((text.find(stop) for stop in stops if stop in text), default=len(text))
+    assert told + answer.fresh_text() == answer.text == text[:cut]
+    assert told_ids + answer.fresh_ids() == answer.ids == list(text[:cut].encode())
+
+
+def test_what_may_become_a_stop_is_withheld_no_longer_than_that():
+    answer = Answer((), ("abc",), Telling(WORDS["bytes"]))
+    told = []
+    for one in b"xababab":
+        answer.take(one)
+        told.append(answer.fresh_text())
+    assert told == ["x", "", "", "ab", "", "ab", ""]
+    answer.take(ord("c"))
+    assert (answer.over, answer.fresh_text(), answer.text, bytes(answer.ids)) == (True, "", "xabab", b"xabab")
+
+
+# --- generation of text --------------------------------------------------------------------------------
+
+
+def decoder(words: int, positions: int = 0) -> bp.Model:
+    block = bp.Block(hw.design(model=12, heads=3, pattern="causal()"), feed=bp.Dense(17))
+    places = bp.Positions("learned", positions) if positions else bp.Positions("sinusoidal")
+    stack = bp.Stack.of("decoder", 12, [block], embedding=bp.Embedding(words, positions=places), norm=bp.Norm())
+    return bp.Model("small", "decoder", (stack,), (bp.Head("tokens", words),))
+
+
+def drawn(described: bp.Model, **usage: Any) -> hw.Transformer:
+    net = hw.build(described, seed=0).double()
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            if "norm." not in name:
+                p.copy_(torch.randn(p.shape, dtype=p.dtype) * 0.5)
+    net.usage = hw.Usage(**usage)
+    return net
+
+
+@pytest.fixture
+def speaker() -> hw.Transformer:
+    """A model that reads and writes bytes."""
+    return drawn(decoder(256), tokenizer=DOCUMENTS["bytes"])
+
+
+DRAWN = {"max_new_tokens": 30, "temperature": 1.0, "seed": 4}
+
+
+def test_text_behind_text_is_ids_behind_ids(speaker: hw.Transformer):
+    ids = hw.generate(speaker, list(b"low"), **DRAWN)
+    text = hw.generate(speaker, "low", **DRAWN)
+    assert text == bytes(ids).decode(errors="replace")
+    assert hw.generate(speaker, ["low", "lowest"], **DRAWN)[0] == text
+    assert "".join(hw.stream(speaker, "low", **DRAWN)) == text
+    around = replace(speaker.usage, before=(1, 2), end=(ids[5],))
+    speaker.usage = around
+    expected = hw.generate(speaker, [1, 2, *b"low"], **DRAWN)
+    assert hw.generate(speaker, "low", **DRAWN) == bytes(expected).decode(errors="replace")
+    assert hw.generate(speaker, "", **DRAWN) == bytes(hw.generate(speaker, [1, 2], **DRAWN)).decode(errors="replace")
+
+
+def test_a_stop_ends_an_answer_as_text_and_as_ids(speaker: hw.Transformer):
+    for temperature, beams in ((1.0, 1), (0.0, 3)):
+        said = DRAWN | {"temperature": temperature}
+        free = hw.generate(speaker, "low", **said, how=hw.Decoding(beams=beams))
+        stop = free[4:7]
+        how = hw.Decoding(stop=(stop, "never there"), beams=beams)
+        cut = hw.generate(speaker, "low", **said, how=how)
+        assert stop not in cut
+        if beams == 1:
+            assert cut == free[: free.index(stop)]
+            assert "".join(hw.stream(speaker, "low", **said, how=how)) == cut
+            ids = hw.generate(speaker, list(b"low"), **said, how=how)
+            assert list(hw.stream(speaker, list(b"low"), **said, how=how)) == ids
+            assert bytes(ids).decode(errors="replace") == cut
+
+
+def test_a_window_keeps_what_stands_around_a_text(speaker: hw.Transformer):
+    speaker.usage = replace(speaker.usage, before=(1,))
+    said = {"max_new_tokens": 3, "how": hw.Decoding(window=4)}
+    assert hw.generate(speaker, "abcdef", **said) == hw.generate(speaker, "def", max_new_tokens=3)
+    with pytest.raises(ValueError, match="window=1 leaves no room beside the 1 ids around a text"):
+        hw.generate(speaker, "abc", how=hw.Decoding(window=1))
+
+
+@pytest.mark.parametrize("name", ["dates", "wordpiece", "chars"])
+def test_what_a_tokenizer_does_not_know_is_said(name: str):
+    made = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="<unk>"))  # of which <unk> itself is none
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    document = {"dates": task("dates").tokenizer, "wordpiece": wordpiece(), "chars": made.to_str()}[name]
+    text, piece, at = {
+        "dates": ("<zh>3 May €", "€", 10),
+        "wordpiece": ("The cät sat", "cät", 4),
+        "chars": ("abx", "x", 2),
+    }[name]
+    with pytest.raises(hw.SpecError) as caught:
+        Words(document or "", "read").ids(text)
+    assert str(caught.value).startswith(f"{piece!r} at place {at} is nothing that the model's tokenizer knows")
+
+
+def test_special_tokens_are_text_unless_they_are_to_be_read():
+    words = WORDS["pieces"]
+    assert words.text(words.ids("a</s>")) == "a</s>"
+    assert words.ids("a</s>", "read")[-1] == 1
+    assert words.text([*words.ids("a"), 1]) == "a"
+
+
+# --- what a folder says --------------------------------------------------------------------------------
+
+
+def test_a_folder_keeps_how_a_model_is_spoken_to(tmp_path: Path):
+    net = drawn(decoder(300), tokenizer=DOCUMENTS["pieces"], end=(1,), before=(0,), specials="read", mask=0)
+    hw.save(net, tmp_path / "a")
+    again = hw.load(tmp_path / "a")
+    assert again.usage == net.usage
+    hw.save(again, tmp_path / "b")
+    assert hw.load(tmp_path / "b").usage == net.usage
+    assert (tmp_path / "b" / "tokenizer.json").read_text() == DOCUMENTS["pieces"]
+    said = hw.generate(net, "low", **DRAWN)
+    assert hw.generate(hw.load(tmp_path / "b"), "low", **DRAWN) == said
+    again.usage = hw.Usage()
+    hw.save(again, tmp_path / "a")
+    assert hw.load(tmp_path / "a").usage == hw.Usage()
+
+
+EDITED = {
+    "unknown": ("end = [1]", "ende = [1]", "usage has no 'ende'; did you mean 'end'"),
+    "no ids": ("end = [1]", 'end = ["x"]', r"Usage\(end=\('x',\)\) does not hold ids"),
+    "beyond": ("end = [1]", "end = [300]", r"end=\(300,\) holds no id of small, which has 300 of them"),
+    "no table": ("[usage]\nend = [1]\n", "", "usage = 3 is no table"),
+}
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_a_usage_that_cannot_be_meant_is_refused(tmp_path: Path, name: str):
+    old, new, words = EDITED[name]
+    hw.save(drawn(decoder(300), end=(1,)), tmp_path)
+    path = tmp_path / "headwise.toml"
+    text = path.read_text().replace(old, new)
+    path.write_text(f"usage = 3\n{text}" if name == "no table" else text)
+    with pytest.raises(hw.SpecError, match=words) as caught:
+        hw.load(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_what_is_said_of_another_model_is_not_saved(tmp_path: Path):
+    for usage, words in (
+        ({"tokenizer": DOCUMENTS["bytes"]}, "tokenizer knows 256 tokens, the model 300"),
+        ({"source_tokenizer": DOCUMENTS["bytes"]}, "source_tokenizer knows 256 tokens"),
+        ({"labels": ("a", "b")}, "there are 2 labels for 300 outputs"),
+        ({"begin": (300,)}, "holds no id"),
+    ):
+        with pytest.raises(hw.SpecError, match=words):
+            hw.save(drawn(decoder(300), **usage), tmp_path)
+    for wrong in ({"mask": -1}, {"specials": "maybe"}, {"size": (3,)}, {"mean": (0.5,)}, {"end": [1]}):
+        with pytest.raises(hw.SpecError):
+            hw.Usage(**wrong)
+
+
+def test_tasks_say_how_they_are_spoken_to(tmp_path: Path):
+    dates = task("dates")
+    batch = dates.batch(0, 5)
+    words = Words(dates.tokenizer or "", dates.usage.specials)
+    for row, one in enumerate(batch.gold):
+        tag = f"<{one.direction.split('-')[1]}>"
+        ids = words.ids(tag + one.source)
+        assert batch.source is not None
+        assert batch.source[row, : len(ids)].tolist() == ids
+    assert (batch.x[:, 0] == dates.usage.begin[0]).all()
+    rows = [{"text": text, "label": label} for text, label in zip(("low", "lower", "newer", "new") * 9, "abab" * 9)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    said = {"path": str(tmp_path / "a.jsonl"), "vocab": 280, "length": 8, "valid": 0.3, "test": 0.0}
+    stream, labelled = task("jsonl", **said), task("jsonl", **said, label_field="label")
+    assert stream.usage.before == stream.usage.end == (0,)
+    assert (labelled.usage.labels, labelled.usage.behind) == (("a", "b"), (0,))
+    (tmp_path / "p.tsv").write_text("\n".join(f"low {n}\tneu {n}" for n in range(40)))
+    made = task("parallel", path=str(tmp_path / "p.tsv"), vocab=280, vocabularies="separate", valid=0.2, test=0.0)
+    read, written = Words(made.usage.source_tokenizer or ""), Words(made.usage.tokenizer or "")
+    batch = made.batch(0, 3, "valid")
+    assert batch.source is not None
+    own = batch.source[0].tolist()
+    assert own[: own.index(made.usage.behind[0])] == read.ids(read.text(own))
+    assert written.text(batch.x[0].tolist()) == batch.gold[0]
+
+
+# --- classes and masks ---------------------------------------------------------------------------------
+
+
+def encoder(head: bp.Head, words: int = 12) -> bp.Model:
+    block = bp.Block(hw.design(model=12, heads=3), feed=bp.Dense(17))
+    embedding = bp.Embedding(words, positions=bp.Positions("sinusoidal"))
+    return bp.Model("reader", "encoder", (bp.Stack.of("encoder", 12, [block], embedding=embedding),), (head,))
+
+
+AROUND = {"before": (1,), "behind": (2,), "tokenizer": wordpiece()}
+
+
+def test_texts_are_classified_each_as_alone():
+    net = drawn(encoder(bp.Head("classes", 3, "mean")), **AROUND, labels=("x", "y", "z"))
+    with torch.no_grad():
+        expected = [net(torch.tensor([ids]))[0].softmax(-1) for ids in ([1, 4, 5, 2], [1, 4, 9, 6, 8, 2])]
+    for guesses, shares in zip(classify(net, ["The cat", "the dog sat."]), expected, strict=True):
+        found = {guess.name: guess.share for guess in guesses}
+        assert [found[name] for name in "xyz"] == pytest.approx(shares.tolist(), rel=1e-5)
+        assert [guess.share for guess in guesses] == sorted(found.values(), reverse=True)
+
+
+def test_masks_are_filled_each_by_what_is_likely_there():
+    net = drawn(encoder(bp.Head("tokens", 12)), **AROUND)
+    filled, other = fill(net, ["The [MASK] sat, [MASK].", "[MASK]"], top=3)
+    with torch.no_grad():
+        shares = net(torch.tensor([[1, 4, 3, 6, 11, 3, 8, 2]]))[0].softmax(-1)
+    words = Words(wordpiece())
+    for guesses, row in zip(filled.masks, shares[[2, 5]], strict=True):
+        best = row.topk(3)
+        assert [guess.share for guess in guesses] == pytest.approx(best.values.tolist(), rel=1e-5)
+        assert [guess.name for guess in guesses] == [words.text([n]) or words.token(n) for n in best.indices.tolist()]
+    first, second = (guesses[0].name for guesses in filled.masks)
+    assert filled.text == f"The {first} sat, {second}."
+    assert len(other.masks) == 1
+    with pytest.raises(ValueError, match=r"'the cat' holds no \[MASK\]; write one"):
+        fill(net, ["the cat"])
+    with pytest.raises(ValueError, match=r"top=13 of 12 tokens cannot be told"):
+        fill(net, ["[MASK]"], top=13)
+
+
+def test_a_model_that_says_no_classes_says_why():
+    net = drawn(encoder(bp.Head("classes", 3, "mean")), **AROUND)
+    with pytest.raises(hw.SpecError, match="tells 3 classes apart and says the names of 0; name them"):
+        classify(net, ["the"])
+    with pytest.raises(hw.SpecError, match="does not read rows as a whole"):
+        classify(drawn(encoder(bp.Head("tokens", 12)), **AROUND), ["the"])
+    with pytest.raises(hw.SpecError, match="of kind decoder, and masks are for encoders"):
+        fill(drawn(decoder(12), **AROUND), ["[MASK]"])
