@@ -11,7 +11,7 @@ from typing import Any
 from ..models import Decoding, Transformer
 from ..models.generating.course import check_room, longest
 from ..models.generating.how import USUAL
-from ..models.generating.prompts import taken
+from ..models.generating.prompts import beginning, taken
 from ..models.generating.saying import Asked, streams_of
 from .choosing import first, overtake
 from .report import Report
@@ -29,7 +29,7 @@ class Engine:
     inside `with engine.driven():` a thread does. A request is let in when the pages it may come to need are sure to be
     there, so none is ever put back: the same tokens as if it were alone, and no work done twice.
 
-    >>> import headwise as hw
+    >>> import headwise as hw, torch
     >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
     >>> net = hw.build(hw.families.read(config | {"num_hidden_layers": 2, "vocab_size": 11}), seed=0)
     >>> engine = Engine(net, budget=200_000)
@@ -195,7 +195,7 @@ class Engine:
         if len(ids) < self.room.opening:
             fact = f"the prompt has {len(ids)} tokens, but the first {self.room.opening} must come together"
             raise ValueError(f"{fact}; give {self.room.opening} or more")
-        numbers, answer = streams_of(seed, 1)[0], asked._answer(given.kind, given.rows[0])
+        numbers, answer = streams_of(seed, 1)[0], asked.answer(given.kind, given.rows[0])
         request = Request(ids, source, count, temperature, how, numbers, answer, given.kind)
         known = self._stepping.longest
         self.room.check(request.tokens if known is None else min(request.tokens, known))
@@ -211,7 +211,4 @@ class Engine:
                 f"a source of {len(prompt)} tokens is {len(prompt) - most} longer than the {most} there is room for; "
                 f"make the engine with Batching(source={len(prompt)})"
             )
-        if not self.net.usage.begin:
-            fact = f"{self.net.described.name} does not say what an answer begins with"
-            raise ValueError(f"{fact}; say it, as in net.usage = Usage(begin=(1,), end=(2,))")
-        return list(self.net.usage.begin), prompt
+        return list(beginning(self.net)), prompt

@@ -82,11 +82,17 @@ def begun(net: Transformer, rows: Sequence[Sequence[int]], device: torch.device)
     ids, tokens = side_by_side(rows, device)
     if net.described.kind != "encoder-decoder":
         return Prompt(ids, tokens, None)
+    first = beginning(net)
+    memory = net.encode(ids, tokens=tokens)
+    return Prompt(torch.tensor([first] * len(rows), device=device), None, memory)
+
+
+def beginning(net: Transformer) -> tuple[int, ...]:
+    """What an answer begins with where a second stack writes it."""
     if not net.usage.begin:
         fact = f"{net.described.name} does not say what an answer begins with"
         raise SpecError(f"{fact}; say it, as in net.usage = Usage(begin=(1,), end=(2,))")
-    memory = net.encode(ids, tokens=tokens)
-    return Prompt(torch.tensor([net.usage.begin] * len(rows), device=device), None, memory)
+    return net.usage.begin
 
 
 def _ids(row: Any, net: Transformer, window: int | None) -> list[int]:

@@ -135,7 +135,7 @@ class Asked:
 
     def answers(self, given: Given, streams: Sequence[Stream] = ()) -> list[list[Said]]:
         """The answers to each prompt, best first."""
-        found = [self._answer(given.kind, row) for row in given.rows]
+        found = [self.answer(given.kind, row) for row in given.rows]
         with answering(self.net):
             course = self._course(given)
             if self.how.beams > 1:
@@ -146,7 +146,7 @@ class Asked:
 
     def pieces(self, given: Given, streams: Sequence[Stream] = ()) -> Iterator[Any]:
         """The answer to one prompt, as it comes."""
-        answer = self._answer(given.kind, given.rows[0])
+        answer = self.answer(given.kind, given.rows[0])
         with answering(self.net):
             course = self._course(given)
         return self._told(answer, given.kind, steps(course, self._choose(course, streams), [answer], self.count))
@@ -176,7 +176,7 @@ class Asked:
 
         return choose
 
-    def _answer(self, kind: str, prompt: list[int]) -> Answer:
+    def answer(self, kind: str, prompt: list[int]) -> Answer:
         """An answer that is still empty; where ids are asked for, text matters only if it may stop them."""
         if kind == "ids" and not self.how.words:
             return Answer(self.ends)
@@ -196,7 +196,7 @@ class Asked:
         ]
 
     def _scored(self, one: Followed, kind: str, prompt: list[int]) -> Said:
-        answer = self._answer(kind, prompt)
+        answer = self.answer(kind, prompt)
         for token in one.ids:
             answer.take(token)
         answer.close()
