@@ -24,7 +24,7 @@ class Pool:
     >>> import headwise as hw
     >>> layer = hw.Attention(hw.design(model=8, heads=2, pattern="causal"))
     >>> pool = Pool([layer.spec], pages=5, page=4)
-    >>> cache, = pool.seat([pool.book.fresh(), pool.book.fresh()]).caches
+    >>> (cache,) = pool.seat([pool.book.fresh(), pool.book.fresh()]).caches
     >>> with torch.no_grad():
     ...     _ = layer(torch.randn(2, 5, 8), cache=cache)
     >>> pool.book.pages.held, cache.nbytes  # 2 rows x 2 pages x 4 tokens x 16 numbers x 4 bytes
@@ -237,7 +237,9 @@ class Seats:
             run = Tokens.run(start, ends[0] - start, device)
             return pages_BP, run.count, run
         begins = [[*[n * keep.page for n in table], *[-keep.page] * (most - len(table))] for table in tables]
-        position = torch.tensor(begins, dtype=torch.int64, device=device)[..., None] + torch.arange(keep.page, device=device)
+        position = torch.tensor(begins, dtype=torch.int64, device=device)[..., None] + torch.arange(
+            keep.page, device=device
+        )
         position = position.flatten(1)
         live = (position >= 0) & (position < torch.tensor(ends, dtype=torch.int64, device=device)[:, None])
         return pages_BP, None, Tokens(position.clamp(min=0), live.long() - 1, checked=True)

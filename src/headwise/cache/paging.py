@@ -86,7 +86,9 @@ class Paging:
         memories = list(dict.fromkeys(spec.pattern.memory for spec in specs))
         totals = [sum(_width(spec) for spec in specs if spec.pattern.memory == memory) for memory in memories]
         numbers = page * max(totals, default=0)
-        keeps = [Keep(*memory, numbers // (page * total) * page) for memory, total in zip(memories, totals, strict=True)]
+        keeps = [
+            Keep(*memory, numbers // (page * total) * page) for memory, total in zip(memories, totals, strict=True)
+        ]
         starts = [0] * len(memories)
         layers: list[Mapping[str, Place]] = []
         for spec in specs:
@@ -132,7 +134,7 @@ class Row:
 
 
 class Changes(NamedTuple):
-    """What must happen to pages before tokens are written: those to be emptied, and (from, to) of those to be copied."""
+    """What must happen to pages before tokens are written: some are emptied, some copied, as (from, to)."""
 
     emptied: list[int]
     copied: list[tuple[int, int]]

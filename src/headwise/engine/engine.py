@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..draws import Stream as Numbers
 from ..models import Decoding, Transformer
 from ..models.generating.course import check_room, longest
 from ..models.generating.how import USUAL
@@ -59,9 +60,12 @@ class Engine:
         max_new_tokens: int = 64,
         temperature: float = 0.0,
         how: Decoding = USUAL,
-        seed: int | None = None,
+        seed: int | Numbers | None = None,
     ) -> Stream:
-        """Hand in ids or a text; what could never be answered is refused here. Any thread may."""
+        """Hand in ids or a text; what could never be answered is refused here. Any thread may.
+
+        At a temperature it draws from stream 0 of the seed, as `hw.generate` for one prompt, or from those numbers.
+        """
         request = self._request(prompt, max_new_tokens, temperature, how, seed)
         with self._news:
             request.number, self._count = self._count, self._count + 1
@@ -182,7 +186,9 @@ class Engine:
                 self._sweep()
             self._news.notify_all()
 
-    def _request(self, prompt: Any, count: int, temperature: float, how: Decoding, seed: int | None) -> Request:
+    def _request(
+        self, prompt: Any, count: int, temperature: float, how: Decoding, seed: int | Numbers | None
+    ) -> Request:
         """What is asked, or why it could never be answered."""
         asked = Asked.of(self.net, count, temperature, how)
         if how.beams > 1:
@@ -195,7 +201,8 @@ class Engine:
         if len(ids) < self.room.opening:
             fact = f"the prompt has {len(ids)} tokens, but the first {self.room.opening} must come together"
             raise ValueError(f"{fact}; give {self.room.opening} or more")
-        numbers, answer = streams_of(seed, 1)[0], asked.answer(given.kind, given.rows[0])
+        numbers = seed if isinstance(seed, Numbers) else streams_of(seed, 1)[0]
+        answer = asked.answer(given.kind, given.rows[0])
         request = Request(ids, source, count, temperature, how, numbers, answer, given.kind)
         known = self._stepping.longest
         self.room.check(request.tokens if known is None else min(request.tokens, known))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from ..counting.allocators import Allocator, Rows
+from ..counting.allocators import Allocator
+from ..counting.asking import Request
 from ..counting.devices import Device, Formats
 from ..counting.serving import Serving
 from ..errors import SpecError
@@ -44,13 +46,15 @@ class Spread(NamedTuple):
 class Report:
     """Tokens a second, seconds until the first token and between tokens, and memory against the budget.
 
-    `computed` are the tokens of prompts that were read, `shared` those that were remembered already.
+    `computed` are the tokens of prompts that were read, `shared` those that were remembered already, `sources` those
+    that another stack has read.
     """
 
     requests: int
     tokens: int
     computed: int
     shared: int
+    sources: int
     seconds: float
     wait: Spread
     each: Spread
@@ -68,6 +72,7 @@ class Report:
             tokens=sum(timing.tokens for timing in told),
             computed=sum(step.tokens for step in steps),
             shared=stepping.shared,
+            sources=stepping.sources,
             seconds=sum(step.seconds for step in steps),
             wait=Spread.of(timing.wait for timing in told),
             each=Spread.of(timing.each for timing in told if timing.tokens > 1),
@@ -114,8 +119,11 @@ class Predicted:
         """Some steps among all are priced, each as if its rows were alike, and stand for their neighbours."""
         dtype = DTYPES.get(str(next(net.parameters()).dtype))
         if dtype is None:
-            raise SpecError(f"weights of {next(net.parameters()).dtype} have no price; use float32, bfloat16 or float16")
-        serving = Serving(net.described, device, Formats(dtype), allocator=Allocator("paged", 16))
+            raise SpecError(
+                f"weights of {next(net.parameters()).dtype} have no price; use float32, bfloat16 or float16"
+            )
+        source = -(-report.sources // max(1, report.requests))
+        serving = Serving(net.described, device, Formats(dtype), allocator=Allocator("paged", 16), source=source)
         chosen = [report.steps[n * len(report.steps) // PRICED] for n in range(PRICED)] if report.steps else []
         if len(report.steps) <= PRICED:
             chosen = list(report.steps)
@@ -134,11 +142,14 @@ class Predicted:
 
 
 def _least(serving: Serving, step: Stepped) -> float:
-    """Seconds at least of one step: what rows and prompts ask is linear in their tokens, and they share weights."""
-    rows = Rows.alike(step.rows, max(1, round(step.context / step.rows))) if step.rows else None
-    if not step.tokens:
-        return serving.decoding(rows).seconds if rows else 0.0
-    return serving.mixed(rows, step.tokens, step.past // step.prompts).seconds
+    """Seconds at least of one step, its rows taken to be alike, and its prompts."""
+    asked: Counter[Request] = Counter()
+    if step.rows:
+        asked[Request(1, round(step.context / step.rows) - 1, serving.source)] += step.rows
+    if step.prompts:
+        taken, past = (round(count / step.prompts) for count in (step.tokens, step.past))
+        asked[Request(max(1, taken), past, serving.source)] += step.prompts
+    return serving.step(asked).seconds
 
 
 def _said(name: str, value: str) -> str:

@@ -40,7 +40,7 @@ class Stepping:
     def __init__(self, net: Transformer, room: Room, longest: int | None) -> None:
         self.net, self.room, self.longest = net, room, longest
         self.steps: deque[Stepped] = deque(maxlen=KEPT)
-        self.peak = self.shared = 0
+        self.peak = self.shared = self.sources = 0  # bytes, tokens, tokens
         moved = sum(p.nbytes for p in list(net.stacks.values())[-1].parameters()) + BESIDE
         self._worth = moved / (PASSES * room.page_bytes) if room.page_bytes else float("inf")
 
@@ -97,6 +97,7 @@ class Stepping:
             self.room.pool.book.adopt(request.row, length)
             self.shared += length
         if request.source:
+            self.sources += len(request.source)
             try:
                 with torch.no_grad():
                     source = torch.tensor([request.source], device=self.room.device)
@@ -176,7 +177,9 @@ class Stepping:
         broken = logits.isnan().any(-1).tolist()
         for n, request in enumerate(requests):
             if broken[n]:
-                request.fail(ValueError("the model says NaN of how likely a token is; look at its weights and the prompt"))
+                request.fail(
+                    ValueError("the model says NaN of how likely a token is; look at its weights and the prompt")
+                )
             else:
                 alike[request.temperature, request.how].append(n)
         for rows in alike.values():
