@@ -172,6 +172,18 @@ def test_what_is_pledged_is_never_overdrawn():
         book.leave(row)
 
 
+def test_an_opening_is_shared_as_a_whole():
+    """Tokens that must come together are all remembered or none of them."""
+    book, ids = Book(Paging((Keep(0, None, 2),), (), 0, 2), 23), [1, 2, 3, 4, 5, 6, 7]
+    row = book.fresh()
+    book.extend([row], [7])
+    row.length = 7
+    book.publish(row, ids)
+    other = [1, 2, 3, 4, 9, 9, 9]
+    assert [book.common(book.fresh(), other, opening) for opening in (0, 4, 5)] == [4, 4, 0]
+    assert book.common(book.fresh(), ids) == 6  # one token at least is read, to know what comes next
+
+
 # --- the contract of a cache ---------------------------------------------------------------------------
 
 PAGED = [kind for kind in streams.KINDS if kind != "state"]
