@@ -55,6 +55,8 @@ _HOMES = {
     "load": "models",
     "save": "models",
     "Transformer": "models",
+    "Batching": "engine",
+    "Engine": "engine",
     "collaborate": "parts.collaborative",
     "Load": "counting.pricing",
     "cost": "counting.costs",

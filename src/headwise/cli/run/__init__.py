@@ -28,6 +28,7 @@ DECODING: dict[str, tuple[type, str, str]] = {
 }
 # Options that every kind of work knows, by the names that argparse gives them.
 SHARED = ("model", "text", "batch", "device", "tokenizer", "json", "top_k")
+ENGINE = ("budget", "rows", "chunk")
 
 
 def main(argv: list[str]) -> int:
@@ -36,10 +37,14 @@ def main(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     if given.batch < 1:
         raise Wrong(f"--batch {given.batch} is no count; give 1 or more")
+    if given.requests is None and (said := [name for name in ENGINE if getattr(given, name) is not None]):
+        raise Wrong(f"--{said[0]} is for requests that are answered together; give them with --requests FILE")
     net = _net(given)
     kind = kind_of(net)
     if kind != "texts":
         _check_unused(given, parser, net, kind)
+    elif given.requests is not None:
+        kind = "requests"
     return import_module(f"{__name__}.{kind}").answer(net, given)
 
 
@@ -75,6 +80,13 @@ def _parser() -> Arguments:
     parser.add_argument("--score", metavar="REF", help="reckon BLEU and chrF against the lines of this file")
     parser.add_argument("--score-tokenize", metavar="NAME", help="as sacreBLEU names it: 13a (usual), zh, char, intl")
     parser.add_argument("--batch", type=int, default=32, metavar="COUNT", help="lines answered together (32)")
+    parser.add_argument(
+        "--requests", metavar="FILE",
+        help='answer the lines of this file together, each as in {"prompt": "Once", "max_new_tokens": 9}; - for stdin',
+    )  # fmt: skip
+    parser.add_argument("--budget", metavar="MEMORY", help="what requests are remembered in (1 GiB)")
+    parser.add_argument("--rows", type=int, metavar="COUNT", help="requests answered at once, at most (64)")
+    parser.add_argument("--chunk", type=int, metavar="TOKENS", help="of prompts, that one step takes (256)")
     parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json, or bytes, for a model without one")
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:1, say")
     take_form(parser)

@@ -23,9 +23,7 @@ LENGTH = 64  # tokens of an answer, unless said
 
 def answer(net: Transformer, given: argparse.Namespace) -> int:
     """One text as it is written, or line after line."""
-    told = {name: getattr(given, name) for name in (option.replace("-", "_") for option in DECODING)}
-    how = Decoding(**{name: value for name, value in told.items() if value is not None}, stop=tuple(given.stop or ()))
-    count = LENGTH if given.max_new_tokens is None else given.max_new_tokens
+    how, count = decoding_of(given), length_of(given)
     asked = Asked.of(net, count, given.temperature or 0.0, how)
     seed = streams_of(given.seed, 1)[0].seed  # one for all lines, said or not
     writer = Writer(asked, seed, "document" if given.json else "lines", Scores.of(given.score, given.score_tokenize))
@@ -39,6 +37,17 @@ def answer(net: Transformer, given: argparse.Namespace) -> int:
         writer.several(some, lines.read(some, read))
     writer.end()
     return 2 if lines.refused else 0
+
+
+def decoding_of(given: argparse.Namespace) -> Decoding:
+    """How tokens are chosen, as the command line says."""
+    told = {name: getattr(given, name) for name in (option.replace("-", "_") for option in DECODING)}
+    return Decoding(**{name: value for name, value in told.items() if value is not None}, stop=tuple(given.stop or ()))
+
+
+def length_of(given: argparse.Namespace) -> int:
+    """How long an answer may be, as the command line says."""
+    return LENGTH if given.max_new_tokens is None else given.max_new_tokens
 
 
 @dataclass

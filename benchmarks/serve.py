@@ -1,0 +1,208 @@
+"""Many requests at once: ours, transformers' `generate` on the padded batch of the same weights, and what is predicted.
+
+`python -m benchmarks.serve` prints one JSON document: 64 requests of lognormal lengths answered both ways, steps of 1
+to 64 rows beside their price, and for 1 row and 64 where the time of a step goes. A number says how many threads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import headwise as hw
+from headwise.counting.devices import Device, Formats
+from headwise.counting.here import measure_anew
+from headwise.counting.serving import Step
+from headwise.engine import Predicted
+from headwise.families import read
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "num_hidden_layers": 8, "vocab_size": 8192, "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+REQUESTS, SEED = 64, 0
+PROMPTS, ANSWERS = (40, 0.8, 256), (40, 1.0, 384)  # tokens: the median, the deviation of its logarithm, the most
+BUDGET = 2**26
+ROWS, PROMPT, STEPS = (64, 32, 16, 8, 4, 2, 1), 224, 8  # of the steps that are measured one by one
+# Ours, by transformers' names of the same tensors.
+OUTSIDE = {"decoder.embedding.tokens": "model.embed_tokens", "decoder.norm": "model.norm", "head.tokens": "lm_head"}
+INSIDE = {
+    "attention.project.q": "self_attn.q_proj", "attention.project.k": "self_attn.k_proj",
+    "attention.project.v": "self_attn.v_proj", "attention.output.o": "self_attn.o_proj", "feed.gate": "mlp.gate_proj",
+    "feed.up": "mlp.up_proj", "feed.down": "mlp.down_proj", "attention_norm": "input_layernorm",
+    "feed_norm": "post_attention_layernorm",
+}  # fmt: skip
+KERNELS = {"weights": ("aten::mm", "aten::addmm", "aten::bmm"), "gather": ("aten::index_select",)}
+CORE = "aten::_scaled_dot_product"
+
+
+def drawn() -> list[tuple[list[int], int]]:
+    """Prompts, and how many tokens each asks for."""
+    generator = torch.Generator().manual_seed(SEED)
+    lengths = [
+        (torch.randn(REQUESTS, generator=generator) * sigma + math.log(median)).exp().long().clamp(4, most).tolist()
+        for median, sigma, most in (PROMPTS, ANSWERS)
+    ]
+    vocabulary = CONFIG["vocab_size"]
+    prompts = [torch.randint(vocabulary, (count,), generator=generator).tolist() for count in lengths[0]]
+    return list(zip(prompts, lengths[1], strict=True))
+
+
+def built() -> tuple[hw.Transformer, Any]:
+    """The same numbers in both libraries."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    ours = hw.build(read(CONFIG), seed=SEED).eval()
+    said = {name: value for name, value in CONFIG.items() if name != "model_type"}
+    theirs = LlamaForCausalLM(LlamaConfig(**said, pad_token_id=0, bos_token_id=None, eos_token_id=None)).eval()
+    state = {_theirs(name): tensor for name, tensor in ours.state_dict().items() if not name.endswith("frequency")}
+    theirs.load_state_dict(state)
+    return ours, theirs
+
+
+def _theirs(name: str) -> str:
+    name = name.removesuffix(".weight")
+    if name in OUTSIDE:
+        return f"{OUTSIDE[name]}.weight"
+    _, layer, rest = name.split(".", 2)
+    return f"model.layers.{layer}.{INSIDE[rest]}.weight"
+
+
+def together(net: hw.Transformer, asked: list[tuple[list[int], int]]) -> tuple[float, list[list[int]], hw.Engine]:
+    """Seconds, what was said, and the engine."""
+    engine = hw.Engine(net, budget=BUDGET)
+    begun = time.perf_counter()
+    streams = [engine.submit(prompt, max_new_tokens=count) for prompt, count in asked]
+    engine.run()
+    return time.perf_counter() - begun, [stream.ids for stream in streams], engine
+
+
+def padded(net: Any, asked: list[tuple[list[int], int]]) -> tuple[float, list[list[int]]]:
+    """The same by `generate` on one batch, padded on the left, as long as the longest answer; each cut to its own."""
+    widest = max(len(prompt) for prompt, _ in asked)
+    ids = torch.tensor([[0] * (widest - len(prompt)) + prompt for prompt, _ in asked])
+    mask = torch.tensor([[0] * (widest - len(prompt)) + [1] * len(prompt) for prompt, _ in asked])
+    begun = time.perf_counter()
+    with torch.no_grad():
+        said = net.generate(ids, attention_mask=mask, max_new_tokens=max(n for _, n in asked), do_sample=False)
+    seconds = time.perf_counter() - begun
+    return seconds, [row[widest : widest + n] for row, (_, n) in zip(said.tolist(), asked, strict=True)]
+
+
+def compared(ours: hw.Transformer, theirs: Any, here: Device) -> dict[str, Any]:
+    """Both ways in turns: ours, theirs, ours."""
+    asked = drawn()
+    first, said, engine = together(ours, asked)
+    seconds, other = padded(theirs, asked)
+    again, _, _ = together(ours, asked)
+    tokens, report, least = sum(n for _, n in asked), engine.report(), statistics.mean((first, again))
+    longest = max(len(prompt) for prompt, _ in asked) + max(n for _, n in asked)
+    return {
+        "requests": REQUESTS,
+        "prompt_tokens": sum(len(prompt) for prompt, _ in asked),
+        "tokens": tokens,
+        "longest_answer": max(n for _, n in asked),
+        "ours": {"seconds": [first, again], "tokens_per_second": tokens / least, "report": report.data},
+        "transformers": {"seconds": seconds, "tokens_per_second": tokens / seconds},
+        "ratio": seconds / least,
+        "same_answers": sum(a == b for a, b in zip(said, other, strict=True)),
+        "predicted": Predicted.of(ours, report, here).data,
+        "bytes": {
+            "budget": BUDGET,
+            "allocated": engine.room.nbytes,
+            "peak": report.peak_bytes,
+            "padded_batch": hw.cached(ours.described, hw.Rows.alike(REQUESTS, longest), "ring", "fp32"),
+        },
+    }
+
+
+def steps(net: hw.Transformer, here: Device) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Steps in which every row gets a token, by the number of rows; and of the most and the fewest, what they do."""
+    serving, generator = hw.Serving(net.described, here, Formats("fp32")), torch.Generator().manual_seed(SEED)
+    engine = hw.Engine(net, budget=2**28, batching=hw.Batching(rows=ROWS[0], chunk=2048))
+    prompts = torch.randint(CONFIG["vocab_size"], (ROWS[0], PROMPT), generator=generator).tolist()
+    streams = [engine.submit(prompt, max_new_tokens=PROMPT) for prompt in prompts]
+    while not all(stream.ids for stream in streams):
+        engine.step()
+    scaling, parts = [], []
+    for rows in ROWS:
+        for stream in streams[rows:]:
+            stream.cancel()
+        engine.step()
+        seconds = statistics.median(_timed(engine) for _ in range(STEPS))
+        context = round(engine.report().steps[-1].context / rows)
+        step = serving.decoding(hw.Rows.alike(rows, context))
+        scaling.append({
+            "rows": rows, "context": context, "step_seconds": seconds, "tokens_per_second": rows / seconds,
+            "predicted_seconds": step.seconds, "predicted_tokens_per_second": rows / step.seconds,
+        })  # fmt: skip
+        if rows in (ROWS[0], ROWS[-1]):
+            parts += _parts(engine, rows, step, here)
+    return scaling, parts
+
+
+def _timed(engine: hw.Engine) -> float:
+    begun = time.perf_counter()
+    engine.step()
+    return time.perf_counter() - begun
+
+
+def _parts(engine: hw.Engine, rows: int, step: Step, here: Device) -> list[dict[str, Any]]:
+    """Where the time of a step goes: products with weights, which rows share, and the core, which they do not."""
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        for _ in range(STEPS):
+            engine.step()
+    taken, found = _taken(seen, STEPS), []
+    for name, operations in (("weights", step.weights), ("core", step.cores)):
+        flops, moved = sum(one.flops for one in operations), sum(one.moved for one in operations)
+        found.append({
+            "rows": rows, "part": name, "flops": flops, "bytes": moved, "intensity": flops / moved,
+            "seconds": taken[name], "predicted_seconds": sum(one.seconds for one in operations),
+            "flops_per_second": flops / taken[name], "bytes_per_second": moved / taken[name],
+            "waits_for": "memory" if moved / here.bandwidth > flops / here.flops["fp32"] else "compute",
+        })  # fmt: skip
+    return [*found, *({"rows": rows, "part": name, "seconds": taken[name]} for name in ("gather", "else"))]
+
+
+def _taken(seen: profile, steps: int) -> dict[str, float]:
+    """Seconds of one step by what ran."""
+    found = dict.fromkeys(("weights", "core", "gather", "else"), 0.0)
+    for event in seen.key_averages():
+        kinds = (kind for kind, names in KERNELS.items() if event.key in names)
+        kind = "core" if event.key.startswith(CORE) else next(kinds, "else")
+        found[kind] += event.self_cpu_time_total / 1e6 / steps
+    return found
+
+
+def main(argv: Iterable[str] = ()) -> int:
+    """Print what was measured, on how many threads: one, unless a number is said."""
+    threads = int(next(iter(argv), "1"))
+    torch.set_num_threads(threads)
+    torch.manual_seed(SEED)
+    here = measure_anew()
+    ours, theirs = built()
+    check: Tensor = torch.tensor([drawn()[0][0]])
+    with torch.no_grad():
+        torch.testing.assert_close(ours(check), theirs(check).logits, rtol=1e-3, atol=1e-4)
+    machine = {"processor": platform.machine(), "torch": torch.__version__, "threads": threads}
+    rates = {"flops": here.flops["fp32"], "bandwidth": here.bandwidth}
+    told = {"machine": machine | rates, "parameters": sum(p.numel() for p in ours.parameters())}
+    told["lognormal"] = compared(ours, theirs, here)
+    told["scaling"], told["parts"] = steps(ours, here)
+    print(json.dumps(told, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

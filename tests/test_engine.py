@@ -1,0 +1,556 @@
+"""The engine: whoever is beside it, a request gets what it gets alone; and who fails fails alone."""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import headwise as hw
+from headwise import blueprint as bp
+from headwise.cli.screen import PRESETS
+from headwise.engine import stepping
+from headwise.engine.choosing import chunked, divided
+
+TOKENS, MODEL = 13, 16
+ROOMY = 40_000_000
+
+
+def causal(preset: str) -> hw.AttentionSpec:
+    """A preset, tiny and decodable."""
+    said = {} if hw.design(preset=preset, model=MODEL, heads=4).pattern.opening == 0 else {"pattern": "causal()"}
+    small = {"dim": 4, "project": hw.Latent(rank=6, rope=2)} if preset == "mla" else {}
+    return hw.design(preset=preset, model=MODEL, heads=4, **small, **said)
+
+
+def stack(*specs: hw.AttentionSpec, **embedding: object) -> bp.Stack:
+    blocks = [bp.Block(spec, feed=bp.Dense(18), norm=bp.Norm("rms")) for spec in specs]
+    return bp.Stack.of("decoder", MODEL, blocks, embedding=bp.Embedding(TOKENS, **embedding), norm=bp.Norm("rms"))
+
+
+def drawn(net: hw.Transformer) -> hw.Transformer:
+    """Every number matters: no token is always the likeliest, and gaps are far above rounding."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (1.0 if parameter.dim() > 1 else 0.3))
+    return net.eval()
+
+
+def language(*specs: hw.AttentionSpec, **embedding: object) -> hw.Transformer:
+    layers = stack(*specs, **embedding)
+    return drawn(hw.build(bp.Model("tiny", "decoder", (layers,), heads=(bp.Head("tokens", TOKENS),)), seed=1))
+
+
+def plain(**said: object) -> hw.AttentionSpec:
+    return hw.design(
+        **{"model": MODEL, "heads": 3, "dim": 4, "pattern": "causal()", "modifiers": (hw.Rotary(),)} | said
+    )
+
+
+MODELS = {
+    **{name: functools.partial(lambda name: language(causal(name), causal(name)), name) for name in PRESETS},
+    "window": lambda: language(plain(pattern="window(5)"), plain(pattern="window(5)")),
+    "sinks": lambda: language(plain(pattern="window(4) | first(2)", kv=1), plain(pattern="window(4) | first(2)", kv=1)),
+    "mixed": lambda: language(plain(pattern="window(3)"), plain(pattern="window(3)"), plain(kv=1)),
+    "state and tokens": lambda: language(causal("linear"), plain()),
+    "prefix": lambda: language(plain(pattern="prefix(3)"), plain(pattern="prefix(3)")),
+    "learned": lambda: language(plain(modifiers=()), positions=bp.Positions("learned", 64)),
+    "sinusoidal": lambda: language(plain(modifiers=()), positions=bp.Positions("sinusoidal")),
+}
+
+
+@functools.cache
+def model(name: str) -> hw.Transformer:
+    return MODELS[name]()
+
+
+def alone(net: hw.Transformer, prompt: list[int], count: int) -> list[int]:
+    return hw.greedy(net, torch.tensor([prompt]), count=count)[0]
+
+
+# --- alone and together --------------------------------------------------------------------------------
+
+PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=14)  # of three tokens: many begin alike
+ASKED = st.tuples(PROMPTS, st.integers(1, 8))
+EVENTS = st.lists(st.sampled_from(["join", "join", "step", "step", "leave"]), max_size=16)
+WAYS = st.builds(
+    hw.Batching,
+    rows=st.integers(1, 6),
+    page=st.integers(1, 5),
+    chunk=st.integers(1, 9),
+    order=st.sampled_from(["arrival", "shortest"]),
+    patience=st.integers(1, 3),
+)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=4, deadline=None)
+@given(asked=st.lists(ASKED, min_size=1, max_size=6), events=EVENTS, way=WAYS, tight=st.booleans(), data=st.data())
+def test_a_request_gets_what_it_gets_alone(name: str, asked, events, way: hw.Batching, tight: bool, data):
+    net = model(name)
+    if name == "prefix":
+        asked = [([*prompt, 1, 2, 0][: max(3, len(prompt))], count) for prompt, count in asked]
+    engine = hw.Engine(net, budget=smallest(net, way, asked) if tight else ROOMY, batching=way)
+    streams, coming = [], list(asked)
+    for event in events:
+        if event == "join" and coming:
+            prompt, count = coming.pop()
+            streams.append((engine.submit(prompt, max_new_tokens=count), prompt, count))
+        if event == "leave" and streams:
+            streams[data.draw(st.integers(0, len(streams) - 1))][0].cancel()
+        if event == "step":
+            engine.step()
+        assert engine.room.used <= engine.room.nbytes <= engine.room.budget
+    streams += [(engine.submit(prompt, max_new_tokens=count), prompt, count) for prompt, count in coming]
+    for stream, prompt, count in reversed(streams):
+        expected, said = alone(net, prompt, count), stream.result()
+        assert said == (expected[: len(said)] if stream.ended == "cancelled" else expected)
+        assert stream.ended in ("cancelled", "length")
+    assert engine.room.used == 0
+    assert engine.room.pool.book.pages.held == 0
+
+
+def smallest(net: hw.Transformer, way: hw.Batching, asked: list[tuple[list[int], int]]) -> int:
+    """The least budget in which each of these fits when it is alone, found from what is refused."""
+    budget = 1
+    while True:
+        try:
+            engine = hw.Engine(net, budget=budget, batching=way)
+            for prompt, count in asked:
+                engine.submit(prompt, max_new_tokens=count)
+            return budget
+        except ValueError as refused:
+            words = (word.strip(".;,").replace(",", "") for word in str(refused).split())
+            enough = max(int(word) for word in words if word.isdecimal())
+            budget = enough if enough > budget else pytest.fail(str(refused))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_one_pass(name: str, monkeypatch: pytest.MonkeyPatch):
+    """In float64, where rounding cannot hide what is wrong."""
+    net = MODELS[name]().double()
+    seen: list[tuple[list[int], torch.Tensor]] = []
+
+    def watched(logits, past, **how):
+        seen.extend((list(ids), row) for ids, row in zip(past, logits, strict=True))
+        return hw.models.generating.pick(logits, past, **how)
+
+    monkeypatch.setattr(stepping, "pick", watched)
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(rows=3, page=4, chunk=7))
+    for length, count in ((9, 5), (3, 7), (17, 3), (5, 4), (9, 2)):
+        engine.submit([n * n % 5 for n in range(length)], max_new_tokens=count)
+    engine.run()
+    assert len(seen) == 21
+    for ids, row in seen:
+        with torch.no_grad():
+            torch.testing.assert_close(row, net(torch.tensor([ids]))[0, -1], rtol=1e-9, atol=1e-9)
+
+
+def test_a_step_is_a_chunk_of_prompts_and_a_token_of_every_row():
+    engine = hw.Engine(model("gqa"), budget=ROOMY, batching=hw.Batching(chunk=8))
+    short, long = engine.submit([1, 2], max_new_tokens=20), engine.submit(list(range(13)) * 3, max_new_tokens=4)
+    told = []
+    while engine.step():
+        told.append((len(short.ids), len(long.ids)))
+    assert [step.tokens for step in engine.report().steps][:6] == [8, 8, 8, 8, 8, 0]  # a last token alone is a row
+    assert told[:6] == [(2, 0), (3, 0), (4, 0), (5, 0), (6, 1), (7, 2)]  # the short one was never kept waiting
+
+
+# --- what is remembered --------------------------------------------------------------------------------
+
+
+def test_beginnings_are_read_once():
+    """A common beginning of 40 tokens, asked by all at once: one reads it, the others wait a step and share."""
+    net, begin = model("mixed"), [n % 7 for n in range(40)]
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(page=4, chunk=64))
+    prompts = [[*begin, *[8 + n % 5] * (1 + n)] for n in range(6)]
+    streams = [engine.submit(prompt, max_new_tokens=5) for prompt in prompts]
+    assert [stream.result() for stream in streams] == [alone(net, prompt, 5) for prompt in prompts]
+    shared = 24  # two layers keep 24 numbers of each of 4 tokens in a page, one keeps 8 of each of 24
+    assert engine.report().shared == 5 * shared
+    assert engine.room.pool.book.pages.held == 0
+    again = engine.submit([*begin, 9, 9, 9], max_new_tokens=2)  # nobody holds those pages, but they are still known
+    assert again.result() == alone(net, [*begin, 9, 9, 9], 2)
+    assert engine.report().shared == 6 * shared
+
+
+def test_what_is_shared_is_in_memory_once():
+    spec = plain()
+    net, begin = language(spec), list(range(12)) * 4
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(page=4, chunk=100))
+    for n in range(5):
+        engine.submit([*begin, n], max_new_tokens=4)
+    engine.step()
+    engine.step()
+    rows = hw.Rows.of([50, 49, 49, 49, 49], shared=48)  # the first has said two tokens, and reads the first of them
+    assert engine.room.used == hw.cached(spec, rows, "paged(4)", "fp32")
+
+
+def test_a_source_is_part_of_what_a_beginning_follows_from():
+    net = translator("seq")
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(page=1, chunk=16))
+    sources = [[3, 4, 5], [5, 4, 3, 6, 7], [3, 4, 5], [6]]
+    streams = [engine.submit(source, max_new_tokens=7) for source in sources]
+    assert [stream.result() for stream in streams] == [generated(net, source, max_new_tokens=7) for source in sources]
+    assert len({tuple(stream.ids) for stream in streams}) > 1
+
+
+def translator(form: str) -> hw.Transformer:
+    """Two stacks; the second attends to itself and to the first, or merges both."""
+    own = hw.design(model=MODEL, heads=4, modifiers=(hw.Rotary(),))
+    first = bp.Block(own, feed=bp.Dense(18), norm=bp.Norm("rms"))
+    cross = hw.design(model=MODEL, heads=4)
+    attention = {"form": "merged"} if form == "merged" else {"attention": plain()}
+    second = bp.Block(**attention, cross=cross, feed=bp.Dense(18), norm=bp.Norm("rms"))
+    stacks = (
+        bp.Stack.of("encoder", MODEL, [first] * 2, embedding=bp.Embedding(TOKENS)),
+        bp.Stack.of("decoder", MODEL, [second] * 2, embedding=bp.Embedding(TOKENS, table="encoder")),
+    )
+    described = bp.Model("tiny", "encoder-decoder", stacks, heads=(bp.Head("tokens", TOKENS, table="encoder"),))
+    net = drawn(hw.build(described, seed=1))
+    net.usage = hw.Usage(begin=(1, 2), end=(0,))
+    return net
+
+
+def generated(net: hw.Transformer, prompt: object, **said: object):
+    return hw.generate(net, prompt, **said)
+
+
+@pytest.mark.parametrize("form", ["seq", "merged"])
+@settings(max_examples=6, deadline=None)
+@given(sources=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=9), min_size=1, max_size=7), way=WAYS)
+def test_two_stacks_answer_together(form: str, sources: list[list[int]], way: hw.Batching):
+    net = translator(form)
+    engine = hw.Engine(net, budget=ROOMY, batching=way)
+    streams = [engine.submit(source, max_new_tokens=6) for source in sources]
+    assert [stream.result() for stream in streams] == [generated(net, source, max_new_tokens=6) for source in sources]
+    assert engine.room.used == 0
+
+
+def test_the_budget_is_kept_and_what_waits_is_let_in_when_pages_are_free():
+    spec = plain()
+    net, way = language(spec), hw.Batching(page=4, chunk=16)
+    each = hw.cached(spec, hw.Rows.alike(1, 20), "paged(4)", "fp32")
+    engine = hw.Engine(net, budget=3 * 2 * each, batching=way)  # as much again for the buffer, of one layer
+    streams = [engine.submit([n] * 13, max_new_tokens=8) for n in range(9)]
+    most = 0
+    while engine.step():
+        assert engine.room.nbytes <= engine.room.budget
+        most = max(most, sum(1 for stream in streams if stream.ids and not stream.ended))
+    assert most == 2  # three rows of 5 pages would be 15, and there are 14 beside the empty one
+    assert [stream.result() for stream in streams] == [alone(net, [n] * 13, 8) for n in range(9)]
+    assert engine.report().peak_bytes == 2 * each
+
+
+# --- who is next ---------------------------------------------------------------------------------------
+
+
+def order_of(batching: hw.Batching, counts: list[int]) -> list[int]:
+    """The order in which requests of these lengths have their first token, one row at a time."""
+    engine = hw.Engine(model("gqa"), budget=ROOMY, batching=batching)
+    streams = [engine.submit([1, 2], max_new_tokens=count) for count in counts]
+    engine.run()
+    return sorted(range(len(counts)), key=lambda n: streams[n].timing.first)
+
+
+def test_who_came_first_is_first():
+    assert order_of(hw.Batching(rows=1), [5, 1, 3, 2]) == [0, 1, 2, 3]
+
+
+def test_short_ones_overtake_but_nobody_waits_for_ever():
+    assert order_of(hw.Batching(rows=1, order="shortest"), [5, 1, 3, 2]) == [1, 3, 2, 0]
+    assert order_of(hw.Batching(rows=1, order="shortest", patience=2), [9, 1, 1, 1, 1, 1]) == [1, 2, 0, 3, 4, 5]
+
+
+def test_a_long_one_is_not_passed_by_short_ones_while_it_waits_for_room():
+    spec = plain()
+    engine = hw.Engine(language(spec), budget=2 * 12 * 4 * 96, batching=hw.Batching(page=1))
+    sizes = [8, 20, 3, 3]
+    streams = [engine.submit([1] * size, max_new_tokens=4) for size in sizes]
+    engine.run()
+    first = [stream.timing.first for stream in streams]
+    assert first[1] <= first[2]
+    assert first == sorted(first)
+
+
+def test_rows_of_like_length_share_a_call():
+    assert divided([9, 9, 9, 1], worth=100) == [4]
+    assert divided([90, 9, 9, 9, 9, 9, 9], worth=100) == [1, 6]
+    assert divided([], worth=1) == []
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=12), st.integers(0, 200))
+def test_dividing_never_costs_more_than_one_call(sizes: list[int], worth: int):
+    sizes.sort(reverse=True)
+    parts, start, cost = divided(sizes, worth), 0, 0
+    for count in parts:
+        cost += sizes[start] * count + worth
+        start += count
+    assert start == len(sizes)
+    assert cost <= sizes[0] * len(sizes) + worth
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.integers(1, 40), st.integers(0, 9))
+def test_a_chunk_takes_prompts_in_order(pending: list[int], chunk: int, opening: int):
+    taken = list(chunked(pending, chunk, opening))
+    assert taken
+    assert sum(taken) <= max(chunk, opening)
+    assert all(min(count, opening) <= n <= count for n, count in zip(taken, pending, strict=False))
+    assert all(n == count for n, count in zip(taken[:-1], pending, strict=False))
+
+
+# --- one request's end is its own ----------------------------------------------------------------------
+
+
+def test_what_is_cancelled_is_free_at_once():
+    net = model("gqa")
+    engine = hw.Engine(net, budget=ROOMY)
+    gone, other = engine.submit([1, 2, 3], max_new_tokens=20), engine.submit([4], max_new_tokens=20)
+    waiting = engine.submit([5], max_new_tokens=3)
+    waiting.cancel()
+    assert waiting.ended == "cancelled"
+    assert [next(gone), next(gone)] == alone(net, [1, 2, 3], 20)[:2]
+    held = engine.room.used
+    gone.cancel()
+    assert engine.room.used < held
+    assert gone.ended == "cancelled"
+    assert gone.result() == alone(net, [1, 2, 3], 20)[: len(gone.ids)]
+    gone.cancel()
+    assert other.result() == alone(net, [4], 20)
+    assert waiting.result() == []
+
+
+def test_nobody_waits_for_who_stops_reading():
+    net = model("gqa")
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(rows=2))
+    left, other, third = (engine.submit([n], max_new_tokens=6) for n in range(3))
+    next(left)
+    assert other.result() == alone(net, [1], 6)
+    assert third.result() == alone(
+        net, [2], 6
+    )  # it had the place of who stopped reading, and who was done all the same
+    assert left.ended == "length"
+    assert list(left) == alone(net, [0], 6)[1:]
+
+
+def broken_at(token: int) -> hw.Transformer:
+    """A model that has NaN to say of one token."""
+    net = MODELS["gqa"]()
+    with torch.no_grad():
+        net.decoder.embedding.tokens[token] = torch.nan
+    return net
+
+
+def test_who_fails_fails_alone():
+    net = broken_at(11)
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(page=2))
+    fine, bad, later = (engine.submit(prompt, max_new_tokens=6) for prompt in ([1, 2, 3], [4, 11, 5], [6, 7]))
+    with pytest.raises(ValueError, match="the model says NaN"):
+        bad.result()
+    assert bad.ended == "failed"
+    with pytest.raises(ValueError, match="the model says NaN"):
+        list(bad)
+    sound = model("gqa")
+    assert fine.result() == alone(sound, [1, 2, 3], 6)
+    assert later.result() == alone(sound, [6, 7], 6)
+    assert engine.submit([4, 5], max_new_tokens=3).result() == alone(sound, [4, 5], 3)  # in the pages of who failed
+    assert engine.room.used == 0
+
+
+def test_whoever_breaks_a_call_is_found_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch):
+    """What goes wrong inside the model for all rows at once is tried again row by row."""
+    for name in ("gqa", "linear", "sinks"):
+        net = MODELS[name]()
+        engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(page=2))
+        hidden = net.hidden
+
+        def fussy(x, hidden=hidden, **told):
+            h = hidden(x, **told)
+            if (x == 11).any():
+                raise RuntimeError("eleven is too much")
+            return h
+
+        monkeypatch.setattr(net, "hidden", fussy)
+        streams = [engine.submit(prompt, max_new_tokens=4) for prompt in ([1, 2, 3, 4], [4, 11], [6, 7, 8])]
+        with pytest.raises(RuntimeError, match="eleven is too much"):
+            streams[1].result()
+        monkeypatch.setattr(net, "hidden", hidden)
+        for stream, prompt in ((streams[0], [1, 2, 3, 4]), (streams[2], [6, 7, 8])):
+            assert stream.result() == alone(net, prompt, 4)
+
+
+def test_an_interrupted_step_has_not_happened(monkeypatch: pytest.MonkeyPatch):
+    for name in ("gqa", "linear", "sinks"):
+        net = MODELS[name]()
+        engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(page=2, chunk=3))
+        stream = engine.submit([1, 2, 3, 4, 5], max_new_tokens=6)
+        hidden, calls = net.hidden, []
+
+        def interrupted(x, hidden=hidden, calls=calls, **told):
+            h = hidden(x, **told)
+            calls.append(x)
+            if len(calls) % 2:
+                raise KeyboardInterrupt
+            return h
+
+        monkeypatch.setattr(net, "hidden", interrupted)
+        while not stream.ended:
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                continue
+        monkeypatch.setattr(net, "hidden", hidden)
+        assert stream.result() == alone(net, [1, 2, 3, 4, 5], 6)
+
+
+SMALL = 30_000
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "said", "fact"),
+    [
+        ("gqa", [], {}, "the prompt is empty"),
+        ("gqa", [1, 13], {}, "the prompt holds the id 13"),
+        ("gqa", [[1], [2]], {}, "2 prompts came as one; submit each by itself"),
+        ("gqa", [1], {"max_new_tokens": 0}, "max_new_tokens=0 cannot be"),
+        ("gqa", [1], {"temperature": -1.0}, "temperature=-1.0 cannot be"),
+        ("gqa", [1], {"how": hw.Decoding(beams=2)}, "hw.generate"),
+        ("gqa", "text", {}, "has no tokenizer"),
+        ("learned", [1] * 65, {}, "a prompt of 65 tokens is 1 longer than the 64 positions"),
+        ("learned", [1] * 60, {"max_new_tokens": 6}, "60 tokens and 6 new ones are 1 more than the 64 positions"),
+        ("prefix", [1, 2], {}, "the prompt has 2 tokens, but the first 3 must come together"),
+        ("gqa", [1] * 900, {}, r"a request of 963 tokens needs 61 pages of 1,024 bytes and the budget of 30,000 bytes"),
+    ],
+)
+def test_what_could_never_be_answered_is_refused_at_once(name: str, prompt, said: dict, fact: str):
+    net = model(name)
+    engine = hw.Engine(net, budget=SMALL if len(prompt) > 800 else ROOMY)
+    other = engine.submit([1, 2, 3], max_new_tokens=3)
+    with pytest.raises(ValueError, match=fact):
+        engine.submit(prompt, **said)
+    assert other.result() == alone(net, [1, 2, 3], 3)
+
+
+def test_a_budget_that_is_said_to_be_enough_is():
+    net, way = model("mixed"), hw.Batching(page=4)
+    asked = [([1] * 37, 5)]
+    budget = smallest(net, way, asked)
+    assert hw.Engine(net, budget=budget, batching=way).submit([1] * 37, max_new_tokens=5).result()
+    with pytest.raises(ValueError, match="a request of 41 tokens needs"):
+        hw.Engine(net, budget=budget - 1, batching=way).submit([1] * 37, max_new_tokens=5)
+
+
+def test_an_engine_that_cannot_be_is_refused():
+    net = model("gqa")
+    for budget in (0, -1, True, 1e9):
+        with pytest.raises(ValueError, match="is no number of bytes"):
+            hw.Engine(net, budget=budget)
+    with pytest.raises(ValueError, match=r"holds no request: states and sources of 64 rows take 0 and a page"):
+        hw.Engine(net, budget=100)
+    with pytest.raises(ValueError, match=r"hw\.build made"):
+        hw.Engine(net.decoder, budget=100)
+    for said in ({"rows": 0}, {"page": 1.5}, {"chunk": True}, {"order": "longest"}):
+        with pytest.raises(hw.SpecError, match=r"Batching\("):
+            hw.Batching(**said)
+    with pytest.raises(ValueError, match="a source of 9 tokens is 1 longer than the 8"):
+        hw.Engine(translator("seq"), budget=ROOMY, batching=hw.Batching(source=8)).submit([1] * 9)
+
+
+# --- how tokens are chosen -----------------------------------------------------------------------------
+
+
+def test_what_is_drawn_is_what_would_be_drawn_alone():
+    net = model("gqa")
+    engine = hw.Engine(net, budget=ROOMY)
+    ways = [
+        {"temperature": 0.7, "seed": 3},
+        {"temperature": 1.3, "seed": 4, "how": hw.Decoding(top_k=5, repetition=1.5)},
+        {"how": hw.Decoding(repetition=4.0)},
+        {"temperature": 0.7, "seed": 5},
+        {"how": hw.Decoding(end=(alone(net, [4, 5], 9)[4],))},
+    ]
+    streams = [engine.submit([4, 5], max_new_tokens=9, **way) for way in ways]
+    expected = [generated(net, [4, 5], max_new_tokens=9, **way) for way in ways]
+    assert [stream.result() for stream in streams] == expected
+    assert [stream.ended for stream in streams] == ["length"] * 4 + ["stop"]
+    assert len({tuple(said) for said in expected}) == 5
+
+
+def test_a_window_goes_on_beyond_the_last_position():
+    net = model("learned")
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(chunk=16))
+    how = hw.Decoding(window=20)
+    prompts = [[n % 7 for n in range(length)] for length in (70, 15, 50)]
+    streams = [engine.submit(prompt, max_new_tokens=70, how=how) for prompt in prompts]
+    expected = [generated(net, prompt, max_new_tokens=70, how=how) for prompt in prompts]
+    assert [stream.result() for stream in streams] == expected
+
+
+def test_text_is_answered_by_text_and_stops_where_it_is_told():
+    net = language(plain())
+    net.usage = hw.Usage(tokenizer=letters(), before=(1,), end=(0,))
+    engine = hw.Engine(net, budget=ROOMY)
+    whole = generated(net, "cab", max_new_tokens=12)
+    assert len(whole) > 4
+    stop = hw.Decoding(stop=(whole[3:5],))
+    streams = [engine.submit("cab", max_new_tokens=12), engine.submit("cab", max_new_tokens=12, how=stop)]
+    assert [stream.result() for stream in streams] == [whole, generated(net, "cab", max_new_tokens=12, how=stop)]
+    assert streams[0].text == whole
+    assert streams[1].ended == "stop"
+    assert list(streams[1]) == streams[1].ids
+
+
+def letters() -> str:
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import WordLevel
+
+    made = Tokenizer(WordLevel({letter: n for n, letter in enumerate("<>abcdefghijk")}, unk_token="<"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    return made.to_str()
+
+
+# --- who drives ----------------------------------------------------------------------------------------
+
+
+def test_readers_in_many_threads_drive_together():
+    net, told = model("gqa"), {}
+    engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(rows=3))
+
+    def client(n: int) -> None:
+        told[n] = list(engine.submit([n % 7, n % 5], max_new_tokens=3 + n))
+
+    threads = [threading.Thread(target=client, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert told == {n: alone(net, [n % 7, n % 5], 3 + n) for n in range(8)}
+
+
+def test_a_thread_drives_while_it_is_asked_to():
+    net = model("gqa")
+    engine = hw.Engine(net, budget=ROOMY)
+    with engine.driven():
+        first = engine.submit([1, 2], max_new_tokens=5)
+        assert list(first) == alone(net, [1, 2], 5)
+        with pytest.raises(ValueError, match="a thread drives this engine already"), engine.driven():
+            pass
+        later = engine.submit([3], max_new_tokens=40)
+    assert later.result() == alone(net, [3], 40)  # whoever reads goes on where the thread left it
+    assert threading.active_count() == threading.main_thread().is_alive()
+
+
+def test_a_thread_that_fails_ends_what_waits_for_it(monkeypatch: pytest.MonkeyPatch):
+    engine = hw.Engine(model("gqa"), budget=ROOMY)
+    monkeypatch.setattr(engine.room, "admits", lambda *_: 1 / 0)
+    with engine.driven():
+        stream = engine.submit([1, 2], max_new_tokens=5)
+        with pytest.raises(ZeroDivisionError):
+            stream.result()
+        assert stream.ended == "failed"

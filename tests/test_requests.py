@@ -1,0 +1,182 @@
+"""`headwise run --requests`: a file of requests answered together, and what each bad line is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+
+import headwise as hw
+from headwise import blueprint as bp
+from headwise.cli import main
+from headwise.counting import here
+from headwise.counting.devices import Device
+from headwise.engine.report import Predicted, Spread
+
+LETTERS = "<>abcdefghijk"
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine, as if it had been measured."""
+    rates = {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11}
+    monkeypatch.setattr(here, "this_machine", lambda: Device("here", "this machine", rates, 1e10, 1e10, "cpu"))
+
+
+@pytest.fixture(scope="module")
+def net() -> hw.Transformer:
+    spec = hw.design(model=16, heads=4, kv=2, pattern="causal()", modifiers=(hw.Rotary(),))
+    blocks = [bp.Block(spec, feed=bp.Dense(18), norm=bp.Norm("rms"))] * 2
+    stack = bp.Stack.of("decoder", 16, blocks, embedding=bp.Embedding(13), norm=bp.Norm("rms"))
+    net = hw.build(bp.Model("tiny", "decoder", (stack,), heads=(bp.Head("tokens", 13),)), seed=1)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    made = Tokenizer(WordLevel({letter: n for n, letter in enumerate(LETTERS)}, unk_token="<"))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    net.usage = hw.Usage(tokenizer=made.to_str())
+    return net.eval()
+
+
+@pytest.fixture(scope="module")
+def folder(net: hw.Transformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("tiny")
+    hw.save(net, where)
+    return where
+
+
+def asked(tmp_path: Path, *lines: Any) -> str:
+    path = tmp_path / "requests.jsonl"
+    told = (line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
+    path.write_bytes(b"\n".join(told) + b"\n")
+    return str(path)
+
+
+def test_lines_are_answered_as_alone(net, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = asked(
+        tmp_path,
+        {"prompt": "cab", "max_new_tokens": 9},
+        {"prompt": [4, 2]},
+        {"prompt": "fed", "temperature": 0.9, "seed": 7, "top_k": 4},
+        {"prompt": "fed", "temperature": 0.9, "stop": None},
+        b"",
+        {"prompt": "fed", "temperature": 0.9},
+    )
+    assert main(["run", str(folder), "--requests", file, "--max-new-tokens", "5", "--seed", "3"]) == 0
+    out, err = capsys.readouterr()
+    told = {line["line"]: line for line in map(json.loads, out.splitlines())}
+    assert told[1]["text"] == hw.generate(net, "cab", max_new_tokens=9)
+    assert told[2]["ids"] == hw.generate(net, [4, 2], max_new_tokens=5)
+    assert "text" not in told[2]
+    drawn = hw.generate(net, "fed", max_new_tokens=5, temperature=0.9, seed=7, how=hw.Decoding(top_k=4))
+    assert told[3]["text"] == drawn
+    lines = hw.generate(net, ["fed"] * 6, max_new_tokens=5, temperature=0.9, seed=3)
+    assert (told[4]["text"], told[6]["text"]) == (lines[3], lines[5])  # line n draws from stream n of the seed
+    assert told[1]["ended"] == "length"
+    assert "5 requests, 29 tokens in" in err
+    assert "tokens a second that cost predicts at most" in err
+    assert [line["line"] for line in map(json.loads, out.splitlines())][-1] == 1  # as they are done, the longest last
+
+
+BAD = [
+    (b'{"prompt": "cab"', "the line is no JSON: "),
+    (b"[1, 2]", "the line has no prompt; write "),
+    ({"text": "cab"}, "the line has no prompt; write "),
+    ({"prompt": "cab", "max_tokens": 3}, "a request has no 'max_tokens'; did you mean 'max_new_tokens'?"),
+    ({"prompt": "cab", "beams": 3}, "a request has no 'beams'; "),
+    ({"prompt": ""}, "the prompt is empty"),
+    ({"prompt": []}, "the prompt is empty"),
+    ({"prompt": None}, "the prompt is of type NoneType"),
+    ({"prompt": [1, 99]}, "the prompt holds the id 99"),
+    ({"prompt": ["a", 1]}, "is no id"),
+    ({"prompt": "cab", "max_new_tokens": 10**6}, "1,000,002 tokens needs 62,501 pages"),
+    ({"prompt": "cab", "max_new_tokens": "5"}, "max_new_tokens='5' cannot be"),
+    ({"prompt": "cab", "temperature": "hot"}, "temperature='hot' cannot be"),
+    ({"prompt": "cab", "temperature": -1}, "temperature=-1 cannot be"),
+    ({"prompt": "cab", "top_p": 0.5}, "top_p=0.5 is for drawing"),
+    ({"prompt": "cab", "stop": 0.5}, "does not say how tokens are chosen"),
+    ({"prompt": "cab", "seed": "x"}, "seed='x' is no seed"),
+    ({"prompt": "xyz"}, "'x' at place 0 is nothing that the model's tokenizer knows"),
+    (b'{"prompt": "\xff"}', "the line is no JSON: "),
+    (b'{"prompt": "' + b"a" * 2**20 + b'"}', "the line is longer than 1,048,576 bytes"),
+    (b"[" * 100_000, "the line is no JSON: RecursionError"),
+]
+
+
+def test_a_bad_line_is_told_and_the_others_go_on(net, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = asked(tmp_path, *(line for line, _ in BAD), {"prompt": "cab"})
+    assert main(["run", str(folder), "--requests", file, "--budget", "9 MB", "--max-new-tokens", "4", "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    assert [answer["line"] for answer in told["answers"]] == list(range(1, len(BAD) + 2))
+    for (line, fact), answer in zip(BAD, told["answers"], strict=False):
+        assert fact in answer.get("error", ""), line
+        assert "\n" not in answer["error"]
+    assert told["answers"][-1]["text"] == hw.generate(net, "cab", max_new_tokens=4)
+    summary = told["summary"]
+    assert (summary["requests"], summary["tokens"], summary["budget"]) == (1, 4, 9_000_000)
+    assert 0 < summary["peak_bytes"] <= summary["budget"]
+    assert summary["predicted"]["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("said", "fact"),
+    [
+        (["--requests", "nowhere.jsonl"], "'nowhere.jsonl' cannot be read: No such file"),
+        (["--requests", "."], "'.' cannot be read: Is a directory"),
+        (["cab", "--requests", "FILE"], "TEXT and --requests cannot be meant together"),
+        (["--requests", "FILE", "--beams", "2"], "--beams 2 follows one text at a time"),
+        (["--requests", "FILE", "--budget", "9 B"], "a budget of 9 bytes holds no request"),
+        (["--requests", "FILE", "--budget", "some"], "'some' says no memory"),
+        (["--requests", "FILE", "--rows", "0"], "Batching(rows=0) cannot be"),
+        (["cab", "--rows", "3"], "--rows is for requests that are answered together"),
+    ],
+)
+def test_what_cannot_be_meant(said, fact: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = asked(tmp_path, {"prompt": "cab"})
+    assert main(["run", str(folder), *(file if word == "FILE" else word for word in said)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert fact in err
+    assert err.count("\n") == 1
+
+
+def test_a_file_without_requests_is_answered_by_nothing(folder: Path, tmp_path: Path, capsys):
+    assert main(["run", str(folder), "--requests", asked(tmp_path, b"")]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "0 requests, 0 tokens" in err
+
+
+# --- what is reported ----------------------------------------------------------------------------------
+
+
+def test_what_half_and_95_of_100_do_not_exceed():
+    assert Spread.of(range(1, 101)) == (50.5, 50, 95)
+    assert Spread.of([7.0]) == (7.0, 7.0, 7.0)
+    assert Spread.of([]) == (0.0, 0.0, 0.0)
+
+
+def test_the_prediction_is_the_price_of_every_step(net):
+    """Each step priced by hand: all rows with their own lengths, and the chunks of prompts."""
+    engine = hw.Engine(net, budget=10**7, batching=hw.Batching(chunk=16))
+    streams = [engine.submit([1] * 16, max_new_tokens=9), engine.submit([2] * 16, max_new_tokens=4)]
+    engine.run()
+    assert [stream.ended for stream in streams] == ["length"] * 2
+    device = Device("here", "this machine", {"fp32": 1e11}, 1e10, 1e10, "cpu")
+    serving = hw.Serving(net.described, device, hw.Formats("fp32"))
+    report = engine.report()
+    # Row one answers at lengths 17 .. 24; row two, a step later, at 17 .. 19.
+    steps = [serving.mixed(hw.Rows.of([17]), 16), serving.mixed(hw.Rows.of([18, 17]), 16)]
+    steps += [serving.decoding(hw.Rows.of(lengths)) for lengths in ([19, 18], [20, 19], [21], [22], [23], [24])]
+    assert [(step.rows, step.context) for step in report.steps] == [
+        (1, 17), (2, 35), (2, 37), (2, 39), (1, 21), (1, 22), (1, 23), (1, 24)
+    ]  # fmt: skip
+    predicted = Predicted.of(net, report, device)
+    assert predicted.seconds == pytest.approx(sum(step.seconds for step in steps), rel=2e-3)
+    assert predicted.tokens == pytest.approx(13 / predicted.seconds)
