@@ -24,7 +24,7 @@ class Kind(NamedTuple):
 
 
 class Stored(Protocol):
-    """Tensors in a file: what they are, by name, and each of them once. `where` names the file in what is said of it."""
+    """Tensors in a file: what they are, by name, and each of them once; `where` names the file to whoever errs."""
 
     where: Path
     kinds: Mapping[str, Kind]

@@ -53,7 +53,7 @@ class Setup:
         if given and given.dropout != recipe.dropout:
             said = f"the model was built with dropout={given.dropout}, the recipe says {recipe.dropout}"
             raise SpecError(f"{said}; give Recipe(dropout={given.dropout})")
-        check_model(model, task)
+        check_model(model, task, given.usage.tokenizer if given else None)
         first = task.batch(0, recipe.batch, "train")
         check(first, model, "batch 0")
         return Setup(task, model, recipe, folder, given, first, config_of(task, model, recipe, first))
