@@ -87,6 +87,7 @@ class Setup:
     def _net(self) -> Transformer:
         said = self.recipe
         net = self.given or build(self.described, dropout=said.dropout, seed=said.seed, start=said.start)
+        net.usage = self.task.usage
         net.checkpointing = "block" if said.activations == "recompute" else "none"
         return net.to(self.device)
 
