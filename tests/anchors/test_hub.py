@@ -217,17 +217,20 @@ def check_same(net: hw.Transformer, theirs: nn.Module) -> None:
 
 
 def test_a_tokenizer_goes_both_ways(tmp_path: Path):
-    """The document is carried along, and transformers cuts text by it as it is."""
+    """The document is carried along, and transformers cuts text by it as it is, with what stands around a text."""
     words = learned(["low lower lowest"] * 9, size=270, specials=("<s>", "</s>"))
     net = hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 272}))
-    net.usage = bp.Usage(before=(0,), end=(1,), tokenizer=words.document)
-    hw.export(net, tmp_path / "out")
-    theirs = tf.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert theirs("the lowest").input_ids == words.encode(["the lowest"])[0].tolist()
-    assert (theirs.bos_token_id, theirs.eos_token_id) == (0, 1)
-    assert tf.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == 1
-    again = hw.load(tmp_path / "out").usage
-    assert (again.tokenizer, again.end, again.specials) == (words.document, (1,), "read")
+    for n, (before, behind) in enumerate((((), ()), ((0,), ()), ((0,), (1,)))):
+        net.usage = bp.Usage(before=before, behind=behind, end=(1,), tokenizer=words.document)
+        out = tmp_path / str(n)
+        hw.export(net, out)
+        theirs = tf.AutoTokenizer.from_pretrained(out)
+        assert theirs("the lowest").input_ids == [*before, *words.encode(["the lowest"])[0].tolist(), *behind]
+        assert (theirs.bos_token_id, theirs.eos_token_id) == (before[0] if before else None, 1)
+        assert tf.AutoConfig.from_pretrained(out).eos_token_id == 1
+        again = hw.load(out).usage
+        assert (again.before, again.behind, again.end, again.specials) == (before, behind, (1,), "read")
+        assert (again.tokenizer == words.document) == (n == 0)
 
 
 def test_what_a_folder_says_of_use_is_read(tmp_path: Path):

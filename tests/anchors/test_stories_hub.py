@@ -116,19 +116,19 @@ def test_training_goes_on_from_it(data: Path, story: hw.Transformer, text: str, 
     task = Text(str(tmp_path / "text.txt"), tokens=str(tmp_path / "story" / "tokenizer.json"), length=128)
     before = loss(story, task)
     assert before < task.chance["nats"] - 0.5
-    said = ["--steps", "60", "--batch", "16", "--lr", "0.001", "--precision", "fp32", "--compile", "off"]
-    said += ["--set", "task.length=128", "--set", "recipe.evaluate_every=20", "--device", "cpu"]
+    said = ["--steps", "30", "--batch", "16", "--lr", "0.001", "--precision", "fp32", "--compile", "off"]
+    said += ["--set", "task.length=128", "--set", "recipe.evaluate_every=30", "--device", "cpu"]
     out = tmp_path / "out"
     assert (
         main(["train", str(tmp_path / "text.txt"), "--model", str(tmp_path / "story"), "--out", str(out), *said]) == 0
     )
     after = hw.load(out)
-    assert after.usage.end == (1,)
+    assert (after.usage.before, after.usage.end) == ((1,), (1,))
     assert (
         Tokenizer.from_str(after.usage.tokenizer or "").get_vocab()
         == Tokenizer.from_str(story.usage.tokenizer or "").get_vocab()
     )
-    assert loss(after, task) < before - 0.3
+    assert loss(after, task) < before - 0.2
 
 
 def known(net: hw.Transformer) -> dict[str, int]:

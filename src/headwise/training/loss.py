@@ -105,13 +105,15 @@ def check_model(described: Model, task: Task, brought: str | None = None) -> Non
     for own, wanted, what in sizes:
         if 0 < own < wanted:
             raise SpecError(f"{what} has {own} rows, the task tells {wanted} ids apart; give it {wanted}")
-        if 0 < wanted < own and task.tokenizer is not None and not _same(task.tokenizer, brought):
+        if 0 < wanted < own and task.tokenizer is not None and not same_words(task.tokenizer, brought):
             raise SpecError(f"{what} has {own} rows, the task's tokenizer {wanted} tokens; give it {wanted}")
 
 
-def _same(document: str, other: str | None) -> bool:
+def same_words(document: str | None, other: str | None) -> bool:
     """Whether two documents of tokenizers know the same tokens by the same ids."""
-    return other is not None and Tokenizer.from_str(document).get_vocab() == Tokenizer.from_str(other).get_vocab()
+    if document is None or other is None:
+        return False
+    return Tokenizer.from_str(document).get_vocab() == Tokenizer.from_str(other).get_vocab()
 
 
 def _tokens(stack: Stack) -> int:
