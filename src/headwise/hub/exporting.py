@@ -50,7 +50,7 @@ def export(net: Transformer, folder: Path | str, *, form: str = "auto", length: 
     files = {ONE: tensor_bytes(tensors(net, config["model_type"]), {"format": "pt"})}
     if net.usage.tokenizer is not None:
         files |= {TOKENIZER: _tokenizer(net.usage).encode(), WORDS[1]: _document(_words(net.usage))}
-    _write(Path(folder), files | {CONFIG: _document(config)})
+    _write(Path(folder).resolve(), files | {CONFIG: _document(config)})
 
 
 def tensors(net: Transformer, family: str) -> dict[str, Tensor]:
