@@ -25,6 +25,7 @@ from headwise.hub.maps import MAPS, map_of
 from headwise.hub.plan import Plan
 from headwise.hub.slots import Slot, pieces
 from headwise.layout import Layout
+from headwise.tasks.vocabulary import Chars
 
 TOKENS, MODEL, HEADS, KV, HIDDEN, LAYERS = 11, 24, 6, 2, 13, 2
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": TOKENS, "hidden_size": MODEL}
@@ -265,6 +266,16 @@ def test_a_tied_head_may_be_there_or_not(tmp_path: Path):
     check_same(hw.load(tmp_path / "f"), net)
     changed(tmp_path / "f", lambda held: held.pop("lm_head.weight"))
     check_refused("model.embed_tokens.weight is missing", lambda: hw.load(tmp_path / "f"))
+
+
+def test_a_tokenizer_that_knows_few_words_is_read(tmp_path: Path):
+    """It has nothing to say of words it does not know."""
+    net = built(LLAMA)
+    net.usage = bp.Usage(before=(2,), tokenizer=Chars("0123456789\n").document)
+    hw.export(net, tmp_path / "f")
+    usage = hw.load(tmp_path / "f").usage
+    assert (usage.before, usage.behind) == ((2,), ())
+    assert Tokenizer.from_str(usage.tokenizer or "").encode("90").ids == [2, 10, 1]
 
 
 def test_families_without_a_table_are_refused_by_name():
