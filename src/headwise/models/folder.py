@@ -24,7 +24,6 @@ from .transformer import Transformer, build
 from .usage import check_usage
 
 PAGE = "README.md"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def save(net: Transformer, folder: Path | str, *, tokenizer: str | None = None, readme: str = "") -> None:
@@ -128,27 +127,11 @@ def _link(path: Path, second: Path) -> None:
 def _manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
-        raise SpecError(_foreign(folder))
+        raise SpecError(f"{folder} holds no {MANIFEST}; give a folder that hw.save wrote")
     try:
         return Manifest.of(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} cannot be read: {error}; save the model again") from None
-
-
-def _foreign(folder: Path) -> str:
-    """Why a folder without our file is none of ours."""
-    if not folder.is_dir():
-        return f"there is no folder {str(folder)!r}; give one that hw.save wrote"
-    if (folder / "config.json").is_file():
-        return (
-            f"{folder} holds a config.json but no {MANIFEST}: weights of other libraries are not read yet; "
-            "hw.build(hw.families.read(folder)) makes such a model with fresh ones"
-        )
-    pickles = sorted(path.name for kind in PICKLES for path in folder.glob(kind))
-    if pickles:
-        told = f"{folder} holds {pickles[0]}, a pickle, which runs code when it is read"
-        return f"{told}; give a folder that hw.save wrote"
-    return f"{folder} holds no {MANIFEST}; give a folder that hw.save wrote"
 
 
 def _data(folder: Path, manifest: Manifest, name: str) -> bytes:
