@@ -23,7 +23,8 @@ from headwise.tasks.parallel import Parallel
 from headwise.tasks.published import translation_scores
 from headwise.training import Recipe, Result
 from headwise.training.choosing import Choice
-from headwise.spread import Launch, Spread, World
+from headwise.spread import Launch, Spread
+from headwise.spread.world import World
 from headwise.training.evaluation import Examiner
 
 from .real import found, unpacked

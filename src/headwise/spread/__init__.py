@@ -1,9 +1,9 @@
-"""Many machines: how the ranks of a world divide a training among themselves, and what each holds of a model."""
+"""Many machines: how the ranks of a world divide a training among themselves, and what each holds of a model.
 
-from .holding import Holding, alone, hold
+What is imported here needs no torch: a command reads how it was launched before anything heavy.
+"""
+
 from .launch import Launch, joined
 from .mesh import WAYS, Spread
-from .path import Path
-from .world import World
 
-__all__ = ["WAYS", "Holding", "Launch", "Path", "Spread", "World", "alone", "hold", "joined"]
+__all__ = ["WAYS", "Launch", "Spread", "joined"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -20,7 +21,6 @@ from .world import World
 class Slices:
     """A tensor whose first axis is divided among ranks as FSDP2 does: ceil(n / ranks) each, as long as there are any.
 
-    >>> import torch
     >>> [Slices(5, rank, 3).part(torch.arange(5)).tolist() for rank in range(3)]
     [[0, 1], [2, 3], [4]]
     """
@@ -39,9 +39,9 @@ class Slices:
         """All slices behind each other; every rank must ask."""
         padded = part.new_zeros(self.each, *part.shape[1:])
         padded[: len(part)] = part
-        found = part.new_empty(self.ranks * self.each, *part.shape[1:])
-        dist.all_gather_into_tensor(found, padded, group=self.group)
-        return found[: self.length]
+        slices = [torch.empty_like(padded) for _ in range(self.ranks)]
+        dist.all_gather(slices, padded, group=self.group)
+        return torch.cat(slices)[: self.length]
 
 
 def sharded(net: Transformer, world: World) -> Holding:

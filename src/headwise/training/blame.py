@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..spread import Holding
+from ..spread.holding import Holding
 from .optimiser import Groups
 
 

@@ -9,8 +9,9 @@ import torch
 
 from ..errors import SpecError
 from ..models import Transformer, greedy
-from ..spread import Path, World
+from ..spread.path import Path
 from ..spread.rows import Share
+from ..spread.world import World
 from ..tasks import Batch, Tally, Task
 from .choosing import Choice
 from .loss import asked, cross_entropy

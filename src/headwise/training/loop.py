@@ -17,7 +17,8 @@ from ..blueprint.manifest import MANIFEST
 from ..errors import SpecError, nearest
 from ..files import Lock, sweep, write_atomically
 from ..models import Transformer, save
-from ..spread import Path as Way, joined
+from ..spread import joined
+from ..spread.path import Path as Way
 from ..tasks import Task
 from .checkpoint import Checkpoint, Checkpoints
 from .interrupts import Interrupts

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..models import Transformer
-from ..spread import Path, alone
+from ..spread.holding import alone
+from ..spread.path import Path
 from ..tasks import Batch
 from .choosing import PROBE, Choice, fastest, kept, worth_compiling
 from .recipe import Recipe

@@ -15,8 +15,10 @@ from .. import blueprint
 from ..blueprint import Model
 from ..errors import SpecError
 from ..models import Transformer, build
-from ..spread import Launch, Spread, World, hold
+from ..spread import Launch, Spread
 from ..spread.alike import check_alike, code
+from ..spread.holding import hold
+from ..spread.world import World
 from ..tasks import Batch, Task
 from .checkpoint import Checkpoint, first_difference
 from .choosing import Choice

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..models import Transformer
 from ..module import Attention
 from ..probe import Probe
-from ..spread import Holding
+from ..spread.holding import Holding
 from ..tasks import IGNORED, Batch
 from ..terms import Ledger
 from .choosing import Choice
