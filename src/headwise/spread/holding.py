@@ -80,7 +80,8 @@ class Holding:
             if parameter.grad is not None:
                 total += parameter.grad.double().square().sum() / self._copies(name)
         dist.all_reduce(total)
-        return total.sqrt().float()
+        exact = torch.promote_types(torch.float32, next(iter(self.own.values())).dtype)
+        return total.sqrt().to(exact)
 
     def clip(self, most: float, norm: Tensor) -> None:
         """Shorten a gradient of this norm to at most so much."""
