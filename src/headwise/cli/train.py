@@ -39,13 +39,11 @@ def main(argv: list[str]) -> int:
     with joined() as launch:
         try:
             _train(argv, launch)
-        except KeyboardInterrupt as error:
-            if launch.speaks():
-                print(f"headwise: {error or 'interrupted; the run is as it was last kept'}; {AGAIN}", file=sys.stderr)
-            raise
-        except Exception:
+        except (Exception, KeyboardInterrupt) as error:
             if not launch.speaks():
                 raise SystemExit(BAD_INPUT) from None
+            if isinstance(error, KeyboardInterrupt):
+                print(f"headwise: {error or 'interrupted; the run is as it was last kept'}; {AGAIN}", file=sys.stderr)
             raise
     return 0
 

@@ -82,7 +82,7 @@ def train(
         setup = Setup.of(task, described, Recipe() if recipe is None else recipe, Path(out), launch)
         world = setup.world
         devices = [world.device] if world.device.type == "cuda" else []
-        with world.leading(Lock(setup.folder)), torch.random.fork_rng(devices), Interrupts() as interrupts:
+        with Interrupts() as interrupts, world.leading(Lock(setup.folder)), torch.random.fork_rng(devices):
             run, notes = _begin(setup, resume)
             with _opened([Journal(), *taken] if world.leads else [], run, shorter(setup.config)) as write:
                 for note in notes:
