@@ -241,7 +241,12 @@ def runs(folder: Path) -> dict[str, Any]:
         "stopped": until(3, random, folder / "stopped"),
         "resumed": until(-1, random, folder / "stopped"),
     }
-    until(2, quick(**PLAIN, spread="shards=2"), folder / "other way")
-    until(-1, quick(**PLAIN, spread="data=2"), folder / "other way")
+    slices = quick(**DROPPED, spread="shards=2")
+    until(-1, slices, folder / "slices")
+    until(3, slices, folder / "slices stopped")
+    until(-1, slices, folder / "slices stopped")
+    until(1, quick(**PLAIN, spread="shards=2"), folder / "other ways")
+    until(3, quick(**PLAIN, spread="data=2"), folder / "other ways")
+    until(-1, quick(**PLAIN, spread="shards=2"), folder / "other ways")
     until(3, quick(**PLAIN), folder / "one, two, one")
     return found | refusals(folder)

@@ -186,10 +186,19 @@ def test_a_run_of_two_that_is_interrupted_goes_on_to_the_same_bits(ran: tuple[Pa
     for said in ranks:
         assert said["stopped"] == f"ended at step 4, which is kept in {folder / 'stopped'}"
         assert said["whole"] == said["resumed"] == ""
-    whole, again = tensors(folder / "whole"), tensors(folder / "stopped")
-    assert whole.keys() == again.keys()
-    assert all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
-    assert trail(folder / "whole") == trail(folder / "stopped")
+    check_same(folder / "stopped", folder / "whole")
+
+
+def check_same(first: Path, second: Path) -> None:
+    """Bit by bit."""
+    one, other = tensors(first), tensors(second)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert trail(first) == trail(second)
+
+
+def test_slices_go_on_where_they_stood(ran: tuple[Path, list[dict[str, Any]]]):
+    check_same(ran[0] / "slices stopped", ran[0] / "slices")
 
 
 def test_ranks_drop_other_numbers(ran: tuple[Path, list[dict[str, Any]]]):
@@ -225,7 +234,7 @@ def test_a_run_goes_on_in_a_world_of_another_size(ran: tuple[Path, list[dict[str
     assert until(-1, quick(**PLAIN), folder / "one, two, one") == ""
     assert until(-1, quick(**PLAIN), tmp_path / "one") == ""
     check_near(folder / "one, two, one", tmp_path / "one")
-    check_near(folder / "other way", tmp_path / "one")
+    check_near(folder / "other ways", tmp_path / "one")
 
 
 # --- what is refused -----------------------------------------------------------------------------------
