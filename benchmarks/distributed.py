@@ -112,7 +112,14 @@ def main() -> int:
     torch.set_num_threads(1)
     with joined() as launch:
         if launch.size == 1:
-            torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks.distributed"]
+            torchrun = [
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                "-m",
+                "benchmarks.distributed",
+            ]
             return subprocess.run([sys.executable, "-m", *torchrun, *sys.argv[1:]], check=False).returncode
         rows = [row for case in CASES for row in rows_of(launch, *case)]
         if not launch.leads:

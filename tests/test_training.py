@@ -23,7 +23,6 @@ from headwise.training.schedules import SCHEDULES
 from headwise.training.work import step_flops, tokens_in
 from learning import IDS, Echo, quick, stepper
 
-
 # --- schedules -----------------------------------------------------------------------------------------
 
 STEPS = 37

@@ -18,14 +18,16 @@ from .mesh import Spread
 from .path import Path
 from .world import WORK, World
 
-
 KNOWN, UNKNOWN = ("data", "shards"), ("context", "tensor")
 
 
 class Lying(Protocol):
-    """How one tensor lies over ranks, of which each holds a part; `ways` says over which."""
+    """How one tensor lies over ranks, of which each holds a part."""
 
-    ways: tuple[str, ...]
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Over which ways of the spread."""
+        ...
 
     def part(self, whole: Tensor) -> Tensor:
         """What this rank holds of the whole."""
