@@ -75,6 +75,9 @@ def quick(**said: object) -> Recipe:
     return Recipe(**{"steps": 6, "batch": 5, "evaluate_every": 3, "checkpoint_every": 2, **QUICK, **said})
 
 
-def stepper(net: Transformer, recipe: Recipe, choice: Choice = Choice("fp32", "off")) -> Stepper:
+PLAIN = Choice("fp32", "off")
+
+
+def stepper(net: Transformer, recipe: Recipe, choice: Choice = PLAIN) -> Stepper:
     """What steps on this rank alone, on the CPU."""
     return Stepper(alone(net), recipe, choice)

@@ -109,7 +109,7 @@ def ways_of(launch: Launch) -> list[str]:
 
 
 def sent(folder: Path) -> dict[str, Any]:
-    """The collectives that the gradients of one step call, every way; of a model whose gradients fill several messages."""
+    """The collectives that the gradients of a step call, every way; one model's gradients fill several messages."""
     wide = bp.from_toml(bp.to_toml(Echo().model()).replace("hidden = 13", "hidden = 65521"))
     found: dict[str, Any] = {}
     with joined() as launch:

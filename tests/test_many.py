@@ -112,7 +112,7 @@ def test_two_ranks_take_the_steps_of_one(stepped: list[dict[str, Any]], way: str
 
 @pytest.mark.parametrize("case", ["echo", "odd"])
 def test_the_first_gradient_is_that_of_the_mean_over_all_that_is_asked(stepped: list[dict[str, Any]], case: str):
-    """Against torch's own cross entropy of the whole batch: ranks are asked unlike much, and none counts more for it."""
+    """Against torch's own cross entropy of the whole batch: ranks are asked unlike much, none counts more."""
     task, said = STEPPED[case]
     net, batch = hw.build(task.model(), seed=3).double(), task.batch(0, said["batch"])
     logits = net(batch.x, tokens=batch.tokens, source=batch.source, source_tokens=batch.source_tokens)
