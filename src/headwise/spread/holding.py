@@ -119,6 +119,13 @@ class Holding:
             for name in self.lying:
                 self.own[name].copy_(self.part(name, tensors[name]))
 
+    def gathered(self) -> Transformer:
+        """The whole model as it is now, on the leader; every rank must ask, and the others have what they had."""
+        if not self.lying:
+            return self.net
+        tensors = {name: tensor.cpu() for name, tensor in self.tensors() if self.world.leads}
+        return self.assembled(tensors) if self.world.leads else self.net
+
     def assembled(self, tensors: Mapping[str, Tensor]) -> Transformer:
         """A model that is whole on this rank, with these weights: the one in hand if it is whole."""
         if not self.lying:
