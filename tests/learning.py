@@ -11,9 +11,13 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.blueprint import Block, Dense, Embedding, Head, Model, Positions, Stack
+from headwise.models import Transformer
+from headwise.spread.holding import alone
 from headwise.tasks import IGNORED, SPLITS, Batch, Tally, Task
 from headwise.tasks.base import check_split
 from headwise.training import Recipe
+from headwise.training.choosing import Choice
+from headwise.training.stepping import Stepper
 
 IDS, LONGEST = 11, 7
 QUICK = {"precision": "fp32", "compile": "off", "attention": "fused", "device": "cpu", "evaluate_batches": 1}
@@ -66,6 +70,33 @@ class Answered(Echo):
         return {"exact_match": (float(right), len(generated))}
 
 
+@dataclass(frozen=True)
+class Routed(Echo):
+    """With heads that are chosen token by token, whose balance is a term."""
+
+    name: ClassVar[str] = "routed"
+
+    def model(self) -> Model:
+        described = super().model()
+        spec = hw.design(model=8, heads=4, pattern="causal", modifiers=(hw.Routed(always=1, active=2),))
+        stack = described.stacks[0]
+        blocks = [Block(spec, feed=block.feed) for block in stack.layers * 2]
+        return Model(
+            "routed",
+            "decoder",
+            (Stack.of("decoder", 8, blocks, embedding=stack.embedding),),
+            described.heads,
+        )
+
+
 def quick(**said: object) -> Recipe:
     """A recipe of a few plain steps."""
     return Recipe(**{"steps": 6, "batch": 5, "evaluate_every": 3, "checkpoint_every": 2, **QUICK, **said})
+
+
+PLAIN = Choice("fp32", "off")
+
+
+def stepper(net: Transformer, recipe: Recipe, choice: Choice = PLAIN) -> Stepper:
+    """What steps on this rank alone, on the CPU."""
+    return Stepper(alone(net), recipe, choice)

@@ -81,6 +81,7 @@ _HOMES = {
     "Recipe": "training",
     "Result": "training",
     "train": "training",
+    "Spread": "spread",
     "walk": "steps",
     "why": "reasons",
     "REGISTRY": "parts",
@@ -103,6 +104,7 @@ _MODULES = (
     "presets",
     "reference",
     "seams",
+    "spread",
     "tasks",
 )
 
