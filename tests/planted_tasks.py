@@ -8,21 +8,21 @@ from planting import bug
 TASKS, TRUTH, DATES = "test_tasks.py::", "test_task_truth.py::", "test_dates.py::"
 bug(
     "draws-key-without-seed",
-    "tasks/draws.py",
+    "draws.py",
     "return philox(counter, (self.seed & int(LOW), self.seed >> 32))",
     "return philox(counter, (self.seed & int(LOW), 0))",
     f"{TASKS}test_streams_do_not_repeat_nor_meet",
 )
 bug(
     "draws-nine-rounds",
-    "tasks/draws.py",
+    "draws.py",
     "ROUNDS = 10",
     "ROUNDS = 9",
     f"{TASKS}test_random_words_are_those_that_their_authors_publish",
 )
 bug(
     "draws-floyd-takes-what-was-drawn",
-    "tasks/draws.py",
+    "draws.py",
     "drawn[again, place] = limit - count + place",
     "drawn[again, place] = place",
     f"{TASKS}test_draws_are_even",

@@ -13,7 +13,7 @@ import torch
 import headwise as hw
 from headwise import blueprint as bp
 from headwise.tasks import SPLITS, TASKS, Batch, Task, task
-from headwise.tasks.draws import Draws, philox
+from headwise.draws import Draws, philox
 from headwise.tasks.generated import marks, options, splits, tallied, up_to
 
 SMALL: dict[str, Task] = {

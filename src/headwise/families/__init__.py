@@ -14,12 +14,13 @@ from ..blueprint.manifest import MANIFEST, described
 from ..errors import SpecError
 from ..presets import USUAL
 from .config import Config
-from .registry import FAMILIES, model
+from .registry import FAMILIES, WRITERS, model
+from .writing import config_of
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["FAMILIES", "read"]
+__all__ = ["FAMILIES", "WRITERS", "config_of", "read"]
 
 
 def read(what: str | Path | Mapping[str, Any]) -> Model:

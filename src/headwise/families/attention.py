@@ -110,3 +110,25 @@ def alternating(layers: int) -> list[str]:
 def scaled(scale: float, usual: float) -> Dot:
     """Scores times `scale`; the plain word where that is the usual one."""
     return Dot() if scale == usual else Dot(scale=scale)
+
+
+def rope_of(spec: AttentionSpec) -> dict[str, Any]:
+    """The table that `Rope` reads as the rotary turn of this spec, as far as it has one that a table can say."""
+    turns = [part for _, part in spec.parts() if isinstance(part, Rotary)]
+    turn = turns[0] if turns else Rotary()
+    return {"rope_theta": turn.base, **_scaled(turn.scaling)}
+
+
+def _scaled(scaling: Scaling) -> dict[str, Any]:
+    if isinstance(scaling, PI):
+        return {"rope_type": "linear", "factor": scaling.factor}
+    if isinstance(scaling, Llama3):
+        ramp = {"low_freq_factor": scaling.low, "high_freq_factor": scaling.high}
+        original = {"original_max_position_embeddings": scaling.original}
+        return {"rope_type": "llama3", "factor": scaling.factor, **ramp, **original}
+    if isinstance(scaling, YaRN):
+        ramp = {"beta_fast": scaling.fast, "beta_slow": scaling.slow, "truncate": scaling.ramp != "exact"}
+        original = {"original_max_position_embeddings": scaling.original}
+        swelling = {} if scaling.swelling is None else {"attention_factor": scaling.swelling}
+        return {"rope_type": "yarn", "factor": scaling.factor, **ramp, **original, **swelling}
+    return {"rope_type": "default"}

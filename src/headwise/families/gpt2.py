@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ..blueprint import Block, Dense, Embedding, Head, Model, Norm, Positions, Stack
+from ..parts.dot import Dot
 from ..presets import design
+from ..spec import AttentionSpec
 from .attention import scaled
 from .config import Config
-from .registry import decoder, family, tied
+from .registry import decoder, family, tied, writes
+from .writing import activation_of, parts_of
 
 
 @family("gpt2", "GPT2", usual="LMHeadModel")
@@ -33,3 +36,18 @@ def gpt2(config: Config, task: str) -> Model:
     positions = Positions("learned", config.size("n_positions", "max_position_embeddings", default=1024))
     stack = Stack.of("decoder", model, blocks, embedding=Embedding(tokens, positions=positions), norm=norm)
     return decoder(config, task, stack, Head("tokens", tokens, table=tied(config, "decoder", True)))
+
+
+@writes("gpt2")
+def gpt2_keys(model: Model, name: str) -> dict[str, Any]:
+    """The sizes of a GPT-2; its scores are divided by the depth where layers scale them differently."""
+    stack, spec, feed = parts_of(model, name)
+    positions = stack.embedding.positions if stack.embedding else None
+    scales = [block.attention.similarity for block in stack.layers if isinstance(block.attention, AttentionSpec)]
+    keys: dict[str, Any] = {"n_embd": stack.model, "n_head": spec.heads.q, "n_layer": len(stack.layers)}
+    keys |= {"n_inner": feed.hidden, "activation_function": activation_of(feed.activation)}
+    keys |= {"vocab_size": stack.embedding.tokens if stack.embedding else 0}
+    keys |= {"n_positions": (positions and positions.length) or 1024, "layer_norm_epsilon": stack.layers[0].norm.eps}
+    keys |= {"scale_attn_by_inverse_layer_idx": len(set(scales)) > 1, "scale_attn_weights": scales[0] != Dot(scale=1.0)}
+    keys |= {"tie_word_embeddings": any(head.table for head in model.heads)}
+    return keys | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)

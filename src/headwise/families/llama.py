@@ -6,10 +6,13 @@ from typing import Any, NamedTuple
 
 from ..blueprint import Block, Dense, Embedding, Head, Model, Norm, Stack
 from ..parts.qk_norm import QKNorm
+from ..pattern import Window
 from ..presets import design
-from .attention import FULL, SLIDING, Rope, patterns
+from ..spec import AttentionSpec
+from .attention import FULL, SLIDING, Rope, patterns, rope_of
 from .config import Config
-from .registry import decoder, family, tied
+from .registry import decoder, family, tied, writes
+from .writing import activation_of, parts_of
 
 
 class Usual(NamedTuple):
@@ -87,3 +90,28 @@ def like_llama(config: Config, task: str, usual: Usual, each: list[str], **said:
     tokens = config.size("vocab_size", default=usual.tokens)
     stack = Stack.of("decoder", model, blocks, embedding=Embedding(tokens), norm=norm)
     return decoder(config, task, stack, Head("tokens", tokens, table=tied(config, "decoder", False)))
+
+
+@writes("llama", "mistral", "qwen2", "qwen3")
+def llama_keys(model: Model, name: str) -> dict[str, Any]:
+    """The sizes of a decoder like Llama, with what its first layer says of all."""
+    stack, spec, feed = parts_of(model, name)
+    heads = spec.heads
+    keys: dict[str, Any] = {"hidden_size": stack.model, "intermediate_size": feed.hidden}
+    keys |= {"num_hidden_layers": len(stack.layers), "num_attention_heads": heads.q, "num_key_value_heads": heads.kv}
+    keys |= {"head_dim": heads.dim, "hidden_act": activation_of(feed.activation), "mlp_bias": bool(feed.bias)}
+    keys |= {"rms_norm_eps": stack.layers[0].norm.eps, "attention_bias": "project.q_bias" in spec.params()}
+    keys |= {"vocab_size": stack.embedding.tokens if stack.embedding else 0, "rope_parameters": rope_of(spec)}
+    keys |= {"tie_word_embeddings": any(head.table for head in model.heads)}
+    return keys | (_windows(stack, name) if name != "llama" else {})
+
+
+def _windows(stack: Stack, name: str) -> dict[str, Any]:
+    """Which layers read a window, as far as this family can say it."""
+    read = [block.attention.pattern for block in stack.layers if isinstance(block.attention, AttentionSpec)]
+    sizes = [pattern.keys if isinstance(pattern, Window) else None for pattern in read]
+    window = next((size for size in sizes if size), None)
+    if name == "mistral":
+        return {"sliding_window": window}
+    types = [FULL if size is None else SLIDING for size in sizes]
+    return {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": types}

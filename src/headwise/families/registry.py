@@ -10,6 +10,7 @@ from ..errors import nearest
 from .config import FOREIGN, Config
 
 Reader = Callable[[Config, str], Model]
+Writer = Callable[[Model, str], dict[str, Any]]
 
 
 class Family(NamedTuple):
@@ -22,6 +23,7 @@ class Family(NamedTuple):
 
 
 FAMILIES: dict[str, Family] = {}
+WRITERS: dict[str, Writer] = {}
 
 
 def family(name: str, stem: str, usual: str = "ForCausalLM") -> Callable[[Reader], Reader]:
@@ -30,6 +32,16 @@ def family(name: str, stem: str, usual: str = "ForCausalLM") -> Callable[[Reader
     def add(reader: Reader) -> Reader:
         FAMILIES[name] = Family(name, stem, usual, reader)
         return reader
+
+    return add
+
+
+def writes(*names: str) -> Callable[[Writer], Writer]:
+    """Register a writer of configs: what it is given reads as nearly that model in the family it is told."""
+
+    def add(writer: Writer) -> Writer:
+        WRITERS.update(dict.fromkeys(names, writer))
+        return writer
 
     return add
 

@@ -5,31 +5,32 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as read_tensors
 from safetensors.torch import save as tensor_bytes
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from .. import __version__
-from ..blueprint import Model, Table
-from ..blueprint.manifest import MANIFEST, TOKENIZER, WEIGHTS, Manifest
+from ..blueprint import Table, Usage
+from ..blueprint.manifest import FILES, MANIFEST, TOKENIZER, WEIGHTS, Manifest
+from ..blueprint.usage import DOCUMENTS
 from ..errors import SpecError
 from ..files import sha256, write_atomically
 from .transformer import Transformer, build
+from .usage import check_usage
 
 PAGE = "README.md"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def save(net: Transformer, folder: Path | str, *, tokenizer: str | None = None, readme: str = "") -> None:
     """Write a model into a folder, made where it is missing; `readme` is what its page says of training and scores.
 
-    `tokenizer` is the document of a `tokenizers.Tokenizer`. What was there before stays readable until all of the new
-    files have reached the disk, whatever fails.
+    What `net.usage` says goes with it; `tokenizer`, the document of a `tokenizers.Tokenizer`, takes the place of its
+    own. What was there before stays readable until all of the new files have reached the disk, whatever fails.
 
     >>> import headwise as hw, tempfile
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}
@@ -43,18 +44,18 @@ def save(net: Transformer, folder: Path | str, *, tokenizer: str | None = None, 
     if not isinstance(net, Transformer):
         raise ValueError(f"net is of type {type(net).__name__}; give what hw.build made, not a wrapper around it")
     new = {WEIGHTS: tensor_bytes({name: t.detach().cpu().contiguous() for name, t in net.state_dict().items()})}
-    if tokenizer is not None:
-        _check_tokenizer(net.described, tokenizer, "tokenizer")
-        new[TOKENIZER] = tokenizer.encode()
+    usage = net.usage if tokenizer is None else replace(net.usage, tokenizer=tokenizer)
+    check_usage(net.described, usage)
+    new |= {f"{name}.json": held.encode() for name in DOCUMENTS if (held := getattr(usage, name)) is not None}
     folder = Path(folder)
     _make(folder)
     _keep(folder)
     for name, data in new.items():
         write_atomically(folder / name, data)
-    checksums = {name: hashlib.sha256(data).hexdigest() for name, data in new.items()}
-    write_atomically(folder / MANIFEST, str(Manifest(net.described, checksums)).encode())  # from here on it is the new
+    manifest = Manifest(net.described, {name: hashlib.sha256(data).hexdigest() for name, data in new.items()}, usage)
+    write_atomically(folder / MANIFEST, str(manifest).encode())  # from here on it is the new
     write_atomically(folder / PAGE, _page(net, readme).encode())
-    for name in (WEIGHTS, TOKENIZER):
+    for name in FILES:
         if name not in new:
             (folder / name).unlink(missing_ok=True)
         _before(folder, name).unlink(missing_ok=True)
@@ -70,12 +71,12 @@ def load(folder: Path | str, *, dropout: float = 0.0) -> Transformer:
         held = read_tensors(_data(folder, manifest, WEIGHTS))
     except SafetensorError as error:
         raise SpecError(f"{folder / WEIGHTS} holds no tensors: {error}; save the model again") from None
-    if TOKENIZER in manifest.checksums:
-        _check_tokenizer(manifest.model, _data(folder, manifest, TOKENIZER).decode(), str(folder / TOKENIZER))
+    usage = _usage(folder, manifest)
     with torch.device("meta"):
         net = build(manifest.model, dropout=dropout)
     _check_tensors(net, held, folder / WEIGHTS)
     net.load_state_dict(held, assign=True)
+    net.usage = usage
     return net.eval()
 
 
@@ -126,27 +127,11 @@ def _link(path: Path, second: Path) -> None:
 def _manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
-        raise SpecError(_foreign(folder))
+        raise SpecError(f"{folder} holds no {MANIFEST}; give a folder that hw.save wrote")
     try:
         return Manifest.of(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} cannot be read: {error}; save the model again") from None
-
-
-def _foreign(folder: Path) -> str:
-    """Why a folder without our file is none of ours."""
-    if not folder.is_dir():
-        return f"there is no folder {str(folder)!r}; give one that hw.save wrote"
-    if (folder / "config.json").is_file():
-        return (
-            f"{folder} holds a config.json but no {MANIFEST}: weights of other libraries are not read yet; "
-            "hw.build(hw.families.read(folder)) makes such a model with fresh ones"
-        )
-    pickles = sorted(path.name for kind in PICKLES for path in folder.glob(kind))
-    if pickles:
-        told = f"{folder} holds {pickles[0]}, a pickle, which runs code when it is read"
-        return f"{told}; give a folder that hw.save wrote"
-    return f"{folder} holds no {MANIFEST}; give a folder that hw.save wrote"
 
 
 def _data(folder: Path, manifest: Manifest, name: str) -> bytes:
@@ -162,6 +147,15 @@ def _data(folder: Path, manifest: Manifest, name: str) -> bytes:
     if not found:
         raise SpecError(f"{folder / name} is missing; copy the folder again, or save the model again")
     raise SpecError(f"{folder / name} is not what was saved: {found}, saved was {checksum[:8]}; copy the folder again")
+
+
+def _usage(folder: Path, manifest: Manifest) -> Usage:
+    """What was saved of how the model is used, its documents with it."""
+    held = [name for name in DOCUMENTS if f"{name}.json" in manifest.checksums]
+    documents = {name: _data(folder, manifest, f"{name}.json").decode() for name in held}
+    usage = replace(manifest.usage, **documents)
+    check_usage(manifest.model, usage, f"{folder}/")
+    return usage
 
 
 def _check_tensors(net: Transformer, held: Mapping[str, Tensor], path: Path) -> None:
@@ -185,17 +179,6 @@ def _misfits(net: Transformer, held: Mapping[str, Tensor]) -> Iterator[str]:
             yield f"{name} is {list(held[name].shape)}, the description says {list(tensor.shape)}"
         elif held[name].is_floating_point() != tensor.is_floating_point():
             yield f"{name} is {held[name].dtype}, the description wants {tensor.dtype}"
-
-
-def _check_tokenizer(described: Model, document: str, where: str) -> None:
-    try:
-        size = Tokenizer.from_str(document).get_vocab_size()
-    except Exception as error:  # the library has no other name for what it raises
-        raise SpecError(f"{where} is no document of a tokenizer: {error}; give Tokenizer.to_str()") from None
-    tables = [stack.embedding.tokens for stack in described.stacks if stack.embedding and stack.embedding.tokens]
-    if size not in tables:
-        known = " and ".join(map(str, tables)) or "no tokens"
-        raise SpecError(f"{where} knows {size} tokens, the model {known}; give the tokenizer it was trained with")
 
 
 def _page(net: Transformer, readme: str) -> str:

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ..blueprint import Model
+from ..blueprint import Model, Usage
 from ..errors import SpecError, nearest
 from ..probe import Probe
 from ..tokens import Tokens
@@ -52,12 +52,13 @@ class Transformer(nn.Module):
     """Stacks over embeddings, and heads on the last of them: what `build` makes of a blueprint.
 
     `checkpointing` = "block" forgets what is inside a block and computes it anew on the way back. `probes` look into
-    attentions by their names, "decoder.3.attention".
+    attentions by their names, "decoder.3.attention". `usage` says how it is spoken to: its tokenizer, what ends a text.
     """
 
     def __init__(self, described: Model, dropout: float = 0.0) -> None:
         super().__init__()
         self.described, self.dropout = described, dropout
+        self.usage = Usage()
         self._checkpointing, self._probes = "none", dict[str, Probe]()
         _check_names("stack", [stack.name for stack in described.stacks], dir(self))
         _check_names("head", [head.name for head in described.heads], dir(nn.ModuleDict()))

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..blueprint import Model
+from ..draws import Draws
 from ..errors import SpecError, nearest
 from ..pattern_base import whole
 from ..tokens import Tokens
 from .base import IGNORED, Batch, Tally
-from .draws import Draws
 from .generated import (
     Drawn,
     Generated,

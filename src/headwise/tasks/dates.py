@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..blueprint import Model
+from ..draws import Draws
 from ..errors import SpecError, nearest
 from ..pattern_base import whole
 from ..tokens import Tokens
 from .base import IGNORED, Batch, Tally
-from .draws import Draws
 from .generated import Drawn, Generated, check_space, options, tallied
 from .small import Shape, translator
 from .wording import CURRENCIES, DIGITS, LANGUAGES, MONTHS, POWERS, Amount, Date, Said, joined

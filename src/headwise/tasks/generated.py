@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..draws import Draws, Ints, Words
 from ..errors import SpecError
 from ..pattern_base import whole
 from ..registry import Spoken
 from .base import IGNORED, SPLITS, Batch, Tally, Task, check_split
-from .draws import Draws, Ints, Words
 
 # One row for each example. "content" [B, n] is what an example is known by, -1 where there is nothing; "fits" [B], if
 # there is one, says which of them may be used at all.

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..blueprint import Head, Model
+from ..draws import Draws, Ints
 from ..errors import SpecError
 from ..pattern import Edges
 from ..pattern_base import whole
 from .base import Batch, Tally
-from .draws import Draws, Ints
 from .generated import Drawn, Generated, check_space, right_of, tallied, whole_rows
 from .small import Shape, encoder
 

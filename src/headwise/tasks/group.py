@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..blueprint import Model
+from ..draws import Draws
 from ..errors import SpecError
 from ..pattern_base import whole
 from .base import IGNORED, Batch, Tally
-from .draws import Draws
 from .generated import SPACE, Drawn, Generated, check_sizes, check_space, right_of, tallied, up_to, whole_rows
 from .small import Shape, decoder
 

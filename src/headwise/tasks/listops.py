@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..blueprint import Head, Model
+from ..draws import Draws, Ints
 from ..errors import SpecError
 from ..pattern_base import whole
 from ..tokens import Tokens
 from .base import Batch, Tally
-from .draws import Draws, Ints
 from .generated import Drawn, Generated, check_space, each_of, right_of, tallied
 from .small import Shape, encoder
 from .trees import Level, chosen, grow, lengths, values, written

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..blueprint import Model
+from ..draws import Draws, Ints
 from ..errors import SpecError
 from ..pattern_base import whole
 from .base import IGNORED, Batch, Tally
-from .draws import Draws, Ints
 from .generated import Drawn, Generated, check_sizes, check_space, right_of, tallied, up_to
 from .small import Shape, decoder
 

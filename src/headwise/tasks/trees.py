@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from .draws import HALF, Draws, Ints
+from ..draws import HALF, Draws, Ints
 
 OPERATORS, DIGITS = 4, 10  # MIN, MAX, MED, SM; 0 to 9
 QUARTER = 2**30  # of 2**32: how often a node is an operator

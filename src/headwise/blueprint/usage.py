@@ -1,0 +1,80 @@
+"""How a model is spoken to and understood: what its tensors do not say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
+
+from ..errors import SpecError, nearest
+
+SPECIALS = ("text", "read")
+DOCUMENTS = ("tokenizer", "source_tokenizer")  # fields that are files of their own
+IDS = ("before", "behind", "begin", "end")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What begins and ends a text, what classes are called, how pixels were brought to scale, and the tokenizer.
+
+    Ids stand `before` and `behind` every text that is read. An answer begins with `begin` where a second stack writes
+    it, and any of `end` ends it. `mask` stands for a token that is to be filled in. specials="text": a special token
+    that stands in a text is text; "read": it is the token. `labels` are the names of classes. Images are brought to
+    `size`, high and wide, and of every channel, or of every feature of frames, `mean` is taken off and the rest
+    divided by `deviation`. `tokenizer` and `source_tokenizer`, where what is read has one of its own, are documents of
+    a `tokenizers.Tokenizer`.
+
+    >>> Usage(begin=(1,), end=(2,)).table
+    {'begin': [1], 'end': [2]}
+    """
+
+    before: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
+    begin: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
+    mask: int | None = None
+    specials: str = "text"
+    labels: tuple[str, ...] = ()
+    size: tuple[int, ...] = ()
+    mean: tuple[float, ...] = ()
+    deviation: tuple[float, ...] = ()
+    tokenizer: str | None = field(default=None, repr=False)
+    source_tokenizer: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in IDS:
+            self._check(name, int, "ids, such as (2,)", lambda one: one >= 0)
+        self._check("labels", str, 'names, such as ("cat", "dog")')
+        self._check("size", int, "high and wide, such as (28, 28)", lambda one: one >= 1)
+        for name in ("mean", "deviation"):
+            self._check(name, float, "a number for each channel, such as (0.5,)")
+        if self.mask is not None and (type(self.mask) is not int or self.mask < 0):
+            raise SpecError(f"Usage(mask={self.mask!r}) is no id; give a whole number of 0 or more")
+        if self.specials not in SPECIALS:
+            raise SpecError(f"Usage(specials={self.specials!r}) is unknown; {nearest(str(self.specials), SPECIALS)}")
+        if len(self.size) not in (0, 2):
+            raise SpecError(f"Usage(size={self.size}) is none of an image; give high and wide, such as (28, 28)")
+        if len(self.mean) != len(self.deviation):
+            raise SpecError(f"Usage has mean={self.mean} but deviation={self.deviation}; give one for each channel")
+
+    def _check(self, name: str, kind: type, wanted: str, fits: Any = lambda one: True) -> None:
+        told = getattr(self, name)
+        if type(told) is not tuple or not all(type(one) is kind and fits(one) for one in cast("tuple[Any]", told)):
+            raise SpecError(f"Usage({name}={told!r}) does not hold {wanted}")
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """What is said, as plain values, without the documents."""
+        own = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.name not in DOCUMENTS}
+        said = {name: value for name, (value, usual) in own.items() if value != usual}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
+
+    @staticmethod
+    def of(table: Mapping[str, Any]) -> Usage:
+        """Read what `table` gives."""
+        known = [f.name for f in fields(Usage) if f.name not in DOCUMENTS]
+        for name in table:
+            if name not in known:
+                raise SpecError(f"usage has no {name!r}; {nearest(name, known)}")
+        lists = {name: cast("list[Any]", value) for name, value in table.items() if isinstance(value, list)}
+        return Usage(**{**table, **{name: tuple(value) for name, value in lists.items()}})

@@ -1,0 +1,151 @@
+"""A file of llama2.c: seven whole numbers, then every tensor as 32-bit floats one after the other (docs/hub.md)."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..blueprint import Model, Usage
+from ..errors import SpecError
+from ..families import read as described_by
+from ..models import Transformer
+from .maps import map_of
+from .reading import built
+from .sentencepieces import BEGIN, document
+from .tensors import Kind
+
+NAME = "llama2.c"
+HEADER = struct.Struct("<7i")
+MAGIC = 0x616B3432  # of later versions, "ak42"
+BASE, EPS = 10_000.0, 1e-5  # which the format does not say: llama2.c has them in its code
+PICKLES = (b"PK\x03\x04", b"\x80")  # how a file of torch.save, and any other pickle, begins
+ROUNDING = 1e-3  # of angles, which others took in float32
+
+
+class Header(NamedTuple):
+    """Sizes, in the order of the file; heads that have a table of their own are said by a negative vocabulary."""
+
+    model: int
+    hidden: int
+    layers: int
+    heads: int
+    kv: int
+    vocabulary: int
+    length: int
+
+    @property
+    def dim(self) -> int:
+        """How wide a head is."""
+        return self.model // self.heads
+
+    @property
+    def possible(self) -> bool:
+        """Whether these can be sizes of a model at all."""
+        sizes = (*self[:5], abs(self.vocabulary), self.length)
+        return min(sizes) > 0 and not self.model % self.heads and not self.heads % self.kv and not self.dim % 2
+
+    @property
+    def bytes(self) -> int:
+        """How long the file is; worked out before anything is listed, for sizes may be nonsense.
+
+        >>> Header(64, 172, 5, 8, 4, 512, 512).bytes
+        1056540
+        """
+        model, hidden, kv = self.model, self.hidden, self.kv * self.dim
+        each = 2 * model + 2 * model * model + 2 * kv * model + 3 * hidden * model
+        tables = (1 + (self.vocabulary < 0)) * abs(self.vocabulary) * model
+        numbers = tables + self.layers * each + model + self.length * 2 * (self.dim // 2)
+        return HEADER.size + 4 * numbers
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor, in the order of the file; those of one kind follow each other, layer by layer."""
+        tokens, model, hidden, kv = abs(self.vocabulary), self.model, self.hidden, self.kv * self.dim
+        each: dict[str, tuple[int, ...]] = {"rms_att": (model,), "wq": (model, model), "wk": (kv, model)}
+        each |= {"wv": (kv, model), "wo": (model, model), "rms_ffn": (model,)}
+        each |= {"w1": (hidden, model), "w2": (model, hidden), "w3": (hidden, model)}
+        layers = {f"{layer}.{name}": shape for name, shape in each.items() for layer in range(self.layers)}
+        angles = dict.fromkeys(("angles_cos", "angles_sin"), (self.length, self.dim // 2))
+        head = {"wcls": (tokens, model)} if self.vocabulary < 0 else {}
+        return {"tokens": (tokens, model), **layers, "rms_final": (model,), **angles, **head}
+
+    @property
+    def described(self) -> Model:
+        """The model: a Llama, but for the order of some rows."""
+        sizes = {"hidden_size": self.model, "intermediate_size": self.hidden, "num_hidden_layers": self.layers}
+        sizes |= {"num_attention_heads": self.heads, "num_key_value_heads": self.kv, "vocab_size": abs(self.vocabulary)}
+        config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": self.length}
+        rest = {"rope_theta": BASE, "rms_norm_eps": EPS, "tie_word_embeddings": self.vocabulary > 0}
+        return described_by(config | sizes | rest)
+
+
+class Floats:
+    """The tensors of such a file."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        try:
+            data = where.read_bytes()
+        except OSError as error:
+            raise SpecError(f"{where} cannot be read: {error.strerror}; give a file of {NAME}") from None
+        self.header = _header(where, data)
+        self.kinds: Mapping[str, Kind] = {name: Kind(shape, "F32") for name, shape in self.header.shapes.items()}
+        self._numbers = torch.frombuffer(bytearray(data[HEADER.size :]), dtype=torch.float32)
+
+    def each(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor, in the order of the file."""
+        at = 0
+        for name, shape in self.header.shapes.items():
+            size = math.prod(shape)
+            yield name, self._numbers[at : at + size].view(shape)
+            at += size
+
+
+def read(path: Path, dropout: float = 0.0, tokenizer: Path | None = None) -> Transformer:
+    """The model in a file of llama2.c, with the tokenizer of its size that lies beside it, or the one that is named."""
+    stored = Floats(path)
+    _check_angles(stored)
+    tokens = abs(stored.header.vocabulary)
+    beside = (path.parent / name for name in (f"tok{tokens}.bin", "tokenizer.bin"))
+    found = tokenizer or next((one for one in beside if one.is_file()), None)
+    usage = Usage() if found is None else Usage((BEGIN,), end=(BEGIN,), tokenizer=document(found, tokens))
+    net = built(stored.header.described, map_of(NAME), stored, dropout)
+    net.usage = usage
+    return net
+
+
+def _header(path: Path, data: bytes) -> Header:
+    """The sizes, if the file is just as long as they say."""
+    if len(data) < HEADER.size:
+        raise SpecError(f"{path} is {len(data)} bytes long, too short for a file of {NAME}; copy the file again")
+    header = Header(*HEADER.unpack_from(data))
+    if header.possible and len(data) == header.bytes:
+        return header
+    if header.model == MAGIC:
+        raise SpecError(f"{path} is of version {header.hidden} of {NAME}; export it in its first, --version 0")
+    if data.startswith(PICKLES):
+        raise SpecError(f"{path} is a pickle, which runs code when it is read; give safetensors, or a file of {NAME}")
+    if not header.possible:
+        raise SpecError(f"{path} begins with {list(header)}, which are no sizes of a model; give a file of {NAME}")
+    raise SpecError(f"{path} is {len(data):,} bytes long, its sizes ask for {header.bytes:,}; copy the file again")
+
+
+def _check_angles(stored: Floats) -> None:
+    """Refuse the angles of another base, which a file holds without saying so."""
+    header = stored.header
+    rate = BASE ** (-torch.arange(0, header.dim, 2, dtype=torch.float64) / header.dim)
+    angle = torch.arange(header.length, dtype=torch.float64)[:, None] * rate
+    for name, tensor in stored.each():
+        if name.startswith("angles_"):
+            wanted = angle.cos() if name.endswith("cos") else angle.sin()
+            if not bool(((tensor - wanted).abs() < ROUNDING).all()):
+                raise SpecError(
+                    f"{stored.where} holds {name[7:]} of angles that are not those of the base {BASE:.0f}; "
+                    "write it as a folder of transformers, which can say another base"
+                )

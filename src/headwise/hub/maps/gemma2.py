@@ -1,0 +1,12 @@
+"""Gemma 2: a norm on either side of every sublayer."""
+
+from __future__ import annotations
+
+from .llama import MAP as LLAMA
+
+NORMS = {
+    "decoder.{layer}.attention_norm_after.weight": ".layers.{layer}.post_attention_layernorm.weight",
+    "decoder.{layer}.feed_norm.weight": ".layers.{layer}.pre_feedforward_layernorm.weight",
+    "decoder.{layer}.feed_norm_after.weight": ".layers.{layer}.post_feedforward_layernorm.weight",
+}
+MAP = LLAMA._replace(families=("gemma2",), slots={**LLAMA.slots, **NORMS})

@@ -1,0 +1,31 @@
+"""llama2.c: Llama's tensors under short names, where a pair that turns together lies in neighbouring rows."""
+
+from __future__ import annotations
+
+from ..plan import Map
+from ..slots import Slot
+
+SIDES = {"side": 2}
+
+MAP = Map(
+    families=("llama2.c",),
+    slots={
+        "decoder.embedding.tokens": "tokens",
+        "decoder.{layer}.attention_norm.weight": "{layer}.rms_att",
+        "decoder.{layer}.attention.project.q": Slot(
+            "{layer}.wq", "(q pair side) model", sizes=SIDES, ours="(q side pair) model"
+        ),
+        "decoder.{layer}.attention.project.k": Slot(
+            "{layer}.wk", "(kv pair side) source", sizes=SIDES, ours="(kv side pair) source"
+        ),
+        "decoder.{layer}.attention.project.v": "{layer}.wv",
+        "decoder.{layer}.attention.output.o": "{layer}.wo",
+        "decoder.{layer}.feed_norm.weight": "{layer}.rms_ffn",
+        "decoder.{layer}.feed.gate": "{layer}.w1",
+        "decoder.{layer}.feed.down": "{layer}.w2",
+        "decoder.{layer}.feed.up": "{layer}.w3",
+        "decoder.norm.weight": "rms_final",
+        "head.tokens.weight": "wcls",
+    },
+    ignored=(r"^angles_",),
+)

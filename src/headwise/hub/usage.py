@@ -1,0 +1,88 @@
+"""How a model of transformers is spoken to: its tokenizer, and what its configs say of ids and classes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from ..blueprint import Model, Usage
+from ..blueprint.manifest import TOKENIZER
+from ..errors import SpecError
+from ..models.usage import check_usage
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+WORDS = ("special_tokens_map.json", "tokenizer_config.json")  # either may say which token is the mask
+
+
+def usage_in(folder: Path, described: Model) -> Usage:
+    """What a folder says of this; a special token in a text is read as one, as transformers reads it."""
+    config = keys(folder / CONFIG) | keys(folder / GENERATION)
+    rows = max((stack.embedding.tokens for stack in described.stacks if stack.embedding), default=0)
+    told: dict[str, Any] = {"specials": "read", "end": _ids(folder, config, "eos_token_id", rows)}
+    if len(described.stacks) > 1:
+        told["begin"] = _ids(folder, config, "decoder_start_token_id", rows)
+    if described.heads and described.heads[0].name == "classes":
+        told["labels"] = _labels(config)
+    if (folder / TOKENIZER).is_file():
+        told |= _tokens(folder)
+    usage = Usage(**told)
+    check_usage(described, usage, f"{folder}/")
+    return usage
+
+
+def keys(path: Path) -> dict[str, Any]:
+    """What a JSON file says by keys; nothing where there is none."""
+    try:
+        said = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecError(f"{path} cannot be read: {error}; copy the file again") from None
+    if not isinstance(said, dict):
+        raise SpecError(f"{path} holds a {type(said).__name__}, not keys; copy the file again")
+    return said
+
+
+def _ids(folder: Path, config: Mapping[str, Any], name: str, rows: int) -> tuple[int, ...]:
+    """One id or several; those that are no token of the model, which nobody can say, are left out."""
+    told = config.get(name)
+    ids = told if isinstance(told, list) else [] if told is None else [told]
+    if not all(type(one) is int for one in ids):
+        raise SpecError(f"{folder}: {name} = {told!r} is neither an id nor a list of ids; correct it, or take it out")
+    return tuple(one for one in ids if 0 <= one < rows)
+
+
+def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of classes in the order of their numbers, if they have any."""
+    told = config.get("id2label")
+    named = {str(number): str(label) for number, label in told.items()} if isinstance(told, dict) else {}
+    return tuple(named[str(number)] for number in range(len(named)) if str(number) in named)
+
+
+def _tokens(folder: Path) -> dict[str, Any]:
+    """The tokenizer's document, the ids that it puts around every text, and the id of its mask."""
+    path = folder / TOKENIZER
+    try:
+        document = path.read_text(encoding="utf-8")
+        tokenizer = Tokenizer.from_str(document)
+    except Exception as error:  # the library has no other name for what it raises
+        raise SpecError(f"{path} is no document of a tokenizer: {error}; copy the file again") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    around = tokenizer.encode("a")
+    plain = [place for place, special in enumerate(around.special_tokens_mask) if not special]
+    first, last = (plain[0], plain[-1] + 1) if plain else (len(around.ids), len(around.ids))
+    told = {"tokenizer": document, "before": tuple(around.ids[:first]), "behind": tuple(around.ids[last:])}
+    mask = _mask(folder)
+    return told | ({} if mask is None else {"mask": tokenizer.token_to_id(mask)})
+
+
+def _mask(folder: Path) -> str | None:
+    for name in WORDS:
+        told = keys(folder / name).get("mask_token")
+        word = told.get("content") if isinstance(told, dict) else told
+        if isinstance(word, str):
+            return word
+    return None
