@@ -34,7 +34,9 @@ def export(net: Transformer, folder: Path | str, *, form: str = "auto", length: 
     model with rotary ones, which knows no end itself; transformers asks for it now and then.
 
     >>> import headwise as hw, tempfile
-    >>> net = hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5}))
+    >>> net = hw.build(
+    ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5})
+    ... )
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     export(net, f"{folder}/small")
     ...     print(*sorted(os.listdir(f"{folder}/small")))
@@ -65,7 +67,9 @@ def tensors(net: Transformer, family: str) -> dict[str, Tensor]:
 def _dtype(net: Transformer) -> torch.dtype:
     dtypes = {p.dtype for p in net.parameters()}
     if len(dtypes) > 1:
-        raise SpecError(f"parameters are of {' and '.join(sorted(map(str, dtypes)))}; bring them to one, net.float() say")
+        raise SpecError(
+            f"parameters are of {' and '.join(sorted(map(str, dtypes)))}; bring them to one, net.float() say"
+        )
     return next(iter(dtypes))
 
 

@@ -15,11 +15,19 @@ MAP = LLAMA._replace(
         "decoder.{layer}.attention.normaliser.sink": ".layers.{layer}.self_attn.sinks",
         "decoder.{layer}.feed.router": ".layers.{layer}.mlp.router.weight",
         "decoder.{layer}.feed.router_bias": ".layers.{layer}.mlp.router.bias",
-        "decoder.{layer}.feed.each.gate": Slot(f"{EXPERTS}gate_up_proj", "expert model (hidden side)", {"side": 0}, SIDES),
-        "decoder.{layer}.feed.each.up": Slot(f"{EXPERTS}gate_up_proj", "expert model (hidden side)", {"side": 1}, SIDES),
+        "decoder.{layer}.feed.each.gate": Slot(
+            f"{EXPERTS}gate_up_proj", "expert model (hidden side)", {"side": 0}, SIDES
+        ),
+        "decoder.{layer}.feed.each.up": Slot(
+            f"{EXPERTS}gate_up_proj", "expert model (hidden side)", {"side": 1}, SIDES
+        ),
         "decoder.{layer}.feed.each.down": Slot(f"{EXPERTS}down_proj", "expert hidden model"),
-        "decoder.{layer}.feed.each.gate_bias": Slot(f"{EXPERTS}gate_up_proj_bias", "expert (hidden side)", {"side": 0}, SIDES),
-        "decoder.{layer}.feed.each.up_bias": Slot(f"{EXPERTS}gate_up_proj_bias", "expert (hidden side)", {"side": 1}, SIDES),
+        "decoder.{layer}.feed.each.gate_bias": Slot(
+            f"{EXPERTS}gate_up_proj_bias", "expert (hidden side)", {"side": 0}, SIDES
+        ),
+        "decoder.{layer}.feed.each.up_bias": Slot(
+            f"{EXPERTS}gate_up_proj_bias", "expert (hidden side)", {"side": 1}, SIDES
+        ),
         "decoder.{layer}.feed.each.down_bias": f"{EXPERTS}down_proj_bias",
     },
 )

@@ -1,0 +1,93 @@
+"""Where an attention of somebody else's stands in its model, and how large it is: read from names and numbers it keeps."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from torch import nn
+
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads", "heads")
+GROUPS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_key_value_head")
+WIDTHS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "d_kv", "dim_head")
+CROSS = re.compile(r"cross|enc_?dec|encoder_attn|multihead_attn", re.IGNORECASE)
+
+
+class Place(NamedTuple):
+    """A stack, a layer in it, and what kind of attention."""
+
+    stack: str
+    layer: int
+    kind: str
+    pattern: str
+
+    @property
+    def name(self) -> str:
+        """The name of a site there."""
+        return f"{self.stack}.{self.layer}.{self.kind}"
+
+
+def place(model: nn.Module, path: str, module: nn.Module) -> Place:
+    """Where this module stands: the stack is named by its path, "encoder", "decoder" or what stands before a number."""
+    parts = path.split(".")
+    numbers = [n for n, part in enumerate(parts) if part.isdigit()]
+    layer = int(parts[numbers[0]]) if numbers else 0
+    kind = (
+        "cross"
+        if getattr(module, "is_cross_attention", False) or CROSS.search(parts[-1]) or _crosses(parts)
+        else "attention"
+    )
+    before = parts[: numbers[0]] if numbers else parts[:-1]
+    return Place(_stack(before, module), layer, kind, _pattern(module, kind))
+
+
+def _crosses(parts: list[str]) -> bool:
+    return any(CROSS.search(part) for part in parts[-2:])
+
+
+def _stack(before: list[str], module: nn.Module) -> str:
+    for part in reversed(before):
+        if "decoder" in part:
+            return "decoder"
+        if "encoder" in part:
+            return "encoder"
+    return "decoder" if _is_causal(module) else "encoder"
+
+
+def _is_causal(module: nn.Module) -> bool:
+    said = getattr(module, "is_causal", None)
+    return bool(said if said is not None else getattr(module, "is_decoder", False))
+
+
+def _pattern(module: nn.Module, kind: str) -> str:
+    if kind == "cross":
+        return "full()"
+    window = getattr(module, "sliding_window", None)
+    if isinstance(window, int) and not isinstance(window, bool) and window > 0:
+        return f"window({window})"
+    return "causal()" if _is_causal(module) else "full()"
+
+
+def sizes(module: nn.Module) -> tuple[int, int, int]:
+    """Query heads, key-value heads and the width of a head; 0 for what a module does not say."""
+    config = getattr(module, "config", None)
+    q = _number(module, HEADS) or _number(config, HEADS)
+    groups = getattr(module, "num_key_value_groups", None)
+    kv = _number(module, GROUPS) or (q // groups if isinstance(groups, int) and groups else 0)
+    dim = _number(module, WIDTHS) or _number(config, ("head_dim", "d_kv"))
+    return q, kv or q, dim or _derived(module, config, q)
+
+
+def _number(holder: Any, names: tuple[str, ...]) -> int:
+    for name in names:
+        value = getattr(holder, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return 0
+
+
+def _derived(module: nn.Module, config: Any, q: int) -> int:
+    width = _number(module, ("embed_dim", "all_head_size", "hidden_size", "inner_dim")) or _number(
+        config, ("hidden_size", "d_model")
+    )
+    return width // q if q else 0
