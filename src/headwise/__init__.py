@@ -52,6 +52,7 @@ _HOMES = {
     "greedy": "models",
     "export": "hub",
     "sites": "hub.finding",
+    "declare": "hub.routes.projection",
     "silence": "hub.editing",
     "patch": "hub.editing",
     "load": "hub",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..site import Sites
 from .finding import found
-from .watching import Stand, Watcher, watching
+from .watching import Holding, Watcher, watching
 
 Head = tuple[int | str, int]  # a layer, or the name of a site, and a head of it
 
@@ -93,7 +93,7 @@ def patch(model: nn.Module, values: Mapping[Head, Tensor], *, tokens: Tensor | N
 def edited(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
     """While this lasts, these edits are made at sites of these names."""
     who: dict[nn.Module, tuple[Watcher, ...]] = {}
-    stands: list[Stand] = []
+    stands: list[Holding] = []
     for one in found(model):
         if one.site.name in edits:
             if not one.site.silence.can:

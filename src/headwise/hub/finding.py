@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import nn
 
-from ..site import Site, Sites
+from ..site import Ability, Sites
 from .routes.base import Found
 from .routes.interface import Interface
 from .routes.ours import Ours
+from .routes.projection import Projection
+from .routes.torch_mha import TorchMHA
 
-ROUTES = (Ours(), Interface())
+ROUTES = (Ours(), Interface(), TorchMHA(), Projection())  # the first that leads to a module is taken
 
 
 def sites(model: nn.Module) -> Sites:
@@ -31,36 +34,48 @@ def found(model: nn.Module) -> list[Found]:
     """The same with the modules, each site under a name of its own."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is of type {type(model).__name__}; give an nn.Module, or hw.load(folder)")
-    seen = [one for route in ROUTES for one in route.find(model)]
-    return list(_renamed(seen))
+    seen: list[Found] = []
+    for route in ROUTES:
+        paths = [one.site.path for one in seen]
+        seen += [one for one in route.find(model) if not any(_around(path, one.site.path) for path in paths)]
+    order = {path: n for n, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    return [_hindered(model, one) for one in _renamed(sorted(seen, key=lambda one: order[one.site.path]))]
+
+
+def _around(path: str, other: str) -> bool:
+    """Whether one of two modules stands in the other."""
+    return path == other or path.startswith(f"{other}.") or other.startswith(f"{path}.")
 
 
 def _renamed(those: list[Found]) -> Iterator[Found]:
-    """Where two sites would have one name, their stacks are called by their paths."""
+    """Where two sites would have one name, their stacks are called by their paths; one module met twice says so."""
     names = [one.site.name for one in those]
     first: dict[int, str] = {}
     for one in those:
         site = one.site
         if names.count(site.name) > 1:
-            stack = _before(site)
-            site = _with(site, stack)
+            stack = _before(site.path)
+            site = replace(site, stack=stack, name=f"{stack}.{site.layer}.{site.kind}")
         same = first.setdefault(id(one.module), site.name)
-        yield one._replace(site=site if same == site.name else _shared(site, same))
+        yield one._replace(site=replace(site, same_as=None if same == site.name else same))
 
 
-def _before(site: Site) -> str:
-    parts = site.path.split(".")
+def _before(path: str) -> str:
+    parts = path.split(".")
     numbers = [n for n, part in enumerate(parts) if part.isdigit()]
     return "_".join(parts[: numbers[0]] if numbers else parts)
 
 
-def _with(site: Site, stack: str) -> Site:
-    from dataclasses import replace
-
-    return replace(site, stack=stack, name=f"{stack}.{site.layer}.{site.kind}")
-
-
-def _shared(site: Site, same: str) -> Site:
-    from dataclasses import replace
-
-    return replace(site, same_as=same)
+def _hindered(model: nn.Module, one: Found) -> Found:
+    """The same where nothing hinders watching; else with the reason."""
+    why = ""
+    if isinstance(model, nn.DataParallel):
+        why = "its replicas run in threads of their own; give model.module"
+    elif any(module._compiled_call_impl is not None for module in model.modules()) or hasattr(model, "_orig_mod"):
+        why = "it is compiled, and what was compiled cannot be watched; give the model as it was before"
+    elif any(tensor.is_meta for tensor in one.module.parameters()):
+        why = "its weights are on the meta device, where nothing is computed; load them"
+    if not why:
+        return one
+    no = Ability(False, why)
+    return one._replace(site=replace(one.site, see=no if one.site.see.can else one.site.see, silence=no))

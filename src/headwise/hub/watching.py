@@ -8,7 +8,7 @@ thread runs as if nobody watched, and an exception leaves nothing behind.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
@@ -84,6 +84,14 @@ def _of(grid: Tensor, head: int, queries: slice) -> Tensor:
     return one[:, queries] if one.shape[1] > 1 else one
 
 
+class Core(Protocol):
+    """What an attention worked with, as far as it can be told."""
+
+    def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
+        """The weights of one head for some queries, [B, T, S]."""
+        ...
+
+
 class Watcher(Protocol):
     """Who watches one attention.
 
@@ -93,7 +101,7 @@ class Watcher(Protocol):
 
     wants_core: bool
 
-    def core(self, seen: Seen) -> None:
+    def core(self, seen: Core) -> None:
         """Look at what the attention works with."""
         ...
 
@@ -124,6 +132,14 @@ def changed(those: Sequence[Watcher], z: Tensor) -> Tensor:
     return z
 
 
+class Holding(Protocol):
+    """Something that is otherwise while anybody watches."""
+
+    def taken(self) -> AbstractContextManager[None]:
+        """While this lasts."""
+        ...
+
+
 class Stand:
     """A method of a class that watching replaces: `around(original)` stands there while anybody watches."""
 
@@ -150,7 +166,7 @@ class Stand:
 
 
 @contextmanager
-def watching(who: Watching, stands: Sequence[Stand]) -> Iterator[None]:
+def watching(who: Watching, stands: Sequence[Holding]) -> Iterator[None]:
     """Let these watch these modules, in this context; whoever watches already goes on."""
     now = dict(_WATCHED.get())
     for module, those in who.items():

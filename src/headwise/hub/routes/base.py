@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...site import Site
-from ..watching import Stand
+from ..watching import Holding
 
 
 class Found(NamedTuple):
-    """A site and the module it speaks of."""
+    """A site, the module that one watches there, and the way that leads to it."""
 
     site: Site
     module: nn.Module
@@ -28,5 +28,16 @@ class Route(ABC):
         """The sites of a model that this way leads to."""
 
     @abstractmethod
-    def stands(self) -> list[Stand]:
-        """What of which classes is replaced while somebody watches."""
+    def stands(self) -> Sequence[Holding]:
+        """What is replaced while somebody watches."""
+
+
+class Given:
+    """What an attention worked with, where its weights [B, H, T, S] are at hand."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights = weights
+
+    def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
+        """The weights of one head for some queries, [B, T, S]."""
+        return self.weights[:, head, queries]

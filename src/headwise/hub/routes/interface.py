@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...site import YES, Ability, Site
-from ..watching import Seen, Stand, anybody, changed, watchers
+from ..watching import Holding, Seen, Stand, anybody, changed, watchers
 from .base import Found, Route
 from .places import Place, place, sizes
 
@@ -40,9 +40,9 @@ class Interface(Route):
             return
         for path, module in model.named_modules(remove_duplicate=False):
             if asks(type(module)):
-                yield Found(_site(place(model, path, module), path, module), module, self)
+                yield Found(_site(place(path, module), path, module), module, self)
 
-    def stands(self) -> list[Stand]:
+    def stands(self) -> list[Holding]:
         return [_stand()]
 
 

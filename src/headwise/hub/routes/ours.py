@@ -13,7 +13,7 @@ from ...module import Attention
 from ...probe import Probe
 from ...site import YES, Ability, Site
 from ...tokens import Tokens
-from ..watching import Stand, Watcher, changed, watchers
+from ..watching import Holding, Stand, Watcher, changed, watchers
 from .base import Found, Route
 
 
@@ -28,7 +28,7 @@ class Ours(Route):
             name = path if path in names else f"{stack}.{layer}.{kind}"
             yield Found(_site(name, (stack, layer, kind), path, module), module, self)
 
-    def stands(self) -> list[Stand]:
+    def stands(self) -> list[Holding]:
         return [STAND]
 
 

@@ -27,7 +27,7 @@ class Place(NamedTuple):
         return f"{self.stack}.{self.layer}.{self.kind}"
 
 
-def place(model: nn.Module, path: str, module: nn.Module) -> Place:
+def place(path: str, module: nn.Module) -> Place:
     """Where this module stands: the stack is named by its path, "encoder", "decoder" or what stands before a number."""
     parts = path.split(".")
     numbers = [n for n, part in enumerate(parts) if part.isdigit()]
@@ -71,14 +71,15 @@ def _pattern(module: nn.Module, kind: str) -> str:
 def sizes(module: nn.Module) -> tuple[int, int, int]:
     """Query heads, key-value heads and the width of a head; 0 for what a module does not say."""
     config = getattr(module, "config", None)
-    q = _number(module, HEADS) or _number(config, HEADS)
+    q = number(module, HEADS) or number(config, HEADS)
     groups = getattr(module, "num_key_value_groups", None)
-    kv = _number(module, GROUPS) or (q // groups if isinstance(groups, int) and groups else 0)
-    dim = _number(module, WIDTHS) or _number(config, ("head_dim", "d_kv"))
+    kv = number(module, GROUPS) or (q // groups if isinstance(groups, int) and groups else 0)
+    dim = number(module, WIDTHS) or number(config, ("head_dim", "d_kv"))
     return q, kv or q, dim or _derived(module, config, q)
 
 
-def _number(holder: Any, names: tuple[str, ...]) -> int:
+def number(holder: Any, names: tuple[str, ...]) -> int:
+    """The first of these that somebody keeps and that is a positive whole number; 0 if none is."""
     for name in names:
         value = getattr(holder, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -87,7 +88,7 @@ def _number(holder: Any, names: tuple[str, ...]) -> int:
 
 
 def _derived(module: nn.Module, config: Any, q: int) -> int:
-    width = _number(module, ("embed_dim", "all_head_size", "hidden_size", "inner_dim")) or _number(
+    width = number(module, ("embed_dim", "all_head_size", "hidden_size", "inner_dim")) or number(
         config, ("hidden_size", "d_model")
     )
     return width // q if q else 0
