@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 from .errors import nearest
 from .spec import AttentionSpec
 
+WIDTH = 80  # columns of a terminal
 ABILITIES = ("see", "silence", "cut", "share")
 
 
@@ -29,7 +31,8 @@ YES = Ability(True)
 class Site:
     """One attention layer.
 
-    `stack`, `layer` and `kind` ("attention" or "cross") make its name; `path` is that of its module. `see` is to read
+    `stack`, `layer` and `kind` ("attention" or "cross") make its name; `path` is that of its module. `heads` is how many
+    speak, of which each has `q` queries, in all, on `kv` keys and values. `see` is to read
     its queries, keys and weights, `silence` to change what its heads say, `cut` and `share` to make it smaller.
     `pattern` says in words who reads whom; `spec` is the layer in our words, or None, and then `unsaid` says why.
     `same_as` names the site whose module it shares.
@@ -40,6 +43,7 @@ class Site:
     layer: int
     kind: str
     path: str
+    heads: int
     q: int
     kv: int
     dim: int
@@ -61,19 +65,17 @@ class Site:
 
 
 class Sites(list[Site]):
-    """The sites of a model in the order of its layers; prints as a table. `missed` are modules that look like attention
-    but could not be reached, each with its reason.
-    """
+    """The sites of a model in the order of its layers; prints as a table."""
 
-    def __init__(self, sites: Iterable[Site], model: str, missed: Iterable[tuple[str, str]] = ()) -> None:
+    def __init__(self, sites: Iterable[Site], model: str) -> None:
         super().__init__(sites)
-        self.model, self.missed = model, tuple(missed)
+        self.model = model
 
     def named(self, which: int | str) -> Site:
         """The site of this name, or of this layer where the model has no other there.
 
         >>> yes = Ability(True)
-        >>> site = Site("decoder.0.attention", "decoder", 0, "attention", "h.0", 4, 2, 8, "", None, "", *[yes] * 4)
+        >>> site = Site("decoder.0.attention", "decoder", 0, "attention", "h.0", 4, 4, 2, 8, "", None, "", *[yes] * 4)
         >>> Sites([site], "small").named(0).name
         'decoder.0.attention'
         """
@@ -94,17 +96,18 @@ class Sites(list[Site]):
     @property
     def data(self) -> dict[str, Any]:
         """All of it as plain values."""
-        missed = [{"path": path, "why": why} for path, why in self.missed]
-        return {"model": self.model, "sites": [site.data for site in self], "missed": missed}
+        return {"model": self.model, "sites": [site.data for site in self]}
 
     def __str__(self) -> str:
+        if not self:
+            return f"{self.model} has no attention that headwise finds; hw.declare says where one is"
         rows = [
             [site.name, str(site.q), str(site.kv), str(site.dim), site.pattern]
             + [str(getattr(site, name)) for name in ABILITIES]
             for site in self
         ]
         lines = _table([["site", "q", "kv", "dim", "pattern", *ABILITIES], *rows])
-        return "\n".join([*lines, *_reasons(self), *(f"not reached: {path}: {why}" for path, why in self.missed)])
+        return "\n".join([*lines, *_reasons(self)])
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -120,13 +123,15 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _reasons(sites: Sequence[Site]) -> list[str]:
-    """Each reason once, with how many sites it keeps from what."""
-    said: dict[tuple[str, str], int] = {}
+    """Each reason once, with what it stands against and at how many sites."""
+    said: dict[str, dict[str, int]] = {}
     for site in sites:
-        for name in ABILITIES:
-            able: Ability = getattr(site, name)
-            if not able.can:
-                said[name, able.why] = said.get((name, able.why), 0) + 1
-        if site.spec is None:
-            said["spec", site.unsaid] = said.get(("spec", site.unsaid), 0) + 1
-    return [f"no {name} at {count} of {len(sites)}: {why}" for (name, why), count in said.items()]
+        no = [(name, getattr(site, name)) for name in ABILITIES]
+        whys = [(name, able.why) for name, able in no if not able.can]
+        for name, why in [*whys, *([("spec", site.unsaid)] if site.spec is None else [])]:
+            counts = said.setdefault(why, {})
+            counts[name] = counts.get(name, 0) + 1
+    told = [
+        f"no {' or '.join(counts)} at {max(counts.values())} of {len(sites)}: {why}" for why, counts in said.items()
+    ]
+    return [line for long in told for line in textwrap.wrap(long, WIDTH, subsequent_indent="  ")]

@@ -113,8 +113,8 @@ def _by_site(model: nn.Module, heads: Iterable[Head]) -> dict[str, list[int]]:
     named: dict[str, list[int]] = {}
     for where, head in heads:
         site = those.named(where)
-        if site.q and not 0 <= head < site.q:
-            raise ValueError(f"{site.name} has no head {head}; give heads in 0..{site.q - 1}")
+        if site.heads and not 0 <= head < site.heads:
+            raise ValueError(f"{site.name} has no head {head}; give heads in 0..{site.heads - 1}")
         named.setdefault(site.name, []).append(head)
     return named
 

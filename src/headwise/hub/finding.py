@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import nn
 
-from ..site import Ability, Sites
+from .. import families
+from ..errors import SpecError
+from ..site import Ability, Site, Sites
+from ..spec import AttentionSpec
 from .routes.base import Found
 from .routes.interface import Interface
 from .routes.ours import Ours
@@ -39,7 +43,41 @@ def found(model: nn.Module) -> list[Found]:
         paths = [one.site.path for one in seen]
         seen += [one for one in route.find(model) if not any(_around(path, one.site.path) for path in paths)]
     order = {path: n for n, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    return [_hindered(model, one) for one in _renamed(sorted(seen, key=lambda one: order[one.site.path]))]
+    said = Said.of(model)
+    renamed = _renamed(sorted(seen, key=lambda one: order[one.site.path]))
+    return [_hindered(model, one._replace(site=said.added(one.site))) for one in renamed]
+
+
+class Said(NamedTuple):
+    """What the config of a model of transformers says of its attentions, by the names of their sites."""
+
+    specs: Mapping[str, AttentionSpec]
+    unsaid: Mapping[str, str]
+    why: str
+
+    @staticmethod
+    def of(model: nn.Module) -> Said:
+        """Read from `model.config`, if it has one."""
+        config = getattr(model, "config", None)
+        if config is None or not hasattr(config, "to_dict"):
+            return Said({}, {}, "it keeps no config that could be read")
+        try:
+            described = families.read(config.to_dict())
+        except SpecError as error:
+            return Said({}, {}, str(error))
+        return Said(dict(described.specs()), described.unsaid(), "its config describes no such layer")
+
+    def added(self, site: Site) -> Site:
+        """The site with its spec, or with the reason why it has none."""
+        if site.spec is not None:
+            return site
+        spec, unsaid = self.specs.get(site.name), self.unsaid.get(site.name)
+        if spec is None or unsaid:
+            return replace(site, unsaid=unsaid or self.why)
+        heads = spec.heads
+        return replace(
+            site, heads=len(spec.speaks), q=heads.q, kv=heads.kv, dim=heads.dim, pattern=spec.pattern.text, spec=spec, unsaid=""
+        )  # fmt: skip
 
 
 def _around(path: str, other: str) -> bool:

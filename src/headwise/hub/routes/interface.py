@@ -55,7 +55,7 @@ def asks(kind: type[nn.Module]) -> bool:
 def _site(where: Place, path: str, module: nn.Module) -> Site:
     q, kv, dim = sizes(module)
     return Site(
-        where.name, where.stack, where.layer, where.kind, path, q, kv, dim, where.pattern,
+        where.name, where.stack, where.layer, where.kind, path, q, q, kv, dim, where.pattern,
         None, "not read yet", YES, YES, NOT_BUILT, NOT_BUILT,
     )  # fmt: skip
 

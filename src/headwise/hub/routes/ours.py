@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from ...cache import Remembered
+from ...cache import Cache, Remembered
 from ...models import Transformer
 from ...module import Attention
 from ...probe import Probe
-from ...site import YES, Ability, Site
+from ...site import YES, Site
 from ...tokens import Tokens
-from ..watching import Holding, Stand, Watcher, changed, watchers
+from ..watching import Core, Holding, Stand, Watcher, changed, watchers
 from .base import Found, Route
 
 
@@ -35,8 +36,13 @@ class Ours(Route):
 class Again:
     """What an attention of ours worked with: any rows of its weights are computed again by the layer itself."""
 
-    def __init__(self, layer: Attention, x: Tensor, kept: Remembered, at: Tokens) -> None:
-        self.layer, self.x, self.kept, self.at = layer, x, kept, at
+    def __init__(self, layer: Attention, x: Tensor, source: Tensor | Remembered | None, at: Tokens) -> None:
+        self.x, self.at = x, at
+        if source is None:  # the same layer, said as one that reads another text, which happens to be this one
+            layer = Attention(replace(layer.spec, source=layer.spec.model), shares=layer.weights).eval()
+            source = layer.remember(x, tokens=at)
+        self.layer = layer
+        self.kept = source if isinstance(source, Remembered) else layer.remember(source)
 
     def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
         """The weights of one head for some queries, [B, T, S]."""
@@ -46,6 +52,14 @@ class Again:
         return probe.seen["weights"][:, head]
 
 
+class Stepwise:
+    """What cannot be told of an attention that reads its past from a cache, or goes by a mask of the caller's own."""
+
+    def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
+        """Refused."""
+        raise ValueError("with a cache or a mask weights are not computed again; run the whole text without")
+
+
 def _parts(path: str, number: int) -> tuple[str, int, str]:
     stack, layer, kind = path.split(".")
     return stack, int(layer), kind
@@ -53,11 +67,10 @@ def _parts(path: str, number: int) -> tuple[str, int, str]:
 
 def _site(name: str, where: tuple[str, int, str], path: str, module: Attention) -> Site:
     spec = module.spec
-    heads, cut = spec.heads, YES
-    share = Ability(False, "nothing makes heads share keys and values yet")
+    heads = spec.heads
     return Site(
-        name, *where, path, heads.q, heads.kv, heads.dim, spec.pattern.text, spec, "", YES, YES, cut, share
-    )  # fmt: skip
+        name, *where, path, len(spec.speaks), heads.q, heads.kv, heads.dim, spec.pattern.text, spec, "", YES, YES, YES, YES
+    )
 
 
 def _around(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,12 +90,13 @@ def _around(original: Callable[..., Any]) -> Callable[..., Any]:
 STAND = Stand(Attention, "gated", _around)
 
 
-def _told(layer: Attention, x: Tensor, **said: Any) -> Again:
-    at, source = said.get("tokens"), said.get("source")
-    at = at or Tokens.run(0, x.shape[1], x.device)
-    if source is None:
-        source = layer.remember(x, tokens=at)
-    return Again(layer, x, source if isinstance(source, Remembered) else layer.remember(source), at)
+def _told(
+    layer: Attention, x: Tensor, *, source: Tensor | Remembered | None = None, cache: Cache | None = None,
+    tokens: Tokens | None = None, mask: Tensor | None = None,
+) -> Core:  # fmt: skip
+    if cache is not None or mask is not None:
+        return Stepwise()
+    return Again(layer, x, source, tokens or Tokens.run(0, x.shape[1], x.device))
 
 
 def _joined(those: tuple[Watcher, ...], probe: Probe | None) -> Probe:

@@ -69,7 +69,7 @@ class Projection(Route):
             _HEADS[last] = own.heads
             where, dim = place(path, module), _width(last) // own.heads
             site = Site(
-                where.name, where.stack, where.layer, where.kind, path, own.heads, own.heads, dim, where.pattern,
+                where.name, where.stack, where.layer, where.kind, path, own.heads, own.heads, own.heads, dim, where.pattern,
                 None, "nothing reads it as a spec", BLIND, YES, NOT_BUILT, NOT_BUILT,
             )  # fmt: skip
             yield Found(site, last, self)

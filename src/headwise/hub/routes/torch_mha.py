@@ -32,7 +32,7 @@ class TorchMHA(Route):
             if isinstance(module, nn.MultiheadAttention):
                 where, q = place(path, module), module.num_heads
                 site = Site(
-                    where.name, where.stack, where.layer, where.kind, path, q, q, module.head_dim, "as each call says",
+                    where.name, where.stack, where.layer, where.kind, path, q, q, q, module.head_dim, "as each call says",
                     None, "its mask comes with each call", YES, YES, NOT_BUILT, NOT_BUILT,
                 )  # fmt: skip
                 yield Found(site, module, self)
