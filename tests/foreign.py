@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,8 +12,8 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 WIDE, HEADS, DIM, WORDS = 32, 4, 8, 67
 LLAMA: dict[str, Any] = {
-    "hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": 2, "head_dim": DIM,
-    "intermediate_size": 48, "vocab_size": WORDS, "max_position_embeddings": 64, "pad_token_id": 0,
+    "hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": 2,
+    "head_dim": DIM, "intermediate_size": 48, "vocab_size": WORDS, "max_position_embeddings": 64, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 BERT: dict[str, Any] = {
@@ -62,29 +61,55 @@ class Foreign(NamedTuple):
         return {"input_ids": ids}
 
 
-def _small(**more: Any) -> dict[str, Any]:
-    return {**LLAMA, **more}
+def _with(keys: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {**keys, **more}
 
+
+def _causal(name: str, **more: Any) -> Foreign:
+    """A decoder as Llama spells it."""
+    return Foreign(f"{name}ForCausalLM", f"{name}Config", _with(LLAMA, **more), "o_proj")
+
+
+WHISPER = _with(BART, num_mel_bins=16, max_source_positions=13, max_target_positions=32)
+GPT = {"n_embd": WIDE, "n_head": HEADS, "n_layer": 2, "vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2}
+T5 = {
+    "d_model": WIDE, "d_kv": DIM, "num_heads": HEADS, "num_layers": 2, "d_ff": 48, "vocab_size": WORDS,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+PICTURES = {"image_size": 16, "patch_size": 4}
+VIT = {"hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 48} | PICTURES
+EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LOCAL = ["sliding_attention", "full_attention"]
 
 ZOO = {
     "bert": Foreign("BertModel", "BertConfig", BERT, "output.dense"),
     "roberta": Foreign("RobertaModel", "RobertaConfig", BERT, "output.dense"),
-    "gpt2": Foreign("GPT2LMHeadModel", "GPT2Config", {"n_embd": WIDE, "n_head": HEADS, "n_layer": 2, "vocab_size": WORDS}, "c_proj"),
-    "llama": Foreign("LlamaForCausalLM", "LlamaConfig", LLAMA, "o_proj"),
-    "qwen3": Foreign("Qwen3ForCausalLM", "Qwen3Config", LLAMA, "o_proj"),
-    "mistral": Foreign("MistralForCausalLM", "MistralConfig", _small(sliding_window=5), "o_proj"),
-    "gemma2": Foreign("Gemma2ForCausalLM", "Gemma2Config", _small(sliding_window=5, query_pre_attn_scalar=8), "o_proj"),
-    "gemma3": Foreign("Gemma3ForCausalLM", "Gemma3TextConfig", _small(sliding_window=5, layer_types=["sliding_attention", "full_attention"]), "o_proj"),
-    "gpt-oss": Foreign("GptOssForCausalLM", "GptOssConfig", _small(sliding_window=5, num_local_experts=4, num_experts_per_tok=2), "o_proj"),
-    "t5": Foreign("T5ForConditionalGeneration", "T5Config", {"d_model": WIDE, "d_kv": DIM, "num_heads": HEADS, "num_layers": 2, "d_ff": 48, "vocab_size": WORDS, "decoder_start_token_id": 0}, ".o", "both"),
+    "gpt2": Foreign("GPT2LMHeadModel", "GPT2Config", GPT, "c_proj"),
+    "llama": _causal("Llama"),
+    "qwen3": _causal("Qwen3"),
+    "mistral": _causal("Mistral", sliding_window=5),
+    "gemma2": _causal("Gemma2", sliding_window=5, query_pre_attn_scalar=8),
+    "gemma3": _causal("Gemma3", sliding_window=5, layer_types=LOCAL)._replace(config="Gemma3TextConfig"),
+    "gpt-oss": _causal("GptOss", sliding_window=5, num_local_experts=4, num_experts_per_tok=2),
+    "t5": Foreign("T5ForConditionalGeneration", "T5Config", T5, ".o", "both"),
     "bart": Foreign("BartForConditionalGeneration", "BartConfig", BART, "out_proj", "both"),
     "marian": Foreign("MarianMTModel", "MarianConfig", BART, "out_proj", "both"),
-    "whisper": Foreign("WhisperForConditionalGeneration", "WhisperConfig", BART | {"num_mel_bins": 16, "max_source_positions": 13, "max_target_positions": 32}, "out_proj", "sound"),
-    "vit": Foreign("ViTModel", "ViTConfig", {"hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 48, "image_size": 16, "patch_size": 4}, "o_proj|output.dense", "pixels"),
-    "deepseek": Foreign("DeepseekV3ForCausalLM", "DeepseekV3Config", _small(head_dim=4, num_key_value_heads=HEADS, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16, **MLA), "o_proj"),
-    "olmo2": Foreign("Olmo2ForCausalLM", "Olmo2Config", LLAMA, "o_proj"),
-    "phi3": Foreign("Phi3ForCausalLM", "Phi3Config", LLAMA, "o_proj"),
-}  # fmt: skip
+    "whisper": Foreign("WhisperForConditionalGeneration", "WhisperConfig", WHISPER, "out_proj", "sound"),
+    "vit": Foreign("ViTModel", "ViTConfig", VIT, "o_proj|output.dense", "pixels"),
+    "deepseek": _causal("DeepseekV3", num_key_value_heads=HEADS, **EXPERTS, **(MLA | {"head_dim": 4})),
+    "olmo2": _causal("Olmo2"),
+    "phi3": _causal("Phi3"),
+}
+# Those that ask no interface.
+FALLBACK = {
+    "gptj": Foreign("GPTJForCausalLM", "GPTJConfig", _with(GPT, rotary_dim=4), "out_proj"),
+    "bloom": Foreign("BloomForCausalLM", "BloomConfig", {"hidden_size": WIDE, "vocab_size": WORDS} | GPT, "dense"),
+    "falcon": Foreign("FalconForCausalLM", "FalconConfig", LLAMA, "dense"),
+    "deberta-v2": Foreign("DebertaV2Model", "DebertaV2Config", BERT, "output.dense"),
+    "longformer": Foreign(
+        "LongformerModel", "LongformerConfig", _with(BERT, attention_window=4, pad_token_id=0), "output.dense"
+    ),
+}
 
 
 def run(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
@@ -107,6 +132,3 @@ def without_columns(model: nn.Module, path: str, out: str, head: int, width: int
     conv = type(found[0]).__name__ == "Conv1D"
     with torch.no_grad():
         weight[columns if conv else slice(None), slice(None) if conv else columns] = 0
-
-
-Check = Callable[[nn.Module], None]

@@ -235,7 +235,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     "tokenizer": (lambda f: edited(f / TOKENIZER), "tokenizer.json is not what was saved"),
     "gone": (lambda f: (f / WEIGHTS).unlink(), "model.safetensors is missing"),
     "no tokenizer": (lambda f: (f / TOKENIZER).unlink(), "tokenizer.json is missing"),
-    "no manifest": (lambda f: (f / MANIFEST).unlink(), "holds no headwise.toml; give a folder that hw.save wrote"),
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), "holds neither headwise.toml nor config.json; give a folder"),
     "empty": (lambda f: (f / MANIFEST).write_text(""), "says format = None; this version reads format = 1"),
     "binary": (lambda f: (f / MANIFEST).write_bytes(b"\xff\xfe\0"), "cannot be read"),
     "no toml": (lambda f: (f / MANIFEST).write_text("model = ["), "is not TOML"),
@@ -272,9 +272,9 @@ def test_garbage_under_a_good_checksum_is_refused(folder: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("files", "words"),
     [
-        ({"config.json": "{}"}, "weights of other libraries are not read yet"),
+        ({"config.json": "{}"}, "holds a config.json but neither model.safetensors nor"),
         ({"pytorch_model.bin": "x"}, "holds pytorch_model.bin, a pickle, which runs code"),
-        ({"notes.txt": "x"}, "holds no headwise.toml"),
+        ({"notes.txt": "x"}, "holds neither headwise.toml nor config.json"),
     ],
 )
 def test_a_foreign_folder_is_refused(tmp_path: Path, files: dict[str, str], words: str):

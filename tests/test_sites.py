@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
-
 from threading import Thread
 
 import pytest
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from foreign import BERT, HEADS, WIDE, WORDS, ZOO, Foreign, run, transformers, without_columns
+from foreign import FALLBACK, ZOO, run, transformers, without_columns
 from headwise.hub.finding import found
 from headwise.hub.routes import interface
 from headwise.hub.watching import Seen, watching
@@ -47,11 +46,7 @@ def looked(model):
 def test_rows_are_the_models_own(name: str, monkeypatch: pytest.MonkeyPatch):
     zoo = ZOO[name]
     for attention in ("eager", "sdpa"):
-        try:
-            model = zoo.build(attention)
-        except ValueError as error:  # some have no fused form
-            assert "scaled_dot_product" in str(error)
-            continue
+        model = zoo.build(attention)
         own: dict[int, Tensor] = {}
         watched = interface._watched
 
@@ -164,15 +159,6 @@ def test_an_attention_of_ones_own():
         with torch.no_grad():
             model[0].proj.weight[:, 4:8] = 0
             assert torch.allclose(quiet, model(x), atol=1e-6)
-
-
-FALLBACK = {
-    "gptj": Foreign("GPTJForCausalLM", "GPTJConfig", {"n_embd": WIDE, "n_head": HEADS, "n_layer": 2, "vocab_size": WORDS, "rotary_dim": 4}, "out_proj"),
-    "bloom": Foreign("BloomForCausalLM", "BloomConfig", {"hidden_size": WIDE, "n_head": HEADS, "n_layer": 2, "vocab_size": WORDS}, "dense"),
-    "falcon": Foreign("FalconForCausalLM", "FalconConfig", {"hidden_size": WIDE, "num_attention_heads": HEADS, "num_hidden_layers": 2, "vocab_size": WORDS}, "dense"),
-    "deberta-v2": Foreign("DebertaV2Model", "DebertaV2Config", BERT, "output.dense"),
-    "longformer": Foreign("LongformerModel", "LongformerConfig", BERT | {"attention_window": 4, "pad_token_id": 0}, "output.dense"),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FALLBACK)

@@ -12,8 +12,8 @@ import torch
 
 import headwise as hw
 from headwise import blueprint as bp
-from headwise.tasks import SPLITS, TASKS, Batch, Task, task
 from headwise.draws import Draws, philox
+from headwise.tasks import SPLITS, TASKS, Batch, Task, task
 from headwise.tasks.generated import marks, options, splits, tallied, up_to
 
 SMALL: dict[str, Task] = {

@@ -49,6 +49,8 @@ _HOMES = {
     "build": "models",
     "Decoding": "models",
     "Usage": "blueprint",
+    "generate": "models",
+    "stream": "models",
     "greedy": "models",
     "export": "hub",
     "sites": "hub.finding",

@@ -31,11 +31,11 @@ YES = Ability(True)
 class Site:
     """One attention layer.
 
-    `stack`, `layer` and `kind` ("attention" or "cross") make its name; `path` is that of its module. `heads` is how many
-    speak, of which each has `q` queries, in all, on `kv` keys and values. `see` is to read
-    its queries, keys and weights, `silence` to change what its heads say, `cut` and `share` to make it smaller.
-    `pattern` says in words who reads whom; `spec` is the layer in our words, or None, and then `unsaid` says why.
-    `same_as` names the site whose module it shares.
+    `stack`, `layer` and `kind` ("attention" or "cross") make its name; `path` is that of its module. `heads` is how
+    many speak, `q` how many ask, `kv` how many heads of keys and values they read. `see` is to read queries, keys and
+    weights, `silence` to change what heads say, `cut` and `share` to make the layer smaller. `pattern` says who reads
+    whom; `spec` is the layer in our words, or None, and then `unsaid` says why. `same_as` names the site whose module
+    it shares.
     """
 
     name: str

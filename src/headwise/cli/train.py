@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ OPTIONS: dict[str, tuple[type, str]] = {
     "device": (str, "auto, cpu, cuda or cuda:1, say"),
 }
 LARGEST = 2**20  # bytes of a recipe
+DESCRIBED = (".toml", ".json")  # ends of files that say what a model is, and hold no weights
 
 
 def main(argv: list[str]) -> int:
@@ -36,6 +38,8 @@ def main(argv: list[str]) -> int:
     changes = _changes(given.changes)
     recipe = _recipe(given, changes["recipe"])
     task = _task(given.what, given.data, changes["task"])
+    if given.model is not None and "tokens" not in changes["task"]:
+        task = _spelt(task, given.model)
     from ..training import Screen, train
 
     described = None if given.model is None else _model(given.model, task, recipe)
@@ -60,7 +64,10 @@ def _parser() -> Arguments:
     parser.add_argument("what", nargs="?", metavar="TASK", help="a task by name, a file, or a folder")
     parser.add_argument("--data", metavar="PATH", help="a file, a folder, or stdlib, Python's own source")
     parser.add_argument("--out", required=True, metavar="DIR", help="the folder to leave it in")
-    parser.add_argument("--model", metavar="MODEL", help="a .toml or config.json, a folder to go on from, or a preset")
+    parser.add_argument(
+        "--model", metavar="MODEL",
+        help="a .toml or config.json, a preset, or weights to go on from: a folder, or a file of llama2.c",
+    )  # fmt: skip
     parser.add_argument("--recipe", metavar="FILE", help="a .toml that says how to train; options change it")
     for name, (kind, what) in OPTIONS.items():
         parser.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=what)
@@ -123,6 +130,15 @@ def _task(what: str | None, data: str | None, changes: Mapping[str, Any]) -> Tas
     return open_data(what, said)
 
 
+def _spelt(task: Task, model: str) -> Task:
+    """The task, a text in the tokens of the model that goes on with it."""
+    from ..blueprint.manifest import TOKENIZER
+    from ..tasks.text import Text
+
+    path = Path(model) / TOKENIZER
+    return replace(task, tokens=str(path)) if isinstance(task, Text) and path.is_file() else task
+
+
 def _model(name: str, task: Task, recipe: Recipe) -> Model | Transformer:
     """What a folder, a file or a preset says is to be trained."""
     if name in PRESETS:
@@ -132,11 +148,21 @@ def _model(name: str, task: Task, recipe: Recipe) -> Model | Transformer:
     path = Path(name)
     if not path.exists():
         raise Wrong(f"there is no preset, file or folder {name!r}; {nearest(name, PRESETS)}")
-    from ..blueprint.manifest import MANIFEST
     from ..families import read
-    from ..models import load
 
-    return load(path, dropout=recipe.dropout) if (path / MANIFEST).is_file() else read(path)
+    return read(path) if path.suffix in DESCRIBED else _weights(path, task, recipe)
+
+
+def _weights(path: Path, task: Task, recipe: Recipe) -> Transformer:
+    """What a folder or a file holds, to go on from; weights of 16 bits are too coarse to be changed a little."""
+    from ..hub import load
+    from ..tasks.text import TOKENS, Text
+
+    net = load(path, dropout=recipe.dropout)
+    if path.is_file() and net.usage.tokenizer and isinstance(task, Text) and task.tokens in TOKENS:
+        remedy = "write it as a folder first, hw.save(hw.load(FILE), FOLDER), and give that"
+        raise Wrong(f"{path} has a tokenizer that a text cannot be given by its path; {remedy}")
+    return net if min(p.element_size() for p in net.parameters()) > 2 else net.float()
 
 
 def _page(data: Mapping[str, Any], out: str) -> str:

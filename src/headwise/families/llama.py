@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..blueprint import Block, Dense, Embedding, Head, Model, Norm, Stack
+from ..errors import SpecError
 from ..parts.qk_norm import QKNorm
 from ..pattern import Window
 from ..presets import design
@@ -97,6 +98,8 @@ def llama_keys(model: Model, name: str) -> dict[str, Any]:
     """The sizes of a decoder like Llama, with what its first layer says of all."""
     stack, spec, feed = parts_of(model, name)
     heads = spec.heads
+    if name == "llama" and stack.model % heads.q:
+        raise SpecError(f"transformers takes no llama of {stack.model} channels on {heads.q} heads; write a mistral")
     keys: dict[str, Any] = {"hidden_size": stack.model, "intermediate_size": feed.hidden}
     keys |= {"num_hidden_layers": len(stack.layers), "num_attention_heads": heads.q, "num_key_value_heads": heads.kv}
     keys |= {"head_dim": heads.dim, "hidden_act": activation_of(feed.activation), "mlp_bias": bool(feed.bias)}

@@ -30,7 +30,14 @@ def config_of(model: Model, family: str = "auto") -> dict[str, Any]:
     """
     if family != "auto" and family not in WRITERS:
         raise SpecError(f"configs of {family!r} are not written; {nearest(family, ['auto', *WRITERS])}")
-    tried = [_written(model, name) for name in (WRITERS if family == "auto" else [family])]
+    tried, refused = list[tuple[list[Difference], dict[str, Any]]](), SpecError()
+    for name in WRITERS if family == "auto" else [family]:
+        try:
+            tried.append(_written(model, name))
+        except SpecError as error:  # its sizes are none of this family at all
+            refused = error
+    if not tried:
+        raise refused
     wrong, keys = min(tried, key=lambda one: len(one[0]))
     if not wrong:
         return keys

@@ -61,7 +61,7 @@ class Editor:
 def silence(
     model: nn.Module, heads: Iterable[Head], *, scale: float = 0.0, tokens: Tensor | None = None
 ) -> Iterator[None]:
-    """While this lasts, what these heads say is multiplied by `scale` before it is merged, at `tokens` [B, T] or at all.
+    """While this lasts, what these heads say is multiplied by `scale` before it is merged, at `tokens` [B, T] or all.
 
     >>> import headwise as hw
     >>> net = hw.build(

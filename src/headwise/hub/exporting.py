@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save as tensor_bytes
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 from torch import Tensor
 
 from ..blueprint import Usage
@@ -23,7 +23,7 @@ from ..models import Transformer
 from .maps import map_of
 from .plan import Plan
 from .tensors import ONE
-from .usage import CONFIG, WORDS
+from .usage import CONFIG, WORDS, around
 
 
 def export(net: Transformer, folder: Path | str, *, form: str = "auto", length: int | None = None) -> None:
@@ -49,7 +49,7 @@ def export(net: Transformer, folder: Path | str, *, form: str = "auto", length: 
         config |= _length(config, length)
     files = {ONE: tensor_bytes(tensors(net, config["model_type"]), {"format": "pt"})}
     if net.usage.tokenizer is not None:
-        files |= {TOKENIZER: net.usage.tokenizer.encode(), WORDS[1]: _document(_words(net.usage))}
+        files |= {TOKENIZER: _tokenizer(net.usage).encode(), WORDS[1]: _document(_words(net.usage))}
     _write(Path(folder), files | {CONFIG: _document(config)})
 
 
@@ -85,6 +85,19 @@ def _length(config: dict[str, Any], length: int) -> dict[str, Any]:
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise SpecError(f"length={length!r} is no number of positions; give a whole number of at least 1")
     return {"max_position_embeddings": length}
+
+
+def _tokenizer(usage: Usage) -> str:
+    """The document of the tokenizer, made to put around a text what stands around it."""
+    document = usage.tokenizer or ""
+    tokenizer = Tokenizer.from_str(document)
+    if around(tokenizer) == (usage.before, usage.behind):
+        return document
+    named = {one: tokenizer.id_to_token(one) for one in (*usage.before, *usage.behind)}
+    template = [*(named[one] for one in usage.before), "$A", *(named[one] for one in usage.behind)]
+    special = [(name, one) for one, name in named.items()]
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    return tokenizer.to_str()
 
 
 def _words(usage: Usage) -> dict[str, Any]:

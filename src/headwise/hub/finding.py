@@ -74,10 +74,8 @@ class Said(NamedTuple):
         spec, unsaid = self.specs.get(site.name), self.unsaid.get(site.name)
         if spec is None or unsaid:
             return replace(site, unsaid=unsaid or self.why)
-        heads = spec.heads
-        return replace(
-            site, heads=len(spec.speaks), q=heads.q, kv=heads.kv, dim=heads.dim, pattern=spec.pattern.text, spec=spec, unsaid=""
-        )  # fmt: skip
+        sizes = {"heads": len(spec.speaks), "q": spec.heads.q, "kv": spec.heads.kv, "dim": spec.heads.dim}
+        return replace(site, **sizes, pattern=spec.pattern.text, spec=spec, unsaid="")
 
 
 def _around(path: str, other: str) -> bool:

@@ -61,7 +61,8 @@ def _misfits(plan: Plan, names: Map, kinds: Mapping[str, Kind]) -> Iterator[str]
         if wanted is None and not names.ignores(name):
             yield f"{name} is no tensor of the model that is described; give the description that belongs to the file"
         elif wanted and kind.shape != wanted[0].shape:
-            yield f"{name} is {list(kind.shape)}, the description asks for {list(wanted[0].shape)}; give the one that belongs to it"
+            shapes = f"{list(kind.shape)}, the description asks for {list(wanted[0].shape)}"
+            yield f"{name} is {shapes}; give the description that belongs to the file"
 
 
 def _odd_numbers(described: Model, plan: Plan, kinds: Mapping[str, Kind]) -> Iterator[str]:

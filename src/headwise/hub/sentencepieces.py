@@ -78,27 +78,17 @@ def scored(path: Path, count: int) -> list[Scored]:
 def merges(path: Path, pieces: Sequence[Scored]) -> list[tuple[str, str]]:
     """Every pair of pieces that makes a piece, the best score first.
 
-    Of two pairs that make one piece and overlap in a text, the left one counts there: it ends in what the piece begins
-    with, so such pairs come before others.
-
     >>> merges(Path("-"), [Scored(text, -n) for n, text in enumerate(("b", "a", "ab", "aba", "ba"))])
-    [('a', 'b'), ('ab', 'a'), ('a', 'ba'), ('b', 'a')]
+    [('a', 'b'), ('a', 'ba'), ('ab', 'a'), ('b', 'a')]
     """
     known = {piece.text for piece in pieces if not BYTE.fullmatch(piece.text)} - set(SPECIALS)
-    made = [
-        (piece.score, piece.text, at)
-        for piece in pieces
-        if piece.text in known
-        for at in range(1, len(piece.text))
-        if {piece.text[:at], piece.text[at:]} <= known
-    ]
-    by_score: dict[float, str] = {}
-    for score, text, _ in made:
-        if by_score.setdefault(score, text) != text:
-            first = by_score[score]
+    found, by_score = list[tuple[str, str]](), dict[float, str]()
+    for text, score in sorted(pieces, key=lambda piece: -piece.score):
+        pairs = [(text[:at], text[at:]) for at in range(1, len(text)) if {text, text[:at], text[at:]} <= known]
+        if pairs and (first := by_score.setdefault(score, text)) != text:
             raise SpecError(f"{path}: {first!r} and {text!r} both score {score}; which comes first nobody can say")
-    made.sort(key=lambda one: (-one[0], not one[1].startswith(one[1][one[2] :]), one[2]))
-    return [(text[:at], text[at:]) for _, text, at in made]
+        found += pairs
+    return found
 
 
 def _text(path: Path, data: bytes, number: int) -> str:

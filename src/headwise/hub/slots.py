@@ -19,9 +19,9 @@ class Slot(NamedTuple):
     """The place of one of our tensors: the name of a tensor in a file, and its axes there by our names.
 
     Where `layout` is empty they lie as ours do. `at` fixes axes that ours has not: at an index, or, of axes laid end to
-    end, at one of them. `sizes` are of axes that only the file has. `ours` says our own axes finer, where one of them is
-    torn apart there. Words in braces in `path` are the number of a layer, or an axis of ours that has a tensor for each
-    of its indices.
+    end, at one of them. `sizes` are of axes that only the file has. `ours` says our own axes finer, where one of them
+    is torn apart there. Words in braces in `path` are the number of a layer, or an axis of ours, of which every index
+    has a tensor of its own there.
     """
 
     path: str

@@ -24,7 +24,7 @@ class Kind(NamedTuple):
 
 
 class Stored(Protocol):
-    """Tensors in a file: what they are, by name, and each of them once. `where` names the file in what is said of it."""
+    """Tensors in a file: what they are, by name, and each of them once; `where` names the file to whoever errs."""
 
     where: Path
     kinds: Mapping[str, Kind]
@@ -66,9 +66,9 @@ def _shards(index: Path) -> list[str]:
     """The files that an index names, if each holds just what the index says of it."""
     said = _weight_map(index)
     files = sorted(set(said.values()))
+    if odd := [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]:
+        raise SpecError(f"{index} names {odd[0]!r}; shards are .safetensors files that lie beside it")
     for file in files:
-        if Path(file).name != file or not file.endswith(".safetensors"):
-            raise SpecError(f"{index} names {file!r}; shards are .safetensors files that lie beside it")
         held = _kinds(index.parent / file)
         named = {name for name, where in said.items() if where == file}
         for name in sorted(named ^ set(held)):

@@ -69,14 +69,20 @@ def _tokens(folder: Path) -> dict[str, Any]:
         tokenizer = Tokenizer.from_str(document)
     except Exception as error:  # the library has no other name for what it raises
         raise SpecError(f"{path} is no document of a tokenizer: {error}; copy the file again") from None
+    before, behind = around(tokenizer)
+    mask = _mask(folder)
+    told = {"tokenizer": document, "before": before, "behind": behind}
+    return told | ({} if mask is None else {"mask": tokenizer.token_to_id(mask)})
+
+
+def around(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that a tokenizer puts before and behind every text."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    around = tokenizer.encode("a")
-    plain = [place for place, special in enumerate(around.special_tokens_mask) if not special]
-    first, last = (plain[0], plain[-1] + 1) if plain else (len(around.ids), len(around.ids))
-    told = {"tokenizer": document, "before": tuple(around.ids[:first]), "behind": tuple(around.ids[last:])}
-    mask = _mask(folder)
-    return told | ({} if mask is None else {"mask": tokenizer.token_to_id(mask)})
+    found = tokenizer.encode("a")
+    plain = [place for place, special in enumerate(found.special_tokens_mask) if not special]
+    first, last = (plain[0], plain[-1] + 1) if plain else (len(found.ids), len(found.ids))
+    return tuple(found.ids[:first]), tuple(found.ids[last:])
 
 
 def _mask(folder: Path) -> str | None:

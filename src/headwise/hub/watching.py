@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from threading import Lock
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -111,7 +112,8 @@ class Watcher(Protocol):
 
 
 Watching = Mapping[nn.Module, tuple[Watcher, ...]]
-_WATCHED: ContextVar[Watching] = ContextVar("watched", default={})
+NOBODY: Watching = MappingProxyType({})
+_WATCHED: ContextVar[Watching] = ContextVar("watched", default=NOBODY)
 
 
 def watchers(module: nn.Module) -> tuple[Watcher, ...]:
@@ -146,7 +148,8 @@ class Stand:
     def __init__(self, owner: type, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self.owner, self.name, self.around = owner, name, around
         self._held, self._lock = 0, Lock()
-        self._original: Callable[..., Any] | None = None
+        self._inherits = name not in vars(owner)
+        self._original: Callable[..., Any] = getattr(owner, name)
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -162,7 +165,13 @@ class Stand:
             with self._lock:
                 self._held -= 1
                 if not self._held:
-                    setattr(self.owner, self.name, self._original)
+                    self._restore()
+
+    def _restore(self) -> None:
+        if self._inherits:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self._original)
 
 
 @contextmanager

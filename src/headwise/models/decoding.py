@@ -1,14 +1,13 @@
-"""Generation by the likeliest token at every step."""
+"""Generation by the likeliest token at every step, of a batch that stands as it is."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ..errors import SpecError
 from ..tokens import Tokens
 from .caches import Memory
-from .ends import last
+from .generating import Course, answering, check_says, pick, steps
+from .generating.answers import Answer
 from .transformer import Transformer
 
 
@@ -34,47 +33,16 @@ def greedy(
     (5, True)
     """
     _check(net, prompt, count, tokens)
-    training = [module for module in net.modules() if module.training]
-    try:
-        with torch.no_grad():
-            new = _new_ids(net.eval(), prompt, count, tokens, (end, memory))
-    finally:
-        for module in training:
-            module.training = True
-    rows = new.tolist()
-    return rows if end is None else [row[: row.index(end)] if end in row else row for row in rows]
-
-
-def _new_ids(
-    net: Transformer, prompt: Tensor, count: int, tokens: Tokens | None, stop: tuple[int | None, Memory | None]
-) -> Tensor:
-    """[B, up to count]; behind the end of a row anything."""
-    end, memory = stop
-    cache = net.cache(batch=len(prompt), capacity=prompt.shape[1] + count)
-    at = tokens or Tokens.run(0, prompt.shape[1], prompt.device)
-    h = last(net.hidden(prompt, tokens=at, source=memory, cache=cache), at)[:, None]
-    ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
-    new = [_likeliest(net, h)]
-    while len(new) < count:
-        if end is not None:
-            ended |= new[-1][:, 0] == end
-            if bool(ended.all()):
-                break
-        new.append(_likeliest(net, net.hidden(new[-1], source=memory, cache=cache)))
-    return torch.cat(new, 1)
-
-
-def _likeliest(net: Transformer, h: Tensor) -> Tensor:
-    return net.read(h).argmax(-1)
+    answers = [Answer(() if end is None else (end,)) for _ in range(len(prompt))]
+    with answering(net):
+        course = Course(net, prompt, count=count, tokens=tokens, memory=memory)
+        for _ in steps(course, pick, answers, count):
+            pass
+    return [answer.ids for answer in answers]
 
 
 def _check(net: Transformer, prompt: Tensor, count: int, tokens: Tokens | None) -> None:
-    described = net.described
-    known = described.stacks[-1].embedding.tokens if described.stacks[-1].embedding else 0
-    head = described.heads[0] if described.heads else None
-    if not known or head is None or head.at != "each" or head.outputs != known:
-        wanted = f"Head('tokens', {known})" if known else "one over tokens that it also reads"
-        raise SpecError(f"{described.name} does not say which token comes next; its first head must be {wanted}")
+    check_says(net.described)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(f"count={count!r} new tokens cannot be; give a whole number of at least 1")
     if not isinstance(prompt, Tensor) or prompt.dim() != 2 or not prompt.numel():

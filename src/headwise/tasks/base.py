@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..blueprint import Model
+from ..blueprint import Model, Usage
 from ..errors import SpecError, nearest
 from ..tokens import Tokens
 
@@ -115,6 +115,11 @@ class Task(ABC):
     def tokenizer(self) -> str | None:
         """The document of a `tokenizers.Tokenizer` that gives this task's ids; None where there is no text."""
         return None
+
+    @property
+    def usage(self) -> Usage:
+        """How a model that has learnt this is spoken to and understood."""
+        return Usage(end=() if self.end is None else (self.end,), tokenizer=self.tokenizer)
 
     def text(self, ids: Sequence[int]) -> str:
         """Ids as a person reads them."""

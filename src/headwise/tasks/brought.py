@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from ..blueprint import Model
+from ..blueprint import Model, Usage
 from ..errors import SpecError
 from ..registry import Spoken
 from ..tokens import Tokens
@@ -57,6 +57,11 @@ class Data(ABC):
     def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> Tally:
         """What is right in free answers."""
         raise NotImplementedError("nothing is generated from this data")
+
+    @property
+    def usage(self) -> Usage:
+        """How a model that has learnt this is spoken to and understood."""
+        return Usage(tokenizer=self.vocabulary.document if self.vocabulary else None)
 
 
 # What tasks that are alike have read, for as long as one of them lives: reading again would give the same.
@@ -154,7 +159,11 @@ class Brought(Spoken, Task):
 
     @property
     def tokenizer(self) -> str | None:
-        return self.data.vocabulary.document if self.data.vocabulary else None
+        return self.data.usage.tokenizer
+
+    @property
+    def usage(self) -> Usage:
+        return self.data.usage
 
     def text(self, ids: Sequence[int]) -> str:
         return self.data.vocabulary.decode(ids) if self.data.vocabulary else super().text(ids)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..blueprint import Model
+from ..blueprint import Model, Usage
 from ..draws import Draws
 from ..errors import SpecError, nearest
 from ..pattern_base import whole
@@ -170,6 +170,11 @@ class Dates(Generated):
     def tokenizer(self) -> str:
         """Splits what is typed, such as "<zh>20 November 2026", into the tokens of this task."""
         return json.dumps(_tokenizer(), ensure_ascii=False)
+
+    @property
+    def usage(self) -> Usage:
+        """A tag that is typed is the token; every answer begins and ends."""
+        return Usage(begin=(BEGIN,), end=(END,), specials="read", tokenizer=self.tokenizer)
 
     def text(self, ids: Iterable[int]) -> str:
         """As it is written, tags included, without what begins, ends and fills rows."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..blueprint import Embedding, Model, Patches
+from ..blueprint import Embedding, Model, Patches, Usage
 from ..errors import SpecError
 from ..tokens import Tokens
 from .arrays import npy, npz
@@ -162,6 +162,10 @@ class Spoken(Inputs):
             row[: len(self.spoken[n])] = (self.spoken[n] - self.mean) / self.deviation
         x = torch.from_numpy(out)
         return x, Tokens.of(x, lengths=lengths)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(mean=tuple(self.mean.tolist()), deviation=tuple(self.deviation.tolist()))
 
     def model(self, classes: int, at: str) -> Model:
         """Frames are an image of one column: a linear map of each, up to the longest utterance there is."""

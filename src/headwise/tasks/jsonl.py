@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..blueprint import Embedding, Model
+from ..blueprint import Embedding, Model, Usage
 from ..errors import SpecError, nearest
 from ..tokens import Tokens
 from .brought import Brought, Data
@@ -105,7 +105,8 @@ class Jsonl(Brought):
         for split, (owner, start, stop) in told.items():
             ids = np.concatenate([end[:0], *(one for text in coded[owner][start:stop] for one in (text, end))])
             spans[split] = Span(ids, 0, len(ids))
-        return Stream(spans, self.length, vocabulary.size, vocabulary=vocabulary, widths=vocabulary.widths)
+        widths, stop = vocabulary.widths, vocabulary.special(END)
+        return Stream(spans, self.length, vocabulary.size, vocabulary=vocabulary, widths=widths, end=stop)
 
     def _texts(self, path: Path) -> Iterator[str]:
         return (row[0] for row in self._rows(path, "text_field"))
@@ -138,6 +139,10 @@ class Texts(Inputs):
             place[: len(row)] = row
         x = torch.from_numpy(ids)
         return x, Tokens.of(x, lengths=[len(row) for row in rows])
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(behind=(self.end,), tokenizer=self.vocabulary.document)
 
     def model(self, classes: int, at: str) -> Model:
         return classifier("reader", Embedding(self.size), classes, at)

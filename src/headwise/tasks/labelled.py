@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..blueprint import Model
+from ..blueprint import Model, Usage
 from ..errors import SpecError
 from ..tokens import Tokens
 from .base import IGNORED, Batch
@@ -24,6 +25,11 @@ class Inputs(ABC):
     """What is to be classified, wherever it lies."""
 
     vocabulary: Vocabulary | None = None
+
+    @property
+    @abstractmethod
+    def usage(self) -> Usage:
+        """How such an input is brought to what a model reads."""
 
     @abstractmethod
     def take(self, chosen: Numbers) -> tuple[Tensor, Tokens | None]:
@@ -76,6 +82,10 @@ class Labelled(Data):
         own = [np.atleast_1d(self.labels[n]) for n in self.splits["train"]]
         counts = np.bincount(np.concatenate(own), minlength=len(self.names))
         return {"accuracy": float(counts.max() / counts.sum())}
+
+    @property
+    def usage(self) -> Usage:
+        return replace(self.inputs.usage, labels=self.names)
 
     def model(self) -> Model:
         return self.inputs.model(len(self.names), "each" if self._each else "mean")

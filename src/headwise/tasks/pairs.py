@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..blueprint import Model
+from ..blueprint import Model, Usage
 from ..errors import SpecError, nearest
 from ..tokens import Tokens
 from .base import IGNORED, Batch, Tally
@@ -178,6 +178,13 @@ class Pairs(Data):
             raise ValueError(f"{len(generated)} answers for {len(batch.gold)} sentences; packed rows cannot be scored")
         told = [self.target.decode(row) for row in generated]
         return {"exact_match": (float(sum(a == b for a, b in zip(told, batch.gold, strict=True))), len(told))}
+
+    @property
+    def usage(self) -> Usage:
+        source, target = self.vocabularies
+        own = None if source is target else source.document
+        around = {"behind": (source.special(END),), "begin": (self.start,), "end": (self.end,)}
+        return Usage(**around, tokenizer=target.document, source_tokenizer=own)
 
     @property
     def chance(self) -> Mapping[str, float]:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..blueprint import Embedding, Model, Positions
+from ..blueprint import Embedding, Model, Positions, Usage
 from ..errors import SpecError
 from ..tokens import Tokens
 from .labelled import Inputs
@@ -150,6 +150,11 @@ class Pixels(Inputs):
     def take(self, chosen: Numbers) -> tuple[Tensor, Tokens | None]:
         found = (self.store.take(chosen) - self.mean) / self.deviation
         return torch.from_numpy(found.astype(np.float32).transpose(0, 3, 1, 2).copy()), None
+
+    @property
+    def usage(self) -> Usage:
+        scale = {"mean": tuple(self.mean.tolist()), "deviation": tuple(self.deviation.tolist())}
+        return Usage(size=self.store.shape[:2], **scale)
 
     def model(self, classes: int, at: str) -> Model:
         embedding = Embedding(

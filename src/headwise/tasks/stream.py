@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..blueprint import Model
+from ..blueprint import Model, Usage
 from ..errors import SpecError
 from .base import IGNORED, Batch, Tally
 from .brought import Data
@@ -49,7 +49,8 @@ class Stream(Data):
     once, and a batch has rows from all over.
 
     The first token of a split is asked with the one before it in view, where there is one in the same array. `widths`
-    are the bytes of text that each id stands for, without which bits per byte are not measured.
+    are the bytes of text that each id stands for, without which bits per byte are not measured. `end` stands behind
+    every text, and so before the next.
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class Stream(Data):
         *,
         vocabulary: Vocabulary | None = None,
         widths: NDArray[np.int64] | None = None,
+        end: int | None = None,
     ) -> None:
-        self.spans, self.length, self.size, self.vocabulary = spans, length, size, vocabulary
+        self.spans, self.length, self.size, self.vocabulary, self.end = spans, length, size, vocabulary, end
         if len(spans["train"]) <= length:
             have = len(spans["train"])
             raise SpecError(f"the train split has {have} tokens, too few for length={length}; bring more text")
@@ -122,6 +124,11 @@ class Stream(Data):
         train = self.spans["train"]
         width = float(train.counts(self.size) @ self._widths.numpy()) / len(train)  # of a token, on average
         return told | {"bits_per_byte": told["nats"] / math.log(2) / width}
+
+    @property
+    def usage(self) -> Usage:
+        around = () if self.end is None else (self.end,)
+        return replace(super().usage, before=around, end=around)
 
     def model(self) -> Model:
         return decoder(self.size)

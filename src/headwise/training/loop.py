@@ -135,7 +135,7 @@ def _go(run: Run, setup: Setup, write: Write, interrupts: Interrupts) -> None:
         if better or run.over or interrupts.asked or run.progress.step % every == 0:
             run.keep(setup.config)
         if better:
-            save(run.net, run.folder, tokenizer=run.task.tokenizer, readme=page(run, told["metrics"], "valid"))
+            save(run.net, run.folder, readme=page(run, told["metrics"], "valid"))
         if interrupts.asked and not run.over:
             raise KeyboardInterrupt(f"ended at step {run.progress.step}, which is kept in {run.folder}")
 
@@ -150,7 +150,7 @@ def _finish(run: Run, write: Write) -> Result:
     begun, split = time.perf_counter(), run.examiner.last
     metrics = run.examiner.measures(run.net, split) | run.examiner.scores(run.net, split)
     seconds = run.progress.seconds + time.perf_counter() - begun
-    save(run.net, run.folder, tokenizer=run.task.tokenizer, readme=page(run, metrics, split))
+    save(run.net, run.folder, readme=page(run, metrics, split))
     choice = run.stepper.choice
     told = (run.task.name, run.progress.step, seconds, metrics, split, str(run.folder), run.progress.best)
     result = Result(*told, choice.precision, choice.compile, run.net.eval())

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from ..blueprint import Model, Stack
@@ -91,8 +92,11 @@ def _check_range(ids: Tensor, known: int, fact: str) -> None:
         raise ValueError(f"{fact} {int(wrong[0])}, but the model has {known} of them; give 0..{known - 1}")
 
 
-def check_model(described: Model, task: Task) -> None:
-    """Refuse tables that are smaller than those of the task's own model; of another size, where a tokenizer counts."""
+def check_model(described: Model, task: Task, brought: str | None = None) -> None:
+    """Refuse tables that are smaller than those of the task's own model; of another size, where a tokenizer counts.
+
+    A model that `brought` the same tokenizer may have more rows than that knows tokens: many are made so.
+    """
     usual = task.model()
     pairs = zip((described.stacks[0], described.stacks[-1]), (usual.stacks[0], usual.stacks[-1]), strict=True)
     sizes = [(_tokens(own), _tokens(wanted), f"the table of {own.name}") for own, wanted in pairs]
@@ -101,8 +105,15 @@ def check_model(described: Model, task: Task) -> None:
     for own, wanted, what in sizes:
         if 0 < own < wanted:
             raise SpecError(f"{what} has {own} rows, the task tells {wanted} ids apart; give it {wanted}")
-        if 0 < wanted < own and task.tokenizer is not None:
+        if 0 < wanted < own and task.tokenizer is not None and not same_words(task.tokenizer, brought):
             raise SpecError(f"{what} has {own} rows, the task's tokenizer {wanted} tokens; give it {wanted}")
+
+
+def same_words(document: str | None, other: str | None) -> bool:
+    """Whether two documents of tokenizers know the same tokens by the same ids."""
+    if document is None or other is None:
+        return False
+    return Tokenizer.from_str(document).get_vocab() == Tokenizer.from_str(other).get_vocab()
 
 
 def _tokens(stack: Stack) -> int:

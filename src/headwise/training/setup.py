@@ -5,20 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import blueprint
-from ..blueprint import Model
+from ..blueprint import Model, Usage
 from ..errors import SpecError
 from ..models import Transformer, build
 from ..tasks import Batch, Task
 from .checkpoint import Checkpoint, first_difference
 from .choosing import Choice
-from .loss import check, check_model
+from .loss import check, check_model, same_words
 from .probing import Trial
 from .recipe import Recipe, to_dict
 from .run import Run
@@ -53,7 +53,7 @@ class Setup:
         if given and given.dropout != recipe.dropout:
             said = f"the model was built with dropout={given.dropout}, the recipe says {recipe.dropout}"
             raise SpecError(f"{said}; give Recipe(dropout={given.dropout})")
-        check_model(model, task)
+        check_model(model, task, given.usage.tokenizer if given else None)
         first = task.batch(0, recipe.batch, "train")
         check(first, model, "batch 0")
         return Setup(task, model, recipe, folder, given, first, config_of(task, model, recipe, first))
@@ -87,8 +87,17 @@ class Setup:
     def _net(self) -> Transformer:
         said = self.recipe
         net = self.given or build(self.described, dropout=said.dropout, seed=said.seed, start=said.start)
+        net.usage = self._usage()
         net.checkpointing = "block" if said.activations == "recompute" else "none"
         return net.to(self.device)
+
+    def _usage(self) -> Usage:
+        """How the model is spoken to: as the task says, and besides as before where that was in the same words."""
+        own = self.task.usage
+        if self.given is None or not same_words(own.tokenizer, self.given.usage.tokenizer):
+            return own
+        said = Usage.of(self.given.usage.table | own.table)
+        return replace(said, tokenizer=own.tokenizer, source_tokenizer=own.source_tokenizer)
 
 
 def config_of(task: Task, described: Model, recipe: Recipe, first: Batch) -> dict[str, Any]:

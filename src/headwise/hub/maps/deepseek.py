@@ -28,5 +28,8 @@ MAP = LLAMA._replace(
         f"{LAYER}.feed.shared.gate": f"{SHARED}.gate_proj.weight",
         f"{LAYER}.feed.shared.up": f"{SHARED}.up_proj.weight",
         f"{LAYER}.feed.shared.down": f"{SHARED}.down_proj.weight",
+        f"{LAYER}.feed.shared.gate_bias": f"{SHARED}.gate_proj.bias",
+        f"{LAYER}.feed.shared.up_bias": f"{SHARED}.up_proj.bias",
+        f"{LAYER}.feed.shared.down_bias": f"{SHARED}.down_proj.bias",
     },
 )

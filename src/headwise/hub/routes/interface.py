@@ -16,20 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...site import YES, Ability, Site
 from ..watching import Holding, Seen, Stand, anybody, changed, watchers
 from .base import Found, Route
-from .places import Place, place, sizes
+from .places import site, sizes
 
 ASKS = "get_interface"
 # What the function is told besides, and what that does to the scores; anything else is beyond what is computed again.
 TOLD = frozenset({"dropout", "scaling", "is_causal", "sliding_window", "softcap", "s_aux", "position_bias"})
 HARMLESS = frozenset({
-    "attention_mask", "position_ids", "output_attentions", "use_cache", "cache_position", "cu_seq_lens_q", "deterministic",
-    "cu_seq_lens_k", "max_length_q", "max_length_k", "position_embeddings", "output_hidden_states", "output_router_logits",
-    "return_dict", "num_items_in_batch", "past_key_values", "logits_to_keep", "token_type_ids",
+    "attention_mask", "position_ids", "output_attentions", "use_cache", "cache_position", "deterministic",
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_embeddings", "output_hidden_states",
+    "output_router_logits", "return_dict", "num_items_in_batch", "past_key_values", "logits_to_keep", "token_type_ids",
 })  # fmt: skip
-NOT_BUILT = Ability(False, "headwise cuts and shares heads of its own models; hw.load reads a folder as one")
 
 
 class Interface(Route):
@@ -40,7 +38,7 @@ class Interface(Route):
             return
         for path, module in model.named_modules(remove_duplicate=False):
             if asks(type(module)):
-                yield Found(_site(place(path, module), path, module), module, self)
+                yield Found(site(path, module, sizes(module)), module, self)
 
     def stands(self) -> list[Holding]:
         return [_stand()]
@@ -50,14 +48,6 @@ def asks(kind: type[nn.Module]) -> bool:
     """Whether the forward of this class asks the interface for a function."""
     code = getattr(unwrap(kind.forward), "__code__", None)
     return code is not None and ASKS in code.co_names
-
-
-def _site(where: Place, path: str, module: nn.Module) -> Site:
-    q, kv, dim = sizes(module)
-    return Site(
-        where.name, where.stack, where.layer, where.kind, path, q, q, kv, dim, where.pattern,
-        None, "not read yet", YES, YES, NOT_BUILT, NOT_BUILT,
-    )  # fmt: skip
 
 
 _STANDS: list[Stand] = []

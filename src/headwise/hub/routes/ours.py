@@ -68,9 +68,11 @@ def _parts(path: str, number: int) -> tuple[str, int, str]:
 def _site(name: str, where: tuple[str, int, str], path: str, module: Attention) -> Site:
     spec = module.spec
     heads = spec.heads
+    stack, layer, kind = where
     return Site(
-        name, *where, path, len(spec.speaks), heads.q, heads.kv, heads.dim, spec.pattern.text, spec, "", YES, YES, YES, YES
-    )
+        name=name, stack=stack, layer=layer, kind=kind, path=path, heads=len(spec.speaks), q=heads.q, kv=heads.kv,
+        dim=heads.dim, pattern=spec.pattern.text, spec=spec, unsaid="", see=YES, silence=YES, cut=YES, share=YES,
+    )  # fmt: skip
 
 
 def _around(original: Callable[..., Any]) -> Callable[..., Any]:

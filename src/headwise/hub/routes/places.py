@@ -1,4 +1,4 @@
-"""Where an attention of somebody else's stands in its model, and how large it is: read from names and numbers it keeps."""
+"""Where somebody else's attention stands in its model, and how large it is, read from the names and numbers it keeps."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ...site import YES, Ability, Site
+
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads", "heads")
 GROUPS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_key_value_head")
 WIDTHS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "d_kv", "dim_head")
 CROSS = re.compile(r"cross|enc_?dec|encoder_attn|multihead_attn", re.IGNORECASE)
 
 
-class Place(NamedTuple):
-    """A stack, a layer in it, and what kind of attention."""
-
-    stack: str
-    layer: int
-    kind: str
-    pattern: str
-
-    @property
-    def name(self) -> str:
-        """The name of a site there."""
-        return f"{self.stack}.{self.layer}.{self.kind}"
+NOT_BUILT = Ability(False, "headwise cuts and shares heads of its own models; hw.load reads a folder as one")
 
 
-def place(path: str, module: nn.Module) -> Place:
-    """Where this module stands: the stack is named by its path, "encoder", "decoder" or what stands before a number."""
+class Sizes(NamedTuple):
+    """Query heads, key-value heads, and the width of a head; 0 for what a module does not say."""
+
+    q: int
+    kv: int
+    dim: int
+
+
+def site(path: str, module: nn.Module, own: Sizes, *, pattern: str | None = None, see: Ability = YES) -> Site:
+    """The site of a module of somebody else's: its stack is named by its path, "encoder" or "decoder"."""
     parts = path.split(".")
     numbers = [n for n, part in enumerate(parts) if part.isdigit()]
     layer = int(parts[numbers[0]]) if numbers else 0
@@ -37,8 +36,12 @@ def place(path: str, module: nn.Module) -> Place:
         if getattr(module, "is_cross_attention", False) or CROSS.search(parts[-1]) or _crosses(parts)
         else "attention"
     )
-    before = parts[: numbers[0]] if numbers else parts[:-1]
-    return Place(_stack(before, module), layer, kind, _pattern(module, kind))
+    stack = _stack(parts[: numbers[0]] if numbers else parts[:-1], module)
+    return Site(
+        name=f"{stack}.{layer}.{kind}", stack=stack, layer=layer, kind=kind, path=path,
+        heads=own.q, q=own.q, kv=own.kv, dim=own.dim, pattern=_pattern(module, kind) if pattern is None else pattern,
+        spec=None, unsaid="nothing reads it as a spec", see=see, silence=YES, cut=NOT_BUILT, share=NOT_BUILT,
+    )  # fmt: skip
 
 
 def _crosses(parts: list[str]) -> bool:
@@ -68,14 +71,14 @@ def _pattern(module: nn.Module, kind: str) -> str:
     return "causal()" if _is_causal(module) else "full()"
 
 
-def sizes(module: nn.Module) -> tuple[int, int, int]:
-    """Query heads, key-value heads and the width of a head; 0 for what a module does not say."""
+def sizes(module: nn.Module) -> Sizes:
+    """What a module, or its config, says of its heads."""
     config = getattr(module, "config", None)
     q = number(module, HEADS) or number(config, HEADS)
     groups = getattr(module, "num_key_value_groups", None)
     kv = number(module, GROUPS) or (q // groups if isinstance(groups, int) and groups else 0)
     dim = number(module, WIDTHS) or number(config, ("head_dim", "d_kv"))
-    return q, kv or q, dim or _derived(module, config, q)
+    return Sizes(q, kv or q, dim or _derived(module, config, q))
 
 
 def number(holder: Any, names: tuple[str, ...]) -> int:

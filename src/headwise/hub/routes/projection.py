@@ -12,19 +12,18 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from ...site import YES, Ability, Site
+from ...site import Ability
 from ..watching import Holding, Stand, changed, watchers
 from .base import Found, Route
-from .places import HEADS, number, place
+from .places import HEADS, Sizes, number, site
 
 # What authors call the projection behind the heads, the usual names first; a dot leads to a neighbour's child.
 NAMES = ("out_proj", "o_proj", "c_proj", "dense", "out_lin", "wo", "o", "proj", "to_out", "fc_out", "linear_out", "out")
 BLIND = Ability(False, "it does not say what it compares; the model's own output_attentions shows its weights")
-NOT_BUILT = Ability(False, "headwise cuts and shares heads of its own models; hw.load reads a folder as one")
 
 
 class Own(NamedTuple):
-    """What somebody says of an attention of his own: how many heads it has, and what its output projection is called."""
+    """What somebody says of an attention: how many heads it has, and what its output projection is called."""
 
     heads: int
     out: str
@@ -67,12 +66,8 @@ class Projection(Route):
                 continue
             last = _at(path, own.out, modules)
             _HEADS[last] = own.heads
-            where, dim = place(path, module), _width(last) // own.heads
-            site = Site(
-                where.name, where.stack, where.layer, where.kind, path, own.heads, own.heads, own.heads, dim, where.pattern,
-                None, "nothing reads it as a spec", BLIND, YES, NOT_BUILT, NOT_BUILT,
-            )  # fmt: skip
-            yield Found(site, last, self)
+            sizes = Sizes(own.heads, own.heads, _width(last) // own.heads)
+            yield Found(site(path, module, sizes, see=BLIND), last, self)
 
     def stands(self) -> list[Holding]:
         return [_STANDS.setdefault(kind, Stand(kind, "forward", _around)) for kind in {type(last) for last in _HEADS}]
@@ -105,9 +100,9 @@ def _width(module: nn.Module) -> int:
     """How many numbers a projection reads; 0 of what is none."""
     if isinstance(module, nn.Linear):
         return module.in_features
-    if type(module).__name__ == "Conv1D" and isinstance(getattr(module, "weight", None), Tensor):
-        return module.weight.shape[0]  # transformers keeps GPT-2's maps the other way round
-    return 0
+    weight = getattr(module, "weight", None)
+    # transformers keeps GPT-2's maps the other way round
+    return weight.shape[0] if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) else 0
 
 
 def _around(original: Callable[..., Any]) -> Callable[..., Any]:

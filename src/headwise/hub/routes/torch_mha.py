@@ -1,8 +1,8 @@
 """torch's own nn.MultiheadAttention, alone and inside nn.Transformer.
 
-Its forward hands the output projection to one function as a plain tensor, so a hook on that projection never runs; and a
-whole encoder layer may go by a fast path that calls no forward at all. While somebody watches, the function is given an
-identity in the projection's place, what heads say is looked at, and then projected; the fast path is off meanwhile.
+Its forward hands the output projection to one function as a plain tensor, so a hook on that projection never runs; and
+a whole encoder layer may go by a fast path that calls no forward at all. While somebody watches, the function is given
+an identity in the projection's place, what heads say is looked at, and then projected; the fast path is off meanwhile.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...site import YES, Ability, Site
 from ..watching import Holding, Stand, changed, watchers
 from .base import Found, Given, Route
-from .places import place
-
-NOT_BUILT = Ability(False, "headwise cuts and shares heads of its own models")
+from .places import Sizes, site
 
 
 class TorchMHA(Route):
@@ -30,12 +27,8 @@ class TorchMHA(Route):
     def find(self, model: nn.Module) -> Iterator[Found]:
         for path, module in model.named_modules(remove_duplicate=False):
             if isinstance(module, nn.MultiheadAttention):
-                where, q = place(path, module), module.num_heads
-                site = Site(
-                    where.name, where.stack, where.layer, where.kind, path, q, q, q, module.head_dim, "as each call says",
-                    None, "its mask comes with each call", YES, YES, NOT_BUILT, NOT_BUILT,
-                )  # fmt: skip
-                yield Found(site, module, self)
+                own = Sizes(module.num_heads, module.num_heads, module.head_dim)
+                yield Found(site(path, module, own, pattern="as each call says"), module, self)
 
     def stands(self) -> list[Holding]:
         return [STAND, SLOWLY]

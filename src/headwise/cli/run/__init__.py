@@ -1,0 +1,116 @@
+"""`headwise run`: what a trained model says of a text, an image, or every line of stdin.
+
+One module for each kind of work; which one follows from what the model is.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..screen import Arguments, Wrong, take_form
+
+if TYPE_CHECKING:
+    from ...models import Transformer
+
+# Options that are words of hw.Decoding, with the kind of their values and what they say.
+DECODING: dict[str, tuple[type, str, str]] = {
+    "top-k": (int, "K", "draw from the K likeliest tokens; of classes and masks, tell K"),
+    "top-p": (float, "SHARE", "draw from the likeliest that have this share together"),
+    "min-p": (float, "SHARE", "draw from those at least this share as likely as the first"),
+    "repetition": (float, "PENALTY", "what tokens seen before are pushed down by (1: not)"),
+    "beams": (int, "COUNT", "follow so many answers at once"),
+    "length-penalty": (float, "POWER", "sums of beams are over length to this power (1)"),
+    "best": (int, "COUNT", "tell so many of the beams, with their scores"),
+    "window": (int, "TOKENS", "read the last tokens of a text alone"),
+}
+# Options that every kind of work knows, by the names that argparse gives them.
+SHARED = ("model", "text", "batch", "device", "tokenizer", "json", "top_k")
+
+
+def main(argv: list[str]) -> int:
+    """Answer, line by line; 2 at the end if a line could not be answered."""
+    parser = _parser()
+    given = parser.parse_args(argv)
+    if given.batch < 1:
+        raise Wrong(f"--batch {given.batch} is no count; give 1 or more")
+    net = _net(given)
+    kind = kind_of(net)
+    if kind != "texts":
+        _check_unused(given, parser, net, kind)
+    return import_module(f"{__name__}.{kind}").answer(net, given)
+
+
+def kind_of(net: Transformer) -> str:
+    """The module that knows what to do with such a model: "texts", "masks" or "classes"."""
+    from ...errors import SpecError
+
+    described = net.described
+    if not described.heads:
+        raise SpecError(f"{described.name} has no head, so it says nothing; train it on a task, or give another model")
+    if described.heads[0].at != "each":
+        return "classes"
+    return "masks" if described.kind == "encoder" else "texts"
+
+
+def _parser() -> Arguments:
+    parser = Arguments(
+        "run",
+        "What a model says: behind a text, or in another language, token by token; the class of a text or an image; "
+        "what stands for each [MASK]. Without TEXT every line of stdin is answered by a line, in order.",
+        "headwise run runs/dates '<zh>20 November 2026'",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder with a model")
+    parser.add_argument("text", nargs="?", metavar="TEXT", help="a text, or an image: a png, jpg, pgm or .npy")
+    parser.add_argument("--max-new-tokens", type=int, metavar="COUNT", help="how long an answer may be (64)")
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="0: the likeliest token (usual); 1: drawn as likely"
+    )
+    for name, (kind, metavar, what) in DECODING.items():
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=what)
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end an answer before this; may be repeated")
+    parser.add_argument("--seed", type=int, metavar="INT", help="line n draws from stream n of this seed")
+    parser.add_argument("--score", metavar="REF", help="reckon BLEU and chrF against the lines of this file")
+    parser.add_argument("--score-tokenize", metavar="NAME", help="as sacreBLEU names it: 13a (usual), zh, char, intl")
+    parser.add_argument("--batch", type=int, default=32, metavar="COUNT", help="lines answered together (32)")
+    parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json, or bytes, for a model without one")
+    parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:1, say")
+    take_form(parser)
+    return parser
+
+
+def _net(given: argparse.Namespace) -> Transformer:
+    """The model, on its device, with the tokenizer that was said."""
+    from dataclasses import replace
+
+    import headwise as hw
+
+    from ...training.setup import device_of
+
+    device = device_of(given.device)
+    net = hw.load(given.model)
+    if given.tokenizer is not None:
+        net.usage = replace(net.usage, tokenizer=_document(given.tokenizer), source_tokenizer=None)
+    return net.to(device)
+
+
+def _document(name: str) -> str:
+    """What a file says of a tokenizer, or what makes every byte a token."""
+    from ...tasks.vocabulary import Bytes
+
+    if name == "bytes":
+        return Bytes().document
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Wrong(f"{name!r} cannot be read: {error}; give a tokenizer.json, or bytes") from None
+
+
+def _check_unused(given: argparse.Namespace, parser: argparse.ArgumentParser, net: Transformer, kind: str) -> None:
+    """Refuse options that speak of answers that are written, where none is."""
+    for name, value in vars(given).items():
+        if name not in SHARED and value != parser.get_default(name):
+            says = {"classes": "tells classes", "masks": "fills in masks"}[kind]
+            raise Wrong(f"--{name.replace('_', '-')} is for answers that are written, and {net.described.name} {says}")

@@ -1,0 +1,52 @@
+"""What stands for each mask of a text."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from ...models import Transformer
+from ...models.filling import Filled, fill
+from ..screen import document, show
+from .lines import Line, Lines
+
+SHOWN = 5  # tokens for each mask
+
+
+def answer(net: Transformer, given: argparse.Namespace) -> int:
+    """One text with what fits its masks, or every line of stdin filled in."""
+    top = SHOWN if given.top_k is None else given.top_k
+    if given.text is not None:
+        filled = fill(net, [given.text], top=top)[0]
+        line = Line(1, given.text, filled)
+        show(document(_data(net, [line])) if given.json else _page(filled))
+        return 0
+    lines, told = Lines(given.batch), list[Line[Any]]()
+    for some in lines:
+        lines.read(some, lambda text: fill(net, [text], top=top)[0])
+        told += some if given.json else []
+        for line in some if not given.json else ():
+            show(line.read.text if line.read else "")
+    if given.json:
+        show(document(_data(net, told)))
+    return 2 if lines.refused else 0
+
+
+def _page(filled: Filled) -> str:
+    lines = [filled.text]
+    for number, guesses in enumerate(filled.masks, 1):
+        side = max(len(guess.name) for guess in guesses)
+        lines += ["", f"mask {number}"] if len(filled.masks) > 1 else [""]
+        lines += [f"  {name:<{side}}  {share:6.1%}" for name, share in guesses]
+    return "\n".join(lines)
+
+
+def _data(net: Transformer, lines: Sequence[Line[Any]]) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    for line in lines:
+        said: dict[str, Any] = {"error": line.wrong} if line.wrong else {}
+        if line.read:
+            said = {"text": line.read.text, "masks": [[guess._asdict() for guess in own] for own in line.read.masks]}
+        rows.append({"line": line.number, "prompt": line.text, **said})
+    return {"model": net.described.name, "answers": rows}

@@ -1,0 +1,60 @@
+"""How good translations are, beside those of a file."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...tasks.published import Published, translation_scores
+from ..screen import Wrong
+
+USUAL = "13a"  # how sacreBLEU cuts a line into words
+
+
+@dataclass
+class Scores:
+    """Lines that were `said`, and the lines that they are held to."""
+
+    path: str
+    wanted: list[str]
+    tokenize: str
+    said: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of(path: str | None, tokenize: str | None) -> Scores | None:
+        """What a file of references asks for, known to be there before anything is answered."""
+        if path is None:
+            if tokenize is not None:
+                raise Wrong(f"--score-tokenize {tokenize} says how scores are reckoned; give --score REF too")
+            return None
+        try:
+            wanted = Path(path).read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise Wrong(f"{path!r} cannot be read: {error}; give a file with a line for each answer") from None
+        wanted = wanted[:-1] if wanted[-1] == "" else wanted
+        scores = Scores(path, [line.rstrip("\r") for line in wanted], tokenize or USUAL)
+        translation_scores(["a"], ["a"], scores.tokenize)  # refuses what is not installed or not known
+        return scores
+
+    @property
+    def published(self) -> Published:
+        """BLEU and chrF of all lines."""
+        if len(self.said) != len(self.wanted):
+            fact = f"{len(self.said)} lines were answered, and {self.path} has {len(self.wanted)}"
+            raise Wrong(f"{fact}; give a reference for each")
+        return translation_scores(self.said, self.wanted, self.tokenize)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return asdict(self.published)
+
+    def __str__(self) -> str:
+        found = self.published
+        return "\n".join(
+            [
+                f"BLEU {found.bleu:6.2f}   {found.bleu_signature}",
+                f"chrF {found.chrf:6.2f}   {found.chrf_signature}",
+            ]
+        )

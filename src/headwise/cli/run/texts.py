@@ -1,0 +1,117 @@
+"""Answers that are written: behind a text, or in the place of a source."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ...draws import Stream
+from ...models import Decoding, Said, Transformer
+from ...models.generating import Asked, Given, row_of, streams_of
+from ..screen import document, show
+from . import DECODING
+from .lines import Line, Lines
+from .scores import Scores
+
+LENGTH = 64  # tokens of an answer, unless said
+
+
+def answer(net: Transformer, given: argparse.Namespace) -> int:
+    """One text as it is written, or line after line."""
+    told = {name: getattr(given, name) for name in (option.replace("-", "_") for option in DECODING)}
+    how = Decoding(**{name: value for name, value in told.items() if value is not None}, stop=tuple(given.stop or ()))
+    count = LENGTH if given.max_new_tokens is None else given.max_new_tokens
+    asked = Asked.of(net, count, given.temperature or 0.0, how)
+    seed = streams_of(given.seed, 1)[0].seed  # one for all lines, said or not
+    writer = Writer(asked, seed, "document" if given.json else "lines", Scores.of(given.score, given.score_tokenize))
+    read = partial(row_of, net, count=count, window=how.window)
+    if given.text is not None:
+        writer.one(Line(1, given.text, read(given.text)))
+        writer.end()
+        return 0
+    lines = Lines(given.batch)
+    for some in lines:
+        writer.several(some, lines.read(some, read))
+    writer.end()
+    return 2 if lines.refused else 0
+
+
+@dataclass
+class Writer:
+    """Where answers go: lines on stdout as they come, or one "document" at the end."""
+
+    asked: Asked
+    seed: int
+    form: str
+    scores: Scores | None
+    told: list[dict[str, Any]] = field(default_factory=list)
+
+    def one(self, line: Line[list[int]]) -> None:
+        """The answer to one text, as it comes where that can be."""
+        if self.form == "document" or self.asked.how.beams > 1:
+            self.several([line], [line])
+            return
+        text = ""
+        for piece in self.asked.pieces(_given([line]), self._streams([line])):
+            text += piece
+            _write(piece)
+        _write("\n")
+        self._score(text)
+
+    def several(self, lines: Sequence[Line[list[int]]], ready: Sequence[Line[list[int]]]) -> None:
+        """The answers to some lines, of which those that are `ready` can be answered."""
+        found = self.asked.answers(_given(ready), self._streams(ready)) if ready else []
+        best = {line.number: own for line, own in zip(ready, found, strict=True)}
+        for line in lines:
+            own = best.get(line.number, [])
+            self._score(own[0].text if own else "")
+            if self.form == "document":
+                self.told.append(_data(line, own))
+            else:
+                self._tell(line, own)
+
+    def end(self) -> None:
+        """Tell what can only be told of all."""
+        scores = {"scores": self.scores.data} if self.scores else {}
+        if self.form == "document":
+            show(document({"model": self.asked.net.described.name, "seed": self.seed, "answers": self.told, **scores}))
+        elif self.scores:
+            print(self.scores, file=sys.stderr)
+
+    def _tell(self, line: Line[list[int]], own: Sequence[Said]) -> None:
+        for said in own:
+            text = re.sub(r"[\r\n]+", " ", said.text or "")  # a line is answered by a line
+            show(text if self.asked.how.best == 1 else f"{line.number}\t{said.score:.4f}\t{text}")
+        if not own:
+            show("" if self.asked.how.best == 1 else f"{line.number}\t\t")
+        sys.stdout.flush()
+
+    def _score(self, text: str | None) -> None:
+        if self.scores:
+            self.scores.said.append(re.sub(r"[\r\n]+", " ", text or ""))
+
+    def _streams(self, lines: Sequence[Line[list[int]]]) -> list[Stream]:
+        return [Stream(self.seed, line.number - 1) for line in lines] if self.asked.temperature else []
+
+
+def _given(lines: Sequence[Line[list[int]]]) -> Given:
+    return Given([line.read for line in lines if line.read is not None], "text", "together")
+
+
+def _data(line: Line[list[int]], own: Sequence[Said]) -> dict[str, Any]:
+    head = {"line": line.number, "prompt": line.text}
+    if line.wrong:
+        return head | {"error": line.wrong}
+    best = [{name: value for name, value in said._asdict().items() if value is not None} for said in own]
+    return head | {name: value for told in best[:1] for name, value in told.items()} | {"best": best[1:] and best}
+
+
+def _write(piece: str) -> None:
+    """A piece of a line, at once."""
+    sys.stdout.write(piece)
+    sys.stdout.flush()

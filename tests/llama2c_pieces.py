@@ -1,0 +1,28 @@
+"""How llama2.c cuts text, by its definition: slow, and without `tokenizers`."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+Scores = list[tuple[str, float]]  # pieces with their scores, by number
+FIRST: Scores = [
+    ("<unk>", 0.0),
+    ("\n<s>\n", 0.0),
+    ("\n</s>\n", 0.0),
+    *((f"<0x{byte:02X}>", 0.0) for byte in range(256)),
+]
+
+
+def merged(pieces: Scores, text: str) -> list[int]:
+    """The definition: characters, or bytes, and then the neighbours of the best score joined, the leftmost first."""
+    number = {piece: n for n, (piece, _) in enumerate(pieces)}
+    tokens = [number[" "]] if text else []
+    for char in text:
+        tokens += [number[char]] if char in number else [byte + 3 for byte in char.encode()]
+    while True:
+        pairs = [pieces[a][0] + pieces[b][0] for a, b in pairwise(tokens)]
+        ways = [(pieces[number[pair]][1], -at) for at, pair in enumerate(pairs) if pair in number]
+        if not ways:
+            return tokens
+        at = -max(ways)[1]
+        tokens[at : at + 2] = [number[pairs[at]]]

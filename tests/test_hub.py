@@ -1,0 +1,438 @@
+"""Folders of transformers: what is wrong with one is said in one line, and nothing is written over."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+
+import headwise as hw
+from headwise import blueprint as bp
+from headwise.families import WRITERS, config_of
+from headwise.hub.maps import MAPS
+from headwise.hub.plan import Plan
+from headwise.hub.slots import Slot, pieces
+from headwise.layout import Layout
+
+TOKENS, MODEL, HEADS, KV, HIDDEN, LAYERS = 11, 24, 6, 2, 13, 2
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": TOKENS, "hidden_size": MODEL}
+LLAMA |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV}
+LLAMA |= {"intermediate_size": HIDDEN, "rms_norm_eps": 1e-5}
+GPT2 = {"model_type": "gpt2", "n_embd": 15, "n_head": 3, "n_layer": 2, "n_inner": 13, "vocab_size": TOKENS}
+GPT2 |= {"n_positions": 7}
+WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
+
+
+def built(config: dict[str, Any], **said: Any) -> hw.Transformer:
+    """A model with numbers that matter."""
+    net = hw.build(hw.families.read(config | said), seed=0).eval()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(0.3 * torch.randn(p.shape))
+    return net
+
+
+def written(folder: Path, config: dict[str, Any] = LLAMA, **said: Any) -> hw.Transformer:
+    """A model and its folder."""
+    net = built(config, **said)
+    hw.export(net, folder)
+    return net
+
+
+def check_same(one: hw.Transformer, other: hw.Transformer) -> None:
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert set(ours) == set(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def check_refused(words: str, load: Callable[[], object]) -> None:
+    """One line that holds these words in this order, and ends with a remedy."""
+    with pytest.raises(hw.SpecError) as caught:
+        load()
+    told, at = str(caught.value), 0
+    assert "\n" not in told
+    assert "; " in told, told
+    for word in words.split(" .. "):
+        assert word in told[at:], told
+        at = told.index(word, at) + len(word)
+
+
+# --- slots ---------------------------------------------------------------------------------------------
+
+SIZES = {"q": 2, "dim": 6, "model": 5, "rank": 3, "vdim": 4, "expert": 3}
+
+
+def weight(layout: str, **sizes: int) -> bp.Weight:
+    return bp.Weight("ours", Layout.parse(layout), SIZES | sizes)
+
+
+def test_a_place_in_a_fused_tensor_is_what_slicing_gives():
+    """Each against plain numpy: an index, a half, every second row, one of two laid end to end."""
+    fused = np.arange(5 * 36.0).reshape(5, 36)
+    both = np.arange(2 * 10 * 3.0).reshape(20, 3)
+    pairs = np.arange(12 * 5.0).reshape(12, 5)
+    cases: list[tuple[str, Slot, NDArray[Any], NDArray[Any]]] = [
+        ("(q dim) model", Slot("a", "model (qkv q dim)", {"qkv": 1}, {"qkv": 3}), fused, fused[:, 12:24].T),
+        ("(q vdim) rank", Slot("a", "(q [dim|vdim]) rank", {"dim|vdim": "vdim"}), both, np.r_[both[6:10], both[16:20]]),
+        ("model (q dim)", Slot("a", "(q dim) model"), pairs, pairs.T),
+        (
+            "(q dim) model",
+            Slot("a", "(q pair side) model", sizes={"side": 2}, ours="(q side pair) model"),
+            pairs,
+            pairs[[0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]],
+        ),
+    ]
+    for layout, slot, stored, wanted in cases:
+        own = weight(layout)
+        (piece,) = pieces(slot, own, {})
+        assert piece.shape == stored.shape
+        ours = torch.zeros(own.shape, dtype=torch.float64)
+        piece.here.of(ours).copy_(piece.there.of(torch.from_numpy(stored)))
+        assert np.array_equal(ours.numpy(), wanted), layout
+
+
+def test_a_tensor_for_each_index_of_an_axis():
+    own = weight("expert dim model")
+    found = list(pieces(Slot("{layer}.{expert}.w", "model dim"), own, {"layer": 7}))
+    assert [piece.path for piece in found] == ["7.0.w", "7.1.w", "7.2.w"]
+    ours = torch.arange(3 * 6 * 5.0).view(3, 6, 5)
+    assert all(torch.equal(piece.here.of(ours), ours[n]) for n, piece in enumerate(found))
+    assert all(piece.shape == (5, 6) for piece in found)
+
+
+@pytest.mark.parametrize("family", sorted(hw.families.FAMILIES))
+def test_every_family_that_is_described_is_read(family: str):
+    """Every tensor of its usual model has a place; every number of a file is one of ours, and only one."""
+    described = hw.families.read({"model_type": family, "vocab_size": TOKENS} | FEW)
+    names = MAPS[family]
+    plan = Plan.of(described, names, names.trunks[0])
+    for path, own in plan.pieces.items():
+        stored = torch.empty(own[0].shape, device="meta")
+        assert {piece.shape for piece in own} == {own[0].shape}, path
+        assert sum(piece.there.of(stored).numel() for piece in own) == stored.numel(), path
+    placed = {piece.name for own in plan.pieces.values() for piece in own}
+    assert {w.name for w in described.weights() if w.learned} <= placed
+
+
+FEW = dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers"), 2)
+FEW |= {"n_routed_experts": 3, "num_local_experts": 3, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+
+
+# --- folders of transformers ---------------------------------------------------------------------------
+
+
+def changed(folder: Path, change: Callable[[dict[str, Tensor]], object], name: str = WEIGHTS) -> None:
+    held = safetensors.torch.load_file(folder / name)
+    change(held)
+    safetensors.torch.save_file(held, folder / name)
+
+
+def said(folder: Path, **keys: Any) -> None:
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | keys))
+
+
+def sharded(folder: Path) -> dict[str, str]:
+    """The same weights in two files with an index, which is returned."""
+    held = safetensors.torch.load_file(folder / WEIGHTS)
+    where = {name: f"model-0000{n % 2 + 1}-of-00002.safetensors" for n, name in enumerate(sorted(held))}
+    for file in set(where.values()):
+        safetensors.torch.save_file({name: held[name] for name in held if where[name] == file}, folder / file)
+    (folder / WEIGHTS).unlink()
+    indexed(folder, where)
+    return where
+
+
+def indexed(folder: Path, where: Any) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+Q, UP = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"
+HARM: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda f: changed(f, lambda held: held.pop(Q)), f"{WEIGHTS}: {Q} is missing"),
+    "extra": (lambda f: changed(f, lambda held: held.update(more=torch.ones(2))), "more is no tensor of the model"),
+    "shape": (
+        lambda f: changed(f, lambda held: held.update({Q: held[Q][:-1]})),
+        f"{Q} is [23, 24], .. asks for [24, 24]",
+    ),
+    "transposed": (lambda f: changed(f, lambda held: held.update({UP: held[UP].T.contiguous()})), f"{UP} is [24, 13]"),
+    "mixed": (lambda f: changed(f, lambda held: held.update({Q: held[Q].half()})), "are of F16 and F32; save them"),
+    "whole": (lambda f: changed(f, lambda held: held.update({Q: held[Q].to(torch.int8)})), f"{Q} holds I8; weights in"),
+    "truncated": (lambda f: cut(f / WEIGHTS, -5), f"{WEIGHTS} is cut short or no safetensors"),
+    "header": (lambda f: cut(f / WEIGHTS, 30), f"{WEIGHTS} is cut short or no safetensors"),
+    "empty": (lambda f: cut(f / WEIGHTS, 0), f"{WEIGHTS} is cut short or no safetensors"),
+    "gone": (
+        lambda f: (f / WEIGHTS).unlink(),
+        f"holds a {CONFIG} but neither {WEIGHTS} nor {INDEX}; give one with its",
+    ),
+    "pickle": (
+        lambda f: (f / WEIGHTS).rename(f / "pytorch_model.bin"),
+        "in pytorch_model.bin, a pickle, which runs code",
+    ),
+    "layers": (lambda f: said(f, num_hidden_layers=1), "model.layers.1. .. is no tensor of the model"),
+    "untied": (
+        lambda f: said(f, tie_word_embeddings=True),
+        "lm_head.weight differs from model.embed_tokens.weight, which",
+    ),
+    "family": (
+        lambda f: said(f, model_type="lama", architectures=None),
+        "model_type 'lama' is not known; did you mean",
+    ),
+    "bits": (lambda f: said(f, quantization_config={"bits": 4}), "stored in fewer bits .. 16 or 32 bits"),
+    "dynamic": (
+        lambda f: said(f, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+        "decoder.0.attention cannot be built: rope_type 'dynamic' stretches",
+    ),
+    "json": (lambda f: cut(f / CONFIG, 40), f"{CONFIG} is not JSON"),
+    "ids": (lambda f: said(f, eos_token_id="2"), "eos_token_id = '2' is neither an id nor a list of ids; correct it"),
+    "generation": (lambda f: (f / "generation_config.json").write_text("["), "generation_config.json cannot be read"),
+    "tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json is no document of a tokenizer"),
+    "words": (
+        lambda f: (f / "tokenizer.json").write_text(words(12)),
+        "knows 12 tokens, the model 11; give the tokenizer",
+    ),
+}
+
+
+def cut(path: Path, size: int) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:size])
+
+
+def words(count: int) -> str:
+    return Tokenizer(WordLevel({f"w{n}": n for n in range(count)}, unk_token="w0")).to_str()
+
+
+@pytest.mark.parametrize("what", HARM)
+def test_a_harmed_folder_is_refused_in_one_line(what: str, tmp_path: Path):
+    harm, told = HARM[what]
+    written(tmp_path / "f")
+    hw.load(tmp_path / "f")
+    harm(tmp_path / "f")
+    check_refused(told, lambda: hw.load(tmp_path / "f"))
+
+
+SHARDS: dict[str, tuple[Callable[[Path, dict[str, str]], object], str]] = {
+    "elsewhere": (
+        lambda f, w: indexed(f, w | {Q: w[UP], UP: w[Q]}),
+        " is not in model-00001-of-00002 .. belongs to other",
+    ),
+    "unnamed": (
+        lambda f, w: indexed(f, {n: file for n, file in w.items() if n != Q}),
+        f"holds {Q}, which it puts else",
+    ),
+    "unheld": (lambda f, w: indexed(f, w | {"more": w[Q]}), "more is not in model-0000"),
+    "outside": (lambda f, w: indexed(f, w | {Q: "../other.safetensors"}), "names '../other.safetensors'; shards are"),
+    "pickle": (lambda f, w: indexed(f, w | {Q: "pytorch_model.bin"}), "names 'pytorch_model.bin'; shards are"),
+    "gone": (lambda f, w: (f / w[Q]).unlink(), "-of-00002.safetensors is missing; copy"),
+    "truncated": (lambda f, w: cut(f / w[Q], -9), "-of-00002.safetensors is cut short or no safetensors"),
+    "none": (lambda f, w: (f / INDEX).write_text("{}"), "is no index of shards; it must say weight_map"),
+    "list": (lambda f, w: indexed(f, list(w)), "is no index of shards"),
+    "json": (lambda f, w: (f / INDEX).write_text("{"), f"{INDEX} cannot be read"),
+}
+
+
+@pytest.mark.parametrize("what", SHARDS)
+def test_a_wrong_index_is_refused_in_one_line(what: str, tmp_path: Path):
+    harm, told = SHARDS[what]
+    net = written(tmp_path / "f")
+    where = sharded(tmp_path / "f")
+    check_same(hw.load(tmp_path / "f"), net)
+    if Q in where and where[Q] == where[UP]:
+        where[UP], where["model.norm.weight"] = where["model.norm.weight"], where[UP]
+    harm(tmp_path / "f", where)
+    check_refused(told, lambda: hw.load(tmp_path / "f"))
+
+
+def test_a_tied_head_may_be_there_or_not(tmp_path: Path):
+    net = written(tmp_path / "f", tie_word_embeddings=True)
+    check_same(hw.load(tmp_path / "f"), net)
+    changed(tmp_path / "f", lambda held: held.update({"lm_head.weight": held["model.embed_tokens.weight"].clone()}))
+    check_same(hw.load(tmp_path / "f"), net)
+    changed(tmp_path / "f", lambda held: held.pop("model.embed_tokens.weight"))  # kept under its second name alone
+    check_same(hw.load(tmp_path / "f"), net)
+    changed(tmp_path / "f", lambda held: held.pop("lm_head.weight"))
+    check_refused("model.embed_tokens.weight is missing", lambda: hw.load(tmp_path / "f"))
+
+
+def test_names_of_other_times_are_read(tmp_path: Path):
+    """Masks that old GPT-2 files hold, names without the trunk, gamma and beta of old BERT files."""
+    net = written(tmp_path / "f", GPT2)
+
+    def older(held: dict[str, Tensor]) -> None:
+        bare = {name.removeprefix("transformer."): held.pop(name) for name in list(held)}
+        held |= bare | {f"h.{n}.attn.bias": torch.ones(1, 1, 7, 7) for n in range(2)}
+
+    changed(tmp_path / "f", older)
+    check_same(hw.load(tmp_path / "f"), net)
+    bert = MAPS["bert"]
+    assert bert.usual("bert.embeddings.LayerNorm.gamma") == "bert.embeddings.LayerNorm.weight"
+    assert bert.usual("bert.embeddings.LayerNorm.weight") == "bert.embeddings.LayerNorm.weight"
+
+
+def test_code_that_came_along_is_never_run(tmp_path: Path):
+    """A config that names code, code beside it, and a pickle that would leave a trace."""
+    net = written(tmp_path / "f")
+    trace = tmp_path / "trace"
+    said(tmp_path / "f", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"})
+    (tmp_path / "f" / "evil.py").write_text(f"open({str(trace)!r}, 'w')")
+
+    class Trace:
+        def __reduce__(self) -> Any:
+            return open, (str(trace), "w")
+
+    evil = pickle.dumps({"weight": Trace()}, protocol=2)
+    (tmp_path / "f" / "pytorch_model.bin").write_bytes(evil)
+    check_same(hw.load(tmp_path / "f"), net)
+    check_refused("is a pickle, which runs code", lambda: hw.load(tmp_path / "f" / "pytorch_model.bin"))
+    (tmp_path / "f" / WEIGHTS).unlink()
+    check_refused("a pickle, which runs code", lambda: hw.load(tmp_path / "f"))
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("nowhere", "there is no folder or file"),
+        ("empty", "holds neither headwise.toml nor config.json; give a folder that hw.save or"),
+        ("old", "holds model.pt, a pickle, which runs code when it is read; give a folder"),
+        ("file.txt", "is 3 bytes long, too short for a file of llama2.c"),
+    ],
+)
+def test_what_is_no_model_is_refused(name: str, told: str, tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "model.pt").write_text("x")
+    (tmp_path / "file.txt").write_text("abc")
+    check_refused(told, lambda: hw.load(tmp_path / name))
+
+
+# --- export --------------------------------------------------------------------------------------------
+
+
+def described(spec: hw.AttentionSpec, **said: Any) -> bp.Model:
+    """A Llama but for what is said."""
+    feed = said.pop("feed", bp.Dense(HIDDEN, "silu", "gated"))
+    block = bp.Block(spec, feed=feed, norm=bp.Norm("rms", 1e-5), **said)
+    stack = bp.Stack.of("decoder", MODEL, [block] * LAYERS, embedding=bp.Embedding(TOKENS), norm=bp.Norm("rms", 1e-5))
+    return bp.Model("mine", "decoder", (stack,), (bp.Head("tokens", TOKENS),))
+
+
+def attention(*modifiers: Any, **said: Any) -> hw.AttentionSpec:
+    turns = said.pop("turns", (hw.Rotary(),))
+    return hw.design(
+        **({"model": MODEL, "heads": HEADS, "kv": KV, "pattern": "causal()"} | said), modifiers=(*turns, *modifiers)
+    )
+
+
+UNSAID: dict[str, tuple[bp.Model, str]] = {
+    "window": (
+        described(attention(pattern="window(5) | first(2)")),
+        "layers.0.attention.pattern = .. 'causal()', mine 'win",
+    ),
+    "modifier": (
+        described(attention(hw.HeadGate())),
+        "the number of stacks.0.layers.0.attention.modifiers = 1, mine 2",
+    ),
+    "pairs": (
+        described(attention(turns=(hw.Rotary(pairs="interleaved"),))),
+        "modifiers.0.pairs = the usual, mine 'interl",
+    ),
+    "part": (described(attention(turns=(hw.Rotary(dims=2),))), "modifiers.0.dims = the usual, mine 2"),
+    "bent": (described(attention(turns=(hw.Rotary(scaling=hw.NTK()),))), "modifiers.0.scaling = the usual, mine"),
+    "no turn": (described(attention(turns=())), "modifiers"),
+    "bias": (described(attention(bias="v")), "project.bias"),
+    "scale": (described(attention(similarity=hw.Dot(scale=0.3))), "similarity.scale = the usual, mine 0.3"),
+    "sink": (described(attention(normaliser=hw.SinkSoftmax())), "normaliser"),
+    "placement": (described(attention(), placement="sandwich"), "placement = the usual, mine 'sandwich'"),
+    "experts": (
+        described(attention(), feed=bp.Experts(bp.Dense(5), 3, 1)),
+        "has one feed-forward in every layer, and mine",
+    ),
+    "no feed": (described(attention(), feed=None), "has one feed-forward in every layer, and mine has not"),
+    "encoder": (hw.families.read({"model_type": "bert", "num_hidden_layers": 1}), "kind = 'decoder', bert 'encoder'"),
+    "classes": (
+        hw.families.read(LLAMA | {"architectures": ["LlamaForSequenceClassification"]}),
+        "heads.0.name = 'tokens'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNSAID)
+def test_what_no_format_says_is_refused_by_the_first_difference(what: str, tmp_path: Path):
+    model, told = UNSAID[what]
+    check_refused(told, lambda: hw.export(hw.build(model), tmp_path / "f"))
+    assert not any(tmp_path.iterdir())
+    check_refused("has", lambda: hw.export(hw.build(model), tmp_path / "f", form="llama"))
+
+
+@pytest.mark.parametrize("form", list(WRITERS))
+def test_a_config_that_was_read_is_written_to_say_the_same(form: str):
+    for more in ({}, {"tie_word_embeddings": True}, {"hidden_act": "gelu_new", "activation_function": "relu"}):
+        model = hw.families.read(
+            (GPT2 if form == "gpt2" else LLAMA | {"architectures": None}) | {"model_type": form} | more
+        )
+        again = hw.families.read(config_of(model, form))
+        assert (again.stacks, again.heads) == (model.stacks, model.heads)
+
+
+def test_words_and_lengths_that_cannot_be_meant(tmp_path: Path):
+    check_refused(
+        "configs of 'lama' are not written; did you mean 'llama'?", lambda: config_of(built(LLAMA).described, "lama")
+    )
+    for length in (0, True, 7.5):
+        told = f"length={length!r} is no number of positions; give a whole number"
+        check_refused(told, lambda length=length: hw.export(built(LLAMA), tmp_path / "f", length=length))
+    told = "length=9 for a model with 7 learned positions; leave length out"
+    check_refused(told, lambda: hw.export(built(GPT2), tmp_path / "f", length=9))
+    net = built(LLAMA)
+    net.decoder.norm.double()
+    check_refused("parameters are of torch.float32 and torch.float64; bring", lambda: hw.export(net, tmp_path / "f"))
+    with pytest.raises(ValueError, match=r"net is of type Linear; give what hw\.build made"):
+        hw.export(torch.nn.Linear(1, 1), tmp_path)  # pyright: ignore[reportArgumentType] - that is the test
+    assert not any(tmp_path.iterdir())
+
+
+def test_nothing_is_written_over(tmp_path: Path):
+    net = built(LLAMA)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    check_refused("full holds notes.txt; give a new folder", lambda: hw.export(net, tmp_path / "full"))
+    check_refused("file is a file; give a new folder", lambda: hw.export(net, tmp_path / "file"))
+    assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    hw.export(net, tmp_path / "empty")
+    check_same(hw.load(tmp_path / "empty"), net)
+    check_refused("empty holds config.json; give a new folder", lambda: hw.export(net, tmp_path / "empty"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "full"]
+
+
+@pytest.mark.parametrize("call", ["open", "write", "fsync", "replace", "rename", "mkdir"])
+def test_a_disk_that_fails_leaves_no_half_folder(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    net = built(LLAMA)
+    with monkeypatch.context() as patch:
+
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            patch.undo()
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(os, call, failing)
+        with pytest.raises(OSError, match=r"f cannot be written: .*No space left") as caught:
+            hw.export(net, tmp_path / "f")
+    assert "\n" not in str(caught.value)
+    assert not any(tmp_path.iterdir())
+    hw.export(net, tmp_path / "f")
+    check_same(hw.load(tmp_path / "f"), net)

@@ -1,0 +1,103 @@
+"""Training goes on from what others keep: their weights, their tokenizer, their way of being spoken to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+import headwise as hw
+from headwise.blueprint import Usage
+from headwise.cli import main
+from headwise.files import read_lines
+from headwise.tasks.text import Text
+from headwise.tasks.vocabulary import learned
+
+SMALL = ["--steps", "1", "--batch", "4", "--lr", "0.000001", "--precision", "fp32", "--compile", "off"]
+SMALL += ["--device", "cpu", "--set", "recipe.evaluate_batches=1", "--set", "task.length=8", "--set", "task.test=0.0"]
+LINE = "the quick brown fox jumps over the lazy dog\n"
+WORDS = learned([LINE * 9], size=280, specials=("<s>",))
+CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 24, "num_hidden_layers": 1}
+CONFIG |= {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 13}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "a.txt").write_text(LINE * 60)
+    return tmp_path / "a.txt"
+
+
+def model(rows: int) -> hw.Transformer:
+    net = hw.build(hw.families.read(CONFIG | {"vocab_size": rows}), seed=0)
+    net.usage = Usage(before=(0,), end=(0,), tokenizer=WORDS.document)
+    return net
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("more", [0, 7])
+def test_a_folder_of_transformers_is_gone_on_with(more: int, dtype: torch.dtype, text: Path, tmp_path: Path):
+    """From its weights, in its tokens, however many rows its table has besides; 16 bits become 32."""
+    net = model(WORDS.size + more).to(dtype)
+    hw.export(net, tmp_path / "f")
+    assert main(["train", str(text), "--model", str(tmp_path / "f"), "--out", str(tmp_path / "out"), *SMALL]) == 0
+    after = hw.load(tmp_path / "out")
+    old, new = net.state_dict(), after.state_dict()
+    assert all(new[name].dtype == torch.float32 for name, _ in after.named_parameters())
+    assert all((new[name] - old[name].float()).abs().max() < 1e-4 for name, _ in after.named_parameters())
+    assert not torch.equal(new["decoder.0.feed.up"], old["decoder.0.feed.up"].float())
+    assert read_lines(tmp_path / "out" / "metrics.jsonl")[0]["task"]["tokens"] == str(tmp_path / "f" / "tokenizer.json")
+    assert (after.usage.before, after.usage.end) == ((0,), (0,))
+    assert Tokenizer.from_str(after.usage.tokenizer or "").get_vocab() == Tokenizer.from_str(WORDS.document).get_vocab()
+
+
+def test_other_tokens_are_used_where_they_are_said(text: Path, tmp_path: Path):
+    net = model(256)
+    net.usage = Usage()
+    hw.export(net, tmp_path / "f")
+    said = ["--model", str(tmp_path / "f"), "--out", str(tmp_path / "out"), *SMALL, "--set", "task.tokens=bytes"]
+    assert main(["train", str(text), *said]) == 0
+    assert hw.load(tmp_path / "out").usage.before == ()
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (["--set", "task.tokens=bytes"], "has 290 rows, the task's tokenizer 256 tokens"),
+        (["--model", "{}/empty"], "holds neither headwise.toml nor config.json; give a folder that hw.save or"),
+        (["--model", "{}/config"], "holds a config.json but neither model.safetensors nor"),
+    ],
+)
+def test_what_cannot_be_gone_on_with_is_one_line(
+    said: list[str], told: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    hw.export(model(290), tmp_path / "f")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text((tmp_path / "f" / "config.json").read_text())
+    argv = ["train", str(text), "--model", str(tmp_path / "f"), "--out", str(tmp_path / "out"), *SMALL]
+    assert main([*argv, *(word.format(tmp_path) for word in said)]) == 2
+    err = capsys.readouterr().err
+    assert told in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_table_may_be_wider_than_its_own_tokenizer_alone(text: Path, tmp_path: Path):
+    """A model that brought no tokenizer, or another, has as many rows as the task knows tokens."""
+    (tmp_path / "t.json").write_text(WORDS.document)
+    task = Text(str(text), tokens=str(tmp_path / "t.json"), length=8, test=0.0)
+    recipe = hw.Recipe(steps=1, batch=4, precision="fp32", compile="off", attention="auto", evaluate_batches=1)
+    net = model(WORDS.size + 7)
+    net.usage = Usage(tokenizer=learned([LINE * 9], size=270, specials=("<s>",)).document)
+    with pytest.raises(hw.SpecError, match=r"the task's tokenizer \d+ tokens; give it"):
+        hw.train(task, net, recipe, tmp_path / "out")
+
+
+def test_descriptions_are_read_as_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A folder with weights is still one whose description says what it is and what it costs."""
+    hw.export(model(290), tmp_path / "f")
+    for verb in ("spec", "cost"):
+        assert main([verb, str(tmp_path / "f"), "--json"]) == 0
+        assert "decoder" in capsys.readouterr().out
