@@ -279,8 +279,8 @@ def page(rows: list[Row]) -> str:
     quiet = sum(row.silenced == "yes" for row in rows)
     lines = [
         "# Coverage", "",
-        f"Families of transformers {transformers.__version__} that read text or pictures, built tiny with random weights",
-        "by `python docs/coverage.py`, which says what is meant by seen and silenced.", "",
+        f"Families of transformers {transformers.__version__} that read text or pictures, built tiny with random",
+        "weights by `python docs/coverage.py`, which says what is meant by seen and silenced.", "",
         f"Of {len(rows)} families {both} are seen and silenced, {quiet} are silenced.", "",
         "| family | class | route | sites | seen | silenced | why not |", "|---|---|---|---|---|---|---|",
     ]  # fmt: skip

@@ -78,6 +78,7 @@ T5 = {
 }  # fmt: skip
 PICTURES = {"image_size": 16, "patch_size": 4}
 VIT = {"hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 48} | PICTURES
+FALCON = {"hidden_size": WIDE, "num_attention_heads": HEADS, "num_hidden_layers": 2, "vocab_size": WORDS}
 EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LOCAL = ["sliding_attention", "full_attention"]
 
@@ -104,7 +105,7 @@ ZOO = {
 FALLBACK = {
     "gptj": Foreign("GPTJForCausalLM", "GPTJConfig", _with(GPT, rotary_dim=4), "out_proj"),
     "bloom": Foreign("BloomForCausalLM", "BloomConfig", {"hidden_size": WIDE, "vocab_size": WORDS} | GPT, "dense"),
-    "falcon": Foreign("FalconForCausalLM", "FalconConfig", LLAMA, "dense"),
+    "falcon": Foreign("FalconForCausalLM", "FalconConfig", FALCON, "dense"),
     "deberta-v2": Foreign("DebertaV2Model", "DebertaV2Config", BERT, "output.dense"),
     "longformer": Foreign(
         "LongformerModel", "LongformerConfig", _with(BERT, attention_window=4, pad_token_id=0), "output.dense"

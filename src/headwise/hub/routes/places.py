@@ -1,4 +1,4 @@
-"""Where somebody else's attention stands in its model, and how large it is, read from the names and numbers it keeps."""
+"""Where somebody else's attention stands in its model, and how large it is: from names and numbers it keeps."""
 
 from __future__ import annotations
 
