@@ -1,7 +1,8 @@
-"""How llama2.c cuts text, by its definition: slow, and without `tokenizers`."""
+"""How llama2.c keeps pieces of text and cuts by them, by definition: slow, and without `tokenizers`."""
 
 from __future__ import annotations
 
+import struct
 from itertools import pairwise
 
 Scores = list[tuple[str, float]]  # pieces with their scores, by number
@@ -11,6 +12,12 @@ FIRST: Scores = [
     ("\n</s>\n", 0.0),
     *((f"<0x{byte:02X}>", 0.0) for byte in range(256)),
 ]
+
+
+def packed(pieces: Scores) -> bytes:
+    """The file that holds them."""
+    each = [struct.pack("<fi", score, len(text.encode())) + text.encode() for text, score in pieces]
+    return struct.pack("<i", 99) + b"".join(each)
 
 
 def merged(pieces: Scores, text: str) -> list[int]:

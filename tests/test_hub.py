@@ -21,10 +21,11 @@ from torch import Tensor
 import headwise as hw
 from headwise import blueprint as bp
 from headwise.families import WRITERS, config_of
-from headwise.hub.maps import MAPS
+from headwise.hub.maps import MAPS, map_of
 from headwise.hub.plan import Plan
 from headwise.hub.slots import Slot, pieces
 from headwise.layout import Layout
+from headwise.tasks.vocabulary import Chars
 
 TOKENS, MODEL, HEADS, KV, HIDDEN, LAYERS = 11, 24, 6, 2, 13, 2
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": TOKENS, "hidden_size": MODEL}
@@ -267,6 +268,22 @@ def test_a_tied_head_may_be_there_or_not(tmp_path: Path):
     check_refused("model.embed_tokens.weight is missing", lambda: hw.load(tmp_path / "f"))
 
 
+def test_a_tokenizer_that_knows_few_words_is_read(tmp_path: Path):
+    """It has nothing to say of words it does not know."""
+    net = built(LLAMA)
+    net.usage = bp.Usage(before=(2,), tokenizer=Chars("0123456789\n").document)
+    hw.export(net, tmp_path / "f")
+    usage = hw.load(tmp_path / "f").usage
+    assert (usage.before, usage.behind) == ((2,), ())
+    assert Tokenizer.from_str(usage.tokenizer or "").encode("90").ids == [2, 10, 1]
+
+
+def test_families_without_a_table_are_refused_by_name():
+    check_refused(
+        "weights of 'gptj' are not read yet; those of bart, bert, .. qwen3, t5, vit are", lambda: map_of("gptj")
+    )
+
+
 def test_names_of_other_times_are_read(tmp_path: Path):
     """Masks that old GPT-2 files hold, names without the trunk, gamma and beta of old BERT files."""
     net = written(tmp_path / "f", GPT2)
@@ -309,13 +326,15 @@ def test_code_that_came_along_is_never_run(tmp_path: Path):
         ("empty", "holds neither headwise.toml nor config.json; give a folder that hw.save or"),
         ("old", "holds model.pt, a pickle, which runs code when it is read; give a folder"),
         ("file.txt", "is 3 bytes long, too short for a file of llama2.c"),
+        ("model.safetensors", "is one of the files of a model; give the folder that it lies in"),
     ],
 )
 def test_what_is_no_model_is_refused(name: str, told: str, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "model.pt").write_text("x")
-    (tmp_path / "file.txt").write_text("abc")
+    for file in ("file.txt", WEIGHTS):
+        (tmp_path / file).write_text("abc")
     check_refused(told, lambda: hw.load(tmp_path / name))
 
 
@@ -405,7 +424,7 @@ def test_words_and_lengths_that_cannot_be_meant(tmp_path: Path):
     assert not any(tmp_path.iterdir())
 
 
-def test_nothing_is_written_over(tmp_path: Path):
+def test_nothing_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     net = built(LLAMA)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
@@ -416,7 +435,8 @@ def test_nothing_is_written_over(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     hw.export(net, tmp_path / "empty")
     check_same(hw.load(tmp_path / "empty"), net)
-    check_refused("empty holds config.json; give a new folder", lambda: hw.export(net, tmp_path / "empty"))
+    monkeypatch.chdir(tmp_path / "empty")
+    check_refused("empty holds config.json; give a new folder", lambda: hw.export(net, "."))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "full"]
 
 

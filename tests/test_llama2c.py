@@ -18,7 +18,7 @@ import headwise as hw
 from headwise import blueprint as bp
 from headwise.hub import llama2c
 from headwise.hub.sentencepieces import document
-from llama2c_pieces import FIRST, Scores, merged
+from llama2c_pieces import FIRST, Scores, merged, packed
 
 TOKENS, MODEL, HEADS, KV, HIDDEN, LAYERS, LENGTH = 11, 24, 6, 2, 13, 2, 19
 
@@ -160,11 +160,6 @@ def test_sizes_that_begin_like_a_pickle_are_read(tmp_path: Path):
 
 
 # --- its tokenizer -------------------------------------------------------------------------------------
-
-
-def packed(pieces: Scores) -> bytes:
-    each = [struct.pack("<fi", score, len(text.encode())) + text.encode() for text, score in pieces]
-    return struct.pack("<i", 99) + b"".join(each)
 
 
 def invented(rng: random.Random) -> tuple[Scores, str]:

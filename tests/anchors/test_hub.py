@@ -20,7 +20,9 @@ import headwise as hw
 from anchors.hf import drawn
 from anchors.hf_whole import BERT, GATED, LATENT, MODELS, VOCABULARY
 from headwise import blueprint as bp
+from headwise.hub.sentencepieces import document
 from headwise.tasks.vocabulary import learned
+from llama2c_pieces import FIRST, merged, packed
 
 B, T, S = 2, 11, 13
 PAIRS = ("t5", "t5-gated", "bart")
@@ -219,7 +221,8 @@ def check_same(net: hw.Transformer, theirs: nn.Module) -> None:
 def test_a_tokenizer_goes_both_ways(tmp_path: Path):
     """The document is carried along, and transformers cuts text by it as it is, with what stands around a text."""
     words = learned(["low lower lowest"] * 9, size=270, specials=("<s>", "</s>"))
-    net = hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 272}))
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 272}
+    net = hw.build(hw.families.read({"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes))
     for n, (before, behind) in enumerate((((), ()), ((0,), ()), ((0,), (1,)))):
         net.usage = bp.Usage(before=before, behind=behind, end=(1,), tokenizer=words.document)
         out = tmp_path / str(n)
@@ -231,6 +234,19 @@ def test_a_tokenizer_goes_both_ways(tmp_path: Path):
         again = hw.load(out).usage
         assert (again.before, again.behind, again.end, again.specials) == (before, behind, (1,), "read")
         assert (again.tokenizer == words.document) == (n == 0)
+
+
+def test_transformers_makes_no_tokenizer_of_its_own(tmp_path: Path):
+    """A Llama's would cut at other places than a document whose spaces are spaces."""
+    pieces = [*FIRST, ("lo", -1.0), ("lo ", -2.0), *((char, -9.0 - n) for n, char in enumerate("low "))]
+    (tmp_path / "t.bin").write_bytes(packed(pieces))
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": len(pieces)}
+    net = hw.build(hw.families.read({"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes))
+    net.usage = bp.Usage(before=(1,), tokenizer=document(tmp_path / "t.bin", len(pieces)))
+    hw.export(net, tmp_path / "out")
+    theirs = tf.AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in ("low lo w\n", " lo\u2581w", "lowlo \u00e9"):
+        assert theirs(text).input_ids == [1, *merged(pieces, text)]
 
 
 def test_what_a_folder_says_of_use_is_read(tmp_path: Path):

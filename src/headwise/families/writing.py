@@ -26,7 +26,7 @@ def config_of(model: Model, family: str = "auto") -> dict[str, Any]:
     2
     >>> config_of(told, "llama")
     Traceback (most recent call last):
-    headwise.errors.SpecError: a llama has stacks.0.layers.0.attention.modifiers.0... gpt2 the usual; ...
+    headwise.errors.SpecError: a llama has stacks.0.embedding.positions = the usual, gpt2 {'kind': 'learned', ...
     """
     if family != "auto" and family not in WRITERS:
         raise SpecError(f"configs of {family!r} are not written; {nearest(family, ['auto', *WRITERS])}")

@@ -50,7 +50,7 @@ def export(net: Transformer, folder: Path | str, *, form: str = "auto", length: 
     files = {ONE: tensor_bytes(tensors(net, config["model_type"]), {"format": "pt"})}
     if net.usage.tokenizer is not None:
         files |= {TOKENIZER: _tokenizer(net.usage).encode(), WORDS[1]: _document(_words(net.usage))}
-    _write(Path(folder), files | {CONFIG: _document(config)})
+    _write(Path(folder).resolve(), files | {CONFIG: _document(config)})
 
 
 def tensors(net: Transformer, family: str) -> dict[str, Tensor]:
@@ -94,6 +94,8 @@ def _tokenizer(usage: Usage) -> str:
     if around(tokenizer) == (usage.before, usage.behind):
         return document
     named = {one: tokenizer.id_to_token(one) for one in (*usage.before, *usage.behind)}
+    if unknown := [one for one, name in named.items() if name is None]:
+        raise SpecError(f"the tokenizer has no token {unknown[0]}, which stands around every text; correct net.usage")
     template = [*(named[one] for one in usage.before), "$A", *(named[one] for one in usage.behind)]
     special = [(name, one) for one, name in named.items()]
     tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)

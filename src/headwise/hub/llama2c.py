@@ -91,19 +91,19 @@ class Floats:
     def __init__(self, where: Path) -> None:
         self.where = where
         try:
-            data = where.read_bytes()
+            with where.open("rb") as file:
+                self.header = _header(where, file.read(HEADER.size), where.stat().st_size)
         except OSError as error:
             raise SpecError(f"{where} cannot be read: {error.strerror}; give a file of {NAME}") from None
-        self.header = _header(where, data)
         self.kinds: Mapping[str, Kind] = {name: Kind(shape, "F32") for name, shape in self.header.shapes.items()}
-        self._numbers = torch.frombuffer(bytearray(data[HEADER.size :]), dtype=torch.float32)
 
     def each(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor, in the order of the file."""
-        at = 0
+        """Every tensor, in the order of the file, which stays on disk until one is looked at."""
+        count, at = self.header.bytes // 4, HEADER.size // 4
+        numbers = torch.from_file(str(self.where), shared=False, size=count, dtype=torch.float32)
         for name, shape in self.header.shapes.items():
             size = math.prod(shape)
-            yield name, self._numbers[at : at + size].view(shape)
+            yield name, numbers[at : at + size].view(shape)
             at += size
 
 
@@ -120,20 +120,20 @@ def read(path: Path, dropout: float = 0.0, tokenizer: Path | None = None) -> Tra
     return net
 
 
-def _header(path: Path, data: bytes) -> Header:
+def _header(path: Path, first: bytes, size: int) -> Header:
     """The sizes, if the file is just as long as they say."""
-    if len(data) < HEADER.size:
-        raise SpecError(f"{path} is {len(data)} bytes long, too short for a file of {NAME}; copy the file again")
-    header = Header(*HEADER.unpack_from(data))
-    if header.possible and len(data) == header.bytes:
+    if len(first) < HEADER.size:
+        raise SpecError(f"{path} is {size} bytes long, too short for a file of {NAME}; copy the file again")
+    header = Header(*HEADER.unpack(first))
+    if header.possible and size == header.bytes:
         return header
     if header.model == MAGIC:
         raise SpecError(f"{path} is of version {header.hidden} of {NAME}; export it in its first, --version 0")
-    if data.startswith(PICKLES):
+    if first.startswith(PICKLES):
         raise SpecError(f"{path} is a pickle, which runs code when it is read; give safetensors, or a file of {NAME}")
     if not header.possible:
         raise SpecError(f"{path} begins with {list(header)}, which are no sizes of a model; give a file of {NAME}")
-    raise SpecError(f"{path} is {len(data):,} bytes long, its sizes ask for {header.bytes:,}; copy the file again")
+    raise SpecError(f"{path} is {size:,} bytes long, its sizes ask for {header.bytes:,}; copy the file again")
 
 
 def _check_angles(stored: Floats) -> None:

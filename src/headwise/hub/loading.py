@@ -10,6 +10,8 @@ from ..errors import SpecError
 from ..models import Transformer
 from . import llama2c, pretrained
 
+PARTS = (".safetensors", ".json", ".toml")  # of a folder
+
 
 def load(what: Path | str, *, dropout: float = 0.0, tokenizer: Path | str | None = None) -> Transformer:
     """The model that a folder or a file holds, in the dtype it was saved in, set to answer and not to train.
@@ -29,6 +31,8 @@ def load(what: Path | str, *, dropout: float = 0.0, tokenizer: Path | str | None
     ['gpt2', 'gpt2']
     """
     path = Path(what)
+    if path.is_file() and path.suffix in PARTS:
+        raise SpecError(f"{path} is one of the files of a model; give the folder that it lies in")
     if path.is_file():
         return llama2c.read(path, dropout, None if tokenizer is None else Path(tokenizer))
     if tokenizer is not None:

@@ -79,7 +79,11 @@ def around(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ids that a tokenizer puts before and behind every text."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    found = tokenizer.encode("a")
+    words = tokenizer.get_vocab(with_added_tokens=False).keys() - {
+        added.content for added in tokenizer.get_added_tokens_decoder().values()
+    }
+    # The shortest word that it knows: of another some tokenizers have nothing to say.
+    found = tokenizer.encode(min(words, key=lambda word: (not word.isalnum(), len(word), word), default=""))
     plain = [place for place, special in enumerate(found.special_tokens_mask) if not special]
     first, last = (plain[0], plain[-1] + 1) if plain else (len(found.ids), len(found.ids))
     return tuple(found.ids[:first]), tuple(found.ids[last:])
