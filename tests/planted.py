@@ -17,6 +17,7 @@ import planted_models  # noqa: F401 - as the first
 import planted_nets  # noqa: F401 - as the first
 import planted_pricing  # noqa: F401 - as the first
 import planted_serving  # noqa: F401 - as the first
+import planted_sites  # noqa: F401 - as the first
 import planted_tasks  # noqa: F401 - as the first
 import planted_training  # noqa: F401 - as the first
 from mutate import main

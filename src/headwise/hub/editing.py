@@ -1,0 +1,124 @@
+"""Heads made silent, or made to say something else, while a model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..site import Sites
+from .finding import found
+from .watching import Holding, Watcher, watching
+
+Head = tuple[int | str, int]  # a layer, or the name of a site, and a head of it
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Some heads of one site multiplied, or replaced by vectors [heads, width], at some tokens [B, T] or at all."""
+
+    heads: tuple[int, ...]
+    scale: float = 0.0
+    values: Tensor | None = None
+    tokens: Tensor | None = None
+
+    def heads_of(self, z: Tensor) -> Tensor:
+        """What takes the place of what these heads say."""
+        own = z[:, :, list(self.heads)]
+        if self.values is None:
+            return own * self.scale
+        return self.values.to(z).expand_as(own)
+
+
+class Editor:
+    """A watcher that makes one edit."""
+
+    wants_core = False
+
+    def __init__(self, name: str, edit: Edit) -> None:
+        self.name, self.edit = name, edit
+
+    def core(self, seen: object) -> None:
+        """Nothing to look at."""
+
+    def heads(self, z: Tensor) -> Tensor:
+        """The same with the edit made."""
+        count = z.shape[2]
+        if wrong := [head for head in self.edit.heads if not 0 <= head < count]:
+            raise ValueError(f"{self.name} has no head {wrong[0]}; give heads in 0..{count - 1}")
+        other = z.clone()
+        new = self.edit.heads_of(z)
+        if self.edit.tokens is not None:
+            new = torch.where(self.edit.tokens[:, :, None, None].to(z.device), new, z[:, :, list(self.edit.heads)])
+        other[:, :, list(self.edit.heads)] = new
+        return other
+
+
+@contextmanager
+def silence(
+    model: nn.Module, heads: Iterable[Head], *, scale: float = 0.0, tokens: Tensor | None = None
+) -> Iterator[None]:
+    """While this lasts, what these heads say is multiplied by `scale` before it is merged, at `tokens` [B, T] or all.
+
+    >>> import headwise as hw
+    >>> net = hw.build(
+    ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}), seed=0
+    ... )
+    >>> ids = torch.tensor([[3, 1, 4]])
+    >>> with silence(net, [(0, 1), (1, 0)]):
+    ...     quiet = net(ids)
+    >>> torch.equal(quiet, net(ids))
+    False
+    """
+    edits = {name: Edit(tuple(those), scale, None, tokens) for name, those in _by_site(model, heads).items()}
+    with edited(model, edits):
+        yield
+
+
+@contextmanager
+def patch(model: nn.Module, values: Mapping[Head, Tensor], *, tokens: Tensor | None = None) -> Iterator[None]:
+    """While this lasts, each of these heads says a vector [width], or one for each token [B, T, width]."""
+    edits = {
+        name: Edit(tuple(those), 0.0, torch.stack([_value(model, values, name, head) for head in those], -2), tokens)
+        for name, those in _by_site(model, values).items()
+    }
+    with edited(model, edits):
+        yield
+
+
+@contextmanager
+def edited(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
+    """While this lasts, these edits are made at sites of these names."""
+    who: dict[nn.Module, tuple[Watcher, ...]] = {}
+    stands: list[Holding] = []
+    for one in found(model):
+        if one.site.name in edits:
+            if not one.site.silence.can:
+                raise ValueError(f"{one.site.name} cannot be silenced: {one.site.silence.why}")
+            who[one.module] = (*who.get(one.module, ()), Editor(one.site.name, edits[one.site.name]))
+            stands += [stand for stand in one.route.stands() if stand not in stands]
+    with watching(who, stands):
+        yield
+
+
+def _by_site(model: nn.Module, heads: Iterable[Head]) -> dict[str, list[int]]:
+    those = Sites([one.site for one in found(model)], type(model).__name__)
+    if not those:
+        raise ValueError(
+            f"{type(model).__name__} has no attention that headwise finds; hw.sites(model) says what it saw"
+        )
+    named: dict[str, list[int]] = {}
+    for where, head in heads:
+        site = those.named(where)
+        if site.heads and not 0 <= head < site.heads:
+            raise ValueError(f"{site.name} has no head {head}; give heads in 0..{site.heads - 1}")
+        named.setdefault(site.name, []).append(head)
+    return named
+
+
+def _value(model: nn.Module, values: Mapping[Head, Tensor], name: str, head: int) -> Tensor:
+    those = Sites([one.site for one in found(model)], type(model).__name__)
+    return next(value for (where, other), value in values.items() if other == head and those.named(where).name == name)

@@ -1,0 +1,43 @@
+"""What a way into attentions is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from ...site import Site
+from ..watching import Holding
+
+
+class Found(NamedTuple):
+    """A site, the module that one watches there, and the way that leads to it."""
+
+    site: Site
+    module: nn.Module
+    route: Route
+
+
+class Route(ABC):
+    """One way into attentions."""
+
+    @abstractmethod
+    def find(self, model: nn.Module) -> Iterator[Found]:
+        """The sites of a model that this way leads to."""
+
+    @abstractmethod
+    def stands(self) -> Sequence[Holding]:
+        """What is replaced while somebody watches."""
+
+
+class Given:
+    """What an attention worked with, where its weights [B, H, T, S] are at hand."""
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights = weights
+
+    def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
+        """The weights of one head for some queries, [B, T, S]."""
+        return self.weights[:, head, queries]

@@ -1,0 +1,111 @@
+"""Attentions of transformers that go through its interface: two thirds of its model files do.
+
+Their forward asks `AttentionInterface.get_interface` for a function, and calls it with queries, keys and values after
+positions; what it returns is what each head read. While somebody watches, what is asked for comes wrapped: the model's
+own choice of function, and the mask made for it, stay as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from inspect import unwrap
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..watching import Holding, Seen, Stand, anybody, changed, watchers
+from .base import Found, Route
+from .places import site, sizes
+
+ASKS = "get_interface"
+# What the function is told besides, and what that does to the scores; anything else is beyond what is computed again.
+TOLD = frozenset({"dropout", "scaling", "is_causal", "sliding_window", "softcap", "s_aux", "position_bias"})
+HARMLESS = frozenset({
+    "attention_mask", "position_ids", "output_attentions", "use_cache", "cache_position", "deterministic",
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_embeddings", "output_hidden_states",
+    "output_router_logits", "return_dict", "num_items_in_batch", "past_key_values", "logits_to_keep", "token_type_ids",
+})  # fmt: skip
+
+
+class Interface(Route):
+    """Modules whose forward asks the interface."""
+
+    def find(self, model: nn.Module) -> Iterator[Found]:
+        if "transformers" not in sys.modules:
+            return
+        for path, module in model.named_modules(remove_duplicate=False):
+            if asks(type(module)):
+                yield Found(site(path, module, sizes(module)), module, self)
+
+    def stands(self) -> list[Holding]:
+        return [_stand()]
+
+
+def asks(kind: type[nn.Module]) -> bool:
+    """Whether the forward of this class asks the interface for a function."""
+    code = getattr(unwrap(kind.forward), "__code__", None)
+    return code is not None and ASKS in code.co_names
+
+
+_STANDS: list[Stand] = []
+
+
+def _stand() -> Stand:
+    if not _STANDS:
+        from transformers.modeling_utils import AttentionInterface
+
+        _STANDS.append(Stand(AttentionInterface, ASKS, _around))
+    return _STANDS[0]
+
+
+def _around(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_interface(self: Any, name: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
+        function = original(self, name, default)
+        return partial(_watched, function, str(name)) if anybody() else function
+
+    return get_interface
+
+
+def _watched(function: Callable[..., Any], name: str, module: nn.Module, *said: Any, **more: Any) -> Any:
+    those = watchers(module)
+    if not those:
+        return function(module, *said, **more)
+    if seers := [watcher for watcher in those if watcher.wants_core]:
+        seen = _seen(name, module, said, more)
+        for watcher in seers:
+            watcher.core(seen)
+    z, *rest = function(module, *said, **more)
+    return changed(those, z), *rest
+
+
+def _seen(name: str, module: nn.Module, said: tuple[Any, ...], more: Mapping[str, Any]) -> Seen:
+    told = dict(zip(("query", "key", "value", "attention_mask"), said, strict=False)) | dict(more)
+    q, k, v = (told[side].transpose(1, 2) for side in ("query", "key", "value"))
+    mask = told.get("attention_mask")
+    scale = told.get("scaling")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    sinks = told.get("s_aux", getattr(module, "sinks", None))
+    return Seen(
+        q, k, v, float(scale), mask, _causal(name, module, told, q.shape[1]), told.get("position_bias"),
+        told.get("softcap"), sinks if isinstance(sinks, Tensor) else None, _odd(name, told, mask),
+    )  # fmt: skip
+
+
+def _causal(name: str, module: nn.Module, told: Mapping[str, Any], queries: int) -> bool:
+    """Whether the function takes causality as understood, as torch's fused one does without a mask."""
+    if name == "eager" or told.get("attention_mask") is not None or queries == 1:
+        return False
+    said = told.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if said is None else said)
+
+
+def _odd(name: str, told: Mapping[str, Any], mask: object) -> str:
+    known = {"query", "key", "value"} | TOLD | HARMLESS
+    if strange := [key for key, value in told.items() if key not in known and isinstance(value, torch.Tensor)]:
+        return f"the layer is also told {', '.join(strange)}"
+    if isinstance(mask, Tensor) and mask.dim() != 4:
+        return f"its mask has {mask.dim()} axes"
+    return "" if mask is None or isinstance(mask, Tensor) else f"its mask is a {type(mask).__name__}"

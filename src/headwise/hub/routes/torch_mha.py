@@ -1,0 +1,115 @@
+"""torch's own nn.MultiheadAttention, alone and inside nn.Transformer.
+
+Its forward hands the output projection to one function as a plain tensor, so a hook on that projection never runs; and
+a whole encoder layer may go by a fast path that calls no forward at all. While somebody watches, the function is given
+an identity in the projection's place, what heads say is looked at, and then projected; the fast path is off meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..watching import Holding, Stand, changed, watchers
+from .base import Found, Given, Route
+from .places import Sizes, site
+
+
+class TorchMHA(Route):
+    """Every nn.MultiheadAttention."""
+
+    def find(self, model: nn.Module) -> Iterator[Found]:
+        for path, module in model.named_modules(remove_duplicate=False):
+            if isinstance(module, nn.MultiheadAttention):
+                own = Sizes(module.num_heads, module.num_heads, module.head_dim)
+                yield Found(site(path, module, own, pattern="as each call says"), module, self)
+
+    def stands(self) -> list[Holding]:
+        return [STAND, SLOWLY]
+
+
+class Slowly:
+    """torch's fast path for whole encoder layers is off while somebody watches."""
+
+    def __init__(self) -> None:
+        self._held, self._lock, self._was = 0, Lock(), True
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """While this lasts every layer calls its parts."""
+        with self._lock:
+            if not self._held:
+                self._was = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self._held += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held -= 1
+                if not self._held:
+                    torch.backends.mha.set_fastpath_enabled(self._was)
+
+
+def _around(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(
+        self: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        those = watchers(self)
+        if not those:
+            return original(self, query, key, value, *rest, **more)
+        names = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
+        said = dict(zip(names, rest, strict=False)) | more
+        z, weights = _before_merge(self, (query, key, value), said)
+        for watcher in those:
+            if watcher.wants_core:
+                watcher.core(Given(weights if weights.dim() == 4 else weights[None]))
+        y = F.linear(_edited(self, those, z), self.out_proj.weight, self.out_proj.bias)
+        return y, _as_asked(weights, said)
+
+    return forward
+
+
+STAND, SLOWLY = Stand(nn.MultiheadAttention, "forward", _around), Slowly()
+
+
+def _before_merge(
+    self: nn.MultiheadAttention, told: tuple[Tensor, Tensor, Tensor], said: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """What heads say side by side, shaped as the output, and the weights of each."""
+    flip = self.batch_first and told[0].dim() == 3
+    query, key, value = (x.transpose(0, 1) if flip else x for x in told)
+    one = torch.eye(self.embed_dim, dtype=query.dtype, device=query.device)
+    separate = {} if self._qkv_same_embed_dim else {
+        "use_separate_proj_weight": True, "q_proj_weight": self.q_proj_weight,
+        "k_proj_weight": self.k_proj_weight, "v_proj_weight": self.v_proj_weight,
+    }  # fmt: skip
+    z, weights = F.multi_head_attention_forward(
+        query, key, value, self.embed_dim, self.num_heads, cast(Tensor, self.in_proj_weight), self.in_proj_bias,
+        self.bias_k, self.bias_v, self.add_zero_attn, self.dropout, one, None, training=self.training,
+        key_padding_mask=said.get("key_padding_mask"), need_weights=True, attn_mask=said.get("attn_mask"),
+        average_attn_weights=False, is_causal=said.get("is_causal", False), **separate,
+    )  # fmt: skip
+    return z.transpose(0, 1) if flip else z, cast(Tensor, weights)
+
+
+def _edited(self: nn.MultiheadAttention, those: Any, z: Tensor) -> Tensor:
+    """[B, T, heads, width] is what watchers know."""
+    by_head = z.unflatten(-1, (self.num_heads, self.head_dim))
+    if z.dim() == 2:
+        return changed(those, by_head[None])[0].flatten(-2)
+    if self.batch_first:
+        return changed(those, by_head).flatten(-2)
+    return changed(those, by_head.transpose(0, 1)).transpose(0, 1).flatten(-2)
+
+
+def _as_asked(weights: Tensor, said: dict[str, Any]) -> Tensor | None:
+    if not said.get("need_weights", True):
+        return None
+    return weights.mean(-3) if said.get("average_attn_weights", True) else weights

@@ -1,0 +1,190 @@
+"""Standing by while attentions run, in this context alone and with nothing left on a model.
+
+What a class does is replaced while anybody watches, and put back when nobody does; who watches which module is known to
+the watcher's own context and to no other. So nothing is hung onto a model: a copy made meanwhile is clean, another
+thread runs as if nobody watched, and an exception leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import wraps
+from threading import Lock
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an attention worked with: queries, keys and values by head, where they stood, and how they were compared.
+
+    Scores are q k^T times `scale`, capped softly at `cap`, plus `bias`; a pair counts where `mask` is true, or where
+    its number of `mask` is not minus infinity's stand-in, and if `causal` where the key is not ahead. `sinks` are
+    scores of a key that no head can read, one for each head. `odd` says what else the layer was told, which this does
+    not know of; then its weights cannot be computed again.
+    """
+
+    q_BTHK: Tensor
+    k_BSGK: Tensor
+    v_BSGV: Tensor
+    scale: float
+    mask: Tensor | None = None
+    causal: bool = False
+    bias: Tensor | None = None
+    cap: float | None = None
+    sinks: Tensor | None = None
+    odd: str = ""
+
+    def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
+        """The weights of one head for some queries, [B, T, S], computed again in float32.
+
+        >>> q = torch.zeros(1, 2, 1, 3)
+        >>> Seen(q, q, q, 1.0, causal=True).rows(0)
+        tensor([[[1.0000, 0.0000],
+                 [0.5000, 0.5000]]])
+        """
+        if self.odd:
+            raise ValueError(f"weights cannot be computed again: {self.odd}; read them from the model's own")
+        heads, groups = self.q_BTHK.shape[2], self.k_BSGK.shape[2]
+        if not 0 <= head < heads:
+            raise ValueError(f"there is no head {head} of {heads}; give one in 0..{heads - 1}")
+        q_BTK = self.q_BTHK[:, queries, head].float()
+        k_BSK = self.k_BSGK[:, :, head * groups // heads].float()
+        s_BTS = q_BTK @ k_BSK.transpose(1, 2) * self.scale
+        if self.cap is not None:
+            s_BTS = self.cap * torch.tanh(s_BTS / self.cap)
+        if self.bias is not None:
+            s_BTS = s_BTS + _of(self.bias, head, queries).float()
+        s_BTS = self._masked(s_BTS, head, queries)
+        if self.sinks is None:
+            return s_BTS.softmax(-1)
+        sink = self.sinks.flatten()[head].float().expand(*s_BTS.shape[:2], 1)
+        return torch.cat([s_BTS, sink], -1).softmax(-1)[..., :-1]
+
+    def _masked(self, s_BTS: Tensor, head: int, queries: slice) -> Tensor:
+        if self.causal:
+            place = torch.arange(self.q_BTHK.shape[1], device=s_BTS.device)[queries]
+            ahead = torch.arange(s_BTS.shape[-1], device=s_BTS.device) > place[:, None]
+            s_BTS = s_BTS.masked_fill(ahead, -torch.inf)
+        if self.mask is None:
+            return s_BTS
+        mask = _of(self.mask, head, queries)
+        mask = mask[..., : s_BTS.shape[-1]]
+        return s_BTS.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s_BTS + mask.float()
+
+
+def _of(grid: Tensor, head: int, queries: slice) -> Tensor:
+    """[B or 1, T, S] of a tensor [B or 1, heads or 1, T or 1, S] for one head."""
+    one = grid[:, head if grid.shape[1] > 1 else 0]
+    return one[:, queries] if one.shape[1] > 1 else one
+
+
+class Core(Protocol):
+    """What an attention worked with, as far as it can be told."""
+
+    def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
+        """The weights of one head for some queries, [B, T, S]."""
+        ...
+
+
+class Watcher(Protocol):
+    """Who watches one attention.
+
+    `wants_core` says whether it wants to see what the attention works with; `heads` is given what each head read,
+    [B, T, heads, width], before the merge, and what it returns takes its place.
+    """
+
+    wants_core: bool
+
+    def core(self, seen: Core) -> None:
+        """Look at what the attention works with."""
+        ...
+
+    def heads(self, z: Tensor) -> Tensor | None:
+        """Look at what heads say, or change it."""
+        ...
+
+
+Watching = Mapping[nn.Module, tuple[Watcher, ...]]
+NOBODY: Watching = MappingProxyType({})
+_WATCHED: ContextVar[Watching] = ContextVar("watched", default=NOBODY)
+
+
+def watchers(module: nn.Module) -> tuple[Watcher, ...]:
+    """Who watches this module here and now."""
+    return _WATCHED.get().get(module, ())
+
+
+def anybody() -> bool:
+    """Whether anybody watches anything in this context."""
+    return bool(_WATCHED.get())
+
+
+def changed(those: Sequence[Watcher], z: Tensor) -> Tensor:
+    """What heads say after everybody has had a look; the last to have come looks last."""
+    for watcher in those:
+        other = watcher.heads(z)
+        z = z if other is None else other
+    return z
+
+
+class Holding(Protocol):
+    """Something that is otherwise while anybody watches."""
+
+    def taken(self) -> AbstractContextManager[None]:
+        """While this lasts."""
+        ...
+
+
+class Stand:
+    """A method of a class that watching replaces: `around(original)` stands there while anybody watches."""
+
+    def __init__(self, owner: type, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self.owner, self.name, self.around = owner, name, around
+        self._held, self._lock = 0, Lock()
+        self._inherits = name not in vars(owner)
+        self._original: Callable[..., Any] = getattr(owner, name)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """While this lasts the method is replaced."""
+        with self._lock:
+            if not self._held:
+                self._original = getattr(self.owner, self.name)
+                setattr(self.owner, self.name, wraps(self._original)(self.around(self._original)))
+            self._held += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held -= 1
+                if not self._held:
+                    self._restore()
+
+    def _restore(self) -> None:
+        if self._inherits:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self._original)
+
+
+@contextmanager
+def watching(who: Watching, stands: Sequence[Holding]) -> Iterator[None]:
+    """Let these watch these modules, in this context; whoever watches already goes on."""
+    now = dict(_WATCHED.get())
+    for module, those in who.items():
+        now[module] = (*now.get(module, ()), *those)
+    with ExitStack() as stack:
+        for stand in stands:
+            stack.enter_context(stand.taken())
+        token = _WATCHED.set(now)
+        try:
+            yield
+        finally:
+            _WATCHED.reset(token)

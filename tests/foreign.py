@@ -1,0 +1,135 @@
+"""Tiny models of transformers with random weights, and where each keeps its output projections."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+WIDE, HEADS, DIM, WORDS = 32, 4, 8, 67
+LLAMA: dict[str, Any] = {
+    "hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": 2,
+    "head_dim": DIM, "intermediate_size": 48, "vocab_size": WORDS, "max_position_embeddings": 64, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+BERT: dict[str, Any] = {
+    "hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 48,
+    "vocab_size": WORDS, "max_position_embeddings": 64,
+}  # fmt: skip
+BART: dict[str, Any] = {
+    "d_model": WIDE, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": HEADS,
+    "decoder_attention_heads": HEADS, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": WORDS,
+    "max_position_embeddings": 64, "pad_token_id": 0, "decoder_start_token_id": 1, "eos_token_id": 2, "bos_token_id": 1,
+}  # fmt: skip
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": DIM}
+
+
+class Foreign(NamedTuple):
+    """A class of models, its config, the last part of the name of its output projections, and what it reads."""
+
+    model: str
+    config: str
+    keys: dict[str, Any]
+    out: str
+    reads: str = "ids"
+
+    def build(self, attention: str = "eager") -> nn.Module:
+        """The model with random weights large enough for attention to be uneven."""
+        torch.manual_seed(0)
+        config = getattr(transformers, self.config)(**self.keys)
+        model = getattr(transformers, self.model)._from_config(config, attn_implementation=attention)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(4)
+        return model.eval()
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Something to read: two rows."""
+        draw = torch.Generator().manual_seed(1)
+        ids = torch.randint(3, WORDS, (2, 11), generator=draw)
+        if self.reads == "pixels":
+            return {"pixel_values": torch.randn(2, 3, 16, 16, generator=draw)}
+        if self.reads == "both":
+            return {"input_ids": ids, "decoder_input_ids": ids[:, :7]}
+        if self.reads == "sound":
+            return {"input_features": torch.randn(2, 16, 26, generator=draw), "decoder_input_ids": ids[:, :7]}
+        return {"input_ids": ids}
+
+
+def _with(keys: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {**keys, **more}
+
+
+def _causal(name: str, **more: Any) -> Foreign:
+    """A decoder as Llama spells it."""
+    return Foreign(f"{name}ForCausalLM", f"{name}Config", _with(LLAMA, **more), "o_proj")
+
+
+WHISPER = _with(BART, num_mel_bins=16, max_source_positions=13, max_target_positions=32)
+GPT = {"n_embd": WIDE, "n_head": HEADS, "n_layer": 2, "vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2}
+T5 = {
+    "d_model": WIDE, "d_kv": DIM, "num_heads": HEADS, "num_layers": 2, "d_ff": 48, "vocab_size": WORDS,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+PICTURES = {"image_size": 16, "patch_size": 4}
+VIT = {"hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 48} | PICTURES
+FALCON = {"hidden_size": WIDE, "num_attention_heads": HEADS, "num_hidden_layers": 2, "vocab_size": WORDS}
+EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LOCAL = ["sliding_attention", "full_attention"]
+
+ZOO = {
+    "bert": Foreign("BertModel", "BertConfig", BERT, "output.dense"),
+    "roberta": Foreign("RobertaModel", "RobertaConfig", BERT, "output.dense"),
+    "gpt2": Foreign("GPT2LMHeadModel", "GPT2Config", GPT, "c_proj"),
+    "llama": _causal("Llama"),
+    "qwen3": _causal("Qwen3"),
+    "mistral": _causal("Mistral", sliding_window=5),
+    "gemma2": _causal("Gemma2", sliding_window=5, query_pre_attn_scalar=8),
+    "gemma3": _causal("Gemma3", sliding_window=5, layer_types=LOCAL)._replace(config="Gemma3TextConfig"),
+    "gpt-oss": _causal("GptOss", sliding_window=5, num_local_experts=4, num_experts_per_tok=2),
+    "t5": Foreign("T5ForConditionalGeneration", "T5Config", T5, ".o", "both"),
+    "bart": Foreign("BartForConditionalGeneration", "BartConfig", BART, "out_proj", "both"),
+    "marian": Foreign("MarianMTModel", "MarianConfig", BART, "out_proj", "both"),
+    "whisper": Foreign("WhisperForConditionalGeneration", "WhisperConfig", WHISPER, "out_proj", "sound"),
+    "vit": Foreign("ViTModel", "ViTConfig", VIT, "o_proj|output.dense", "pixels"),
+    "deepseek": _causal("DeepseekV3", num_key_value_heads=HEADS, **EXPERTS, **(MLA | {"head_dim": 4})),
+    "olmo2": _causal("Olmo2"),
+    "phi3": _causal("Phi3"),
+}
+# Those that ask no interface.
+FALLBACK = {
+    "gptj": Foreign("GPTJForCausalLM", "GPTJConfig", _with(GPT, rotary_dim=4), "out_proj"),
+    "bloom": Foreign("BloomForCausalLM", "BloomConfig", {"hidden_size": WIDE, "vocab_size": WORDS} | GPT, "dense"),
+    "falcon": Foreign("FalconForCausalLM", "FalconConfig", FALCON, "dense"),
+    "deberta-v2": Foreign("DebertaV2Model", "DebertaV2Config", BERT, "output.dense"),
+    "longformer": Foreign(
+        "LongformerModel", "LongformerConfig", _with(BERT, attention_window=4, pad_token_id=0), "output.dense"
+    ),
+}
+
+
+def run(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    """What a model says in the end, logits or states."""
+    with torch.no_grad():
+        said = model(**inputs)
+    return said.logits if "logits" in said else said.last_hidden_state
+
+
+def without_columns(model: nn.Module, path: str, out: str, head: int, width: int) -> None:
+    """Set the columns of one head to zero in the output projection that stands nearest to an attention."""
+    columns = slice(head * width, (head + 1) * width)
+    near = path.rpartition(".")[0] if "|" not in out and out.startswith("output") else path
+    found = [
+        module
+        for name, module in model.named_modules()
+        if name.startswith(near) and any(name.endswith(end) for end in out.split("|")) and "mlp" not in name
+    ]
+    weight = found[0].weight
+    conv = type(found[0]).__name__ == "Conv1D"
+    with torch.no_grad():
+        weight[columns if conv else slice(None), slice(None) if conv else columns] = 0

@@ -1,0 +1,109 @@
+"""Bugs in finding attentions, in seeing what they work with, and in silencing heads."""
+
+from __future__ import annotations
+
+from planting import bug
+
+# For tests/planted.py; `bug` as there.
+SITES = "test_sites.py"
+OURS = "test_sites_ours.py"
+INTERFACE = "hub/routes/interface.py"
+WATCHING = "hub/watching.py"
+bug(
+    "sites-rows-without-softcap",
+    WATCHING,
+    "        if self.cap is not None:",
+    "        if False:",
+    f"{SITES}::test_rows_are_the_models_own[gemma2]",
+)
+bug(
+    "sites-rows-without-sinks",
+    WATCHING,
+    "        if self.sinks is None:",
+    "        if True:",
+    f"{SITES}::test_rows_are_the_models_own[gpt-oss]",
+)
+bug(
+    "sites-rows-without-bias",
+    WATCHING,
+    "        if self.bias is not None:",
+    "        if False:",
+    f"{SITES}::test_rows_are_the_models_own[t5]",
+)
+bug(
+    "sites-rows-not-causal",
+    WATCHING,
+    "        if self.causal:",
+    "        if False:",
+    f"{SITES}::test_rows_are_the_models_own[llama]",
+)
+bug(
+    "sites-rows-read-another-group",
+    WATCHING,
+    "head * groups // heads",
+    "head % groups",
+    f"{SITES}::test_rows_are_the_models_own[qwen3]",
+)
+bug(
+    "sites-eager-taken-for-causal",
+    INTERFACE,
+    'if name == "eager" or told',
+    "if told",
+    f"{SITES}::test_rows_are_the_models_own[bert]",
+)
+bug(
+    "sites-silenced-behind-the-merge",
+    "hub/routes/torch_mha.py",
+    "y = F.linear(_edited(self, those, z), self.out_proj.weight, self.out_proj.bias)",
+    "y = _edited(self, those, F.linear(z, self.out_proj.weight, self.out_proj.bias))",
+    f"{SITES}::test_torchs_own_layers[False-batch first]",
+)
+bug(
+    "sites-fast-path-left-on",
+    "hub/routes/torch_mha.py",
+    "                torch.backends.mha.set_fastpath_enabled(False)",
+    "                pass",
+    f"{SITES}::test_torchs_own_layers[False-batch first]",
+)
+bug(
+    "sites-class-stays-replaced",
+    WATCHING,
+    "                    self._restore()",
+    "                    pass",
+    f"{SITES}::test_nothing_is_left_behind",
+)
+bug(
+    "sites-watched-by-everybody",
+    WATCHING,
+    "            _WATCHED.reset(token)",
+    "            pass",
+    f"{SITES}::test_nothing_is_left_behind",
+)
+bug(
+    "sites-inner-watcher-alone",
+    WATCHING,
+    "now[module] = (*now.get(module, ()), *those)",
+    "now[module] = those",
+    f"{SITES}::test_heads_say_something_else",
+)
+bug(
+    "sites-all-tokens",
+    "hub/editing.py",
+    "        if self.edit.tokens is not None:",
+    "        if False:",
+    f"{OURS}::test_only_some_tokens",
+)
+bug(
+    "sites-probe-pushed-aside",
+    "hub/routes/ours.py",
+    "        return probe(place, tensor) if probe is not None and place in own else tensor",
+    "        return tensor",
+    f"{OURS}::test_a_probe_of_ones_own_looks_on",
+)
+bug(
+    "sites-scale-forgotten",
+    "hub/editing.py",
+    "            return own * self.scale",
+    "            return own * 0",
+    f"{OURS}::test_a_model_of_ours_and_a_copy_of_it",
+)
