@@ -436,6 +436,7 @@ BAD: dict[str, tuple[bp.Model, Any, dict[str, Any], str]] = {
     "a strange stop": (LEARNED, [1], {"how": hw.Decoding(stop=(99,))}, "the id 99 cannot end"),
     "no seed": (LEARNED, [1], {"temperature": 1.0, "seed": "x"}, "seed='x' is no seed for 1 rows"),
     "seeds": (LEARNED, [1], {"temperature": 1.0, "seed": [1, 2]}, r"seed=\[1, 2\] is no seed for 1 rows"),
+    "a seed of text": (LEARNED, [1], {"temperature": 1.0, "seed": 1.5}, "seed=1.5 is no seed"),
     "a seed below 0": (LEARNED, [1], {"temperature": 1.0, "seed": -1}, "seed=-1"),
     "no beginning": (pair(), [1], {}, "does not say what an answer begins with; say it"),
 }

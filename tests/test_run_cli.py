@@ -164,7 +164,10 @@ def test_a_document_holds_all_that_was_said(run: Run, translator: Path):
     assert rows[0]["score"] == rows[0]["best"][0]["score"] >= rows[0]["best"][1]["score"]
     assert rows[1] == {"line": 2, "prompt": ""}
     assert "'€' at place 0" in rows[2]["error"]
-    assert run(translator, LINES[0], "--json", "--temperature", 1, "--seed", 5)[1].count('"seed": 5') == 1
+    drawn = [LINES[0], "--json", "--temperature", 1]
+    told = [json.loads(run(translator, *drawn)[1]) for _ in range(2)]
+    assert told[0]["seed"] != told[1]["seed"]
+    assert json.loads(run(translator, *drawn, "--seed", told[0]["seed"])[1]) == told[0]
 
 
 def test_translations_are_scored(run: Run, translator: Path, tmp_path: Path):
@@ -183,7 +186,11 @@ def test_translations_are_scored(run: Run, translator: Path, tmp_path: Path):
     assert json.loads(out)["scores"] == {name: getattr(told, name) for name in vars(told)}
     code, out, err = run(translator, "--score", references, *short, stdin=lines[:2])
     assert (code, out.splitlines()) == (2, answers[:2])
-    assert err == f"headwise: 2 lines were answered, and {references} has 3; give a reference for each\n"
+    missing = f"headwise: 2 lines were answered, and {references} has 3; give a reference for each\n"
+    assert err == missing
+    code, out, err = run(translator, "--score", references, "--json", *short, stdin=lines[:2])
+    assert (code, err) == (2, missing)
+    assert [row.get("text", "") for row in json.loads(out)["answers"]] == answers[:2]
 
 
 def test_scores_without_their_package_are_refused_before_anything_is_said(
