@@ -1,0 +1,106 @@
+"""What processes say to each other: sums and rows side by side, with their way back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Wire:
+    """A group of processes that share something; `rank` is which of its `size` this one is.
+
+    `sent` are the bytes that this process has sent to the others, by kind, as a ring moves them: 2 (n - 1) / n of a
+    tensor that is summed, (n - 1) times what is laid side by side, (n - 1) / n of what is summed and dealt out. What
+    is told to all counts once, for whoever tells it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.sent: Counter[str] = Counter()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a copy of a model speaks with the same processes
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of what all hold."""
+        y = x.contiguous().clone()
+        dist.all_reduce(y, group=self.group)
+        self.sent["total"] += 2 * (self.size - 1) * y.nbytes // self.size
+        return y
+
+    def beside(self, x: Tensor) -> Tensor:
+        """What each holds, [processes, *x]."""
+        y = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(y.flatten(0, 1), x.contiguous(), group=self.group)
+        self.sent["beside"] += (self.size - 1) * x.nbytes
+        return y
+
+    def dealt(self, x: Tensor) -> Tensor:
+        """Of the sum of what all hold, [processes, ...], the part of this one."""
+        y = x.new_empty(x.shape[1:])
+        dist.reduce_scatter_tensor(y, x.contiguous().flatten(0, 1), group=self.group)
+        self.sent["dealt"] += (self.size - 1) * y.nbytes
+        return y
+
+    def told(self, x: Tensor, who: int) -> Tensor:
+        """What this one of them holds; the others hand over a tensor of the same shape."""
+        y = x.contiguous().clone()
+        dist.broadcast(y, group=self.group, group_src=who)
+        self.sent["told"] += y.nbytes * (self.rank == who)
+        return y
+
+
+class Enter(torch.autograd.Function):
+    """x as it is; backwards the sum over all."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wire: Wire) -> Tensor:
+        ctx.wire = wire
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.wire.total(grads[0]), None
+
+
+class Leave(torch.autograd.Function):
+    """The sum over all; backwards as it is, for all have the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wire: Wire) -> Tensor:
+        return wire.total(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class Total(torch.autograd.Function):
+    """The sum over all, of which each makes a loss of its own: backwards the sum of what all find."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wire: Wire) -> Tensor:
+        ctx.wire = wire
+        return wire.total(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.wire.total(grads[0]), None
+
+
+class Beside(torch.autograd.Function):
+    """What each holds, [processes, *x]; backwards the sum of what all find, each its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wire: Wire) -> Tensor:
+        ctx.wire = wire
+        return wire.beside(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.wire.dealt(grads[0]), None
