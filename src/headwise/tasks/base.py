@@ -43,6 +43,23 @@ class Batch:
         moved = {name: _moved(value, device) for name, value in vars(self).items()}
         return type(self)(**moved)
 
+    def rows(self, own: slice) -> Self:
+        """Some of its examples.
+
+        >>> ids = torch.arange(6).view(3, 2)
+        >>> Batch(ids, ids, Tokens.of(ids, lengths=[2, 1, 2]), gold="abc").rows(slice(1, 2)).gold
+        'b'
+        """
+        return type(self)(**{name: _rows(value, own) for name, value in vars(self).items()})
+
+
+def _rows(value: Any, own: slice) -> Any:
+    if isinstance(value, Tokens):
+        if value.segment.shape[0] == 1:  # all rows are alike
+            return value
+        return Tokens(value.position[own], value.segment[own], value.start, checked=True)
+    return None if value is None else value[own]
+
 
 def _moved(value: Any, device: torch.device | str) -> Any:
     if isinstance(value, Tokens):

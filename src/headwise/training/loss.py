@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +11,6 @@ from ..blueprint import Model, Stack
 from ..errors import SpecError
 from ..tasks import IGNORED, Batch, Task
 from ..terms import Ledger
-from ..tokens import Tokens
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -57,16 +54,7 @@ def parts_of(batch: Batch, count: int) -> Iterator[Batch]:
     rows = len(batch.labels)
     size = -(-rows // count)
     for first in range(0, rows, size):
-        own = slice(first, first + size)
-        yield Batch(**{name: _rows(value, own) for name, value in vars(batch).items()})
-
-
-def _rows(value: Any, own: slice) -> Any:
-    if isinstance(value, Tokens):
-        if value.segment.shape[0] == 1:  # all rows are alike
-            return value
-        return Tokens(value.position[own], value.segment[own], value.start, checked=True)
-    return None if value is None else value[own]
+        yield batch.rows(slice(first, first + size))
 
 
 def check(batch: Batch, described: Model, where: str) -> None:

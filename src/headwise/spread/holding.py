@@ -1,0 +1,144 @@
+"""What one rank holds of a model, and how it becomes one with what the others hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..models import Transformer, build
+from .buckets import Buckets
+from .world import WORK, World
+
+
+class Lying(Protocol):
+    """How one tensor lies over ranks, of which each holds a part; `ways` says over which."""
+
+    ways: tuple[str, ...]
+
+    def part(self, whole: Tensor) -> Tensor:
+        """What this rank holds of the whole."""
+        ...
+
+    def whole(self, part: Tensor) -> Tensor:
+        """All parts put together; every rank must ask."""
+        ...
+
+
+def _as_it_is(path: nn.Module) -> nn.Module:
+    return path
+
+
+def _nothing() -> None:
+    """Gradients are where they are wanted."""
+
+
+@dataclass(eq=False)
+class Holding:
+    """A model as far as a rank holds it.
+
+    `own` are its learned tensors by the names of the description, whole, or a part where `lying` says how; the
+    optimiser sees nothing else. `enter` makes of the module that runs the model the one that is to be called,
+    `fetch` brings gradients to `own`.
+    """
+
+    net: Transformer
+    world: World
+    own: Mapping[str, nn.Parameter]
+    summed: Buckets
+    lying: Mapping[str, Lying] = field(default_factory=dict[str, "Lying"])
+    enter: Callable[[nn.Module], nn.Module] = _as_it_is
+    fetch: Callable[[], None] = _nothing
+
+    # --- gradients ---
+
+    def arm(self) -> None:
+        """The next way back is the last one of this step."""
+        self.summed.arm()
+
+    def finish(self) -> None:
+        """Bring the gradients of all ranks together, each where it is held."""
+        self.summed.finish()
+        self.fetch()
+
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient, the same on every rank."""
+        if not self.lying:
+            return nn.utils.get_total_norm([p.grad for p in self.own.values() if p.grad is not None])
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for name, parameter in self.own.items():
+            if parameter.grad is not None:
+                total += parameter.grad.double().square().sum() / self._copies(name)
+        dist.all_reduce(total)
+        return total.sqrt().float()
+
+    def clip(self, most: float, norm: Tensor) -> None:
+        """Shorten a gradient of this norm to at most so much."""
+        nn.utils.clip_grads_with_norm_(self.own.values(), most, norm)
+
+    def _copies(self, name: str) -> int:
+        """How many ranks hold the same numbers of a tensor."""
+        parts = 1
+        for way in self.lying[name].ways if name in self.lying else ():
+            parts *= getattr(self.world.spread, way)
+        return self.world.size // parts
+
+    # --- whole tensors ---
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model, whole, by its name; every rank must ask for all."""
+        for name, tensor in self.net.state_dict().items():
+            yield name, self.whole(name, self.own[name].detach()) if name in self.lying else tensor
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """What is held of something with the shape of a tensor, put together; a single number is the same for all."""
+        return self.lying[name].whole(part) if name in self.lying and part.dim() else part
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """What this rank holds of such a thing."""
+        return self.lying[name].part(whole) if name in self.lying and whole.dim() else whole
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take every tensor of the model from whole ones."""
+        rest = {name: tensor for name, tensor in tensors.items() if name not in self.lying}
+        self.net.load_state_dict(rest, strict=not self.lying)
+        with torch.no_grad():
+            for name in self.lying:
+                self.own[name].copy_(self.part(name, tensors[name]))
+
+    def assembled(self, tensors: Mapping[str, Tensor]) -> Transformer:
+        """A model that is whole on this rank, with these weights: the one in hand if it is whole."""
+        if not self.lying:
+            self.net.load_state_dict(tensors)
+            return self.net
+        with torch.device("meta"):
+            net = build(self.net.described, dropout=self.net.dropout)
+        net.load_state_dict(tensors, assign=True)
+        return net.to(self.world.device)
+
+
+def alone(net: Transformer, world: World) -> Holding:
+    """A whole model that no other rank has to do with."""
+    return Holding(net, world, _learned(net), Buckets((), None))
+
+
+def hold(net: Transformer, world: World) -> Holding:
+    """What this rank is to hold of a model that all ranks have whole; the rest of it is let go."""
+    from .sharding import sharded
+
+    if world.spread.shards > 1:
+        return sharded(net, world)
+    return Holding(net, world, _learned(net), Buckets(_learned(net).values(), working(world)))
+
+
+def working(world: World) -> dist.ProcessGroup | None:
+    """Those that work on something else each, so that gradients are summed over them; None for one alone."""
+    return world.group(*WORK) if len(world.spread.circles(*WORK)[0]) > 1 else None
+
+
+def _learned(net: Transformer) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in net.named_parameters() if p.requires_grad}

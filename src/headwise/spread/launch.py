@@ -1,0 +1,126 @@
+"""How processes that torchrun started find each other, and how they end."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+from ..errors import SpecError
+
+JOINING = timedelta(minutes=5)  # until every rank must have come
+ANSWERING = timedelta(minutes=10)  # until a rank that says nothing is given up; the longest work of one rank alone
+SAID = "said"  # what the first rank to speak of an end writes into the store
+
+_joins = itertools.count()  # ranks join together, so that the n-th time of one is the n-th of all
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Which rank this process is, of how many, and which of those on its own machine."""
+
+    rank: int = 0
+    size: int = 1
+    local: int = 0
+    store: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the one that writes and prints."""
+        return self.rank == 0
+
+    def speaks(self) -> bool:
+        """Whether no rank has spoken of the end before this one: of many that fail, one says why."""
+        if self.store is None:
+            return True
+        try:
+            return self.store.add(SAID, 1) == 1
+        except RuntimeError:  # the store went with its rank, which was killed before it could speak
+            return True
+
+
+def launched(environment: Mapping[str, str] | None = None) -> Launch:
+    """What torchrun says of this process; without it, that it is alone.
+
+    >>> launched({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"})
+    Launch(rank=3, size=4, local=1)
+    >>> launched({})
+    Launch(rank=0, size=1, local=0)
+    """
+    said = os.environ if environment is None else environment
+    if "RANK" not in said or "WORLD_SIZE" not in said:
+        return Launch()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    words = [said["RANK"], said["WORLD_SIZE"], said.get("LOCAL_RANK", said["RANK"])]
+    if not all(word.isascii() and word.isdigit() for word in words) or int(words[0]) >= int(words[1]):
+        told = " ".join(f"{name}={word}" for name, word in zip(names, words, strict=True))
+        raise SpecError(f"the environment says {told}, which is no rank of a world; start with torchrun")
+    return Launch(*map(int, words))
+
+
+@contextmanager
+def joined() -> Iterator[Launch]:
+    """Inside, every rank can be talked to; whoever joined first leaves last. Alone, nothing happens.
+
+    What a lost rank breaks is said in one line, whatever was being waited for.
+    """
+    launch = launched()
+    if launch.size == 1:
+        yield launch
+        return
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        yield launch
+        return
+    try:
+        yield replace(launch, store=_meet(launch))
+    except RuntimeError as error:
+        if not _is_of_ranks(error):
+            raise
+        said = " ".join(str(error).split())
+        lost = f"another rank ended or stopped answering ({said})"
+        raise ConnectionError(f"{lost}; what was kept is whole, the same command with --resume goes on") from error
+    dist.destroy_process_group()
+
+
+def _meet(launch: Launch) -> Any:
+    """Begin the process group; the store through which its ranks found each other."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(launch.local % torch.cuda.device_count())
+    try:
+        store, *_ = next(rendezvous("env://", launch.rank, launch.size, timeout=JOINING))
+        store = dist.PrefixStore(f"headwise {next(_joins)}", store)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+            store=store, rank=launch.rank, world_size=launch.size, timeout=ANSWERING,
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        raise ConnectionError(_unmet(launch, " ".join(str(error).split()))) from error
+    return store
+
+
+def _unmet(launch: Launch, said: str) -> str:
+    """Why ranks could not meet, and what to do."""
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if "EADDRINUSE" in said:
+        return f"the port of {where} is in use; give torchrun another --master-port, or --standalone"
+    return (
+        f"rank {launch.rank} of {launch.size} did not meet the others at {where} ({said}); "
+        "see that every machine runs the same torchrun and reaches that address"
+    )
+
+
+def _is_of_ranks(error: RuntimeError) -> bool:
+    """Whether what failed was talk between ranks."""
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
