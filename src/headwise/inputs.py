@@ -75,7 +75,7 @@ def check_positions(limit: Limit, at: Tokens) -> None:
 def check_mask(
     spec: AttentionSpec, mask: Tensor, x: Tensor, source: Tensor | Remembered | None, cache: Cache | None, spans: int
 ) -> None:
-    """Refuse a mask of the caller's own that cannot be meant; a row's keys come from `spans` processes."""
+    """Refuse a mask of the caller's own that cannot be meant; a row's keys come from `spans` ranks."""
     _kind("mask", mask, Tensor)
     if cache is not None:
         raise ValueError("a mask cannot follow the slots of a cache; say with tokens=Tokens.of(x, ...) who is padding")

@@ -1,4 +1,4 @@
-"""With whom a layer shares its work: with nobody, unless a model is spread over several processes."""
+"""With whom a layer shares its work: with nobody, unless a model is spread over several ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .tokens import Tokens
 
 
 class Peers(ABC):
-    """Processes that hold the other heads of a layer, or the other tokens of its rows.
+    """Ranks that hold the other heads of a layer, or the other tokens of its rows.
 
     Each computes a part of what the layer says, and the parts are added up: so the gradient of anything that several
     of them hold is the sum of what each finds. `first` is the one that adds what is added once, such as an output

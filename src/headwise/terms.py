@@ -143,7 +143,7 @@ class Base(Protocol):
 
 @runtime_checkable
 class Among(Protocol):
-    """Processes that a layer's heads, or the tokens of its rows, are spread over."""
+    """Ranks that a layer's heads, or the tokens of its rows, are spread over."""
 
     def whole(self, x: Tensor, over: Literal["heads", "tokens"]) -> Tensor: ...
     def term(self, value: Tensor) -> Tensor: ...

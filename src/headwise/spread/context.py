@@ -1,4 +1,4 @@
-"""Rows whose tokens are spread over processes: which of them each takes, and what a batch is to it."""
+"""Rows whose tokens are spread over ranks: which of them each takes, and what a batch is to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_rows(described: Model) -> None:
 
 
 def taken(count: int, rank: int, size: int, order: str) -> list[int]:
-    """The places of a row of `count` tokens that process `rank` of `size` takes; those from `count` on are padding.
+    """The places of a row of `count` tokens that rank `rank` of `size` takes; those from `count` on are padding.
 
     >>> taken(7, 1, 2, "runs"), taken(7, 1, 2, "zigzag")
     ([4, 5, 6, 7], [2, 3, 4, 5])
@@ -39,9 +39,9 @@ def taken(count: int, rank: int, size: int, order: str) -> list[int]:
 
 
 def part_of(batch: Batch, wire: Wire, order: str = "runs") -> Batch:
-    """The tokens of a batch that are this process's; all of them hand over the same batch.
+    """The tokens of a batch that are this rank's; all of them hand over the same batch.
 
-    Rows are filled up so that all take equally many. Where a row has one label as a whole, the first process keeps it.
+    Rows are filled up so that all take equally many. Where a row has one label as a whole, the first rank keeps it.
     """
     x, tokens = _cut(batch.x, batch.tokens, wire, order)
     labels = batch.labels
@@ -56,7 +56,7 @@ def part_of(batch: Batch, wire: Wire, order: str = "runs") -> Batch:
 
 
 def whole_of(y: Tensor, count: int, wire: Wire, order: str = "runs") -> Tensor:
-    """What is said of every token [B, count, ...], from what each process says of its own; without its gradient."""
+    """What is said of every token [B, count, ...], from what each rank says of its own; without its gradient."""
     return in_order(wire.beside(y.detach()), order)[:, :count]
 
 
@@ -71,7 +71,7 @@ def _cut(x: Tensor, tokens: Tokens | None, wire: Wire, order: str) -> tuple[Tens
 
 
 def _places(x: Tensor, wire: Wire, order: str, fill: Any) -> Tensor:
-    """x [B, T, ...] at the places that this process takes."""
+    """x [B, T, ...] at the places that this rank takes."""
     places = taken(x.shape[1], wire.rank, wire.size, order)
     missing = max(0, max(places, default=-1) + 1 - x.shape[1])
     padded = F.pad(x, (*[0] * (2 * (x.dim() - 2)), 0, missing), value=fill)

@@ -1,4 +1,4 @@
-"""What each of several processes holds of a model whose heads they divide: a smaller model, and pieces of tensors."""
+"""What each of several ranks holds of a model whose heads they divide: a smaller model, and pieces of tensors."""
 
 from __future__ import annotations
 
@@ -71,16 +71,16 @@ def _meeting(rows: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Portion:
-    """What one process holds: a model of fewer heads and narrower feed-forwards, and a piece of each tensor."""
+    """What one rank holds: a model of fewer heads and narrower feed-forwards, and a piece of each tensor."""
 
     described: Model
     pieces: Mapping[str, Piece]
 
 
 def portions(described: Model, count: int) -> tuple[Portion, ...]:
-    """A model divided among `count` processes: output heads with all that they need, and what feed-forwards hold.
+    """A model divided among `count` ranks: output heads with all that they need, and what feed-forwards hold inside.
 
-    What has no axis of these is with everyone. Where a number does not divide, some have one more than others.
+    What has no axis of these is with every rank. Where a number does not divide, some have one more than others.
 
     >>> import headwise as hw
     >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 6, "num_attention_heads": 4}
@@ -92,44 +92,45 @@ def portions(described: Model, count: int) -> tuple[Portion, ...]:
     {'kv': (1,)}
     """
     cuts = {name: divided(name, spec, count) for name, spec in described.specs()}
-    return tuple(_portion(described, rank, count, {name: cut[rank] for name, cut in cuts.items()}) for rank in range(count))
+    by_rank = [{name: cut[rank] for name, cut in cuts.items()} for rank in range(count)]
+    return tuple(_portion(described, rank, count, own) for rank, own in enumerate(by_rank))
 
 
 def divided(name: str, spec: AttentionSpec, count: int) -> list[Kept]:
-    """A layer cut for each of `count` processes, none of which needs a score head of another."""
-    groups = circles(spec)
+    """A layer cut for each of `count` ranks, none of which needs a score head of another."""
+    groups = groups_of(spec)
     if len(groups) < count:
-        raise SpecError(f"{name}: {_too_few(spec, groups, count)}")
-    outs = [[out for n, group in enumerate(groups) if n * count // len(groups) == rank for out in group] for rank in range(count)]
-    return [Kept.of(spec, own) for own in outs]
+        raise SpecError(f"{name}: {_too_few(spec, len(groups), count)}")
+    runs = [_run(len(groups), rank, count) for rank in range(count)]
+    return [Kept.of(spec, [out for n in run for out in groups[n]]) for run in runs]
 
 
-def circles(spec: AttentionSpec) -> list[list[int]]:
-    """Output heads in groups that share no score head: what can be told apart.
+def groups_of(spec: AttentionSpec) -> list[list[int]]:
+    """Output heads in groups that share no score head: what can be computed apart.
 
     >>> import headwise as hw
-    >>> circles(hw.design(model=8, heads=4, modifiers=(hw.Dynamic(groups=2),)))
+    >>> groups_of(hw.design(model=8, heads=4, modifiers=(hw.Dynamic(groups=2),)))
     [[0, 1], [2, 3]]
     """
     groups: list[tuple[list[int], frozenset[int]]] = []
     for out in range(len(spec.speaks)):
         needs = spec.sources(out)
         met = [group for group in groups if group[1] & needs]
-        joined = sorted([out, *(own for outs, _ in met for own in outs)])
-        groups = [group for group in groups if group not in met]
-        groups.append((joined, needs.union(*(needed for _, needed in met))))
+        groups = [group for group in groups if not group[1] & needs]
+        outs = sorted([out, *(own for outs, _ in met for own in outs)])
+        groups.append((outs, needs.union(*(needed for _, needed in met))))
     return sorted(outs for outs, _ in groups)
 
 
-def _too_few(spec: AttentionSpec, groups: Sequence[Sequence[int]], count: int) -> str:
-    outs = len(spec.speaks)
-    if len(groups) == outs:
-        return f"{outs} heads cannot be divided among {count} processes; use tensor={outs} or less"
-    joins = [name for name, part in spec.parts() if any(len(part.sources(spec, frozenset([h]))) > 1 for h in range(spec.heads.q))]
-    told = f"{' and '.join(joins)} join{'s' * (len(joins) == 1)} the scores of {outs} heads"
-    if len(groups) == 1:
-        return f"{told}, so that none can be computed without the others; use data= or context= in the place of tensor="
-    return f"{told} in {len(groups)} groups, too few for {count} processes; use tensor={len(groups)} or less"
+def _too_few(spec: AttentionSpec, groups: int, count: int) -> str:
+    outs, every = len(spec.speaks), range(spec.heads.q)
+    if groups == outs:
+        return f"{outs} heads cannot be divided among {count} ranks; use tensor={outs} or less"
+    joins = [name for name, part in spec.parts() if any(len(part.sources(spec, frozenset([h]))) > 1 for h in every)]
+    said = f"{' and '.join(joins)} join{'s' * (len(joins) == 1)} the scores of {outs} heads"
+    if groups == 1:
+        return f"{said}, so that none can be computed without the others; use data= or context= in the place of tensor="
+    return f"{said} in {groups} groups, which cannot be divided among {count} ranks; use tensor={groups} or less"
 
 
 def _portion(described: Model, rank: int, count: int, cuts: Mapping[str, Kept]) -> Portion:
@@ -154,7 +155,9 @@ def _block(block: Block, name: str, rank: int, count: int, cuts: Mapping[str, Ke
 
 def _narrower(feed: Dense, name: str, rank: int, count: int) -> Dense:
     if feed.hidden < count:
-        raise SpecError(f"{name}.feed: {feed.hidden} hidden units cannot be divided among {count} processes; use fewer")
+        raise SpecError(
+            f"{name}.feed: {feed.hidden} hidden units cannot be divided among {count} ranks; use tensor={feed.hidden} or less"
+        )
     return replace(feed, hidden=len(_run(feed.hidden, rank, count)))
 
 
@@ -163,7 +166,7 @@ def _run(size: int, rank: int, count: int) -> tuple[int, ...]:
 
 
 def _kept(w: Weight, rank: int, count: int, cuts: Mapping[str, Kept]) -> dict[str, tuple[int, ...]]:
-    """Which places of a tensor a process holds, along each axis that is cut."""
+    """Which places of a tensor a rank holds, along each axis that is cut."""
     sublayer = ".".join(w.name.split(".")[:3])
     by_axis: ByAxis = cuts[sublayer].by_axis if sublayer in cuts else {}
     if w.role == "feed":
@@ -172,7 +175,7 @@ def _kept(w: Weight, rank: int, count: int, cuts: Mapping[str, Kept]) -> dict[st
 
 
 def holders(pieces: Sequence[Piece]) -> Tensor:
-    """How many processes hold each number of a tensor, by the axes that are cut; the others are 1 wide.
+    """How many ranks hold each number of a tensor, by the axes that are cut; the others are 1 wide.
 
     >>> both = Layout.parse("kv model"), {"kv": 2, "model": 5}
     >>> holders([Piece(*both, {"kv": (0,)}), Piece(*both, {"kv": (0, 1)})]).tolist()

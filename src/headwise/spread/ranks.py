@@ -1,4 +1,4 @@
-"""A layer whose heads are on several processes, or the tokens of its rows, or both."""
+"""A layer whose heads are on several ranks, or the tokens of its rows, or both."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ HELD = 4  # sets of tokens whose places are remembered: those of both stacks, an
 
 
 class Ranks(Peers):
-    """Heads are divided among the processes of `tensor`, the tokens of a row among those of `context`.
+    """Heads are divided among the ranks of `tensor`, the tokens of a row among those of `context`.
 
-    order="runs": process r of n holds the r-th of n equal runs of a row; "zigzag": of 2 n runs the r-th and the r-th
+    order="runs": rank r of n holds the r-th of n equal runs of a row; "zigzag": of 2 n runs the r-th and the r-th
     from the end, so that under a causal pattern all have as many pairs.
     """
 
@@ -98,21 +98,21 @@ class Ranks(Peers):
         first = start - wire.rank * at.count
         if first < 0:
             raise ValueError(
-                f"process {wire.rank} of {wire.size} takes its {at.count} tokens for the first of their rows; "
-                "hand over the tokens= that spread.part_of gives"
+                f"rank {wire.rank} of {wire.size} takes its {at.count} tokens for the first of their rows; "
+                "hand over the tokens= that spread.context.part_of gives"
             )
         return Tokens.run(first, wire.size * at.count, at.position.device)
 
 
 def in_order(both: Tensor, order: str) -> Tensor:
-    """[processes, B, T, ...] as [B, processes * T, ...], tokens as they stand in their row.
+    """[ranks, B, T, ...] as [B, ranks * T, ...], tokens as they stand in their row.
 
     >>> in_order(torch.tensor([[[0, 3]], [[1, 2]]]), "zigzag").tolist()
     [[0, 1, 2, 3]]
     """
     if order == "zigzag":
         if both.shape[2] % 2:
-            raise ValueError(f"{both.shape[2]} tokens are no two runs; hand over what spread.part_of gives")
+            raise ValueError(f"{both.shape[2]} tokens are no two runs; hand over what spread.context.part_of gives")
         halves = both.unflatten(2, (2, -1))
         both = torch.cat([halves[:, :, 0], halves[:, :, 1].flip(0)])
     return both.movedim(0, 1).flatten(1, 2)
@@ -127,7 +127,7 @@ def set_peers(net: nn.Module, peers: Peers) -> None:
 
 @contextmanager
 def alone(net: nn.Module) -> Iterator[None]:
-    """A model whose rows are whole again, on every process: to evaluate, or to generate; heads stay divided."""
+    """A model whose rows are whole again, on every rank: to evaluate, or to generate; heads stay divided."""
     before = [(module, module.peers) for module in net.modules() if isinstance(module, Shared)]
     for module, peers in before:
         module.peers = Ranks(peers.tensor) if isinstance(peers, Ranks) else peers

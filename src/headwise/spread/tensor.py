@@ -1,4 +1,4 @@
-"""A model whose heads and feed-forwards are divided among processes: each has all tokens, and some heads of all layers."""
+"""A model whose heads and feed-forwards are divided among ranks: each has all tokens, and some heads of every layer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .portions import holders, portions
 from .ranks import set_peers
 from .wires import Wire
 
-INSIDE = ("attention", "cross", "feed")  # roles of what is divided; all else every process does alike
+INSIDE = ("attention", "cross", "feed")  # roles of what is divided; all else every rank does alike
 
 
 class Divided:
-    """How the processes of a wire hold a model between them: this one's portion, and what others hold of it besides.
+    """How the ranks of a wire hold a model between them: this one's portion, and what others hold of it besides.
 
     What several of them hold, keys that heads of both read, say, gets a part of its gradient from each: `settle` adds
     them up, and must be called between the last gradient and whatever reads it. All of them call every method, in
@@ -33,14 +33,14 @@ class Divided:
         every_held = {name: holders(pieces) for name, pieces in self.pieces.items()}
         for name, held in every_held.items():
             if not bool(held.all()):
-                said = f"{name} ({self.pieces[name][0].layout}) joins heads of several processes"
+                said = f"{name} ({self.pieces[name][0].layout}) joins heads of several ranks"
                 raise SpecError(f"{said}; use data= or context= in the place of tensor=")
         roles = {name: weight.role for name, weight in described.params().items()}
         self._copied = [name for name, held in every_held.items() if roles[name] in INSIDE and int(held.max()) > 1]
         self._held = {name: held[self.pieces[name][wire.rank].cut_places] for name, held in every_held.items()}
 
     def portion(self, net: Transformer, peers: Peers) -> Transformer:
-        """This process's portion of a model that all have built alike, its parameters new tensors.
+        """This rank's portion of a model that all have built alike, its parameters new tensors.
 
         `peers` are those who hold the others, `Ranks(tensor=wire)`.
         """
@@ -52,7 +52,7 @@ class Divided:
         return part.train(net.training)
 
     def settle(self, net: nn.Module) -> None:
-        """Give every number that several processes hold the sum of what they found as its gradient."""
+        """Give every number that several ranks hold the sum of what they found as its gradient."""
         learned = {name: p for name, p in net.named_parameters() if p.requires_grad}
         copied = {name: learned[name] for name in self._copied if name in learned}
         for dtype in dict.fromkeys(p.dtype for p in copied.values()):
@@ -97,7 +97,7 @@ class Divided:
         return whole
 
     def part(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This process's pieces of tensors of the whole model, by names as `whole` gives them."""
+        """This rank's pieces of tensors of the whole model, by names as `whole` gives them."""
         return {key: self._own(key.rpartition(" ")[2], whole) for key, whole in tensors.items()}
 
     def _own(self, name: str, whole: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What processes say to each other: sums and rows side by side, with their way back."""
+"""What ranks say to each other: sums and rows side by side, with their way back."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 class Wire:
-    """A group of processes that share something; `rank` is which of its `size` this one is.
+    """A group of ranks that share something; `rank` is which of its `size` this one is.
 
-    `sent` are the bytes that this process has sent to the others, by kind, as a ring moves them: 2 (n - 1) / n of a
+    `sent` are the bytes that this rank has sent to the others, by kind, as a ring moves them: 2 (n - 1) / n of a
     tensor that is summed, (n - 1) times what is laid side by side, (n - 1) / n of what is summed and dealt out. What
     is told to all counts once, for whoever tells it.
     """
@@ -24,7 +24,7 @@ class Wire:
         self.sent: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # a copy of a model speaks with the same processes
+        return self  # a copy of a model speaks with the same ranks
 
     def total(self, x: Tensor) -> Tensor:
         """The sum of what all hold."""
@@ -34,16 +34,16 @@ class Wire:
         return y
 
     def beside(self, x: Tensor) -> Tensor:
-        """What each holds, [processes, *x]."""
+        """What each holds, [ranks, *x]."""
         y = x.new_empty(self.size, *x.shape)
-        dist.all_gather_into_tensor(y.flatten(0, 1), x.contiguous(), group=self.group)
+        dist.all_gather_single(y.flatten(0, 1), x.contiguous(), group=self.group)
         self.sent["beside"] += (self.size - 1) * x.nbytes
         return y
 
     def dealt(self, x: Tensor) -> Tensor:
-        """Of the sum of what all hold, [processes, ...], the part of this one."""
+        """Of the sum of what all hold, [ranks, ...], the part of this one."""
         y = x.new_empty(x.shape[1:])
-        dist.reduce_scatter_tensor(y, x.contiguous().flatten(0, 1), group=self.group)
+        dist.reduce_scatter_single(y, x.contiguous().flatten(0, 1), group=self.group)
         self.sent["dealt"] += (self.size - 1) * y.nbytes
         return y
 
@@ -94,7 +94,7 @@ class Total(torch.autograd.Function):
 
 
 class Beside(torch.autograd.Function):
-    """What each holds, [processes, *x]; backwards the sum of what all find, each its own part."""
+    """What each holds, [ranks, *x]; backwards the sum of what all find, each its own part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, wire: Wire) -> Tensor:
