@@ -155,9 +155,8 @@ def _block(block: Block, name: str, rank: int, count: int, cuts: Mapping[str, Ke
 
 def _narrower(feed: Dense, name: str, rank: int, count: int) -> Dense:
     if feed.hidden < count:
-        raise SpecError(
-            f"{name}.feed: {feed.hidden} hidden units cannot be divided among {count} ranks; use tensor={feed.hidden} or less"
-        )
+        fact = f"{name}.feed: {feed.hidden} hidden units cannot be divided among {count} ranks"
+        raise SpecError(f"{fact}; use tensor={feed.hidden} or less")
     return replace(feed, hidden=len(_run(feed.hidden, rank, count)))
 
 
