@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,8 @@ from torch import Tensor, nn
 import headwise as hw
 from cases import check_close
 from headwise import blueprint as bp
+from headwise.spread.context import part_of, whole_of
+from headwise.spread.ranks import Ranks, set_peers
 from headwise.spread.tensor import Divided
 from headwise.spread.wires import Wire
 from headwise.tasks import IGNORED, Batch
@@ -38,7 +42,9 @@ def described(preset: str, kind: str) -> bp.Model:
     feed, full = bp.Dense(10, bias="ud"), {} if preset in ("longformer", "bigbird") else {"pattern": "full()"}
     heads = (bp.Head("tokens", WORDS, bias="learned"),)
     if kind == "decoder":
-        return bp.Model("one", kind, (stack("decoder", [bp.Block(spec_of(preset), feed=feed)] * 2, embedding=None),), heads)
+        return bp.Model(
+            "one", kind, (stack("decoder", [bp.Block(spec_of(preset), feed=feed)] * 2, embedding=None),), heads
+        )
     encoder = stack("encoder", [bp.Block(spec_of(preset, **full), feed=feed)] * (2 if kind == "encoder" else 1))
     if kind == "encoder":
         return bp.Model("one", kind, (encoder,), (bp.Head("class", 5, at="mean"),))
@@ -90,24 +96,82 @@ def check_gradients(ours: Mapping[str, Tensor], net: nn.Module, **tolerance: flo
         check_close(ours[name] / norm, grad / norm, msg=lambda said, name=name: f"{name}: {said}", **tolerance)
 
 
-def check_tensor(net: hw.Transformer, part: hw.Transformer, divided: Divided, batch: Batch, loss: Loss = loss_of) -> None:
+def said(net: nn.Module, batch: Batch) -> Tensor:
+    """What a model says of a batch."""
+    with torch.no_grad():
+        return net(batch.x, tokens=batch.tokens, source=batch.source, source_tokens=batch.source_tokens)
+
+
+def learned(nets: Sequence[nn.Module], batches: Sequence[Batch], loss: Loss) -> list[Tensor | None]:
+    """Set the gradients of each net on its batch; those of what it was given, where these are vectors."""
+    found = []
+    for net, batch in zip(nets, batches, strict=True):
+        x = batch.x.clone().requires_grad_(batch.x.is_floating_point())
+        loss(net, replace(batch, x=x)).backward()
+        found.append(x.grad)
+    return found
+
+
+def check_steps(
+    nets: Sequence[nn.Module], gather: Callable[[], Mapping[str, Tensor]], learn: Callable[[], None]
+) -> None:
+    """Two nets have one gradient at every step, and become one; `gather` gives the second's as the first has them."""
+    optimisers = [adamw(net) for net in nets]
+    for _ in range(STEPS):
+        learn()
+        check_gradients(gather(), nets[0])
+        for optimiser in optimisers:
+            optimiser.step()
+            optimiser.zero_grad()
+
+
+def check_tensor(
+    net: hw.Transformer, part: hw.Transformer, divided: Divided, batch: Batch, loss: Loss = loss_of
+) -> None:
     """A portion says, learns and becomes what the whole does."""
-    steps = [adamw(net), adamw(part)]
-    for step in range(STEPS):
-        with torch.no_grad():
-            given = {"tokens": batch.tokens, "source": batch.source, "source_tokens": batch.source_tokens}
-            check_close(part(batch.x, **given), net(batch.x, **given))
-        x = [batch.x.clone().requires_grad_(batch.x.is_floating_point()) for _ in range(2)]
-        for one, read in zip((net, part), x, strict=True):
-            loss(one, Batch(read, *list(vars(batch).values())[1:])).backward()
-        if batch.x.is_floating_point():
-            check_close(x[1].grad, x[0].grad)
+    check_close(said(part, batch), said(net, batch))
+
+    def learn() -> None:
+        whole, ours = learned([net, part], [batch, batch], loss)
+        if whole is not None:
+            check_close(ours, whole)
         divided.settle(part)
-        check_gradients(divided.whole({n: p.grad for n, p in part.named_parameters() if p.grad is not None}), net)
-        check_close(divided.norm(part), nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None]))
-        for one in steps:
-            one.step()
-            one.zero_grad()
+        norm = nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])
+        check_close(divided.norm(part), norm)
+
+    def gather() -> Mapping[str, Tensor]:
+        return divided.whole({name: p.grad for name, p in part.named_parameters() if p.grad is not None})
+
+    check_steps([net, part], gather, learn)
     whole = divided.whole(part.state_dict())
     for name, tensor in net.state_dict().items():
         check_close(whole[name], tensor)
+
+
+def check_context(net: hw.Transformer, wire: Wire, order: str, batch: Batch, loss: Loss = loss_of) -> None:
+    """A model that is told some tokens of each row says, learns and becomes what one does that is told all."""
+    part, own = copy.deepcopy(net), part_of(batch, wire, order)
+    set_peers(part, Ranks(context=wire, order=order))
+    whole, ours = said(net, batch), said(part, own)
+    if batch.labels.dim() == 2:
+        ours, live = whole_of(ours, whole.shape[1], wire, order), alive(batch)
+        check_close(ours[live], whole[live])
+    else:
+        check_close(ours, whole)
+
+    def learn() -> None:
+        whole, ours = learned([net, part], [batch, own], loss)
+        if whole is not None:
+            check_close(whole_of(ours, whole.shape[1], wire, order), whole)
+        for p in part.parameters():
+            p.grad = None if p.grad is None else wire.total(p.grad)
+
+    check_steps([net, part], lambda: {name: p.grad for name, p in part.named_parameters()}, learn)
+    for ours, theirs in zip(part.parameters(), net.parameters(), strict=True):
+        check_close(ours, theirs)
+
+
+def alive(batch: Batch) -> Tensor:
+    """Which tokens are no padding [B, T]."""
+    shape = batch.x.shape[:2]
+    return torch.ones(shape, dtype=torch.bool) if batch.tokens is None else batch.tokens.live.expand(shape)

@@ -14,14 +14,25 @@ from torch import Tensor
 import cases
 import headwise as hw
 from cases import check_close
-from divided import HEADS, KINDS, MODEL, batch_of, built, check_gradients, check_tensor, described, loss_of, spec_of
-from divided import stack, world
+from divided import (
+    HEADS,
+    KINDS,
+    MODEL,
+    batch_of,
+    built,
+    check_gradients,
+    check_tensor,
+    described,
+    loss_of,
+    spec_of,
+    stack,
+    world,
+)
 from headwise import blueprint as bp
 from headwise.presets import PRESETS
 from headwise.spread.portions import divided
 from headwise.spread.ranks import Ranks, set_peers
 from headwise.spread.tensor import Divided
-from headwise.spread.wires import Wire
 from headwise.tokens import Tokens
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -36,9 +47,9 @@ def case(run: Callable[[], None]) -> Callable[[], None]:
 def check(name: str) -> None:
     """Run one, "preset kind" or a case of its own."""
     if name in CASES:
-        return CASES[name]()
-    preset, kind = name.split()
-    check_model(described(preset, kind))
+        CASES[name]()
+    else:
+        check_model(described(*name.split()))
 
 
 def halves(net: hw.Transformer) -> tuple[hw.Transformer, Divided]:
@@ -117,7 +128,9 @@ def experts() -> None:
 @case
 def placements() -> None:
     """Norms anywhere, a table that layers hold in common, padding."""
-    spec = hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=(hw.T5Bias(buckets=8, reach=9),), bias="qkvo")
+    spec = hw.design(
+        model=MODEL, heads=HEADS, pattern="causal", modifiers=(hw.T5Bias(buckets=8, reach=9),), bias="qkvo"
+    )
     for placement in ("post", "sandwich", "parallel"):
         model = decoder(*[bp.Block(spec, feed=bp.Dense(9), placement=placement)] * 2)
         check_model(model, {"x": Tokens.of(torch.zeros(3, 7), lengths=[7, 4, 1])})
@@ -219,7 +232,8 @@ def one_file_whatever_the_split() -> None:
     assert first == second
     part.load_state_dict(parts.part(whole))
     rest = {"optimiser step decoder.norm.weight": torch.tensor(3.0), "random cpu": torch.zeros(5)}
-    assert parts.whole(rest) == rest and parts.part(rest) == rest
+    assert parts.whole(rest) == rest
+    assert parts.part(rest) == rest
 
 
 @case
