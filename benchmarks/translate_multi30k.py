@@ -23,6 +23,8 @@ from headwise.tasks.parallel import Parallel
 from headwise.tasks.published import translation_scores
 from headwise.training import Recipe, Result
 from headwise.training.choosing import Choice
+from headwise.spread import Launch, Spread
+from headwise.spread.world import World
 from headwise.training.evaluation import Examiner
 
 from .real import found, unpacked
@@ -57,7 +59,7 @@ def recipe(steps: int) -> Recipe:
 def scored(data: Parallel, result: Result) -> dict[str, Any]:
     """All of the test set, translated greedily with the best weights."""
     recipe, choice = Recipe(batch=100), Choice("fp32", "off")
-    examiner = Examiner(data, recipe, choice, torch.device("cpu"))
+    examiner = Examiner(data, recipe, choice, World(Launch(), Spread()))
     said, wanted = [], []
     for index in range(data.batches(recipe.batch, "test") or 0):
         batch = data.batch(index, recipe.batch, "test")

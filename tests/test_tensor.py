@@ -6,25 +6,22 @@ import pytest
 
 import headwise as hw
 import tensor_cases
+from checked import check_found, found_by
 from divided import KINDS, described
 from headwise.presets import PRESETS
 from headwise.spread.portions import portions
-from worlds import check_found, found_by
-
-MIXED = ("dcmha", "talking")  # every head of these needs every other
 
 
 @pytest.fixture(scope="module")
-def found():
+def found(tmp_path_factory: pytest.TempPathFactory):
     """What both ranks found, by name."""
-    names = [name for name in tensor_cases.PAIRS if name.split()[0] not in MIXED]
-    return found_by(2, "tensor_cases", [*tensor_cases.CASES, *names])
+    return found_by(2, "tensor_cases.every", tmp_path_factory.mktemp("tensor"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_divided_model_is_the_model(found, preset, kind):
-    if preset in MIXED:
+    if preset in tensor_cases.MIXED:
         with pytest.raises(hw.SpecError, match=r"join the scores of 4 heads, so that none .* use data= or context="):
             portions(described(preset, kind), 2)
     else:

@@ -20,12 +20,8 @@ from headwise.training import recipe as recipes
 from headwise.training.choosing import Choice, fastest, kept, worth_compiling
 from headwise.training.evaluation import averages
 from headwise.training.schedules import SCHEDULES
-from headwise.training.stepping import Stepper
 from headwise.training.work import step_flops, tokens_in
-from learning import IDS, Echo, quick
-
-PLAIN = Choice("fp32", "off")
-CPU = torch.device("cpu")
+from learning import IDS, Echo, quick, stepper
 
 # --- schedules -----------------------------------------------------------------------------------------
 
@@ -230,7 +226,7 @@ def test_the_loss_of_short_numbers_is_taken_in_float32():
 
 def gradients(said: Recipe, batch: Batch, dtype: torch.dtype = torch.float64) -> tuple[float, dict[str, torch.Tensor]]:
     net = hw.build(Echo().model(), seed=3).to(dtype)
-    told = Stepper(net, said, PLAIN, CPU).gradients(batch)
+    told = stepper(net, said).gradients(batch)
     return told.item(), {name: p.grad for name, p in net.named_parameters()}
 
 
@@ -277,7 +273,7 @@ def test_smoothing_of_a_recipe_reaches_the_loss():
 def test_recomputed_activations_give_the_same_gradient():
     batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
     net.checkpointing = "block"
-    Stepper(net, quick(), PLAIN, CPU).gradients(batch)
+    stepper(net, quick()).gradients(batch)
     for name, gradient in gradients(quick(), batch)[1].items():
         torch.testing.assert_close(net.get_parameter(name).grad, gradient, rtol=1e-12, atol=1e-14)
 
@@ -301,23 +297,23 @@ class Routed(Echo):
 def test_terms_join_the_loss_by_their_factor():
     """The loss with a factor of 0.5, less that without, is half of the balance summed over two layers."""
     batch, net = Routed().batch(0, 4), hw.build(Routed().model(), seed=3).double()
-    plain = Stepper(net, quick(batch=4), PLAIN, CPU).gradients(batch).item()
+    plain = stepper(net, quick(batch=4)).gradients(batch).item()
     terms: dict = {}
     probes = {name: hw.Probe(ledger=Ledger(terms, name)) for name, _ in net.described.specs()}
     net.probes = probes
     net(batch.x, tokens=batch.tokens)
     balance = sum(term.item() for term in terms.values())
     assert len(terms) == 2
-    found = Stepper(net, quick(batch=4, terms=(("balance", 0.5),)), PLAIN, CPU).gradients(batch).item()
+    found = stepper(net, quick(batch=4, terms=(("balance", 0.5),))).gradients(batch).item()
     assert found - plain == pytest.approx(0.5 * balance, rel=1e-9)
     net.checkpointing = "block"
-    assert Stepper(net, quick(batch=4, terms=(("balance", 0.5),)), PLAIN, CPU).gradients(batch).item() == found
+    assert stepper(net, quick(batch=4, terms=(("balance", 0.5),))).gradients(batch).item() == found
 
 
 def test_a_term_that_no_part_sets_is_refused():
     net = hw.build(Routed().model(), seed=3)
     with pytest.raises(SpecError, match="no layer sets the term 'balanc'; the terms here are balance"):
-        Stepper(net, quick(terms=(("balanc", 0.5),)), PLAIN, CPU).gradients(Routed().batch(0, 5))
+        stepper(net, quick(terms=(("balanc", 0.5),))).gradients(Routed().batch(0, 5))
 
 
 # --- what is chosen by measuring -----------------------------------------------------------------------
@@ -334,7 +330,7 @@ def test_plain_attention_gives_the_same_gradients_and_leaves_layers_as_they_were
     found = []
     for way in ("fused", "plain"):
         net = hw.build(Echo().model(), seed=0)
-        Stepper(net, quick(), Choice("fp32", "off", attention=way), CPU).gradients(Echo().batch(0, 5))
+        stepper(net, quick(), Choice("fp32", "off", attention=way)).gradients(Echo().batch(0, 5))
         found.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
         assert {module.only for module in net.modules() if isinstance(module, hw.Attention)} == {None}
     torch.testing.assert_close(*found)

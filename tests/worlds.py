@@ -1,55 +1,73 @@
-"""Worlds of a few ranks in processes of their own, each running many checks; what every rank found of each."""
+"""Worlds for tests: processes that know of each other as torchrun's do, each running one function of some module."""
 
 from __future__ import annotations
 
 import importlib
 import os
-import pickle
-import tempfile
-import traceback
-from collections.abc import Sequence
-from datetime import timedelta
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
-WAIT = timedelta(seconds=30)  # a rank that says nothing for so long has been left behind
+import headwise
 
-
-def found_by(size: int, module: str, names: Sequence[str]) -> dict[str, list[Any]]:
-    """What `check(name)` of a module gives on each of `size` ranks, by name; of one that failed, its traceback.
-
-    Ranks stop at the first failure, for what comes after would not meet.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, (size, folder, module, list(names)), nprocs=size, start_method="spawn")
-        every = [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(size)]
-    failed = next((f"{name} failed" for found in every for name, said in found.items() if said is not None), "")
-    return {name: [found.get(name, f"not reached, for {failed}") for found in every] for name in names}
+TESTS, SOURCE = Path(__file__).parent, Path(headwise.__file__).parents[1]
 
 
-def _rank(rank: int, size: int, folder: str, module: str, names: list[str]) -> None:
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What torchrun would say to a process."""
+    said = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    path = os.pathsep.join([str(SOURCE), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {
+        **os.environ,
+        **{name: str(value) for name, value in said.items()},
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def begun(ranks: int, *arguments: str) -> list[subprocess.Popen[str]]:
+    """Processes of one world, each `python` with these arguments."""
+    port = free_port()
+    return [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env=environment(rank, ranks, port), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+
+
+def ended(processes: list[subprocess.Popen[str]], within: float = 120) -> list[tuple[int, str, str]]:
+    """Their codes and what they said, once all of them have ended."""
+    try:
+        said = [process.communicate(timeout=within) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *told) for process, told in zip(processes, said, strict=True)]
+
+
+def world(ranks: int, function: str, folder: Path) -> list[Any]:
+    """What "module.function" gives each of so many ranks, each called with the folder."""
+    folder.mkdir(exist_ok=True)
+    for rank, (code, _, err) in enumerate(ended(begun(ranks, "-m", "worlds", function, str(folder)))):
+        assert code == 0, f"rank {rank}:\n{err}"
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size, timeout=WAIT)
-    found: dict[str, Any] = {}
-    check = importlib.import_module(module).check
-    for name in names:
-        torch.manual_seed(0)
-        try:
-            found[name] = check(name)
-        except Exception:
-            found[name] = traceback.format_exc()
-            break
-    Path(folder, str(rank)).write_bytes(pickle.dumps(found))
-    if len(found) < len(names):
-        os._exit(0)  # those who still wait for this rank learn that it is gone
-    dist.destroy_process_group()
-
-
-def check_found(found: Sequence[Any]) -> None:
-    """Every rank found nothing amiss."""
-    for rank, said in enumerate(found):
-        assert said is None, f"rank {rank}: {said}"
+    module, _, name = sys.argv[1].rpartition(".")
+    found = getattr(importlib.import_module(module), name)(Path(sys.argv[2]))
+    torch.save(found, Path(sys.argv[2]) / f"{os.environ['RANK']}.pt")

@@ -12,7 +12,7 @@ from importlib import import_module
 
 from .. import __version__
 from ..errors import NoBackend, nearest
-from .screen import Wrong, prepare
+from .screen import BAD_INPUT, Wrong, prepare
 
 # In the order of the help: what each verb does, in a few words.
 VERBS = {
@@ -24,7 +24,7 @@ VERBS = {
     "why": "which backend would run a spec, and why each other one refuses",
 }
 TOO_BIG = "this does not fit into memory; make something smaller"
-BAD_INPUT, INTERRUPTED, PIPE_CLOSED = 2, 130, 141
+INTERRUPTED, PIPE_CLOSED = 130, 141
 
 
 def usage() -> str:

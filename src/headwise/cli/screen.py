@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..spec import AttentionSpec
 
 WIDTH = 80
+BAD_INPUT = 2  # what a command ends with that cannot be meant
 # Known here by name, so that help needs no torch; a test holds it to headwise.presets.
 PRESETS = [
     "mha",

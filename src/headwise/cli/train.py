@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import nearest
-from .screen import PRESETS, Arguments, Wrong, document, show, take_form, value_of
+from ..spread import joined
+from .screen import BAD_INPUT, PRESETS, Arguments, Wrong, document, show, take_form, value_of
 
 if TYPE_CHECKING:
     from ..blueprint import Model
     from ..models import Transformer
+    from ..spread import Launch
     from ..tasks import Task
     from ..training import Recipe
 
@@ -26,12 +28,27 @@ OPTIONS: dict[str, tuple[type, str]] = {
     "compile": (str, "auto, on or off; auto tries where it can pay"),
     "seed": (int, "of the fresh weights and of what is dropped"),
     "device": (str, "auto, cpu, cuda or cuda:1, say"),
+    "spread": (str, "what ranks divide, as in data=2 or data=2,shards=2; auto divides the data"),
 }
+AGAIN = "the same command with --resume goes on"
 LARGEST = 2**20  # bytes of a recipe
 
 
 def main(argv: list[str]) -> int:
-    """Train, and say at the end what came of it."""
+    """Train, and say at the end what came of it; of many ranks one says it."""
+    with joined() as launch:
+        try:
+            _train(argv, launch)
+        except (Exception, KeyboardInterrupt) as error:
+            if not launch.speaks():
+                raise SystemExit(BAD_INPUT) from None
+            if isinstance(error, KeyboardInterrupt):
+                print(f"headwise: {error or 'interrupted; the run is as it was last kept'}; {AGAIN}", file=sys.stderr)
+            raise
+    return 0
+
+
+def _train(argv: list[str], launch: Launch) -> None:
     given = _parser().parse_args(argv)
     changes = _changes(given.changes)
     recipe = _recipe(given, changes["recipe"])
@@ -40,14 +57,9 @@ def main(argv: list[str]) -> int:
 
     described = None if given.model is None else _model(given.model, task, recipe)
     sinks = [Screen(), *given.sinks]
-    try:
-        result = train(task, described, recipe, given.out, "allowed" if given.resume else "never", sinks)
-    except KeyboardInterrupt as error:
-        how = "the same command with --resume goes on" if str(error) else "with --resume it goes on from what is kept"
-        print(f"headwise: {error or f'interrupted; {given.out} is as it was last kept'}; {how}", file=sys.stderr)
-        raise
-    show(document(result.data) if given.json else _page(result.data, given.out))
-    return 0
+    result = train(task, described, recipe, given.out, "allowed" if given.resume else "never", sinks)
+    if launch.leads:
+        show(document(result.data) if given.json else _page(result.data, given.out))
 
 
 def _parser() -> Arguments:

@@ -10,9 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..errors import SpecError
 from ..models import Transformer, build
 from .buckets import Buckets
+from .launch import Launch
+from .mesh import Spread
+from .path import Path
 from .world import WORK, World
+
+
+KNOWN, UNKNOWN = ("data", "shards"), ("context", "tensor")
 
 
 class Lying(Protocol):
@@ -29,10 +36,6 @@ class Lying(Protocol):
         ...
 
 
-def _as_it_is(path: nn.Module) -> nn.Module:
-    return path
-
-
 def _nothing() -> None:
     """Gradients are where they are wanted."""
 
@@ -42,17 +45,20 @@ class Holding:
     """A model as far as a rank holds it.
 
     `own` are its learned tensors by the names of the description, whole, or a part where `lying` says how; the
-    optimiser sees nothing else. `enter` makes of the module that runs the model the one that is to be called,
-    `fetch` brings gradients to `own`.
+    optimiser sees nothing else. Calls go by `path`; `fetch` brings gradients to `own`.
     """
 
-    net: Transformer
+    path: Path
     world: World
     own: Mapping[str, nn.Parameter]
     summed: Buckets
     lying: Mapping[str, Lying] = field(default_factory=dict[str, "Lying"])
-    enter: Callable[[nn.Module], nn.Module] = _as_it_is
     fetch: Callable[[], None] = _nothing
+
+    @property
+    def net(self) -> Transformer:
+        """The model itself."""
+        return self.path.net
 
     # --- gradients ---
 
@@ -74,7 +80,8 @@ class Holding:
             if parameter.grad is not None:
                 total += parameter.grad.double().square().sum() / self._copies(name)
         dist.all_reduce(total)
-        return total.sqrt().float()
+        exact = torch.promote_types(torch.float32, next(iter(self.own.values())).dtype)
+        return total.sqrt().to(exact)
 
     def clip(self, most: float, norm: Tensor) -> None:
         """Shorten a gradient of this norm to at most so much."""
@@ -121,23 +128,26 @@ class Holding:
         return net.to(self.world.device)
 
 
-def alone(net: Transformer, world: World) -> Holding:
+def alone(net: Transformer, device: torch.device | str = "cpu") -> Holding:
     """A whole model that no other rank has to do with."""
-    return Holding(net, world, _learned(net), Buckets((), None))
+    return Holding(Path(net), World(Launch(), Spread(), device), _learned(net), Buckets((), None))
 
 
 def hold(net: Transformer, world: World) -> Holding:
     """What this rank is to hold of a model that all ranks have whole; the rest of it is let go."""
-    from .sharding import sharded
-
+    for way in UNKNOWN:
+        if getattr(world.spread, way) > 1:
+            raise SpecError(f"training cannot be divided by {way} yet; use one of {', '.join(KNOWN)}")
     if world.spread.shards > 1:
+        from .sharding import sharded
+
         return sharded(net, world)
-    return Holding(net, world, _learned(net), Buckets(_learned(net).values(), working(world)))
+    return Holding(Path(net), world, _learned(net), Buckets(_learned(net).values(), working(world)))
 
 
 def working(world: World) -> dist.ProcessGroup | None:
     """Those that work on something else each, so that gradients are summed over them; None for one alone."""
-    return world.group(*WORK) if len(world.spread.circles(*WORK)[0]) > 1 else None
+    return world.group(*WORK) if world.workers > 1 else None
 
 
 def _learned(net: Transformer) -> dict[str, nn.Parameter]:

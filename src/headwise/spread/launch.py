@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ class Launch:
         """Whether no rank has spoken of the end before this one: of many that fail, one says why."""
         if self.store is None:
             return True
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all that are left, and one must speak
         try:
             return self.store.add(SAID, 1) == 1
         except RuntimeError:  # the store went with its rank, which was killed before it could speak
@@ -82,8 +84,8 @@ def joined() -> Iterator[Launch]:
     except RuntimeError as error:
         if not _is_of_ranks(error):
             raise
-        said = " ".join(str(error).split())
-        lost = f"another rank ended or stopped answering ({said})"
+        how = f"said nothing for {ANSWERING}" if "timed out" in str(error).lower() else "ended"
+        lost = f"rank {launch.rank} waited for another rank, which {how}"
         raise ConnectionError(f"{lost}; what was kept is whole, the same command with --resume goes on") from error
     dist.destroy_process_group()
 

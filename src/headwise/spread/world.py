@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import SpecError
+from ..tasks import Batch
 from .launch import Launch
 from .mesh import WAYS, Spread
+from .rows import Share, share
 
 T = TypeVar("T")
 Failures = (ValueError, OSError, RuntimeError)  # what is said to the others; anything else ends the process
@@ -62,6 +64,11 @@ class World:
         return found
 
     @property
+    def workers(self) -> int:
+        """How many work on something else each."""
+        return self.size // self.spread.tensor
+
+    @property
     def mesh(self) -> DeviceMesh:
         """All ranks as torch's mesh, its dimensions named as WAYS are."""
         if self._mesh is None:
@@ -107,6 +114,13 @@ class World:
                 raise SpecError(f"rank {rank} of {self.size}: {other}")
         return value  # pyright: ignore[reportReturnType] - no failure, so there is one
 
+    def first(self, value: T | None) -> tuple[T, str] | None:
+        """What the first rank has that has anything, and where that is; None if none has."""
+        for rank, said in enumerate(self.every(value)):
+            if said is not None:
+                return said, f" on rank {rank}" if self.size > 1 else ""
+        return None
+
     def any(self, said: bool) -> bool:
         """Whether any rank says so."""
         if self.size == 1:
@@ -117,9 +131,13 @@ class World:
 
     def sum(self, own: Tensor) -> Tensor:
         """The sum over all that work on something else, in place of what is given."""
-        if len(self.spread.circles(*WORK)[0]) > 1:
+        if self.workers > 1:
             dist.all_reduce(own, group=self.group(*WORK))
         return own
+
+    def share(self, batch: Batch) -> Share:
+        """What this rank takes of a batch that all of them have."""
+        return share(batch, self.worker, self.workers)
 
     @contextmanager
     def leading(self, manager: AbstractContextManager[Any]) -> Iterator[None]:

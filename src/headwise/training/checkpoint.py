@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..files import write_atomically
+from ..spread.alike import difference
 
 FORMAT = 1
 SUFFIX = ".safetensors"
@@ -122,22 +123,5 @@ def first_difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | No
     >>> first_difference({"recipe": {"lr": 0.1, "seed": 3}}, {"recipe": {"lr": 0.2, "seed": 3}})
     'recipe.lr was 0.1, is now 0.2'
     """
-    before, after = _flat("", was), _flat("", now)
-    for name in [*before, *(name for name in after if name not in before)]:
-        if before.get(name) != after.get(name):
-            return f"{name} was {_said(before, name)}, is now {_said(after, name)}"
-    return None
-
-
-def _flat(where: str, value: Any) -> dict[str, Any]:
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
-    if items is None:
-        return {where: value}
-    found: dict[str, Any] = {}
-    for key, inner in items:
-        found |= _flat(f"{where}.{key}" if where else str(key), inner)
-    return found
-
-
-def _said(values: Mapping[str, Any], name: str) -> str:
-    return repr(values[name]) if name in values else "not said"
+    found = difference(was, now)
+    return None if found is None else f"{found[0]} was {found[1]}, is now {found[2]}"

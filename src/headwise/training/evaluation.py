@@ -9,6 +9,9 @@ import torch
 
 from ..errors import SpecError
 from ..models import Transformer, greedy
+from ..spread.path import Path
+from ..spread.rows import Share
+from ..spread.world import World
 from ..tasks import Batch, Tally, Task
 from .choosing import Choice
 from .loss import asked, cross_entropy
@@ -19,8 +22,8 @@ from .stepping import autocast, check_fits
 class Examiner:
     """Measures models on held-out batches of a task."""
 
-    def __init__(self, task: Task, recipe: Recipe, choice: Choice, device: torch.device) -> None:
-        self.task, self.recipe, self.choice, self.device = task, recipe, choice, device
+    def __init__(self, task: Task, recipe: Recipe, choice: Choice, world: World) -> None:
+        self.task, self.recipe, self.choice, self.world, self.device = task, recipe, choice, world, world.device
 
     @property
     def last(self) -> str:
@@ -31,15 +34,16 @@ class Examiner:
             return "valid"
         return "test"
 
-    def measures(self, net: Transformer, split: str) -> dict[str, float]:
+    def measures(self, path: Path, split: str) -> dict[str, float]:
         """The loss a label, without smoothing, and what the task measures of the same logits."""
-        return averages(self._each(net, split))
+        return self._averages(self._each(path, split))
 
     def scores(self, net: Transformer, split: str) -> dict[str, float]:
         """What the task says of free answers; nothing when it asks for none."""
         if not self.task.answers:
             return {}
-        return averages(self.task.score(self.answers(net, batch), batch) for batch in self._batches(split))
+        shares = (own.batch for own in self._shares(split) if own.rows)
+        return self._averages(self.task.score(self.answers(net, batch), batch) for batch in shares)
 
     def answers(self, net: Transformer, batch: Batch) -> list[list[int]]:
         """The new ids that a model writes, for each example."""
@@ -51,21 +55,38 @@ class Examiner:
         count, end = self.task.answers, self.task.end
         return greedy(net, given.x, count=count, tokens=given.tokens, end=end, memory=memory)
 
-    def _batches(self, split: str) -> Iterator[Batch]:
+    def _averages(self, own: Iterable[Tally]) -> dict[str, float]:
+        """Over what all ranks measured, each its share."""
+        return averages(self.world.every(sums(own)))
+
+    def _shares(self, split: str) -> Iterator[Share]:
         whole = self.task.batches(self.recipe.batch, split)
         count = self.recipe.evaluate_batches
         for index in range(count if whole is None else min(count, whole)):
-            yield self.task.batch(index, self.recipe.batch, split)
+            yield self.world.share(self.task.batch(index, self.recipe.batch, split))
 
-    def _each(self, net: Transformer, split: str) -> Iterator[Tally]:
-        net.eval()
-        for batch in self._batches(split):
-            here = batch.to(self.device)
+    def _each(self, path: Path, split: str) -> Iterator[Tally]:
+        path.eval()
+        for own in self._shares(split):
+            here = own.batch.to(self.device)
             with torch.no_grad(), autocast(self.choice, self.device):
-                logits = net(here.x, tokens=here.tokens, source=here.source, source_tokens=here.source_tokens).float()
+                logits = path(here).float()
             check_fits(logits, here.labels)
-            loss = {"loss": (float(cross_entropy(logits, here.labels)), asked(batch))}
-            yield loss | dict(self.task.measure(logits, here))
+            loss = {"loss": (float(cross_entropy(logits, here.labels)), asked(here))}
+            yield loss | dict(self.task.measure(logits, here)) if own.rows else {}
+
+
+def sums(tallies: Iterable[Tally]) -> dict[str, tuple[float, int]]:
+    """One tally of several.
+
+    >>> sums([{"accuracy": (3.0, 4)}, {"accuracy": (1.0, 1)}])
+    {'accuracy': (4.0, 5)}
+    """
+    found: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+    for tally in tallies:
+        for name, (total, count) in tally.items():
+            found[name] = found[name][0] + total, found[name][1] + count
+    return dict(found)
 
 
 def averages(tallies: Iterable[Tally]) -> dict[str, float]:
@@ -74,10 +95,4 @@ def averages(tallies: Iterable[Tally]) -> dict[str, float]:
     >>> averages([{"accuracy": (3.0, 4)}, {"accuracy": (1.0, 1), "never": (0.0, 0)}])
     {'accuracy': 0.8}
     """
-    sums: dict[str, float] = defaultdict(float)
-    counts: dict[str, int] = defaultdict(int)
-    for tally in tallies:
-        for name, (total, count) in tally.items():
-            sums[name] += total
-            counts[name] += count
-    return {name: sums[name] / counts[name] for name in sums if counts[name]}
+    return {name: total / count for name, (total, count) in sums(tallies).items() if count}

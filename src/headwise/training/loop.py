@@ -17,8 +17,10 @@ from ..blueprint.manifest import MANIFEST
 from ..errors import SpecError, nearest
 from ..files import Lock, sweep, write_atomically
 from ..models import Transformer, save
+from ..spread import joined
+from ..spread.path import Path as Way
 from ..tasks import Task
-from .checkpoint import Checkpoints, Damaged, read
+from .checkpoint import Checkpoint, Checkpoints
 from .interrupts import Interrupts
 from .pages import page
 from .recipe import Recipe
@@ -76,33 +78,41 @@ def train(
     if not str(out):
         raise SpecError("train leaves a model behind; say where, as in out='runs/first'")
     taken = [sink(one) if isinstance(one, str) else one for one in sinks]
-    setup = Setup.of(task, described, Recipe() if recipe is None else recipe, Path(out))
-    devices = [setup.device] if setup.device.type == "cuda" else []
-    with Lock(setup.folder), torch.random.fork_rng(devices), Interrupts() as interrupts:
-        run, notes = _begin(setup, resume)
-        with _opened([Journal(), *taken], run, shorter(setup.config)) as write:
-            for note in notes:
-                write({"event": "note", "step": run.progress.step, "says": note})
-            _go(run, setup, write, interrupts)
-            return _finish(run, write)
+    with joined() as launch:
+        setup = Setup.of(task, described, Recipe() if recipe is None else recipe, Path(out), launch)
+        world = setup.world
+        devices = [world.device] if world.device.type == "cuda" else []
+        with Interrupts() as interrupts, world.leading(Lock(setup.folder)), torch.random.fork_rng(devices):
+            run, notes = _begin(setup, resume)
+            with _opened([Journal(), *taken] if world.leads else [], run, shorter(setup.config)) as write:
+                for note in notes:
+                    write({"event": "note", "step": run.progress.step, "says": note})
+                _go(run, setup, write, interrupts)
+                return _finish(run, write)
 
 
 def _begin(setup: Setup, resume: str) -> tuple[Run, list[str]]:
     """The run, new or gone on with, and what is to be said about that."""
-    checkpoints = Checkpoints(setup.folder / CHECKPOINTS)
-    for folder in (setup.folder, checkpoints.folder):
-        sweep(folder)
-    held, damages = checkpoints.newest()
+    held, damages = setup.world.told(lambda: _found(setup.folder, resume))
     if held is None:
-        if (setup.folder / MANIFEST).exists():
-            raise SpecError(f"{setup.folder} holds a model already; give another folder, or move that one away")
         run = setup.begun()
-        return run, [*setup.task.notes, *run.stepper.choice.reasons]
-    if resume == "never":
-        remedy = "go on with resume='allowed' (--resume), or give another folder"
-        raise SpecError(f"{setup.folder} holds a run of {held.step} steps; {remedy}")
+        return run, [*setup.task.notes, *setup.notes, *run.stepper.choice.reasons]
     run = setup.resumed(held)
-    return run, [*damages, f"going on from step {held.step}", *run.stepper.choice.reasons]
+    return run, [*damages, *setup.notes, f"going on from step {held.step}", *run.stepper.choice.reasons]
+
+
+def _found(folder: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to go on from, none where there is nothing, and what was found wrong with newer ones."""
+    checkpoints = Checkpoints(folder / CHECKPOINTS)
+    for swept in (folder, checkpoints.folder):
+        sweep(swept)
+    held, damages = checkpoints.newest()
+    if held is None and (folder / MANIFEST).exists():
+        raise SpecError(f"{folder} holds a model already; give another folder, or move that one away")
+    if held is not None and resume == "never":
+        remedy = "go on with resume='allowed' (--resume), or give another folder"
+        raise SpecError(f"{folder} holds a run of {held.step} steps; {remedy}")
+    return held, damages
 
 
 @contextmanager
@@ -132,28 +142,28 @@ def _go(run: Run, setup: Setup, write: Write, interrupts: Interrupts) -> None:
             told = run.evaluate()
             write(told)
             better = told["best"]
-        if better or run.over or interrupts.asked or run.progress.step % every == 0:
+        asked = run.world.any(interrupts.asked)
+        if better or run.over or asked or run.progress.step % every == 0:
             run.keep(setup.config)
         if better:
-            save(run.net, run.folder, tokenizer=run.task.tokenizer, readme=page(run, told["metrics"], "valid"))
-        if interrupts.asked and not run.over:
+            run.leave(page(run, told["metrics"], "valid"))
+        if asked and not run.over:
             raise KeyboardInterrupt(f"ended at step {run.progress.step}, which is kept in {run.folder}")
 
 
 def _finish(run: Run, write: Write) -> Result:
     """Measure the best weights on what was never looked at, and leave them in the folder."""
-    best = run.checkpoints.path(run.progress.best or run.progress.step)
-    try:
-        run.net.load_state_dict(read(best).kind("model"))
-    except Damaged as error:
-        write({"event": "note", "step": run.progress.step, "says": f"{error}; the last weights are taken"})
+    net, damage = run.best()
+    if damage:
+        write({"event": "note", "step": run.progress.step, "says": damage})
     begun, split = time.perf_counter(), run.examiner.last
-    metrics = run.examiner.measures(run.net, split) | run.examiner.scores(run.net, split)
+    metrics = run.examiner.measures(Way(net), split) | run.examiner.scores(net, split)
     seconds = run.progress.seconds + time.perf_counter() - begun
-    save(run.net, run.folder, tokenizer=run.task.tokenizer, readme=page(run, metrics, split))
     choice = run.stepper.choice
     told = (run.task.name, run.progress.step, seconds, metrics, split, str(run.folder), run.progress.best)
-    result = Result(*told, choice.precision, choice.compile, run.net.eval())
-    write_atomically(run.folder / FINAL, json.dumps(result.data, indent=2).encode() + b"\n")
+    result = Result(*told, choice.precision, choice.compile, net.eval())
+    if run.world.leads:
+        save(net, run.folder, tokenizer=run.task.tokenizer, readme=page(run, metrics, split))
+        write_atomically(run.folder / FINAL, json.dumps(result.data, indent=2).encode() + b"\n")
     write({"event": "end", "step": run.progress.step, "metrics": metrics, "seconds": seconds, "split": split})
     return result

@@ -39,6 +39,15 @@ def grouped(named: Mapping[str, nn.Parameter], described: Model, rule: str) -> G
     return groups
 
 
+def named(key: str) -> str:
+    """Which tensor a tensor of the state belongs to.
+
+    >>> named("exp_avg decoder.norm.weight")
+    'decoder.norm.weight'
+    """
+    return key.partition(" ")[2]
+
+
 class Optimiser:
     """AdamW (1711.05101): m and v the means of g and g^2, w <- w - rate (decay w + m^ / (sqrt(v^) + eps)).
 

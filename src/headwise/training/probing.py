@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from ..models import Transformer
+from ..spread.holding import alone
+from ..spread.path import Path
 from ..tasks import Batch
 from .choosing import PROBE, Choice, fastest, kept, worth_compiling
 from .recipe import Recipe
@@ -23,30 +25,27 @@ class Trial:
     """Trial steps of a model on a few batches, whose shapes may differ; none changes it, nor what is drawn later."""
 
     def __init__(self, net: Transformer, recipe: Recipe, device: torch.device, batches: Sequence[Batch]) -> None:
+        self.holding = alone(net, device)
         self.net, self.recipe, self.device, self.batches = net, recipe, device, batches
 
-    def choose(self) -> Stepper:
-        """What steps as the recipe says; where it says "auto", as is fastest here, with the reasons."""
+    def choose(self) -> Choice:
+        """How to step: as the recipe says; where it says "auto", as is fastest here, with the reasons."""
         (precision, attention), reasons, seconds = self._way()
         if self.recipe.compile != "auto":
             told = f"compile {self.recipe.compile}, as asked"
-            return self._stepper(Choice(precision, self.recipe.compile, (*reasons, told), attention))
+            return Choice(precision, self.recipe.compile, (*reasons, told), attention)
         plain = Choice(precision, "off", reasons, attention)
         if seconds is None:
             seconds = self._seconds(self._stepper(plain))
         shapes = {(batch.x.shape, batch.source.shape if batch.source is not None else None) for batch in self.batches}
         worth, told = worth_compiling(seconds, self.recipe.steps, len(shapes))
         if not worth:
-            return self._stepper(replace(plain, reasons=(*reasons, told)))
-        compiled = self._stepper(replace(plain, compile="on"))
-        took, failed = self._tried(compiled)
+            return replace(plain, reasons=(*reasons, told))
+        took, failed = self._tried(self._stepper(replace(plain, compile="on")))
         if took is None:
-            return self._stepper(replace(plain, reasons=(*reasons, f"not compiled, it fails: {failed}")))
+            return replace(plain, reasons=(*reasons, f"not compiled, it fails: {failed}"))
         compile_, told = kept(seconds, took, self.recipe.steps)
-        if compile_ == "off":
-            return self._stepper(replace(plain, reasons=(*reasons, told)))
-        compiled.choice = replace(plain, compile="on", reasons=(*reasons, told))
-        return compiled
+        return replace(plain, compile=compile_, reasons=(*reasons, told))
 
     def _way(self) -> tuple[tuple[str, str], tuple[str, ...], float | None]:
         """A precision and how to attend, the reasons, and the seconds of a step where they were measured."""
@@ -78,7 +77,7 @@ class Trial:
         return ("fused", "plain") if self.device.type == "cpu" and longest <= SHORT else ("fused",)
 
     def _stepper(self, choice: Choice) -> Stepper:
-        return Stepper(self.net, self.recipe, choice, self.device)
+        return Stepper(replace(self.holding, path=Path(self.net)), self.recipe, choice)
 
     def _tried(self, stepper: Stepper) -> tuple[float | None, str]:
         """The seconds of a step; or none, and what was said when it failed."""

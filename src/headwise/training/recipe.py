@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import SpecError, nearest
 from ..registry import Spoken
+from ..spread.mesh import AUTO, Spread
 from ..text import toml_of
 from .schedules import SCHEDULES, Course
 
@@ -58,7 +59,8 @@ class Recipe(Spoken):
     last `keep` stay, and the best. `start` is how fresh tensors are drawn, as `build` knows it. precision, attention
     and compile are chosen by measuring where they are "auto"; attention="plain" runs its operations one by one, "fused"
     as each layer chooses; activations="recompute" keeps none inside a block, and computes them again
-    when gradients need them.
+    when gradients need them. `spread` says what the ranks that torchrun started divide among themselves, "data=2" or
+    "data=2,shards=2"; "auto" divides the data.
 
     >>> Recipe(steps=600, lr=0.003)
     Recipe(steps=600, lr=0.003)
@@ -95,6 +97,7 @@ class Recipe(Spoken):
     attention: str = "auto"
     activations: str = "keep"
     device: str = "auto"
+    spread: str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -109,6 +112,8 @@ class Recipe(Spoken):
         for row in self.terms:
             if len(row) != 2 or not isinstance(row[0], str) or not _number(row[1]):
                 raise SpecError(f"Recipe(terms={self.terms!r}) must name factors; write terms=(('balance', 0.01),)")
+        if self.spread != AUTO:
+            Spread.parse(self.spread)
         self._check_together()
 
     def rate(self, step: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,20 @@ import torch
 from torch import Tensor
 
 from ..errors import Diverged
-from ..models import Transformer
+from ..models import Transformer, save
 from ..tasks import Batch, Task
 from .blame import first_bad
-from .checkpoint import Checkpoint, Checkpoints
+from .checkpoint import Checkpoint, Checkpoints, Damaged, read
 from .evaluation import Examiner
 from .loss import check
-from .optimiser import Optimiser, grouped
+from .optimiser import Optimiser, grouped, named
 from .probing import peak
 from .recipe import Recipe
 from .stepping import Stepper
 from .work import step_flops, tokens_in
 
 CHECKPOINTS = "checkpoint"  # the folder of them, in that of the run
+STREAM = 0x9E3779B97F4A7C15  # far from one worker's seed to the next
 SMOOTH = 0.9  # how much of the last estimate of a step's seconds stays
 
 
@@ -47,12 +48,11 @@ class Run:
         self.task, self.stepper, self.folder = task, stepper, folder
         self.net: Transformer = stepper.net
         self.recipe: Recipe = stepper.recipe
-        self.device = stepper.device
-        learned = {name: p for name, p in self.net.named_parameters() if p.requires_grad}
-        self.groups = grouped(learned, self.net.described, self.recipe.decays)
+        self.holding, self.world, self.device = stepper.holding, stepper.world, stepper.device
+        self.groups = grouped(self.holding.own, self.net.described, self.recipe.decays)
         self.optimiser = Optimiser(self.groups, self.recipe)
         self.checkpoints = Checkpoints(folder / CHECKPOINTS, self.recipe.keep)
-        self.examiner = Examiner(task, self.recipe, stepper.choice, self.device)
+        self.examiner = Examiner(task, self.recipe, stepper.choice, self.world)
         self.progress = Progress()
         self.peak = peak(self.device, stepper.choice.dtype or torch.float32)
         self._pace: float | None = None
@@ -76,10 +76,11 @@ class Run:
         check(batch, self.net.described, f"batch {step - 1}")
         self.net.train()
         loss = self.stepper.gradients(batch)
-        norm = self.stepper.norm()
+        norm = self.holding.norm()
         if not bool(loss.isfinite() & norm.isfinite()):
             self._diverge(step, batch, loss)
-        self.stepper.clip(norm)
+        if self.recipe.clip:
+            self.holding.clip(self.recipe.clip, norm)
         rate = self.recipe.rate(step)
         self.optimiser.step(rate)
         self.progress.step = step
@@ -91,7 +92,7 @@ class Run:
     def evaluate(self) -> dict[str, Any]:
         """Measure held-out data and remember whether it was never better; the record."""
         begun, step, before = time.perf_counter(), self.progress.step, self.progress.loss
-        metrics = self.examiner.measures(self.net, "valid")
+        metrics = self.examiner.measures(self.holding.path, "valid")
         if not math.isfinite(metrics["loss"]):
             raise Diverged(self._refused(f"step {step}: the held-out loss is {metrics['loss']}"))
         if before is None or metrics["loss"] < before:
@@ -102,27 +103,66 @@ class Run:
         return {"event": "evaluation", "step": step, "metrics": metrics, "best": self.progress.best == step}
 
     def keep(self, config: Mapping[str, Any]) -> None:
-        """Write a checkpoint of this moment."""
-        tensors = {f"model {name}": value for name, value in self.net.state_dict().items()}
-        tensors |= {f"optimiser {name}": value for name, value in self.optimiser.tensors.items()}
+        """Write a checkpoint of this moment; what ranks hold parts of is written whole, so that any world can go on."""
+        tensors = {f"model {name}": value for name, value in self._led(self.holding.tensors())}
+        tensors |= {f"optimiser {key}": value for key, value in self._led(self._moments())}
         tensors |= {f"random {name}": value for name, value in self._random().items()}
         state = {"config": config, "choice": asdict(self.stepper.choice), "progress": asdict(self.progress)}
-        self.checkpoints.save(Checkpoint(self.progress.step, tensors, state), self.progress.best)
+        if self.world.leads:
+            self.checkpoints.save(Checkpoint(self.progress.step, tensors, state), self.progress.best)
+
+    def leave(self, readme: str) -> None:
+        """Leave the model in the run's folder."""
+        tensors = dict(self._led(self.holding.tensors()))
+        if self.world.leads:
+            save(self.holding.assembled(tensors), self.folder, tokenizer=self.task.tokenizer, readme=readme)
+
+    def best(self) -> tuple[Transformer, str | None]:
+        """The whole model with the weights that were best, as the leader finds them; the last, and why, if damaged."""
+        path = self.checkpoints.path(self.progress.best or self.progress.step)
+        last = dict(self._led(self.holding.tensors()))
+
+        def found() -> tuple[dict[str, Tensor], str | None]:
+            try:
+                return read(path).kind("model"), None
+            except Damaged as error:
+                return last, f"{error}; the last weights are taken"
+
+        tensors, damage = self.world.told(found)
+        return self.holding.assembled(tensors), damage
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go back to the moment of a checkpoint."""
-        self.net.load_state_dict(checkpoint.kind("model"))
-        self.optimiser.load(checkpoint.kind("optimiser"))
+        self.holding.load(checkpoint.kind("model"))
+        moments = checkpoint.kind("optimiser").items()
+        self.optimiser.load({key: self.holding.part(named(key), value) for key, value in moments})
         self.progress = Progress(**checkpoint.state["progress"])
-        random = checkpoint.kind("random")
-        torch.set_rng_state(random["cpu"])
-        if "cuda" in random:
-            torch.cuda.set_rng_state(random["cuda"], self.device)
+        self._draw_on(checkpoint.kind("random"))
+
+    def _led(self, every: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """All of these, put together with the others, for the leader alone."""
+        return ((name, value) for name, value in every if self.world.leads)
+
+    def _moments(self) -> Iterator[tuple[str, Tensor]]:
+        for key, value in self.optimiser.tensors.items():
+            yield key, self.holding.whole(named(key), value)
 
     def _random(self) -> dict[str, Tensor]:
-        """The states of torch's generators; nothing else is drawn from."""
+        """The states of torch's generators on every rank, the leader's without a number; nothing else is drawn from."""
         here = {"cpu": torch.get_rng_state()}
-        return here | ({"cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else {})
+        here |= {"cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else {}
+        every = enumerate(self.world.every(here))
+        return {_of_rank(name, rank): state for rank, states in every for name, state in states.items()}
+
+    def _draw_on(self, states: Mapping[str, Tensor]) -> None:
+        """Go on drawing where this rank stood; one that was not there begins a stream of its own."""
+        cpu, cuda = (states.get(_of_rank(name, self.world.rank)) for name in ("cpu", "cuda"))
+        if cpu is None:
+            torch.manual_seed(stream(self.recipe.seed + self.progress.step, self.world.worker))
+            return
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, self.device)
 
     def _speed(self, batch: Batch, seconds: float) -> dict[str, float]:
         shape = (batch.x.shape, None if batch.source is None else batch.source.shape)
@@ -132,12 +172,13 @@ class Run:
         return {
             "seconds": seconds,
             "tokens_per_second": tokens_in(self.net.described, batch) / seconds,
-            "mfu": self._flops[shape] / seconds / self.peak,
+            "mfu": self._flops[shape] / seconds / self.peak / self.world.size,
             "left": self._pace * (self.recipe.steps - self.progress.step),
         }
 
     def _diverge(self, step: int, batch: Batch, loss: Tensor) -> None:
-        bad = first_bad(self.net, self.groups, lambda: self.stepper.loss(batch))
+        own = self.world.share(batch).batch
+        bad = first_bad(self.holding, self.groups, lambda: self.stepper.loss(own))
         what = "gradient is not finite" if bool(loss.isfinite()) else f"loss is {loss.item()}"
         raise Diverged(self._refused(f"step {step}: the {what}; {bad}"))
 
@@ -145,3 +186,16 @@ class Run:
         paths = self.checkpoints.paths
         kept = f"the checkpoint of step {int(paths[0].stem)} is kept in {self.folder}" if paths else "nothing is lost"
         return f"{fact}; {kept}; train anew with a lower lr than {self.recipe.lr:g} or a longer warmup"
+
+
+def stream(seed: int, worker: int) -> int:
+    """The seed of what one of several workers draws: none draws what another does, and the first as if alone.
+
+    >>> stream(7, 0), stream(7, 1) != stream(8, 0)
+    (7, True)
+    """
+    return (seed + worker * STREAM) % 2**63
+
+
+def _of_rank(name: str, rank: int) -> str:
+    return f"{name} {rank}" if rank else name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,17 @@ from .. import blueprint
 from ..blueprint import Model
 from ..errors import SpecError
 from ..models import Transformer, build
+from ..spread import Launch, Spread
+from ..spread.alike import check_alike, code
+from ..spread.holding import hold
+from ..spread.world import World
 from ..tasks import Batch, Task
 from .checkpoint import Checkpoint, first_difference
 from .choosing import Choice
 from .loss import check, check_model
 from .probing import Trial
 from .recipe import Recipe, to_dict
-from .run import Run
+from .run import Run, stream
 from .stepping import Stepper
 
 TRIED = 3  # batches that ways to compute are tried on, for their shapes may differ
@@ -38,10 +42,21 @@ class Setup:
     given: Transformer | None
     first: Batch
     config: Mapping[str, Any]
+    world: World
 
     @staticmethod
-    def of(task: Task, described: Model | Transformer | None, recipe: Recipe, folder: Path) -> Setup:
-        """The setup of what `train` is given; task and model must fit together."""
+    def of(task: Task, described: Model | Transformer | None, recipe: Recipe, folder: Path, launch: Launch) -> Setup:
+        """The setup of what `train` is given; task and model must fit together, and ranks must be given the same."""
+        world = World(launch, Spread.over(recipe.spread, launch.size), device_of(recipe.device))
+        if world.size > 1:
+            check_alike(world, {**code(), "spread": recipe.spread})
+        setup = world.together(lambda: Setup._of(task, described, recipe, folder, world))
+        if world.size > 1:
+            check_alike(world, {**setup.config, "weights": setup.given and checksum(setup.given)})
+        return setup
+
+    @staticmethod
+    def _of(task: Task, described: Model | Transformer | None, recipe: Recipe, folder: Path, world: World) -> Setup:
         if not isinstance(task, Task):
             raise SpecError(f"task is of type {type(task).__name__}; give one of headwise.tasks")
         given = described if isinstance(described, Transformer) else None
@@ -56,21 +71,28 @@ class Setup:
         check_model(model, task)
         first = task.batch(0, recipe.batch, "train")
         check(first, model, "batch 0")
-        return Setup(task, model, recipe, folder, given, first, config_of(task, model, recipe, first))
+        check_ranks(recipe, world)
+        return Setup(task, model, recipe, folder, given, first, config_of(task, model, recipe, first), world)
 
     @property
-    def device(self) -> torch.device:
-        """Where steps are computed."""
-        return device_of(self.recipe.device)
+    def notes(self) -> list[str]:
+        """What is to be said of how ranks divide the work."""
+        if self.world.size == 1:
+            return []
+        rows = self.recipe.batch // self.recipe.accumulate
+        uneven = f"; {rows} rows make {self.world.workers} unequal shares" if rows % self.world.workers else ""
+        return [f"{self.world.size} ranks, {self.world.spread}{uneven}"]
 
     def begun(self) -> Run:
         """A run before its first step, its ways chosen and kept: what was measured once is not measured again."""
-        net = self._net()
-        torch.manual_seed(self.recipe.seed)
+        net, world = self._net(), self.world
+        torch.manual_seed(stream(self.recipe.seed, world.worker))
         some = [self.first, *(self.task.batch(index, self.recipe.batch) for index in range(1, TRIED))]
         for index, batch in enumerate(some):
             check(batch, self.described, f"batch {index}")
-        run = Run(self.task, Trial(net, self.recipe, self.device, some).choose(), self.folder)
+        shares = [world.share(batch).batch for batch in some]
+        choice = world.told(lambda: Trial(net, self._tried, world.device, shares).choose())
+        run = Run(self.task, Stepper(hold(net, world), self.recipe, choice), self.folder)
         run.keep(self.config)
         return run
 
@@ -80,23 +102,29 @@ class Setup:
             same = "resume with what it was, or train into another folder"
             raise SpecError(f"{self.folder} holds a run of another kind: {difference}; {same}")
         choice = Choice(**held.state["choice"])
-        run = Run(self.task, Stepper(self._net(), self.recipe, choice, self.device), self.folder)
+        run = Run(self.task, Stepper(hold(self._net(), self.world), self.recipe, choice), self.folder)
         run.restore(held)
         return run
+
+    @property
+    def _tried(self) -> Recipe:
+        """The recipe, with what cannot be compiled not tried."""
+        return replace(self.recipe, compile="off") if self.world.spread.shards > 1 else self.recipe
 
     def _net(self) -> Transformer:
         said = self.recipe
         net = self.given or build(self.described, dropout=said.dropout, seed=said.seed, start=said.start)
         net.checkpointing = "block" if said.activations == "recompute" else "none"
-        return net.to(self.device)
+        return net.to(self.world.device)
 
 
 def config_of(task: Task, described: Model, recipe: Recipe, first: Batch) -> dict[str, Any]:
     """All that decides what a run computes, as plain values."""
     own = {f.name: getattr(task, f.name) for f in fields(task)}
+    decided = {name: value for name, value in to_dict(recipe).items() if name != "spread"}  # any world goes on
     said = {
         "task": {"name": task.name, **own},
-        "recipe": to_dict(recipe),
+        "recipe": decided,
         "model": blueprint.to_dict(described),
         "first batch": digest(first),
     }
@@ -110,6 +138,26 @@ def digest(batch: Batch) -> str:
         if tensor is not None:
             found.update(tensor.contiguous().numpy().tobytes())
     return found.hexdigest()
+
+
+def checksum(net: Transformer) -> str:
+    """A checksum of the weights of a model."""
+    found = hashlib.sha256()
+    for name, tensor in net.state_dict().items():
+        found.update(name.encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()[:12]
+
+
+def check_ranks(recipe: Recipe, world: World) -> None:
+    """Refuse parts of a batch that do not give every worker a row, and what ranks cannot do together."""
+    if world.spread.shards > 1 and recipe.compile == "on":
+        raise SpecError("layers whose tensors are put together for each call are not compiled; give compile='off'")
+    rows = recipe.batch // recipe.accumulate
+    if rows < world.workers:
+        part = f"a batch of {recipe.batch}" + (f" in {recipe.accumulate} parts" if recipe.accumulate > 1 else "")
+        more = world.workers * recipe.accumulate
+        raise SpecError(f"{part} has no row for each of {world.workers} ranks; use batch={more} or more, or fewer ranks")
 
 
 def device_of(name: str) -> torch.device:
@@ -134,6 +182,8 @@ def environment(run: Run) -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "device": str(run.device),
+        "ranks": run.world.size,
+        "spread": str(run.world.spread),
         "parameters": sum(p.numel() for p in run.net.parameters() if p.requires_grad),
     }
 

@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..models import Transformer
 from ..module import Attention
 from ..probe import Probe
+from ..spread.holding import Holding
 from ..tasks import IGNORED, Batch
 from ..terms import Ledger
 from .choosing import Choice
@@ -22,46 +23,42 @@ from .recipe import Recipe
 class Stepper:
     """Gradients of a model by a recipe, computed as a choice says."""
 
-    def __init__(self, net: Transformer, recipe: Recipe, choice: Choice, device: torch.device) -> None:
-        self.net, self.recipe, self.choice, self.device = net, recipe, choice, device
-        self.hidden = torch.compile(net.hidden) if choice.compile == "on" else net.hidden
+    def __init__(self, holding: Holding, recipe: Recipe, choice: Choice) -> None:
+        self.holding, self.recipe, self.choice = holding, recipe, choice
+        self.net, self.world, self.device = holding.net, holding.world, holding.world.device
+        if choice.compile == "on":
+            holding.path.hidden = torch.compile(self.net.hidden)
         self._terms: dict[tuple[str, str], Tensor] = {}
         if recipe.terms:
-            names = [name for name, _ in net.described.specs()]
-            net.probes = {name: Probe(ledger=Ledger(self._terms, name)) for name in names}
+            names = [name for name, _ in self.net.described.specs()]
+            self.net.probes = {name: Probe(ledger=Ledger(self._terms, name)) for name in names}
 
     def gradients(self, batch: Batch) -> Tensor:
-        """Set the gradients of the mean loss over all places that ask; the loss, terms included."""
-        total, parts = asked(batch), list(parts_of(batch, self.recipe.accumulate))
+        """Set the gradients of the mean loss over all places of the batch that ask; the loss, terms included.
+
+        Every rank takes its share of each part, and counts what is asked of all.
+        """
+        total, rows = asked(batch), len(batch.labels)
+        shares = [self.world.share(part) for part in parts_of(batch, self.recipe.accumulate)]
         losses: list[Tensor] = []
         with attending(self.net, self.choice.attention):
-            for part in parts:
-                loss = self.loss(part) / total + self._added() / len(parts)
+            for n, own in enumerate(shares, 1):
+                loss = self.loss(own.batch) / total + self._added() * (own.rows / rows)
+                if n == len(shares):
+                    self.holding.arm()
                 loss.backward()
                 losses.append(loss.detach())
-        return torch.stack(losses).sum()
+        self.holding.finish()
+        return self.world.sum(torch.stack(losses).sum())
 
     def loss(self, part: Batch) -> Tensor:
         """The summed cross entropy of a part."""
         index, labels = self._asking(part)
-        here = part.to(self.device)
         self._terms.clear()
         with autocast(self.choice, self.device):
-            h = self.hidden(here.x, tokens=here.tokens, source=here.source, source_tokens=here.source_tokens)
-            if index is not None:
-                h = h.flatten(0, 1).index_select(0, index.to(self.device))[None]
-            logits = self.net.read(h, tokens=here.tokens)
+            logits = self.holding.path(part.to(self.device), None if index is None else index.to(self.device))
         check_fits(logits, labels)
         return cross_entropy(logits, labels.to(self.device), self.recipe.smoothing)
-
-    def norm(self) -> Tensor:
-        """The norm of the whole gradient."""
-        return nn.utils.get_total_norm([p.grad for p in self.net.parameters() if p.grad is not None])
-
-    def clip(self, norm: Tensor) -> None:
-        """Shorten a gradient of this norm to what the recipe allows."""
-        if self.recipe.clip:
-            nn.utils.clip_grads_with_norm_(self.net.parameters(), self.recipe.clip, norm)
 
     def _added(self) -> Tensor | float:
         ledger = Ledger(self._terms)

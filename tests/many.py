@@ -1,0 +1,228 @@
+"""What ranks do in tests of many machines; one rank alone does the same and is compared with."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+import headwise as hw
+from headwise import blueprint as bp
+from headwise.models import Transformer
+from headwise.spread import Spread, joined
+from headwise.spread.holding import hold
+from headwise.spread.launch import Launch
+from headwise.spread.world import World
+from headwise.tasks import IGNORED, Batch, Task
+from headwise.training import Recipe, train
+from headwise.training.choosing import Choice
+from headwise.training.optimiser import Optimiser, grouped
+from headwise.training.stepping import Stepper
+from learning import IDS, Echo, quick
+
+STEPS = 3
+RANK = int(os.environ.get("RANK", "0"))
+
+
+@dataclass(frozen=True)
+class Odd(Echo):
+    """All that ranks can stumble over: a table of positions that layers share, experts, two stacks with one embedding
+    table, layers of a mean beside their cross-attention; sources and targets of unlike lengths, most labels late."""
+
+    name: ClassVar[str] = "odd"
+
+    def batch(self, index: int, size: int, split: str = "train") -> Batch:
+        found, source = super().batch(index, size, split), super().batch(index + 50, size, split)
+        labels = found.labels.clone()
+        labels[: size // 2, 2:] = IGNORED  # the first rank is asked less than the second
+        return Batch(found.x, labels, found.tokens, source.x, source.tokens)
+
+    def model(self) -> bp.Model:
+        relative = (hw.T5Bias(buckets=4, reach=6),)
+        full, causal = (hw.design(model=8, heads=2, pattern=p, modifiers=relative) for p in ("full", "causal"))
+        cross = hw.design(model=8, heads=2)
+        encoder = [bp.Block(full, feed=bp.Dense(13))] * 2
+        feed = bp.Experts(bp.Dense(5, bias="ud"), 3, 2)
+        decoder = [bp.Block(causal, cross=cross, feed=feed), bp.Block(cross=cross, feed=feed, form="merged")]
+        stacks = (
+            bp.Stack.of("encoder", 8, encoder, embedding=bp.Embedding(tokens=IDS), norm=bp.Norm()),
+            bp.Stack.of("decoder", 8, decoder, embedding=bp.Embedding(tokens=IDS, table="encoder")),
+        )
+        heads = (bp.Head("tokens", IDS, table="encoder", bias="learned"), bp.Head("unread", 3))
+        return bp.Model("odd", "encoder-decoder", stacks, heads)
+
+
+def stepped(task: Task, net: Transformer, said: Recipe, launch: Launch, spread: str) -> dict[str, Any]:
+    """Losses, norms and gradients of a few steps, and weights after them, whole."""
+    world = World(launch, Spread.over(spread, launch.size))
+    holding = hold(net, world)
+    stepper = Stepper(holding, said, Choice("fp32", "off"))
+    optimiser = Optimiser(grouped(holding.own, net.described, said.decays), said)
+    found: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
+    for step in range(STEPS):
+        net.train()
+        found["losses"].append(stepper.gradients(task.batch(step, said.batch)).item())
+        found["norms"].append(holding.norm().item())
+        holding.clip(said.clip, holding.norm())
+        found["gradients"].append({name: gradient(holding, name, p) for name, p in holding.own.items()})
+        optimiser.step(0.01)
+    return found | {"weights": {name: tensor.detach().clone() for name, tensor in holding.tensors()}}
+
+
+def gradient(holding: Any, name: str, own: nn.Parameter) -> Tensor | None:
+    return None if own.grad is None else holding.whole(name, own.grad).clone()
+
+
+# Steps that every spread takes: a task, what its recipe says, and by how many parts each batch is taken.
+STEPPED: dict[str, tuple[Task, dict[str, Any]]] = {
+    "echo": (Echo(), {"batch": 5}),
+    "odd": (Odd(), {"batch": 6, "clip": 0.1}),
+    "parts": (Echo(), {"batch": 6, "accumulate": 3}),
+    "recomputed": (Odd(), {"batch": 6, "activations": "recompute"}),
+}
+
+
+def steps_of(case: str, launch: Launch, spread: str) -> dict[str, Any]:
+    """Those of a case, in float64 so that only the order of sums is left to differ."""
+    task, said = STEPPED[case]
+    recipe = quick(**said)
+    net = hw.build(task.model(), seed=3).double()
+    net.checkpointing = "block" if recipe.activations == "recompute" else "none"
+    return stepped(task, net, recipe, launch, spread)
+
+
+def steps(folder: Path) -> dict[str, Any]:
+    """Every case, divided every way that this world can be."""
+    with joined() as launch:
+        ways = [f"data={launch.size}", f"shards={launch.size}"]
+        ways += ["data=2,shards=2"] if launch.size == 4 else []
+        return {way: {case: steps_of(case, launch, way) for case in STEPPED} for way in ways}
+
+
+# --- runs ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Interrupted(Echo):
+    """Ctrl-C reaches the last rank while batch `at` is made."""
+
+    name: ClassVar[str] = "echo"
+    at: ClassVar[int] = -1
+
+    def batch(self, index: int, size: int, split: str = "train") -> Batch:
+        last = int(os.environ.get("WORLD_SIZE", "1")) - 1
+        if split == "train" and index == self.at and last == RANK:
+            signal.raise_signal(signal.SIGINT)
+        return super().batch(index, size, split)
+
+
+def until(at: int, said: Recipe, folder: Path) -> str:
+    """What is said at the end of a run that is interrupted at a step, or let be."""
+    Interrupted.at = at
+    try:
+        train(Interrupted(), recipe=said, out=folder, resume="allowed")
+    except KeyboardInterrupt as error:
+        return str(error)
+    return ""
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    """What each rank is told of what cannot be: the second one differs in one thing each time."""
+
+    def told(work: Callable[[], object]) -> str:
+        try:
+            work()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    def run(task: Task = Echo(), described: Any = None, out: str = "never", **said: Any) -> str:  # noqa: B008 - frozen
+        return told(lambda: train(task, described, quick(**said), folder / out))
+
+    second = RANK == 1
+    return {
+        "recipe": run(lr=0.002 if second else 0.001),
+        "task": run(Echo(noise=0.5 if second else 0.0)),
+        "data": run(Shifted() if second else Echo()),
+        "model": run(described=smaller() if second else None),
+        "weights": run(described=hw.build(Echo().model(), seed=RANK)),
+        "spread": run(spread="shards=2" if second else "data=2"),
+        "rows": run(batch=1),
+        "parts": run(batch=4, accumulate=4),
+        "size": run(spread="data=3"),
+        "compile": run(spread="shards=2", compile="on"),
+        "one rank": run(Missing() if second else Echo()),
+        "diverged": run(described=poisoned(), out="diverged"),
+        "diverged slices": run(described=poisoned(), out="diverged-slices", spread="shards=2"),
+        "bad weight": run(described=bad_weight(), out="bad-weight", spread="shards=2"),
+    }
+
+
+@dataclass(frozen=True)
+class Shifted(Echo):
+    """Other data under the same name."""
+
+    name: ClassVar[str] = "echo"
+
+    def batch(self, index: int, size: int, split: str = "train") -> Batch:
+        return super().batch(index + 1, size, split)
+
+
+@dataclass(frozen=True)
+class Missing(Echo):
+    """Data that is not there."""
+
+    name: ClassVar[str] = "echo"
+
+    def batch(self, index: int, size: int, split: str = "train") -> Batch:
+        raise FileNotFoundError("the data is not here; copy it to this machine")
+
+
+def smaller() -> bp.Model:
+    return bp.from_toml(bp.to_toml(Echo().model()).replace("hidden = 13", "hidden = 17"))
+
+
+def poisoned() -> Transformer:
+    """A model whose feed-forward says NaN on the second rank alone."""
+    net = hw.build(Echo().model(), seed=0)
+    if RANK == 1:
+        net.get_submodule("decoder.0.feed").register_forward_hook(lambda module, given, out: out * float("nan"))
+    return net
+
+
+def bad_weight() -> Transformer:
+    """A model with a weight that is no number, in the last row of its matrix: the second rank's."""
+    net = hw.build(Echo().model(), seed=0)
+    with torch.no_grad():
+        net.get_parameter("decoder.0.feed.up")[-1] = float("nan")
+    return net
+
+
+DROPPED = {"dropout": 0.2, "accumulate": 2, "batch": 7 * 2, "steps": 6, "evaluate_every": 3}
+PLAIN = {"batch": 6, "steps": 6, "evaluate_every": 3, "patience": 1, "lr": 0.01}
+
+
+def two(folder: Path) -> dict[str, Any]:
+    """All that two ranks are asked for, in one world: beginning one takes longer than most of it."""
+    with joined():
+        return {"steps": steps(folder), "runs": runs(folder)}
+
+
+def runs(folder: Path) -> dict[str, Any]:
+    """Runs that are let be, and runs that are interrupted and go on, in the same world and another way."""
+    random = quick(**DROPPED)
+    found = {
+        "whole": until(-1, random, folder / "whole"),
+        "stopped": until(3, random, folder / "stopped"),
+        "resumed": until(-1, random, folder / "stopped"),
+    }
+    until(2, quick(**PLAIN, spread="shards=2"), folder / "other way")
+    until(-1, quick(**PLAIN, spread="data=2"), folder / "other way")
+    until(3, quick(**PLAIN), folder / "one, two, one")
+    return found | refusals(folder)

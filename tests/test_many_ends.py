@@ -1,0 +1,150 @@
+"""How worlds begin and end: who speaks, a rank that is killed, ranks that do not meet."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from headwise.files import read_lines
+from headwise.spread import joined, launch
+from headwise.training import Checkpoints
+from worlds import begun, ended, environment, free_port
+
+QUICK = ["--batch", "4", "--precision", "fp32", "--compile", "off", "--device", "cpu"]
+QUICK += ["--set", "recipe.attention=fused", "--set", "recipe.evaluate_batches=1", "--set", "recipe.evaluate_every=20"]
+HEADWISE = ["-m", "headwise", "train", "recall"]
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    return [*HEADWISE, "--out", str(folder), *QUICK, *more]
+
+
+@pytest.mark.lengthy
+def test_one_rank_speaks_and_writes(tmp_path: Path):
+    said = ended(begun(2, *command(tmp_path, "--steps", "2", "--spread", "shards=2", "--json")))
+    assert [code for code, _, _ in said] == [0, 0]
+    (_, out, err), (_, silent, quiet) = said
+    assert json.loads(out)["steps"] == 2
+    assert "2 ranks, shards=2" in err.splitlines()
+    assert (silent, quiet) == ("", "")
+    assert [r["event"] for r in read_lines(tmp_path / "metrics.jsonl")].count("step") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--spread", "data=3"], "headwise: a world of 2 cannot be data=3, which takes 3; start 3 processes"),
+        (["--spread", "date=2"], "headwise: there is no way 'date' to spread; did you mean 'data'?"),
+        (["--model", "mqaa"], "headwise: there is no preset, file or folder 'mqaa'; did you mean 'mqa'?"),
+        (["--spread", "tensor=2", "--batch", "0"], r"headwise: Recipe\(batch=0\) cannot be meant"),
+    ],
+)
+def test_what_is_refused_is_said_once(tmp_path: Path, more: list[str], told: str):
+    said = ended(begun(2, *command(tmp_path / "never", "--steps", "2", *more)))
+    assert [code for code, _, _ in said] == [2, 2]
+    lines = "".join(err for _, _, err in said).splitlines()
+    assert len(lines) == 1
+    assert re.match(told, lines[0])
+    assert not (tmp_path / "never" / "checkpoint").exists()
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    """Until a run has kept that step."""
+    for _ in range(600):
+        paths = Checkpoints(folder / "checkpoint").paths
+        if paths and int(paths[0].stem) >= step:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the run does not come on")
+
+
+def check_same(first: Path, second: Path) -> None:
+    """Bit by bit, what two runs ended with."""
+    one, other = (Checkpoints(folder / "checkpoint").newest()[0] for folder in (first, second))
+    assert one is not None
+    assert other is not None
+    assert one.step == other.step
+    assert all(torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items())
+
+
+STEPS = ["--steps", "60", "--set", "recipe.checkpoint_every=1", "--set", "recipe.dropout=0.1"]
+LOST = "waited for another rank, which ended; what was kept is whole, the same command with --resume goes on"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "spread"), [(0, "data=2"), (1, "data=2"), (1, "shards=2")])
+def test_a_killed_rank_ends_the_job_with_one_line_and_the_run_goes_on(tmp_path: Path, victim: int, spread: str):
+    """To the same bits as a run that nobody killed."""
+    more = [*STEPS, "--spread", spread]
+    processes = begun(2, *command(tmp_path / "killed", *more))
+    wait_for_step(tmp_path / "killed", 5)
+    processes[victim].send_signal(signal.SIGKILL)
+    said = ended(processes, within=60)
+    assert [code for code, _, _ in said] == [-signal.SIGKILL if rank == victim else 2 for rank in range(2)]
+    assert said[1 - victim][2].splitlines()[-1] == f"headwise: rank {1 - victim} {LOST}"
+    assert Checkpoints(tmp_path / "killed" / "checkpoint").newest()[1] == []
+    assert [c for c, _, _ in ended(begun(2, *command(tmp_path / "killed", *more, "--resume")))] == [0, 0]
+    assert [c for c, _, _ in ended(begun(2, *command(tmp_path / "whole", *more)))] == [0, 0]
+    check_same(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_torchrun_starts_ranks_and_is_told_once_why_they_ended(tmp_path: Path):
+    """Of three ranks the one in the middle is killed: of the two that are left one speaks."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    inherited = {name: value for name, value in environment(0, 1, 0).items() if name not in ("RANK", "WORLD_SIZE")}
+    process = subprocess.Popen(
+        [*torchrun, *command(tmp_path, *STEPS, "--steps", "2000")], env=inherited, stderr=subprocess.PIPE, text=True
+    )
+    wait_for_step(tmp_path, 3)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ranks = {(Path("/proc") / pid / "environ").read_bytes().split(b"\0RANK=")[-1][:1]: int(pid) for pid in children}
+    subprocess.run(["kill", "-9", str(ranks[b"1"])], check=True)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    told = [line for line in err.splitlines() if line.startswith("headwise: ")]
+    assert len(told) == 1
+    assert told[0].endswith(LOST)
+
+
+# --- ranks that do not meet ----------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_said(monkeypatch: pytest.MonkeyPatch):
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for name, value in environment(0, 2, port).items():
+            monkeypatch.setenv(name, value)
+        told = f"the port of localhost:{port} is in use; give torchrun another --master-port, or --standalone"
+        with pytest.raises(ConnectionError, match=told), joined():
+            pass
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch, rank: int):
+    monkeypatch.setattr(launch, "JOINING", timedelta(seconds=1))
+    for name, value in environment(rank, 2, free_port()).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConnectionError, match=f"rank {rank} of 2 did not meet the others at localhost:"), joined():
+        pass
+
+
+@pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("one", "2"), ("-1", "2")])
+def test_an_environment_that_says_nothing_is_refused(rank: str, size: str):
+    with pytest.raises(
+        ValueError, match=f"RANK={rank} WORLD_SIZE={size} .* is no rank of a world; start with torchrun"
+    ):
+        launch.launched({"RANK": rank, "WORLD_SIZE": size})
