@@ -11,10 +11,10 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.blueprint import Block, Dense, Embedding, Head, Model, Positions, Stack
-from headwise.models import Transformer
-from headwise.spread.holding import alone
 from headwise.tasks import IGNORED, SPLITS, Batch, Tally, Task
 from headwise.tasks.base import check_split
+from headwise.models import Transformer
+from headwise.spread.holding import alone
 from headwise.training import Recipe
 from headwise.training.choosing import Choice
 from headwise.training.stepping import Stepper

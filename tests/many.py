@@ -24,7 +24,7 @@ from headwise.training import Recipe, train
 from headwise.training.choosing import Choice
 from headwise.training.optimiser import Optimiser, grouped
 from headwise.training.stepping import Stepper
-from learning import IDS, Echo, quick
+from learning import IDS, LONGEST, Echo, quick
 
 STEPS = 3
 RANK = int(os.environ.get("RANK", "0"))

@@ -55,7 +55,9 @@ def test_every_rank_stands_somewhere_else_and_neighbours_differ_in_the_last_way(
     ranks = torch.arange(spread.size).view(spread.shape)
     for rank in range(spread.size):
         assert ranks[tuple(spread.place(rank).values())] == rank
-    assert sorted(spread.circles("context", "tensor")) == sorted(ranks.permute(0, 2, 1, 3).reshape(10, 21).tolist())
+    assert sorted(spread.circles("context", "tensor")) == sorted(
+        ranks.permute(0, 2, 1, 3).reshape(10, 21).tolist()
+    )
 
 
 def test_a_spread_without_ranks_is_refused_before_anything_is_written(tmp_path: Path):
