@@ -18,6 +18,7 @@ from headwise.models import Transformer
 from headwise.spread import Spread, joined
 from headwise.spread.holding import hold
 from headwise.spread.launch import Launch
+from headwise.spread.traffic import Meter, traffic
 from headwise.spread.world import World
 from headwise.tasks import IGNORED, Batch, Task
 from headwise.training import Recipe, train
@@ -100,9 +101,27 @@ def steps_of(case: str, launch: Launch, spread: str) -> dict[str, Any]:
 def steps(folder: Path) -> dict[str, Any]:
     """Every case, divided every way that this world can be."""
     with joined() as launch:
-        ways = [f"data={launch.size}", f"shards={launch.size}"]
-        ways += ["data=2,shards=2"] if launch.size == 4 else []
-        return {way: {case: steps_of(case, launch, way) for case in STEPPED} for way in ways}
+        return {way: {case: steps_of(case, launch, way) for case in STEPPED} for way in ways_of(launch)}
+
+
+def ways_of(launch: Launch) -> list[str]:
+    return [f"data={launch.size}", f"shards={launch.size}", *(["data=2,shards=2"] if launch.size == 4 else [])]
+
+
+def sent(folder: Path) -> dict[str, Any]:
+    """The collectives that the gradients of one step call, every way; of a model whose gradients fill several messages."""
+    wide = bp.from_toml(bp.to_toml(Echo().model()).replace("hidden = 13", "hidden = 65521"))
+    found: dict[str, Any] = {}
+    with joined() as launch:
+        for way in ways_of(launch):
+            for name, model, parts in (("wide", wide, 1), ("odd", Odd().model(), 3)):
+                holding = hold(hw.build(model, seed=3), World(launch, Spread.over(way, launch.size)))
+                stepper = Stepper(holding, quick(batch=6, accumulate=parts), Choice("fp32", "off"))
+                with Meter() as meter:
+                    stepper.gradients((Odd() if name == "odd" else Echo()).batch(0, 6))
+                found[way, name] = [tuple(message) for message in meter.messages]
+                found[way, name, "counted"] = [tuple(m) for m in traffic(model, holding.world.spread, parts)]
+    return found
 
 
 # --- runs ----------------------------------------------------------------------------------------------
@@ -211,7 +230,7 @@ PLAIN = {"batch": 6, "steps": 6, "evaluate_every": 3, "patience": 1, "lr": 0.01}
 def two(folder: Path) -> dict[str, Any]:
     """All that two ranks are asked for, in one world: beginning one takes longer than most of it."""
     with joined():
-        return {"steps": steps(folder), "runs": runs(folder)}
+        return {"steps": steps(folder), "sent": sent(folder), "runs": runs(folder)}
 
 
 def runs(folder: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import headwise as hw
 from headwise.errors import SpecError
 from headwise.files import read_lines
 from headwise.spread import Launch, Spread
+from headwise.spread.traffic import traffic
 from headwise.tasks import IGNORED
 from headwise.training import Checkpoints, train
 from learning import Echo, quick
@@ -139,6 +140,21 @@ def test_four_ranks_take_the_steps_of_one(tmp_path_factory: pytest.TempPathFacto
         wanted = steps_of(case, ALONE, "data=1")
         for rank in range(4):
             check_steps(torch.load(folder / f"{rank}.pt", weights_only=False)[way][case], wanted)
+
+
+@pytest.mark.parametrize("case", ["wide", "odd"])
+@pytest.mark.parametrize("way", ["data=2", "shards=2"])
+def test_what_is_sent_is_what_is_counted(two: tuple[Path, list[dict[str, Any]]], way: str, case: str):
+    """The collectives that were called, with the bytes they were called with."""
+    for rank in two[1]:
+        seen = rank["sent"][way, case]
+        assert sorted(seen) == sorted(rank["sent"][way, case, "counted"])
+        assert len(seen) > (2 if case == "wide" else 1)
+
+
+def test_a_way_that_is_not_counted_is_refused():
+    with pytest.raises(SpecError, match="not counted for tensor; measure it with a Meter"):
+        traffic(Echo().model(), Spread(tensor=2))
 
 
 # --- runs ----------------------------------------------------------------------------------------------

@@ -1,0 +1,133 @@
+"""Two processes against one on the same batches: how much of the second is gained, and what they send each other.
+
+`python -m benchmarks.distributed [--json]` starts two processes by torchrun, one thread each. Both take steps of one
+GPT every way that work can be divided; in between the first takes them alone while the other waits. Efficiency is the
+speed-up over two. Bytes are those that a rank sends in a ring: counted from the description, and seen as collectives
+were called.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import headwise as hw
+from headwise.spread import Launch, Spread, joined
+from headwise.spread.holding import alone, hold
+from headwise.spread.traffic import Meter, traffic
+from headwise.spread.world import World
+from headwise.tasks import Batch
+from headwise.training import Recipe
+from headwise.training.choosing import Choice
+from headwise.training.optimiser import Optimiser, grouped
+from headwise.training.stepping import Stepper
+
+from .plain import Shape
+from .shakespeare import described
+
+MODES = ("data=2", "shards=2")
+# A model of 0.8 million parameters, and one of 10.8 million; rows of a batch, steps in a row, how often.
+CASES = ((Shape(), 48, 4, 7), (Shape(tokens=512, length=256, layers=6, heads=6, model=384), 8, 1, 3))
+
+
+class Work:
+    """Steps of one model, divided one way, on the same batch every time."""
+
+    def __init__(self, shape: Shape, rows: int, world: World | None) -> None:
+        ids = torch.randint(shape.tokens, (rows, shape.length), generator=torch.Generator().manual_seed(0))
+        self.batch, self.world = Batch(ids, ids.roll(-1, 1)), world
+        net = hw.build(described(shape), seed=0)
+        holding = alone(net) if world is None else hold(net, world)
+        recipe = Recipe(batch=rows, precision="fp32", compile="off", attention="fused")
+        self.stepper = Stepper(holding, recipe, Choice("fp32", "off"))
+        self.optimiser = Optimiser(grouped(holding.own, net.described, recipe.decays), recipe)
+        self.holding, self.clip = holding, recipe.clip
+        net.train()
+
+    def step(self) -> None:
+        """One step, as a run takes it."""
+        self.stepper.gradients(self.batch)
+        self.holding.clip(self.clip, self.holding.norm())
+        self.optimiser.step(1e-4)
+
+    def sent(self) -> tuple[int, float]:
+        """How many messages the gradients of a step take, and the bytes that this rank sends with them."""
+        with Meter() as meter:
+            self.stepper.gradients(self.batch)
+        self.optimiser.clear()
+        return len(meter.messages), sum(message.moved for message in meter.messages)
+
+
+def timed(work: Callable[[], None], calls: int) -> float:
+    """Seconds a call."""
+    begun = time.perf_counter()
+    for _ in range(calls):
+        work()
+    return (time.perf_counter() - begun) / calls
+
+
+def rows_of(launch: Launch, shape: Shape, rows: int, calls: int, repeats: int) -> list[dict[str, Any]]:
+    """One row for each mode, of one shape."""
+    works = {mode: Work(shape, rows, World(launch, Spread.over(mode, launch.size))) for mode in MODES}
+    first = Work(shape, rows, None) if launch.leads else None
+    taken: dict[str, list[float]] = {"alone": [], **{mode: [] for mode in MODES}}
+    for turn in range(repeats + 1):
+        seconds = {"alone": timed(first.step, calls) if first else 0.0}
+        for mode, work in works.items():
+            dist.barrier()
+            seconds[mode] = timed(work.step, calls)
+        for name in taken if turn else ():  # the first turn warms up
+            taken[name].append(seconds[name])
+    median = {name: statistics.median(some) for name, some in taken.items()}
+    size = sum(p.numel() for p in (first or works[MODES[0]]).holding.own.values())
+    found = []
+    for mode, work in works.items():
+        messages, seen = work.sent()
+        counted = sum(message.moved for message in traffic(described(shape), Spread.parse(mode)))
+        found.append(
+            {
+                "name": f"{size / 1e6:.1f} M, {rows} rows of {shape.length}, {mode}",
+                "alone_s": median["alone"],
+                "step_s": median[mode],
+                "efficiency": median["alone"] / median[mode] / launch.size,
+                "spread": (max(taken[mode]) - min(taken[mode])) / median[mode],
+                "messages": messages,
+                "bytes_seen": seen,
+                "bytes_counted": counted,
+            }
+        )  # fmt: skip
+    return found
+
+
+def main() -> int:
+    """Start two processes; or be one of them, and print what was measured if it leads."""
+    torch.set_num_threads(1)
+    with joined() as launch:
+        if launch.size == 1:
+            torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks.distributed"]
+            return subprocess.run([sys.executable, "-m", *torchrun, *sys.argv[1:]], check=False).returncode
+        rows = [row for case in CASES for row in rows_of(launch, *case)]
+        if not launch.leads:
+            return 0
+        if "--json" in sys.argv[1:]:
+            print(json.dumps({"torch": torch.__version__, "rows": rows}))
+            return 0
+        for row in rows:
+            print(
+                f"{row['name']:<38} one {row['alone_s'] * 1e3:.1f} ms, two {row['step_s'] * 1e3:.1f} ms a step: "
+                f"efficiency {row['efficiency']:.0%}; {row['messages']} messages, {row['bytes_seen'] / 1e6:.2f} MB sent "
+                f"({row['bytes_counted'] / 1e6:.2f} counted); spread {row['spread']:.0%}"
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
