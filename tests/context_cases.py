@@ -34,7 +34,7 @@ from divided import (
 from headwise import blueprint as bp
 from headwise.presets import PRESETS
 from headwise.spread.context import part_of, whole_of
-from headwise.spread.ranks import ORDERS, Ranks, alone, set_peers
+from headwise.spread.ranks import ORDERS, Ranks, set_peers, whole_rows
 from headwise.tasks import IGNORED, Batch
 from headwise.tokens import Tokens
 
@@ -223,7 +223,7 @@ def a_prompt_into_a_cache() -> None:
             cache = part.cache(batch=3, capacity=8)
             part(own.x, tokens=own.tokens, cache=cache)
             assert cache.used == 6
-            with alone(part):
+            with whole_rows(part):
                 steps = [part(ids[:, t : t + 1], cache=cache) for t in (6, 7)]
         check_close(torch.cat(steps, 1), said(net, Batch(ids, ids))[:, 6:])
 

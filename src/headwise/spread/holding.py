@@ -10,16 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import SpecError
+from ..blueprint import Model
 from ..models import Transformer, build
+from ..tasks import Batch
 from .buckets import Buckets
+from .context import check_rows, part_of
 from .launch import Launch
 from .mesh import Spread
 from .path import Path
+from .ranks import Ranks, set_peers
+from .rows import Share
+from .wires import Wire
 from .world import WORK, World
-
-
-KNOWN, UNKNOWN = ("data", "shards"), ("context", "tensor")
 
 
 class Lying(Protocol):
@@ -33,6 +35,10 @@ class Lying(Protocol):
 
     def whole(self, part: Tensor) -> Tensor:
         """All parts put together; every rank must ask."""
+        ...
+
+    def square(self, part: Tensor) -> Tensor:
+        """The sum of its squares, each number shared by as many ranks of these ways as hold it."""
         ...
 
 
@@ -52,13 +58,20 @@ class Holding:
     world: World
     own: Mapping[str, nn.Parameter]
     summed: Buckets
+    described: Model
     lying: Mapping[str, Lying] = field(default_factory=dict[str, "Lying"])
     fetch: Callable[[], None] = _nothing
+    context: Wire | None = None
 
     @property
     def net(self) -> Transformer:
         """The model itself."""
         return self.path.net
+
+    def share(self, batch: Batch) -> Share:
+        """What this rank learns from of a batch that all of them have: some of the rows, and of these some tokens."""
+        rows = self.world.share(batch, "data", "shards")
+        return rows if self.context is None else rows._replace(batch=part_of(rows.batch, self.context))
 
     # --- gradients ---
 
@@ -78,7 +91,8 @@ class Holding:
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for name, parameter in self.own.items():
             if parameter.grad is not None:
-                total += parameter.grad.double().square().sum() / self._copies(name)
+                grad, lying = parameter.grad.double(), self.lying.get(name)
+                total += (lying.square(grad) if lying else grad.square().sum()) / self._copies(name)
         dist.all_reduce(total)
         exact = torch.promote_types(torch.float32, next(iter(self.own.values())).dtype)
         return total.sqrt().to(exact)
@@ -99,7 +113,7 @@ class Holding:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the model, whole, by its name; every rank must ask for all."""
         for name, tensor in self.net.state_dict().items():
-            yield name, self.whole(name, self.own[name].detach()) if name in self.lying else tensor
+            yield name, self.whole(name, self.own[name].detach() if name in self.own else tensor)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """What is held of something with the shape of a tensor, put together; a single number is the same for all."""
@@ -113,36 +127,55 @@ class Holding:
         """Take every tensor of the model from whole ones."""
         rest = {name: tensor for name, tensor in tensors.items() if name not in self.lying}
         self.net.load_state_dict(rest, strict=not self.lying)
+        constants = dict(self.net.named_buffers())
         with torch.no_grad():
             for name in self.lying:
-                self.own[name].copy_(self.part(name, tensors[name]))
+                held = self.own[name] if name in self.own else constants[name]
+                held.copy_(self.part(name, tensors[name]))
 
     def assembled(self, tensors: Mapping[str, Tensor]) -> Transformer:
-        """A model that is whole on this rank, with these weights: the one in hand if it is whole."""
-        if not self.lying:
+        """A model that is whole on this rank, with these weights: the one in hand if nobody else has to do with it."""
+        if not self.lying and self.context is None:
             self.net.load_state_dict(tensors)
             return self.net
         with torch.device("meta"):
-            net = build(self.net.described, dropout=self.net.dropout)
+            net = build(self.described, dropout=self.net.dropout)
         net.load_state_dict(tensors, assign=True)
         return net.to(self.world.device)
 
 
 def alone(net: Transformer, device: torch.device | str = "cpu") -> Holding:
     """A whole model that no other rank has to do with."""
-    return Holding(Path(net), World(Launch(), Spread(), device), _learned(net), Buckets((), None))
+    return Holding(Path(net), World(Launch(), Spread(), device), _learned(net), Buckets((), None), net.described)
 
 
 def hold(net: Transformer, world: World) -> Holding:
     """What this rank is to hold of a model that all ranks have whole; the rest of it is let go."""
-    for way in UNKNOWN:
-        if getattr(world.spread, way) > 1:
-            raise SpecError(f"training cannot be divided by {way} yet; use one of {', '.join(KNOWN)}")
+    wires = {way: Wire(world.group(way)) for way in ("context", "tensor") if getattr(world.spread, way) > 1}
+    if "context" in wires:
+        check_rows(net.described)
+    if "tensor" in wires:
+        from .tensor import Divided
+
+        divided = Divided(net.described, wires["tensor"])
+        held = _held(divided.portion(net), world)
+        held = divided.holding(held)
+    else:
+        held = _held(net, world)
+    held.context = wires.get("context")
+    if wires:
+        set_peers(held.net, Ranks(**wires))
+    return held
+
+
+def _held(net: Transformer, world: World) -> Holding:
+    """With whom work is shared is not asked here."""
     if world.spread.shards > 1:
         from .sharding import sharded
 
         return sharded(net, world)
-    return Holding(Path(net), world, _learned(net), Buckets(_learned(net).values(), working(world)))
+    learned = _learned(net)
+    return Holding(Path(net), world, learned, Buckets(learned.values(), working(world)), net.described)
 
 
 def working(world: World) -> dist.ProcessGroup | None:

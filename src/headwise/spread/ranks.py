@@ -126,7 +126,7 @@ def set_peers(net: nn.Module, peers: Peers) -> None:
 
 
 @contextmanager
-def alone(net: nn.Module) -> Iterator[None]:
+def whole_rows(net: nn.Module) -> Iterator[None]:
     """A model whose rows are whole again, on every rank: to evaluate, or to generate; heads stay divided."""
     before = [(module, module.peers) for module in net.modules() if isinstance(module, Shared)]
     for module, peers in before:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +12,12 @@ from torch import Tensor, nn
 from ..blueprint import Model
 from ..errors import SpecError
 from ..models import Transformer, build
-from ..peers import Peers
+from .holding import Holding, Lying
 from .portions import holders, portions
-from .ranks import set_peers
+from .ranks import Ranks, set_peers
 from .wires import Wire
+
+NOTHING: Mapping[str, Lying] = MappingProxyType({})
 
 INSIDE = ("attention", "cross", "feed")  # roles of what is divided; all else every rank does alike
 
@@ -27,7 +31,7 @@ class Divided:
     """
 
     def __init__(self, described: Model, wire: Wire) -> None:
-        self.wire, every = wire, portions(described, wire.size)
+        self.wire, self.whole_described, every = wire, described, portions(described, wire.size)
         self.described = every[wire.rank].described
         self.pieces = {name: [portion.pieces[name] for portion in every] for name in every[0].pieces}
         every_held = {name: holders(pieces) for name, pieces in self.pieces.items()}
@@ -39,69 +43,88 @@ class Divided:
         self._copied = [name for name, held in every_held.items() if roles[name] in INSIDE and int(held.max()) > 1]
         self._held = {name: held[self.pieces[name][wire.rank].cut_places] for name, held in every_held.items()}
 
-    def portion(self, net: Transformer, peers: Peers) -> Transformer:
-        """This rank's portion of a model that all have built alike, its parameters new tensors.
-
-        `peers` are those who hold the others, `Ranks(tensor=wire)`.
-        """
+    def portion(self, net: Transformer) -> Transformer:
+        """This rank's portion of a model that all have built alike; its parameters are new tensors."""
         with torch.device("meta"):
             part = build(self.described, dropout=net.dropout)
-        part.load_state_dict(self.part({name: held.detach() for name, held in net.state_dict().items()}), assign=True)
+        held = {name: self.part(name, tensor.detach()) for name, tensor in net.state_dict().items()}
+        part.load_state_dict(held, assign=True)
         part.checkpointing = net.checkpointing
-        set_peers(part, peers)
+        set_peers(part, Ranks(tensor=self.wire))
         return part.train(net.training)
 
-    def settle(self, net: nn.Module) -> None:
-        """Give every number that several ranks hold the sum of what they found as its gradient."""
-        learned = {name: p for name, p in net.named_parameters() if p.requires_grad}
-        copied = {name: learned[name] for name in self._copied if name in learned}
+    def settle(self, own: Mapping[str, nn.Parameter], slices: Mapping[str, Lying] = NOTHING) -> None:
+        """Give every number that several ranks hold the sum of what they found as its gradient.
+
+        Of those in `slices` a rank holds no more than a slice of its piece.
+        """
+        copied = {name: own[name] for name in self._copied if name in own}
         for dtype in dict.fromkeys(p.dtype for p in copied.values()):
             some = {name: p for name, p in copied.items() if p.dtype == dtype}
-            wholes = [self._alone(name, p) for name, p in some.items()]
-            total = self.wire.total(torch.cat([whole.flatten() for whole in wholes]))
-            parts = total.split([whole.numel() for whole in wholes])
+            found = [self._alone(name, p, slices) for name, p in some.items()]
+            total = self.wire.total(torch.cat([whole.flatten() for whole in found]))
+            parts = total.split([whole.numel() for whole in found])
             for (name, p), part in zip(some.items(), parts, strict=True):
-                p.grad = self.pieces[name][self.wire.rank].of(part)
+                grad = self.pieces[name][self.wire.rank].of(part)
+                p.grad = slices[name].part(grad) if name in slices else grad
 
-    def _alone(self, name: str, p: Tensor) -> Tensor:
-        """A gradient as a part of that of the whole tensor."""
+    def _alone(self, name: str, p: Tensor, slices: Mapping[str, Lying]) -> Tensor:
+        """The gradient of a whole tensor as far as this rank found it."""
         piece = self.pieces[name][self.wire.rank]
         whole = p.new_zeros(piece.layout.shape(piece.sizes))
-        if p.grad is not None:
-            piece.put(p.grad, whole)
+        grad = slices[name].whole(torch.zeros_like(p) if p.grad is None else p.grad) if name in slices else p.grad
+        if grad is not None:
+            piece.put(grad, whole)
         return whole
 
-    def norm(self, net: nn.Module) -> Tensor:
-        """The norm of the whole gradient, each number of it once; after `settle`."""
-        squares = [
-            (p.grad.square().reshape(self.pieces[name][self.wire.rank].opened) / self._held[name].to(p.device)).sum()
-            for name, p in net.named_parameters()
-            if p.grad is not None
-        ]
-        return self.wire.total(torch.stack(squares).sum()).sqrt()
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's piece of something with the shape of a tensor of the model."""
+        return self.pieces[name][self.wire.rank].of(whole)
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of the whole model from what all hold, by name; words may stand before a name: "exp_avg NAME".
-
-        What is no tensor of the model, or of another shape, stays as it is.
-        """
-        return {key: self._joined(key.rpartition(" ")[2], held) for key, held in tensors.items()}
-
-    def _joined(self, name: str, held: Tensor) -> Tensor:
-        pieces = self.pieces.get(name, [])
-        if not pieces or not pieces[0].kept or held.shape != pieces[self.wire.rank].shape:
-            return held
-        whole = held.new_empty(pieces[0].layout.shape(pieces[0].sizes))
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """All pieces put together, to the bit; every rank must ask."""
+        pieces = self.pieces[name]
+        found = part.new_empty(pieces[0].layout.shape(pieces[0].sizes))
         for who, piece in enumerate(pieces):
-            piece.put(self.wire.told(held if who == self.wire.rank else held.new_empty(piece.shape), who), whole)
-        return whole
+            held = part if who == self.wire.rank else part.new_empty(piece.shape)
+            piece.put(self.wire.told(held, who), found)
+        return found
 
-    def part(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's pieces of tensors of the whole model, by names as `whole` gives them."""
-        return {key: self._own(key.rpartition(" ")[2], whole) for key, whole in tensors.items()}
+    def held(self, name: str) -> Tensor:
+        """How many ranks hold each number of this rank's piece of a tensor."""
+        piece = self.pieces[name][self.wire.rank]
+        return self._held[name].expand(piece.opened).reshape(piece.shape)
 
-    def _own(self, name: str, whole: Tensor) -> Tensor:
-        piece = self.pieces[name][self.wire.rank] if name in self.pieces else None
-        if piece is None or whole.shape != piece.layout.shape(piece.sizes):
-            return whole
-        return piece.of(whole)
+    def holding(self, inner: Holding) -> Holding:
+        """What a rank holds of its portion, as what it holds of the whole."""
+        names = [name for name, pieces in self.pieces.items() if pieces[0].kept]
+        slices = inner.lying
+
+        def fetch() -> None:
+            inner.fetch()
+            self.settle(inner.own, slices)
+
+        lying = {name: Lies(self, name, slices.get(name)) for name in names}
+        return replace(inner, described=self.whole_described, lying={**slices, **lying}, fetch=fetch)
+
+
+class Lies:
+    """How a tensor lies over the ranks that divide a model's heads, and over those that divide these pieces."""
+
+    def __init__(self, divided: Divided, name: str, inner: Lying | None) -> None:
+        self.divided, self.name, self.inner = divided, name, inner
+        self.ways = ("tensor", *(inner.ways if inner else ()))
+
+    def part(self, whole: Tensor) -> Tensor:
+        """What this rank holds of the whole."""
+        piece = self.divided.part(self.name, whole)
+        return self.inner.part(piece) if self.inner else piece
+
+    def whole(self, part: Tensor) -> Tensor:
+        """All parts put together; every rank must ask."""
+        return self.divided.whole(self.name, self.inner.whole(part) if self.inner else part)
+
+    def square(self, part: Tensor) -> Tensor:
+        """The sum of its squares, each number shared by as many ranks as hold it."""
+        held = self.divided.held(self.name)
+        return (part.square() / (self.inner.part(held) if self.inner else held).to(part.device)).sum()
