@@ -112,7 +112,14 @@ def main() -> int:
     torch.set_num_threads(1)
     with joined() as launch:
         if launch.size == 1:
-            torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks.distributed"]
+            torchrun = [
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                "-m",
+                "benchmarks.distributed",
+            ]
             return subprocess.run([sys.executable, "-m", *torchrun, *sys.argv[1:]], check=False).returncode
         rows = [row for case in CASES for row in rows_of(launch, *case)]
         if not launch.leads:
@@ -123,8 +130,8 @@ def main() -> int:
         for row in rows:
             print(
                 f"{row['name']:<38} one {row['alone_s'] * 1e3:.1f} ms, two {row['step_s'] * 1e3:.1f} ms a step: "
-                f"efficiency {row['efficiency']:.0%}; {row['messages']} messages, {row['bytes_seen'] / 1e6:.2f} MB sent "
-                f"({row['bytes_counted'] / 1e6:.2f} counted); spread {row['spread']:.0%}"
+                f"efficiency {row['efficiency']:.0%}; {row['messages']} messages, {row['bytes_seen'] / 1e6:.2f} MB "
+                f"sent ({row['bytes_counted'] / 1e6:.2f} counted); spread {row['spread']:.0%}"
             )
     return 0
 

@@ -18,13 +18,13 @@ import torch
 
 import headwise as hw
 from headwise.blueprint import Block, Dense, Embedding, Head, Model, Norm, Positions, Stack
+from headwise.spread import Launch, Spread
+from headwise.spread.world import World
 from headwise.tasks import task
 from headwise.tasks.parallel import Parallel
 from headwise.tasks.published import translation_scores
 from headwise.training import Recipe, Result
 from headwise.training.choosing import Choice
-from headwise.spread import Launch, Spread
-from headwise.spread.world import World
 from headwise.training.evaluation import Examiner
 
 from .real import found, unpacked

@@ -53,6 +53,23 @@ def layers() -> str:
     return "\n".join(lines)
 
 
+@generates
+def traffic() -> str:
+    """What a step sends, by how its work is divided."""
+    from headwise import families
+    from headwise.spread import Spread
+    from headwise.spread.traffic import traffic as sent
+
+    sizes = {"n_embd": 128, "n_head": 4, "n_layer": 4, "n_positions": 64, "vocab_size": 65}
+    described, rows = families.read({"model_type": "gpt2", **sizes}), []
+    for said in ("data=2", "data=8", "shards=2", "shards=8", "data=2,shards=4"):
+        messages = sent(described, Spread.parse(said))
+        moved = sum(message.moved for message in messages) / 1e6
+        each = {kind: sum(m.kind == kind for m in messages) for kind in ("sum", "gather", "scatter")}
+        rows.append([f"`{said}`", *(str(count) for count in each.values()), f"{moved:.2f} MB"])
+    return table(["spread", "sums", "gathered", "scattered", "sent by each rank"], rows)
+
+
 def present(room: Path) -> bool:
     return room.with_suffix(".py").is_file() or (room / "__init__.py").is_file()
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.blueprint import Block, Dense, Embedding, Head, Model, Positions, Stack
-from headwise.tasks import IGNORED, SPLITS, Batch, Tally, Task
-from headwise.tasks.base import check_split
 from headwise.models import Transformer
 from headwise.spread.holding import alone
+from headwise.tasks import IGNORED, SPLITS, Batch, Tally, Task
+from headwise.tasks.base import check_split
 from headwise.training import Recipe
 from headwise.training.choosing import Choice
 from headwise.training.stepping import Stepper
@@ -75,6 +75,9 @@ def quick(**said: object) -> Recipe:
     return Recipe(**{"steps": 6, "batch": 5, "evaluate_every": 3, "checkpoint_every": 2, **QUICK, **said})
 
 
-def stepper(net: Transformer, recipe: Recipe, choice: Choice = Choice("fp32", "off")) -> Stepper:
+PLAIN = Choice("fp32", "off")
+
+
+def stepper(net: Transformer, recipe: Recipe, choice: Choice = PLAIN) -> Stepper:
     """What steps on this rank alone, on the CPU."""
     return Stepper(alone(net), recipe, choice)

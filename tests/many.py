@@ -25,7 +25,7 @@ from headwise.training import Recipe, train
 from headwise.training.choosing import Choice
 from headwise.training.optimiser import Optimiser, grouped
 from headwise.training.stepping import Stepper
-from learning import IDS, LONGEST, Echo, quick
+from learning import IDS, Echo, quick
 
 STEPS = 3
 RANK = int(os.environ.get("RANK", "0"))
@@ -109,7 +109,7 @@ def ways_of(launch: Launch) -> list[str]:
 
 
 def sent(folder: Path) -> dict[str, Any]:
-    """The collectives that the gradients of one step call, every way; of a model whose gradients fill several messages."""
+    """The collectives that the gradients of a step call, every way; one model's gradients fill several messages."""
     wide = bp.from_toml(bp.to_toml(Echo().model()).replace("hidden = 13", "hidden = 65521"))
     found: dict[str, Any] = {}
     with joined() as launch:
@@ -241,7 +241,12 @@ def runs(folder: Path) -> dict[str, Any]:
         "stopped": until(3, random, folder / "stopped"),
         "resumed": until(-1, random, folder / "stopped"),
     }
-    until(2, quick(**PLAIN, spread="shards=2"), folder / "other way")
-    until(-1, quick(**PLAIN, spread="data=2"), folder / "other way")
+    slices = quick(**DROPPED, spread="shards=2")
+    until(-1, slices, folder / "slices")
+    until(3, slices, folder / "slices stopped")
+    until(-1, slices, folder / "slices stopped")
+    until(1, quick(**PLAIN, spread="shards=2"), folder / "other ways")
+    until(3, quick(**PLAIN, spread="data=2"), folder / "other ways")
+    until(-1, quick(**PLAIN, spread="shards=2"), folder / "other ways")
     until(3, quick(**PLAIN), folder / "one, two, one")
     return found | refusals(folder)

@@ -58,8 +58,8 @@ bug(
 bug(
     "training-accumulates-a-mean-of-means",
     "training/stepping.py",
-    "loss = self.loss(part) / total + self._added() / len(parts)",
-    "loss = (self.loss(part) / asked(part) + self._added()) / len(parts)",
+    "loss = self.loss(own.batch) / total",
+    "loss = self.loss(own.batch) / asked(own.batch) / len(shares)",
     f"{TRAINING}::test_a_batch_in_parts_has_the_gradient_of_the_whole",
 )
 bug(
@@ -125,7 +125,7 @@ bug(
 bug(
     "training-generators-start-anew",
     "training/run.py",
-    '        torch.set_rng_state(random["cpu"])\n',
+    "        torch.set_rng_state(cpu)\n",
     "",
     CRASHES,
 )
@@ -161,7 +161,7 @@ bug(
     "training-clips-before-it-looks",
     "training/run.py",
     "        if not bool(loss.isfinite() & norm.isfinite()):",
-    "        self.stepper.clip(norm)\n        if not bool(loss.isfinite() & norm.isfinite()):",
+    "        self.holding.clip(self.recipe.clip, norm)\n        if not bool(loss.isfinite() & norm.isfinite()):",
     f"{RUNS}::test_a_gradient_that_is_not_finite_is_found_where_it_began",
 )
 bug(

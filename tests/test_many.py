@@ -56,9 +56,7 @@ def test_every_rank_stands_somewhere_else_and_neighbours_differ_in_the_last_way(
     ranks = torch.arange(spread.size).view(spread.shape)
     for rank in range(spread.size):
         assert ranks[tuple(spread.place(rank).values())] == rank
-    assert sorted(spread.circles("context", "tensor")) == sorted(
-        ranks.permute(0, 2, 1, 3).reshape(10, 21).tolist()
-    )
+    assert sorted(spread.circles("context", "tensor")) == sorted(ranks.permute(0, 2, 1, 3).reshape(10, 21).tolist())
 
 
 def test_a_spread_without_ranks_is_refused_before_anything_is_written(tmp_path: Path):
@@ -114,7 +112,7 @@ def test_two_ranks_take_the_steps_of_one(stepped: list[dict[str, Any]], way: str
 
 @pytest.mark.parametrize("case", ["echo", "odd"])
 def test_the_first_gradient_is_that_of_the_mean_over_all_that_is_asked(stepped: list[dict[str, Any]], case: str):
-    """Against torch's own cross entropy of the whole batch: ranks are asked unlike much, and none counts more for it."""
+    """Against torch's own cross entropy of the whole batch: ranks are asked unlike much, none counts more."""
     task, said = STEPPED[case]
     net, batch = hw.build(task.model(), seed=3).double(), task.batch(0, said["batch"])
     logits = net(batch.x, tokens=batch.tokens, source=batch.source, source_tokens=batch.source_tokens)
@@ -186,10 +184,19 @@ def test_a_run_of_two_that_is_interrupted_goes_on_to_the_same_bits(ran: tuple[Pa
     for said in ranks:
         assert said["stopped"] == f"ended at step 4, which is kept in {folder / 'stopped'}"
         assert said["whole"] == said["resumed"] == ""
-    whole, again = tensors(folder / "whole"), tensors(folder / "stopped")
-    assert whole.keys() == again.keys()
-    assert all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
-    assert trail(folder / "whole") == trail(folder / "stopped")
+    check_same(folder / "stopped", folder / "whole")
+
+
+def check_same(first: Path, second: Path) -> None:
+    """Bit by bit."""
+    one, other = tensors(first), tensors(second)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    assert trail(first) == trail(second)
+
+
+def test_slices_go_on_where_they_stood(ran: tuple[Path, list[dict[str, Any]]]):
+    check_same(ran[0] / "slices stopped", ran[0] / "slices")
 
 
 def test_ranks_drop_other_numbers(ran: tuple[Path, list[dict[str, Any]]]):
@@ -225,7 +232,7 @@ def test_a_run_goes_on_in_a_world_of_another_size(ran: tuple[Path, list[dict[str
     assert until(-1, quick(**PLAIN), folder / "one, two, one") == ""
     assert until(-1, quick(**PLAIN), tmp_path / "one") == ""
     check_near(folder / "one, two, one", tmp_path / "one")
-    check_near(folder / "other way", tmp_path / "one")
+    check_near(folder / "other ways", tmp_path / "one")
 
 
 # --- what is refused -----------------------------------------------------------------------------------

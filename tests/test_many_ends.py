@@ -144,5 +144,7 @@ def test_ranks_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pyte
 
 @pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("one", "2"), ("-1", "2")])
 def test_an_environment_that_says_nothing_is_refused(rank: str, size: str):
-    with pytest.raises(ValueError, match=f"RANK={rank} WORLD_SIZE={size} .* is no rank of a world; start with torchrun"):
+    with pytest.raises(
+        ValueError, match=f"RANK={rank} WORLD_SIZE={size} .* is no rank of a world; start with torchrun"
+    ):
         launch.launched({"RANK": rank, "WORLD_SIZE": size})

@@ -28,7 +28,8 @@ def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """What torchrun would say to a process."""
     said = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     path = os.pathsep.join([str(SOURCE), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, **{name: str(value) for name, value in said.items()}, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    told = {name: str(value) for name, value in said.items()}
+    return {**os.environ, **told, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def begun(ranks: int, *arguments: str) -> list[subprocess.Popen[str]]:

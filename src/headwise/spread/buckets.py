@@ -16,7 +16,7 @@ class Buckets:
     """The gradients of some parameters, summed over a group of ranks.
 
     Gradients come from the last layer to the first, and so do messages; on every rank in the same order, whatever is
-    ready first. Behind the gradients of a message stands which of its parameters have one: what no rank used keeps none.
+    ready first. Behind the gradients of a message stands which parameters have one: what no rank used keeps none.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], group: dist.ProcessGroup | None, most: int = BYTES) -> None:

@@ -25,9 +25,12 @@ from .world import WORK, World
 
 
 class Lying(Protocol):
-    """How one tensor lies over ranks, of which each holds a part; `ways` says over which."""
+    """How one tensor lies over ranks, of which each holds a part."""
 
-    ways: tuple[str, ...]
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Over which ways of the spread."""
+        ...
 
     def part(self, whole: Tensor) -> Tensor:
         """What this rank holds of the whole."""

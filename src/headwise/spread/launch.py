@@ -94,13 +94,14 @@ def _meet(launch: Launch) -> Any:
     """Begin the process group; the store through which its ranks found each other."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     if torch.cuda.is_available():
         torch.cuda.set_device(launch.local % torch.cuda.device_count())
     try:
         store, *_ = next(rendezvous("env://", launch.rank, launch.size, timeout=JOINING))
-        store = dist.PrefixStore(f"headwise {next(_joins)}", store)
+        store = PrefixStore(f"headwise {next(_joins)}", store)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             store=store, rank=launch.rank, world_size=launch.size, timeout=ANSWERING,

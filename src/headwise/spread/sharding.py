@@ -81,7 +81,7 @@ def sharded(net: Transformer, world: World) -> Holding:
 
 def _local(param: DTensor) -> nn.Parameter:
     """The slice of this rank as a plain tensor, in the memory of the other."""
-    return nn.Parameter(param.detach().to_local())
+    return nn.Parameter(cast(DTensor, param.detach()).to_local())
 
 
 def _fetch(own: Mapping[str, nn.Parameter], slices: Mapping[str, DTensor]) -> None:

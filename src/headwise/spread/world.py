@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -88,7 +88,7 @@ class World:
         """The ranks that differ from this one in nothing but these ways."""
         if ways not in self._groups:
             circles = self.spread.circles(*ways)
-            self._groups[ways] = dist.new_subgroups_by_enumeration(circles)[0]
+            self._groups[ways] = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(circles)[0])
         return self._groups[ways]
 
     def every(self, value: T) -> list[T]:
