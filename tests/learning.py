@@ -70,6 +70,25 @@ class Answered(Echo):
         return {"exact_match": (float(right), len(generated))}
 
 
+@dataclass(frozen=True)
+class Routed(Echo):
+    """With heads that are chosen token by token, whose balance is a term."""
+
+    name: ClassVar[str] = "routed"
+
+    def model(self) -> Model:
+        described = super().model()
+        spec = hw.design(model=8, heads=4, pattern="causal", modifiers=(hw.Routed(always=1, active=2),))
+        stack = described.stacks[0]
+        blocks = [Block(spec, feed=block.feed) for block in stack.layers * 2]
+        return Model(
+            "routed",
+            "decoder",
+            (Stack.of("decoder", 8, blocks, embedding=stack.embedding),),
+            described.heads,
+        )
+
+
 def quick(**said: object) -> Recipe:
     """A recipe of a few plain steps."""
     return Recipe(**{"steps": 6, "batch": 5, "evaluate_every": 3, "checkpoint_every": 2, **QUICK, **said})

@@ -25,7 +25,7 @@ from headwise.training import Recipe, train
 from headwise.training.choosing import Choice
 from headwise.training.optimiser import Optimiser, grouped
 from headwise.training.stepping import Stepper
-from learning import IDS, Echo, quick
+from learning import IDS, Echo, Routed, quick
 
 STEPS = 3
 RANK = int(os.environ.get("RANK", "0"))
@@ -84,15 +84,16 @@ def gradient(holding: Any, name: str, own: nn.Parameter) -> Tensor | None:
 STEPPED: dict[str, tuple[Task, dict[str, Any]]] = {
     "echo": (Echo(), {"batch": 5}),
     "odd": (Odd(), {"batch": 6, "clip": 0.1}),
+    "terms": (Routed(), {"batch": 8, "terms": (("balance", 0.5),)}),
     "parts": (Echo(), {"batch": 6, "accumulate": 3}),
     "recomputed": (Odd(), {"batch": 6, "activations": "recompute"}),
 }
 
 
-def steps_of(case: str, launch: Launch, spread: str) -> dict[str, Any]:
+def steps_of(case: str, launch: Launch, spread: str, **also: Any) -> dict[str, Any]:
     """Those of a case, in float64 so that only the order of sums is left to differ."""
     task, said = STEPPED[case]
-    recipe = quick(**said)
+    recipe = quick(**said, **also)
     net = hw.build(task.model(), seed=3).double()
     net.checkpointing = "block" if recipe.activations == "recompute" else "none"
     return stepped(task, net, recipe, launch, spread)

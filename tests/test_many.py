@@ -102,10 +102,15 @@ def check_steps(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-8, atol=1e-11, msg=name)
 
 
+def alone(case: str, ranks: int) -> dict[str, Any]:
+    """The steps of one rank; terms are taken over the rows of each rank, so over as many parts of a batch."""
+    return steps_of(case, ALONE, "data=1", **({"accumulate": ranks} if case == "terms" else {}))
+
+
 @pytest.mark.parametrize("case", STEPPED)
 @pytest.mark.parametrize("way", ["data=2", "shards=2"])
 def test_two_ranks_take_the_steps_of_one(stepped: list[dict[str, Any]], way: str, case: str):
-    wanted = steps_of(case, ALONE, "data=1")
+    wanted = alone(case, 2)
     for rank in stepped:
         check_steps(rank[way][case], wanted)
 
@@ -135,7 +140,7 @@ def test_four_ranks_take_the_steps_of_one(tmp_path_factory: pytest.TempPathFacto
     if not folder.exists():
         world(4, "many.steps", folder)
     for case in STEPPED:
-        wanted = steps_of(case, ALONE, "data=1")
+        wanted = alone(case, 4)
         for rank in range(4):
             check_steps(torch.load(folder / f"{rank}.pt", weights_only=False)[way][case], wanted)
 

@@ -21,7 +21,7 @@ from headwise.training.choosing import Choice, fastest, kept, worth_compiling
 from headwise.training.evaluation import averages
 from headwise.training.schedules import SCHEDULES
 from headwise.training.work import step_flops, tokens_in
-from learning import IDS, Echo, quick, stepper
+from learning import IDS, Echo, Routed, quick, stepper
 
 # --- schedules -----------------------------------------------------------------------------------------
 
@@ -276,22 +276,6 @@ def test_recomputed_activations_give_the_same_gradient():
     stepper(net, quick()).gradients(batch)
     for name, gradient in gradients(quick(), batch)[1].items():
         torch.testing.assert_close(net.get_parameter(name).grad, gradient, rtol=1e-12, atol=1e-14)
-
-
-class Routed(Echo):
-    """With heads that are chosen token by token, whose balance is a term."""
-
-    def model(self):
-        described = super().model()
-        spec = hw.design(model=8, heads=4, pattern="causal", modifiers=(hw.Routed(always=1, active=2),))
-        stack = described.stacks[0]
-        blocks = [hw.blueprint.Block(spec, feed=block.feed) for block in stack.layers * 2]
-        return hw.blueprint.Model(
-            "routed",
-            "decoder",
-            (hw.blueprint.Stack.of("decoder", 8, blocks, embedding=stack.embedding),),
-            described.heads,
-        )
 
 
 def test_terms_join_the_loss_by_their_factor():

@@ -136,6 +136,13 @@ class Holding:
                 held = self.own[name] if name in self.own else constants[name]
                 held.copy_(self.part(name, tensors[name]))
 
+    def gathered(self) -> Transformer:
+        """The whole model as it is now, on the leader; every rank must ask, and the others have what they had."""
+        if not self.lying:
+            return self.net
+        tensors = {name: tensor.cpu() for name, tensor in self.tensors() if self.world.leads}
+        return self.assembled(tensors) if self.world.leads else self.net
+
     def assembled(self, tensors: Mapping[str, Tensor]) -> Transformer:
         """A model that is whole on this rank, with these weights: the one in hand if nobody else has to do with it."""
         if not self.lying and self.context is None:

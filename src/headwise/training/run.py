@@ -113,9 +113,9 @@ class Run:
 
     def leave(self, readme: str) -> None:
         """Leave the model in the run's folder."""
-        tensors = dict(self._led(self.holding.tensors()))
+        net = self.holding.gathered()
         if self.world.leads:
-            save(self.holding.assembled(tensors), self.folder, tokenizer=self.task.tokenizer, readme=readme)
+            save(net, self.folder, tokenizer=self.task.tokenizer, readme=readme)
 
     def best(self) -> tuple[Transformer, str | None]:
         """The whole model with the weights that were best, as the leader finds them; the last, and why, if damaged."""
@@ -141,7 +141,7 @@ class Run:
 
     def _led(self, every: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """All of these, put together with the others, for the leader alone."""
-        return ((name, value) for name, value in every if self.world.leads)
+        return ((name, value.detach().cpu()) for name, value in every if self.world.leads)
 
     def _moments(self) -> Iterator[tuple[str, Tensor]]:
         for key, value in self.optimiser.tensors.items():
