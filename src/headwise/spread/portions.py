@@ -15,6 +15,8 @@ from ..errors import SpecError
 from ..layout import Layout
 from ..spec import AttentionSpec
 
+INSIDE = ("attention", "cross", "feed")  # roles of what is divided; all else every rank does alike
+
 ByAxis = Mapping[str, tuple[int, ...]]
 
 
@@ -171,6 +173,13 @@ def _kept(w: Weight, rank: int, count: int, cuts: Mapping[str, Kept]) -> dict[st
     if w.role == "feed":
         by_axis = {"hidden": _run(w.sizes["hidden"], rank, count)} if "hidden" in w.layout.axes else {}
     return {axis: places for axis, places in by_axis.items() if axis in w.layout.axes}
+
+
+def copied(described: Model, every: Sequence[Portion]) -> dict[str, Tensor]:
+    """Tensors of divided layers of which several ranks hold something, with how many hold each number."""
+    inside = [name for name, weight in described.params().items() if weight.role in INSIDE and weight.learned]
+    held = {name: holders([portion.pieces[name] for portion in every]) for name in inside}
+    return {name: count for name, count in held.items() if int(count.max()) > 1}
 
 
 def holders(pieces: Sequence[Piece]) -> Tensor:

@@ -13,13 +13,11 @@ from ..blueprint import Model
 from ..errors import SpecError
 from ..models import Transformer, build
 from .holding import Holding, Lying
-from .portions import holders, portions
+from .portions import copied, holders, portions
 from .ranks import Ranks, set_peers
 from .wires import Wire
 
 NOTHING: Mapping[str, Lying] = MappingProxyType({})
-
-INSIDE = ("attention", "cross", "feed")  # roles of what is divided; all else every rank does alike
 
 
 class Divided:
@@ -34,14 +32,11 @@ class Divided:
         self.wire, self.whole_described, every = wire, described, portions(described, wire.size)
         self.described = every[wire.rank].described
         self.pieces = {name: [portion.pieces[name] for portion in every] for name in every[0].pieces}
-        every_held = {name: holders(pieces) for name, pieces in self.pieces.items()}
-        for name, held in every_held.items():
-            if not bool(held.all()):
-                said = f"{name} ({self.pieces[name][0].layout}) joins heads of several ranks"
+        self.copied = copied(described, every)
+        for name, pieces in self.pieces.items():
+            if not bool(holders(pieces).all()):
+                said = f"{name} ({pieces[0].layout}) joins heads of several ranks"
                 raise SpecError(f"{said}; use data= or context= in the place of tensor=")
-        roles = {name: weight.role for name, weight in described.params().items()}
-        self._copied = [name for name, held in every_held.items() if roles[name] in INSIDE and int(held.max()) > 1]
-        self._held = {name: held[self.pieces[name][wire.rank].cut_places] for name, held in every_held.items()}
 
     def portion(self, net: Transformer) -> Transformer:
         """This rank's portion of a model that all have built alike; its parameters are new tensors."""
@@ -58,9 +53,9 @@ class Divided:
 
         Of those in `slices` a rank holds no more than a slice of its piece.
         """
-        copied = {name: own[name] for name in self._copied if name in own}
-        for dtype in dict.fromkeys(p.dtype for p in copied.values()):
-            some = {name: p for name, p in copied.items() if p.dtype == dtype}
+        held = {name: own[name] for name in self.copied if name in own}
+        for dtype in dict.fromkeys(p.dtype for p in held.values()):
+            some = {name: p for name, p in held.items() if p.dtype == dtype}
             found = [self._alone(name, p, slices) for name, p in some.items()]
             total = self.wire.total(torch.cat([whole.flatten() for whole in found]))
             parts = total.split([whole.numel() for whole in found])
@@ -93,7 +88,7 @@ class Divided:
     def held(self, name: str) -> Tensor:
         """How many ranks hold each number of this rank's piece of a tensor."""
         piece = self.pieces[name][self.wire.rank]
-        return self._held[name].expand(piece.opened).reshape(piece.shape)
+        return self.copied[name][piece.cut_places].expand(piece.opened).reshape(piece.shape)
 
     def holding(self, inner: Holding) -> Holding:
         """What a rank holds of its portion, as what it holds of the whole."""
@@ -114,6 +109,8 @@ class Lies:
     def __init__(self, divided: Divided, name: str, inner: Lying | None) -> None:
         self.divided, self.name, self.inner = divided, name, inner
         self.ways = ("tensor", *(inner.ways if inner else ()))
+        held = divided.held(name) if name in divided.copied else torch.ones(())
+        self._held = inner.part(held) if inner and held.dim() else held
 
     def part(self, whole: Tensor) -> Tensor:
         """What this rank holds of the whole."""
@@ -126,5 +123,4 @@ class Lies:
 
     def square(self, part: Tensor) -> Tensor:
         """The sum of its squares, each number shared by as many ranks as hold it."""
-        held = self.divided.held(self.name)
-        return (part.square() / (self.inner.part(held) if self.inner else held).to(part.device)).sum()
+        return (part.square() / self._held.to(part.device)).sum()

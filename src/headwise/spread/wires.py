@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any, Self
 
 import torch
@@ -11,17 +10,11 @@ from torch import Tensor
 
 
 class Wire:
-    """A group of ranks that share something; `rank` is which of its `size` this one is.
-
-    `sent` are the bytes that this rank has sent to the others, by kind, as a ring moves them: 2 (n - 1) / n of a
-    tensor that is summed, (n - 1) times what is laid side by side, (n - 1) / n of what is summed and dealt out. What
-    is told to all counts once, for whoever tells it.
-    """
+    """A group of ranks that share something; `rank` is which of its `size` this one is."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.sent: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # a copy of a model speaks with the same ranks
@@ -30,28 +23,24 @@ class Wire:
         """The sum of what all hold."""
         y = x.contiguous().clone()
         dist.all_reduce(y, group=self.group)
-        self.sent["total"] += 2 * (self.size - 1) * y.nbytes // self.size
         return y
 
     def beside(self, x: Tensor) -> Tensor:
         """What each holds, [ranks, *x]."""
         y = x.new_empty(self.size, *x.shape)
         dist.all_gather_single(y.flatten(0, 1), x.contiguous(), group=self.group)
-        self.sent["beside"] += (self.size - 1) * x.nbytes
         return y
 
     def dealt(self, x: Tensor) -> Tensor:
         """Of the sum of what all hold, [ranks, ...], the part of this one."""
         y = x.new_empty(x.shape[1:])
         dist.reduce_scatter_single(y, x.contiguous().flatten(0, 1), group=self.group)
-        self.sent["dealt"] += (self.size - 1) * y.nbytes
         return y
 
     def told(self, x: Tensor, who: int) -> Tensor:
         """What this one of them holds; the others hand over a tensor of the same shape."""
         y = x.contiguous().clone()
         dist.broadcast(y, group=self.group, group_src=who)
-        self.sent["told"] += y.nbytes * (self.rank == who)
         return y
 
 
