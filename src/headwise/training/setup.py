@@ -17,7 +17,7 @@ from ..errors import SpecError
 from ..models import Transformer, build
 from ..spread import Launch, Spread
 from ..spread.alike import check_alike, code
-from ..spread.holding import hold
+from ..spread.holding import check_divides, hold
 from ..spread.world import World
 from ..tasks import Batch, Task
 from .checkpoint import Checkpoint, first_difference
@@ -71,6 +71,7 @@ class Setup:
         check_model(model, task)
         first = task.batch(0, recipe.batch, "train")
         check(first, model, "batch 0")
+        check_divides(model, world.spread)
         check_ranks(recipe, world)
         return Setup(task, model, recipe, folder, given, first, config_of(task, model, recipe, first), world)
 
