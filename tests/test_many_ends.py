@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -100,22 +101,42 @@ def test_a_killed_rank_ends_the_job_with_one_line_and_the_run_goes_on(tmp_path: 
 
 
 @pytest.mark.slow
+def launched(ranks: int, arguments: list[str], *options: str) -> subprocess.Popen[str]:
+    """What torchrun starts."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    inherited = {name: value for name, value in environment(0, 1, 0).items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen([*torchrun, *options, *arguments], env=inherited, stderr=subprocess.PIPE, text=True)
+
+
+def kill(process: subprocess.Popen[str], rank: int) -> None:
+    """Kill this rank of what torchrun started."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    said = {pid: (Path("/proc") / pid / "environ").read_bytes().split(b"\0") for pid in children}
+    os.kill(next(int(pid) for pid, words in said.items() if f"RANK={rank}".encode() in words), signal.SIGKILL)
+
+
+@pytest.mark.slow
 def test_torchrun_starts_ranks_and_is_told_once_why_they_ended(tmp_path: Path):
     """Of three ranks the one in the middle is killed: of the two that are left one speaks."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    inherited = {name: value for name, value in environment(0, 1, 0).items() if name not in ("RANK", "WORLD_SIZE")}
-    process = subprocess.Popen(
-        [*torchrun, *command(tmp_path, *STEPS, "--steps", "2000")], env=inherited, stderr=subprocess.PIPE, text=True
-    )
+    process = launched(3, command(tmp_path, *STEPS, "--steps", "2000"))
     wait_for_step(tmp_path, 3)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ranks = {(Path("/proc") / pid / "environ").read_bytes().split(b"\0RANK=")[-1][:1]: int(pid) for pid in children}
-    subprocess.run(["kill", "-9", str(ranks[b"1"])], check=True)
+    kill(process, 1)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     told = [line for line in err.splitlines() if line.startswith("headwise: ")]
     assert len(told) == 1
     assert told[0].endswith(LOST)
+
+
+@pytest.mark.slow
+def test_torchrun_begins_a_killed_world_anew_and_it_goes_on(tmp_path: Path):
+    process = launched(2, command(tmp_path, *STEPS, "--resume"), "--max-restarts", "1")
+    wait_for_step(tmp_path, 3)
+    kill(process, 0)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert Checkpoints(tmp_path / "checkpoint").paths[0].stem == f"{60:010}"
+    assert [record["event"] for record in read_lines(tmp_path / "metrics.jsonl")].count("run") == 2
 
 
 # --- ranks that do not meet ----------------------------------------------------------------------------

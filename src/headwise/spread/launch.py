@@ -15,6 +15,7 @@ from ..errors import SpecError
 
 JOINING = timedelta(minutes=5)  # until every rank must have come
 ANSWERING = timedelta(minutes=10)  # until a rank that says nothing is given up; the longest work of one rank alone
+LONGEST = 200  # of what torch says of ranks that did not meet, for it goes on for long
 SAID = "said"  # what the first rank to speak of an end writes into the store
 
 _joins = itertools.count()  # ranks join together, so that the n-th time of one is the n-th of all
@@ -22,11 +23,13 @@ _joins = itertools.count()  # ranks join together, so that the n-th time of one 
 
 @dataclass(frozen=True)
 class Launch:
-    """Which rank this process is, of how many, and which of those on its own machine."""
+    """Which rank this process is, of how many, which of those on its own machine, and how often torchrun has begun
+    them all anew."""
 
     rank: int = 0
     size: int = 1
     local: int = 0
+    attempt: int = 0
     store: Any = field(default=None, repr=False, compare=False)
 
     @property
@@ -49,15 +52,16 @@ def launched(environment: Mapping[str, str] | None = None) -> Launch:
     """What torchrun says of this process; without it, that it is alone.
 
     >>> launched({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"})
-    Launch(rank=3, size=4, local=1)
-    >>> launched({})
-    Launch(rank=0, size=1, local=0)
+    Launch(rank=3, size=4, local=1, attempt=0)
+    >>> launched({}).size
+    1
     """
     said = os.environ if environment is None else environment
     if "RANK" not in said or "WORLD_SIZE" not in said:
         return Launch()
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    words = [said["RANK"], said["WORLD_SIZE"], said.get("LOCAL_RANK", said["RANK"])]
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+    usual = {"LOCAL_RANK": said["RANK"], "TORCHELASTIC_RESTART_COUNT": "0"}
+    words = [said.get(name, usual.get(name, "")) for name in names]
     if not all(word.isascii() and word.isdigit() for word in words) or int(words[0]) >= int(words[1]):
         told = " ".join(f"{name}={word}" for name, word in zip(names, words, strict=True))
         raise SpecError(f"the environment says {told}, which is no rank of a world; start with torchrun")
@@ -101,13 +105,13 @@ def _meet(launch: Launch) -> Any:
         torch.cuda.set_device(launch.local % torch.cuda.device_count())
     try:
         store, *_ = next(rendezvous("env://", launch.rank, launch.size, timeout=JOINING))
-        store = PrefixStore(f"headwise {next(_joins)}", store)
+        store = PrefixStore(f"headwise {launch.attempt} {next(_joins)}", store)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             store=store, rank=launch.rank, world_size=launch.size, timeout=ANSWERING,
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
-        raise ConnectionError(_unmet(launch, " ".join(str(error).split()))) from error
+        raise ConnectionError(_unmet(launch, " ".join(str(error).split())[:LONGEST])) from error
     return store
 
 
