@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from . import backends, inputs
 from .backends import Attend, Bound, Inputs, Job
 from .cache import Cache, Remembered, StateCache
-from .peers import Shared
+from .peers import Peered
 from .probe import Probe
 from .seams import Gate, Mix, OutputStep, Project, Turn
 from .spec import AttentionSpec
@@ -48,7 +48,7 @@ class Turning:
         return x_BTHK
 
 
-class Attention(Shared, nn.Module):
+class Attention(Peered, nn.Module):
     """An attention layer: what its spec says, run by whichever backend takes the call.
 
     >>> import headwise as hw, torch

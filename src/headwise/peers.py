@@ -42,6 +42,10 @@ class Peers(ABC):
     def ledger(self, ledger: Ledger) -> Ledger:
         """The same ledger, for parts that see some of the heads and tokens."""
 
+    @abstractmethod
+    def of_whole_rows(self) -> Peers:
+        """Those who hold other heads alone."""
+
 
 class Alone(Peers):
     """Nobody: every head and every token is here."""
@@ -61,12 +65,15 @@ class Alone(Peers):
     def ledger(self, ledger: Ledger) -> Ledger:
         return ledger
 
+    def of_whole_rows(self) -> Peers:
+        return self
+
 
 NOTHING = nullcontext()
 ALONE = Alone()
 
 
-class Shared:
-    """What may share its work with others; whoever spreads a model says with whom."""
+class Peered:
+    """What may have peers; whoever spreads a model says which."""
 
     peers: Peers = ALONE

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..blueprint import Embedding, Head, Patches, Positions
 from ..dropping import dropped
 from ..errors import SpecError
-from ..peers import Shared
+from ..peers import Peered
 from ..positions import sinusoidal
 from ..tokens import Tokens
 from .activations import activation
@@ -140,7 +140,7 @@ def _picture(x: Tensor, told: Patches) -> Tensor:
     return x[:, :, : rows * told.high, : told.columns * told.wide]
 
 
-class Reading(Shared, Declared):
+class Reading(Peered, Declared):
     """A head: what states say, of each token, or of the first, the last or the mean of a row's."""
 
     def __init__(self, described: Head, model: int, owner: Embed | None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..blueprint import Dense, Experts, Norm, Weight
 from ..dropping import dropped
-from ..peers import Shared
+from ..peers import Peered
 from .activations import joined
 from .starts import usual
 
@@ -64,7 +64,7 @@ class Normed(Declared):
         return f"{self.kind!r}, {self.shape[0]}, eps={self.eps}"
 
 
-class Feed(Shared, Declared):
+class Feed(Peered, Declared):
     """y = W_down act(W_up x), or with a gate; what is inside may be dropped in training.
 
     >>> Feed(Dense(12, form="gated"), 3)(torch.zeros(2, 5, 3)).shape
@@ -86,7 +86,7 @@ class Feed(Shared, Declared):
         return self.peers.leave(F.linear(inner, cast(Tensor, self.down), bias))
 
 
-class Each(Shared, Declared):
+class Each(Peered, Declared):
     """As many feed-forwards as there are experts, held side by side."""
 
     def __init__(self, described: Dense, model: int, count: int, dropout: float = 0.0) -> None:
@@ -108,7 +108,7 @@ class Each(Shared, Declared):
         return through(inner, "down")
 
 
-class Mixture(Shared, Declared):
+class Mixture(Peered, Declared):
     """`active` of `count` feed-forwards for each token, added up by their scores, and one shared by all.
 
     Tokens are sorted by expert, and each expert meets only its own; a compiled graph, whose shapes may not depend on

@@ -61,13 +61,13 @@ def whole_of(y: Tensor, count: int, wire: Wire, order: str = "runs") -> Tensor:
 
 
 def _cut(x: Tensor, tokens: Tokens | None, wire: Wire, order: str) -> tuple[Tensor, Tokens]:
-    count = x.shape[1]
-    places = taken(count, wire.rank, wire.size, order)
+    """This rank's tokens of what an encoder or a decoder reads, and where they stand."""
+    own, count = _places(x, wire, order, 0), x.shape[1]
     told = Tokens.run(0, count, x.device) if tokens is None else tokens
-    if tokens is None and order == "runs" and wire.size * len(places) == count:
-        return _places(x, wire, order, 0), Tokens.run(places[0], len(places), x.device)
+    if told.start is not None and order == "runs" and own.shape[1] * wire.size == count:
+        return own, Tokens.run(told.start + wire.rank * own.shape[1], own.shape[1], x.device)
     position, segment = _places(told.position, wire, order, 0), _places(told.segment, wire, order, -1)
-    return _places(x, wire, order, 0), Tokens(position, segment, checked=True)
+    return own, Tokens(position, segment, checked=True)
 
 
 def _places(x: Tensor, wire: Wire, order: str, fill: Any) -> Tensor:

@@ -173,7 +173,7 @@ def hold(net: Transformer, world: World) -> Holding:
     else:
         holding = _held(net, world)
     if wires:
-        set_peers(holding.net, Ranks(**wires))
+        set_peers(holding.net, Ranks(wires.get("tensor"), wires.get("context")))
     return replace(holding, context=wires.get("context"))
 
 

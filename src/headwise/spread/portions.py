@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..axes import Kept
+from ..axes import Kept, take
 from ..blueprint import Block, Dense, Experts, Model, Weight
 from ..blueprint.stack import runs_of
 from ..errors import SpecError
@@ -44,8 +44,11 @@ class Piece:
         return self.layout.opened(self._own)
 
     def of(self, whole: Tensor) -> Tensor:
-        """The smaller tensor."""
-        return whole.reshape(self.layout.opened(self.sizes))[self._places].reshape(self.shape)
+        """The smaller tensor, in memory of its own."""
+        opened = whole.reshape(self.layout.opened(self.sizes))
+        for axis, places in self.kept.items():
+            opened = take(places)(opened, self.layout.axes.index(axis))
+        return opened.reshape(self.shape).clone()
 
     def put(self, own: Tensor, whole: Tensor) -> None:
         """Write the smaller one to where it lies in the whole."""

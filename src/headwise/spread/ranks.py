@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError, nearest
-from ..peers import ALONE, Peers, Shared
+from ..peers import ALONE, Peered, Peers
 from ..terms import Ledger
 from ..tokens import Tokens
 from .wires import Beside, Enter, Leave, Total, Wire
@@ -51,7 +51,7 @@ class Ranks(Peers):
             both = in_order(_run(Beside, flat, self.context), self.order)
             widths = [held.flatten(2).shape[-1] for held in some.values()]
             for (name, held), part in zip(some.items(), both.split(widths, -1), strict=True):
-                joined[name] = part.unflatten(-1, held.shape[2:]) if held.dim() > 2 else part.squeeze(-1)
+                joined[name] = part.unflatten(-1, held.shape[2:])
         return {name: joined[name] for name in entry}, told
 
     @contextmanager
@@ -65,11 +65,14 @@ class Ranks(Peers):
                 torch.cuda.manual_seed(seed)
             yield
 
-    def apart(self, training: bool) -> Any:
+    def apart(self, training: bool) -> AbstractContextManager[None]:
         return self._drawing(self.tensor.rank) if training and self.tensor else ALONE.apart(training)
 
     def ledger(self, ledger: Ledger) -> Ledger:
         return replace(ledger, among=self)
+
+    def of_whole_rows(self) -> Peers:
+        return Ranks(self.tensor)
 
     def whole(self, x: Tensor, over: Literal["heads", "tokens"]) -> Tensor:
         """The sum over all heads, or all tokens."""
@@ -119,18 +122,18 @@ def in_order(both: Tensor, order: str) -> Tensor:
 
 
 def set_peers(net: nn.Module, peers: Peers) -> None:
-    """Let everything in a model that can share its work do so with these."""
+    """Tell everything in a model that may have peers who they are."""
     for module in net.modules():
-        if isinstance(module, Shared):
+        if isinstance(module, Peered):
             module.peers = peers
 
 
 @contextmanager
 def whole_rows(net: nn.Module) -> Iterator[None]:
     """A model whose rows are whole again, on every rank: to evaluate, or to generate; heads stay divided."""
-    before = [(module, module.peers) for module in net.modules() if isinstance(module, Shared)]
+    before = [(module, module.peers) for module in net.modules() if isinstance(module, Peered)]
     for module, peers in before:
-        module.peers = Ranks(peers.tensor) if isinstance(peers, Ranks) else peers
+        module.peers = peers.of_whole_rows()
     try:
         yield
     finally:

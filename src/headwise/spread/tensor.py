@@ -29,8 +29,8 @@ class Divided:
     """
 
     def __init__(self, described: Model, wire: Wire) -> None:
-        self.wire, self.whole_described, every = wire, described, portions(described, wire.size)
-        self.described = every[wire.rank].described
+        self.wire, self.described, every = wire, described, portions(described, wire.size)
+        self.own = every[wire.rank].described
         self.pieces = {name: [portion.pieces[name] for portion in every] for name in every[0].pieces}
         self.copied = copied(described, every)
         for name, pieces in self.pieces.items():
@@ -41,7 +41,7 @@ class Divided:
     def portion(self, net: Transformer) -> Transformer:
         """This rank's portion of a model that all have built alike; its parameters are new tensors."""
         with torch.device("meta"):
-            part = build(self.described, dropout=net.dropout)
+            part = build(self.own, dropout=net.dropout)
         held = {name: self.part(name, tensor.detach()) for name, tensor in net.state_dict().items()}
         part.load_state_dict(held, assign=True)
         part.checkpointing = net.checkpointing
@@ -99,11 +99,11 @@ class Divided:
             inner.fetch()
             self.settle(inner.own, slices)
 
-        lying = {name: Lies(self, name, slices.get(name)) for name in names}
-        return replace(inner, described=self.whole_described, lying={**slices, **lying}, fetch=fetch)
+        lying = {name: Pieces(self, name, slices.get(name)) for name in names}
+        return replace(inner, described=self.described, lying={**slices, **lying}, fetch=fetch)
 
 
-class Lies:
+class Pieces:
     """How a tensor lies over the ranks that divide a model's heads, and over those that divide these pieces."""
 
     def __init__(self, divided: Divided, name: str, inner: Lying | None) -> None:
