@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 import headwise as hw
 from headwise import blueprint as bp
 from headwise.models import Transformer
-from headwise.spread import Spread, joined
+from headwise.spread import Spread, joined, launch
 from headwise.spread.holding import hold
 from headwise.spread.launch import Launch
 from headwise.spread.traffic import Meter, traffic
@@ -27,7 +29,7 @@ from headwise.training.optimiser import Optimiser, grouped
 from headwise.training.stepping import Stepper
 from learning import IDS, Echo, Routed, quick
 
-STEPS = 3
+STEPS, ECHO = 3, Echo()
 RANK = int(os.environ.get("RANK", "0"))
 
 
@@ -125,6 +127,20 @@ def sent(folder: Path) -> dict[str, Any]:
     return found
 
 
+def stuck(folder: Path) -> str:
+    """What is told to a rank that waits for one which says nothing."""
+    launch.ANSWERING = timedelta(seconds=2)
+    try:
+        with joined() as found:
+            world = World(found, Spread.over("auto", found.size))
+            if not world.leads:
+                time.sleep(6)
+            world.every(RANK)
+    except ConnectionError as error:
+        return str(error)
+    return "nothing"
+
+
 # --- runs ----------------------------------------------------------------------------------------------
 
 
@@ -162,7 +178,7 @@ def refusals(folder: Path) -> dict[str, str]:
             return f"{type(error).__name__}: {error}"
         return "nothing"
 
-    def run(task: Task = Echo(), described: Any = None, out: str = "never", **said: Any) -> str:  # noqa: B008 - frozen
+    def run(task: Task = ECHO, described: Any = None, out: str = "never", **said: Any) -> str:
         return told(lambda: train(task, described, quick(**said), folder / out))
 
     second = RANK == 1
@@ -224,8 +240,8 @@ def bad_weight() -> Transformer:
     return net
 
 
-DROPPED = {"dropout": 0.2, "accumulate": 2, "batch": 7 * 2, "steps": 6, "evaluate_every": 3}
-PLAIN = {"batch": 6, "steps": 6, "evaluate_every": 3, "patience": 1, "lr": 0.01}
+DROPPED = {"dropout": 0.2, "accumulate": 2, "batch": 12, "steps": 6, "evaluate_every": 3}
+PLAIN = {"batch": 7, "steps": 6, "evaluate_every": 3, "patience": 1, "lr": 0.01}
 
 
 def two(folder: Path) -> dict[str, Any]:

@@ -205,6 +205,7 @@ def test_slices_go_on_where_they_stood(ran: tuple[Path, list[dict[str, Any]]]):
 
 
 def test_ranks_drop_other_numbers(ran: tuple[Path, list[dict[str, Any]]]):
+    """Each as many: their shares are of one size."""
     held = tensors(ran[0] / "whole")
     assert not torch.equal(held["random cpu"], held["random cpu 1"])
 
@@ -213,6 +214,14 @@ def test_one_rank_writes_a_run_down_once(ran: tuple[Path, list[dict[str, Any]]])
     events = [record["event"] for record in read_lines(ran[0] / "whole" / "metrics.jsonl")]
     assert [events.count(name) for name in ("run", "step", "evaluation", "end")] == [1, 6, 2, 1]
     assert read_lines(ran[0] / "whole" / "metrics.jsonl")[0]["ranks"] == 2
+
+
+def test_shares_that_are_not_equal_are_said(ran: tuple[Path, list[dict[str, Any]]]):
+    def notes(run: str) -> list[str]:
+        return [r["says"] for r in read_lines(ran[0] / run / "metrics.jsonl") if r["event"] == "note"]
+
+    assert notes("whole")[0] == "2 ranks, data=2"
+    assert "2 ranks, data=2; 7 rows make 2 unequal shares" in notes("one, two, one")
 
 
 def check_near(found: Path, wanted: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from headwise.files import read_lines
 from headwise.spread import joined, launch
 from headwise.training import Checkpoints
-from worlds import begun, ended, environment, free_port
+from worlds import begun, ended, environment, free_port, world
 
 QUICK = ["--batch", "4", "--precision", "fp32", "--compile", "off", "--device", "cpu"]
 QUICK += ["--set", "recipe.attention=fused", "--set", "recipe.evaluate_batches=1", "--set", "recipe.evaluate_every=20"]
@@ -137,6 +137,12 @@ def test_torchrun_begins_a_killed_world_anew_and_it_goes_on(tmp_path: Path):
     assert process.returncode == 0, err
     assert Checkpoints(tmp_path / "checkpoint").paths[0].stem == f"{60:010}"
     assert [record["event"] for record in read_lines(tmp_path / "metrics.jsonl")].count("run") == 2
+
+
+@pytest.mark.slow
+def test_a_rank_that_says_nothing_is_given_up(tmp_path: Path):
+    told = world(2, "many.stuck", tmp_path / "stuck")[0]
+    assert told.startswith("rank 0 waited for another rank, which said nothing for 0:00:02; what was kept is whole")
 
 
 # --- ranks that do not meet ----------------------------------------------------------------------------

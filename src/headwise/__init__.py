@@ -74,6 +74,7 @@ _HOMES = {
     "Recipe": "training",
     "Result": "training",
     "train": "training",
+    "Spread": "spread",
     "walk": "steps",
     "why": "reasons",
     "REGISTRY": "parts",
@@ -95,6 +96,7 @@ _MODULES = (
     "presets",
     "reference",
     "seams",
+    "spread",
     "tasks",
 )
 

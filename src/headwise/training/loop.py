@@ -80,15 +80,20 @@ def train(
     taken = [sink(one) if isinstance(one, str) else one for one in sinks]
     with joined() as launch:
         setup = Setup.of(task, described, Recipe() if recipe is None else recipe, Path(out), launch)
-        world = setup.world
-        devices = [world.device] if world.device.type == "cuda" else []
-        with Interrupts() as interrupts, world.leading(Lock(setup.folder)), torch.random.fork_rng(devices):
-            run, notes = _begin(setup, resume)
-            with _opened([Journal(), *taken] if world.leads else [], run, shorter(setup.config)) as write:
-                for note in notes:
-                    write({"event": "note", "step": run.progress.step, "says": note})
-                _go(run, setup, write, interrupts)
-                return _finish(run, write)
+        return _trained(setup, resume, [Journal(), *taken])
+
+
+def _trained(setup: Setup, resume: str, sinks: Sequence[Sink]) -> Result:
+    """What the setup comes to, with the folder to itself; of all ranks the leader tells."""
+    world = setup.world
+    devices = [world.device] if world.device.type == "cuda" else []
+    with Interrupts() as interrupts, world.leading(Lock(setup.folder)), torch.random.fork_rng(devices):
+        run, notes = _begin(setup, resume)
+        with _opened(sinks if world.leads else [], run, shorter(setup.config)) as write:
+            for note in notes:
+                write({"event": "note", "step": run.progress.step, "says": note})
+            _go(run, setup, write, interrupts)
+            return _finish(run, write)
 
 
 def _begin(setup: Setup, resume: str) -> tuple[Run, list[str]]:
