@@ -19,6 +19,7 @@ from divided import (
     HEADS,
     KINDS,
     MODEL,
+    STEPS,
     batch_of,
     built,
     check_gradients,
@@ -51,7 +52,8 @@ def check(name: str) -> None:
     if name in CASES:
         CASES[name]()
     else:
-        check_model(described(*name.split()))
+        preset, kind = name.split()
+        check_model(described(preset, kind), steps=STEPS if kind == "decoder" else 1)
 
 
 def halves(net: hw.Transformer) -> tuple[hw.Transformer, Divided]:
@@ -61,10 +63,16 @@ def halves(net: hw.Transformer) -> tuple[hw.Transformer, Divided]:
     return parts.portion(net), parts
 
 
-def check_model(model: bp.Model, tokens=None) -> None:
+def first(x: Tensor) -> Tensor:
+    """What the first rank has."""
+    return world().beside(x.detach())[0]
+
+
+def check_model(model: bp.Model, tokens=None, steps: int = 1) -> None:
+    """A model, and this rank's portion of it."""
     net = built(model)
     part, parts = halves(net)
-    check_tensor(net, part, parts, batch_of(model, tokens or {}))
+    check_tensor(net, part, parts, batch_of(model, tokens or {}), steps=steps)
 
 
 def decoder(*blocks: bp.Block, **said) -> bp.Model:
@@ -87,9 +95,9 @@ def every_part() -> None:
         small = hw.Attention(own.spec).double().eval()
         small.load_state_dict(hw.axes.cut(spec, layer.state_dict(), own.by_axis["out"])[1])
         set_peers(small, Ranks(tensor=wire))
-        x, z = (None if t is None else wire.told(t, 0).requires_grad_() for t in cases.tensors(spec))
+        x, z = (None if t is None else first(t).requires_grad_() for t in cases.tensors(spec))
         tokens = None if spec.source is None and "source" in name else Tokens.of(x, lengths=[7, 3, 5])
-        asks = wire.told(torch.randn(3, 7, spec.model, dtype=torch.float64), 0)
+        asks = first(torch.randn(3, 7, spec.model, dtype=torch.float64))
         found = []
         for one in (layer, small):
             x.grad = None
@@ -193,7 +201,7 @@ def dropout() -> None:
     attention = part.decoder.blocks[0].attention
     with torch.no_grad():  # the two heads are made alike
         for p in attention.parameters():
-            p.copy_(wire.told(p, 0))
+            p.copy_(first(p))
     read = wire.beside(attention.heads(torch.ones(2, 9, MODEL, dtype=torch.float64)).detach())
     assert not torch.allclose(read[0], read[1])
     assert not torch.equal(part(ids), part(ids))

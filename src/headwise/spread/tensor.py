@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -80,9 +81,11 @@ class Divided:
         """All pieces put together, to the bit; every rank must ask."""
         pieces = self.pieces[name]
         found = part.new_empty(pieces[0].layout.shape(pieces[0].sizes))
-        for who, piece in enumerate(pieces):
-            held = part if who == self.wire.rank else part.new_empty(piece.shape)
-            piece.put(self.wire.told(held, who), found)
+        sizes = [math.prod(piece.shape) for piece in pieces]
+        flat = part.new_zeros(max(sizes))
+        flat[: part.numel()] = part.flatten()
+        for piece, size, held in zip(pieces, sizes, self.wire.beside(flat), strict=True):
+            piece.put(held[:size], found)
         return found
 
     def held(self, name: str) -> Tensor:
