@@ -18,14 +18,16 @@ import headwise as hw
 from headwise import blueprint as bp
 from headwise.models import Transformer
 from headwise.spread import Spread, joined, launch
+from headwise.spread.alike import code
 from headwise.spread.holding import hold
 from headwise.spread.launch import Launch
 from headwise.spread.traffic import Meter, traffic
 from headwise.spread.world import World
 from headwise.tasks import IGNORED, Batch, Task
-from headwise.training import Recipe, train
+from headwise.training import Recipe, setup, train
 from headwise.training.choosing import Choice
 from headwise.training.optimiser import Optimiser, grouped
+from headwise.training.probing import Trial
 from headwise.training.stepping import Stepper
 from learning import IDS, Echo, Routed, quick
 
@@ -181,8 +183,16 @@ def refusals(folder: Path) -> dict[str, str]:
     def run(task: Task = ECHO, described: Any = None, out: str = "never", **said: Any) -> str:
         return told(lambda: train(task, described, quick(**said), folder / out))
 
+    def with_code() -> str:
+        kept, setup.code = setup.code, lambda: {**code(), **({"source": "other"} if second else {})}
+        try:
+            return run()
+        finally:
+            setup.code = kept
+
     second = RANK == 1
     return {
+        "code": with_code(),
         "recipe": run(lr=0.002 if second else 0.001),
         "task": run(Echo(noise=0.5 if second else 0.0)),
         "data": run(Shifted() if second else Echo()),
@@ -266,4 +276,17 @@ def runs(folder: Path) -> dict[str, Any]:
     until(3, quick(**PLAIN, spread="data=2"), folder / "other ways")
     until(-1, quick(**PLAIN, spread="shards=2"), folder / "other ways")
     until(3, quick(**PLAIN), folder / "one, two, one")
+    compiled(folder / "compiled")
     return found | refusals(folder)
+
+
+def compiled(folder: Path) -> None:
+    """A run that compiles, and goes on in slices, which must not."""
+    compiling, Trial.choose = torch.compile, lambda self: Choice("fp32", "on")
+    try:
+        torch.compile = lambda hidden: hidden
+        until(1, quick(**{**PLAIN, "compile": "auto"}), folder)
+        torch.compile = None
+        until(-1, quick(**{**PLAIN, "compile": "auto", "spread": "shards=2"}), folder)
+    finally:
+        torch.compile = compiling

@@ -216,6 +216,11 @@ def test_one_rank_writes_a_run_down_once(ran: tuple[Path, list[dict[str, Any]]])
     assert read_lines(ran[0] / "whole" / "metrics.jsonl")[0]["ranks"] == 2
 
 
+def test_slices_go_on_without_what_was_compiled(ran: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
+    until(-1, quick(**PLAIN), tmp_path / "one")
+    check_near(ran[0] / "compiled", tmp_path / "one")
+
+
 def test_shares_that_are_not_equal_are_said(ran: tuple[Path, list[dict[str, Any]]]):
     def notes(run: str) -> list[str]:
         return [r["says"] for r in read_lines(ran[0] / run / "metrics.jsonl") if r["event"] == "note"]
@@ -252,6 +257,7 @@ def test_a_run_goes_on_in_a_world_of_another_size(ran: tuple[Path, list[dict[str
 # --- what is refused -----------------------------------------------------------------------------------
 
 REFUSED = {
+    "code": "SpecError: source is '",
     "recipe": "SpecError: recipe.lr is 0.001 on rank 0, 0.002 on rank 1; start all ranks with the same of each",
     "task": "SpecError: task.noise is 0.0 on rank 0, 0.5 on rank 1;",
     "data": "SpecError: first batch is '",

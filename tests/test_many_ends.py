@@ -165,8 +165,10 @@ def test_ranks_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pyte
     monkeypatch.setattr(launch, "JOINING", timedelta(seconds=1))
     for name, value in environment(rank, 2, free_port()).items():
         monkeypatch.setenv(name, value)
+    waited = time.monotonic()
     with pytest.raises(ConnectionError, match=f"rank {rank} of 2 did not meet the others at localhost:"), joined():
         pass
+    assert time.monotonic() - waited < 20
 
 
 @pytest.mark.parametrize(("rank", "size"), [("2", "2"), ("one", "2"), ("-1", "2")])

@@ -92,8 +92,7 @@ class Setup:
         for index, batch in enumerate(some):
             check(batch, self.described, f"batch {index}")
         shares = [world.share(batch).batch for batch in some]
-        choice = world.told(lambda: Trial(net, self._tried, world.device, shares).choose())
-        run = Run(self.task, Stepper(hold(net, world), self.recipe, choice), self.folder)
+        run = self._run(net, world.told(lambda: Trial(net, self._tried, world.device, shares).choose()))
         run.keep(self.config)
         return run
 
@@ -102,10 +101,14 @@ class Setup:
         if difference := first_difference(held.state["config"], self.config):
             same = "resume with what it was, or train into another folder"
             raise SpecError(f"{self.folder} holds a run of another kind: {difference}; {same}")
-        choice = Choice(**held.state["choice"])
-        run = Run(self.task, Stepper(hold(self._net(), self.world), self.recipe, choice), self.folder)
+        run = self._run(self._net(), Choice(**held.state["choice"]))
         run.restore(held)
         return run
+
+    def _run(self, net: Transformer, choice: Choice) -> Run:
+        """A run of this model, as far as this rank is to hold it; slices are not compiled, whatever was chosen."""
+        possible = choice if self.world.spread.shards == 1 else replace(choice, compile="off")
+        return Run(self.task, Stepper(hold(net, self.world), self.recipe, possible), self.folder)
 
     @property
     def _tried(self) -> Recipe:
