@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 import context_cases
-from checked import check_found, found_by
+from checked import asked, check_found, found_by
 from divided import KINDS
 from headwise.presets import PRESETS
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory):
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """What both ranks found, by name."""
-    return found_by(2, "context_cases.every", tmp_path_factory.mktemp("context"))
+    return found_by(2, "context_cases", asked(request), tmp_path_factory.mktemp("context"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,16 +6,17 @@ import pytest
 
 import headwise as hw
 import tensor_cases
-from checked import check_found, found_by
+from checked import asked, check_found, found_by
 from divided import KINDS, described
 from headwise.presets import PRESETS
 from headwise.spread.portions import portions
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory):
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """What both ranks found, by name."""
-    return found_by(2, "tensor_cases.every", tmp_path_factory.mktemp("tensor"))
+    names = [name for name in asked(request) if name.split()[0] not in tensor_cases.MIXED]
+    return found_by(2, "tensor_cases", names, tmp_path_factory.mktemp("tensor"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
