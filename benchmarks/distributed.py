@@ -22,6 +22,7 @@ import torch.distributed as dist
 import headwise as hw
 from headwise.spread import Launch, Spread, joined
 from headwise.spread.holding import alone, hold
+from headwise.spread.inside import Rows
 from headwise.spread.traffic import Meter, traffic
 from headwise.spread.world import World
 from headwise.tasks import Batch
@@ -33,7 +34,7 @@ from headwise.training.stepping import Stepper
 from .plain import Shape
 from .shakespeare import described
 
-MODES = ("data=2", "shards=2")
+MODES = ("data=2", "shards=2", "tensor=2", "context=2")
 # A model of 0.8 million parameters, and one of 10.8 million; rows of a batch, steps in a row, how often.
 CASES = ((Shape(), 48, 4, 7), (Shape(tokens=512, length=256, layers=6, heads=6, model=384), 8, 1, 3))
 
@@ -91,7 +92,8 @@ def rows_of(launch: Launch, shape: Shape, rows: int, calls: int, repeats: int) -
     found = []
     for mode, work in works.items():
         messages, seen = work.sent()
-        counted = sum(message.moved for message in traffic(described(shape), Spread.parse(mode)))
+        batch = Rows(rows, shape.length)
+        counted = sum(message.moved for message in traffic(described(shape), Spread.parse(mode), rows=batch))
         found.append(
             {
                 "name": f"{size / 1e6:.1f} M, {rows} rows of {shape.length}, {mode}",

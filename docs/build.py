@@ -58,16 +58,39 @@ def traffic() -> str:
     """What a step sends, by how its work is divided."""
     from headwise import families
     from headwise.spread import Spread
+    from headwise.spread.inside import Rows
     from headwise.spread.traffic import traffic as sent
 
     sizes = {"n_embd": 128, "n_head": 4, "n_layer": 4, "n_positions": 64, "vocab_size": 65}
     described, rows = families.read({"model_type": "gpt2", **sizes}), []
-    for said in ("data=2", "data=8", "shards=2", "shards=8", "data=2,shards=4"):
-        messages = sent(described, Spread.parse(said))
+    alone = ("data=2", "data=8", "shards=2", "shards=8", "data=2,shards=4")
+    for said in (*alone, "tensor=2", "tensor=4", "context=2", "context=8", "data=2,tensor=2", "context=2,tensor=2"):
+        messages = sent(described, Spread.parse(said), rows=Rows(16, 64))
         moved = sum(message.moved for message in messages) / 1e6
         each = {kind: sum(m.kind == kind for m in messages) for kind in ("sum", "gather", "scatter")}
         rows.append([f"`{said}`", *(str(count) for count in each.values()), f"{moved:.2f} MB"])
     return table(["spread", "sums", "gathered", "scattered", "sent by each rank"], rows)
+
+
+@generates
+def divided() -> str:
+    """Every preset of 8 heads between two ranks: by heads, by tokens."""
+    from headwise import PRESETS, SpecError, counting, design
+    from headwise.spread.inside import remembered
+    from headwise.spread.portions import divided as shared
+
+    rows = []
+    for name in PRESETS:
+        spec = design(preset=name, model=512, heads=8)
+        try:
+            share = counting.params(shared(name, spec, 2)[0].spec) / counting.params(spec)
+            said = f"{share:.0%}"
+        except SpecError as refused:
+            said = f"refused: {str(refused).partition(': ')[2].partition(',')[0]}"
+        rows.append([f"`{name}`", said, f"{remembered(spec):,}"])
+    return table(
+        ["preset", "`tensor=2`: of a layer's numbers, a rank has", "`context=2`: numbers sent of a token"], rows
+    )
 
 
 def present(room: Path) -> bool:

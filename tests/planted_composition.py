@@ -67,7 +67,7 @@ bug(
 bug(
     "cut-takes-rows-for-score-heads",
     "axes.py",
-    "rows = q if heads.rows == heads.q else list(range(heads.rows))",
+    "rows = q if heads.rows == heads.q else tuple(range(heads.rows))",
     "rows = q",
     cut("TalkingHeads2"),
 )
@@ -528,8 +528,8 @@ bug(
 bug(
     "a-source-is-not-looked-at",
     "module.py",
-    "            inputs.check_positions(self._limit, at)\n        return Remembered",
-    "            pass\n        return Remembered",
+    "            inputs.check_positions(self._limit, at)\n        entry = self._entry(self.peers",
+    "            pass\n        entry = self._entry(self.peers",
     L + "test_a_source_beyond_the_table_is_refused",
 )
 bug(
@@ -872,8 +872,8 @@ bug(
 bug(
     "concrete-mean-over-heads",
     "parts/concrete.py",
-    "self.chance(log_a).sum() / self.layers",
-    "self.chance(log_a).mean() / self.layers",
+    "self.chance(log_a).sum(), \"heads\")",
+    "self.chance(log_a).mean(), \"heads\")",
     CONCRETE + "test_the_ledger_adds_up_two_layers",
 )
 bug(

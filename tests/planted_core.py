@@ -595,8 +595,8 @@ bug(
 bug(
     "a-source-forgets-where-it-stands",
     "module.py",
-    ", at, self.spec)",
-    ", Tokens.run(0, at.count, at.position.device), self.spec)",
+    "return Remembered(*self.peers.gather(entry, at), self.spec)",
+    "return Remembered(entry, Tokens.run(0, at.count, at.position.device), self.spec)",
     "test_lse.py::test_slices_of_the_sequence_itself_merge",
 )
 bug(

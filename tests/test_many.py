@@ -155,8 +155,8 @@ def test_what_is_sent_is_what_is_counted(two: tuple[Path, list[dict[str, Any]]],
         assert len(seen) > (2 if case == "wide" else 1)
 
 
-def test_a_way_that_is_not_counted_is_refused():
-    with pytest.raises(SpecError, match="not counted for tensor; measure it with a Meter"):
+def test_what_follows_from_the_batch_is_not_counted_without_it():
+    with pytest.raises(SpecError, match=r"what ranks of tensor=2 send follows from the batch; give rows=Rows\("):
         traffic(Echo().model(), Spread(tensor=2))
 
 
@@ -267,7 +267,7 @@ REFUSED = {
     "rows": "SpecError: a batch of 1 has no row for each of 2 ranks; use batch=2 or more, or fewer ranks",
     "parts": "SpecError: a batch of 4 in 4 parts has no row for each of 2 ranks; use batch=8 or more, or fewer ranks",
     "size": "SpecError: a world of 2 cannot be data=3, which takes 3; start 3 processes, or give data=2",
-    "compile": "SpecError: layers whose tensors are put together for each call are not compiled; give compile='off'",
+    "compile": "SpecError: layers whose ranks talk to each other (shards=2) are not compiled; give compile='off'",
     "one rank": "SpecError: rank 1 of 2: the data is not here; copy it to this machine",
     "diverged": "Diverged: step 1: the loss is nan; the output of decoder.0.feed (feed, decayed) is the first that is "
     "not finite on rank 1; the checkpoint of step 0 is kept in ",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,28 +59,46 @@ def cut(spec: AttentionSpec, weights: Weights, keep: Iterable[int]) -> tuple[Att
     Kept besides are the score heads that a kept head needs and the key and value heads that somebody still
     reads; when all talk to all, that is every one of them and nothing but the output side gets smaller.
     """
-    outs = sorted(set(keep))
-    if not outs or outs[0] < 0 or outs[-1] >= len(spec.speaks):
-        raise SpecError(
-            f"heads {outs} cannot be kept of {len(spec.speaks)}; name at least one of 0..{len(spec.speaks) - 1}"
+    kept = Kept.of(spec, keep)
+    return kept.spec, changed(spec, weights, {axis: take(heads) for axis, heads in kept.by_axis.items()})
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a cut keeps of a layer: the spec that is left, and which heads of each axis it holds, in order.
+
+    >>> import headwise as hw
+    >>> Kept.of(hw.design(model=8, heads=8, kv=2), [2, 3]).by_axis
+    {'out': (2, 3), 'q': (2, 3), 'kv': (0,)}
+    """
+
+    spec: AttentionSpec
+    by_axis: Mapping[str, tuple[int, ...]]
+
+    @staticmethod
+    def of(spec: AttentionSpec, keep: Iterable[int]) -> Kept:
+        """What `cut` keeps with these output heads."""
+        outs = tuple(sorted(set(keep)))
+        if not outs or outs[0] < 0 or outs[-1] >= len(spec.speaks):
+            there = len(spec.speaks)
+            raise SpecError(f"heads {list(outs)} cannot be kept of {there}; name at least one of 0..{there - 1}")
+        heads = spec.heads
+        q = tuple(sorted(frozenset[int]().union(*(spec.sources(out) for out in outs))))
+        rows = q if heads.rows == heads.q else tuple(range(heads.rows))  # a mixing's own rows stay as they are
+        read_k = {heads.reads[h] for h in q}
+        read_v = {heads.value_of[row] for row in rows}
+        kv, v = tuple(sorted(read_k if heads.values else read_k | read_v)), tuple(sorted(read_v))
+        smaller = Heads(
+            q=len(q),
+            kv=len(kv),
+            dim=heads.dim,
+            vdim=heads.vdim,
+            reads=tuple(kv.index(heads.reads[h]) for h in q),
+            values=tuple(v.index(heads.values[row]) for row in rows) if heads.values else (),
+            speaks=tuple(rows.index(spec.speaks[out]) for out in outs),
         )
-    heads = spec.heads
-    q = sorted(frozenset[int]().union(*(spec.sources(out) for out in outs)))
-    rows = q if heads.rows == heads.q else list(range(heads.rows))  # a mixing's own rows stay as they are
-    read_k = {heads.reads[h] for h in q}
-    read_v = {heads.value_of[row] for row in rows}
-    kv = sorted(read_k if heads.values else read_k | read_v)
-    moves = {"out": take(outs), "q": take(q), "kv": take(kv)} | ({"v": take(sorted(read_v))} if heads.values else {})
-    smaller = Heads(
-        q=len(q),
-        kv=len(kv),
-        dim=heads.dim,
-        vdim=heads.vdim,
-        reads=tuple(kv.index(heads.reads[h]) for h in q),
-        values=tuple(sorted(read_v).index(heads.values[row]) for row in rows) if heads.values else (),
-        speaks=tuple(rows.index(spec.speaks[out]) for out in outs),
-    )
-    return _with(spec, smaller), changed(spec, weights, moves)
+        by_axis = {"out": outs, "q": q, "kv": kv} | ({"v": v} if heads.values else {})
+        return Kept(_with(spec, smaller), by_axis)
 
 
 def share(

@@ -73,13 +73,14 @@ def check_positions(limit: Limit, at: Tokens) -> None:
 
 
 def check_mask(
-    spec: AttentionSpec, mask: Tensor, x: Tensor, source: Tensor | Remembered | None, cache: Cache | None
+    spec: AttentionSpec, mask: Tensor, x: Tensor, source: Tensor | Remembered | None, cache: Cache | None, spans: int
 ) -> None:
-    """Refuse a mask of the caller's own that cannot be meant."""
+    """Refuse a mask of the caller's own that cannot be meant; a row's keys come from `spans` ranks."""
     _kind("mask", mask, Tensor)
     if cache is not None:
         raise ValueError("a mask cannot follow the slots of a cache; say with tokens=Tokens.of(x, ...) who is padding")
-    keys = source.tokens.count if isinstance(source, Remembered) else x.shape[1] if source is None else source.shape[1]
+    own = x if source is None else source
+    keys = own.tokens.count if isinstance(own, Remembered) else own.shape[1] * spans
     wanted = (x.shape[0], spec.mixed(Phase.SCORES), x.shape[1], keys)
     fits = mask.dim() == 4 and all(have in (1, want) for have, want in zip(mask.shape, wanted, strict=True))
     if mask.dtype != torch.bool or not fits or mask.device != x.device:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from . import backends, inputs
 from .backends import Attend, Bound, Inputs, Job
 from .cache import Cache, Remembered, StateCache
+from .peers import Peered
 from .probe import Probe
 from .seams import Gate, Mix, OutputStep, Project, Turn
 from .spec import AttentionSpec
@@ -47,7 +48,7 @@ class Turning:
         return x_BTHK
 
 
-class Attention(nn.Module):
+class Attention(Peered, nn.Module):
     """An attention layer: what its spec says, run by whichever backend takes the call.
 
     >>> import headwise as hw, torch
@@ -133,13 +134,13 @@ class Attention(nn.Module):
         """The same, and the gates that it was multiplied with, for whoever puts other outputs in its place."""
         inputs.check(self.spec, x, source, cache, tokens, self._like)
         if mask is not None:
-            inputs.check_mask(self.spec, mask, x, source, cache)
+            inputs.check_mask(self.spec, mask, x, source, cache, self.peers.spans)
         state = {} if cache is None else cache.state
         plan = self._plan(x, bool(state), mask is not None, probe)  # may refuse, before anything is remembered
         at = tokens or (Tokens.run(0, x.shape[1], x.device) if cache is None else cache.next(x.shape[1]))
         if self._limit is not None:
             inputs.check_positions(self._limit, at)
-        turning = Turning(self._turns, at.position)
+        x, turning = self.peers.enter(x), Turning(self._turns, at.position)
         entry, told = self._remembered(x, at, turning, source, cache)
         p = self._p["project"]
         q_BTHK = plan.project.ask(x, turning, p)
@@ -147,11 +148,11 @@ class Attention(nn.Module):
         if probe is not None:
             q_BTHK, k_BSGK, v_BSGV = probe("q", q_BTHK), probe("k", k_BSGK), probe("v", v_BSGV)
         asked = Asked(x, q_BTHK, plan.scale, at)
-        ledger = None if probe is None else probe.ledger
-        gates = [gate.gate(asked, own, ledger) for gate, own in self._gates]
         sight = Sight(at, told, self.spec.pattern, mask)
         job_inputs = Inputs(self._lift(q_BTHK, "q"), self._lift(k_BSGK, "k"), v_BSGV, asked, entry, state)
-        o_BTHV = plan.attend(plan.job, sight, job_inputs, self._bound, probe)
+        with self.peers.apart(self.training):
+            gates = self._opened(asked, probe)
+            o_BTHV = plan.attend(plan.job, sight, job_inputs, self._bound, probe)
         if isinstance(cache, StateCache):
             cache.fold(self._folded(plan.job, job_inputs, told))
         o_BTOV = plan.project.deliver(o_BTHV, plan.voices, p)
@@ -163,7 +164,11 @@ class Attention(nn.Module):
 
     def merge(self, o_BTOV: Tensor) -> Tensor:
         """y_BTD from per-head outputs."""
-        return self.spec.merge.merge(o_BTOV, self._p["output"])
+        merge, p = self.spec.merge, self._p["output"]
+        y_BTD = merge.merge(o_BTOV, p)
+        if not self.peers.first:  # what a merge says of silence is added once
+            y_BTD = y_BTD - merge.merge(torch.zeros_like(o_BTOV[:1, :1]), p)
+        return self.peers.leave(y_BTD)
 
     def remember(self, z: Tensor, *, tokens: Tokens | None = None) -> Remembered:
         """Another sequence, projected once: hand it over as `source` as often as you like."""
@@ -171,7 +176,8 @@ class Attention(nn.Module):
         at = tokens or Tokens.run(0, z.shape[1], z.device)
         if self._limit is not None:
             inputs.check_positions(self._limit, at)
-        return Remembered(self._entry(z, Turning(self._turns, at.position)), at, self.spec)
+        entry = self._entry(self.peers.enter(z), Turning(self._turns, at.position))
+        return Remembered(*self.peers.gather(entry, at), self.spec)
 
     @property
     def weights(self) -> Mapping[str, Weights]:
@@ -194,10 +200,10 @@ class Attention(nn.Module):
             source = self.remember(source)
         if source is not None:
             return source.entry, source.tokens
-        entry = self._entry(x_BTD, turning)
+        entry, told = self.peers.gather(self._entry(x_BTD, turning), at)
         if cache is None:
-            return entry, at
-        entry, told = cache.append(entry, at)
+            return entry, told
+        entry, told = cache.append(entry, told)
         if told.filled is None or torch.compiler.is_compiling():  # a compiled step keeps its shapes
             return entry, told
         return {name: held[:, : told.filled] for name, held in entry.items()}, told.narrowed()
@@ -207,6 +213,10 @@ class Attention(nn.Module):
         for name, mix, p in self._mixes:
             entry |= {f"{name}.{key}": factor for key, factor in mix.remember(z_BSE, p).items()}
         return entry
+
+    def _opened(self, asked: Asked, probe: Probe | None) -> list[Tensor]:
+        ledger = None if probe is None or probe.ledger is None else self.peers.ledger(probe.ledger)
+        return [gate.gate(asked, own, ledger) for gate, own in self._gates]
 
     def _lift(self, x_BTHK: Tensor, side: str) -> Tensor:
         return self._bound.similarity.lift(x_BTHK, side, self._bound.similarity_p)

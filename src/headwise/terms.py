@@ -141,16 +141,32 @@ class Base(Protocol):
     def __call__(self, **said: Any) -> AttentionSpec: ...
 
 
+@runtime_checkable
+class Among(Protocol):
+    """Ranks that a layer's heads, or the tokens of its rows, are spread over."""
+
+    def whole(self, x: Tensor, over: Literal["heads", "tokens"]) -> Tensor: ...
+    def term(self, value: Tensor) -> Tensor: ...
+
+
 @dataclass
 class Ledger:
-    """Training terms by (layer, term): set, never added to, so that recomputing a layer cannot double them."""
+    """Training terms by (layer, term): set, never added to, so that recomputing a layer cannot double them.
+
+    `among` is with whom the layer shares its heads or tokens: a part sums over all of these with `whole`.
+    """
 
     terms: dict[tuple[str, str], Tensor] = field(default_factory=dict[tuple[str, str], "Tensor"])
     layer: str = ""
+    among: Among | None = None
 
     def set(self, term: str, value: Tensor) -> None:
         """Write one term of the layer in hand."""
-        self.terms[self.layer, term] = value
+        self.terms[self.layer, term] = value if self.among is None else self.among.term(value)
+
+    def whole(self, x: Tensor, over: Literal["heads", "tokens"]) -> Tensor:
+        """A sum over all "heads" or "tokens" of a layer, from that over those in hand."""
+        return x if self.among is None else self.among.whole(x, over)
 
     def total(self, term: str) -> Tensor | float:
         """The sum of one term over layers."""

@@ -62,7 +62,8 @@ class LongformerAttention(nn.Module):
         o_BTOV, gates = self.local.gated(x, tokens=tokens, probe=probe)
         at = tokens or Tokens.run(0, x.shape[1], x.device)
         chosen_BT = at.live & listed((-1, *self.positions), at.position)
-        if count := self._count(at, chosen_BT):
+        # Who shares the rows with others takes part whether or not a global token is among its own.
+        if count := max(self._count(at, chosen_BT), int(self.overall.peers.spans > 1)):
             there, asks = self._asking(x, at, chosen_BT, count)
             read = self.overall.heads(x[there], source=self.overall.remember(x, tokens=at), tokens=asks)
             for gate in gates:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..blueprint import Embedding, Head, Patches, Positions
 from ..dropping import dropped
 from ..errors import SpecError
+from ..peers import Peered
 from ..positions import sinusoidal
 from ..tokens import Tokens
 from .activations import activation
@@ -139,7 +140,7 @@ def _picture(x: Tensor, told: Patches) -> Tensor:
     return x[:, :, : rows * told.high, : told.columns * told.wide]
 
 
-class Reading(Declared):
+class Reading(Peered, Declared):
     """A head: what states say, of each token, or of the first, the last or the mean of a row's."""
 
     def __init__(self, described: Head, model: int, owner: Embed | None) -> None:
@@ -156,8 +157,9 @@ class Reading(Declared):
         told = self.described
         if told.at != "each":
             at = at or Tokens.run(0, h.shape[1], h.device)
+            held, at = self.peers.gather({"states": h}, at)
             check_one(at, told)
-            h = POOLED[told.at](h, at)
+            h = POOLED[told.at](held["states"], at)
         if self.act is not None:
             h = self.act(self.linear(h, "transform"))
             h = h if self.transform_norm is None else self.transform_norm(h)

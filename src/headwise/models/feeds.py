@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..blueprint import Dense, Experts, Norm, Weight
 from ..dropping import dropped
+from ..peers import Peered
 from .activations import joined
 from .starts import usual
 
@@ -63,7 +64,7 @@ class Normed(Declared):
         return f"{self.kind!r}, {self.shape[0]}, eps={self.eps}"
 
 
-class Feed(Declared):
+class Feed(Peered, Declared):
     """y = W_down act(W_up x), or with a gate; what is inside may be dropped in training.
 
     >>> Feed(Dense(12, form="gated"), 3)(torch.zeros(2, 5, 3)).shape
@@ -77,11 +78,15 @@ class Feed(Declared):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape."""
+        x = self.peers.enter(x)
         inner = self.join(lambda name: self.linear(x, name))
-        return self.linear(dropped(inner, self.dropout, self.training), "down")
+        with self.peers.apart(self.training):
+            inner = dropped(inner, self.dropout, self.training)
+        bias = self.maybe("down_bias") if self.peers.first else None  # it is added once
+        return self.peers.leave(F.linear(inner, cast(Tensor, self.down), bias))
 
 
-class Each(Declared):
+class Each(Peered, Declared):
     """As many feed-forwards as there are experts, held side by side."""
 
     def __init__(self, described: Dense, model: int, count: int, dropout: float = 0.0) -> None:
@@ -93,15 +98,17 @@ class Each(Declared):
         """[tokens, model] through one expert; through all of them, [expert, tokens, model]."""
 
         def through(x: Tensor, name: str) -> Tensor:
-            bias = self.maybe(f"{name}_bias")
+            bias = self.maybe(f"{name}_bias") if name != "down" or self.peers.first else None
             y = torch.matmul(x, getattr(self, name)[chosen].mT)
             return y if bias is None else y + bias[chosen].unsqueeze(-2)
 
         inner = self.join(lambda name: through(x, name))
-        return through(dropped(inner, self.dropout, self.training), "down")
+        with self.peers.apart(self.training):
+            inner = dropped(inner, self.dropout, self.training)
+        return through(inner, "down")
 
 
-class Mixture(Declared):
+class Mixture(Peered, Declared):
     """`active` of `count` feed-forwards for each token, added up by their scores, and one shared by all.
 
     Tokens are sorted by expert, and each expert meets only its own; a compiled graph, whose shapes may not depend on
@@ -117,10 +124,10 @@ class Mixture(Declared):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape."""
-        flat = x.flatten(0, -2)
+        flat = self.peers.enter(x).flatten(0, -2)
         share, chosen = self.routed(flat)
         run = self._all if torch.compiler.is_compiling() else self._sorted
-        y = run(flat, share.to(x.dtype), chosen).view(x.shape)
+        y = self.peers.leave(run(flat, share.to(x.dtype), chosen).view(x.shape))
         return y if self.shared is None else y + self.shared(x)
 
     def routed(self, flat: Tensor) -> tuple[Tensor, Tensor]:

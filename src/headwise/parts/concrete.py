@@ -81,7 +81,7 @@ class Concrete(Gate):
     def gate(self, asked: Asked, p: Weighted, ledger: Ledger | None) -> Tensor:
         log_a = p["log_a"].to(torch.promote_types(asked.x_BTD.dtype, torch.float32))
         if ledger is not None:
-            ledger.set("l0", self.chance(log_a).sum() / self.layers)
+            ledger.set("l0", ledger.whole(self.chance(log_a).sum(), "heads") / self.layers)
         gate = self._drawn(log_a) if p.training else self._sure(log_a)
         return gate.to(asked.x_BTD.dtype)[:, None]
 

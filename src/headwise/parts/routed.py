@@ -137,7 +137,7 @@ class Routed(Gate):
         best = share.sort(dim=-1, descending=True, stable=True).indices[..., : self.active]
         chosen = torch.zeros_like(share).scatter(-1, best, 1.0)
         if ledger is not None:
-            ledger.set("balance", self._balance(asked, share, chosen))
+            ledger.set("balance", self._balance(asked, share, chosen, ledger))
         if self.router == "norm":
             return (chosen + (share - share.detach())).to(asked.q_BTHK.dtype)
         if self.norm == "paper":
@@ -155,10 +155,11 @@ class Routed(Gate):
         # Bounded under the root: equal queries have no spread, and a root of zero has no gradient.
         return long / spread.clamp(min=torch.finfo(long.dtype).eps ** 2).sqrt()
 
-    def _balance(self, asked: Asked, share: Tensor, chosen: Tensor) -> Tensor:
+    def _balance(self, asked: Asked, share: Tensor, chosen: Tensor, ledger: Ledger) -> Tensor:
         live = asked.at.live.expand(share.shape[:-1])[..., None].to(torch.promote_types(share.dtype, torch.float32))
-        count = live.sum().clamp(min=1)
-        mean, often = ((t * live).sum((0, 1)) / count for t in (share, chosen))
+        sums = [live.sum((0, 1)), *((t * live).sum((0, 1)) for t in (share, chosen))]
+        count, mean, often = ledger.whole(torch.cat(sums), "tokens").split([1, *chosen.shape[-1:] * 2])
+        mean, often = (total / count.clamp(min=1) for total in (mean, often))
         return self._factor(share.shape[-1]) * (mean * often).sum()
 
     @classmethod

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..blueprint import Model
 from ..errors import SpecError
 from ..models import Transformer, build
+from ..tasks import Batch
 from .buckets import Buckets
+from .context import check_rows, part_of
 from .launch import Launch
 from .mesh import Spread
 from .path import Path
+from .portions import portions
+from .ranks import Ranks, set_peers
+from .rows import Share
+from .wires import Wire
 from .world import WORK, World
-
-KNOWN, UNKNOWN = ("data", "shards"), ("context", "tensor")
 
 
 class Lying(Protocol):
@@ -35,6 +40,10 @@ class Lying(Protocol):
 
     def whole(self, part: Tensor) -> Tensor:
         """All parts put together; every rank must ask."""
+        ...
+
+    def square(self, part: Tensor) -> Tensor:
+        """The sum of its squares, each number shared by as many ranks of these ways as hold it."""
         ...
 
 
@@ -54,13 +63,20 @@ class Holding:
     world: World
     own: Mapping[str, nn.Parameter]
     summed: Buckets
+    described: Model
     lying: Mapping[str, Lying] = field(default_factory=dict[str, "Lying"])
     fetch: Callable[[], None] = _nothing
+    context: Wire | None = None
 
     @property
     def net(self) -> Transformer:
         """The model itself."""
         return self.path.net
+
+    def share(self, batch: Batch) -> Share:
+        """What this rank learns from of a batch that all of them have: some of the rows, and of these some tokens."""
+        rows = self.world.share(batch, "data", "shards")
+        return rows if self.context is None else rows._replace(batch=part_of(rows.batch, self.context))
 
     # --- gradients ---
 
@@ -80,7 +96,8 @@ class Holding:
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for name, parameter in self.own.items():
             if parameter.grad is not None:
-                total += parameter.grad.double().square().sum() / self._copies(name)
+                grad, lying = parameter.grad.double(), self.lying.get(name)
+                total += (lying.square(grad) if lying else grad.square().sum()) / self._copies(name)
         dist.all_reduce(total)
         exact = torch.promote_types(torch.float32, next(iter(self.own.values())).dtype)
         return total.sqrt().to(exact)
@@ -101,7 +118,7 @@ class Holding:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the model, whole, by its name; every rank must ask for all."""
         for name, tensor in self.net.state_dict().items():
-            yield name, self.whole(name, self.own[name].detach()) if name in self.lying else tensor
+            yield name, self.whole(name, self.own[name].detach() if name in self.own else tensor)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """What is held of something with the shape of a tensor, put together; a single number is the same for all."""
@@ -115,9 +132,11 @@ class Holding:
         """Take every tensor of the model from whole ones."""
         rest = {name: tensor for name, tensor in tensors.items() if name not in self.lying}
         self.net.load_state_dict(rest, strict=not self.lying)
+        constants = dict(self.net.named_buffers())
         with torch.no_grad():
             for name in self.lying:
-                self.own[name].copy_(self.part(name, tensors[name]))
+                held = self.own[name] if name in self.own else constants[name]
+                held.copy_(self.part(name, tensors[name]))
 
     def gathered(self) -> Transformer:
         """The whole model as it is now, on the leader; every rank must ask, and the others have what they had."""
@@ -127,12 +146,12 @@ class Holding:
         return self.assembled(tensors) if self.world.leads else self.net
 
     def assembled(self, tensors: Mapping[str, Tensor]) -> Transformer:
-        """A model that is whole on this rank, with these weights: the one in hand if it is whole."""
-        if not self.lying:
+        """A model that is whole on this rank, with these weights: the one in hand if nobody else has to do with it."""
+        if not self.lying and self.context is None:
             self.net.load_state_dict(tensors)
             return self.net
         with torch.device("meta"):
-            net = build(self.net.described, dropout=self.net.dropout)
+            net = build(self.described, dropout=self.net.dropout)
         net.load_state_dict(tensors, assign=True)
         net.usage = self.net.usage
         return net.to(self.world.device)
@@ -140,19 +159,43 @@ class Holding:
 
 def alone(net: Transformer, device: torch.device | str = "cpu") -> Holding:
     """A whole model that no other rank has to do with."""
-    return Holding(Path(net), World(Launch(), Spread(), device), _learned(net), Buckets((), None))
+    return Holding(Path(net), World(Launch(), Spread(), device), _learned(net), Buckets((), None), net.described)
 
 
 def hold(net: Transformer, world: World) -> Holding:
     """What this rank is to hold of a model that all ranks have whole; the rest of it is let go."""
-    for way in UNKNOWN:
-        if getattr(world.spread, way) > 1:
-            raise SpecError(f"training cannot be divided by {way} yet; use one of {', '.join(KNOWN)}")
+    check_divides(net.described, world.spread)
+    wires = {way: Wire(world.group(way)) for way in ("context", "tensor") if getattr(world.spread, way) > 1}
+    if "tensor" in wires:
+        from .tensor import Divided
+
+        divided = Divided(net.described, wires["tensor"])
+        holding = divided.holding(_held(divided.portion(net), world))
+    else:
+        holding = _held(net, world)
+    if wires:
+        set_peers(holding.net, Ranks(wires.get("tensor"), wires.get("context")))
+    return replace(holding, context=wires.get("context"))
+
+
+def check_divides(described: Model, spread: Spread) -> None:
+    """Refuse a model that cannot be divided so, before anything is built."""
+    if min(spread.data, spread.context, spread.shards) > 1:
+        raise SpecError(f"{spread}: FSDP2 shares slices with ranks of one more way; leave out data= or context=")
+    if spread.context > 1:
+        check_rows(described)
+    if spread.tensor > 1:
+        portions(described, spread.tensor)
+
+
+def _held(net: Transformer, world: World) -> Holding:
+    """With whom work is shared is not asked here."""
     if world.spread.shards > 1:
         from .sharding import sharded
 
         return sharded(net, world)
-    return Holding(Path(net), world, _learned(net), Buckets(_learned(net).values(), working(world)))
+    learned = _learned(net)
+    return Holding(Path(net), world, learned, Buckets(learned.values(), working(world)), net.described)
 
 
 def working(world: World) -> dist.ProcessGroup | None:

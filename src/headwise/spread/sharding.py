@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..models import Transformer
 from .buckets import Buckets
-from .holding import Holding
+from .holding import Holding, working
 from .path import Path
 from .world import World
 
@@ -43,13 +43,18 @@ class Slices:
         dist.all_gather(slices, padded, group=self.group)
         return torch.cat(slices)[: self.length]
 
+    def square(self, part: Tensor) -> Tensor:
+        """The sum of its squares: no other slice has these numbers."""
+        return part.square().sum()
+
 
 def sharded(net: Transformer, world: World) -> Holding:
     """A rank's slices of a model. Layers are put together one at a time, what stands around them once a step.
 
     A tensor that layers hold in common is read outside the layer that owns it: it stays whole, as does a single number.
     """
-    mesh = world.mesh["data", "shards"] if world.spread.data > 1 else world.mesh["shards"]
+    copies = [way for way in ("data", "context") if getattr(world.spread, way) > 1]  # one of them at most
+    mesh = world.mesh[*copies, "shards"] if copies else world.mesh["shards"]
     learned = {name: p for name, p in net.named_parameters() if p.requires_grad}
     common = {name for name, weight in net.described.params().items() if weight.shared}
     kept = {name: p for name, p in net.named_parameters() if name in common or not p.dim()}
@@ -67,8 +72,8 @@ def sharded(net: Transformer, world: World) -> Holding:
     lying = {name: Slices(length, rank, world.spread.shards, group) for name, length in lengths.items()}
     slices = {name: cast(DTensor, p) for name, p in net.named_parameters() if name in lying}
     own = {name: kept[name] if name in kept else _local(slices[name]) for name in learned}
-    summed = Buckets([p for name, p in kept.items() if name in learned], world.group("data", "shards"))
-    return Holding(path, world, own, summed, lying, fetch=lambda: _fetch(own, slices))
+    summed = Buckets([p for name, p in kept.items() if name in learned], working(world))
+    return Holding(path, world, own, summed, net.described, lying, fetch=lambda: _fetch(own, slices))
 
 
 def _local(param: DTensor) -> nn.Parameter:

@@ -14,9 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..blueprint import Model, Weight
 from ..errors import SpecError
 from .buckets import BYTES
+from .inside import Rows, gathered, summed
 from .mesh import Spread
+from .portions import copied, portions
 
 FLOAT = 4  # bytes of a gradient, a weight, a loss
+PLACE = 16  # bytes that say where a token stands, asked of others where rows had to be filled up
 
 
 class Message(NamedTuple):
@@ -36,8 +39,11 @@ class Message(NamedTuple):
         return (2 if self.kind == "sum" else 1) * self.held * (self.ranks - 1) / self.ranks
 
 
-def traffic(described: Model, spread: Spread, parts: int = 1) -> list[Message]:
+def traffic(described: Model, spread: Spread, parts: int = 1, rows: Rows | None = None) -> list[Message]:
     """The messages of one step, a batch of it taken in so many parts, each tensor in single precision.
+
+    Ranks that divide heads or tokens send what follows from `rows`, those of the batch: as many for each rank, all of
+    one length, and without terms of the ledger. Where heads do not divide, these are the messages of the first rank.
 
     >>> from headwise.blueprint import Block, Dense, Embedding, Head, Stack
     >>> stack = Stack.of("encoder", 3, [Block(feed=Dense(7))], embedding=Embedding(tokens=11))
@@ -46,14 +52,42 @@ def traffic(described: Model, spread: Spread, parts: int = 1) -> list[Message]:
     >>> traffic(net, Spread(data=2)) == [Message("sum", 4 * (numbers + tensors), 2), Message("sum", 4, 2)]
     True
     """
-    for way in (way for way in vars(spread) if way not in ("data", "shards")):
-        if getattr(spread, way) > 1:
-            raise SpecError(f"what ranks send is not counted for {way}; measure it with a Meter")
+    workers, found = spread.size // spread.tensor, list[Message]()
+    if max(spread.tensor, spread.context) > 1:
+        if rows is None:
+            raise SpecError(f"what ranks of {spread} send follows from the batch; give rows=Rows(rows, tokens)")
+        each = rows.rows // parts // (spread.data * spread.shards)
+        found += _inside(described, spread, rows._replace(rows=each)) * parts
+    if spread.tensor > 1:
+        every = portions(described, spread.tensor)
+        weights, common = described.params(), copied(described, every)
+        found.append(Message("sum", FLOAT * sum(weights[name].numel for name in common), spread.tensor))
+        described = every[0].described
+        if spread.shards > 1:  # of what several ranks hold, slices are put together before they are summed
+            held = [weight for name, weight in described.params().items() if name in common and not _whole(weight)]
+            found += [Message("gather", FLOAT * _padded([weight], spread.shards), spread.shards) for weight in held]
     weights = {name: w for name, w in described.params().items() if w.learned}
-    found = list(_sliced(described, weights, spread, parts)) if spread.shards > 1 else []
+    found += _sliced(described, weights, spread, parts) if spread.shards > 1 else []
     kept = [w for w in weights.values() if spread.shards == 1 or _whole(w)]
-    found += [Message("sum", FLOAT * numel, spread.size) for numel in _bucketed(kept)]
-    return [*found, Message("sum", FLOAT, spread.size)] if spread.size > 1 else []
+    if workers > 1:
+        found += [Message("sum", FLOAT * numel, workers) for numel in [*_bucketed(kept), 1]]
+    return found
+
+
+def _inside(described: Model, spread: Spread, rows: Rows) -> list[Message]:
+    """What ranks send each other within layers, in one part of a batch."""
+    tokens, source = (-(-count // spread.context) for count in (rows.tokens, rows.source))
+    found = []
+    if spread.tensor > 1:
+        numels = summed(described, Rows(rows.rows, tokens, source))
+        found += [Message("sum", FLOAT * numel, spread.tensor) for numel in numels]
+    if spread.context > 1:
+        own = portions(described, spread.tensor)[0].described
+        numels = gathered(own, Rows(rows.rows, tokens * spread.context, source * spread.context))
+        found += [Message(kind, FLOAT * n, spread.context) for n in numels for kind in ("gather", "scatter")]
+        filled = [each for count, each in ((rows.tokens, tokens), (rows.source, source)) if count % spread.context]
+        found += [Message("gather", PLACE * each * spread.context, spread.context) for each in filled]
+    return found
 
 
 def _whole(weight: Weight) -> bool:
@@ -89,8 +123,8 @@ def _sliced(described: Model, weights: Mapping[str, Weight], spread: Spread, par
         if not sliced:
             continue
         each = [*[gathered] * times, scattered]
-        if spread.data > 1:
-            each.append(Message("sum", scattered.held // spread.shards, spread.data))
+        if (copies := spread.data * spread.context) > 1:
+            each.append(Message("sum", scattered.held // spread.shards, copies))
         yield from each * parts
 
 

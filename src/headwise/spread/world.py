@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar, cast
 
@@ -58,15 +58,24 @@ class World:
     @property
     def worker(self) -> int:
         """Which of those that work on something else each: its number among them, the same for ranks of one head."""
-        found = 0
-        for way in WORK:
-            found = found * getattr(self.spread, way) + self.place[way]
-        return found
+        return self._number(WORK)[0]
 
     @property
     def workers(self) -> int:
         """How many work on something else each."""
         return self.size // self.spread.tensor
+
+    @property
+    def takers(self) -> int:
+        """How many learn from rows of their own: those of one context learn from the same."""
+        return self.workers // self.spread.context
+
+    def _number(self, ways: Sequence[str]) -> tuple[int, int]:
+        """Its number among ranks that differ in these ways, and how many they are."""
+        found, count = 0, 1
+        for way in ways:
+            found, count = found * getattr(self.spread, way) + self.place[way], count * getattr(self.spread, way)
+        return found, count
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -135,9 +144,10 @@ class World:
             dist.all_reduce(own, group=self.group(*WORK))
         return own
 
-    def share(self, batch: Batch) -> Share:
-        """What this rank takes of a batch that all of them have."""
-        return share(batch, self.worker, self.workers)
+    def share(self, batch: Batch, *ways: str) -> Share:
+        """What this rank takes of a batch that all of them have, where ranks of these ways take rows of their own."""
+        index, count = self._number(ways or WORK)
+        return share(batch, index, count)
 
     @contextmanager
     def leading(self, manager: AbstractContextManager[Any]) -> Iterator[None]:

@@ -10,6 +10,7 @@ import torch
 from ..errors import SpecError
 from ..models import Transformer, greedy
 from ..spread.path import Path
+from ..spread.ranks import whole_rows
 from ..spread.rows import Share
 from ..spread.world import World
 from ..tasks import Batch, Tally, Task
@@ -69,7 +70,7 @@ class Examiner:
         path.eval()
         for own in self._shares(split):
             here = own.batch.to(self.device)
-            with torch.no_grad(), autocast(self.choice, self.device):
+            with torch.no_grad(), autocast(self.choice, self.device), whole_rows(path):
                 logits = path(here).float()
             check_fits(logits, here.labels)
             loss = {"loss": (float(cross_entropy(logits, here.labels)), asked(here))}

@@ -167,7 +167,7 @@ class Run:
     def _speed(self, batch: Batch, seconds: float) -> dict[str, float]:
         shape = (batch.x.shape, None if batch.source is None else batch.source.shape)
         if shape not in self._flops:
-            self._flops[shape] = step_flops(self.net.described, batch)
+            self._flops[shape] = step_flops(self.holding.described, batch)
         self._pace = seconds if self._pace is None else SMOOTH * self._pace + (1 - SMOOTH) * seconds
         return {
             "seconds": seconds,
@@ -177,7 +177,7 @@ class Run:
         }
 
     def _diverge(self, step: int, batch: Batch, loss: Tensor) -> None:
-        own = self.world.share(batch).batch
+        own = self.holding.share(batch).batch
         bad = first_bad(self.holding, self.groups, lambda: self.stepper.loss(own))
         what = "gradient is not finite" if bool(loss.isfinite()) else f"loss is {loss.item()}"
         raise Diverged(self._refused(f"step {step}: the {what}; {bad}"))

@@ -17,7 +17,7 @@ from ..errors import SpecError
 from ..models import Transformer, build
 from ..spread import Launch, Spread
 from ..spread.alike import check_alike, code
-from ..spread.holding import hold
+from ..spread.holding import check_divides, hold
 from ..spread.world import World
 from ..tasks import Batch, Task
 from .checkpoint import Checkpoint, first_difference
@@ -71,6 +71,7 @@ class Setup:
         check_model(model, task, given.usage.tokenizer if given else None)
         first = task.batch(0, recipe.batch, "train")
         check(first, model, "batch 0")
+        check_divides(model, world.spread)
         check_ranks(recipe, world)
         return Setup(task, model, recipe, folder, given, first, config_of(task, model, recipe, first), world)
 
@@ -80,7 +81,7 @@ class Setup:
         if self.world.size == 1:
             return []
         rows = self.recipe.batch // self.recipe.accumulate
-        uneven = f"; {rows} rows make {self.world.workers} unequal shares" if rows % self.world.workers else ""
+        uneven = f"; {rows} rows make {self.world.takers} unequal shares" if rows % self.world.takers else ""
         return [f"{self.world.size} ranks, {self.world.spread}{uneven}"]
 
     def begun(self) -> Run:
@@ -112,7 +113,7 @@ class Setup:
     @property
     def _tried(self) -> Recipe:
         """The recipe, with what cannot be compiled not tried."""
-        return replace(self.recipe, compile="off") if self.world.spread.shards > 1 else self.recipe
+        return replace(self.recipe, compile="off") if _talks(self.world.spread) else self.recipe
 
     def _net(self) -> Transformer:
         said = self.recipe
@@ -163,15 +164,20 @@ def checksum(net: Transformer) -> str:
 
 def check_ranks(recipe: Recipe, world: World) -> None:
     """Refuse parts of a batch that do not give every worker a row, and what ranks cannot do together."""
-    if world.spread.shards > 1 and recipe.compile == "on":
-        raise SpecError("layers whose tensors are put together for each call are not compiled; give compile='off'")
+    if _talks(world.spread) and recipe.compile == "on":
+        raise SpecError(f"layers whose ranks talk to each other ({world.spread}) are not compiled; give compile='off'")
     rows = recipe.batch // recipe.accumulate
-    if rows < world.workers:
+    if rows < world.takers:
         part = f"a batch of {recipe.batch}" + (f" in {recipe.accumulate} parts" if recipe.accumulate > 1 else "")
-        more = world.workers * recipe.accumulate
+        more = world.takers * recipe.accumulate
         raise SpecError(
-            f"{part} has no row for each of {world.workers} ranks; use batch={more} or more, or fewer ranks"
+            f"{part} has no row for each of {world.takers} ranks; use batch={more} or more, or fewer ranks"
         )
+
+
+def _talks(spread: Spread) -> bool:
+    """Whether ranks talk to each other inside layers."""
+    return max(spread.context, spread.shards, spread.tensor) > 1
 
 
 def device_of(name: str) -> torch.device:

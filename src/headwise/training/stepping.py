@@ -39,7 +39,7 @@ class Stepper:
         Every rank takes its share of each part, and counts what is asked of all.
         """
         total, rows = asked(batch), len(batch.labels)
-        shares = [self.world.share(part) for part in parts_of(batch, self.recipe.accumulate)]
+        shares = [self.holding.share(part) for part in parts_of(batch, self.recipe.accumulate)]
         losses: list[Tensor] = []
         with attending(self.net, self.choice.attention):
             for n, own in enumerate(shares, 1):

@@ -1,0 +1,115 @@
+"""Training by heads and by tokens, and both at once: steps, runs and checkpoints of many ranks against one's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headwise.files import read_lines
+from headwise.spread import Launch
+from headwise.spread.traffic import Message
+from headwise.training import train
+from learning import quick
+from many import STEPPED, steps_of, until
+from test_many import check_near, check_steps, trail
+from training_cases import BALANCED, PAIRS, WAYS, Balanced
+from worlds import world
+
+ALONE = Launch()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """What two ranks left behind, and what each of them found."""
+    folder = tmp_path_factory.mktemp("worlds") / "two"
+    return folder, world(2, "training_cases.everything", folder)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of four found."""
+    return world(4, "training_cases.everything", tmp_path_factory.mktemp("worlds") / "four")
+
+
+@pytest.mark.parametrize("case", STEPPED)
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_take_the_steps_of_one(two: tuple[Path, list[dict[str, Any]]], way: str, case: str):
+    wanted = steps_of(case, ALONE, "data=1")
+    for rank in two[1]:
+        check_steps(rank["steps"][way][case], wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", STEPPED)
+@pytest.mark.parametrize("way", PAIRS)
+def test_ways_multiply(four: list[dict[str, Any]], way: str, case: str):
+    wanted = steps_of(case, ALONE, "data=1")
+    for rank in four:
+        check_steps(rank["steps"][way][case], wanted)
+
+
+def check_sent(seen: Counter[Any], counted: Counter[Any]) -> None:
+    assert seen == counted
+    assert sum(Message(*message).moved for message in seen.elements()) > 0
+
+
+@pytest.mark.parametrize("name", ["echo", "odd", "pooled"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_sends_what_is_counted(two: tuple[Path, list[dict[str, Any]]], way: str, name: str):
+    check_sent(*two[1][0]["sent"][way, name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["echo", "odd", "pooled"])
+@pytest.mark.parametrize("way", PAIRS)
+def test_two_ways_send_what_is_counted(four: list[dict[str, Any]], way: str, name: str):
+    check_sent(*four[0]["sent"][way, name])
+
+
+# --- runs ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_another_way(two: tuple[Path, list[dict[str, Any]]], tmp_path: Path):
+    """By heads, then by tokens, then by heads, against one rank that is never interrupted."""
+    recipe = quick(batch=6, steps=6, evaluate_every=3, lr=0.01)
+    assert until(-1, recipe, tmp_path / "one") == ""
+    check_near(two[0] / "ways", tmp_path / "one")
+    spreads = [record["spread"] for record in read_lines(two[0] / "ways" / "metrics.jsonl") if record["event"] == "run"]
+    assert spreads == ["tensor=2", "context=2", "tensor=2"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_terms_are_those_of_one_rank(two: tuple[Path, list[dict[str, Any]]], tmp_path: Path, way: str):
+    """Tokens that choose their heads, and are to choose them evenly over the rows of all ranks."""
+    train(Balanced(), recipe=quick(**BALANCED), out=tmp_path / "one")
+    check_near(two[0] / f"balanced {way}", tmp_path / "one")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_dropped_is_learnt_without(two: tuple[Path, list[dict[str, Any]]], way: str):
+    told = trail(two[0] / f"dropped {way}")
+    assert len(told) == 6 + 3
+
+
+REFUSED = {
+    "mixed": "SpecError: decoder.0.attention: talking_heads joins the scores of 4 heads, so that none can be computed "
+    "without the others; use data= or context= in the place of tensor=",
+    "one head": "SpecError: decoder.0.attention: 1 heads cannot be divided among 2 ranks; use tensor=1 or less",
+    "pixels": "SpecError: encoder makes tokens of pixels or frames, which no row can be cut into before; use data= or "
+    "tensor= in the place of context=",
+    "compiled": "SpecError: layers whose ranks talk to each other (tensor=2) are not compiled; give compile='off'",
+    "compiled rows": "SpecError: layers whose ranks talk to each other (context=2) are not compiled; give compile=",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_divided_is_told_to_all_before_anything_is_written(
+    two: tuple[Path, list[dict[str, Any]]], case: str
+):
+    for rank in two[1]:
+        assert rank["told"][case].startswith(REFUSED[case])
+        assert "\n" not in rank["told"][case]
+    assert not (two[0] / "never").exists()

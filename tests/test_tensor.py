@@ -1,0 +1,34 @@
+"""Heads divided among ranks: every preset says, learns and becomes what it does on one rank, or is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+import headwise as hw
+import tensor_cases
+from checked import asked, check_found, found_by
+from divided import KINDS, described
+from headwise.presets import PRESETS
+from headwise.spread.portions import portions
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """What both ranks found, by name."""
+    names = [name for name in asked(request) if name.split()[0] not in tensor_cases.MIXED]
+    return found_by(2, "tensor_cases", names, tmp_path_factory.mktemp("tensor"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_divided_model_is_the_model(found, preset, kind):
+    if preset in tensor_cases.MIXED:
+        with pytest.raises(hw.SpecError, match=r"join the scores of 4 heads, so that none .* use data= or context="):
+            portions(described(preset, kind), 2)
+    else:
+        check_found(found[f"{preset} {kind}"])
+
+
+@pytest.mark.parametrize("name", tensor_cases.CASES)
+def test_heads_that_are_divided(found, name):
+    check_found(found[name])

@@ -1,0 +1,151 @@
+"""Training by heads and by tokens: what ranks do, as one alone does it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+import headwise as hw
+from headwise import blueprint as bp
+from headwise.spread import Launch, Spread, joined
+from headwise.spread.holding import hold
+from headwise.spread.inside import Rows
+from headwise.spread.traffic import Meter, traffic
+from headwise.spread.world import World
+from headwise.tasks import Batch, Task
+from headwise.training import train
+from headwise.training.choosing import Choice
+from headwise.training.stepping import Stepper
+from learning import IDS, Answered, Echo, quick
+from many import STEPPED, Odd, steps_of, until
+
+PLAIN = Choice("fp32", "off")
+WAYS = ("tensor=2", "context=2")
+PAIRS = ("data=2,tensor=2", "data=2,context=2", "context=2,tensor=2", "shards=2,tensor=2", "context=2,shards=2")
+
+
+def everything(folder: Path) -> dict[str, Any]:
+    """All that ranks are asked for, in one world: beginning one takes longer than most of it."""
+    with joined() as launch:
+        found = {"steps": steps(launch), "sent": sent(launch)}
+        return found | ({"runs": runs(folder), "told": refusals(folder)} if launch.size == 2 else {})
+
+
+def steps(launch: Launch) -> dict[str, Any]:
+    """Every case, divided every way that this world can be."""
+    return {way: {case: steps_of(case, launch, way) for case in STEPPED} for way in ways_of(launch)}
+
+
+def ways_of(launch: Launch) -> tuple[str, ...]:
+    return WAYS if launch.size == 2 else PAIRS
+
+
+def sent(launch: Launch) -> dict[str, Any]:
+    """The collectives that the gradients of one step call, and those that are counted, of rows without padding."""
+    found: dict[str, Any] = {}
+    for way in ways_of(launch):
+        for name, task, parts in (("echo", Echo(), 1), ("odd", Odd(), 2), ("pooled", Pooled(), 1)):
+            model, world = task.model(), World(launch, Spread.over(way, launch.size))
+            stepper = Stepper(hold(hw.build(model, seed=3), world), quick(batch=8, accumulate=parts), PLAIN)
+            batch = replace(task.batch(0, 8), tokens=None, source_tokens=None)
+            rows = Rows(8, batch.x.shape[1], 0 if batch.source is None else batch.source.shape[1])
+            with Meter() as meter:
+                stepper.gradients(batch)
+            counted = traffic(model, world.spread, parts, rows)
+            found[way, name] = Counter(map(tuple, meter.messages)), Counter(map(tuple, counted))
+    return found
+
+
+def runs(folder: Path) -> dict[str, str]:
+    """A run that goes on another way each time it is interrupted, and one whose loss has terms."""
+    said = {"batch": 6, "steps": 6, "evaluate_every": 3, "lr": 0.01}
+    for at, way in ((1, "tensor=2"), (3, "context=2"), (-1, "tensor=2")):
+        until(at, quick(**said, spread=way), folder / "ways")
+    for way in WAYS:
+        train(Balanced(), recipe=quick(**BALANCED, spread=way), out=folder / f"balanced {way}")
+        train(Answered(), recipe=quick(**said, spread=way, dropout=0.3), out=folder / f"dropped {way}")
+    return {}
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    """What each rank is told of what cannot be."""
+
+    def told(task: Task, **said: Any) -> str:
+        try:
+            train(task, recipe=quick(**said), out=folder / "never")
+        except ValueError as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    return {
+        "mixed": told(Mixed(), spread="tensor=2"),
+        "one head": told(OneHead(), spread="tensor=2"),
+        "pixels": told(Pictures(), spread="context=2"),
+        "compiled": told(Echo(), spread="tensor=2", compile="on"),
+        "compiled rows": told(Echo(), spread="context=2", compile="on"),
+    }
+
+
+@dataclass(frozen=True)
+class Balanced(Echo):
+    """Tokens that choose their heads, and are to choose them evenly."""
+
+    name: ClassVar[str] = "balanced"
+
+    def model(self) -> bp.Model:
+        gates = (hw.Rotary(), hw.Routed(always=1, active=1))
+        return of(hw.design(model=8, heads=4, kv=2, pattern="causal", modifiers=gates))
+
+
+BALANCED = {"batch": 6, "steps": 4, "evaluate_every": 2, "lr": 0.01, "terms": (("balance", 0.5),)}
+
+
+class Mixed(Echo):
+    """Every head of it needs every other."""
+
+    def model(self) -> bp.Model:
+        return of(hw.design(model=8, heads=4, modifiers=(hw.TalkingHeads(),)))
+
+
+class OneHead(Echo):
+    """Nothing to divide."""
+
+    def model(self) -> bp.Model:
+        return of(hw.design(model=8, heads=1))
+
+
+class Pictures(Echo):
+    """A row of it is no row of tokens yet."""
+
+    def batch(self, index: int, size: int, split: str = "train") -> Batch:
+        return Batch(torch.zeros(size, 1, 4, 4), torch.zeros(size, dtype=torch.int64))
+
+    def model(self) -> bp.Model:
+        patches = bp.Embedding(patches=bp.Patches(2, 2, 2, 2, channels=1))
+        stack = bp.Stack.of("encoder", 8, [bp.Block(feed=bp.Dense(4))], embedding=patches)
+        return bp.Model("pictures", "vision", (stack,), (bp.Head("class", 3, at="mean"),))
+
+
+def of(spec: hw.AttentionSpec) -> bp.Model:
+    """One layer of a decoder."""
+    stack = bp.Stack.of("decoder", 8, [bp.Block(spec, feed=bp.Dense(6))], embedding=bp.Embedding(IDS))
+    return bp.Model("one", "decoder", (stack,), (bp.Head("tokens", IDS),))
+
+
+class Pooled(Echo):
+    """One label of a row, which a head reads off its mean; heads of one key, and whole rows of an even length."""
+
+    def batch(self, index: int, size: int, split: str = "train") -> Batch:
+        found = super().batch(index, size, split)
+        return Batch(found.x, found.x[:, 0])
+
+    def model(self) -> bp.Model:
+        spec = hw.design(model=8, heads=4, kv=1, modifiers=(hw.QKNorm(),))
+        stack = bp.Stack.of(
+            "encoder", 8, [bp.Block(spec, feed=bp.Dense(13, bias="d"))] * 2, embedding=bp.Embedding(IDS)
+        )
+        return bp.Model("pooled", "encoder", (stack,), (bp.Head("class", IDS, at="mean"),))
