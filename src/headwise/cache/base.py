@@ -56,11 +56,7 @@ class Cache(ABC):
         """
         if not (isinstance(batch, int) and isinstance(capacity, int) and batch >= 0 and capacity >= 1):
             raise SpecError(f"a cache of batch={batch}, capacity={capacity} cannot be; capacity needs at least 1")
-        if spec.pattern.opening is None:
-            raise SpecError(
-                f"pattern {spec.pattern.text} reads tokens that have not come yet, so nothing can be decoded step by "
-                "step; use a causal pattern such as causal() or window(256)"
-            )
+        check_forward(spec)
         from .slots import PlainCache, RingCache
         from .state import StateCache
 
@@ -166,3 +162,12 @@ class Cache(ABC):
             )
         self.batch = len(index)
         self._last, self._segment = self._last[index], self._segment[index]
+
+
+def check_forward(spec: AttentionSpec) -> None:
+    """Refuse a pattern that looks ahead, of which nothing can be remembered step by step."""
+    if spec.pattern.opening is None:
+        raise SpecError(
+            f"pattern {spec.pattern.text} reads tokens that have not come yet, so nothing can be decoded step by step; "
+            "use a causal pattern such as causal() or window(256)"
+        )

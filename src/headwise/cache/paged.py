@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import SpecError
 from ..spec import AttentionSpec
 from ..tokens import Tokens
-from .base import Cache, Entry
+from .base import Cache, Entry, check_forward
 from .paging import Book, Keep, Paging, Place, Row
 
 
@@ -295,10 +295,6 @@ def _index(pairs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, 
 
 def _check(spec: AttentionSpec) -> None:
     """Refuse what has no tokens to lie in pages."""
-    if spec.pattern.opening is None:
-        raise SpecError(
-            f"pattern {spec.pattern.text} reads tokens that have not come yet, so nothing can be decoded step by step; "
-            "use a causal pattern such as causal() or window(256)"
-        )
+    check_forward(spec)
     if spec.stateful:
         raise SpecError("this layer remembers all past tokens as one state, which has no pages; use layer.cache(...)")
