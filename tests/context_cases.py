@@ -227,11 +227,16 @@ def a_prompt_into_a_cache() -> None:
 
 @case
 def nobody_said_where() -> None:
-    """The second rank refuses tokens that stand at the beginning of their row."""
+    """Tokens that stand at the beginning of their row on every rank are refused."""
     part = spread(built(decoder(bp.Block(spec_of("gqa")))), "runs")
     if world().rank:
         with pytest.raises(ValueError, match="rank 1 of 2 takes its 3 tokens for the first of their rows; hand over"):
             part(torch.zeros(1, 3, dtype=torch.int64))
+    x = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="two tokens of one segment stand at the same position"):
+        part(x, tokens=Tokens.of(x, lengths=[3, 2]))
+    with pytest.raises(ValueError, match="takes its 3 tokens for the first of their rows"):
+        spread(part, "zigzag")(x)
 
 
 @case

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from checked import check_found, found_by
 from headwise.files import read_lines
 from headwise.spread import Launch
 from headwise.spread.traffic import Message
@@ -63,6 +64,16 @@ def test_a_step_sends_what_is_counted(two: tuple[Path, list[dict[str, Any]]], wa
 
 
 @pytest.mark.slow
+def test_four_ranks_divide_heads_of_fewer_keys(tmp_path: Path):
+    """A head for each rank, most of which share a key and a value with others; five heads of three."""
+    names = ["gqa decoder", "mqa encoder", "moh decoder", "diff encoder-decoder", "uneven_heads", "experts", "terms"]
+    for found in found_by(
+        4, "tensor_cases", [*names, "single_precision", "one_file_whatever_the_split"], tmp_path
+    ).values():
+        check_found(found)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["echo", "odd", "pooled"])
 @pytest.mark.parametrize("way", PAIRS)
 def test_two_ways_send_what_is_counted(four: list[dict[str, Any]], way: str, name: str):
@@ -92,6 +103,15 @@ def test_terms_are_those_of_one_rank(two: tuple[Path, list[dict[str, Any]]], tmp
 def test_what_is_dropped_is_learnt_without(two: tuple[Path, list[dict[str, Any]]], way: str):
     told = trail(two[0] / f"dropped {way}")
     assert len(told) == 6 + 3
+
+
+def test_ranks_of_one_worker_go_on_in_one_stream(two: tuple[Path, list[dict[str, Any]]]):
+    """From rows, each rank drawing for itself, to heads, whose ranks must drop alike what is added to the stream."""
+    first, second = (rank["runs"]["drawn"] for rank in two[1])
+    apart = [one != other for one, other in zip(first, second, strict=True)]
+    assert apart.index(True) < len(apart) - 5
+    assert not any(apart[-4:])
+    assert len(set(first[-4:])) > 1
 
 
 REFUSED = {

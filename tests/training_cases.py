@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ from headwise.training import train
 from headwise.training.choosing import Choice
 from headwise.training.stepping import Stepper
 from learning import IDS, Answered, Echo, quick
-from many import STEPPED, Odd, steps_of, until
+from many import STEPPED, Interrupted, Odd, steps_of, until
 
 PLAIN = Choice("fp32", "off")
 WAYS = ("tensor=2", "context=2")
@@ -68,7 +69,17 @@ def runs(folder: Path) -> dict[str, str]:
     for way in WAYS:
         train(Balanced(), recipe=quick(**BALANCED, spread=way), out=folder / f"balanced {way}")
         train(Answered(), recipe=quick(**said, spread=way, dropout=0.3), out=folder / f"dropped {way}")
-    return {}
+    return {"drawn": drawn(folder)}
+
+
+def drawn(folder: Path) -> list[float]:
+    """Where this rank's stream stands at every step of a run by rows that goes on by heads."""
+    Drawn.seen.clear()
+    for at, way in ((2, "data=2"), (-1, "tensor=2")):
+        Drawn.at = at
+        with suppress(KeyboardInterrupt):
+            train(Drawn(), recipe=quick(batch=6, dropout=0.3, spread=way), out=folder / "drawn", resume="allowed")
+    return Drawn.seen
 
 
 def refusals(folder: Path) -> dict[str, str]:
@@ -102,6 +113,18 @@ class Balanced(Echo):
 
 
 BALANCED = {"batch": 6, "steps": 4, "evaluate_every": 2, "lr": 0.01, "terms": (("balance", 0.5),)}
+
+
+@dataclass(frozen=True)
+class Drawn(Interrupted):
+    """One that notes where torch's generator stands when a batch is made."""
+
+    at: ClassVar[int] = -1
+    seen: ClassVar[list[float]] = []
+
+    def batch(self, index: int, size: int, split: str = "train") -> Batch:
+        self.seen.append(torch.get_rng_state().double().sum().item())
+        return super().batch(index, size, split)
 
 
 class Mixed(Echo):

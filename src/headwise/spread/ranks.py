@@ -87,19 +87,19 @@ class Ranks(Peers):
 
     def _tokens(self, at: Tokens, wire: Wire) -> Tokens:
         """Where the tokens of all stand; asked once, however many layers are told the same."""
-        if at.start is not None and self.order == "runs":
+        if at.start is not None:
             return self._runs(at, at.start, wire)
         for own, told in self._told:
             if own is at:
                 return told
         both = in_order(wire.beside(torch.stack([at.position, at.segment], -1)), self.order)
-        told = Tokens(both[..., 0], both[..., 1], checked=True)
+        told = Tokens(both[..., 0], both[..., 1])  # refuses that two stand at one place, which nobody else could see
         self._told = [(at, told), *self._told[: HELD - 1]]
         return told
 
     def _runs(self, at: Tokens, start: int, wire: Wire) -> Tokens:
         first = start - wire.rank * at.count
-        if first < 0:
+        if first < 0 or self.order != "runs":
             raise ValueError(
                 f"rank {wire.rank} of {wire.size} takes its {at.count} tokens for the first of their rows; "
                 "hand over the tokens= that spread.context.part_of gives"

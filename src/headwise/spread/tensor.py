@@ -45,6 +45,8 @@ class Divided:
             part = build(self.own, dropout=net.dropout)
         held = {name: self.part(name, tensor.detach()) for name, tensor in net.state_dict().items()}
         part.load_state_dict(held, assign=True)
+        for name, tensor in net.named_parameters():
+            part.get_parameter(name).requires_grad_(tensor.requires_grad)
         part.checkpointing = net.checkpointing
         set_peers(part, Ranks(tensor=self.wire))
         return part.train(net.training)

@@ -148,15 +148,15 @@ class Run:
             yield key, self.holding.whole(named(key), value)
 
     def _random(self) -> dict[str, Tensor]:
-        """The states of torch's generators on every rank, the leader's without a number; nothing else is drawn from."""
+        """The states of torch's generators by worker, the leader's without a number; nothing else is drawn from."""
         here = {"cpu": torch.get_rng_state()}
         here |= {"cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else {}
-        every = enumerate(self.world.every(here))
-        return {_of_rank(name, rank): state for rank, states in every for name, state in states.items()}
+        every = enumerate(self.world.every(here)[:: self.world.spread.tensor])
+        return {_of_worker(name, worker): state for worker, states in every for name, state in states.items()}
 
     def _draw_on(self, states: Mapping[str, Tensor]) -> None:
-        """Go on drawing where this rank stood; one that was not there begins a stream of its own."""
-        cpu, cuda = (states.get(_of_rank(name, self.world.rank)) for name in ("cpu", "cuda"))
+        """Go on drawing where this worker stood; one that was not there begins a stream of its own."""
+        cpu, cuda = (states.get(_of_worker(name, self.world.worker)) for name in ("cpu", "cuda"))
         if cpu is None:
             torch.manual_seed(stream(self.recipe.seed + self.progress.step, self.world.worker))
             return
@@ -197,5 +197,5 @@ def stream(seed: int, worker: int) -> int:
     return (seed + worker * STREAM) % 2**63
 
 
-def _of_rank(name: str, rank: int) -> str:
-    return f"{name} {rank}" if rank else name
+def _of_worker(name: str, worker: int) -> str:
+    return f"{name} {worker}" if worker else name
