@@ -32,7 +32,7 @@ CONFIG = {
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
 }  # fmt: skip
 REQUESTS, SEED = 64, 0
-PROMPTS, ANSWERS = (40, 0.8, 256), (40, 1.0, 384)  # tokens: the median, the deviation of its logarithm, the most
+PROMPTS, ANSWERS = (40, 0.8, 256), (40, 1.0, 512)  # tokens: the median, the deviation of its logarithm, the most
 BUDGET = 2**26
 ROWS, PROMPT, STEPS = (64, 32, 16, 8, 4, 2, 1), 224, 8  # of the steps that are measured one by one
 # Ours, by transformers' names of the same tensors.
@@ -79,43 +79,54 @@ def _theirs(name: str) -> str:
     return f"model.layers.{layer}.{INSIDE[rest]}.weight"
 
 
-def together(net: hw.Transformer, asked: list[tuple[list[int], int]]) -> tuple[float, list[list[int]], hw.Engine]:
+class Watch:
+    """Seconds that passed, and those that this process had of a processor: others may be at work beside it."""
+
+    def __init__(self) -> None:
+        self.begun = time.perf_counter(), time.process_time()
+
+    def read(self) -> dict[str, float]:
+        """Since it was made."""
+        return {"seconds": time.perf_counter() - self.begun[0], "processor": time.process_time() - self.begun[1]}
+
+
+def together(net: hw.Transformer, asked: list[tuple[list[int], int]]) -> tuple[dict[str, float], Any, hw.Engine]:
     """Seconds, what was said, and the engine."""
-    engine = hw.Engine(net, budget=BUDGET)
-    begun = time.perf_counter()
+    engine, watch = hw.Engine(net, budget=BUDGET), Watch()
     streams = [engine.submit(prompt, max_new_tokens=count) for prompt, count in asked]
     engine.run()
-    return time.perf_counter() - begun, [stream.ids for stream in streams], engine
+    return watch.read(), [stream.ids for stream in streams], engine
 
 
-def padded(net: Any, asked: list[tuple[list[int], int]]) -> tuple[float, list[list[int]]]:
+def padded(net: Any, asked: list[tuple[list[int], int]]) -> tuple[dict[str, float], list[list[int]]]:
     """The same by `generate` on one batch, padded on the left, as long as the longest answer; each cut to its own."""
     widest = max(len(prompt) for prompt, _ in asked)
     ids = torch.tensor([[0] * (widest - len(prompt)) + prompt for prompt, _ in asked])
     mask = torch.tensor([[0] * (widest - len(prompt)) + [1] * len(prompt) for prompt, _ in asked])
-    begun = time.perf_counter()
+    watch = Watch()
     with torch.no_grad():
         said = net.generate(ids, attention_mask=mask, max_new_tokens=max(n for _, n in asked), do_sample=False)
-    seconds = time.perf_counter() - begun
-    return seconds, [row[widest : widest + n] for row, (_, n) in zip(said.tolist(), asked, strict=True)]
+    spent = watch.read()
+    return spent, [row[widest : widest + n] for row, (_, n) in zip(said.tolist(), asked, strict=True)]
 
 
 def compared(ours: hw.Transformer, theirs: Any, here: Device) -> dict[str, Any]:
     """Both ways in turns: ours, theirs, ours."""
     asked = drawn()
     first, said, engine = together(ours, asked)
-    seconds, other = padded(theirs, asked)
+    theirs_took, other = padded(theirs, asked)
     again, _, _ = together(ours, asked)
-    tokens, report, least = sum(n for _, n in asked), engine.report(), statistics.mean((first, again))
+    ours_took = {name: statistics.mean((first[name], again[name])) for name in first}
+    tokens, report = sum(n for _, n in asked), engine.report()
     longest = max(len(prompt) for prompt, _ in asked) + max(n for _, n in asked)
     return {
         "requests": REQUESTS,
         "prompt_tokens": sum(len(prompt) for prompt, _ in asked),
         "tokens": tokens,
         "longest_answer": max(n for _, n in asked),
-        "ours": {"seconds": [first, again], "tokens_per_second": tokens / least, "report": report.data},
-        "transformers": {"seconds": seconds, "tokens_per_second": tokens / seconds},
-        "ratio": seconds / least,
+        "ours": ours_took | {"tokens_per_second": tokens / ours_took["seconds"], "report": report.data},
+        "transformers": theirs_took | {"tokens_per_second": tokens / theirs_took["seconds"]},
+        "ratio": {name: theirs_took[name] / ours_took[name] for name in ours_took},
         "same_answers": sum(a == b for a, b in zip(said, other, strict=True)),
         "predicted": Predicted.of(ours, report, here).data,
         "bytes": {
