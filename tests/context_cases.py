@@ -163,15 +163,16 @@ def pieces() -> None:
 
 @case
 def a_block_of_several_layers() -> None:
-    """Global tokens with projections of their own, wherever they are, and a mean through the maps of another."""
-    spec = hw.design(model=MODEL, heads=HEADS, pattern="window(3, after=1) | global((0, 5))")
+    """Global tokens with projections of their own, on one rank alone or on both."""
     x = torch.randn(3, 7, MODEL, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
-    block = hw.LongformerAttention(spec).double()
-    for held in block.state_dict().values():
-        dist.broadcast(held, 0)
-    for order in ORDERS:
-        for tokens in cases.batches(x).values():
-            check_layer("longformer", block, x, tokens, order)
+    for positions in ((0,), (0, 5)):
+        pattern = hw.Window(3, after=1) | hw.Global(positions)
+        block = hw.LongformerAttention(hw.design(model=MODEL, heads=HEADS, pattern=pattern)).double()
+        for held in block.state_dict().values():
+            dist.broadcast(held, 0)
+        for order in ORDERS:
+            for tokens in cases.batches(x).values():
+                check_layer("longformer", block, x, tokens, order)
 
 
 @case

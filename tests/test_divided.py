@@ -10,16 +10,14 @@ import pytest
 
 from checked import check_found, found_by
 from headwise.files import read_lines
-from headwise.spread import Launch
+from headwise.spread import Launch, Spread
 from headwise.spread.traffic import Message
 from headwise.training import train
 from learning import quick
-from many import STEPPED, steps_of, until
+from many import until
 from test_many import check_near, check_steps, trail
-from training_cases import BALANCED, PAIRS, WAYS, Balanced
+from training_cases import BALANCED, CASES, PAIRS, WAYS, Balanced, steps_as
 from worlds import world
-
-ALONE = Launch()
 
 
 @pytest.fixture(scope="module")
@@ -35,19 +33,26 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return world(4, "training_cases.everything", tmp_path_factory.mktemp("worlds") / "four")
 
 
-@pytest.mark.parametrize("case", STEPPED)
+def alone(case: str, way: str) -> dict[str, Any]:
+    """The steps of one rank; of terms, in as many parts as ranks take rows of their own."""
+    spread = Spread.parse(way)
+    parts = {"accumulate": spread.data * spread.shards} if case == "terms" else {}
+    return steps_as(case, Launch(), "data=1", **parts)
+
+
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_take_the_steps_of_one(two: tuple[Path, list[dict[str, Any]]], way: str, case: str):
-    wanted = steps_of(case, ALONE, "data=1")
+    wanted = alone(case, way)
     for rank in two[1]:
         check_steps(rank["steps"][way][case], wanted)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", STEPPED)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", PAIRS)
 def test_ways_multiply(four: list[dict[str, Any]], way: str, case: str):
-    wanted = steps_of(case, ALONE, "data=1")
+    wanted = alone(case, way)
     for rank in four:
         check_steps(rank["steps"][way][case], wanted)
 

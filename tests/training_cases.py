@@ -22,8 +22,9 @@ from headwise.training import train
 from headwise.training.choosing import Choice
 from headwise.training.stepping import Stepper
 from learning import IDS, Answered, Echo, quick
-from many import STEPPED, Interrupted, Odd, steps_of, until
+from many import STEPPED, Interrupted, Odd, stepped, steps_of, until
 
+CASES = (*STEPPED, "shared keys")
 PLAIN = Choice("fp32", "off")
 WAYS = ("tensor=2", "context=2")
 PAIRS = ("data=2,tensor=2", "data=2,context=2", "context=2,tensor=2", "shards=2,tensor=2", "context=2,shards=2")
@@ -38,7 +39,14 @@ def everything(folder: Path) -> dict[str, Any]:
 
 def steps(launch: Launch) -> dict[str, Any]:
     """Every case, divided every way that this world can be."""
-    return {way: {case: steps_of(case, launch, way) for case in STEPPED} for way in ways_of(launch)}
+    return {way: {case: steps_as(case, launch, way) for case in CASES} for way in ways_of(launch)}
+
+
+def steps_as(case: str, launch: Launch, way: str, **more: Any) -> dict[str, Any]:
+    """Those of a case of many ranks, or of one more: heads that share a key, and a gradient that is shortened."""
+    if case in STEPPED:
+        return steps_of(case, launch, way, **more)
+    return stepped(Pooled(), hw.build(Pooled().model(), seed=3).double(), quick(batch=6, clip=0.05), launch, way)
 
 
 def ways_of(launch: Launch) -> tuple[str, ...]:
