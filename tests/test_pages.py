@@ -29,6 +29,16 @@ def test_a_page_is_given_back_once():
         pages.give(page)
 
 
+def test_a_page_that_was_found_again_is_not_handed_out():
+    pages = Pages(3)
+    page = pages.take()
+    pages.name(page, "one")
+    pages.give(page)
+    pages.hold(page)
+    assert (pages.held, pages.free) == (1, 2)
+    assert page not in (pages.take(), pages.take())
+
+
 def test_pages_without_a_name_are_handed_out_first_then_the_longest_free():
     pages = Pages(4)
     one, two, three = (pages.take() for _ in range(3))
@@ -182,7 +192,19 @@ def test_an_opening_is_shared_as_a_whole():
     book.publish(row, ids)
     other = [1, 2, 3, 4, 9, 9, 9]
     assert [book.common(book.fresh(), other, opening) for opening in (0, 4, 5)] == [4, 4, 0]
-    assert book.common(book.fresh(), ids) == 6  # one token at least is read, to know what comes next
+    assert book.common(book.fresh(), ids) == 6
+    assert book.common(book.fresh(), ids[:6]) == 4  # one token at least is read, to know what comes next
+
+
+def test_what_is_shared_follows_from_all_ids_before_it():
+    """Of a window only the last pages are needed, but what lies in them is not a matter of their own ids alone."""
+    book, ids = Book(Paging((Keep(0, 3, 2),), (), 0, 2), 23), [1, 2, 3, 4, 5, 6, 7]
+    row = book.fresh()
+    book.extend([row], [7])
+    row.length = 7
+    book.publish(row, ids)
+    assert book.common(book.fresh(), [*ids[:6], 8]) == 6
+    assert book.common(book.fresh(), [9, 9, *ids[2:]]) == 0
 
 
 # --- the contract of a cache ---------------------------------------------------------------------------
