@@ -163,23 +163,23 @@ bug(
 )
 bug(
     "models-greedy-goes-on-from-the-last-place",
-    "models/decoding.py",
-    "h = last(net.hidden(prompt, tokens=at, source=memory, cache=cache), at)[:, None]",
-    "h = net.hidden(prompt, tokens=at, source=memory, cache=cache)[:, :1]",
+    "models/generating/course.py",
+    "self.logits = self.net.read(last(h, at)[:, None])[:, 0]",
+    "self.logits = self.net.read(h[:, :1])[:, 0]",
     f"{EVERY}::test_every_preset_decodes[mha-decoder]",
 )
 bug(
     "models-greedy-says-the-end",
-    "models/decoding.py",
-    "row[: row.index(end)] if end in row",
-    "row[: row.index(end) + 1] if end in row",
+    "models/generating/answers.py",
+    "        if one in self._ends:\n            self.close()\n            return\n        self.ids.append(one)\n",
+    "        self.ids.append(one)\n        if one in self._ends:\n            self.close()\n            return\n",
     f"{MODELS}::test_rows_stop_before_the_end",
 )
 bug(
     "models-greedy-stops-at-the-first-end",
-    "models/decoding.py",
-    "if bool(ended.all()):",
-    "if bool(ended.any()):",
+    "models/generating/course.py",
+    "        if not going:\n",
+    "        if len(going) < len(ids):\n",
     f"{MODELS}::test_rows_stop_before_the_end",
 )
 bug(
@@ -193,10 +193,12 @@ bug(
     "folder-manifest-before-the-weights",
     "models/folder.py",
     "    for name, data in new.items():\n        write_atomically(folder / name, data)\n"
-    "    checksums = {name: hashlib.sha256(data).hexdigest() for name, data in new.items()}\n"
-    "    write_atomically(folder / MANIFEST, str(Manifest(net.described, checksums)).encode())",
-    "    checksums = {name: hashlib.sha256(data).hexdigest() for name, data in new.items()}\n"
-    "    write_atomically(folder / MANIFEST, str(Manifest(net.described, checksums)).encode())\n"
+    "    manifest = Manifest(net.described, {name: hashlib.sha256(data).hexdigest() for name, data in new.items()}, "
+    "usage)\n"
+    "    write_atomically(folder / MANIFEST, str(manifest).encode())",
+    "    manifest = Manifest(net.described, {name: hashlib.sha256(data).hexdigest() for name, data in new.items()}, "
+    "usage)\n"
+    "    write_atomically(folder / MANIFEST, str(manifest).encode())\n"
     "    for name, data in new.items():\n        write_atomically(folder / name, data)\n    ",
     f"{FOLDERS}::test_whatever_fails_a_whole_model_is_there",
 )
@@ -223,7 +225,7 @@ bug(
 )
 bug(
     "folder-any-tokenizer-will-do",
-    "models/folder.py",
+    "models/usage.py",
     "    if size not in tables:\n",
     "    if not size:\n",
     f"{FOLDERS}::test_a_tokenizer_of_another_vocabulary_is_refused",

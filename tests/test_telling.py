@@ -216,11 +216,8 @@ def test_what_a_tokenizer_does_not_know_is_said(name: str):
     made = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="<unk>"))  # of which <unk> itself is none
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     document = {"dates": task("dates").tokenizer, "wordpiece": wordpiece(), "chars": made.to_str()}[name]
-    text, piece, at = {
-        "dates": ("<zh>3 May €", "€", 10),
-        "wordpiece": ("The cät sat", "cät", 4),
-        "chars": ("abx", "x", 2),
-    }[name]
+    texts = {"dates": ("<zh>3 May €", "€", 10), "wordpiece": ("The cät sat", "cät", 4), "chars": ("abx", "x", 2)}
+    text, piece, at = texts[name]
     with pytest.raises(hw.SpecError) as caught:
         Words(document or "", "read").ids(text)
     assert str(caught.value).startswith(f"{piece!r} at place {at} is nothing that the model's tokenizer knows")
@@ -237,7 +234,8 @@ def test_special_tokens_are_text_unless_they_are_to_be_read():
 
 
 def test_a_folder_keeps_how_a_model_is_spoken_to(tmp_path: Path):
-    net = drawn(decoder(300), tokenizer=DOCUMENTS["pieces"], end=(1,), before=(0,), specials="read", mask=0)
+    size = Tokenizer.from_str(DOCUMENTS["pieces"]).get_vocab_size()
+    net = drawn(decoder(size), tokenizer=DOCUMENTS["pieces"], end=(1,), before=(0,), specials="read", mask=0)
     hw.save(net, tmp_path / "a")
     again = hw.load(tmp_path / "a")
     assert again.usage == net.usage
@@ -296,7 +294,8 @@ def test_tasks_say_how_they_are_spoken_to(tmp_path: Path):
         assert batch.source is not None
         assert batch.source[row, : len(ids)].tolist() == ids
     assert (batch.x[:, 0] == dates.usage.begin[0]).all()
-    rows = [{"text": text, "label": label} for text, label in zip(("low", "lower", "newer", "new") * 9, "abab" * 9)]
+    labels = zip(("low", "lower", "newer", "new"), "abab", strict=True)
+    rows = [{"text": text, "label": label} for text, label in labels] * 9
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     said = {"path": str(tmp_path / "a.jsonl"), "vocab": 280, "length": 8, "valid": 0.3, "test": 0.0}
     stream, labelled = task("jsonl", **said), task("jsonl", **said, label_field="label")
@@ -361,3 +360,15 @@ def test_a_model_that_says_no_classes_says_why():
         classify(drawn(encoder(bp.Head("tokens", 12)), **AROUND), ["the"])
     with pytest.raises(hw.SpecError, match="of kind decoder, and masks are for encoders"):
         fill(drawn(decoder(12), **AROUND), ["[MASK]"])
+
+
+def test_a_source_is_read_with_its_own_words():
+    """And the answer is written with those of the target."""
+    spec, full = hw.design(model=12, heads=3, pattern="causal()"), hw.design(model=12, heads=3)
+    first = bp.Stack.of("encoder", 12, [bp.Block(full)], embedding=bp.Embedding(256))
+    second = bp.Stack.of("decoder", 12, [bp.Block(spec, full, bp.Dense(17))], embedding=bp.Embedding(12))
+    described = bp.Model("pair", "encoder-decoder", (first, second), (bp.Head("tokens", 12),))
+    usage = {"tokenizer": wordpiece(), "source_tokenizer": DOCUMENTS["bytes"], "begin": (1,), "behind": (0,)}
+    net = drawn(described, **usage)
+    ids = hw.generate(net, [*b"low", 0], **DRAWN)
+    assert hw.generate(net, "low", **DRAWN) == Words(wordpiece()).text(ids)

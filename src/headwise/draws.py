@@ -135,8 +135,8 @@ class Stream:
     def _units(self, first: int) -> list[float]:
         """As many from an even place on, for they are cheap together: two of each block of four words."""
         block = np.arange(first // 2, (first + AHEAD) // 2, dtype=np.uint64)
-        row = (np.uint64(part) for part in (SAID, self.number & int(LOW), self.number >> 32))
-        words = philox((block, *row), (self.seed & int(LOW), self.seed >> 32))
+        row = [np.full_like(block, part) for part in (SAID, self.number & int(LOW), self.number >> 32)]
+        words = philox([block, *row], (self.seed & int(LOW), self.seed >> 32))
         high, low = np.stack([words[0], words[2]], 1).ravel(), np.stack([words[1], words[3]], 1).ravel()
         whole = (high >> np.uint64(6) << np.uint64(26)) | (low >> np.uint64(6))
         return ((whole.astype(np.float64) + 0.5) / 2.0**52).tolist()

@@ -76,7 +76,7 @@ def cut(rows: Tensor, end: int) -> list[list[int]]:
     return [row[: row.index(end)] if end in row else row for row in rows.tolist()]
 
 
-@pytest.mark.parametrize("penalty", [-0.5, 0.0, 1.0, 2.0])
+@pytest.mark.parametrize("penalty", [-0.5, 1.0, 2.0])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bart"])
 def test_beams_find_what_theirs_find(name: str, penalty: float, tmp_path: Path):
     theirs, ours = made(name, tmp_path)

@@ -43,9 +43,9 @@ class Usage:
 
     def __post_init__(self) -> None:
         for name in IDS:
-            self._check(name, int, "ids, such as (2,)", lambda one: one >= 0)
+            self._check(name, int, "ids, such as (2,)", least=0)
         self._check("labels", str, 'names, such as ("cat", "dog")')
-        self._check("size", int, "high and wide, such as (28, 28)", lambda one: one >= 1)
+        self._check("size", int, "high and wide, such as (28, 28)", least=1)
         for name in ("mean", "deviation"):
             self._check(name, float, "a number for each channel, such as (0.5,)")
         if self.mask is not None and (type(self.mask) is not int or self.mask < 0):
@@ -57,9 +57,10 @@ class Usage:
         if len(self.mean) != len(self.deviation):
             raise SpecError(f"Usage has mean={self.mean} but deviation={self.deviation}; give one for each channel")
 
-    def _check(self, name: str, kind: type, wanted: str, fits: Any = lambda one: True) -> None:
-        told = getattr(self, name)
-        if type(told) is not tuple or not all(type(one) is kind and fits(one) for one in cast("tuple[Any]", told)):
+    def _check(self, name: str, kind: type, wanted: str, least: int | None = None) -> None:
+        told = cast("tuple[Any, ...]", getattr(self, name))
+        right = type(told) is tuple and all(type(one) is kind for one in told)
+        if not right or (least is not None and any(one < least for one in told)):
             raise SpecError(f"Usage({name}={told!r}) does not hold {wanted}")
 
     @property
@@ -67,7 +68,9 @@ class Usage:
         """What is said, as plain values, without the documents."""
         own = {f.name: (getattr(self, f.name), f.default) for f in fields(self) if f.name not in DOCUMENTS}
         said = {name: value for name, (value, usual) in own.items() if value != usual}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
+        return {
+            name: list(cast("tuple[Any]", value)) if type(value) is tuple else value for name, value in said.items()
+        }
 
     @staticmethod
     def of(table: Mapping[str, Any]) -> Usage:
@@ -77,4 +80,5 @@ class Usage:
             if name not in known:
                 raise SpecError(f"usage has no {name!r}; {nearest(name, known)}")
         lists = {name: cast("list[Any]", value) for name, value in table.items() if isinstance(value, list)}
-        return Usage(**{**table, **{name: tuple(value) for name, value in lists.items()}})
+        told: dict[str, Any] = {**table, **{name: tuple(value) for name, value in lists.items()}}
+        return Usage(**told)

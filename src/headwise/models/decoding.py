@@ -25,7 +25,7 @@ def greedy(
     Rows of several lengths are padded, which `tokens` says: Tokens.of(prompt, lengths=..., pad="left"). `memory` is
     what `net.encode(source)` returned. Past tokens are remembered, and computed once.
 
-    >>> import headwise as hw
+    >>> import torch, headwise as hw
     >>> described = hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11})
     >>> net = hw.build(described, seed=0)
     >>> first, second = greedy(net, torch.tensor([[3, 1], [4, 1]]), count=5)

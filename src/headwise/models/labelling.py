@@ -41,6 +41,8 @@ def classify(net: Transformer, inputs: Sequence[str] | Tensor, tokens: Tokens | 
     device = next(net.parameters()).device
     if not isinstance(inputs, Tensor):
         inputs, tokens = side_by_side([read(net, text) for text in inputs], device)
+    if tokens is not None:
+        tokens = Tokens(tokens.position.to(device), tokens.segment.to(device), tokens.start, checked=True)
     with answering(net):
         shares = net(inputs.to(device), tokens=tokens).float().softmax(-1)
     return [_ranked(names, row) for row in shares]
@@ -77,6 +79,6 @@ def scaled(net: Transformer, numbers: Any) -> Tensor:
     return found.movedim(-1, 1).contiguous() if found.dim() == 4 else found
 
 
-def _ranked(names: Sequence[str], shares: Tensor) -> list[Guess]:
-    order = shares.argsort(descending=True, stable=True).tolist()
+def _ranked(names: tuple[str, ...], shares: Tensor) -> list[Guess]:
+    order: list[int] = shares.argsort(descending=True, stable=True).tolist()
     return [Guess(names[n], float(shares[n])) for n in order]

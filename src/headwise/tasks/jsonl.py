@@ -130,6 +130,7 @@ class Texts(Inputs):
 
     def __init__(self, coded: list[Ids], vocabulary: Pieces, length: int) -> None:
         self.vocabulary, self.size, self.end = vocabulary, vocabulary.size, vocabulary.special(END)
+        self.document = vocabulary.document
         self.coded, self.length = coded, length
 
     def take(self, chosen: Numbers) -> tuple[Tensor, Tokens | None]:
@@ -142,7 +143,7 @@ class Texts(Inputs):
 
     @property
     def usage(self) -> Usage:
-        return Usage(behind=(self.end,), tokenizer=self.vocabulary.document)
+        return Usage(behind=(self.end,), tokenizer=self.document)
 
     def model(self, classes: int, at: str) -> Model:
         return classifier("reader", Embedding(self.size), classes, at)

@@ -153,8 +153,8 @@ class Pixels(Inputs):
 
     @property
     def usage(self) -> Usage:
-        scale = {"mean": tuple(self.mean.tolist()), "deviation": tuple(self.deviation.tolist())}
-        return Usage(size=self.store.shape[:2], **scale)
+        mean, deviation = (tuple(told.tolist()) for told in (self.mean, self.deviation))
+        return Usage(size=self.store.shape[:2], mean=mean, deviation=deviation)
 
     def model(self, classes: int, at: str) -> Model:
         embedding = Embedding(

@@ -103,6 +103,9 @@ def _net(given: argparse.Namespace) -> Transformer:
 
     device = device_of(given.device)
     net = hw.load(given.model)
+    first = net.described.stacks[0].embedding
+    if first and first.tokens and net.usage.tokenizer is None and given.tokenizer is None:
+        raise Wrong(f"{net.described.name} has no tokenizer; give --tokenizer FILE, or --tokenizer bytes")
     if given.tokenizer is not None:
         net.usage = replace(net.usage, tokenizer=_document(given.tokenizer), source_tokenizer=None)
     return net.to(device)

@@ -38,9 +38,14 @@ class Scores:
         return scores
 
     @property
+    def whole(self) -> bool:
+        """Whether there is a reference for each line."""
+        return len(self.said) == len(self.wanted)
+
+    @property
     def published(self) -> Published:
         """BLEU and chrF of all lines."""
-        if len(self.said) != len(self.wanted):
+        if not self.whole:
             fact = f"{len(self.said)} lines were answered, and {self.path} has {len(self.wanted)}"
             raise Wrong(f"{fact}; give a reference for each")
         return translation_scores(self.said, self.wanted, self.tokenize)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 
 from ...draws import Stream
 from ...models import Decoding, Said, Transformer
-from ...models.generating import Asked, Given, row_of, streams_of
+from ...models.generating import Asked, Given, row_of
 from ..screen import document, show
 from . import DECODING
 from .lines import Line, Lines
@@ -25,7 +26,7 @@ def answer(net: Transformer, given: argparse.Namespace) -> int:
     """One text as it is written, or line after line."""
     how, count = decoding_of(given), length_of(given)
     asked = Asked.of(net, count, given.temperature or 0.0, how)
-    seed = streams_of(given.seed, 1)[0].seed  # one for all lines, said or not
+    seed = Stream(secrets.randbits(63) if given.seed is None else given.seed).seed  # one for all lines
     writer = Writer(asked, seed, "document" if given.json else "lines", Scores.of(given.score, given.score_tokenize))
     read = partial(row_of, net, count=count, window=how.window)
     if given.text is not None:
@@ -86,10 +87,12 @@ class Writer:
 
     def end(self) -> None:
         """Tell what can only be told of all."""
-        scores = {"scores": self.scores.data} if self.scores else {}
+        whole = self.form == "document" and (self.scores is None or self.scores.whole)
         if self.form == "document":
-            show(document({"model": self.asked.net.described.name, "seed": self.seed, "answers": self.told, **scores}))
-        elif self.scores:
+            seed = {"seed": self.seed} if self.asked.temperature else {}
+            scores = {"scores": self.scores.data} if self.scores and whole else {}
+            show(document({"model": self.asked.net.described.name, **seed, "answers": self.told, **scores}))
+        if self.scores and not whole:
             print(self.scores, file=sys.stderr)
 
     def _tell(self, line: Line[list[int]], own: Sequence[Said]) -> None:
@@ -117,7 +120,8 @@ def _data(line: Line[list[int]], own: Sequence[Said]) -> dict[str, Any]:
     if line.wrong:
         return head | {"error": line.wrong}
     best = [{name: value for name, value in said._asdict().items() if value is not None} for said in own]
-    return head | {name: value for told in best[:1] for name, value in told.items()} | {"best": best[1:] and best}
+    first = {name: value for told in best[:1] for name, value in told.items()}
+    return head | first | ({"best": best} if best[1:] else {})
 
 
 def _write(piece: str) -> None:

@@ -119,7 +119,7 @@ def _stops(said: Any) -> tuple[str | int, ...]:
     """Texts and ids, from one of them or several."""
     told = (said,) if isinstance(said, (str, int)) else tuple(said)
     for one in told:
-        if not (isinstance(one, str) and one) and not (_whole(one) and one >= 0):
+        if not (one if isinstance(one, str) else _whole(one) and one >= 0):
             raise SpecError(f"stop={one!r} stops nothing; give a text that is not empty, or an id")
     return told
 

@@ -103,7 +103,7 @@ def streams_of(seed: Seed, count: int, first: int = 0) -> list[Stream]:
         seed = int(torch.randint(2**63 - 1, ()))
     if isinstance(seed, int) and not isinstance(seed, bool):
         return [Stream(seed, first + n) for n in range(count)]
-    told = [] if isinstance(seed, (str, bool)) else list(seed)
+    told = list(seed) if isinstance(seed, (list, tuple, range)) else []
     if len(told) != count or not all(isinstance(one, int) and not isinstance(one, bool) for one in told):
         raise SpecError(f"seed={seed!r} is no seed for {count} rows; give a whole number, or one for each row")
     return [Stream(one) for one in told]

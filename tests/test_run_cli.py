@@ -1,0 +1,374 @@
+"""`headwise run`: what the library says, line by line and in order, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+
+import headwise as hw
+from headwise import blueprint as bp
+from headwise.cli import main
+from headwise.tasks import published, small, task
+from headwise.tasks.vocabulary import Bytes
+
+LINES = ["<zh>20 November 2026", "<iso>3 May 1999", "<en>1999-05-03", "<en>2026-11-20", "<iso>7 June 1985"]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """One command; `stdin` are bytes or lines."""
+
+    def ran(*argv: Any, stdin: bytes | list[str] = b"") -> tuple[int, str, str]:
+        data = stdin if isinstance(stdin, bytes) else "\n".join([*stdin, ""]).encode()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        code = main(["run", *map(str, argv)])
+        return (code, *capsys.readouterr())
+
+    return ran
+
+
+def jittered(net: hw.Transformer) -> hw.Transformer:
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            if "norm." not in name:
+                p.add_(torch.randn(p.shape) * 0.1)
+    return net
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as `headwise train dates` leaves it, with less learnt."""
+    torch.manual_seed(0)
+    described = small.translator("dates", task("dates").model().heads[0].outputs, small.Shape(16, 2, 1, 32))
+    net, folder = jittered(hw.build(described, seed=0)), tmp_path_factory.mktemp("dates")
+    net.usage = task("dates").usage
+    hw.save(net, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that reads and writes bytes, at most 40 of them; its folder has no tokenizer."""
+    torch.manual_seed(0)
+    config = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256, "n_positions": 40}
+    net, folder = jittered(hw.build(hw.families.read(config), seed=0)), tmp_path_factory.mktemp("bytes")
+    hw.save(net, folder)
+    return folder
+
+
+def said(folder: Path, given: Any, **more: Any) -> Any:
+    return hw.generate(hw.load(folder), given, **({"max_new_tokens": 9} | more))
+
+
+def test_help_needs_no_torch():
+    code = "import sys; from headwise.cli import main\ntry: main(['run', '--help'])\nexcept SystemExit: pass\n"
+    ran = subprocess.run(
+        [sys.executable, "-c", code + "print('torch' in sys.modules)"], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.splitlines()[-1] == "False"
+
+
+# --- texts ---------------------------------------------------------------------------------------------
+
+
+def test_a_text_is_answered_as_the_library_answers(run: Run, translator: Path):
+    short = ["--max-new-tokens", 9]
+    assert run(translator, LINES[0], *short) == (0, said(translator, LINES[0]) + "\n", "")
+    drawn = said(translator, LINES[0], temperature=0.9, seed=7, how=hw.Decoding(top_p=0.9, top_k=20, repetition=1.3))
+    options = ["--temperature", 0.9, "--seed", 7, "--top-p", 0.9, "--top-k", 20, "--repetition", 1.3]
+    assert run(translator, LINES[0], *short, *options)[1] == drawn + "\n"
+    best = said(translator, LINES[0], how=hw.Decoding(beams=4, best=3, length_penalty=0.5))
+    code, out, _ = run(translator, LINES[0], *short, "--beams", 4, "--best", 3, "--length-penalty", 0.5)
+    scores, texts = zip(*((float(score), text) for _, score, text in map(cells, out.splitlines())), strict=True)
+    assert (code, list(texts)) == (0, best)
+    assert list(scores) == sorted(scores, reverse=True)
+
+
+def cells(line: str) -> list[str]:
+    return line.split("\t")
+
+
+@pytest.mark.parametrize("batch", [1, 2, 32])
+def test_lines_are_answered_in_order_whatever_stands_beside_them(run: Run, translator: Path, batch: int):
+    lines = [LINES[0], "", *LINES[1:3], "   ", *LINES[3:]]
+    expected = {line: said(translator, line) for line in LINES}
+    code, out, err = run(translator, "--max-new-tokens", 9, "--batch", batch, stdin=lines)
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [expected.get(line, "") for line in lines]
+    options = ["--temperature", 1, "--seed", 3, "--max-new-tokens", 9]
+    drawn = run(translator, *options, "--batch", batch, stdin=lines)[1]
+    assert drawn == run(translator, *options, "--batch", 3, stdin=lines)[1]
+    assert drawn.splitlines()[0] == said(translator, LINES[0], temperature=1.0, seed=3)
+
+
+def test_a_line_that_cannot_be_read_does_not_stop_the_others(run: Run, translator: Path):
+    data = "\n".join([LINES[0], "<zh>3 Mai", LINES[1]]).encode() + b"\n\xff\r\n" + LINES[2].encode()
+    code, out, err = run(translator, "--max-new-tokens", 9, stdin=data)
+    answers = [said(translator, line) for line in LINES[:3]]
+    assert (code, out.splitlines()) == (2, [answers[0], "", answers[1], "", answers[2]])
+    assert err.splitlines() == [
+        "headwise: line 2: 'Mai' at place 6 is nothing that the model's tokenizer knows; write it otherwise",
+        "headwise: line 4: byte 0 is no text: invalid start byte; give UTF-8",
+    ]
+
+
+def test_lines_are_read_as_they_are_answered(translator: Path, monkeypatch: pytest.MonkeyPatch):
+    """Two at a time: of what comes later nothing is held."""
+    read, written = [], []
+
+    class Source(io.BytesIO):
+        def readline(self, size: int | None = -1) -> bytes:
+            read.append(len(written))
+            return super().readline(size)
+
+    class Sink(io.StringIO):
+        def write(self, text: str) -> int:
+            written.extend(text.count("\n") * [text])
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Source("\n".join(LINES).encode())))
+    monkeypatch.setattr(sys, "stdout", Sink())
+    assert main(["run", str(translator), "--batch", "2", "--max-new-tokens", "3"]) == 0
+    assert read == [0, 0, 2, 2, 4, 4]
+
+
+def test_a_document_holds_all_that_was_said(run: Run, translator: Path):
+    code, out, err = run(translator, LINES[0], "--json", "--max-new-tokens", 9)
+    told = json.loads(out)
+    net = hw.load(translator)
+    ids = hw.generate(net, hw.models.generating.taken(net, LINES[0]).rows[0], max_new_tokens=9)
+    answer = {"line": 1, "prompt": LINES[0], "ids": ids, "text": said(translator, LINES[0])}
+    assert (code, err, told) == (0, "", {"model": "dates", "answers": [answer]})
+    options = ["--json", "--beams", 3, "--best", 2, "--max-new-tokens", 9]
+    code, out, err = run(translator, *options, stdin=[LINES[1], "", "€", LINES[2]])
+    rows = json.loads(out)["answers"]
+    assert (code, err.count("\n")) == (2, 1)
+    assert [row["line"] for row in rows] == [1, 2, 3, 4]
+    how = hw.Decoding(beams=3, best=2)
+    assert [one["text"] for one in rows[0]["best"]] == said(translator, LINES[1], how=how)
+    assert rows[0]["text"] == rows[0]["best"][0]["text"]
+    assert rows[0]["score"] == rows[0]["best"][0]["score"] >= rows[0]["best"][1]["score"]
+    assert rows[1] == {"line": 2, "prompt": ""}
+    assert "'€' at place 0" in rows[2]["error"]
+    drawn = [LINES[0], "--json", "--temperature", 1]
+    told = [json.loads(run(translator, *drawn)[1]) for _ in range(2)]
+    assert told[0]["seed"] != told[1]["seed"]
+    assert json.loads(run(translator, *drawn, "--seed", told[0]["seed"])[1]) == told[0]
+
+
+def test_translations_are_scored(run: Run, translator: Path, tmp_path: Path):
+    references, short = tmp_path / "ref.txt", ["--max-new-tokens", 9]
+    wanted = [said(translator, LINES[0]), "something else", "3 May 1999"]
+    references.write_text("\n".join([*wanted, ""]))
+    lines = [LINES[0], "", LINES[2]]
+    answers = [said(translator, LINES[0]), "", said(translator, LINES[2])]
+    expected = published.translation_scores(answers, wanted)
+    code, out, err = run(translator, "--score", references, *short, stdin=lines)
+    assert (code, out.splitlines()) == (0, answers)
+    assert err.splitlines()[0].startswith(f"BLEU {expected.bleu:6.2f}   nrefs:1")
+    assert err.splitlines()[1].startswith(f"chrF {expected.chrf:6.2f}   nrefs:1")
+    code, out, _ = run(translator, "--score", references, "--json", "--score-tokenize", "zh", *short, stdin=lines)
+    told = published.translation_scores(answers, wanted, "zh")
+    assert json.loads(out)["scores"] == {name: getattr(told, name) for name in vars(told)}
+    code, out, err = run(translator, "--score", references, *short, stdin=lines[:2])
+    assert (code, out.splitlines()) == (2, answers[:2])
+    missing = f"headwise: 2 lines were answered, and {references} has 3; give a reference for each\n"
+    assert err == missing
+    code, out, err = run(translator, "--score", references, "--json", *short, stdin=lines[:2])
+    assert (code, err) == (2, missing)
+    assert [row.get("text", "") for row in json.loads(out)["answers"]] == answers[:2]
+
+
+def test_scores_without_their_package_are_refused_before_anything_is_said(
+    run: Run, translator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "ref.txt").write_text("a\n")
+    monkeypatch.setitem(sys.modules, "sacrebleu.metrics", None)
+    code, out, err = run(translator, "--score", tmp_path / "ref.txt", stdin=LINES)
+    assert (code, out) == (2, "")
+    assert err == "headwise: BLEU and chrF need sacrebleu; pip install 'headwise[mt]'\n"
+
+
+def test_a_model_without_a_tokenizer_is_given_one(run: Run, speaker: Path, tmp_path: Path):
+    options = ["--max-new-tokens", 20, "--temperature", 1, "--seed", 2]
+    ids = hw.generate(hw.load(speaker), list(b"low"), max_new_tokens=20, temperature=1.0, seed=2)
+    expected = bytes(ids).decode(errors="replace") + "\n"
+    assert run(speaker, "low", "--tokenizer", "bytes", *options) == (0, expected, "")
+    (tmp_path / "bytes.json").write_text(Bytes().document)
+    assert run(speaker, "low", "--tokenizer", tmp_path / "bytes.json", *options) == (0, expected, "")
+    window = ["--tokenizer", "bytes", "--window", 10, "--max-new-tokens", 60]
+    assert len(run(speaker, "x" * 70, *window, "--temperature", 1)[1]) > 20
+
+
+# --- classes and masks ---------------------------------------------------------------------------------
+
+
+def shallow(described: bp.Model) -> bp.Model:
+    """One layer of it."""
+    [stack] = described.stacks
+    return replace(described, stacks=(replace(stack, runs=(bp.Run(1, stack.layers[:1]),)),))
+
+
+@pytest.fixture
+def painter(tmp_path: Path) -> tuple[Path, Path]:
+    """A folder as training on pictures leaves it, and the pictures, in folders of their classes."""
+    pictures = tmp_path / "pictures"
+    for n in range(24):
+        path = pictures / ("cat", "dog")[n % 2] / f"{n}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.random.default_rng(n).integers(0, 256, (10, 12, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+    recipe = hw.Recipe(steps=1, batch=8, precision="fp32", compile="off", device="cpu", evaluate_batches=1)
+    out = tmp_path / "run"
+    made = task("images", path=str(pictures), size=(9, 11), valid=0.25, test=0.25)
+    hw.train(made, shallow(made.model()), recipe, out)
+    return out, pictures
+
+
+def test_images_are_classified_as_in_training(run: Run, painter: tuple[Path, Path], tmp_path: Path):
+    folder, pictures = painter
+    made = task("images", path=str(pictures), size=(9, 11), valid=0.25, test=0.25)
+    inputs = made.data.inputs  # pyright: ignore[reportAttributeAccessIssue] - of images
+    at = [path.name for path in inputs.store.paths].index("3.png")
+    with torch.no_grad():
+        shares = hw.load(folder)(inputs.take(np.array([at]))[0])[0].softmax(-1).tolist()
+    picture = str(pictures / "dog" / "3.png")
+    told = json.loads(run(folder, picture, "--json")[1])
+    found = {one["name"]: one["share"] for one in told["answers"][0]["classes"]}
+    assert [found["cat"], found["dog"]] == pytest.approx(shares, rel=1e-5)
+    np.save(tmp_path / "a.npy", (inputs.store.take(np.array([at]))[0] * 255).round().astype(np.uint8))
+    code, out, err = run(folder, stdin=[picture, str(tmp_path / "a.npy"), str(tmp_path / "none.png"), __file__])
+    best = max(found, key=lambda name: found[name])
+    assert out.splitlines() == [f"{best}\t{found[best]:.4f}"] * 2 + ["", ""]
+    assert (code, err.count("\n")) == (2, 2)
+    assert "line 3: there is no file" in err
+    assert "is none of .png" in err
+    code, out, err = run(folder, picture)
+    assert out.startswith(f"{best}  {found[best]:6.1%}  █")
+    np.save(tmp_path / "a.npy", np.zeros((9, 10, 3), np.uint8))
+    assert "holds 9 x 10 x 3, the model reads 9 x 11 x 3" in run(folder, tmp_path / "a.npy")[2]
+    net = hw.load(folder)
+    for usage, words in (
+        (hw.Usage(labels=("a", "b")), "how its inputs were brought to size"),
+        (hw.Usage(), "names of 0"),
+    ):
+        net.usage = usage
+        hw.save(net, tmp_path / "bare")
+        code, out, err = run(tmp_path / "bare", picture)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert words in err
+
+
+def test_frames_are_classified_as_in_training(run: Run, tmp_path: Path):
+    rng = np.random.default_rng(0)
+    frames, labels = rng.normal(3, 2, (20, 6, 5)), np.arange(20) % 2
+    np.savez(tmp_path / "a.npz", frames=frames, labels=labels)
+    made = task("frames", path=str(tmp_path / "a.npz"), valid=0.25, test=0.25)
+    recipe = hw.Recipe(steps=1, batch=8, precision="fp32", compile="off", device="cpu", evaluate_batches=1)
+    hw.train(made, shallow(made.model()), recipe, tmp_path / "run")
+    inputs = made.data.inputs  # pyright: ignore[reportAttributeAccessIssue] - of frames
+    with torch.no_grad():
+        shares = hw.load(tmp_path / "run")(inputs.take(np.array([4]))[0])[0].softmax(-1).tolist()
+    np.save(tmp_path / "4.npy", frames[4])
+    told = json.loads(run(tmp_path / "run", tmp_path / "4.npy", "--json")[1])
+    found = {one["name"]: one["share"] for one in told["answers"][0]["classes"]}
+    assert [found["0"], found["1"]] == pytest.approx(shares, rel=1e-5)
+
+
+def words() -> str:
+    known = ["[UNK]", "[MASK]", "the", "cat", "dog", "sat", "."]
+    made = Tokenizer(WordLevel({word: n for n, word in enumerate(known)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.add_special_tokens(known[:2])
+    return made.to_str()
+
+
+def reader(folder: Path, head: bp.Head, **usage: Any) -> Path:
+    block = bp.Block(hw.design(model=12, heads=3), feed=bp.Dense(17))
+    stack = bp.Stack.of("encoder", 12, [block], embedding=bp.Embedding(7, positions=bp.Positions("learned", 9)))
+    net = jittered(hw.build(bp.Model("reader", "encoder", (stack,), (head,)), seed=0))
+    net.usage = hw.Usage(tokenizer=words(), **usage)
+    hw.save(net, folder)
+    return folder
+
+
+def test_masks_are_filled(run: Run, tmp_path: Path):
+    folder = reader(tmp_path, bp.Head("tokens", 7))
+    with torch.no_grad():
+        shares = hw.load(folder)(torch.tensor([[2, 1, 5, 6]]))[0, 1].softmax(-1)
+    best = [["[UNK]", "[MASK]", "the", "cat", "dog", "sat", "."][n] for n in shares.argsort(descending=True).tolist()]
+    code, out, _ = run(folder, "the [MASK] sat.", "--top-k", 3)
+    assert code == 0
+    assert out.splitlines()[0] == f"the {best[0]} sat."
+    assert [line.split()[0] for line in out.splitlines()[2:]] == best[:3]
+    told = json.loads(run(folder, "the [MASK] sat.", "--json", "--top-k", 7)[1])["answers"][0]
+    assert [one["share"] for one in told["masks"][0]] == pytest.approx(shares.sort(descending=True).values.tolist())
+    code, out, err = run(folder, stdin=["the [MASK] sat.", "", "the cat"])
+    assert (code, out.splitlines()) == (2, [f"the {best[0]} sat.", "", ""])
+    assert err == "headwise: line 3: 'the cat' holds no [MASK]; write one where a token is to be filled in\n"
+
+
+def test_texts_are_classified(run: Run, tmp_path: Path):
+    folder = reader(tmp_path, bp.Head("classes", 3, "mean"), labels=("x", "y", "z"))
+    expected = hw.models.labelling.classify(hw.load(folder), ["the cat", "sat ."])
+    code, out, _ = run(folder, stdin=["the cat", "sat ."])
+    assert out.splitlines() == [f"{best.name}\t{best.share:.4f}" for best, *_ in expected]
+    code, out, err = run(folder, "the cat", "--beams", 3)
+    assert (code, out) == (2, "")
+    assert err == "headwise: --beams is for answers that are written, and reader tells classes\n"
+    assert "cannot be told; give 1..3" in run(folder, "the cat", "--top-k", 4)[2]
+    code, out, err = run(folder, "the cat " * 5)
+    assert "a prompt of 10 tokens is 1 longer than the 9 positions of reader" in err
+
+
+# --- what is refused -----------------------------------------------------------------------------------
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "no model": ([], "required: MODEL"),
+    "no folder": (["nowhere", "x"], "there is no folder 'nowhere'"),
+    "cold": (["T", LINES[0], "--temperature", "-1"], "temperature=-1.0 cannot be; give 0"),
+    "no number": (["T", LINES[0], "--temperature", "hot"], "invalid float value: 'hot'"),
+    "no share": (["T", LINES[0], "--top-p", "0", "--temperature", "1"], "top_p=0.0 keeps no token"),
+    "idle": (["T", LINES[0], "--top-k", "5"], "top_k=5 is for drawing, but temperature=0"),
+    "beams": (["T", LINES[0], "--beams", "64"], "beams=64 are more than the 63 tokens"),
+    "best": (["T", LINES[0], "--best", "2"], "give beams=2"),
+    "no tokens": (["T", LINES[0], "--max-new-tokens", "0"], "max_new_tokens=0 cannot be"),
+    "no batch": (["T", LINES[0], "--batch", "0"], "--batch 0 is no count"),
+    "empty": (["T", ""], "is empty"),
+    "empty stop": (["T", LINES[0], "--stop", ""], "stop='' stops nothing"),
+    "unknown": (["T", "<zh>hello"], "'hello' at place 4 is nothing that the model's tokenizer knows"),
+    "no references": (["T", LINES[0], "--score", "nowhere"], "'nowhere' cannot be read"),
+    "no scores": (["T", LINES[0], "--score-tokenize", "zh"], "give --score REF too"),
+    "no tokenizer": (["S", "low"], "gpt2 has no tokenizer; give --tokenizer FILE, or --tokenizer bytes"),
+    "a tokenizer of nothing": (["S", "low", "--tokenizer", "nowhere"], "'nowhere' cannot be read"),
+    "a tokenizer of another": (["T", LINES[0], "--tokenizer", "bytes"], "knows 256 tokens, the model 63"),
+    "a long prompt": (["S", "x" * 50, "--tokenizer", "bytes"], "is 10 longer than the 40 positions of gpt2"),
+    "a long answer": (["S", "x", "--tokenizer", "bytes"], "are 24 more than the 40 positions"),
+    "a seed": (["T", LINES[0], "--seed", "-3"], "seed=-3"),
+    "no option": (["T", LINES[0], "--beam", "3"], "unrecognized arguments: --beam"),
+    "no device": (["T", LINES[0], "--device", "gpu9"], "device='gpu9' is not here"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(run: Run, translator: Path, speaker: Path, name: str):
+    argv, words = BAD[name]
+    code, out, err = run(*({"T": translator, "S": speaker}.get(one, one) for one in argv))
+    assert (code, out) == (2, "")
+    assert err.startswith("headwise: ")
+    assert err.count("\n") == 1
+    assert words in err
