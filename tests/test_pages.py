@@ -214,7 +214,7 @@ PAGED = [kind for kind in streams.KINDS if kind != "state"]
 
 def pooled(layer: hw.Attention, batch: int, *, pages: int = 40, page: int = 3) -> hw.Cache:
     pool = Pool([layer.spec], pages=pages, page=page, dtype=torch.float64)
-    return pool.seat([pool.book.fresh() for _ in range(batch)]).caches[0]
+    return pool.caches(pool.seat([pool.book.fresh() for _ in range(batch)]))[0]
 
 
 @pytest.mark.parametrize("stream", streams.ONE_DOCUMENT)
@@ -254,7 +254,7 @@ def test_rows_that_part_copy_what_they_write(kind: str):
     x = streams.numbers(4, 9, streams.MODEL)
     x[2, :4] = x[0, :4]
     pool = Pool([layer.spec], pages=12, page=3, dtype=torch.float64)
-    cache = pool.seat([pool.book.fresh(), pool.book.fresh()]).caches[0]
+    cache = pool.caches(pool.seat([pool.book.fresh(), pool.book.fresh()]))[0]
     with torch.no_grad():
         layer(x[:2, :4], cache=cache)
         held = pool.book.pages.held
@@ -275,11 +275,11 @@ def test_a_row_sees_nothing_of_who_had_its_pages_before():
     layer = streams.built("plain")
     pool = Pool([layer.spec], pages=4, page=4, dtype=torch.float64)
     with torch.no_grad():
-        cache = pool.seat([pool.book.fresh(), pool.book.fresh()]).caches[0]
+        cache = pool.caches(pool.seat([pool.book.fresh(), pool.book.fresh()]))[0]
         layer(torch.full((2, 8, streams.MODEL), torch.nan, dtype=torch.float64), cache=cache)
         cache.rows(torch.tensor([], dtype=torch.int64))
         x = streams.numbers(2, 5, streams.MODEL)
-        cache = pool.seat([pool.book.fresh(), pool.book.fresh()]).caches[0]
+        cache = pool.caches(pool.seat([pool.book.fresh(), pool.book.fresh()]))[0]
         layer(x[:, :4], cache=cache, tokens=hw.Tokens.of(x[:, :4], lengths=[4, 1]))
         last = layer(torch.stack([x[0, 4:], x[1, 1:2]]), cache=cache)
         cases.check_close(last[:, 0], torch.stack([layer(x[:1])[0, 4], layer(x[1:, :2])[0, 1]]))
@@ -288,7 +288,7 @@ def test_a_row_sees_nothing_of_who_had_its_pages_before():
 def test_pages_that_nobody_reads_any_more_are_given_back():
     layer = streams.built("sinks")  # the first 2, the latest 3
     pool = Pool([layer.spec], pages=6, page=2, dtype=torch.float64)
-    cache = pool.seat([pool.book.fresh()]).caches[0]
+    cache = pool.caches(pool.seat([pool.book.fresh()]))[0]
     with torch.no_grad():
         layer(streams.numbers(1, 6, streams.MODEL), cache=cache)
         for _ in range(50):
