@@ -145,6 +145,14 @@ def tasks() -> str:
     return tasks_page.page()
 
 
+@generates
+def served() -> str:
+    """What was measured of many requests at once."""
+    import engine_page
+
+    return engine_page.page()
+
+
 def alone() -> dict[type, list[str]]:
     """What each part, as it comes, refuses of the usual choices."""
     return {cls: refusals(cls) for cls in registered_parts()}

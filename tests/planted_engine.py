@@ -27,7 +27,7 @@ bug(
     "cache/pages.py",
     "        self._free.pop(page, None)\n",
     "",
-    f"{PAGES}::TestBooks::runTest",
+    f"{PAGES}::test_a_page_that_was_found_again_is_not_handed_out",
 )
 bug(
     "pages-a-window-gives-back-one-too-early",
@@ -55,7 +55,7 @@ bug(
     "cache/paging.py",
     "hashlib.sha256(before + array",
     "hashlib.sha256(array",
-    f"{PAGES}::TestBooks::runTest",
+    f"{PAGES}::test_what_is_shared_follows_from_all_ids_before_it",
 )
 bug(
     "pages-begin-alike-whatever-the-source",
@@ -69,7 +69,7 @@ bug(
     "cache/paging.py",
     "most = (len(ids) - 1) // self._unit * self._unit",
     "most = len(ids) // self._unit * self._unit",
-    f"{PAGES}::TestBooks::runTest",
+    f"{PAGES}::test_an_opening_is_shared_as_a_whole",
 )
 bug(
     "pages-an-opening-is-shared-in-part",
@@ -87,14 +87,14 @@ bug(
 )
 bug(
     "pages-what-was-there-before-is-read",
-    "cache/paged.py",
+    "cache/seats.py",
     "        if changes.emptied:\n",
     "        if not changes:\n",
     f"{PAGES}::test_a_row_sees_nothing_of_who_had_its_pages_before",
 )
 bug(
     "pages-slots-of-a-window-stand-from-nought",
-    "cache/paged.py",
+    "cache/seats.py",
     "[*[n * keep.page for n in table], *",
     "[*[n * keep.page for n in range(len(table))], *",
     f"{PAGES}::test_chunks_with_padding",
@@ -111,14 +111,14 @@ bug(
     "engine/room.py",
     "                kept[call.slots] = cache.state[name]",
     "                kept[call.slots] = kept[call.slots]",
-    f"{ENGINE}::test_a_request_gets_what_it_gets_alone[linear]",
+    f"{ENGINE}::test_logits_are_those_of_one_pass[linear]",
 )
 bug(
     "engine-a-state-is-left-to-the-next",
     "engine/room.py",
     "                held[place.slot] = 0",
     "                held[place.slot] *= 1",
-    f"{ENGINE}::test_a_request_gets_what_it_gets_alone[linear]",
+    f"{ENGINE}::test_logits_are_those_of_one_pass[linear]",
 )
 bug(
     "engine-a-call-that-fails-has-happened",

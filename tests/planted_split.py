@@ -170,7 +170,7 @@ bug(
     "spread/tensor.py",
     "        return (part.square() / self._held.to(part.device)).sum()\n",
     "        return part.square().sum()\n",
-    DIVIDED + "test_two_ranks_take_the_steps_of_one[tensor=2-odd]",
+    DIVIDED + "test_two_ranks_take_the_steps_of_one[tensor=2-shared keys]",
 )
 bug(
     "a-held-out-row-is-measured-in-pieces",
@@ -192,4 +192,11 @@ bug(
     '(3 if block.form == "merged" else 2)',
     "(2)",
     DIVIDED + "test_a_step_sends_what_is_counted[tensor=2-odd]",
+)
+bug(
+    "ranks-of-one-worker-draw-apart",
+    "training/run.py",
+    "states.get(_of_worker(name, self.world.worker))",
+    "states.get(_of_worker(name, self.world.rank))",
+    DIVIDED + "test_ranks_of_one_worker_go_on_in_one_stream",
 )

@@ -90,8 +90,8 @@ bug(
 bug(
     "many-one-rank-goes-on-drawing",
     "training/run.py",
-    "cpu, cuda = (states.get(_of_rank(name, self.world.rank)) for",
-    "cpu, cuda = (states.get(_of_rank(name, 0)) for",
+    "cpu, cuda = (states.get(_of_worker(name, self.world.worker)) for",
+    "cpu, cuda = (states.get(_of_worker(name, 0)) for",
     RUNS,
 )
 bug(

@@ -552,7 +552,14 @@ def test_a_thread_that_fails_ends_what_waits_for_it(monkeypatch: pytest.MonkeyPa
     engine = hw.Engine(model("gqa"), budget=ROOMY)
     monkeypatch.setattr(engine.room, "admits", lambda *_: 1 / 0)
     with engine.driven():
-        stream = engine.submit([1, 2], max_new_tokens=5)
-        with pytest.raises(ZeroDivisionError):
-            stream.result()
-        assert stream.ended == "failed"
+        stream, heard = engine.submit([1, 2], max_new_tokens=5), []
+
+        def client() -> None:
+            with pytest.raises(ZeroDivisionError):
+                stream.result()
+            heard.append(stream.ended)
+
+        thread = threading.Thread(target=client, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert heard == ["failed"]

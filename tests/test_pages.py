@@ -29,6 +29,16 @@ def test_a_page_is_given_back_once():
         pages.give(page)
 
 
+def test_a_page_that_was_found_again_is_not_handed_out():
+    pages = Pages(3)
+    page = pages.take()
+    pages.name(page, "one")
+    pages.give(page)
+    pages.hold(page)
+    assert (pages.held, pages.free) == (1, 2)
+    assert page not in (pages.take(), pages.take())
+
+
 def test_pages_without_a_name_are_handed_out_first_then_the_longest_free():
     pages = Pages(4)
     one, two, three = (pages.take() for _ in range(3))
@@ -182,7 +192,19 @@ def test_an_opening_is_shared_as_a_whole():
     book.publish(row, ids)
     other = [1, 2, 3, 4, 9, 9, 9]
     assert [book.common(book.fresh(), other, opening) for opening in (0, 4, 5)] == [4, 4, 0]
-    assert book.common(book.fresh(), ids) == 6  # one token at least is read, to know what comes next
+    assert book.common(book.fresh(), ids) == 6
+    assert book.common(book.fresh(), ids[:6]) == 4  # one token at least is read, to know what comes next
+
+
+def test_what_is_shared_follows_from_all_ids_before_it():
+    """Of a window only the last pages are needed, but what lies in them is not a matter of their own ids alone."""
+    book, ids = Book(Paging((Keep(0, 3, 2),), (), 0, 2), 23), [1, 2, 3, 4, 5, 6, 7]
+    row = book.fresh()
+    book.extend([row], [7])
+    row.length = 7
+    book.publish(row, ids)
+    assert book.common(book.fresh(), [*ids[:6], 8]) == 6
+    assert book.common(book.fresh(), [9, 9, *ids[2:]]) == 0
 
 
 # --- the contract of a cache ---------------------------------------------------------------------------
@@ -192,7 +214,7 @@ PAGED = [kind for kind in streams.KINDS if kind != "state"]
 
 def pooled(layer: hw.Attention, batch: int, *, pages: int = 40, page: int = 3) -> hw.Cache:
     pool = Pool([layer.spec], pages=pages, page=page, dtype=torch.float64)
-    return pool.seat([pool.book.fresh() for _ in range(batch)]).caches[0]
+    return pool.caches(pool.seat([pool.book.fresh() for _ in range(batch)]))[0]
 
 
 @pytest.mark.parametrize("stream", streams.ONE_DOCUMENT)
@@ -232,7 +254,7 @@ def test_rows_that_part_copy_what_they_write(kind: str):
     x = streams.numbers(4, 9, streams.MODEL)
     x[2, :4] = x[0, :4]
     pool = Pool([layer.spec], pages=12, page=3, dtype=torch.float64)
-    cache = pool.seat([pool.book.fresh(), pool.book.fresh()]).caches[0]
+    cache = pool.caches(pool.seat([pool.book.fresh(), pool.book.fresh()]))[0]
     with torch.no_grad():
         layer(x[:2, :4], cache=cache)
         held = pool.book.pages.held
@@ -253,11 +275,11 @@ def test_a_row_sees_nothing_of_who_had_its_pages_before():
     layer = streams.built("plain")
     pool = Pool([layer.spec], pages=4, page=4, dtype=torch.float64)
     with torch.no_grad():
-        cache = pool.seat([pool.book.fresh(), pool.book.fresh()]).caches[0]
+        cache = pool.caches(pool.seat([pool.book.fresh(), pool.book.fresh()]))[0]
         layer(torch.full((2, 8, streams.MODEL), torch.nan, dtype=torch.float64), cache=cache)
         cache.rows(torch.tensor([], dtype=torch.int64))
         x = streams.numbers(2, 5, streams.MODEL)
-        cache = pool.seat([pool.book.fresh(), pool.book.fresh()]).caches[0]
+        cache = pool.caches(pool.seat([pool.book.fresh(), pool.book.fresh()]))[0]
         layer(x[:, :4], cache=cache, tokens=hw.Tokens.of(x[:, :4], lengths=[4, 1]))
         last = layer(torch.stack([x[0, 4:], x[1, 1:2]]), cache=cache)
         cases.check_close(last[:, 0], torch.stack([layer(x[:1])[0, 4], layer(x[1:, :2])[0, 1]]))
@@ -266,7 +288,7 @@ def test_a_row_sees_nothing_of_who_had_its_pages_before():
 def test_pages_that_nobody_reads_any_more_are_given_back():
     layer = streams.built("sinks")  # the first 2, the latest 3
     pool = Pool([layer.spec], pages=6, page=2, dtype=torch.float64)
-    cache = pool.seat([pool.book.fresh()]).caches[0]
+    cache = pool.caches(pool.seat([pool.book.fresh()]))[0]
     with torch.no_grad():
         layer(streams.numbers(1, 6, streams.MODEL), cache=cache)
         for _ in range(50):

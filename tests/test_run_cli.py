@@ -339,7 +339,7 @@ def test_texts_are_classified(run: Run, tmp_path: Path):
 
 BAD: dict[str, tuple[list[str], str]] = {
     "no model": ([], "required: MODEL"),
-    "no folder": (["nowhere", "x"], "there is no folder 'nowhere'"),
+    "no folder": (["nowhere", "x"], "there is no folder or file 'nowhere'"),
     "cold": (["T", LINES[0], "--temperature", "-1"], "temperature=-1.0 cannot be; give 0"),
     "no number": (["T", LINES[0], "--temperature", "hot"], "invalid float value: 'hot'"),
     "no share": (["T", LINES[0], "--top-p", "0", "--temperature", "1"], "top_p=0.0 keeps no token"),

@@ -272,13 +272,13 @@ def test_a_usage_that_cannot_be_meant_is_refused(tmp_path: Path, name: str):
 
 def test_what_is_said_of_another_model_is_not_saved(tmp_path: Path):
     for usage, words in (
-        ({"tokenizer": DOCUMENTS["bytes"]}, "tokenizer knows 256 tokens, the model 300"),
+        ({"tokenizer": DOCUMENTS["bytes"]}, "tokenizer knows 256 tokens, the model 101"),
         ({"source_tokenizer": DOCUMENTS["bytes"]}, "source_tokenizer knows 256 tokens"),
-        ({"labels": ("a", "b")}, "there are 2 labels for 300 outputs"),
+        ({"labels": ("a", "b")}, "there are 2 labels for 101 outputs"),
         ({"begin": (300,)}, "holds no id"),
     ):
         with pytest.raises(hw.SpecError, match=words):
-            hw.save(drawn(decoder(300), **usage), tmp_path)
+            hw.save(drawn(decoder(101), **usage), tmp_path)
     for wrong in ({"mask": -1}, {"specials": "maybe"}, {"size": (3,)}, {"mean": (0.5,)}, {"end": [1]}):
         with pytest.raises(hw.SpecError):
             hw.Usage(**wrong)

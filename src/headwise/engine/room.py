@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..cache import Cache, Pool, Remembered, Row, StateCache
-from ..cache.paged import Seats
 from ..cache.paging import Paging
+from ..cache.seats import Seats
 from ..errors import SpecError, nearest
 from ..models import Caches, Memory, Transformer
 from ..spec import AttentionSpec
@@ -176,7 +176,7 @@ class Room:
         states = [StateCache(held.spec, len(places), held.dtype, held.device) for held in self._states]
         for cache, held in zip(states, self._states, strict=True):
             cache.fold({name: kept[slots] for name, kept in held.state.items()})
-        paged, stated = iter(seats.caches), iter(states)
+        paged, stated = iter(self.pool.caches(seats)), iter(states)
         every = iter([cast(Cache, next(stated if is_stated else paged)) for is_stated in self._stated])
         layers = [{name: next(every) for name in names} for names in self._names]
         return Call(seats, Caches(layers), self._memory(places, slots), slots, states)

@@ -59,7 +59,7 @@ class Said(NamedTuple):
     def of(model: nn.Module) -> Said:
         """Read from `model.config`, if it has one."""
         config = getattr(model, "config", None)
-        if config is None or not hasattr(config, "to_dict"):
+        if getattr(config, "to_dict", None) is None:
             return Said({}, {}, "it keeps no config that could be read")
         try:
             described = families.read(config.to_dict())
@@ -107,7 +107,10 @@ def _hindered(model: nn.Module, one: Found) -> Found:
     why = ""
     if isinstance(model, nn.DataParallel):
         why = "its replicas run in threads of their own; give model.module"
-    elif any(module._compiled_call_impl is not None for module in model.modules()) or hasattr(model, "_orig_mod"):
+    elif (
+        any(module._compiled_call_impl is not None for module in model.modules())
+        or type(model).__name__ == "OptimizedModule"
+    ):
         why = "it is compiled, and what was compiled cannot be watched; give the model as it was before"
     elif any(tensor.is_meta for tensor in one.module.parameters()):
         why = "its weights are on the meta device, where nothing is computed; load them"
