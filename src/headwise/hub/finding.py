@@ -107,10 +107,7 @@ def _hindered(model: nn.Module, one: Found) -> Found:
     why = ""
     if isinstance(model, nn.DataParallel):
         why = "its replicas run in threads of their own; give model.module"
-    elif (
-        any(module._compiled_call_impl is not None for module in model.modules())
-        or type(model).__name__ == "OptimizedModule"
-    ):
+    elif _compiled(model):
         why = "it is compiled, and what was compiled cannot be watched; give the model as it was before"
     elif any(tensor.is_meta for tensor in one.module.parameters()):
         why = "its weights are on the meta device, where nothing is computed; load them"
@@ -118,3 +115,9 @@ def _hindered(model: nn.Module, one: Found) -> Found:
         return one
     no = Ability(False, why)
     return one._replace(site=replace(one.site, see=no if one.site.see.can else one.site.see, silence=no))
+
+
+def _compiled(model: nn.Module) -> bool:
+    """Whether torch.compile was here; its wrapper goes by its name, for importing it takes a second."""
+    wrapped = type(model).__name__ == "OptimizedModule"
+    return wrapped or any(module._compiled_call_impl is not None for module in model.modules())
