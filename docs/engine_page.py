@@ -26,8 +26,8 @@ def _machine(told: dict[str, Any]) -> str:
     machine = told["machine"]
     return (
         f"A random model of {told['parameters'] / 1e6:.1f} million parameters in the shape of Llama, float32, threads: "
-        f"{machine['threads']}, torch {machine['torch']}. The machine reached {machine['flops'] / 1e9:.0f} GFLOP/s in a "
-        f"large product and {machine['bandwidth'] / 1e9:.0f} GB/s in a large copy; what is predicted follows from these."
+        f"{machine['threads']}, torch {machine['torch']}. The machine reached {machine['flops'] / 1e9:.0f} GFLOP/s in "
+        f"a large product and {machine['bandwidth'] / 1e9:.0f} GB/s in a large copy; predictions follow from these."
     )
 
 
@@ -49,11 +49,11 @@ def _compared(told: dict[str, Any]) -> str:
         for name, what in (("first_token_seconds", "until the first token"), ("token_seconds", "from token to token"))
     )
     return (
-        f"{told['requests']} requests of lognormal lengths, all at once: {told['prompt_tokens']:,} tokens of prompts and "
-        f"{told['tokens']:,} answered, the longest {told['longest_answer']}. {told['same_answers']} of "
+        f"{told['requests']} requests of lognormal lengths, all at once: {told['prompt_tokens']:,} tokens of prompts "
+        f"and {told['tokens']:,} answered, the longest {told['longest_answer']}. {told['same_answers']} of "
         f"{told['requests']} answers are the same. **{told['ratio']['seconds']:.1f} times the tokens a second** "
-        f"({told['ratio']['processor']:.1f} by processor time) of `generate` on the padded batch with the same weights, in "
-        f"a budget of {_millions(sizes['budget'])}, of which {_millions(sizes['allocated'])} are taken; {waits}.\n\n"
+        f"({told['ratio']['processor']:.1f} by processor time) of `generate` on the padded batch with the same "
+        f"weights, in a budget of {_millions(sizes['budget'])}, of which {_millions(sizes['allocated'])} are taken; {waits}.\n\n"
         + _table(["", "tokens a second", "seconds (of a processor)", "remembered at most"], rows)
     )
 
@@ -90,9 +90,9 @@ def _parts(told: list[dict[str, Any]]) -> str:
     ]
     head = ["rows", "part of a step", "FLOP/byte", "waits for", "measured", "at least", "GFLOP/s", "GB/s"]
     return (
-        "Where the time of a step goes. Rows share the weights, and many of them bring products with weights from waiting "
-        "for memory to waiting for compute; the core has the same FLOPs a byte however many rows there are, two for each "
-        "score head that shares a key-value head over the bytes of a number:\n\n" + _table(head, rows)
+        "Where the time of a step goes. Rows share the weights, and many of them bring products with weights from "
+        "waiting for memory to waiting for compute; the core has the same FLOPs a byte however many rows there are, "
+        "two for each score head that shares a key-value head over the bytes of a number:\n\n" + _table(head, rows)
     )
 
 

@@ -100,8 +100,8 @@ class Engine:
         try:
             yield
         finally:
-            stop.set()
             with self._news:
+                stop.set()
                 self._background = False
                 self._news.notify_all()
             thread.join()
@@ -125,21 +125,27 @@ class Engine:
             self._once()
 
     def _keep_on(self, stop: threading.Event) -> None:
-        while not stop.is_set():
-            with self._news:
-                while self._driving or not (self._waiting or self._running or stop.is_set()):
-                    self._news.wait()
-                if stop.is_set():
-                    return
-                self._driving = True
+        while self._called(stop):
             try:
                 self._once()
             except Exception as error:  # who waits for this thread would wait for ever
-                with self._news:
-                    for request in (*self._waiting, *self._running):
-                        request.fail(error)
-                    self._sweep()
-                    self._news.notify_all()
+                self._end_all(error)
+
+    def _called(self, stop: threading.Event) -> bool:
+        """Wait for something to do, and take the right to do it; false when that is to end."""
+        with self._news:
+            while not stop.is_set() and (self._driving or not (self._waiting or self._running)):
+                self._news.wait()
+            goes = not stop.is_set()
+            self._driving = self._driving or goes
+            return goes
+
+    def _end_all(self, error: Exception) -> None:
+        with self._news:
+            for request in (*self._waiting, *self._running):
+                request.fail(error)
+            self._sweep()
+            self._news.notify_all()
 
     def _once(self) -> None:
         """One step, by who has the right to."""

@@ -6,9 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ...counting.capacity import bytes_said
 from ...counting.devices import Device
@@ -125,15 +126,18 @@ def _check(given: argparse.Namespace, usual: Usual) -> None:
 def _lines(name: str) -> Iterator[tuple[int, bytes]]:
     """The lines that are not empty, with their numbers, of a file or of stdin; of one that is too long the start."""
     try:
-        with sys.stdin.buffer if name == "-" else Path(name).open("rb") as file:
-            for number, raw in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
-                rest = raw
-                while len(rest) > LONGEST and not rest.endswith(b"\n"):
-                    rest = file.readline(LONGEST + 1)
-                if raw.strip():
-                    yield number, raw
+        with nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb") as file:
+            yield from ((number, raw) for number, raw in enumerate(_read(file), 1) if raw.strip())
     except OSError as error:
         raise Wrong(f"{name!r} cannot be read: {error.strerror}; give a file with a JSON object a line") from None
+
+
+def _read(file: BinaryIO) -> Iterator[bytes]:
+    while raw := file.readline(LONGEST + 1):
+        rest = raw
+        while len(rest) > LONGEST and not rest.endswith(b"\n"):
+            rest = file.readline(LONGEST + 1)
+        yield raw
 
 
 def _said(raw: bytes) -> dict[str, Any]:
