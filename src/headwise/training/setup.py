@@ -161,9 +161,7 @@ def check_ranks(recipe: Recipe, world: World) -> None:
     if rows < world.takers:
         part = f"a batch of {recipe.batch}" + (f" in {recipe.accumulate} parts" if recipe.accumulate > 1 else "")
         more = world.takers * recipe.accumulate
-        raise SpecError(
-            f"{part} has no row for each of {world.takers} ranks; use batch={more} or more, or fewer ranks"
-        )
+        raise SpecError(f"{part} has no row for each of {world.takers} ranks; use batch={more} or more, or fewer ranks")
 
 
 def _talks(spread: Spread) -> bool:
