@@ -232,7 +232,10 @@ def judged(family: str) -> Row | None:
     kind = CONFIG_MAPPING[family]
     if kind not in MODEL_MAPPING:
         return None
-    cls = MODEL_MAPPING[kind]
+    try:
+        cls = MODEL_MAPPING[kind]
+    except ValueError:  # a name that transformers maps and has not
+        return None
     cls = cls[0] if isinstance(cls, tuple) else cls
     row = Row(family, cls.__name__, "", 0, "no", "no", "")
     step = "its config"
