@@ -424,7 +424,7 @@ SMALL = 30_000
     [
         ("gqa", [], {}, "the prompt is empty"),
         ("gqa", [1, 13], {}, "the prompt holds the id 13"),
-        ("gqa", [[1], [2]], {}, "2 prompts came as one; submit each by itself"),
+        ("gqa", [[1], [2]], {}, "the prompt is a list of 2; submit each by itself"),
         ("gqa", [1], {"max_new_tokens": 0}, "max_new_tokens=0 cannot be"),
         ("gqa", [1], {"temperature": -1.0}, "temperature=-1.0 cannot be"),
         ("gqa", [1], {"how": hw.Decoding(beams=2)}, "hw.generate"),
