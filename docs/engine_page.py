@@ -53,8 +53,8 @@ def _compared(told: dict[str, Any]) -> str:
         f"and {told['tokens']:,} answered, the longest {told['longest_answer']}. {told['same_answers']} of "
         f"{told['requests']} answers are the same. **{told['ratio']['seconds']:.1f} times the tokens a second** "
         f"({told['ratio']['processor']:.1f} by processor time) of `generate` on the padded batch with the same "
-        f"weights, in a budget of {_millions(sizes['budget'])}, of which {_millions(sizes['allocated'])} are taken; {waits}.\n\n"
-        + _table(["", "tokens a second", "seconds (of a processor)", "remembered at most"], rows)
+        f"weights, in a budget of {_millions(sizes['budget'])}, of which {_millions(sizes['allocated'])} are taken; "
+        f"{waits}.\n\n" + _table(["", "tokens a second", "seconds (of a processor)", "remembered at most"], rows)
     )
 
 

@@ -424,7 +424,7 @@ SMALL = 30_000
     [
         ("gqa", [], {}, "the prompt is empty"),
         ("gqa", [1, 13], {}, "the prompt holds the id 13"),
-        ("gqa", [[1], [2]], {}, "2 prompts came as one; submit each by itself"),
+        ("gqa", [[1], [2]], {}, "the prompt is a list of 2; submit each by itself"),
         ("gqa", [1], {"max_new_tokens": 0}, "max_new_tokens=0 cannot be"),
         ("gqa", [1], {"temperature": -1.0}, "temperature=-1.0 cannot be"),
         ("gqa", [1], {"how": hw.Decoding(beams=2)}, "hw.generate"),
@@ -493,9 +493,9 @@ def test_a_window_goes_on_beyond_the_last_position():
     net = model("learned")
     engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(chunk=16))
     how = hw.Decoding(window=20)
-    prompts = [[n % 7 for n in range(length)] for length in (70, 15, 50)]
-    streams = [engine.submit(prompt, max_new_tokens=70, how=how) for prompt in prompts]
-    expected = [generated(net, prompt, max_new_tokens=70, how=how) for prompt in prompts]
+    prompts = [[n % 7 for n in range(length)] for length in (70, 15, 60)]
+    streams = [engine.submit(prompt, max_new_tokens=30, how=how) for prompt in prompts]
+    expected = [generated(net, prompt, max_new_tokens=30, how=how) for prompt in prompts]
     assert [stream.result() for stream in streams] == expected
 
 

@@ -201,7 +201,7 @@ class Engine:
             raise ValueError(f"beams={how.beams} of one request would be rows that none counts on; call hw.generate")
         given = taken(self.net, prompt, how.window)
         if given.form != "alone":
-            raise ValueError(f"{len(given.rows)} prompts came as one; submit each by itself")
+            raise ValueError(f"the prompt is a list of {len(given.rows)}; submit each by itself")
         ids, source = self._begun(given.rows[0])
         check_room(self.net.described, len(ids), count, how.window)
         if len(ids) < self.room.opening:

@@ -91,9 +91,9 @@ class Room:
     @property
     def fixed(self) -> int:
         """Bytes of states and sources, of all rows there may be."""
-        # A call takes its rows of what was read of sources side by side, once more.
-        sources = 2 * sum(held.nbytes for source in self._sources for held in source.values())
-        return sum(state.nbytes for state in self._states) + sources
+        sources = sum(held.nbytes for source in self._sources for held in source.values())
+        # A call takes those of its rows side by side, once more.
+        return 2 * (sum(state.nbytes for state in self._states) + sources)
 
     @property
     def device(self) -> torch.device:
