@@ -172,8 +172,8 @@ bug(
 bug(
     "engine-nobody-hears-of-a-failing-thread",
     "engine/engine.py",
-    "                        request.fail(error)\n",
-    "                        pass\n",
+    "                request.fail(error)\n            self._sweep()\n            self._news.notify_all()\n",
+    "                pass\n            self._sweep()\n            self._news.notify_all()\n",
     f"{ENGINE}::test_a_thread_that_fails_ends_what_waits_for_it",
 )
 bug(
