@@ -494,8 +494,8 @@ def test_a_window_goes_on_beyond_the_last_position():
     engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(chunk=16))
     how = hw.Decoding(window=20)
     prompts = [[n % 7 for n in range(length)] for length in (70, 15, 60)]
-    streams = [engine.submit(prompt, max_new_tokens=30, how=how) for prompt in prompts]
-    expected = [generated(net, prompt, max_new_tokens=30, how=how) for prompt in prompts]
+    streams = [engine.submit(prompt, max_new_tokens=50, how=how) for prompt in prompts]
+    expected = [generated(net, prompt, max_new_tokens=50, how=how) for prompt in prompts]
     assert [stream.result() for stream in streams] == expected
 
 
