@@ -58,11 +58,11 @@ class Said(NamedTuple):
     @staticmethod
     def of(model: nn.Module) -> Said:
         """Read from `model.config`, if it has one."""
-        config = getattr(model, "config", None)
-        if getattr(config, "to_dict", None) is None:
+        as_dict = getattr(getattr(model, "config", None), "to_dict", None)
+        if as_dict is None:
             return Said({}, {}, "it keeps no config that could be read")
         try:
-            described = families.read(config.to_dict())
+            described = families.read(as_dict())
         except SpecError as error:
             return Said({}, {}, str(error))
         return Said(dict(described.specs()), described.unsaid(), "its config describes no such layer")
