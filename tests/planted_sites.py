@@ -61,14 +61,14 @@ bug(
 bug(
     "sites-fast-path-left-on",
     "hub/routes/torch_mha.py",
-    "                torch.backends.mha.set_fastpath_enabled(False)",
-    "                pass",
+    "        torch.backends.mha.set_fastpath_enabled(False)",
+    "        pass",
     f"{SITES}::test_torchs_own_layers[False-batch first]",
 )
 bug(
     "sites-class-stays-replaced",
     WATCHING,
-    "                    self._restore()",
+    "                    self.restore()",
     "                    pass",
     f"{SITES}::test_nothing_is_left_behind",
 )

@@ -7,8 +7,9 @@ thread runs as if nobody watched, and an exception leaves nothing behind.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
@@ -134,40 +135,50 @@ def changed(those: Sequence[Watcher], z: Tensor) -> Tensor:
     return z
 
 
-class Holding(Protocol):
-    """Something that is otherwise while anybody watches."""
+class Holding(ABC):
+    """Something that is otherwise while anybody watches, however many they are."""
 
-    def taken(self) -> AbstractContextManager[None]:
-        """While this lasts."""
-        ...
-
-
-class Stand:
-    """A method of a class that watching replaces: `around(original)` stands there while anybody watches."""
-
-    def __init__(self, owner: type, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        self.owner, self.name, self.around = owner, name, around
-        self._held, self._lock = 0, Lock()
-        self._inherits = name not in vars(owner)
-        self._original: Callable[..., Any] = getattr(owner, name)
+    def __init__(self) -> None:
+        self._holders, self._lock = 0, Lock()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """While this lasts the method is replaced."""
+        """While this lasts it is otherwise; the first to come changes it, the last to go puts it back."""
         with self._lock:
-            if not self._held:
-                self._original = getattr(self.owner, self.name)
-                setattr(self.owner, self.name, wraps(self._original)(self.around(self._original)))
-            self._held += 1
+            if not self._holders:
+                self.change()
+            self._holders += 1
         try:
             yield
         finally:
             with self._lock:
-                self._held -= 1
-                if not self._held:
-                    self._restore()
+                self._holders -= 1
+                if not self._holders:
+                    self.restore()
 
-    def _restore(self) -> None:
+    @abstractmethod
+    def change(self) -> None:
+        """Make it otherwise."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Put it back."""
+
+
+class Stand(Holding):
+    """A method of a class that watching replaces: `around(original)` stands there while anybody watches."""
+
+    def __init__(self, owner: type, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        super().__init__()
+        self.owner, self.name, self.around = owner, name, around
+        self._inherits = name not in vars(owner)
+        self._original: Callable[..., Any] = getattr(owner, name)
+
+    def change(self) -> None:
+        self._original = getattr(self.owner, self.name)
+        setattr(self.owner, self.name, wraps(self._original)(self.around(self._original)))
+
+    def restore(self) -> None:
         if self._inherits:
             delattr(self.owner, self.name)
         else:

@@ -8,8 +8,6 @@ an identity in the projection's place, what heads say is looked at, and then pro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -34,27 +32,17 @@ class TorchMHA(Route):
         return [STAND, SLOWLY]
 
 
-class Slowly:
+class Slowly(Holding):
     """torch's fast path for whole encoder layers is off while somebody watches."""
 
-    def __init__(self) -> None:
-        self._held, self._lock, self._was = 0, Lock(), True
+    was = True
 
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """While this lasts every layer calls its parts."""
-        with self._lock:
-            if not self._held:
-                self._was = torch.backends.mha.get_fastpath_enabled()
-                torch.backends.mha.set_fastpath_enabled(False)
-            self._held += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._held -= 1
-                if not self._held:
-                    torch.backends.mha.set_fastpath_enabled(self._was)
+    def change(self) -> None:
+        self.was = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+
+    def restore(self) -> None:
+        torch.backends.mha.set_fastpath_enabled(self.was)
 
 
 def _around(original: Callable[..., Any]) -> Callable[..., Any]:
