@@ -45,13 +45,6 @@ bug(
     f"{SITES}::test_rows_are_the_models_own[qwen3]",
 )
 bug(
-    "sites-eager-taken-for-causal",
-    INTERFACE,
-    'if name == "eager" or told',
-    "if told",
-    f"{SITES}::test_rows_are_the_models_own[bert]",
-)
-bug(
     "sites-silenced-behind-the-merge",
     "hub/routes/torch_mha.py",
     "y = F.linear(_edited(self, those, z), self.out_proj.weight, self.out_proj.bias)",
