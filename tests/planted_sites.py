@@ -100,3 +100,10 @@ bug(
     "            return own * 0",
     f"{OURS}::test_a_model_of_ours_and_a_copy_of_it",
 )
+bug(
+    "sites-a-head-named-twice-counts-once",
+    "hub/editing.py",
+    "        if head in named.setdefault(site.name, {}):",
+    "        if head in named.setdefault(site.name, {}) and head < 0:",
+    f"{OURS}::test_what_cannot_be_meant_is_one_line[twice]",
+)

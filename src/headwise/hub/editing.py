@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +51,23 @@ class Editor:
         count = z.shape[2]
         if wrong := [head for head in self.edit.heads if not 0 <= head < count]:
             raise ValueError(f"{self.name} has no head {wrong[0]}; give heads in 0..{count - 1}")
-        other = z.clone()
+        other, values, tokens = z.clone(), self.edit.values, self.edit.tokens
+        if values is not None and values.shape[-1] != z.shape[-1]:
+            raise ValueError(f"heads of {self.name} say {z.shape[-1]} numbers, not {values.shape[-1]}; give as many")
+        for said in (tokens, values if values is not None and values.dim() == 4 else None):
+            self._check_rows(said, z)
         new = self.edit.heads_of(z)
         if self.edit.tokens is not None:
             new = torch.where(self.edit.tokens[:, :, None, None].to(z.device), new, z[:, :, list(self.edit.heads)])
         other[:, :, list(self.edit.heads)] = new
         return other
+
+    def _check_rows(self, said: Tensor | None, z: Tensor) -> None:
+        if said is None:
+            return
+        told, seen = list(said.shape[:2]), list(z.shape[:2])
+        if any(own not in (1, count) for own, count in zip(told, seen, strict=True)):
+            raise ValueError(f"{self.name} reads {seen} tokens, told were {told}; give as many")
 
 
 @contextmanager
@@ -73,18 +86,29 @@ def silence(
     >>> torch.equal(quiet, net(ids))
     False
     """
-    edits = {name: Edit(tuple(those), scale, None, tokens) for name, those in _by_site(model, heads).items()}
-    with edited(model, edits):
+    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"scale={scale!r} is no number to multiply with; give 0 to silence, 0.5 to halve")
+    _check_tokens(tokens)
+    named = _by_site(model, heads)
+    with edited(model, {name: Edit(tuple(those), scale, None, tokens) for name, those in named.items()}):
         yield
 
 
 @contextmanager
 def patch(model: nn.Module, values: Mapping[Head, Tensor], *, tokens: Tensor | None = None) -> Iterator[None]:
     """While this lasts, each of these heads says a vector [width], or one for each token [B, T, width]."""
-    edits = {
-        name: Edit(tuple(those), 0.0, torch.stack([_value(model, values, name, head) for head in those], -2), tokens)
-        for name, those in _by_site(model, values).items()
-    }
+    _check_tokens(tokens)
+    edits: dict[str, Edit] = {}
+    for name, those in _by_site(model, values).items():
+        vectors = [values[spelt] for spelt in those.values()]
+        for one in vectors:
+            if not isinstance(one, Tensor) or one.dim() not in (1, 3):
+                raise ValueError(
+                    f"{name} is given {type(one).__name__}; give each head a tensor [width] or [B, T, width]"
+                )
+        if len({one.shape for one in vectors}) > 1:
+            raise ValueError(f"heads of {name} are given tensors of several shapes; give all of them one")
+        edits[name] = Edit(tuple(those), 0.0, torch.stack(vectors, -2), tokens)
     with edited(model, edits):
         yield
 
@@ -104,21 +128,34 @@ def edited(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
         yield
 
 
-def _by_site(model: nn.Module, heads: Iterable[Head]) -> dict[str, list[int]]:
+def _by_site(model: nn.Module, heads: Iterable[Head]) -> dict[str, dict[int, Head]]:
+    """The heads of each site, with how each was spelt."""
     those = Sites([one.site for one in found(model)], type(model).__name__)
     if not those:
         raise ValueError(
             f"{type(model).__name__} has no attention that headwise finds; hw.sites(model) says what it saw"
         )
-    named: dict[str, list[int]] = {}
-    for where, head in heads:
+    named: dict[str, dict[int, Head]] = {}
+    for spelt in _pairs(heads):
+        where, head = spelt
         site = those.named(where)
         if site.heads and not 0 <= head < site.heads:
             raise ValueError(f"{site.name} has no head {head}; give heads in 0..{site.heads - 1}")
-        named.setdefault(site.name, []).append(head)
+        if head in named.setdefault(site.name, {}):
+            raise ValueError(f"head {head} of {site.name} is named twice; name it once")
+        named[site.name][head] = spelt
     return named
 
 
-def _value(model: nn.Module, values: Mapping[Head, Tensor], name: str, head: int) -> Tensor:
-    those = Sites([one.site for one in found(model)], type(model).__name__)
-    return next(value for (where, other), value in values.items() if other == head and those.named(where).name == name)
+def _pairs(heads: Any) -> list[Head]:
+    """The same, if they are pairs of a layer or a name and a number."""
+    told: list[Any] = list(heads) if isinstance(heads, Iterable) else [heads]
+    for one in told:
+        if not isinstance(one, tuple) or [type(part) for part in one] not in ([int, int], [str, int]):
+            raise ValueError(f"{one!r} names no head; give (layer, head) or (site, head), as in (3, 5)")
+    return told
+
+
+def _check_tokens(tokens: Tensor | None) -> None:
+    if tokens is not None and (not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype != torch.bool):
+        raise ValueError("tokens say at which tokens; give a tensor [B, T] of torch.bool")
