@@ -1,8 +1,8 @@
 """Multi30k from German to English: three layers each, 256 wide, one vocabulary of 6,000 pieces.
 
-`python -m benchmarks.translate_multi30k [STEPS]` trains through `hw.train`, scores test_2016 by greedy decoding with
-sacreBLEU (13a, cased), and prints the curve of held-out losses with the seconds. The data is for research alone and
-is read where it lies.
+`python -m benchmarks.translate_multi30k [STEPS [FOLDER]]` trains through `hw.train` (into FOLDER, whose run it goes on
+with), scores test_2016 by greedy decoding with sacreBLEU (13a, cased), and prints the curve of held-out losses with
+the seconds. The data is for research alone and is read where it lies.
 """
 
 from __future__ import annotations
@@ -75,13 +75,15 @@ def main(argv: list[str]) -> int:
         return 0
     steps = int(argv[0]) if argv else STEPS
     with tempfile.TemporaryDirectory() as folder:
-        de, en, *held = unpacked(paths, Path(folder))
+        out = Path(argv[1]) if len(argv) > 1 else Path(folder) / "run"
+        texts = out.with_name(f"{out.name}-texts")  # beside the run: a run goes on with the files that it began with
+        texts.mkdir(parents=True, exist_ok=True)
+        de, en, *held = unpacked(paths, texts)
         data = task("parallel", path=(de, en), valid=tuple(held[:2]), test=tuple(held[2:]), vocab=VOCABULARY)
         outputs = data.model().heads[0].outputs
-        out = argv[1] if len(argv) > 1 else f"{folder}/run"
         result = hw.train(data, described(outputs), recipe(steps), out=out, resume="allowed")
         told = scored(data, result)
-        rows = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     curve = {row["step"]: round(row["metrics"]["loss"], 3) for row in rows if row["event"] == "evaluation"}
     print(json.dumps(result.data | told | {"curve": curve, "threads": torch.get_num_threads()}, indent=2))
     return 0
