@@ -58,6 +58,10 @@ _HOMES = {
     "silence": "hub.editing",
     "patch": "hub.editing",
     "load": "hub",
+    "trace": "hub.capturing",
+    "Capture": "hub.keeping",
+    "Trace": "traces",
+    "load_trace": "traces",
     "save": "models",
     "Transformer": "models",
     "Batching": "engine",
@@ -110,6 +114,7 @@ _MODULES = (
     "seams",
     "spread",
     "tasks",
+    "traces",
 )
 
 __all__ = sorted(_HOMES)
