@@ -40,8 +40,12 @@ def needed(those: Sequence[Found], how: Capture, streams: Mapping[str, tuple[str
 
 def _numbers(site: Site, how: Capture, queries: int, keys: int) -> int:
     """How many numbers queries and keys of one text are, and values if they are kept."""
-    kv = site.kv * (site.dim + (_width(site) if "v" in how.also else 0))
-    return queries * site.q * site.dim + keys * kv
+    if site.spec is None:
+        heads, groups, dim = site.q, site.kv, site.dim
+    else:
+        core = site.spec.core_of(site.spec.form(one=False))
+        heads, groups, dim = len(core.keys), max(core.keys) + 1, core.dim
+    return queries * heads * dim + keys * groups * (dim + (_width(site) if "v" in how.also else 0))
 
 
 def _grid(site: Site, queries: int, keys: int, batch: int) -> int:

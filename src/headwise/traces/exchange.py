@@ -111,7 +111,7 @@ def _weights(trace: Trace, one: Layer) -> Array:
 
 
 def _pairs(trace: Trace, those: Sequence[Layer], least: float) -> Iterator[tuple[Any, ...]]:
-    for one, row in ((one, row) for one in those for row in range(one.batch)):
+    for one, row in ((layer, row) for layer in those for row in range(layer.batch)):
         asks, told = _words(trace, one.asks, row, one.queries), _words(trace, one.told, row, one.keys)
         for head in range(one.heads):
             weights = trace.rows(one.name, head, row=row)

@@ -31,9 +31,9 @@ def pooled(bands: Iterable[tuple[tuple[int, int], Array]], shape: tuple[int, int
         raise ValueError(f"a picture of {size[0]} x {size[1]} has no cell; give at least 1 x 1")
     high, wide = (min(asked, count) for asked, count in zip(size, shape, strict=True))
     found = np.zeros((high, wide), np.float32)
-    columns = np.arange(wide) * shape[1] // wide
+    lines, columns = (np.arange(cells) * count // cells for cells, count in zip((high, wide), shape, strict=True))
     for (start, stop), band in bands:
         across = np.maximum.reduceat(band, columns, axis=1)
-        cells = np.arange(start, stop) * high // shape[0]
+        cells = np.searchsorted(lines, np.arange(start, stop), side="right") - 1
         np.maximum.at(found, cells, across)
     return np.round(np.clip(found, 0, 1) * 255).astype(np.uint8)
