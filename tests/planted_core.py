@@ -226,7 +226,7 @@ bug(
     "take(group)(t, axis).sum(axis)",
     "contract/test_axes.py::test_sharing_equal_heads_changes_nothing[Direct1]",
 )
-bug("groups-interleave", "heads.py", "h // (q // kv)", "h % kv", layers("llama-none"))
+bug("groups-interleave", "grouping.py", "h // (q // kv)", "h % kv", layers("llama-none"))
 
 # --- the module and its backends -----------------------------------------------------------------------
 
