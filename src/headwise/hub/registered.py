@@ -4,9 +4,9 @@ Importing `headwise.hub` registers both, at once where transformers is imported 
 imports transformers itself. Then `model.set_attn_implementation("headwise")` takes them.
 
 A mask is what transformers' eager functions would be given, written out. So None hides nothing, whoever is asked; rows
-that may read nothing read what eager rows read; and a model that does not ask the interface, or asks which function it
-runs on by name, is as right as it is with eager. A mask that hides nothing but what is ahead carries a mark, and is then
-not read: the fused call knows it.
+that may read nothing read what eager rows read; and a model that does not ask the interface, or goes by the name of the
+function it runs on, is as right as it is with eager. A mask that hides nothing but what is ahead carries a mark, and is
+then not read: the fused call knows it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AHEAD = "_hides_what_is_ahead"
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **told: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """What each head reads, [B, T, heads, width], and its weights [B, heads, T, S] if `output_attentions` asks for them.
+    """What each head reads, [B, T, heads, width], and the weights [B, heads, T, S] that `output_attentions` asks for.
 
     Weights are formed where something stands between the scores and their softmax, a cap or a sink; else torch's fused
     call is made, with the heads of a group as its rows where there is one query.
@@ -131,22 +131,21 @@ def _fused(seen: Seen, dropped: float) -> Tensor:
 def _weighed(seen: Seen, dropped: float) -> tuple[Tensor, Tensor]:
     q, k, v = (x.transpose(1, 2) for x in (seen.q_BTHK, seen.k_BSGK, seen.v_BSGV))
     each = q.shape[1] // k.shape[1]
-    s_BHTS = as_heads(as_rows(q, each) @ k.transpose(2, 3), each)
-    s_BHTS = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32)) * seen.scale
+    s = as_heads(as_rows(q, each) @ k.transpose(2, 3), each)
+    s = s.to(torch.promote_types(s.dtype, torch.float32)) * seen.scale
     if seen.cap is not None:
-        s_BHTS = seen.cap * torch.tanh(s_BHTS / seen.cap)
+        s = seen.cap * torch.tanh(s / seen.cap)
     if seen.bias is not None or seen.mask is not None or seen.causal:
-        s_BHTS = s_BHTS + _bias(seen)
+        s = s + _bias(seen)
     if seen.sinks is not None:
-        sink = seen.sinks.to(s_BHTS).reshape(1, -1, 1, 1).expand(*s_BHTS.shape[:3], 1)
-        s_BHTS = torch.cat([s_BHTS, sink], -1)
-    w_BHTS = F.dropout(s_BHTS.softmax(-1)[..., : k.shape[2]].to(v.dtype), dropped)
+        s = torch.cat([s, seen.sinks.to(s).reshape(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
+    w_BHTS = F.dropout(s.softmax(-1)[..., : k.shape[2]].to(v.dtype), dropped)
     o_BHTV = as_heads(as_rows(w_BHTS, each) @ v, each)
     return o_BHTV.transpose(1, 2).contiguous(), w_BHTS
 
 
 def _bias(seen: Seen) -> Tensor:
-    """All that is added to scores, in the numbers of the queries."""
+    """All that is added to scores, in numbers that the fused call can compute with."""
     dtype = seen.q_BTHK.dtype
     shown = seen.mask
     if seen.causal:
@@ -155,10 +154,17 @@ def _bias(seen: Seen) -> Tensor:
         shown = _as_scores(shown, dtype)
     told = [part for part in (seen.bias, shown) if part is not None]
     added = told[0] if len(told) == 1 else told[0] + told[1]
-    if added.dtype == dtype:
-        return added
-    # The least number of a wider type would be minus infinity here, and a row of these no row any more.
-    return added.clamp(min=torch.finfo(dtype).min).to(dtype)
+    # The least number of one type may be minus infinity in another, and a row of these is no row any more.
+    least = torch.finfo(_computed_in(seen.q_BTHK)).min
+    if least > torch.finfo(added.dtype).min:
+        added = added.clamp(min=least)
+    return added.to(dtype)
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    """What autocast, or nobody, makes of these numbers."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _as_scores(shown: Tensor, dtype: torch.dtype) -> Tensor:
@@ -172,4 +178,5 @@ def _only_ahead(shown: Tensor | None) -> bool:
 
 
 def _version(shown: Tensor) -> int:
-    return 0 if shown.is_inference() else shown._version
+    """How often it was written to, as far as anybody counts."""
+    return 0 if torch.compiler.is_compiling() or shown.is_inference() else shown._version
