@@ -47,8 +47,8 @@ def attend(
         raise ValueError(f"of {queries} queries and {keys} keys is_causal does not say who is ahead; give a mask")
     dropped = told.get("dropout", 0.0) if module.training else 0.0
     if seen.cap is not None or seen.sinks is not None or told.get("output_attentions"):
-        return _weighed(seen, dropped)
-    return _fused(seen, dropped), None
+        return _weighed(seen, (query, key, value), dropped)
+    return _fused(seen, (query, key, value), dropped), None
 
 
 def mask(*sizes: Any, **told: Any) -> Tensor | None:
@@ -107,29 +107,27 @@ class Waiting(MetaPathFinder):
         loader.exec_module = exec_module
 
 
-def _fused(seen: Seen, dropped: float) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (seen.q_BTHK, seen.k_BSGK, seen.v_BSGV))
-    each = q.shape[1] // k.shape[1]
+def _fused(seen: Seen, qkv: tuple[Tensor, Tensor, Tensor], dropped: float) -> Tensor:
+    q, k, v = qkv
+    each, one = q.shape[1] // k.shape[1], q.shape[2] == 1
     causal, bias = seen.causal, None
     if seen.bias is None and _only_ahead(seen.mask):
-        causal = q.shape[2] > 1
+        causal = not one
     elif seen.bias is not None or seen.mask is not None:
         causal, bias = False, _bias(seen)
-    if each > 1 and q.shape[2] == 1:
+    if one and each > 1:
         if bias is not None and bias.shape[1] > 1:
             bias = as_rows(bias, each)
         o = F.scaled_dot_product_attention(as_rows(q, each), k, v, bias, dropped, scale=seen.scale)
-        return as_heads(o, each).transpose(1, 2)
+        return o.flatten(1, 2)[:, None]
     if each > 1 and bias is not None:  # torch's fused CUDA kernels take groups or a bias, not both
-        k, v = k.repeat_interleave(each, 1), v.repeat_interleave(each, 1)
-    o = F.scaled_dot_product_attention(
-        q, k, v, bias, dropped, causal, scale=seen.scale, enable_gqa=q.shape[1] > k.shape[1]
-    )
+        k, v, each = k.repeat_interleave(each, 1), v.repeat_interleave(each, 1), 1
+    o = F.scaled_dot_product_attention(q, k, v, bias, dropped, causal, scale=seen.scale, enable_gqa=each > 1)
     return o.transpose(1, 2).contiguous()
 
 
-def _weighed(seen: Seen, dropped: float) -> tuple[Tensor, Tensor]:
-    q, k, v = (x.transpose(1, 2) for x in (seen.q_BTHK, seen.k_BSGK, seen.v_BSGV))
+def _weighed(seen: Seen, qkv: tuple[Tensor, Tensor, Tensor], dropped: float) -> tuple[Tensor, Tensor]:
+    q, k, v = qkv
     each = q.shape[1] // k.shape[1]
     s = as_heads(as_rows(q, each) @ k.transpose(2, 3), each)
     s = s.to(torch.promote_types(s.dtype, torch.float32)) * seen.scale
