@@ -260,9 +260,9 @@ bug(
 )
 bug(
     "dense-groups-swap-queries",
-    "backends/dense.py",
-    "rows = q_BHTK.unflatten(1, (-1, each)).flatten(2, 3)",
-    "rows = q_BHTK.unflatten(1, (-1, each)).transpose(2, 3).flatten(2, 3)",
+    "backends/bound.py",
+    "return x_BHTK.unflatten(1, (-1, each)).flatten(2, 3)",
+    "return x_BHTK.unflatten(1, (-1, each)).transpose(2, 3).flatten(2, 3)",
     truth("Direct1"),
 )
 bug(
