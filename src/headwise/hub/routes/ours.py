@@ -49,10 +49,18 @@ class Worked:
 
     def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
         """The weights of one head for some queries, [B, T, S]."""
+        return self.every(queries)[:, head]
+
+    def every(self, queries: slice = slice(None)) -> Tensor:
+        """The weights of all heads for some queries, [B, H, T, S]."""
         job = replace(self.job, wants=frozenset({"weights"}), training=False)
         probe = Probe("weights")
         backends.choose(job).attend(job, *_sliced(self.sight, self.inputs, queries), self.bound, probe)
-        return probe.seen["weights"][:, head]
+        return probe.seen["weights"]
+
+    def allowed(self, queries: slice = slice(None)) -> Tensor:
+        """Which keys some queries may read, [B or 1, 1, T, S]."""
+        return _sliced(self.sight, self.inputs, queries)[0].allowed
 
     @property
     def told(self) -> Seen | None:
