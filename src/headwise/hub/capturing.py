@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError
-from ..models import Decoding, Transformer, generate
+from ..models import Transformer
 from ..site import Sites
 from ..traces import Row, Trace
 from ..traces.telling import sized
 from .estimating import Size, needed
 from .finding import found
 from .keeping import Capture, Keeper, Store
-from .readable import Readable, readable
+from .readable import Readable, readable, streams_of
 from .routes.base import Found
-from .watching import Core, Holding, Watcher, watching
+from .running import Run
+from .watching import Core
 
 Tell = Callable[[str], object]
 
@@ -47,8 +48,8 @@ def trace(
     """
     those = _those(model, how)
     given = readable(model, inputs, max_new_tokens)
-    run = _Run(model, given, max_new_tokens)
-    streams = {one.site.name: _streams(one, given) for one in those}
+    run = Run(model, given, max_new_tokens)
+    streams = {one.site.name: streams_of(one.site, given.two) for one in those}
     size = Size(given.batch, given.counts or _measured(run, those, streams), max_new_tokens)
     expected = needed(those, how, streams, size)
     tell(f"about {sized(expected)} of {sized(how.budget)}: {_what(how, those)}")
@@ -77,41 +78,6 @@ def _trace(
     return Trace(told, rows, layers, tuple(store.grids), skipped)
 
 
-class _Run(NamedTuple):
-    """A model, and what it is to read and to say."""
-
-    model: nn.Module
-    given: Readable
-    steps: int
-
-    def watched(self, those: Sequence[Found], watchers: Mapping[str, Watcher]) -> Any:
-        """Run it while each of these sites is watched."""
-        who: dict[nn.Module, tuple[Watcher, ...]] = {}
-        stands: list[Holding] = []
-        for one in those:
-            who[one.module] = (*who.get(one.module, ()), watchers[one.site.name])
-            stands += [stand for stand in one.route.stands() if stand not in stands]
-        with watching(who, stands), torch.inference_mode():
-            return self._said()
-
-    def _said(self) -> Any:
-        model, given = self.model, self.given
-        try:
-            if not self.steps:
-                return model(*given.places, **given.names)
-            if isinstance(model, Transformer):
-                # rows that ended would leave the batch, so that among several none ends before the others
-                how = Decoding(end=() if given.batch > 1 else None)
-                return generate(model, given.ids, max_new_tokens=self.steps, how=how)
-            speak: Any = getattr(model, "generate", None)
-            if speak is None:
-                raise ValueError(f"{type(model).__name__} says no tokens; leave max_new_tokens out")
-            return speak(**given.names, max_new_tokens=self.steps, do_sample=False)
-        except IndexError as error:
-            raise ValueError(f"{type(model).__name__} cannot read this: {error}; are there ids it does not know, or "
-                             "more tokens than it takes?") from None  # fmt: skip
-
-
 class Measure:
     """A watcher that looks at how many tokens ask and are read, and keeps nothing."""
 
@@ -133,7 +99,7 @@ class Measure:
         """Leave it."""
 
 
-def _measured(run: _Run, those: Sequence[Found], streams: Mapping[str, tuple[str, str]]) -> dict[str, int]:
+def _measured(run: Run, those: Sequence[Found], streams: Mapping[str, tuple[str, str]]) -> dict[str, int]:
     """How many tokens each stream has, from a run that keeps nothing: pictures and sounds do not say it themselves."""
     measures = {one.site.name: Measure() for one in those}
     run._replace(steps=0).watched(those, measures)
@@ -158,15 +124,6 @@ def _those(model: nn.Module, how: Capture) -> list[Found]:
     if model.training:
         raise ValueError("the model is in train mode, where dropout changes what is read; call model.eval() first")
     return [one for one in those if one.site.see.can]
-
-
-def _streams(one: Found, given: Readable) -> tuple[str, str]:
-    """Which tokens ask and which are read at a site."""
-    if not given.two:
-        return "text", "text"
-    if one.site.kind == "cross":
-        return "text", "source"
-    return ("source", "source") if "encoder" in one.site.stack else ("text", "text")
 
 
 def _what(how: Capture, those: Sequence[Found]) -> str:

@@ -15,6 +15,7 @@ from ..blueprint.manifest import TOKENIZER
 from ..errors import SpecError
 from ..models import Transformer
 from ..models.generating import Words, beginning, read, side_by_side, words_of
+from ..site import Site
 from ..traces import Row
 
 # What transformers' models are told beside ids, which adds no tokens.
@@ -126,6 +127,15 @@ def reads_two(model: nn.Module) -> bool:
     if isinstance(model, Transformer):
         return model.described.kind == "encoder-decoder"
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def streams_of(site: Site, two: bool) -> tuple[str, str]:
+    """Which tokens ask and which are read at a site; `two` where one stack reads a source and another a text."""
+    if not two:
+        return "text", "text"
+    if site.kind == "cross":
+        return "text", "source"
+    return ("source", "source") if "encoder" in site.stack else ("text", "text")
 
 
 def _check_length(model: nn.Module, count: int) -> None:

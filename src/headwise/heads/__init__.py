@@ -1,0 +1,1 @@
+"""What every head does: measures, classes, importance, redundancy."""

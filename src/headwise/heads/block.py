@@ -1,0 +1,53 @@
+"""A band of weights, as statistics see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .scene import Tokens, sinks
+
+LEAST = 0.01  # of a row's weight must be left beside sinks for the rest to be looked at
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Some queries of one attention over one text: weights [H, T, S], and which pairs may be [T, S] or [H, T, S].
+
+    `start` is the number of the first query. `asks` and `told` are the tokens that ask and are read, the same object
+    where a text reads itself.
+    """
+
+    w_HTS: Tensor
+    allowed: Tensor
+    start: int
+    asks: Tokens
+    told: Tokens
+
+    @property
+    def itself(self) -> bool:
+        """Whether a text reads itself."""
+        return self.asks is self.told
+
+    @property
+    def places(self) -> Tensor:
+        """The numbers of the queries, [T]."""
+        return torch.arange(self.start, self.start + self.w_HTS.shape[1], device=self.w_HTS.device)
+
+    @property
+    def uniform(self) -> Block:
+        """The same of one head that reads every key it may alike: what chance is."""
+        allowed = self.allowed if self.allowed.dim() == 2 else self.allowed.any(0)
+        count = allowed.sum(-1, keepdim=True)
+        return Block((allowed / count.clamp(min=1))[None], allowed, self.start, self.asks, self.told)
+
+    def beside_sinks(self) -> tuple[Block, Tensor]:
+        """What is left of each row when sinks are taken out, made whole again; and which rows [H, T] have any left."""
+        kept = ~sinks(self.told)
+        w_HTS = self.w_HTS * kept
+        mass = w_HTS.sum(-1, keepdim=True)
+        there = mass >= LEAST
+        whole = torch.where(there, w_HTS / mass.clamp(min=LEAST), 0)
+        return Block(whole, self.allowed & kept, self.start, self.asks, self.told), there[..., 0]

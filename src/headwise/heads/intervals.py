@@ -1,0 +1,52 @@
+"""Means of sums, and where they might have come out: resampled over the texts of a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+SHARE = 0.95
+
+
+def resampled(count: int, times: int, seed: int) -> Array:
+    """How often each of so many texts is drawn, `times` over, [times, count].
+
+    >>> resampled(3, 2, 0).sum(1)
+    array([3., 3.])
+    """
+    draw = np.random.default_rng(seed)
+    return draw.multinomial(count, np.full(count, 1 / count), size=times).astype(np.float64)
+
+
+def mean(sums: Array, numbers: Array) -> Array:
+    """The sum of sums over the sum of numbers, of texts along the first axis; nan where nothing was counted.
+
+    >>> mean(np.array([[1.0], [5.0]]), np.array([[2.0], [4.0]]))
+    array([1.])
+    """
+    total = numbers.sum(0)
+    return np.divide(sums.sum(0), total, out=np.full(total.shape, np.nan), where=total > 0)
+
+
+def means(sums: Array, numbers: Array, draws: Array) -> Array:
+    """The same of every draw, [times, ...]."""
+    flat = [draws @ told.reshape(len(told), -1) for told in (sums, numbers)]
+    found = np.divide(flat[0], flat[1], out=np.full(flat[1].shape, np.nan), where=flat[1] > 0)
+    return found.reshape(len(draws), *sums.shape[1:])
+
+
+def interval(found: Array, share: float = SHARE) -> tuple[Array, Array]:
+    """Between which values this share of draws lies, of draws along the first axis.
+
+    >>> low, high = interval(np.arange(101.0)[:, None])
+    >>> low.tolist(), high.tolist()
+    ([2.5], [97.5])
+    """
+    tails: Sequence[float] = ((1 - share) / 2, (1 + share) / 2)
+    low, high = (
+        np.nanquantile(found, tails, axis=0) if not np.isnan(found).all() else np.full((2, *found.shape[1:]), np.nan)
+    )
+    return low, high

@@ -1,0 +1,141 @@
+"""Measures of every head over a data set, in one pass, with intervals and chance levels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..hub.finding import found
+from ..hub.readable import reads_two, streams_of
+from ..hub.routes.base import Found
+from .block import Block
+from .intervals import Array, interval, mean, means, resampled
+from .looking import look
+from .scene import Scene
+from .statistics import STATISTICS, Statistic
+from .table import Head, Measure, Table
+
+RESAMPLES = 1000
+CHANCE = "chance"
+
+
+class Adding:
+    """Sums of every statistic, text by text: little is kept of each."""
+
+    def __init__(self, statistics: Sequence[Statistic]) -> None:
+        self.statistics = statistics
+        self.kept: dict[tuple[str, str, str], list[tuple[Array, Array]]] = {}
+        self._open: dict[tuple[str, str, str], tuple[Array, Array]] = {}
+
+    def see(self, site: str, block: Block) -> None:
+        """Add a band of rows, and the same of a head that reads all it may alike."""
+        for kind, own in (("own", block), (CHANCE, block.uniform)):
+            rest, there = own.beside_sinks()
+            for one in self.statistics:
+                if one.itself and not own.itself:
+                    continue
+                self._add((site, one.name, kind), one, own if one.of == "all" else _only(rest, there))
+
+    def _add(self, key: tuple[str, str, str], one: Statistic, block: Block) -> None:
+        sums, numbers = (told.cpu().numpy().astype(np.float64) for told in one.sums(block))
+        was = self._open.get(key)
+        self._open[key] = (sums, numbers) if was is None else (was[0] + sums, was[1] + numbers)
+
+    def close(self) -> None:
+        """A text is over."""
+        for key, told in self._open.items():
+            self.kept.setdefault(key, []).append(told)
+        self._open = {}
+
+
+def _only(block: Block, rows_HT: torch.Tensor) -> Block:
+    """The same with rows that have nothing left as rows that may read nothing."""
+    allowed = block.allowed if block.allowed.dim() == 3 else block.allowed[None]
+    return Block(block.w_HTS, allowed & rows_HT[..., None], block.start, block.asks, block.told)
+
+
+class Chosen(NamedTuple):
+    """What is measured and how: names of statistics, draws of the bootstrap, and its seed."""
+
+    statistics: tuple[str, ...] = tuple(STATISTICS)
+    resamples: int = RESAMPLES
+    seed: int = 0
+
+
+def measure(
+    model: nn.Module,
+    scenes: Iterable[Scene],
+    *,
+    chosen: Chosen = Chosen(),  # noqa: B008 - it is frozen
+    name: str = "",
+    tell: Callable[[int], object] = lambda _: None,
+) -> Table:
+    """What the heads of a model do over texts: a table of measures with intervals and chance levels.
+
+    Every text is run by itself, and no map of weights is kept. `tell` hears how many texts were read.
+    """
+    those = _seen(model)
+    streams = {one.site.name: streams_of(one.site, reads_two(model)) for one in those}
+    adding = Adding([STATISTICS[one] for one in chosen.statistics])
+    count = 0
+    for count, scene in enumerate(scenes, 1):
+        look(model, those, scene, streams, adding.see)
+        adding.close()
+        tell(count)
+    if count < 2:
+        raise ValueError(f"{count} texts leave no interval; give at least two")
+    draws = resampled(count, chosen.resamples, chosen.seed)
+    heads = [head for one in those for head in _heads(one, adding, draws)]
+    return Table(name or type(model).__name__, f"{count} texts", tuple(heads))
+
+
+def _seen(model: nn.Module) -> list[Found]:
+    every = found(model)
+    those = [one for one in every if one.site.see.can]
+    if not those:
+        why = every[0].site.see.why if every else "hw.sites(model) says what it saw"
+        raise ValueError(f"{type(model).__name__} has no attention that can be seen: {why}")
+    if model.training:
+        raise ValueError("the model is in train mode, where dropout changes what is read; call model.eval() first")
+    return those
+
+
+def _heads(one: Found, adding: Adding, draws: Array) -> list[Head]:
+    site = one.site
+    measures = {
+        statistic.name: _measures(adding, site.name, statistic, draws)
+        for statistic in adding.statistics
+        if (site.name, statistic.name, "own") in adding.kept
+    }
+    count = len(next(iter(measures.values())))
+    each = max(1, count // max(1, site.kv))
+    return [
+        Head(site.stack, site.kind, site.layer, number, number // each, site.name,
+             {name: own[number] for name, own in measures.items()})
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def _measures(adding: Adding, site: str, statistic: Statistic, draws: Array) -> list[Measure]:
+    """One statistic of every head of a site."""
+    sums, numbers = _stacked(adding.kept[site, statistic.name, "own"])
+    chance = mean(*_stacked(adding.kept[site, statistic.name, CHANCE]))
+    value, found = mean(sums, numbers), means(sums, numbers, draws)
+    if statistic.fold is not None:
+        value, found, chance = (_folded(statistic, told) for told in (value, found, chance))
+    low, high = interval(found)
+    rows = zip(value, low, high, strict=True)
+    return [Measure(float(own), float(least), float(most), float(chance[0])) for own, least, most in rows]
+
+
+def _folded(statistic: Statistic, told: Array) -> Array:
+    assert statistic.fold is not None
+    return statistic.fold(torch.from_numpy(told)).numpy()
+
+
+def _stacked(told: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    return np.stack([sums for sums, _ in told]), np.stack([numbers for _, numbers in told])

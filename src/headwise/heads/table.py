@@ -1,0 +1,112 @@
+"""The heads of a model with what was measured of each: rows that print as a table, and plain values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Measure(NamedTuple):
+    """A number, where it might have come out on other texts, and what chance would be."""
+
+    value: float
+    low: float
+    high: float
+    chance: float
+
+    @property
+    def above(self) -> bool:
+        """Whether even the low end is above chance."""
+        return self.low > self.chance
+
+    @property
+    def data(self) -> dict[str, float | None]:
+        """As plain values; what was never counted is None."""
+        return {name: None if math.isnan(value) else value for name, value in self._asdict().items()}
+
+
+class Named(NamedTuple):
+    """A class that a head belongs to, how surely, and the sentence that says why."""
+
+    name: str
+    score: float
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head: where it is, what it reads, what was measured of it, and what it is called."""
+
+    stack: str
+    kind: str
+    layer: int
+    head: int
+    kv: int
+    site: str
+    measures: Mapping[str, Measure]
+    classes: tuple[Named, ...] = ()
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {
+            "stack": self.stack, "kind": self.kind, "layer": self.layer, "head": self.head, "kv": self.kv,
+            "measures": {name: one.data for name, one in self.measures.items()},
+            "classes": [one._asdict() for one in self.classes],
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Table:
+    """All heads that were measured, on which data, and what was left out and why."""
+
+    model: str
+    texts: str
+    heads: tuple[Head, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    def head(self, site: str, number: int) -> Head:
+        """One of them."""
+        found = [one for one in self.heads if (one.site, one.head) == (site, number)]
+        if not found:
+            raise ValueError(f"the table has no head {number} of {site!r}; its sites are {', '.join(self.sites)}")
+        return found[0]
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The names of the sites, in order."""
+        return tuple(dict.fromkeys(one.site for one in self.heads))
+
+    def sorted_by(self, measure: str) -> tuple[Head, ...]:
+        """The heads with the largest of a measure first; those without it last."""
+        known = self.heads[0].measures if self.heads else {}
+        if measure not in known:
+            raise ValueError(f"nothing called {measure!r} was measured; measured were {', '.join(known)}")
+        return tuple(sorted(self.heads, key=lambda one: -_number(one.measures[measure].value)))
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        heads = [one.data for one in self.heads]
+        return {"model": self.model, "data": self.texts, "heads": heads, "notes": list(self.notes)}
+
+
+def _number(value: float) -> float:
+    return -math.inf if math.isnan(value) else value
+
+
+def columns(heads: Sequence[Head], names: Sequence[str]) -> list[list[str]]:
+    """A line for each head: where it is, these measures, and its classes."""
+    head = ["site", "head", *names, "classes"]
+    rows = [
+        [one.site, str(one.head), *(_shown(one.measures[name]) for name in names),
+         ", ".join(f"{named.name} {named.score:.2f}" for named in one.classes)]
+        for one in heads
+    ]  # fmt: skip
+    return [head, *rows]
+
+
+def _shown(one: Measure) -> str:
+    return "-" if math.isnan(one.value) else f"{one.value:.2f}"
