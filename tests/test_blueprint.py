@@ -20,6 +20,7 @@ import headwise as hw
 from cases import EXAMPLES
 from headwise import blueprint, counting, families
 from headwise.blueprint import (
+    Beyond,
     Block,
     Dense,
     Embedding,
@@ -74,9 +75,11 @@ EVERY = (
                 block(feed=Experts(Dense(7, "silu", "gated", "ugd"), 5, 2, Dense(3), "sigmoid", "constant", 2.5)),
                 block(norm=Norm("rms", 1e-3), placement="sandwich"),
                 block(placement="parallel"),
+                block(norm=Norm("bare"), placement="after", scale=0.25),
+                block(placement="abreast"),
                 name="encoder",
                 embedding=Embedding(
-                    patches=Patches(2, 3, 4, 5, channels=1),
+                    patches=Patches(2, 3, 4, 5, channels=1, bias="none"),
                     first=1,
                     positions=Positions("learned", 7, skipped=2),
                     scale=0.5,
@@ -94,10 +97,11 @@ EVERY = (
             stack(
                 block(cross=spec(source=10), placement="post"),
                 Block(cross=spec(source=10), form="merged"),
-                embedding=Embedding(11, positions=Positions("sinusoidal"), table="encoder"),
+                embedding=Embedding(11, positions=Positions("sinusoidal", layout="halves"), table="encoder"),
             ),
         ),
     ),
+    decoder(block(), beyond=(Beyond("bends", (("decoder.0.feed.bend", 3),)),)),
 )
 
 
@@ -113,7 +117,10 @@ def test_every_tensor_is_named_once_and_is_what_the_spec_builds():
             assert built.items() <= model.shapes().items()
 
 
-@pytest.mark.parametrize(("placement", "norms"), [("pre", 3), ("post", 3), ("sandwich", 6), ("parallel", 1)])
+@pytest.mark.parametrize(
+    ("placement", "norms"),
+    [("pre", 3), ("post", 3), ("after", 3), ("sandwich", 6), ("parallel", 1), ("abreast", 3)],
+)
 def test_norms_by_placement(placement: str, norms: int):
     whole = Block(FULL, spec(), Dense(7), placement=placement)
     assert len(whole.norms) == norms == sum(w.role == "norm" for w in replace(whole, norm=Norm("rms")).weights(10))

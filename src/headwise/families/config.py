@@ -59,6 +59,10 @@ class Config:
             self.wrong(f"{name} = {value!r} is no positive number", f"give one such as {default}")
         return float(value)
 
+    def maybe_number(self, name: str) -> float | None:
+        """A positive number, or None where the key is null or missing."""
+        return None if self.said.get(name) is None else self.number(name, default=1.0)
+
     def flag(self, name: str, default: bool) -> bool:
         """True or false; null counts as missing."""
         value = self.said.get(name)

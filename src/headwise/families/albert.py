@@ -1,0 +1,35 @@
+"""ALBERT: one layer that serves all depths, and a table narrower than it (1909.11942)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..blueprint import Embedding, Model, Positions, Transform
+from ..presets import design
+from . import reading
+from .config import Config
+from .electra import narrower, outside, told
+from .registry import family, tied
+
+
+@family("albert", "Albert", usual="ForMaskedLM")
+def albert(config: Config, task: str) -> Model:
+    """Every depth has a state of its own and the weights of the first."""
+    sizes = reading.encoder(config, model=4096, heads=64, tokens=30000, hidden=16384)
+    act = config.activation("hidden_act", "gelu_new")
+    sizes = sizes._replace(feed=replace(sizes.feed, activation=act))
+    for name in ("num_hidden_groups", "inner_group_num"):
+        config.refuse(name, 1, "makes several layers that take turns, which is not described")
+    narrow = config.size("embedding_size", default=128)
+    attention = design(model=sizes.model, heads=sizes.heads, bias="qkvo")
+    length, types = config.size("max_position_embeddings", default=512), config.size("type_vocab_size", default=2)
+    table, beyond = None, (narrower(narrow, sizes.model, length + types + sizes.tokens),)
+    if narrow == sizes.model:
+        config.wrong(f"embedding_size = {narrow} is hidden_size", "give a narrower one: the map between is learned too")
+    table = table and Embedding(sizes.tokens, positions=Positions("learned", length), types=types)
+    body = replace(reading.stack(sizes, [attention] * sizes.layers, table), weights_of="first")
+    owner = tied(config, "encoder", True)
+    if task == "ForMaskedLM":
+        beyond += (outside(narrow, sizes.tokens, owner),)
+    said = reading.Said(Transform(sizes.model), told(sizes, narrow, act, owner))
+    return reading.whole(config, task, body, said, beyond)
