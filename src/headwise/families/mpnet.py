@@ -16,8 +16,8 @@ PADDING = 1  # the same for all of them, whatever their configs say
 def mpnet(config: Config, task: str) -> Model:
     """Positions begin behind the row of padding."""
     sizes = reading.encoder(config, tokens=30527)
-    buckets = config.size("relative_attention_num_buckets", default=32, most=1 << 16)
-    bias = T5Bias(buckets, 128, "both")
+    config.refuse("relative_attention_num_buckets", 32, "is not how many transformers looks up")
+    bias = T5Bias(32, 128, "both")
     attention = design(model=sizes.model, heads=sizes.heads, bias="qkvo", modifiers=(bias,))
     rows, skipped = config.size("max_position_embeddings", default=512, least=PADDING + 2), PADDING + 1
     positions = Positions("learned", rows - skipped, skipped=skipped)
