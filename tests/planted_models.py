@@ -126,7 +126,13 @@ bug(
     "hidden=each.hidden",
     f"{PUBLIC}[deepseek-v2-lite]",
 )
-bug("family-bart-positions-without-the-two", "families/bart.py", "skipped=2", "skipped=0", f"{PUBLIC}[bart-base]")
+bug(
+    "family-bart-positions-without-the-two",
+    "families/bart.py",
+    "BART = Kin(skipped=2",
+    "BART = Kin(skipped=0",
+    f"{PUBLIC}[bart-base]",
+)
 bug(
     "family-gpt2-depth-from-zero",
     "families/gpt2.py",

@@ -101,7 +101,12 @@ EVERY = (
             ),
         ),
     ),
-    decoder(block(), beyond=(Beyond("bends", (("decoder.0.feed.bend", 3),)),)),
+    Model(
+        "one layer",
+        "decoder",
+        (stack(block(), block(), embedding=Embedding(11), weights_of="first"),),
+        beyond=(Beyond("bends", (("decoder.0.feed.bend", 3),)),),
+    ),
 )
 
 
@@ -333,7 +338,7 @@ def check_refused(does: str, words: str, **named: object) -> None:
 
 
 PIECES = """
-Norm("batch") -> kind='batch' .. use one of layer, offset, rms, unbiased
+Norm("batch") -> kind='batch' .. use one of bare, layer, offset, rms, unbiased
 Norm(eps=0.0) -> eps=0.0 .. not positive
 Norm(eps=float("nan")) -> eps=nan .. finite
 Dense(0) -> hidden=0 .. hidden=1 or more
@@ -402,7 +407,7 @@ families.read({}) -> neither model_type nor architectures .. add model_type
 families.read({"model_type": "lama"}) -> 'lama' is not known .. did you mean 'llama'
 families.read({"model_type": 7}) -> '7' is not known
 families.read({"model_type": "x", "auto_map": {"AutoConfig": "x.X"}}) -> 'x' is not known .. auto_map .. not followed
-families.read({"architectures": ["FalconForCausalLM"]}) -> 'FalconForCausalLM' is not known
+families.read({"architectures": ["FalkonForCausalLM"]}) -> 'FalkonForCausalLM' is not known
 families.read({"architectures": "LlamaModel"}) -> architectures = 'LlamaModel' is no list
 config("llama", architectures=["GPT2Model"]) -> 'GPT2Model' .. 'llama' .. a class Llama
 config("llama", architectures=["LlamaForCausalLn"]) -> 'ForCausalLn' .. did you mean 'ForCausalLM'
@@ -425,7 +430,7 @@ config("llama", rms_norm_eps=0) -> rms_norm_eps = 0 .. positive
 config("llama", rms_norm_eps="1e-5") -> rms_norm_eps = '1e-5' .. positive
 config("llama", rope_theta=-1) -> rope_theta = -1
 config("llama", rope_scaling=8) -> rope_scaling = 8 is no table
-config("llama", rope_scaling={"rope_type": "longrope"}) -> rope_scaling: rope_type = 'longrope' .. use one of
+config("llama", rope_scaling={"rope_type": "longer"}) -> rope_scaling: rope_type = 'longer' .. did you mean
 config("llama", rope_scaling={"type": "linear", "factor": "2"}) -> factor = '2' .. positive
 config("llama", rope_parameters={"full_attention": {}}) -> angles of its own .. one table
 config("llama", id2label=["a"], architectures=["LlamaForSequenceClassification"]) -> id2label = ['a'] is no table

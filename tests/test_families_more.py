@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,10 +11,27 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from foreign import BART, BERT, DIM, FALCON, GPT, HEADS, LLAMA, LOCAL, PICTURES, WHISPER, WIDE, WORDS, ZOO, transformers
+from foreign import (
+    BART,
+    BERT,
+    FALCON,
+    FALLBACK,
+    GPT,
+    HEADS,
+    LLAMA,
+    LOCAL,
+    PICTURES,
+    WHISPER,
+    WIDE,
+    WORDS,
+    ZOO,
+    transformers,
+)
 from headwise import families
+from headwise.counting.pricing import price
 from headwise.hub.finding import found
 from headwise.hub.watching import Seen, watching
+from test_kept_models import measured, profile
 
 FLAT = {key: value for key, value in LLAMA.items() if key != "head_dim"}
 ALIKE = FLAT | {"num_key_value_heads": HEADS}
@@ -231,7 +247,7 @@ def watched(model: nn.Module):
         hook.remove()
 
 
-EXPERTS = dict.fromkeys(("mixtral", "qwen2-moe", "qwen3-moe", "olmoe"), {"experts_implementation": "eager"})
+EXPERTS = {name: {"experts_implementation": "eager"} for name in ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe")}
 SIDES = {
     "q": ("q_proj", "query", "q_lin", "query_proj", "q"),
     "k": ("k_proj", "key", "k_lin", "key_proj", "k"),
@@ -311,7 +327,7 @@ def test_attention_says_what_theirs_says(name: str):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
-# --- who reads whom ----------------------------------------------------------------------------------------------------
+# --- who reads whom ------------------------------------------------------------------------------------
 
 
 def allowed(pattern: hw.Pattern, queries: int, keys: int) -> Tensor:
@@ -334,11 +350,133 @@ def test_the_mask_is_theirs(name: str):
         window = getattr(one.module, "sliding_window", None)
         kept = re.search(r"window\((\d+)\)", spec.pattern.text)
         if isinstance(window, int) and window:
-            assert kept and int(kept[1]) == window
-        elif type(one.module).__name__ != "MixtralAttention" and "sliding_window" in vars(one.module):
+            assert kept is not None
+            assert int(kept[1]) == window
+        elif "sliding_window" in vars(one.module):
             assert kept is None
         for seen in one.seen:
             queries, keys = seen.q_BTHK.shape[1], seen.k_BSGK.shape[1]
             told = torch.ones(queries, keys, dtype=torch.bool) if seen.mask is None else seen.mask[0, 0, :, :keys]
             told = told if told.dtype == torch.bool else told > -1e9
             assert torch.equal(told.expand(queries, keys), allowed(spec.pattern, queries, keys)), site
+
+
+# --- sites ---------------------------------------------------------------------------------------------
+
+# Why a layer of theirs has no spec.
+REASONS = {
+    "deberta-relative": "distances of keys",
+    "longformer": "global tokens are chosen in every call",
+    "olmo-clipped": "clip_qkv bounds",
+    "phi-normed": "qk_layernorm takes the mean",
+    "phi3-long": "divides every angle by a factor of its own",
+    "cohere-normed": "use_qk_norm takes the mean",
+    "falcon-alibi": "before scores are scaled",
+    "mpt-six": "slopes other than Alibi's",
+}
+
+
+@pytest.mark.parametrize("name", ZOO | FALLBACK)
+def test_every_site_of_the_zoo_is_said_or_has_its_reason(name: str):
+    those = hw.sites((ZOO | FALLBACK)[name].build())
+    reasons = {site.unsaid for site in those if site.spec is None}
+    assert those
+    if name == "longformer":
+        assert len(reasons) == 1
+        assert REASONS[name] in reasons.pop()
+    else:
+        assert reasons == set()
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_what_no_spec_says_has_its_reason(name: str):
+    described = read(KINDS[name])
+    assert described.unsaid()
+    assert all(REASONS[name] in why for why in described.unsaid().values())
+    assert all(site.spec is None and REASONS[name] in site.unsaid for site in hw.sites(KINDS[name].build()))
+    with pytest.raises(hw.SpecError, match=r"cannot be built: .*; "):
+        hw.build(described)
+
+
+def test_the_stack_of_a_site_is_that_of_its_description():
+    """No word in a path of BLOOM says which stack it is, nor does a module say that it is causal."""
+    assert [site.name for site in hw.sites(KINDS["bloom"].build())] == ["decoder.0.attention", "decoder.1.attention"]
+
+
+def test_towers_are_read_from_configs_inside():
+    text, vision = BERT | {"eos_token_id": 2, "num_hidden_layers": 3}, VIT | {"num_attention_heads": 2}
+    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))
+    heads = {(site.path.partition("_model")[0], site.pattern): site.spec.heads.q for site in hw.sites(model)}
+    assert heads == {("text", "causal()"): HEADS, ("vision", "full()"): 2}
+    config = transformers.Gemma3Config(text_config=LLAMA | G3, vision_config=VIT, mm_tokens_per_image=4)
+    with torch.device("meta"):
+        both = transformers.Gemma3ForConditionalGeneration(config)
+    specs = [site.spec for site in hw.sites(both) if site.spec is not None]
+    assert [spec.pattern.text for spec in specs] == ["full()"] * 2 + ["window(5)", "causal()"]
+    assert families.read(config.to_dict()).specs() is not None
+    assert any("vision_config" in note for note in families.read(config.to_dict()).notes)
+
+
+def test_a_config_that_no_class_fits_still_says_its_layers():
+    """What stands on the layers does not matter to a site."""
+    model = KINDS["olmo2"].build()
+    model.config.architectures = ["Olmo2ForSomethingElse"]
+    assert all(site.spec is not None for site in hw.sites(model))
+
+
+# --- what is new in the words ----------------------------------------------------------------------------------------
+
+PLACED = ("olmo", "olmo2", "gpt-neox", "granite", "stablelm-parallel", "gemma3", "bloom", "marian", "clip-vision-projected")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PLACED)
+def test_they_keep_what_formulas_say(name: str, dtype: torch.dtype):
+    """New placements and norms, for the way back."""
+    model = read(KINDS[name])
+    load = hw.Load(2, 11, "fp32" if dtype == torch.float32 else "bf16", "cpu")
+    way = hw.Way(profile(model), source=13 if len(model.stacks) > 1 else None)
+    assert hw.kept_by(model, load, way).total == measured(model, dtype, way)
+
+
+def test_what_is_beyond_words_is_counted_said_and_not_built():
+    described = read(KINDS["whisper"])
+    (sound,) = described.beyond
+    assert sum(w.numel for w in sound.weights()) == 32 * 16 * 3 + 32 + 32 * 32 * 3 + 32
+    assert any("two convolutions" in note for note in price(described, hw.Load(1, 5)).notes)
+    assert "two convolutions" in str(hw.blueprint.Table(described))
+    for name, words in {"whisper": "two convolutions", "albert": "weights of the first", "dinov2": "channel"}.items():
+        with pytest.raises(hw.SpecError, match=f"cannot be built: .*{words}.*; "):
+            hw.build(read(KINDS[name]))
+    with pytest.raises(hw.SpecError, match="write its stack, its place and its name"):
+        hw.blueprint.Beyond("bends", (("decoder", 3),))
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "gpt_neo": ({"attention_types": 3}, "is no list of patterns with counts"),
+    "gptj": ({"rotary_dim": 5}, "5 of 256 channels are asked; use an even number"),
+    "falcon": ({"num_kv_heads": 3, "new_decoder_architecture": True}, "do not share num_kv_heads = 3 evenly"),
+    "longformer": ({"attention_window": 5}, "is no even number for each of 12 layers"),
+    "smollm3": ({"no_rope_layers": [1]}, "does not say 0 or 1 of 36 layers"),
+    "gemma3_text": ({"rope_parameters": {"rope_theta": 3.0}}, "no table of one type of layers"),
+    "mpnet": ({"relative_attention_num_buckets": 8}, "is not how many transformers looks up"),
+    "opt": ({"word_embed_proj_dim": 5}, "a table of tokens of another width is not described"),
+    "roberta": ({"max_position_embeddings": 2}, "leaves none behind pad_token_id"),
+    "marian": ({"decoder_vocab_size": 5}, "of a table that both share"),
+    "whisper": ({"tie_word_embeddings": False}, "gives the head a table of its own"),
+    "qwen3_moe": ({"mlp_only_layers": "all"}, "is no list of layers"),
+    "albert": ({"num_hidden_groups": 2}, "makes several layers that take turns"),
+    "clip_vision_model": ({"patch_size": 300}, "is larger than image_size"),
+    "gemma": ({"use_bidirectional_attention": True}, "reads ahead"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_config_that_says_something_else_is_refused_in_one_line(name: str):
+    said, words = BAD[name]
+    with pytest.raises(hw.SpecError) as caught:
+        families.read({"model_type": name} | said)
+    told = str(caught.value)
+    assert words in told
+    assert "\n" not in told
+    assert "; " in told

@@ -35,7 +35,9 @@ class Beyond(Described):
         check_sizes("Beyond", self.more)
         for name, _ in self.more:
             if name.count(".") < 2 or not ROLES & set(name.split(".")):
-                raise SpecError(f"Beyond names {name!r}; write its stack, its place and its name: 'encoder.0.feed.gate'")
+                raise SpecError(
+                    f"Beyond names {name!r}; write its stack, its place and its name: 'encoder.0.feed.gate'"
+                )
 
     def weights(self) -> Iterator[Weight]:
         """What it learns, each tensor as one row of numbers."""

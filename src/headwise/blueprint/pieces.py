@@ -74,8 +74,8 @@ class Described(Spoken):
 
 @dataclass(frozen=True, repr=False)
 class Norm(Described):
-    """kind="layer": (x - mean) / std times a weight plus a bias; "unbiased": without the bias; "bare": with neither (OLMo,
-    2402.00838); "rms": x / rms times a weight; "offset": the same with a weight that is stored less one, as Gemma's.
+    """kind="layer": (x - mean) / std times a weight plus a bias; "unbiased": without the bias; "bare": with neither, as
+    OLMo (2402.00838); "rms": x / rms times a weight; "offset": the same with a weight stored less one, as Gemma's.
 
     >>> [w.name for w in Norm().weights(7)], [w.name for w in Norm("rms").weights(7)]
     (['weight', 'bias'], ['weight'])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..blueprint import Embedding, Model, Positions, Transform
+from ..blueprint import Model, Transform
 from ..presets import design
 from . import reading
 from .config import Config
@@ -23,11 +23,10 @@ def albert(config: Config, task: str) -> Model:
     narrow = config.size("embedding_size", default=128)
     attention = design(model=sizes.model, heads=sizes.heads, bias="qkvo")
     length, types = config.size("max_position_embeddings", default=512), config.size("type_vocab_size", default=2)
-    table, beyond = None, (narrower(narrow, sizes.model, length + types + sizes.tokens),)
     if narrow == sizes.model:
         config.wrong(f"embedding_size = {narrow} is hidden_size", "give a narrower one: the map between is learned too")
-    table = table and Embedding(sizes.tokens, positions=Positions("learned", length), types=types)
-    body = replace(reading.stack(sizes, [attention] * sizes.layers, table), weights_of="first")
+    beyond = (narrower(narrow, sizes.model, length + types + sizes.tokens),)
+    body = replace(reading.stack(sizes, [attention] * sizes.layers, None), weights_of="first")
     owner = tied(config, "encoder", True)
     if task == "ForMaskedLM":
         beyond += (outside(narrow, sizes.tokens, owner),)

@@ -18,10 +18,25 @@ class Tower(NamedTuple):
     norm: Norm
 
 
+class Usual(NamedTuple):
+    """What a config takes that does not say its own."""
+
+    model: int
+    heads: int
+    hidden: int
+    act: str
+    eps: float
+
+
+WORDS = Usual(512, 8, 2048, "quick_gelu", 1e-5)
+PICTURES = Usual(768, 12, 3072, "quick_gelu", 1e-5)
+SIGLIP = Usual(768, 12, 3072, "gelu_pytorch_tanh", 1e-6)
+
+
 @family("clip_text_model", "CLIPText", usual="Model")
 def clip_text(config: Config, task: str) -> Model:
     """A causal one; what is compared with pictures is read off the token that ends a text."""
-    tower = _tower(config, 512, 8, "causal()", 2048, "quick_gelu", 1e-5)
+    tower = _tower(config, WORDS, "causal()")
     positions = Positions("learned", config.size("max_position_embeddings", default=77))
     table = Embedding(config.size("vocab_size", default=49408), positions=positions)
     stack = Stack.of("encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm)
@@ -31,7 +46,7 @@ def clip_text(config: Config, task: str) -> Model:
 @family("clip_vision_model", "CLIPVision", usual="Model")
 def clip_vision(config: Config, task: str) -> Model:
     """Patches without a bias behind one vector of its own, and a norm before the first layer."""
-    tower = _tower(config, 768, 12, "full()", 3072, "quick_gelu", 1e-5)
+    tower = _tower(config, PICTURES, "full()")
     table = _patched(config, 224, 32, first=1, norm=tower.norm)
     stack = Stack.of("encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm)
     config.note("the last norm is of the first vector alone in transformers; here it is of all")
@@ -43,7 +58,7 @@ def clip_vision(config: Config, task: str) -> Model:
 @family("siglip_text_model", "SiglipText", usual="Model")
 def siglip_text(config: Config, task: str) -> Model:
     """One that reads ahead too; its last token is what is compared with pictures."""
-    tower = _tower(config, 768, 12, "full()", 3072, "gelu_pytorch_tanh", 1e-6)
+    tower = _tower(config, SIGLIP, "full()")
     positions = Positions("learned", config.size("max_position_embeddings", default=64))
     table = Embedding(config.size("vocab_size", default=32000), positions=positions)
     stack = Stack.of("encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm)
@@ -55,7 +70,7 @@ def siglip_text(config: Config, task: str) -> Model:
 @family("siglip_vision_model", "SiglipVision", usual="Model")
 def siglip_vision(config: Config, task: str) -> Model:
     """What is compared with words is what one learned query reads of all patches."""
-    tower = _tower(config, 768, 12, "full()", 3072, "gelu_pytorch_tanh", 1e-6)
+    tower = _tower(config, SIGLIP, "full()")
     table = _patched(config, 224, 16, first=0)
     stack = Stack.of("encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm)
     d, hidden, beyond = tower.model, config.size("intermediate_size", default=3072), tuple[Beyond, ...]()
@@ -66,12 +81,13 @@ def siglip_vision(config: Config, task: str) -> Model:
     return Model(config.name, "vision", (stack,), choose(config, task, {"Model": []}), tuple(config.notes), beyond)
 
 
-def _tower(config: Config, model: int, heads: int, pattern: str, hidden: int, act: str, eps: float) -> Tower:
-    wide = config.size("hidden_size", default=model)
-    asked = config.heads("num_attention_heads", default=heads)
+def _tower(config: Config, usual: Usual, pattern: str) -> Tower:
+    wide = config.size("hidden_size", default=usual.model)
+    asked = config.heads("num_attention_heads", default=usual.heads)
     config.dim(wide, asked)
-    norm = Norm("layer", config.number("layer_norm_eps", default=eps))
-    feed = Dense(config.size("intermediate_size", default=hidden), config.activation("hidden_act", act), bias="ud")
+    norm = Norm("layer", config.number("layer_norm_eps", default=usual.eps))
+    hidden = config.size("intermediate_size", default=usual.hidden)
+    feed = Dense(hidden, config.activation("hidden_act", usual.act), bias="ud")
     spec = design(model=wide, heads=asked, pattern=pattern, bias="qkvo")
     return Tower(wide, [Block(spec, feed=feed, norm=norm)] * config.layers("num_hidden_layers", default=12), norm)
 

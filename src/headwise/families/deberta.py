@@ -41,7 +41,9 @@ def _attention(config: Config, sizes: reading.Encoder) -> Attention:
     if not config.flag("relative_attention", False):
         return spec
     sides = {"c2p": "pos_key", "p2c": "pos_query"}
-    asked = [] if config.flag("share_att_key", False) else [name for kind, name in sides.items() if kind in _kinds(config)]
+    asked = (
+        [] if config.flag("share_att_key", False) else [name for kind, name in sides.items() if kind in _kinds(config)]
+    )
     more = [(f"{name}.weight", sizes.model**2) for name in asked] + [(f"{name}.bias", sizes.model) for name in asked]
     return Nearly(spec, WHY, tuple(more))
 
@@ -58,7 +60,9 @@ def _beyond(config: Config, sizes: reading.Encoder, length: int) -> tuple[Beyond
     if config.flag("relative_attention", False):
         reach = config.said.get("max_relative_positions", -1)
         buckets = config.said.get("position_buckets", -1)
-        rows = 2 * (buckets if type(buckets) is int and buckets > 0 else reach if type(reach) is int and reach > 0 else length)
+        rows = 2 * (
+            buckets if type(buckets) is int and buckets > 0 else reach if type(reach) is int and reach > 0 else length
+        )
         normed = (("encoder.embedding.distances_norm", 2 * sizes.model),)
         has = "layer_norm" in str(config.said.get("norm_rel_ebd", "none")).lower()
         table = (("encoder.embedding.distances", rows * sizes.model), *(normed if has else ()))

@@ -31,7 +31,9 @@ def dinov2(config: Config, task: str) -> Model:
     if config.flag("use_swiglu_ffn", False):
         feed = Dense((int(hidden * 2 / 3) + 7) // 8 * 8, "silu", "gated", "ugd")
     stack = _stack(config, model, norm, feed, _patches(config, 14), first=1)
-    scales = tuple((f"encoder.{n}.{name}.scale", model) for n in range(len(stack.layers)) for name in ("attention", "feed"))
+    scales = tuple(
+        (f"encoder.{n}.{name}.scale", model) for n in range(len(stack.layers)) for name in ("attention", "feed")
+    )
     mask = (("encoder.embedding.mask", model),) if config.flag("use_mask_token", True) else ()
     beyond = (Beyond("what every sublayer adds is scaled channel by channel, which no word says", (*scales, *mask)),)
     return Model("dinov2", "vision", (stack,), choose(config, task, {"Model": []}), tuple(config.notes), beyond)

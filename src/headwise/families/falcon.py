@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..blueprint import Dense, Model, Norm
-from ..blueprint import Nearly
+from ..blueprint import Dense, Model, Nearly, Norm
 from ..presets import design
 from . import trunk
 from .attention import Rope

@@ -17,9 +17,7 @@ def granite(config: Config, task: str) -> Model:
     rope = Rope(config, trunk.length(config, 2048))
     scores = scaled(config.number("attention_multiplier", default=1.0), sizes.dim**-0.5)
     bias = "qkvo" if config.flag("attention_bias", False) else ""
-    spec = design(
-        **sizes.words, pattern="causal()", bias=bias, similarity=scores, modifiers=(rope.rotary(sizes.dim),)
-    )
+    spec = design(**sizes.words, pattern="causal()", bias=bias, similarity=scores, modifiers=(rope.rotary(sizes.dim),))
     wide = "ugd" if config.flag("mlp_bias", False) else ""
     act = config.activation("hidden_act", "silu")
     feed = Dense(config.size("intermediate_size", default=11008), act, "gated", wide)

@@ -61,9 +61,7 @@ def qwen3_moe(config: Config, task: str) -> Model:
     feeds = _feeds(config, Dense(config.size("intermediate_size", default=6144), act, "gated"), experts)
     norms = (QKNorm(eps=config.number("rms_norm_eps", default=1e-6)),)
     patterns = ["causal()" if window is None else f"window({window})"] * len(feeds)
-    return _whole(
-        config, task, _attentions(sizes, rope, patterns, bias=biases(config), modifiers=norms), feeds, 151936
-    )
+    return _whole(config, task, _attentions(sizes, rope, patterns, bias=biases(config), modifiers=norms), feeds, 151936)
 
 
 def _attentions(sizes: trunk.Sizes, rope: Rope, patterns: list[str], **said: Any) -> list[trunk.Attention]:

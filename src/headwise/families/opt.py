@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..blueprint import Beyond, Dense, Model, Norm, Positions
+from ..blueprint import Dense, Model, Norm, Positions
 from ..presets import design
 from . import trunk
 from .config import Config
@@ -27,6 +27,7 @@ def opt(config: Config, task: str) -> Model:
     if narrow != sizes.model:
         config.wrong(
             f"word_embed_proj_dim = {narrow} is not hidden_size = {sizes.model}, and a table of tokens of another "
-            "width is not described", "read its layers as a model without a table"
+            "width is not described",
+            "read its layers as a model without a table",
         )
     return trunk.decoder(config, task, blocks, last, trunk.Ends(tokens, True, positions=positions))

@@ -46,8 +46,9 @@ def encoder(config: Config, model: int = 768, heads: int = 12, tokens: int = 305
 
 def behind_padding(config: Config, length: int = 512, pad: int = 1) -> Positions:
     """Learned positions of which the first stands behind the row of padding, as fairseq numbers them."""
-    rows, skipped = config.size("max_position_embeddings", default=length), 1 + config.size(
-        "pad_token_id", default=pad, least=0
+    rows, skipped = (
+        config.size("max_position_embeddings", default=length),
+        1 + config.size("pad_token_id", default=pad, least=0),
     )
     if rows <= skipped:
         config.wrong(f"max_position_embeddings = {rows} leaves none behind pad_token_id", f"give more than {skipped}")

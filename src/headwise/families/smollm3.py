@@ -23,9 +23,7 @@ def smollm3(config: Config, task: str) -> Model:
 
     def attention(kind: tuple[str, int]) -> trunk.Attention:
         pattern = f"window({window})" if window and kind[0] == SLIDING else "causal()"
-        spec = design(
-            **sizes.words, pattern=pattern, bias=bias, modifiers=(rope.rotary(sizes.dim),) if kind[1] else ()
-        )
+        spec = design(**sizes.words, pattern=pattern, bias=bias, modifiers=(rope.rotary(sizes.dim),) if kind[1] else ())
         return rope.said(spec) if kind[1] else spec
 
     act = config.activation("hidden_act", "silu")

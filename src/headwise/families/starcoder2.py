@@ -18,9 +18,7 @@ def starcoder2(config: Config, task: str) -> Model:
     window = config.maybe("sliding_window")
     pattern = "causal()" if window is None else f"window({window})"
     biased = config.flag("use_bias", True)
-    spec = design(
-        **sizes.words, pattern=pattern, bias="qkvo" if biased else "", modifiers=(rope.rotary(sizes.dim),)
-    )
+    spec = design(**sizes.words, pattern=pattern, bias="qkvo" if biased else "", modifiers=(rope.rotary(sizes.dim),))
     act = config.activation("hidden_act", "gelu_pytorch_tanh")
     feed = Dense(config.size("intermediate_size", default=12288), act, bias="ud" if biased else "")
     norm = Norm("layer", config.number("norm_epsilon", default=1e-5))

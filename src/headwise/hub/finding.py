@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from ..site import Ability, Site, Sites
+from ..site import Ability, Sites
 from .describing import Said
 from .routes.base import Found
 from .routes.interface import Interface

@@ -113,7 +113,8 @@ class Layer(nn.Module):
     def _run(self, name: str, z: Tensor, call: Call) -> Tensor:
         """One sublayer, scaled, with dropout behind it."""
         y = self.feed(z) if name == "feed" else self._attended(name, z, call)
-        return dropped(y if self.scale == 1 else y * self.scale, self.dropout, self.training)
+        y = y if self.scale == 1 else y * self.scale
+        return dropped(y, self.dropout, self.training)
 
     def _attended(self, name: str, z: Tensor, call: Call) -> Tensor:
         attention = cast(Attention, self._modules[name])

@@ -69,8 +69,8 @@ class QKNorm(Turn):
         if self.kind == "l2":
             unit = F.normalize(x_BTHK, dim=-1, eps=self.eps)
             return unit * p["temperature"][:, None] if side == "q" else unit
-        weight = p[side] + 1 if self.kind == "offset" else p[side]
-        scale = weight.to(x_BTHK.dtype)  # under autocast only x is coarse
+        scale = p[side].to(x_BTHK.dtype)  # under autocast only x is coarse
+        scale = scale + 1 if self.kind == "offset" else scale
         if self.scope == "full":
             flat = x_BTHK.flatten(-2)
             return F.rms_norm(flat, flat.shape[-1:], scale, self.eps).view_as(x_BTHK)

@@ -1,4 +1,4 @@
-"""StableLM, Cohere and StarCoder 2: Llama's names, norms with biases, one norm for both sublayers, plain feed-forwards."""
+"""StableLM and Cohere: Llama's names, norms that may have biases, and may be one for both sublayers."""
 
 from __future__ import annotations
 
