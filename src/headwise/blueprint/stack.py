@@ -20,8 +20,11 @@ Item = TypeVar("Item")
 
 USUAL = Norm()
 # The norms of each sublayer by where they stand; a parallel block has one for all.
-NORMS = {"pre": ["norm"], "post": ["norm"], "after": ["norm"], "sandwich": ["norm", "norm_after"]}
-NORMS |= {"abreast": ["norm"], "parallel": []}
+NORMS = {
+    **dict.fromkeys(("pre", "post", "after", "abreast"), ("norm",)),
+    "sandwich": ("norm", "norm_after"),
+    "parallel": (),
+}
 
 
 @dataclass(frozen=True, repr=False)

@@ -90,6 +90,13 @@ class Config:
                 self.wrong(f"{name} names {word!r}", nearest(str(word), known))
         return told
 
+    def items(self, name: str) -> list[Any] | None:
+        """A list of anything, or None where the key is null or missing."""
+        value = self.said.get(name)
+        if value is not None and not isinstance(value, (list, tuple)):
+            self.wrong(f"{name} = {value!r} is no list", "write it as one, or leave it out")
+        return None if value is None else [*cast("Sequence[Any]", value)]
+
     def table(self, *names: str) -> Config | None:
         """A table inside, or None where the key is null or missing."""
         name, value = self.get(names, None)

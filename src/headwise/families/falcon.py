@@ -17,23 +17,12 @@ def falcon(config: Config, task: str) -> Model:
     heads = config.heads("num_attention_heads", default=71)
     newer, parallel = config.flag("new_decoder_architecture", False), config.flag("parallel_attn", True)
     biased = config.flag("bias", False)
-    spec = design(
-        model=model,
-        heads=heads,
-        kv=_groups(config, heads),
-        dim=config.dim(model, heads),
-        pattern="causal()",
-        bias="qkvo" if biased else "",
-    )
+    said = trunk.Sizes(model, heads, _groups(config, heads), config.dim(model, heads)).words
+    said |= {"pattern": "causal()", "bias": "qkvo" if biased else ""}
     rope = Rope(config, trunk.length(config, 2048))
-    turned = design(
-        **trunk.Sizes(model, heads, spec.heads.kv, spec.heads.dim).words,
-        pattern="causal()",
-        bias="qkvo" if biased else "",
-        modifiers=(rope.rotary(spec.heads.dim),),
-    )
-    why = "alibi adds the slopes before scores are scaled, rounded to 16 bits, which Alibi does not"
-    attention = Nearly(spec, why) if config.flag("alibi", False) else rope.said(turned)
+    attention = rope.said(design(**said, modifiers=(rope.rotary(said["dim"]),)))
+    if config.flag("alibi", False):
+        attention = Nearly(design(**said), "alibi adds 16-bit slopes before scores are scaled, which Alibi does not")
 
     act = config.activation("activation", "gelu")
     feed = Dense(config.maybe("ffn_hidden_size") or 4 * model, act, bias="ud" if biased else "")

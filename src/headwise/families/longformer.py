@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..blueprint import Embedding, Head, Model, Nearly, Transform
 from ..presets import design
 from . import reading
@@ -34,8 +32,8 @@ def longformer(config: Config, task: str) -> Model:
 
 def _windows(config: Config, layers: int) -> list[int]:
     """How many neighbours each layer reads on both sides together."""
-    told: Any = config.said.get("attention_window", 512)
-    each: list[Any] = list(told) if isinstance(told, (list, tuple)) else [told] * layers
+    told = config.said.get("attention_window", 512)
+    each = (config.items("attention_window") or []) if isinstance(told, (list, tuple)) else [told] * layers
     if len(each) != layers or any(type(one) is not int or one < 2 or one % 2 for one in each):
         config.wrong(f"attention_window = {told!r} is no even number for each of {layers} layers", "give 512, say")
     return each

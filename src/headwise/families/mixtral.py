@@ -72,9 +72,7 @@ def _attentions(sizes: trunk.Sizes, rope: Rope, patterns: list[str], **said: Any
 def _feeds(config: Config, dense: Dense, experts: Experts) -> list[Dense | Experts]:
     """Of each layer: experts in every so-manieth, but for those that are named."""
     step = config.size("decoder_sparse_step", default=1)
-    named: Any = config.said.get("mlp_only_layers") or []
-    if not isinstance(named, (list, tuple)) or any(type(n) is not int for n in named):
-        config.wrong(f"mlp_only_layers = {named!r} is no list of layers", "list their numbers, counted from 0")
+    named = config.items("mlp_only_layers") or []
     layers = trunk.depth(config, 24)
     return [dense if n in named or (n + 1) % step else experts for n in range(layers)]
 

@@ -18,9 +18,8 @@ def mpt(config: Config, task: str) -> Model:
     heads = config.heads("n_heads", "num_attention_heads", default=16)
     dim = config.dim(model, heads)
     told = config.table("attn_config") or Config({}, config.where)
-    scale = scaled(told.number("softmax_scale", default=1.0), dim**-0.5) if told.said.get("softmax_scale") else None
-    word = {} if scale is None else {"similarity": scale}
-    spec = design(model=model, heads=heads, pattern="causal()", modifiers=(Alibi(),), **word)
+    scale = scaled(told.maybe_number("softmax_scale") or dim**-0.5, dim**-0.5)
+    spec = design(model=model, heads=heads, pattern="causal()", similarity=scale, modifiers=(Alibi(),))
     steepest, clip = told.size("alibi_bias_max", default=8), told.maybe_number("clip_qkv")
     attention: trunk.Attention = spec
     if heads & (heads - 1) or steepest != 8:

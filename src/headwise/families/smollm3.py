@@ -37,9 +37,9 @@ def smollm3(config: Config, task: str) -> Model:
 def _turned(config: Config, layers: int) -> list[int]:
     """Of each layer, 1 if it turns queries and keys."""
     every = config.size("no_rope_layer_interval", default=4)
-    told = config.said.get("no_rope_layers")
+    told = config.items("no_rope_layers")
     if told is None:
         return [int((layer + 1) % every != 0) for layer in range(layers)]
-    if not isinstance(told, (list, tuple)) or len(told) != layers or set(told) - {0, 1}:
+    if len(told) != layers or any(turn not in (0, 1) for turn in told):
         config.wrong(f"no_rope_layers = {told!r} does not say 0 or 1 of {layers} layers", "list one for each")
-    return list(told)
+    return told

@@ -23,7 +23,7 @@ class Sizes(NamedTuple):
     dim: int
 
     @property
-    def words(self) -> dict[str, int]:
+    def words(self) -> dict[str, Any]:
         """As `design` is told."""
         return self._asdict()
 

@@ -35,7 +35,7 @@ class Tower(NamedTuple):
 
     def name(self, site: Site) -> str:
         """By what name a site stands in the description: its own, or that of the only stack where paths name none."""
-        if site.name in self.specs or len(self.stacks) > 1:
+        if site.name in self.specs or len(self.stacks) != 1:
             return site.name
         parts = site.path.split(".")
         told = {stack for stack in STACKS for part in parts if stack in part}
@@ -55,7 +55,7 @@ class Said(NamedTuple):
         """Read from `model.config`, if it has one."""
         as_dict = getattr(getattr(model, "config", None), "to_dict", None)
         if as_dict is None:
-            return Said((), "it keeps no config that could be read")
+            return Said(tuple[Tower, ...](), "it keeps no config that could be read")
         told: dict[str, Any] = as_dict()
         inner = tuple(_inner(told))
         try:
