@@ -481,3 +481,29 @@ def test_a_config_that_says_something_else_is_refused_in_one_line(name: str):
     assert words in told
     assert "\n" not in told
     assert "; " in told
+
+
+def test_what_old_files_leave_out_is_the_usual():
+    """As the first files of each were written: without keys that came later, angles at the top."""
+    turns = {name: _turn({"model_type": name}) for name in ("gpt_neox", "phi", "stablelm", "glm", "gptj", "smollm3")}
+    dims = {name: (turn.dims, turn.base, turn.pairs) for name, turn in turns.items()}
+    assert dims == {
+        "gpt_neox": (24, 10_000.0, "half"),  # a quarter of 6144 / 64
+        "phi": (32, 10_000.0, "half"),
+        "stablelm": (20, 10_000.0, "half"),
+        "glm": (64, 10_000.0, "interleaved"),
+        "gptj": (64, 10_000.0, "interleaved"),
+        "smollm3": (None, 2_000_000.0, "half"),
+    }
+    old = {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 500}
+    assert (_turn(old).dims, _turn(old).base) == (48, 500.0)
+    old = {"model_type": "gemma3_text", "rope_theta": 700.0, "rope_local_base_freq": 30.0}
+    old |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    bent = {spec.pattern.text: _turn(old, depth) for depth, (_, spec) in enumerate(families.read(old).specs())}
+    assert (bent["window(4096)"].base, bent["window(4096)"].scaling) == (30.0, hw.Plain())
+    assert (bent["causal()"].base, bent["causal()"].scaling) == (700.0, hw.PI(8.0))
+
+
+def _turn(config: dict[str, Any], depth: int = 0) -> hw.Rotary:
+    spec = dict(families.read(config).specs())[f"decoder.{depth}.attention"]
+    return next(part for _, part in spec.parts() if isinstance(part, hw.Rotary))

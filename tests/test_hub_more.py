@@ -12,7 +12,6 @@ from headwise.hub.maps import MAPS
 from test_families_more import EXPERTS, KINDS, read
 
 READ = [name for name, kind in KINDS.items() if kind.made.model_type in MAPS and kind.said]
-READ.remove("marian-apart")  # whose tables lie elsewhere
 
 
 @pytest.mark.parametrize("name", READ)
