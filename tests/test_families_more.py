@@ -507,3 +507,26 @@ def test_what_old_files_leave_out_is_the_usual():
 def _turn(config: dict[str, Any], depth: int = 0) -> hw.Rotary:
     spec = dict(families.read(config).specs())[f"decoder.{depth}.attention"]
     return next(part for _, part in spec.parts() if isinstance(part, hw.Rotary))
+
+
+def _plainly(said: dict[str, Any]) -> dict[str, Any]:
+    told = hw.blueprint.to_dict(families.read(said))
+    told.pop("notes", None)
+    return told
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_keys_that_are_left_out_are_what_transformers_fills_in(name: str):
+    """Of small models: what transformers writes of one says the same as the few keys that it was made of."""
+    kind = KINDS[name]
+    few = kind.keys | {"model_type": kind.made.model_type}
+    assert _plainly(few) == _plainly(kind.made.to_dict() | {"architectures": None})
+
+
+@pytest.mark.parametrize("family", sorted(families.FAMILIES))
+def test_nothing_but_a_name_is_the_usual_model(family: str):
+    """Every size that is left out, against the defaults of transformers' own configs."""
+    usual = transformers.CONFIG_MAPPING[family]().to_dict() | {"architectures": None}
+    if family == "deepseek_v2":
+        usual["num_experts_per_tok"] = 6  # theirs is None, and their model fails until it is told
+    assert _plainly({"model_type": family}) == _plainly(usual)

@@ -12,12 +12,13 @@ from .electra import narrower, outside, told
 from .registry import family, tied
 
 
+USUAL = reading.Usual(4096, 64, 12, 30000, 16384, "gelu_new")
+
+
 @family("albert", "Albert", usual="ForMaskedLM")
 def albert(config: Config, task: str) -> Model:
     """Every depth has a state of its own and the weights of the first."""
-    sizes = reading.encoder(config, model=4096, heads=64, tokens=30000, hidden=16384)
-    act = config.activation("hidden_act", "gelu_new")
-    sizes = sizes._replace(feed=replace(sizes.feed, activation=act))
+    sizes = reading.encoder(config, USUAL)
     for name in ("num_hidden_groups", "inner_group_num"):
         config.refuse(name, 1, "makes several layers that take turns, which is not described")
     narrow = config.size("embedding_size", default=128)
@@ -30,5 +31,5 @@ def albert(config: Config, task: str) -> Model:
     owner = tied(config, "encoder", True)
     if task == "ForMaskedLM":
         beyond += (outside(narrow, sizes.tokens, owner),)
-    said = reading.Said(Transform(sizes.model), told(sizes, narrow, act, owner))
+    said = reading.Said(Transform(sizes.model), told(sizes, narrow, sizes.act, owner))
     return reading.whole(config, task, body, said, beyond)

@@ -11,12 +11,13 @@ from .trunk import Attention
 
 WHY = "scores add what queries make of distances and distances of keys, from one table for all layers"
 
+USUAL = reading.Usual(1536, 24, 24, 128100, 6144, eps=1e-7)
+
 
 @family("deberta-v2", "DebertaV2", usual="ForMaskedLM")
 def deberta(config: Config, task: str) -> Model:
     """Without relative_attention it is BERT."""
-    sizes = reading.encoder(config, model=1536, heads=24, tokens=128100, hidden=6144)
-    sizes = sizes._replace(norm=type(sizes.norm)("layer", config.number("layer_norm_eps", default=1e-7)))
+    sizes = reading.encoder(config, USUAL)
     config.refuse("embedding_size", sizes.model, "is a table of another width, which is not described")
     config.refuse("legacy", True, "has another head over tokens, which is not described")
     length = config.size("max_position_embeddings", default=512)

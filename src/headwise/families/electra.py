@@ -12,7 +12,7 @@ from .registry import choose, family, tied
 @family("electra", "Electra", usual="ForPreTraining")
 def electra(config: Config, task: str) -> Model:
     """Of every token whether it was replaced (2003.10555)."""
-    sizes = reading.encoder(config, model=256, heads=4, hidden=1024)
+    sizes = reading.encoder(config, reading.Usual(256, 4, hidden=1024))
     narrow = config.size("embedding_size", default=128)
     pattern = "causal()" if config.flag("is_decoder", False) else "full()"
     attention = design(model=sizes.model, heads=sizes.heads, pattern=pattern, bias="qkvo")

@@ -15,7 +15,7 @@ PADDING = 1  # the same for all of them, whatever their configs say
 @family("mpnet", "MPNet", usual="ForMaskedLM")
 def mpnet(config: Config, task: str) -> Model:
     """Positions begin behind the row of padding."""
-    sizes = reading.encoder(config, tokens=30527)
+    sizes = reading.encoder(config, reading.Usual(tokens=30527))
     config.refuse("relative_attention_num_buckets", 32, "is not how many transformers looks up")
     bias = T5Bias(32, 128, "both")
     attention = design(model=sizes.model, heads=sizes.heads, bias="qkvo", modifiers=(bias,))

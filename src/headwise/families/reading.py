@@ -27,21 +27,34 @@ class Encoder(NamedTuple):
         return self.feed.activation
 
 
-def encoder(config: Config, model: int = 768, heads: int = 12, tokens: int = 30522, hidden: int = 3072) -> Encoder:
-    """Those of a config, or the usual ones."""
-    wide = config.size("hidden_size", default=model)
-    asked = config.heads("num_attention_heads", default=heads)
-    config.dim(wide, asked)
+class Usual(NamedTuple):
+    """The sizes of a config that does not say its own: BERT's, unless said."""
+
+    model: int = 768
+    heads: int = 12
+    layers: int = 12
+    tokens: int = 30522
+    hidden: int = 3072
+    act: str = "gelu"
+    eps: float = 1e-12
+
+
+BERT = Usual()
+
+
+def encoder(config: Config, usual: Usual = BERT) -> Encoder:
+    """The sizes of a config, or the usual ones."""
+    wide = config.size("hidden_size", default=usual.model)
+    heads = config.heads("num_attention_heads", default=usual.heads)
+    config.dim(wide, heads)
     config.refuse("add_cross_attention", False, "reads a model that this file does not describe")
-    feed = Dense(config.size("intermediate_size", default=hidden), config.activation("hidden_act", "gelu"), bias="ud")
-    return Encoder(
-        wide,
-        asked,
-        config.layers("num_hidden_layers", default=12),
-        config.size("vocab_size", default=tokens),
-        Norm("layer", config.number("layer_norm_eps", default=1e-12)),
-        feed,
+    hidden = config.size("intermediate_size", default=usual.hidden)
+    feed = Dense(hidden, config.activation("hidden_act", usual.act), bias="ud")
+    layers, tokens = (
+        config.layers("num_hidden_layers", default=usual.layers),
+        config.size("vocab_size", default=usual.tokens),
     )
+    return Encoder(wide, heads, layers, tokens, Norm("layer", config.number("layer_norm_eps", default=usual.eps)), feed)
 
 
 def behind_padding(config: Config, length: int = 512, pad: int = 1) -> Positions:

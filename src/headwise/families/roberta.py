@@ -14,7 +14,7 @@ from .registry import family, tied
 @family("roberta", "Roberta", usual="ForMaskedLM")
 def roberta(config: Config, task: str) -> Model:
     """The exact gelu stands in the head over tokens, whatever layers apply."""
-    sizes = reading.encoder(config, tokens=50265 if config.name == "roberta" else 30522)
+    sizes = reading.encoder(config, reading.Usual(tokens=50265 if config.name == "roberta" else 30522))
     pattern = "causal()" if config.flag("is_decoder", False) else "full()"
     attention = design(model=sizes.model, heads=sizes.heads, pattern=pattern, bias="qkvo")
     types = config.size("type_vocab_size", default=2, least=0)
