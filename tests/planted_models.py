@@ -20,8 +20,8 @@ bug(
 bug(
     "blueprint-sandwich-of-one-slice",
     "blueprint/stack.py",
-    '"sandwich": ["norm", "norm_after"]',
-    '"sandwich": ["norm"]',
+    '"sandwich": ("norm", "norm_after")',
+    '"sandwich": ("norm",)',
     f"{BLUEPRINT}::test_norms_by_placement",
     f"{PUBLIC}[gemma-2-2b]",
 )

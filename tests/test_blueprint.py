@@ -104,7 +104,7 @@ EVERY = (
     Model(
         "one layer",
         "decoder",
-        (stack(block(), block(), embedding=Embedding(11), weights_of="first"),),
+        (stack(block(), embedding=Embedding(11), weights_of="first"),),
         beyond=(Beyond("bends", (("decoder.0.feed.bend", 3),)),),
     ),
 )
@@ -507,3 +507,11 @@ def test_biases_that_no_word_has_are_counted_and_said():
     shape = {name: size for name, size in model.shapes().items() if name.startswith("decoder.1.attention.project.")}
     assert shape["decoder.1.attention.project.q_down_bias"] == (1536,)
     assert shape["decoder.1.attention.project.kv_down_bias"] == (576,)
+
+
+def test_layers_that_read_the_first_hold_nothing_of_their_own():
+    each, first = (stack(block(), block(), weights_of=whose) for whose in ("each", "first"))
+    assert [w.name for w in first.weights()] == [w.name for w in each.weights() if not w.name.startswith("decoder.1.")]
+    assert len(first.layers) == 2
+    with pytest.raises(hw.SpecError, match="cannot be built: in decoder all layers read the weights of the first; "):
+        hw.build(Model("small", "decoder", (first,)))

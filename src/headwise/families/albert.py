@@ -11,7 +11,6 @@ from .config import Config
 from .electra import narrower, outside, told
 from .registry import family, tied
 
-
 USUAL = reading.Usual(4096, 64, 12, 30000, 16384, "gelu_new")
 
 
