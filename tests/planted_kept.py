@@ -104,7 +104,7 @@ bug(
 bug(
     "checkpoint-forgets-what-a-norm-behind-reads",
     "counting/checkpoints.py",
-    'described.placement in ("post", "sandwich")',
+    'described.placement in ("post", "after", "sandwich")',
     'described.placement == "post"',
     f"{COUNTER}::test_a_checkpointed_block_does_all_but_the_last_product_again[sandwich-0.0]",
 )

@@ -20,8 +20,8 @@ bug(
 bug(
     "blueprint-sandwich-of-one-slice",
     "blueprint/stack.py",
-    '"sandwich": ["norm", "norm_after"]',
-    '"sandwich": ["norm"]',
+    '"sandwich": ("norm", "norm_after")',
+    '"sandwich": ("norm",)',
     f"{BLUEPRINT}::test_norms_by_placement",
     f"{PUBLIC}[gemma-2-2b]",
 )
@@ -126,7 +126,13 @@ bug(
     "hidden=each.hidden",
     f"{PUBLIC}[deepseek-v2-lite]",
 )
-bug("family-bart-positions-without-the-two", "families/bart.py", "skipped=2", "skipped=0", f"{PUBLIC}[bart-base]")
+bug(
+    "family-bart-positions-without-the-two",
+    "families/bart.py",
+    "BART = Kin(skipped=2",
+    "BART = Kin(skipped=0",
+    f"{PUBLIC}[bart-base]",
+)
 bug(
     "family-gpt2-depth-from-zero",
     "families/gpt2.py",

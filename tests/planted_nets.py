@@ -12,8 +12,8 @@ ANCHORS = "anchors/test_models.py"
 bug(
     "models-post-norm-before-the-sum",
     "models/block.py",
-    'x = self._normed(f"{name}_norm", x + self._run(name, x, call))',
-    'x = x + self._normed(f"{name}_norm", self._run(name, x, call))',
+    'return self._normed(f"{name}_norm", x + self._run(name, x, call))',
+    'return x + self._normed(f"{name}_norm", self._run(name, x, call))',
     f"{ANCHORS}::test_layers_of_torch_agree[post]",
 )
 bug(

@@ -20,6 +20,7 @@ import headwise as hw
 from cases import EXAMPLES
 from headwise import blueprint, counting, families
 from headwise.blueprint import (
+    Beyond,
     Block,
     Dense,
     Embedding,
@@ -74,9 +75,11 @@ EVERY = (
                 block(feed=Experts(Dense(7, "silu", "gated", "ugd"), 5, 2, Dense(3), "sigmoid", "constant", 2.5)),
                 block(norm=Norm("rms", 1e-3), placement="sandwich"),
                 block(placement="parallel"),
+                block(norm=Norm("bare"), placement="after", scale=0.25),
+                block(placement="abreast"),
                 name="encoder",
                 embedding=Embedding(
-                    patches=Patches(2, 3, 4, 5, channels=1),
+                    patches=Patches(2, 3, 4, 5, channels=1, bias="none"),
                     first=1,
                     positions=Positions("learned", 7, skipped=2),
                     scale=0.5,
@@ -94,9 +97,15 @@ EVERY = (
             stack(
                 block(cross=spec(source=10), placement="post"),
                 Block(cross=spec(source=10), form="merged"),
-                embedding=Embedding(11, positions=Positions("sinusoidal"), table="encoder"),
+                embedding=Embedding(11, positions=Positions("sinusoidal", layout="halves"), table="encoder"),
             ),
         ),
+    ),
+    Model(
+        "one layer",
+        "decoder",
+        (stack(block(), embedding=Embedding(11), weights_of="first"),),
+        beyond=(Beyond("bends", (("decoder.0.feed.bend", 3),)),),
     ),
 )
 
@@ -113,7 +122,10 @@ def test_every_tensor_is_named_once_and_is_what_the_spec_builds():
             assert built.items() <= model.shapes().items()
 
 
-@pytest.mark.parametrize(("placement", "norms"), [("pre", 3), ("post", 3), ("sandwich", 6), ("parallel", 1)])
+@pytest.mark.parametrize(
+    ("placement", "norms"),
+    [("pre", 3), ("post", 3), ("after", 3), ("sandwich", 6), ("parallel", 1), ("abreast", 3)],
+)
 def test_norms_by_placement(placement: str, norms: int):
     whole = Block(FULL, spec(), Dense(7), placement=placement)
     assert len(whole.norms) == norms == sum(w.role == "norm" for w in replace(whole, norm=Norm("rms")).weights(10))
@@ -326,7 +338,7 @@ def check_refused(does: str, words: str, **named: object) -> None:
 
 
 PIECES = """
-Norm("batch") -> kind='batch' .. use one of layer, offset, rms, unbiased
+Norm("batch") -> kind='batch' .. use one of bare, layer, offset, rms, unbiased
 Norm(eps=0.0) -> eps=0.0 .. not positive
 Norm(eps=float("nan")) -> eps=nan .. finite
 Dense(0) -> hidden=0 .. hidden=1 or more
@@ -395,7 +407,7 @@ families.read({}) -> neither model_type nor architectures .. add model_type
 families.read({"model_type": "lama"}) -> 'lama' is not known .. did you mean 'llama'
 families.read({"model_type": 7}) -> '7' is not known
 families.read({"model_type": "x", "auto_map": {"AutoConfig": "x.X"}}) -> 'x' is not known .. auto_map .. not followed
-families.read({"architectures": ["FalconForCausalLM"]}) -> 'FalconForCausalLM' is not known
+families.read({"architectures": ["FalkonForCausalLM"]}) -> 'FalkonForCausalLM' is not known
 families.read({"architectures": "LlamaModel"}) -> architectures = 'LlamaModel' is no list
 config("llama", architectures=["GPT2Model"]) -> 'GPT2Model' .. 'llama' .. a class Llama
 config("llama", architectures=["LlamaForCausalLn"]) -> 'ForCausalLn' .. did you mean 'ForCausalLM'
@@ -418,7 +430,7 @@ config("llama", rms_norm_eps=0) -> rms_norm_eps = 0 .. positive
 config("llama", rms_norm_eps="1e-5") -> rms_norm_eps = '1e-5' .. positive
 config("llama", rope_theta=-1) -> rope_theta = -1
 config("llama", rope_scaling=8) -> rope_scaling = 8 is no table
-config("llama", rope_scaling={"rope_type": "longrope"}) -> rope_scaling: rope_type = 'longrope' .. use one of
+config("llama", rope_scaling={"rope_type": "longer"}) -> rope_scaling: rope_type = 'longer' .. did you mean
 config("llama", rope_scaling={"type": "linear", "factor": "2"}) -> factor = '2' .. positive
 config("llama", rope_parameters={"full_attention": {}}) -> angles of its own .. one table
 config("llama", id2label=["a"], architectures=["LlamaForSequenceClassification"]) -> id2label = ['a'] is no table
@@ -495,3 +507,11 @@ def test_biases_that_no_word_has_are_counted_and_said():
     shape = {name: size for name, size in model.shapes().items() if name.startswith("decoder.1.attention.project.")}
     assert shape["decoder.1.attention.project.q_down_bias"] == (1536,)
     assert shape["decoder.1.attention.project.kv_down_bias"] == (576,)
+
+
+def test_layers_that_read_the_first_hold_nothing_of_their_own():
+    each, first = (stack(block(), block(), weights_of=whose) for whose in ("each", "first"))
+    assert [w.name for w in first.weights()] == [w.name for w in each.weights() if not w.name.startswith("decoder.1.")]
+    assert len(first.layers) == 2
+    with pytest.raises(hw.SpecError, match="cannot be built: in decoder all layers read the weights of the first; "):
+        hw.build(Model("small", "decoder", (first,)))

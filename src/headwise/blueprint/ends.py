@@ -14,14 +14,20 @@ from .pieces import Described, Norm, Weight, under, weight
 class Positions(Described):
     """A vector added for each of `length` positions; `skipped` rows of a learned table stand before the first.
 
+    Sinusoidal ones of layout="interleaved" alternate sine and cosine (1706.03762); "halves" puts all sines first.
+
     >>> [w.shape for w in Positions("learned", 1024, skipped=2).weights(7)], list(Positions("sinusoidal").weights(7))
     ([(1026, 7)], [])
     """
 
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"kind": ("learned", "sinusoidal")}
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "kind": ("learned", "sinusoidal"),
+        "layout": ("interleaved", "halves"),
+    }
     kind: str
     length: int | None = None
     skipped: int = 0
+    layout: str = "interleaved"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,17 +42,21 @@ class Positions(Described):
 
 @dataclass(frozen=True, repr=False)
 class Patches(Described):
-    """An image of rows x columns patches, each high x wide pixels of some channels, as one linear map with a bias.
+    """An image of rows x columns patches, each high x wide pixels of some channels, as one linear map.
+
+    bias="none" leaves out the bias that it has otherwise.
 
     >>> sum(w.numel for w in Patches(rows=14, columns=14, high=16, wide=16, channels=3).weights(768))
     590592
     """
 
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"bias": ("learned", "none")}
     rows: int
     columns: int
     high: int
     wide: int
     channels: int = 3
+    bias: str = "learned"
 
     @property
     def count(self) -> int:
@@ -57,7 +67,8 @@ class Patches(Described):
         """The map of one patch."""
         sizes = {"model": model, "channel": self.channels, "high": self.high, "wide": self.wide}
         yield weight("patches", "model channel high wide", **sizes)
-        yield weight("patches_bias", "model", model=model)
+        if self.bias == "learned":
+            yield weight("patches_bias", "model", model=model)
 
 
 @dataclass(frozen=True, repr=False)

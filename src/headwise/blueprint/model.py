@@ -4,23 +4,53 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ..errors import SpecError
 from ..spec import AttentionSpec
 from .ends import Embedding, Head
 from .pieces import Described, Weight, under
-from .stack import Nearly, Stack
+from .stack import Nearly, Stack, check_sizes, vectors
 
 KINDS = ("decoder", "encoder", "encoder-decoder", "vision")
+ROLES = frozenset({"embedding", "attention", "cross", "feed", "norm", "head"})
+
+
+@dataclass(frozen=True, repr=False)
+class Beyond(Described):
+    """What a model has besides and no word here says: why, and its tensors by name and size, if it has any.
+
+    They are counted with the model's; what is computed with them is not, and such a model is not built.
+
+    >>> [(w.name, w.numel, w.role) for w in Beyond("reads sound", (("encoder.embedding.conv1", 12),)).weights()]
+    [('encoder.embedding.conv1', 12, 'embedding')]
+    """
+
+    reason: str
+    more: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes("Beyond", self.more)
+        for name, _ in self.more:
+            if name.count(".") < 2 or not ROLES & set(name.split(".")):
+                raise SpecError(
+                    f"Beyond names {name!r}; write its stack, its place and its name: 'encoder.0.feed.gate'"
+                )
+
+    def weights(self) -> Iterator[Weight]:
+        """What it learns, each tensor as one row of numbers."""
+        for w in vectors(self.more):
+            yield replace(w, role=next(word for word in w.name.split(".") if word in ROLES))
 
 
 @dataclass(frozen=True, repr=False)
 class Model(Described):
     """What a model is, never how it runs: counting, building and saving read the same tensors off it.
 
-    Heads read the last stack. `notes` keep what the words here do not say of a model that was read from elsewhere.
+    Heads read the last stack. `notes` keep what the words here do not say of a model that was read from elsewhere;
+    `beyond` what stands in it besides, with tensors of its own.
 
     >>> stack = Stack.of("encoder", 3, [], embedding=Embedding(tokens=11))
     >>> model = Model("none", "encoder", (stack,), (Head("tokens", 11, table="encoder", bias="learned"),))
@@ -36,10 +66,11 @@ class Model(Described):
     stacks: tuple[Stack, ...]
     heads: tuple[Head, ...] = ()
     notes: tuple[str, ...] = ()
+    beyond: tuple[Beyond, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field, kind in (("stacks", Stack), ("heads", Head), ("notes", str)):
+        for field, kind in (("stacks", Stack), ("heads", Head), ("notes", str), ("beyond", Beyond)):
             if not all(type(item) is kind for item in getattr(self, field)):
                 write = f"write {field}=({kind.__name__}(...),)"
                 raise SpecError(f"{self.name}: {field}={getattr(self, field)!r} must hold {kind.__name__}s; {write}")
@@ -91,6 +122,8 @@ class Model(Described):
             yield from stack.weights()
         for head in self.heads:
             yield from under(f"head.{head.name}", "head", head.weights(self.stacks[-1].model))
+        for beyond in self.beyond:
+            yield from beyond.weights()
 
     def params(self) -> dict[str, Weight]:
         """Every tensor by its name, as a spec says its own."""

@@ -74,20 +74,21 @@ class Described(Spoken):
 
 @dataclass(frozen=True, repr=False)
 class Norm(Described):
-    """kind="layer": (x - mean) / std times a weight plus a bias; "unbiased": without the bias; "rms": x / rms times a
-    weight; "offset": the same with a weight that is stored less one, as Gemma's.
+    """kind="layer": (x - mean) / std times a weight plus a bias; "unbiased": without the bias; "bare": with neither, as
+    OLMo (2402.00838); "rms": x / rms times a weight; "offset": the same with a weight stored less one, as Gemma's.
 
     >>> [w.name for w in Norm().weights(7)], [w.name for w in Norm("rms").weights(7)]
     (['weight', 'bias'], ['weight'])
     """
 
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"kind": ("layer", "unbiased", "rms", "offset")}
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"kind": ("layer", "unbiased", "bare", "rms", "offset")}
     kind: str = "layer"
     eps: float = 1e-5
 
     def weights(self, model: int) -> Iterator[Weight]:
         """What it learns at this width."""
-        yield weight("weight", "model", model=model)
+        if self.kind != "bare":
+            yield weight("weight", "model", model=model)
         if self.kind == "layer":
             yield weight("bias", "model", model=model)
 

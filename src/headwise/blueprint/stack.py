@@ -20,7 +20,11 @@ Item = TypeVar("Item")
 
 USUAL = Norm()
 # The norms of each sublayer by where they stand; a parallel block has one for all.
-NORMS = {"pre": ["norm"], "post": ["norm"], "sandwich": ["norm", "norm_after"], "parallel": []}
+NORMS = {
+    **dict.fromkeys(("pre", "post", "after", "abreast"), ("norm",)),
+    "sandwich": ("norm", "norm_after"),
+    "parallel": (),
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,18 +40,18 @@ class Nearly(Described):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for row in self.more:
-            if [type(item) for item in row] != [str, int] or row[1] < 1:
-                raise SpecError(f"Nearly(more={self.more!r}) must name sizes; write more=(('project.k_bias', 12),)")
+        check_sizes("Nearly", self.more)
 
 
 @dataclass(frozen=True, repr=False)
 class Block(Described):
     """x, then what its attention, its cross-attention and its feed-forward add to it, in this order.
 
-    placement="pre": x + f(norm(x)); "post": norm(x + f(x)); "sandwich": x + norm(f(norm(x))), as Gemma 2;
-    "parallel": x + attention(norm(x)) + feed(norm(x)), one norm for both, as GPT-J. form="merged" has no attention of
-    its own: its cross-attention adds the mean of the block's own tokens so far, through the same maps (1908.11365).
+    placement="pre": x + f(norm(x)); "post": norm(x + f(x)); "after": x + norm(f(x)), as OLMo 2; "sandwich":
+    x + norm(f(norm(x))), as Gemma 2; "parallel": x + attention(norm(x)) + feed(norm(x)), one norm for both, as GPT-J;
+    "abreast": the same with a norm for each, as GPT-NeoX. What a sublayer adds is multiplied with `scale` (Granite).
+    form="merged" has no attention of its own: its cross-attention adds the mean of the block's own tokens so far,
+    through the same maps (1908.11365).
     """
 
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"placement": tuple(NORMS), "form": ("plain", "merged")}
@@ -57,6 +61,7 @@ class Block(Described):
     norm: Norm = USUAL
     placement: str = "pre"
     form: str = "plain"
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,7 +96,7 @@ class Block(Described):
         for name, spec in self.specs.items():
             yield from under(name, name, _weights_of(spec))
         if isinstance(self.attention, Nearly):
-            yield from under("attention", "attention", _vectors(self.attention.more))
+            yield from under("attention", "attention", vectors(self.attention.more))
         yield from under("feed", "feed", self.feed.weights(model)) if self.feed else ()
         for name in self.norms:
             yield from under(name, "norm", self.norm.weights(model))
@@ -112,7 +117,15 @@ def _weights_of(spec: AttentionSpec) -> Iterator[Weight]:
             yield Weight(f"{name}.{key}", param.layout, sizes, learned=param.learned, shared=param.tied or "")
 
 
-def _vectors(named: Iterable[tuple[str, int]]) -> Iterator[Weight]:
+def check_sizes(what: str, more: Iterable[tuple[str, int]]) -> None:
+    """Refuse what is no list of names with sizes."""
+    for row in more:
+        if [type(item) for item in row] != [str, int] or row[1] < 1:
+            raise SpecError(f"{what}(more={more!r}) must name sizes; write more=(('project.k_bias', 12),)")
+
+
+def vectors(named: Iterable[tuple[str, int]]) -> Iterator[Weight]:
+    """Tensors of which only the size is known."""
     return (Weight(name, Layout.parse("channel"), {"channel": size}) for name, size in named)
 
 
@@ -134,7 +147,8 @@ class Stack(Described):
     """Layers over an embedding, `model` wide, and a norm behind them or none.
 
     `runs` say the layers; however they are written, stacks of the same layers are equal. `Stack.of` takes blocks
-    instead, finds what repeats, and places schedules by depth.
+    instead, finds what repeats, and places schedules by depth. weights_of="first": all layers read those of the first
+    (ALBERT, 1909.11942), "each": every layer has its own.
 
     >>> block = Block(feed=Dense(12))
     >>> stack = Stack.of("decoder", 3, [block] * 5)
@@ -142,11 +156,13 @@ class Stack(Described):
     (5, 5, 390)
     """
 
+    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"weights_of": ("each", "first")}
     name: str
     model: int
     runs: tuple[Run, ...]
     embedding: Embedding | None = None
     norm: Norm | None = None
+    weights_of: str = "each"
 
     @staticmethod
     def of(name: str, model: int, blocks: Sequence[Block], **said: Any) -> Stack:
@@ -183,7 +199,7 @@ class Stack(Described):
         if self.embedding:
             yield from under(f"{self.name}.embedding", "embedding", self.embedding.weights(self.model))
         owned: dict[tuple[str, tuple[int, ...]], str] = {}
-        for depth, block in enumerate(self.layers):
+        for depth, block in enumerate(self.layers if self.weights_of == "each" else self.layers[:1]):
             for w in block.weights(self.model):
                 name = f"{self.name}.{depth}.{w.name}"
                 key = (f"{w.role}.{w.shared}", w.shape)

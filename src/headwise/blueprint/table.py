@@ -84,7 +84,7 @@ class Table:
             "stacks": [_stack_data(stack, rows) for stack in model.stacks],
             "heads": [{"name": head.name, "tensors": _plain(rows[f"head.{head.name}"])} for head in model.heads],
             "ties": model.ties(),
-            "notes": list(model.notes),
+            "notes": [*(one.reason for one in model.beyond), *model.notes],
         }
 
 
@@ -177,7 +177,7 @@ def _page(model: Model) -> Iterator[str]:
     if constants:
         yield _sums("constants, never trained", [constants])
     yield _sums("total", [learned(every)])
-    for note in model.notes:
+    for note in (*(one.reason for one in model.beyond), *model.notes):
         yield from _wrapped(note, "note: ")
 
 

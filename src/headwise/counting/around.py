@@ -76,7 +76,7 @@ def norm(described: Norm, width: int, count: int, at: Place) -> Items:
     >>> [int(size) for _, size in norm(Norm(), 8, at.count, at)]  # 4 b s d, and two numbers of each token
     [640, 160]
     """
-    if described.kind in ("layer", "unbiased"):
+    if described.kind in ("layer", "unbiased", "bare"):
         yield "input", at.each * count * width
         yield "statistics", 2 * at.stat * count
         return

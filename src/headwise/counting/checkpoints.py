@@ -111,7 +111,7 @@ def _block(described: Block, model: int, load: Load, way: Way) -> Iterator[Term]
     """What one block does again, each branch under its name."""
     branches = [*described.specs, *(["feed"] if described.feed else [])]
     for name in branches if way.checkpoint != "none" else ():
-        whole = name != branches[-1] or bool(way.dropout) or described.placement in ("post", "sandwich")
+        whole = name != branches[-1] or bool(way.dropout) or described.placement in ("post", "after", "sandwich")
         for term in _branch(name, described, model, (load, way), whole):
             yield term._replace(name=f"{name}.{term.name}")
 

@@ -40,6 +40,8 @@ class Way:
 
 
 PLAIN = Way()
+# Norms before a sublayer and behind it, by where a block has them.
+PLACED = {"pre": (1, 0), "parallel": (0, 0), "abreast": (1, 0), "post": (0, 1), "after": (0, 1), "sandwich": (1, 1)}
 
 
 def kept_by_block(described: Block, model: int, load: Load, way: Way = PLAIN) -> Bill:
@@ -120,14 +122,14 @@ def _block(described: Block, model: int, load: Load, way: Way) -> Items:
     if way.checkpoint == "block":
         yield "input of the block", at.each * at.count * model
         return
-    norms = {"pre": (1, 0), "parallel": (0, 0), "post": (0, 1), "sandwich": (1, 1)}[described.placement]
+    before, after = PLACED[described.placement]
     if described.placement == "parallel" and described.norms:
         yield from _norm("norm", described, model, at)
     branches = [*described.specs, *(["feed"] if described.feed else [])]
     for name in branches:
-        before, after = norms
         if before:
-            yield from _norm(f"{name}_norm", described, model, at)
+            held = list(_norm(f"{name}_norm", described, model, at))
+            yield from held[1:] if described.placement == "abreast" and name != branches[0] else held
         alone = described.placement != "parallel" or name == branches[0]
         yield from _branch(name, described, model, (load, way, at), alone)
         if at.dropped:

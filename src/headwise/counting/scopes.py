@@ -81,6 +81,7 @@ def unsaid(described: Described) -> Iterator[str]:
         yield from sorted(late)
         return
     yield from described.notes
+    yield from (f"{one.reason}; what is computed there is not priced" for one in described.beyond)
     reasons = {
         f"{stack.name}: nearly the attention that is priced; {block.attention.reason}"
         for stack in described.stacks

@@ -13,7 +13,7 @@ from ..parts.rotary_scaling import PI, Llama3, Plain, Scaling, YaRN
 from ..spec import AttentionSpec
 from .config import Config
 
-KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "su")
 RAMP = (("low", 1.0), ("high", 4.0))
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -22,7 +22,12 @@ class Rope:
     """What a config says of rotary positions: at the top in old files, in one table in new ones."""
 
     def __init__(
-        self, config: Config, length: int, theta: float = 10_000.0, usual: Mapping[str, Any] | None = None
+        self,
+        config: Config,
+        length: int,
+        theta: float = 10_000.0,
+        usual: Mapping[str, Any] | None = None,
+        part: float = 1.0,
     ) -> None:
         self.length = config.size("original_max_position_embeddings", default=length)
         tables = [config.table(name) for name in ("rope_scaling", "rope_parameters")]
@@ -32,7 +37,7 @@ class Rope:
             told.wrong(f"{nested[0]} has angles of its own", "this family turns all layers alike; give one table")
         self.told = told
         self.theta = told.number("rope_theta", default=config.number("rope_theta", default=theta))
-        self.part = told.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=1.0))
+        self.part = told.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=part))
         name = "rope_type" if "rope_type" in told.said else "type"
         self.kind = told.word(name, "default", KINDS)
 
@@ -53,6 +58,9 @@ class Rope:
 
     def said(self, spec: AttentionSpec) -> AttentionSpec | Nearly:
         """The attention with these angles: nearly the spec where they follow the length of the text in hand."""
+        if self.kind in ("longrope", "su"):
+            told = f"divides every angle by a factor of its own, by other factors behind {self.length} tokens"
+            return Nearly(spec, f"rope_type {self.kind!r} {told}, and swells what it turned")
         if self.kind != "dynamic":
             return spec
         return Nearly(spec, f"rope_type 'dynamic' stretches with the text; like this up to {self.length} tokens")
@@ -100,6 +108,24 @@ def patterns(config: Config, layers: int, usual: list[str], window: int | None) 
     if SLIDING in types and window is None:
         config.wrong(f"layer_types names {SLIDING!r} without a sliding_window", "give sliding_window")
     return [f"window({window})" if kind == SLIDING else "causal()" for kind in types]
+
+
+def by_kind(config: Config, length: int, thetas: Mapping[str, float]) -> dict[str, Rope]:
+    """The angles of each type of layer; what old files say of scaling is of those that read everything."""
+    told = config.table("rope_parameters")
+    if told and not {SLIDING, FULL} & set(told.said):
+        told.wrong("no table of one type of layers", f"write {FULL} = {{...}} and {SLIDING} = {{...}}")
+    scaling = config.table("rope_scaling")
+    tables: dict[str, dict[str, Any]] = {SLIDING: {}, FULL: dict(scaling.said) if scaling else {}}
+    for kind, table in tables.items():
+        own = told and told.table(kind)
+        table |= {"rope_theta": thetas[kind]} | (dict(own.said) if own else {})
+    return {kind: Rope(Config({"rope_parameters": table}, config.where), length) for kind, table in tables.items()}
+
+
+def kinds(config: Config, layers: int, usual: list[str], window: int | None) -> list[str]:
+    """The type of each layer, as `patterns` says their patterns."""
+    return [SLIDING if said != "causal()" else FULL for said in patterns(config, layers, usual, window)]
 
 
 def alternating(layers: int) -> list[str]:

@@ -59,6 +59,10 @@ class Config:
             self.wrong(f"{name} = {value!r} is no positive number", f"give one such as {default}")
         return float(value)
 
+    def maybe_number(self, name: str) -> float | None:
+        """A positive number, or None where the key is null or missing."""
+        return None if self.said.get(name) is None else self.number(name, default=1.0)
+
     def flag(self, name: str, default: bool) -> bool:
         """True or false; null counts as missing."""
         value = self.said.get(name)
@@ -85,6 +89,13 @@ class Config:
             if word not in known:
                 self.wrong(f"{name} names {word!r}", nearest(str(word), known))
         return told
+
+    def items(self, name: str) -> list[Any] | None:
+        """A list of anything, or None where the key is null or missing."""
+        value = self.said.get(name)
+        if value is not None and not isinstance(value, (list, tuple)):
+            self.wrong(f"{name} = {value!r} is no list", "write it as one, or leave it out")
+        return None if value is None else [*cast("Sequence[Any]", value)]
 
     def table(self, *names: str) -> Config | None:
         """A table inside, or None where the key is null or missing."""

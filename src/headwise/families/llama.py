@@ -54,9 +54,9 @@ def qwen3(config: Config, task: str) -> Model:
     return like_llama(config, task, usual, windows(config), bias=biases(config), modifiers=norms)
 
 
-def depth(config: Config) -> int:
+def depth(config: Config, usual: int = 32) -> int:
     """How many layers."""
-    return config.layers("num_hidden_layers", default=32)
+    return config.layers("num_hidden_layers", default=usual)
 
 
 def biases(config: Config) -> str:
@@ -64,12 +64,13 @@ def biases(config: Config) -> str:
     return "qkvo" if config.flag("attention_bias", False) else ""
 
 
-def windows(config: Config) -> list[str]:
+def windows(config: Config, usual: int = 32) -> list[str]:
     """Qwen's rule: where windows are used at all, the first layers still read everything."""
     window = config.maybe("sliding_window", default=4096) if config.flag("use_sliding_window", False) else None
     first = config.size("max_window_layers", default=28, least=0)
-    usual = [SLIDING if window and layer >= first else FULL for layer in range(depth(config))]
-    return patterns(config, depth(config), usual, window)
+    layers = depth(config, usual)
+    types = [SLIDING if window and layer >= first else FULL for layer in range(layers)]
+    return patterns(config, layers, types, window)
 
 
 def like_llama(config: Config, task: str, usual: Usual, each: list[str], **said: Any) -> Model:

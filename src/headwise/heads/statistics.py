@@ -1,7 +1,7 @@
 """What is measured of a head's weights: each a sum over rows, and the number of rows it is a mean of.
 
 A row is what one query reads. A statistic is given a band of rows of every head and adds up; the mean over a data set
-is the sum of its sums over the sum of their numbers. The same of a head that reads all it may alike is its chance level.
+is the sum of its sums over the sum of their numbers. The same of a head that reads all it may alike is its chance.
 """
 
 from __future__ import annotations

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 from torch import nn
 
-from .. import families
-from ..errors import SpecError
-from ..site import Ability, Site, Sites
-from ..spec import AttentionSpec
+from ..site import Ability, Sites
+from .describing import Said
 from .routes.base import Found
 from .routes.interface import Interface
 from .routes.ours import Ours
@@ -46,36 +43,6 @@ def found(model: nn.Module) -> list[Found]:
     said = Said.of(model)
     renamed = _renamed(sorted(seen, key=lambda one: order[one.site.path]))
     return [_hindered(model, one._replace(site=said.added(one.site))) for one in renamed]
-
-
-class Said(NamedTuple):
-    """What the config of a model of transformers says of its attentions, by the names of their sites."""
-
-    specs: Mapping[str, AttentionSpec]
-    unsaid: Mapping[str, str]
-    why: str
-
-    @staticmethod
-    def of(model: nn.Module) -> Said:
-        """Read from `model.config`, if it has one."""
-        as_dict = getattr(getattr(model, "config", None), "to_dict", None)
-        if as_dict is None:
-            return Said({}, {}, "it keeps no config that could be read")
-        try:
-            described = families.read(as_dict())
-        except SpecError as error:
-            return Said({}, {}, str(error))
-        return Said(dict(described.specs()), described.unsaid(), "its config describes no such layer")
-
-    def added(self, site: Site) -> Site:
-        """The site with its spec, or with the reason why it has none."""
-        if site.spec is not None:
-            return site
-        spec, unsaid = self.specs.get(site.name), self.unsaid.get(site.name)
-        if spec is None or unsaid:
-            return replace(site, unsaid=unsaid or self.why)
-        sizes = {"heads": len(spec.speaks), "q": spec.heads.q, "kv": spec.heads.kv, "dim": spec.heads.dim}
-        return replace(site, **sizes, pattern=spec.pattern.text, spec=spec, unsaid="")
 
 
 def _around(path: str, other: str) -> bool:

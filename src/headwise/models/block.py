@@ -43,7 +43,7 @@ class Layer(nn.Module):
         super().__init__()
         if isinstance(described.attention, Nearly):
             raise SpecError(f"{name}.attention cannot be built: {described.attention.reason}; change its spec")
-        self.name, self.placement, self.dropout = name, described.placement, dropout
+        self.name, self.placement, self.scale, self.dropout = name, described.placement, described.scale, dropout
         self.sublayers = (*described.specs, *(["feed"] if described.feed else []))
         self._merged: tuple[MergedAttention, ...] = ()  # in a tuple: its parts are saved and moved as the layer's own
         for role, spec in described.specs.items():
@@ -92,20 +92,28 @@ class Layer(nn.Module):
             for name in self.sublayers:
                 x = x + self._run(name, z, call)
             return x
+        if self.placement == "abreast":
+            return sum((self._run(name, self._normed(f"{name}_norm", x), call) for name in self.sublayers), x)
         for name in self.sublayers:
-            if self.placement == "post":
-                x = self._normed(f"{name}_norm", x + self._run(name, x, call))
-                continue
-            y = self._run(name, self._normed(f"{name}_norm", x), call)
-            x = x + (self._normed(f"{name}_norm_after", y) if self.placement == "sandwich" else y)
+            x = self._added(name, x, call)
         return x
+
+    def _added(self, name: str, x: Tensor, call: Call) -> Tensor:
+        """x and what one sublayer adds to it, where nothing stands beside that."""
+        if self.placement == "post":
+            return self._normed(f"{name}_norm", x + self._run(name, x, call))
+        if self.placement == "after":
+            return x + self._normed(f"{name}_norm", self._run(name, x, call))
+        y = self._run(name, self._normed(f"{name}_norm", x), call)
+        return x + (self._normed(f"{name}_norm_after", y) if self.placement == "sandwich" else y)
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
         return cast(Normed, self._modules[name])(x)
 
     def _run(self, name: str, z: Tensor, call: Call) -> Tensor:
-        """One sublayer, with dropout behind it."""
+        """One sublayer, scaled, with dropout behind it."""
         y = self.feed(z) if name == "feed" else self._attended(name, z, call)
+        y = y if self.scale == 1 else y * self.scale
         return dropped(y, self.dropout, self.training)
 
     def _attended(self, name: str, z: Tensor, call: Call) -> Tensor:

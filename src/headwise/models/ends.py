@@ -77,7 +77,7 @@ class Embed(Declared):
     def _patched(self, x: Tensor, told: Patches) -> Tensor:
         pixels = _picture(x, told)
         kernel = cast(Tensor, self.patches)
-        grid = F.conv2d(pixels, kernel, cast(Tensor, self.patches_bias), stride=(told.high, told.wide))
+        grid = F.conv2d(pixels, kernel, self.maybe("patches_bias"), stride=(told.high, told.wide))
         h = grid.flatten(2).transpose(1, 2)
         if not self.described.first:
             return h
@@ -89,9 +89,9 @@ class Embed(Declared):
             check_last(at, told.length or 0)
             return F.embedding(position + told.skipped, cast(Tensor, self.positions))
         if at.start is None and not torch.compiler.is_compiling() and position.numel():
-            codes = sinusoidal(torch.arange(int(position.max()) + 1, device=position.device), like.shape[-1])
-            return codes.to(like.dtype)[position]
-        return sinusoidal(position, like.shape[-1]).to(like.dtype)
+            every = torch.arange(int(position.max()) + 1, device=position.device)
+            return sinusoidal(every, like.shape[-1], told.layout).to(like.dtype)[position]
+        return sinusoidal(position, like.shape[-1], told.layout).to(like.dtype)
 
 
 def check_ids(name: str, ids: Tensor, known: int, training: bool) -> None:

@@ -49,14 +49,15 @@ class Normed(Declared):
         super().__init__()
         self.kind, self.eps, self.shape = described.kind, described.eps, (model,)
         self.declare(described.weights(model))
-        with torch.no_grad():
-            cast(Tensor, self.weight).fill_(0.0 if self.kind == "offset" else 1.0)
+        if (weight := self.maybe("weight")) is not None:
+            with torch.no_grad():
+                weight.fill_(0.0 if self.kind == "offset" else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape."""
+        if self.kind in ("layer", "unbiased", "bare"):
+            return F.layer_norm(x, self.shape, self.maybe("weight"), self.maybe("bias"), self.eps)
         weight = cast(Tensor, self.weight)
-        if self.kind in ("layer", "unbiased"):
-            return F.layer_norm(x, self.shape, weight, self.maybe("bias"), self.eps)
         return F.rms_norm(x, self.shape, weight + 1 if self.kind == "offset" else weight, self.eps)
 
     def extra_repr(self) -> str:

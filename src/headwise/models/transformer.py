@@ -37,6 +37,13 @@ def build(described: Model, *, dropout: float = 0.0, seed: int | None = None, st
     """
     if not isinstance(described, Model):
         raise SpecError(f"described is of type {type(described).__name__}; give a blueprint.Model")
+    for stack in (stack for stack in described.stacks if stack.weights_of == "first"):
+        one = "all layers read the weights of the first"
+        raise SpecError(
+            f"{described.name} cannot be built: in {stack.name} {one}; give each its own, weights_of='each'"
+        )
+    for beyond in described.beyond:
+        raise SpecError(f"{described.name} cannot be built: {beyond.reason}; describe it without that")
     if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
         raise SpecError(f"dropout={dropout!r} is no share of what is dropped; give 0 or more and less than 1")
     cards = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()

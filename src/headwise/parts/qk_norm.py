@@ -12,7 +12,7 @@ from ..registry import part
 from ..seams import Turn
 from ..spec import AttentionSpec
 from ..terms import Base, Param, Weighted
-from .start import full, ones
+from .start import full, ones, zeros
 
 
 @part
@@ -20,7 +20,8 @@ class QKNorm(Turn):
     """Normalises q and k, each with weights of its own.
 
     kind="rms", scope="head": RMSNorm over each head's channels, as Qwen3 (2505.09388); scope="full": over all
-    heads at once, as OLMo 2 (2501.00656). kind="l2": unit vectors, and a learned temperature per head in
+    heads at once, as OLMo 2 (2501.00656). kind="offset": the same per head with weights that are stored less one, as
+    Gemma 3 (2503.19786). kind="l2": unit vectors, and a learned temperature per head in
     place of 1/sqrt(dim), so it goes with Dot(scale=1.0) (2010.04245). Where it stands among the turns is its
     order: before Rotary as Qwen3, after it when written after.
 
@@ -38,10 +39,10 @@ class QKNorm(Turn):
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         if not self.eps > 0:
             yield f"{type(self).__name__}(eps={self.eps!r}) must be positive; 1e-6 is usual"
-        if (self.kind, self.scope) not in (("rms", "head"), ("rms", "full"), ("l2", "head")):
+        if (self.kind, self.scope) not in (("rms", "head"), ("rms", "full"), ("offset", "head"), ("l2", "head")):
             yield (
                 f"QKNorm(kind={self.kind!r}, scope={self.scope!r}) is not defined; "
-                "use kind 'rms' with scope 'head' or 'full', or kind 'l2' with scope 'head'"
+                "use kind 'rms' with scope 'head' or 'full', or kinds 'offset' and 'l2' with scope 'head'"
             )
         if self.kind == "l2" and spec.similarity.factor(spec.core) != 1.0:
             yield "QKNorm(kind='l2') brings a temperature in place of 1/sqrt(dim); use similarity Dot(scale=1.0)"
@@ -52,7 +53,8 @@ class QKNorm(Turn):
         if self.kind == "l2":
             return {"temperature": Param(Layout.parse("q"), full(self.temperature))}
         axes = {"q": "(q dim)", "k": "(kv dim)"} if self.scope == "full" else {"q": "dim", "k": "dim"}
-        return {side: Param(Layout.parse(axis), ones) for side, axis in axes.items()}
+        start = zeros if self.kind == "offset" else ones
+        return {side: Param(Layout.parse(axis), start) for side, axis in axes.items()}
 
     def sources(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         return frozenset(range(spec.heads.q)) if self.scope == "full" else heads
@@ -68,6 +70,7 @@ class QKNorm(Turn):
             unit = F.normalize(x_BTHK, dim=-1, eps=self.eps)
             return unit * p["temperature"][:, None] if side == "q" else unit
         scale = p[side].to(x_BTHK.dtype)  # under autocast only x is coarse
+        scale = scale + 1 if self.kind == "offset" else scale
         if self.scope == "full":
             flat = x_BTHK.flatten(-2)
             return F.rms_norm(flat, flat.shape[-1:], scale, self.eps).view_as(x_BTHK)
@@ -79,4 +82,5 @@ class QKNorm(Turn):
 
         yield base(modifiers=(cls(),), kv=2)
         yield base(modifiers=(cls(scope="full", eps=1e-5),), kv=2)
+        yield base(modifiers=(cls(kind="offset"),), kv=2)
         yield base(modifiers=(cls(kind="l2", temperature=3.0),), similarity=Dot(scale=1.0))

@@ -1,4 +1,4 @@
-"""BART: both stacks spell their layers alike; the last head's bias is a constant."""
+"""BART and its kin: both stacks spell their layers alike; the last head's bias is a constant."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def stack(name: str) -> dict[str, str]:
     return {
         f"{name}.embedding.positions": f".{name}.embed_positions.weight",
         **norm(f"{name}.embedding.norm", f".{name}.layernorm_embedding"),
+        **norm(f"{name}.norm", f".{name}.layer_norm"),
         **attention(f"{ours}.attention", f"{layer}.self_attn"),
         **norm(f"{ours}.attention_norm", f"{layer}.self_attn_layer_norm"),
         f"{ours}.feed.up": f"{layer}.fc1.weight",
@@ -35,7 +36,7 @@ def stack(name: str) -> dict[str, str]:
 
 
 MAP = Map(
-    families=("bart",),
+    families=("bart", "mbart", "marian", "pegasus"),
     trunks=("model", ""),
     slots={
         "encoder.embedding.tokens": ".shared.weight",
@@ -54,5 +55,5 @@ MAP = Map(
         "head.span.bias": "qa_outputs.bias",
     },
     twins={".encoder.embed_tokens.weight": ".shared.weight"},
-    ignored=(r"(encoder|decoder)\.version$",),
+    ignored=(r"(encoder|decoder)\.version$", r"^model\.(encoder|decoder)\.embed_positions\.weight$"),
 )

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: keys and values of a head lie together, and every expert has tensors of its own."""
+"""DeepSeek-V2 and V3, and others whose experts have tensors of their own: keys and values of a head lie together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EXPERT, SHARED = ".layers.{layer}.mlp.experts.{expert}", ".layers.{layer}.mlp.sh
 UP, BOTH = f"{ATTENTION}.kv_b_proj.weight", "(kv [dim|vdim]) rank"
 
 MAP = LLAMA._replace(
-    families=("deepseek_v2", "deepseek_v3"),
+    families=("deepseek_v2", "deepseek_v3", "qwen3_moe", "olmoe"),
     slots={
         **LLAMA.slots,
         f"{LAYER}.attention.project.q_down": f"{ATTENTION}.q_a_proj.weight",

@@ -1,4 +1,4 @@
-"""Gemma 2: a norm on either side of every sublayer."""
+"""Gemma 2 and 3: a norm on either side of every sublayer."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ NORMS = {
     "decoder.{layer}.feed_norm.weight": ".layers.{layer}.pre_feedforward_layernorm.weight",
     "decoder.{layer}.feed_norm_after.weight": ".layers.{layer}.post_feedforward_layernorm.weight",
 }
-MAP = LLAMA._replace(families=("gemma2",), slots={**LLAMA.slots, **NORMS})
+MAP = LLAMA._replace(families=("gemma2", "gemma3_text"), slots={**LLAMA.slots, **NORMS})

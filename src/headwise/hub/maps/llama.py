@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..plan import Map
 
 MAP = Map(
-    families=("llama", "mistral", "qwen2", "qwen3"),
+    families=("llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "smollm3", "olmo"),
     trunks=("model", "transformer", ""),
     slots={
         "decoder.embedding.tokens": ".embed_tokens.weight",
