@@ -13,12 +13,14 @@ import planted_composition  # noqa: F401 - importing a list plants its bugs
 import planted_core  # noqa: F401 - as the first
 import planted_data  # noqa: F401 - as the first
 import planted_engine  # noqa: F401 - as the first
+import planted_families  # noqa: F401 - as the first
 import planted_generation  # noqa: F401 - as the first
 import planted_hub  # noqa: F401 - as the first
 import planted_kept  # noqa: F401 - as the first
 import planted_models  # noqa: F401 - as the first
 import planted_nets  # noqa: F401 - as the first
 import planted_pricing  # noqa: F401 - as the first
+import planted_registered  # noqa: F401 - as the first
 import planted_serving  # noqa: F401 - as the first
 import planted_sites  # noqa: F401 - as the first
 import planted_split  # noqa: F401 - as the first

@@ -26,8 +26,8 @@ bug(
 bug(
     "sites-rows-without-bias",
     WATCHING,
-    "        if self.bias is not None:",
-    "        if False:",
+    "        if self.bias is not None:\n            s_BHTS = s_BHTS + _some(self.bias, queries).float()\n        s_BHTS",
+    "        s_BHTS",
     f"{SITES}::test_rows_are_the_models_own[t5]",
 )
 bug(
