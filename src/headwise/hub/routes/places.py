@@ -15,6 +15,7 @@ WIDTHS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "key_va
 CROSS = re.compile(r"cross|enc_?dec|encoder_attn|multihead_attn", re.IGNORECASE)
 
 
+ANYHOW = "as each call says"
 NOT_BUILT = Ability(False, "headwise cuts and shares heads of its own models; hw.load reads a folder as one")
 
 
@@ -26,7 +27,9 @@ class Sizes(NamedTuple):
     dim: int
 
 
-def site(path: str, module: nn.Module, own: Sizes, *, pattern: str | None = None, see: Ability = YES) -> Site:
+def site(
+    path: str, module: nn.Module, own: Sizes, *, pattern: str | None = None, see: Ability = YES, silence: Ability = YES
+) -> Site:
     """The site of a module of somebody else's: its stack is named by its path, "encoder" or "decoder"."""
     parts = path.split(".")
     numbers = [n for n, part in enumerate(parts) if part.isdigit()]
@@ -40,8 +43,14 @@ def site(path: str, module: nn.Module, own: Sizes, *, pattern: str | None = None
     return Site(
         name=f"{stack}.{layer}.{kind}", stack=stack, layer=layer, kind=kind, path=path,
         heads=own.q, q=own.q, kv=own.kv, dim=own.dim, pattern=_pattern(module, kind) if pattern is None else pattern,
-        spec=None, unsaid="nothing reads it as a spec", see=see, silence=YES, cut=NOT_BUILT, share=NOT_BUILT,
+        spec=None, unsaid="nothing reads it as a spec", see=see, silence=silence, cut=NOT_BUILT,
+        share=NOT_BUILT,
     )  # fmt: skip
+
+
+def within(path: str, other: str) -> bool:
+    """Whether a module is another, or stands in it."""
+    return path == other or path.startswith(f"{other}.") or not other
 
 
 def _crosses(parts: list[str]) -> bool:

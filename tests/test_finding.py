@@ -1,0 +1,309 @@
+"""Attentions found by what they do, seen through their own weights, and refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+from threading import Thread
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headwise as hw
+from attentions import DIM, HEADS, WIDE, Around, Grouped, Line, Merged, Picture, Several, Talking, Tutorial, Wrapped
+from foreign import FALLBACK, ZOO, run
+from test_sites import looked
+
+FOUND = {
+    "timm fused": (lambda: Picture(True), "full()", "proj"),
+    "timm": (lambda: Picture(False), "full()", "proj"),
+    "nanoGPT fused": (lambda: Line(True), "causal()", "c_proj"),
+    "nanoGPT": (lambda: Line(False), "causal()", "c_proj"),
+    "tutorial": (Tutorial, "full()", "maps.3"),
+}
+X = torch.randn(2, 5, WIDE, generator=torch.Generator().manual_seed(3))
+
+
+def blocks(make) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(make() for _ in range(2))).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    return model
+
+
+def spelt_out(layer: nn.Module, x: Tensor, causal: bool) -> Tensor:
+    """Weights [B, H, T, S] by the definition, in float64, one pair at a time."""
+    layer, x = copy.deepcopy(layer).double(), x.double()
+    if isinstance(layer, Tutorial):
+        q, k = (one(x).unflatten(-1, (HEADS, DIM)) for one in layer.maps[:2])
+    else:
+        one = layer.qkv if isinstance(layer, Picture) else layer.c_attn
+        q, k, _ = one(x).unflatten(-1, (3, HEADS, DIM)).unbind(2)
+    if isinstance(layer, Picture):
+        q, k = layer.q_norm(q), layer.q_norm(k)
+    batch, length = x.shape[:2]
+    weights = x.new_zeros(batch, HEADS, length, length)
+    for b in range(batch):
+        for h in range(HEADS):
+            for t in range(length):
+                reads = range(t + 1 if causal else length)
+                scores = torch.stack([(q[b, t, h] * k[b, s, h]).sum() / DIM**0.5 for s in reads])
+                weights[b, h, t, list(reads)] = scores.exp() / scores.exp().sum()
+    return weights
+
+
+@pytest.mark.parametrize("name", FOUND)
+@torch.no_grad()
+def test_what_an_attention_does_finds_it(name: str):
+    make, pattern, out = FOUND[name]
+    model = blocks(make)
+    assert hw.sites(model) == []
+    those = hw.sites(model, X)
+    assert [(site.q, site.kv, site.dim, site.pattern) for site in those] == [(HEADS, HEADS, DIM, pattern)] * 2
+    assert [site.layer for site in those] == [0, 1]
+    whole = model(X)
+    with looked(model) as keeps:
+        assert torch.equal(model(X), whole)
+    (core,) = keeps[those[0].name].seen
+    expected = spelt_out(model[0], X, pattern == "causal()")
+    for head in range(HEADS):
+        assert torch.allclose(core.rows(head).double(), expected[:, head], atol=1e-5)
+        assert torch.allclose(core.rows(head, slice(1, 3)).double(), expected[:, head, 1:3], atol=1e-5)
+    with hw.silence(model, [(1, 0), (1, 2)]):
+        quiet = model(X)
+    other = copy.deepcopy(model)
+    assert hw.sites(other) == []  # nobody has heard the copy
+    weight = other[1].get_submodule(out).weight
+    weight[:, :DIM] = weight[:, 2 * DIM :] = 0
+    assert torch.allclose(quiet, other(X), atol=1e-6)
+    assert not torch.allclose(quiet, whole, atol=1e-2)
+    assert torch.equal(model(X), whole)
+
+
+@torch.no_grad()
+def test_all_that_the_function_was_told_is_seen():
+    layer = blocks(Grouped)[0]
+    mask = torch.randn(5, 5).masked_fill(torch.rand(5, 5) < 0.3, -torch.inf).fill_diagonal_(0.0)
+    for told in ((X, mask), {"x": X, "mask": mask}):
+        (site,) = hw.sites(layer, told)
+        assert (site.q, site.kv, site.dim, site.pattern) == (4, 2, 3, "as each call says")
+    with looked(layer) as keeps:
+        layer(X, mask)
+    (keep,) = keeps.values()
+    q = layer.q(X).unflatten(-1, (4, 3))
+    k = layer.kv(X).unflatten(-1, (2, 2, 3))[:, :, 0]
+    for head in range(4):
+        scores = q[:, :, head] @ k[:, :, head // 2].transpose(1, 2) * 0.7 + mask
+        assert torch.allclose(keep.seen[0].rows(head), scores.softmax(-1), atol=1e-6)
+
+
+UNCLEAR = {
+    "talking": (Talking, "no values are multiplied"),
+    "several": (Several, "several times in one call"),
+    "around": (Around, "so does a module within it"),
+    "merged": (lambda: Merged(True), "heads cannot be told apart"),
+}
+
+
+@pytest.mark.parametrize("name", UNCLEAR)
+def test_what_is_not_understood_is_listed_and_refused(name: str):
+    make, why = UNCLEAR[name]
+    model = blocks(make)
+    those = hw.sites(model, X)
+    site = next(site for site in those if site.path == "0")
+    assert why in site.see.why
+    assert why in " ".join(str(those).split())
+    with pytest.raises(ValueError, match=why), hw.silence(model, [(site.name, 0)]):
+        pass
+
+
+@torch.no_grad()
+def test_a_declared_attention_is_seen_where_its_weights_explain_what_heads_say():
+    for first in (True, False):
+        model = blocks(lambda first=first: Merged(first))
+        hw.declare(model[1], heads=HEADS, out="proj")
+        with looked(model) as keeps:
+            model(X)
+        (keep,) = keeps.values()
+        if first:  # which an order of heads before the batch does not
+            with pytest.raises(ValueError, match="not what its weights read"):
+                keep.seen[0].rows(0)
+            continue
+        q, k, _ = model[1].qkv(model[0](X)).unflatten(-1, (3, HEADS, DIM)).unbind(2)
+        for head in range(HEADS):
+            expected = (q[:, :, head] @ k[:, :, head].transpose(1, 2)).softmax(-1)
+            assert torch.allclose(keep.seen[0].rows(head), expected, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_call_unlike_the_example_is_refused():
+    model = blocks(lambda: Line(True))
+    hw.sites(model, X)
+    state, whole = dict(vars(model[0])), model(X)
+    model[0].fused = False
+    with hw.silence(model, [(0, 1)]):  # the other branch compares as well
+        quiet = model(X)
+    assert not torch.allclose(quiet, whole, atol=1e-2)
+    model[0].forward = lambda x: x
+    with pytest.raises(ValueError, match="replaced on the module itself"), hw.silence(model, [(0, 1)]):
+        pass
+    del model[0].forward
+    model[0].fused = True
+    assert dict(vars(model[0])) == state
+    mute = blocks(lambda: Tutorial())
+    hw.sites(mute, X)
+    mute[1].core.soft = nn.Identity()
+    with pytest.raises(ValueError, match="does not compare as when"), hw.silence(mute, [(1, 1)]):
+        mute(X)
+
+
+@torch.no_grad()
+def test_listening_leaves_nothing_and_is_heard_by_nobody_else():
+    model = blocks(lambda: Picture(False))
+    hw.sites(model, X)
+    whole, seen = model(X), []
+    hooks = torch.nn.modules.module._global_forward_hooks, torch.nn.modules.module._global_forward_pre_hooks
+    assert not any(hooks)
+    with hw.silence(model, [(0, 1)]):
+        quiet = model(X)
+        thread = Thread(target=lambda: seen.append(model(X)))
+        thread.start()
+        thread.join()
+        twin = copy.deepcopy(model)
+        with pytest.raises(RuntimeError, match="shape"):
+            model(X[..., :3])
+        assert torch.equal(model(X), quiet)
+    assert not seen[0].is_inference()
+    assert torch.equal(twin(X), whole)
+    assert torch.equal(model(X), whole)
+    assert not hasattr(Picture.forward, "__wrapped__")
+
+
+BAD = {
+    "train": (lambda model: model.train(), "model.eval"),
+    "meta": (lambda model: model.to("meta"), "meta device"),
+    "compiled": (lambda model: torch.compile(model, backend="eager"), "compiled"),
+    "traced": (lambda model: torch.jit.trace(nn.Linear(WIDE, WIDE), X), "compiled"),
+    "example": (lambda model: nn.Sequential(model, nn.Linear(7, 7)).eval(), "cannot be run on this example"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_an_example_that_cannot_be_run(name: str):
+    how, why = BAD[name]
+    with pytest.raises(ValueError, match=why) as told:
+        hw.sites(how(blocks(lambda: Line(True))), X)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("name", FALLBACK)
+def test_rows_of_models_that_ask_no_interface(name: str):
+    zoo = FALLBACK[name]
+    model = zoo.build()
+    told = zoo.inputs()
+    if name == "longformer":
+        told["global_attention_mask"] = torch.zeros(2, 11, dtype=torch.long)
+        told["global_attention_mask"][0, :2] = told["global_attention_mask"][1, 4] = 1
+    with torch.no_grad():
+        said = model(**told, output_attentions=True)
+    whole = run(model, told)
+    with looked(model) as keeps:
+        assert torch.equal(run(model, told), whole)
+    assert len(keeps) == 2
+    for layer, keep in enumerate(keeps.values()):
+        (core,) = keep.seen
+        own = said.attentions[layer] if name != "longformer" else dense(said, layer, 2)
+        for head in range(4):
+            row = core.rows(head)[:, :11]
+            assert torch.allclose(row.sum(-1), torch.ones(()), atol=1e-5)
+            assert torch.allclose(row[..., :11], own[:, head], atol=1e-5)
+            assert not row[..., 11:].any()
+
+
+def dense(said: object, layer: int, side: int) -> Tensor:
+    """Longformer's own weights, brought from its band to a grid one number at a time."""
+    band, rows = said.attentions[layer], said.global_attentions[layer]
+    grid = torch.zeros(2, 4, 11, 11)
+    for b, everywhere in enumerate(([0, 1], [4])):
+        for h in range(4):
+            for t in range(11):
+                for n, s in enumerate(everywhere):
+                    grid[b, h, t, s] += band[b, h, t, n]
+                for n in range(2 * side + 1):
+                    if 0 <= t + n - side < 11:
+                        grid[b, h, t, t + n - side] += band[b, h, t, 2 + n]
+            for n, t in enumerate(everywhere):
+                grid[b, h, t] = rows[b, h, :11, n] if rows.shape[2] > 2 else rows[b, h, n, :11]
+    return grid
+
+
+@torch.no_grad()
+def test_an_adapter_is_silenced_with_what_it_is_beside():
+    torch.manual_seed(0)
+    for name, attribute, path in (("llama", "o_proj", "self_attn"), ("gptj", "out_proj", "attn")):
+        zoo = (ZOO | FALLBACK)[name]
+        model = zoo.build()
+        layers = model.model.layers if name == "llama" else model.transformer.h
+        attention = getattr(layers[1], path)
+        setattr(attention, attribute, Wrapped(getattr(attention, attribute)))
+        those = hw.sites(model)
+        assert those[1].path.endswith(f".1.{path}")
+        assert "built" not in those[1].cut.why
+        assert "merge it first" in those[1].cut.why
+        assert "merge" not in those[0].cut.why
+        whole = run(model, zoo.inputs())
+        with hw.silence(model, [(1, 1)]):
+            quiet = run(model, zoo.inputs())
+        wrapped = getattr(attention, attribute)
+        wrapped.base_layer.weight[:, 8:16] = 0
+        wrapped.lora_A["default"].weight[:, 8:16] = 0
+        assert torch.allclose(quiet, run(model, zoo.inputs()), atol=1e-5)
+        assert not torch.allclose(quiet, whole, atol=1e-3)
+
+
+class Packed(nn.Module):
+    """A map that keeps whole numbers and a scale."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.scale = nn.Parameter(base.weight.abs().max() / 127)
+        self.weight = nn.Parameter((base.weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight.float() * self.scale).T
+
+
+@torch.no_grad()
+def test_quantised_weights_are_silenced_and_not_cut():
+    zoo = FALLBACK["gptj"]
+    model = zoo.build()
+    attention = model.transformer.h[0].attn
+    attention.out_proj = Packed(attention.out_proj)
+    those = hw.sites(model)
+    assert "quantised (int8)" in those[0].cut.why
+    assert "quantised" not in those[1].cut.why
+    with hw.silence(model, [(0, 2)]):
+        quiet = run(model, zoo.inputs())
+    attention.out_proj.weight[:, 16:24] = 0
+    assert torch.allclose(quiet, run(model, zoo.inputs()), atol=1e-5)
+
+
+def test_layers_without_attention_are_told():
+    zoo = ZOO["llama"]
+    model = zoo.build()
+
+    class Steady(nn.Module):
+        """What stands in the place of an attention."""
+
+    model.model.layers[1].self_attn = Steady()
+    those = hw.sites(model)
+    assert len(those) == 1
+    assert "1 of 2 layers have no attention (Steady instead): model.layers.1" in str(those)
+    assert those.data["notes"] == those.notes
+    assert ZOO["t5"].build() is not None
+    for name in ("t5", "bart", "bert"):
+        assert hw.sites(ZOO[name].build()).notes == []
