@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import headwise as hw
 from attentions import DIM, HEADS, WIDE, Around, Grouped, Line, Merged, Picture, Several, Talking, Tutorial, Wrapped
-from foreign import FALLBACK, ZOO, run
+from foreign import FALLBACK, ZOO, run, transformers
 from test_sites import looked
 
 FOUND = {
@@ -307,3 +307,106 @@ def test_layers_without_attention_are_told():
     assert ZOO["t5"].build() is not None
     for name in ("t5", "bart", "bert"):
         assert hw.sites(ZOO[name].build()).notes == []
+
+
+class Tiles(nn.Module):
+    """Vision attention over tokens that lie on two axes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(WIDE, 3 * WIDE), nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).flatten(1, 2).unflatten(-1, (3, HEADS, DIM)).permute(2, 0, 3, 1, 4)
+        z = (q @ k.transpose(-2, -1)).softmax(-1) @ v
+        return self.proj(z.transpose(1, 2).flatten(2).unflatten(1, x.shape[1:3]))
+
+
+@torch.no_grad()
+def test_tokens_on_two_axes():
+    model = blocks(Tiles)
+    x = torch.randn(2, 3, 2, WIDE)
+    hw.declare(model[0], heads=HEADS, out="proj")
+    with looked(model) as keeps, hw.silence(model, [(0, 1)]):
+        quiet = model(x)
+    (keep,) = keeps.values()
+    assert keep.seen[0].rows(0).shape == (2, 6, 6)
+    model[0].proj.weight[:, DIM : 2 * DIM] = 0
+    assert torch.allclose(quiet, model(x), atol=1e-6)
+
+
+def test_sites_of_stages_have_names_of_their_own():
+    stage = {"depths": [2, 1], "num_heads": [2, 4], "embed_dim": 8, "window_size": 2, "image_size": 16, "patch_size": 2}
+    model = transformers.SwinModel(transformers.SwinConfig(**stage)).eval()
+    names = [site.name for site in hw.sites(model)]
+    assert len(names) == len(set(names)) == 3
+    pixels, name = torch.randn(1, 3, 16, 16), names[1]
+    with torch.no_grad():
+        with hw.silence(model, [(name, 1)]):
+            quiet = model(pixels).last_hidden_state
+        modules = dict(model.named_modules())
+        path = next(site.path for site in hw.sites(model) if site.name == name)
+        near = path.rpartition(".")[0]
+        last = next(
+            one for at, one in modules.items() if at.startswith(near) and at.endswith(("o_proj", "output.dense"))
+        )
+        last.weight[:, 4:8] = 0
+        assert torch.allclose(quiet, model(pixels).last_hidden_state, atol=1e-6)
+
+
+PATTERNS = {
+    "llama": ["causal()", "causal()"],
+    "gemma3": ["window(5)", "causal()"],
+    "gptj": ["causal()", "causal()"],
+    "bloom": ["as each call says", "as each call says"],
+    "vit": ["full()", "full()"],
+}
+LAYERS = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 67,
+}
+LOCAL = {
+    "gpt-neo": (
+        lambda: transformers.GPTNeoConfig(
+            hidden_size=32, num_layers=2, num_heads=4, window_size=7, attention_types=[[["global", "local"], 1]]
+        ),
+        ["causal()", "window(7)"],
+    ),
+    "modernbert": (
+        lambda: transformers.ModernBertConfig(
+            **LAYERS, local_attention=8, pad_token_id=0, layer_types=["full_attention", "sliding_attention"]
+        ),
+        ["full()", "window(9, after=4)"],
+    ),
+    "llama4": (
+        lambda: transformers.Llama4TextConfig(
+            **LAYERS, num_key_value_heads=2, head_dim=8, intermediate_size_mlp=48, num_local_experts=2,
+            attention_chunk_size=5, layer_types=["chunked_attention", "full_attention"],
+        ),
+        ["causal() & blocks(5)", "causal()"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns_are_those_of_each_layer(name: str):
+    model = (ZOO | FALLBACK)[name].build()
+    assert [site.pattern for site in hw.sites(model)] == PATTERNS[name]
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_patterns_of_local_and_global_layers_are_what_they_read(name: str):
+    config, patterns = LOCAL[name]
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config(), attn_implementation="eager").eval()
+    assert [site.pattern for site in hw.sites(model)] == patterns
+    ids = torch.randint(3, 67, (1, 12))
+    with torch.no_grad():
+        grids = model(ids, output_attentions=True).attentions
+    for grid, text in zip(grids, patterns, strict=True):
+        pattern = hw.pattern.parse(text)
+        allowed = torch.tensor([[bool(pattern.allows(t, s)) for s in range(12)] for t in range(12)])
+        assert torch.equal(grid[0, 0] > 0, allowed)

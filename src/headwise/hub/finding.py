@@ -17,7 +17,7 @@ from .routes.base import Found
 from .routes.called import Called, Unclear, tried
 from .routes.interface import Interface
 from .routes.ours import Ours
-from .routes.places import within
+from .routes.places import UNKNOWN, within
 from .routes.projection import Projection
 from .routes.torch_mha import TorchMHA
 
@@ -62,7 +62,8 @@ def found(model: nn.Module) -> list[Found]:
     seen += [one for one in Unclear().find(model) if not any(within(one.site.path, path) for path in paths)]
     order = {path: n for n, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
     said = Said.of(model)
-    renamed = _renamed(sorted(seen, key=lambda one: order[one.site.path]))
+    placed = [one._replace(site=said.placed(one.site)) for one in sorted(seen, key=lambda one: order[one.site.path])]
+    renamed = _renamed(placed)
     return list(hindered(model, [one._replace(site=said.added(one.site)) for one in renamed]))
 
 
@@ -84,6 +85,13 @@ class Said(NamedTuple):
         except SpecError as error:
             return Said({}, {}, str(error))
         return Said(dict(described.specs()), described.unsaid(), "its config describes no such layer")
+
+    def placed(self, site: Site) -> Site:
+        """The site in the one stack that there is, where nobody says in which."""
+        stacks = {name.partition(".")[0] for name in (*self.specs, *self.unsaid)}
+        if site.stack != UNKNOWN or len(stacks) != 1:
+            return site
+        return replace(site, stack=stacks.pop())
 
     def added(self, site: Site) -> Site:
         """The site with its spec, or with the reason why it has none."""

@@ -110,4 +110,4 @@ def _lacking(path: str, layers: nn.Module, having: set[str]) -> str:
 
 def _kinds(layer: nn.Module) -> frozenset[str]:
     """What the parts of a layer are called."""
-    return frozenset(type(child).__name__ for child in layer.children())
+    return frozenset(name for child in layer.children() if "Norm" not in (name := type(child).__name__))

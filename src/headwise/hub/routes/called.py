@@ -23,8 +23,9 @@ from ..watching import Core, Seen, Stand, changed, watchers
 from . import forwards
 from .base import Found, Given, Route
 from .hearing import Ear, Heard
-from .places import ANYHOW, HEADS, Sizes, number, site, within
+from .places import HEADS, Sizes, number, site, within
 from .projection import declared
+from .reading import ANYHOW
 
 TWICE = "it compares several times in one call, and headwise does not know which heads are which; hw.declare says it"
 AROUND = "it compares, and so does a module within it"

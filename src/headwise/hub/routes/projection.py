@@ -56,7 +56,7 @@ def declare(module: nn.Module, *, heads: int, out: str) -> None:
     >>> net = nn.Sequential(Mine())
     >>> hw.declare(net[0], heads=3, out="last")
     >>> [(site.name, site.q, site.dim) for site in hw.sites(net)]
-    [('encoder.0.attention', 3, 2)]
+    [('model.0.attention', 3, 2)]
     """
     children = dict(module.named_modules())
     if out not in children or not width(children[out]):
@@ -221,4 +221,5 @@ def _saying(last: nn.Module, run: forwards.Run, args: tuple[Any, ...], kwargs: d
 
 
 def _by_head(z: Tensor, last: nn.Module) -> Tensor:
-    return z.unflatten(-1, (_HEADS[last], -1))
+    """[B, T, heads, width] of what enters a projection, whose tokens may lie on two axes, or rows on none."""
+    return z.reshape(z.shape[0] if z.dim() > 2 else 1, -1, _HEADS[last], z.shape[-1] // _HEADS[last])

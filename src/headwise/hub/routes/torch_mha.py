@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ..watching import Holding, Stand, changed, watchers
 from .base import Found, Given, Route
 from .forwards import reached
-from .places import ANYHOW, Sizes, site
+from .places import Sizes, site
+from .reading import ANYHOW
 
 
 class TorchMHA(Route):
