@@ -9,13 +9,13 @@ head's columns. Nothing is downloaded.
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import resource
 import signal
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,18 +24,18 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 import coverage_models
 import torch
 import transformers
+from coverage_looking import Keep, apart, attentions, difference, own_weights, run
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, MODEL_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 import headwise as hw
 from headwise.hub.finding import found
-from headwise.hub.routes import interface
-from headwise.hub.routes.base import Found, Given
+from headwise.hub.routes.base import Found
 from headwise.hub.routes.projection import Unsaid
-from headwise.hub.watching import Core, Seen, watching
+from headwise.hub.watching import Seen, watching
 
-SECONDS, CLOSE = 40, 1e-5
+SECONDS, MEMORY, CLOSE = 40, 8 << 30, 1e-5
 
 
 class Row(NamedTuple):
@@ -48,69 +48,6 @@ class Row(NamedTuple):
     seen: str
     silenced: str
     why: str
-
-
-class Keep:
-    """A watcher that keeps the first of what an attention worked with, and of what its heads said."""
-
-    wants_core = True
-
-    def __init__(self) -> None:
-        self.seen: Core | None = None
-        self.said: Tensor | None = None
-
-    def core(self, seen: Core) -> None:
-        """Keep it."""
-        self.seen = self.seen or seen
-
-    def heads(self, z: Tensor) -> None:
-        """Keep it."""
-        self.said = z.detach().clone() if self.said is None else self.said
-
-
-@contextmanager
-def own_weights() -> Iterator[dict[int, Tensor]]:
-    """What the functions of the interface give as weights, by module."""
-    given: dict[int, Tensor] = {}
-    original = interface._watched
-
-    def noting(function: Any, name: str, module: nn.Module, *said: Any, **more: Any) -> Any:
-        def also(*a: Any, **k: Any) -> Any:
-            got = function(*a, **k)
-            if isinstance(got[1], Tensor):
-                given.setdefault(id(module), got[1])
-            return got
-
-        return original(also, name, module, *said, **more)
-
-    interface._watched = noting
-    try:
-        yield given
-    finally:
-        interface._watched = original
-
-
-def tensors(said: Any) -> Iterator[Tensor]:
-    """All numbers that a model gives."""
-    if isinstance(said, Tensor):
-        if said.is_floating_point():
-            yield said.detach().float()
-    elif isinstance(said, (dict, list, tuple)):
-        for value in said.values() if isinstance(said, dict) else said:
-            yield from tensors(value)
-
-
-def run(model: nn.Module, told: dict[str, Tensor], **more: Any) -> Any:
-    """What a model says; some draw."""
-    torch.manual_seed(2)
-    return model(**told, **more)
-
-
-def difference(said: Any, other: Any) -> float:
-    """The largest of what two runs give, by the largest number there is."""
-    pairs = [(one, two) for one, two in zip(tensors(said), tensors(other), strict=True) if one.numel()]
-    largest = max([1.0, *(float(two[two.isfinite()].abs().max()) for _, two in pairs if two.isfinite().any())])
-    return max(float((one - two).nan_to_num(0, 0, 0).abs().max()) for one, two in pairs) / largest
 
 
 class Looked(NamedTuple):
@@ -149,29 +86,6 @@ def seen(model: nn.Module, told: dict[str, Tensor], those: list[Looked]) -> str:
         if not worst <= CLOSE:
             return f"weights differ by {worst:.0e}"
     return "yes"
-
-
-def attentions(model: nn.Module, told: dict[str, Tensor]) -> list[Tensor]:
-    """What a model gives as its weights when it is asked."""
-    try:
-        said = run(model, told, output_attentions=True)
-    except TypeError:
-        return []
-    grids = [value for key, value in said.items() if "attentions" in key]
-    return [grid for grid in tensors(grids) if grid.dim() == 4]
-
-
-def apart(core: Core, own: Tensor) -> float:
-    """How far weights are from a model's own; a band is compared diagonal by diagonal."""
-    if isinstance(core, Given) and own.shape[:2] == core.weights.shape[:2] and own.shape[2:] != core.weights.shape[2:]:
-        wide, (length, keys) = core.weights, own.shape[2:]  # the band: keys from so many before to as many behind
-        if length > wide.shape[-1] or keys % 2 == 0:
-            return torch.inf
-        cells = [(t, t + n - keys // 2, n) for t in range(length) for n in range(keys)]
-        return max(float((wide[..., t, s] - own[..., t, n]).abs().max()) for t, s, n in cells if 0 <= s < length)
-    rows = [core.rows(head).float() for head in range(own.shape[1])]
-    same = all(row.shape == own[:, 0].shape for row in rows)
-    return max(float((row - own[:, n].float()).abs().max()) for n, row in enumerate(rows)) if same else torch.inf
 
 
 def behind(model: nn.Module, told: dict[str, Tensor], site: Looked) -> str:
@@ -305,6 +219,7 @@ def main(argv: list[str]) -> int:
     """Judge all families, or those named, and write or print the page."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     signal.signal(signal.SIGALRM, late)
     rows: list[Row] = []
     with torch.no_grad():
@@ -312,6 +227,7 @@ def main(argv: list[str]) -> int:
             signal.alarm(SECONDS)
             row = judged(family)
             signal.alarm(0)
+            gc.collect()
             rows += [row] if row is not None else []
     if argv:
         print(page(rows))

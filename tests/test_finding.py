@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 import headwise as hw
 from attentions import DIM, HEADS, WIDE, Around, Grouped, Line, Merged, Picture, Several, Talking, Tutorial, Wrapped
 from foreign import FALLBACK, ZOO, run, transformers
+from headwise import cli
 from test_sites import looked
 
 FOUND = {
@@ -309,6 +312,23 @@ def test_layers_without_attention_are_told():
         assert hw.sites(ZOO[name].build()).notes == []
 
 
+HYBRID = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "vocab_size": 67,
+    "layer_types": ["linear_attention", "full_attention"], "num_experts": 4, "moe_intermediate_size": 16,
+}  # fmt: skip
+
+
+def test_the_command_tells_layers_without_attention(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    assert cli.main(["sites", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "decoder.1.attention  4   2    8  causal()" in said
+    assert "decoder.0" not in said
+    assert "1 of 2 layers have no attention (Qwen3NextGatedDeltaNet instead)" in " ".join(said.split())
+    assert max(map(len, said.splitlines())) <= 80
+
+
 class Tiles(nn.Module):
     """Vision attention over tokens that lie on two axes."""
 
@@ -410,3 +430,74 @@ def test_patterns_of_local_and_global_layers_are_what_they_read(name: str):
         pattern = hw.pattern.parse(text)
         allowed = torch.tensor([[bool(pattern.allows(t, s)) for s in range(12)] for t in range(12)])
         assert torch.equal(grid[0, 0] > 0, allowed)
+
+
+@torch.no_grad()
+def test_weights_are_those_before_dropout():
+    model = blocks(lambda: Picture(False))
+    hw.sites(model, X)
+    with looked(model) as keeps:
+        model.train()(X)
+    rows = keeps["model.0.attention"].seen[0].rows(1)
+    assert torch.allclose(rows.double(), spelt_out(model[0], X, False)[:, 1], atol=1e-5)
+
+
+class Soften(nn.Module):
+    """Weights in a module of their own, which is all it does."""
+
+    def forward(self, s: Tensor) -> Tensor:
+        return s.softmax(-1)
+
+
+class Apart(nn.Module):
+    """Weights made in one module, values read in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.soften, self.read = nn.Linear(WIDE, 3 * WIDE), Soften(), Read()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, DIM)).permute(2, 0, 3, 1, 4)
+        return self.read(self.soften(q @ k.transpose(-2, -1)), v).transpose(1, 2).flatten(2)
+
+
+class Read(nn.Module):
+    """A product of two, as models that are to be quantised keep it."""
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        return one @ other
+
+
+@torch.no_grad()
+def test_a_comparison_in_two_modules_is_that_of_the_one_around_them():
+    model = blocks(Apart)
+    assert [site.path for site in hw.sites(model, X)] == ["0", "1"]
+    with hw.silence(model, [(1, 1)]):
+        quiet = model(X)
+    assert not quiet[..., DIM : 2 * DIM].any()
+    assert torch.equal(quiet[..., :DIM], model(X)[..., :DIM])
+
+
+class Louder(nn.Linear):
+    """A map that goes on to its parent's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@torch.no_grad()
+def test_a_forward_that_goes_on_to_its_parents_is_one():
+    torch.manual_seed(0)
+    model, plain = blocks(Tiles), blocks(Tiles)
+    louder = Louder(WIDE, WIDE)
+    louder.load_state_dict(model[0].proj.state_dict())
+    model[0].proj = louder
+    for one in (model, plain):
+        hw.declare(one[0], heads=HEADS, out="proj")
+    x, quiet = torch.randn(2, 3, 2, WIDE), []
+    plain.load_state_dict(model.state_dict())
+    hw.sites(plain)  # so that the parent's forward is stood at too
+    for one in (model, plain):
+        with hw.silence(one, [(0, 1)], scale=0.5):
+            quiet.append(one(x))
+    assert torch.equal(*quiet)

@@ -40,8 +40,8 @@ class Heard(NamedTuple):
 
 
 @dataclass
-class Softmax:
-    """One softmax over a grid of `axes`, the modules that ran then, and whether values were read by it."""
+class Made:
+    """Weights that came of a softmax over a grid of `axes`: the modules that ran then, and whether values were read by it."""
 
     inside: tuple[nn.Module, ...]
     axes: int
@@ -53,7 +53,7 @@ class Grid(NamedTuple):
 
     used: Tensor
     weights: Tensor
-    made: Softmax
+    made: Made
 
 
 Told = Callable[[Heard], Tensor | None]
@@ -70,7 +70,7 @@ class Ear(TorchFunctionMode):
         super().__init__()
         self.told, self.heads, self.inside = told, heads, inside
         self.open: deque[Grid] = deque(maxlen=KEPT)
-        self.made: list[Softmax] = []
+        self.made: list[Made] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -91,7 +91,7 @@ class Ear(TorchFunctionMode):
         """Perhaps weights: they are, if values are multiplied with them."""
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if weights.dim() >= 3 and dim in (-1, weights.dim() - 1):
-            self.made.append(Softmax(tuple(self.inside), weights.dim()))
+            self.made.append(Made(tuple(self.inside), weights.dim()))
             self.open.append(Grid(weights, weights, self.made[-1]))
         return weights
 

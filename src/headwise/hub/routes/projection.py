@@ -28,7 +28,7 @@ NAMES = (
     "out_proj", "o_proj", "c_proj", "dense", "out_lin", "wo", "o", "proj", "to_out", "fc_out", "linear_out", "out",
     "to_out.0", "output", "^output.dense", "^attention_output.dense", "^output.out_proj", "^output",
 )  # fmt: skip
-COMPARES = ("softmax", "scaled_dot_product_attention", "Softmax")
+COMPARES = ("softmax", "scaled_dot_product_attention")
 BLIND = Ability(False, "its code names no softmax, so that nothing says its weights")
 OTHERWISE = "what enters its projection is not what its weights read of values"
 
@@ -137,7 +137,7 @@ def _compares(module: nn.Module) -> bool:
         for one in vars(kind).values()
     ]
     named = any(name in COMPARES for code in codes if code is not None for name in code.co_names)
-    return named or any(isinstance(part, nn.Softmax) for part in module.modules())
+    return named or any(type(part).__name__.lower() in COMPARES for part in module.modules())
 
 
 class Listening:

@@ -22,7 +22,7 @@ def pattern(module: nn.Module, kind: str) -> str:
     if causal is None:
         return ANYHOW
     if said == "chunked_attention" and causal:
-        return (Causal() & Blocks(config.attention_chunk_size)).text
+        return (Causal() & Blocks(_whole(config, "attention_chunk_size"))).text
     keys = _window(module, config, said)
     if keys and causal:
         return Window(keys).text
