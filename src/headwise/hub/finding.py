@@ -38,7 +38,7 @@ def sites(model: nn.Module, example: Any = None) -> Sites:
     ['decoder.0.attention']
     """
     if example is not None:
-        if why := hindrance(_checked(model)):
+        if why := hindrance(_checked(model), [model]):
             raise ValueError(f"{type(model).__name__} cannot be run on an example: {why}")
         tried(model, example)
     those = [one.site for one in found(model)]

@@ -15,13 +15,13 @@ from .routes.base import Found
 PACKED = ("qweight", "qzeros", "weight_packed", "w_bit")  # what quantised layers keep in the place of a weight
 
 
-def hindrance(model: nn.Module) -> str:
-    """Why nothing of a model can be watched; nothing if it can."""
+def hindrance(model: nn.Module, parts: Sequence[nn.Module]) -> str:
+    """Why these parts of a model cannot be watched; nothing if they can."""
     if isinstance(model, nn.DataParallel):
         return "its replicas run in threads of their own; give model.module"
     if _compiled(model):
         return "it is compiled, and what was compiled cannot be watched; give the model as it was before"
-    if any(tensor.is_meta for tensor in model.parameters()):
+    if any(tensor.is_meta for part in parts for tensor in part.parameters()):
         return "its weights are on the meta device, where nothing is computed; load them"
     return ""
 
@@ -29,13 +29,12 @@ def hindrance(model: nn.Module) -> str:
 def hindered(model: nn.Module, those: Sequence[Found]) -> Iterator[Found]:
     """The same, where something stands in the way with the reason."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    why = hindrance(model)
     for one in those:
-        site = one.site
-        if why:
+        site, parts = one.site, [modules[one.site.path], one.module]
+        if why := hindrance(model, parts):
             no = Ability(False, why)
             site = replace(site, see=no if site.see.can else site.see, silence=no if site.silence.can else site.silence)
-        if fixed := _fixed([modules[site.path], one.module]):
+        if fixed := _fixed(parts):
             site = replace(site, cut=Ability(False, fixed), share=Ability(False, fixed))
         yield one._replace(site=site)
 
@@ -45,6 +44,8 @@ def _fixed(parts: Sequence[nn.Module]) -> str:
     for module in chain.from_iterable(part.modules() for part in parts):
         if isinstance(getattr(module, "base_layer", None), nn.Module):
             return "its weights have an adapter beside them (LoRA); merge it first"
+        if any(type(tensor.data).__name__ == "DTensor" for tensor in module.parameters(recurse=False)):
+            return "its weights are spread over several processes; cut the model before it is spread"
         if kind := _quantised(module):
             return f"its weights are quantised ({kind}); cut the model that was quantised, then quantise it again"
         if getattr(module, "is_kv_shared_layer", False):
@@ -58,9 +59,8 @@ def _quantised(module: nn.Module) -> str:
     """What a module keeps in the place of floating-point weights; nothing if it keeps those."""
     if any(part in ("quantized", "bitsandbytes", "torchao") for part in type(module).__module__.split(".")):
         return type(module).__name__
-    kept = {name: tensor for name, tensor in vars(module)["_parameters"].items() if tensor is not None}
-    kept |= {name: tensor for name, tensor in vars(module)["_buffers"].items() if name in PACKED}
-    for tensor in kept.values():
+    packed = [tensor for name, tensor in module.named_buffers(recurse=False) if name in PACKED]
+    for tensor in [*module.parameters(recurse=False), *packed]:
         if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
             return str(tensor.dtype).removeprefix("torch.")
         if tensor.dtype.itemsize == 1:

@@ -112,7 +112,7 @@ _OTHERWISE = "does not compare as when it was found; give hw.sites(model, exampl
 
 def tried(model: nn.Module, example: Any) -> None:
     """Run a model on an example and remember which of its modules compare, and how."""
-    if model.training:
+    if any(module.training for module in model.modules()):
         raise ValueError("the model is in train mode, where a run would change it; call model.eval() first")
     trial = Trial()
     devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}

@@ -112,8 +112,9 @@ class Ear(TorchFunctionMode):
         equation, first, *_ = (args[0], *args[1]) if isinstance(args[1], (list, tuple)) else args
         if not isinstance(equation, str) or first.dim() < 3:
             return o
-        first_in, said = equation.replace(" ", "").split(",")[0], equation.replace(" ", "").partition("->")[2]
-        if said[: len(first_in) - 1] == first_in[:-1]:
+        operands, _, said = equation.replace(" ", "").partition("->")
+        weights, _, values = operands.partition(",")
+        if said[: len(weights) - 1] == weights[:-1] and weights[-1] in values and weights[-1] not in said:
             return self._multiplied(first, o)
         grid = self._opened(first)
         if grid is None:
