@@ -41,7 +41,7 @@ class Heard(NamedTuple):
 
 @dataclass
 class Made:
-    """Weights that came of a softmax over a grid of `axes`: the modules that ran then, and whether values were read by it."""
+    """A softmax over a grid of `axes`: the modules that ran then, and whether values were read by what it gave."""
 
     inside: tuple[nn.Module, ...]
     axes: int
