@@ -89,7 +89,9 @@ def attentions(model: nn.Module, told: dict[str, Tensor]) -> list[Tensor]:
 
 def apart(core: Core, own: Tensor) -> float:
     """How far weights are from a model's own; a band is compared diagonal by diagonal."""
-    if isinstance(core, Given) and own.shape[:2] == core.weights.shape[:2] and own.shape[2:] != core.weights.shape[2:]:
+    if isinstance(core, Given) and own.shape[:2] != core.weights.shape[:2]:
+        return torch.inf
+    if isinstance(core, Given) and own.shape[2:] != core.weights.shape[2:]:
         wide, (length, keys) = core.weights, own.shape[2:]  # the band: keys from so many before to as many behind
         if length > min(wide.shape[-2:]) or keys % 2 == 0:
             return torch.inf
