@@ -61,9 +61,8 @@ def _quantised(module: nn.Module) -> str:
         return type(module).__name__
     packed = [tensor for name, tensor in module.named_buffers(recurse=False) if name in PACKED]
     for tensor in [*module.parameters(recurse=False), *packed]:
-        if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
-            return str(tensor.dtype).removeprefix("torch.")
-        if tensor.dtype.itemsize == 1:
+        whole = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+        if whole or tensor.dtype.itemsize == 1:  # floating-point numbers of one byte come with a scale beside them
             return str(tensor.dtype).removeprefix("torch.")
         if type(tensor.data) not in (Tensor, nn.Parameter):
             return type(tensor.data).__name__
