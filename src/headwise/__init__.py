@@ -57,6 +57,8 @@ _HOMES = {
     "declare": "hub.routes.projection",
     "silence": "hub.editing",
     "patch": "hub.editing",
+    "Resample": "hub.patches",
+    "Noise": "hub.patches",
     "load": "hub",
     "save": "models",
     "Transformer": "models",

@@ -12,6 +12,7 @@ from .. import families
 from ..errors import SpecError
 from ..site import Ability, Site, Sites
 from ..spec import AttentionSpec
+from .depths import by_depth
 from .routes.base import Found
 from .routes.interface import Interface
 from .routes.ours import Ours
@@ -44,7 +45,7 @@ def found(model: nn.Module) -> list[Found]:
         seen += [one for one in route.find(model) if not any(_around(path, one.site.path) for path in paths)]
     order = {path: n for n, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
     said = Said.of(model)
-    renamed = _renamed(sorted(seen, key=lambda one: order[one.site.path]))
+    renamed = _renamed(by_depth(model, sorted(seen, key=lambda one: order[one.site.path])))
     return [_hindered(model, one._replace(site=said.added(one.site))) for one in renamed]
 
 

@@ -15,10 +15,18 @@ from dataclasses import dataclass
 from functools import wraps
 from threading import Lock
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+
+
+class Reading(NamedTuple):
+    """How one head that speaks reads: its row of weights, the values these multiply, and which keys each query may read."""
+
+    row: int
+    v_BSV: Tensor
+    readable_BTS: Tensor
 
 
 @dataclass(frozen=True)
@@ -68,11 +76,33 @@ class Seen:
         sink = self.sinks.flatten()[head].float().expand(*s_BTS.shape[:2], 1)
         return torch.cat([s_BTS, sink], -1).softmax(-1)[..., :-1]
 
+    def reading(self, head: int) -> Reading:
+        """What a head reads, whatever it compares.
+
+        >>> q = torch.zeros(1, 2, 1, 3)
+        >>> Seen(q, q, q, 1.0, causal=True).reading(0).readable_BTS
+        tensor([[[ True, False],
+                 [ True,  True]]])
+        """
+        if self.odd:
+            raise ValueError(f"what may be read is not known: {self.odd}; nothing can stand for it")
+        batch, queries, heads = self.q_BTHK.shape[:3]
+        keys, groups = self.v_BSGV.shape[1:3]
+        readable = torch.ones(batch, queries, keys, dtype=torch.bool, device=self.q_BTHK.device)
+        if self.causal:
+            readable &= ~self._ahead(keys, slice(None))
+        if self.mask is not None:
+            mask = _of(self.mask, head, slice(None))[..., :keys]
+            readable &= mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        return Reading(head, self.v_BSGV[:, :, head * groups // heads], readable)
+
+    def _ahead(self, keys: int, queries: slice) -> Tensor:
+        place = torch.arange(self.q_BTHK.shape[1], device=self.q_BTHK.device)[queries]
+        return torch.arange(keys, device=place.device) > place[:, None]
+
     def _masked(self, s_BTS: Tensor, head: int, queries: slice) -> Tensor:
         if self.causal:
-            place = torch.arange(self.q_BTHK.shape[1], device=s_BTS.device)[queries]
-            ahead = torch.arange(s_BTS.shape[-1], device=s_BTS.device) > place[:, None]
-            s_BTS = s_BTS.masked_fill(ahead, -torch.inf)
+            s_BTS = s_BTS.masked_fill(self._ahead(s_BTS.shape[-1], queries), -torch.inf)
         if self.mask is None:
             return s_BTS
         mask = _of(self.mask, head, queries)
@@ -91,6 +121,10 @@ class Core(Protocol):
 
     def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
         """The weights of one head for some queries, [B, T, S]."""
+        ...
+
+    def reading(self, head: int) -> Reading:
+        """What one head reads, whatever it compares; refused where that is not seen."""
         ...
 
 

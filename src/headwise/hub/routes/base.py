@@ -9,15 +9,20 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ...site import Site
-from ..watching import Holding
+from ..watching import Holding, Reading
 
 
 class Found(NamedTuple):
-    """A site, the module that one watches there, and the way that leads to it."""
+    """A site, the module that one watches there, and the way that leads to it.
+
+    A module may serve several sites: this one is its call number `call` of the `calls` in a forward.
+    """
 
     site: Site
     module: nn.Module
     route: Route
+    call: int = 0
+    calls: int = 1
 
 
 class Route(ABC):
@@ -41,3 +46,7 @@ class Given:
     def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
         """The weights of one head for some queries, [B, T, S]."""
         return self.weights[:, head, queries]
+
+    def reading(self, head: int) -> Reading:
+        """Refused."""
+        raise ValueError("only weights are seen here, not the values that they multiply; give this head a mean instead")

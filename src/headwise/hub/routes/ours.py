@@ -13,8 +13,8 @@ from ...models import Transformer
 from ...module import Attention
 from ...probe import Probe
 from ...site import YES, Site
-from ...tokens import Tokens
-from ..watching import Core, Holding, Stand, Watcher, changed, watchers
+from ...tokens import Sight, Tokens
+from ..watching import Core, Holding, Reading, Stand, Watcher, changed, watchers
 from .base import Found, Route
 
 
@@ -23,7 +23,8 @@ class Ours(Route):
 
     def find(self, model: nn.Module) -> Iterator[Found]:
         names = [name for name, _ in model.described.specs()] if isinstance(model, Transformer) else []
-        layers = [(path, module) for path, module in model.named_modules() if isinstance(module, Attention)]
+        modules = model.named_modules(remove_duplicate=False)
+        layers = [(path, module) for path, module in modules if isinstance(module, Attention)]
         for number, (path, module) in enumerate(layers):
             stack, layer, kind = _parts(path, number) if path in names else ("model", number, "attention")
             name = path if path in names else f"{stack}.{layer}.{kind}"
@@ -51,6 +52,14 @@ class Again:
         self.layer(self.x[:, queries], source=self.kept, tokens=at, probe=probe)
         return probe.seen["weights"][:, head]
 
+    def reading(self, head: int) -> Reading:
+        """What one head that speaks reads, whatever it compares."""
+        probe, spec = Probe("v"), self.layer.spec
+        self.layer(self.x, source=self.kept, tokens=self.at, probe=probe)
+        row = spec.speaks[head]
+        readable_BTS = Sight(self.at, self.kept.tokens, spec.pattern).allowed[:, 0]
+        return Reading(row, probe.seen["v"][:, :, spec.core().values[row]], readable_BTS)
+
 
 class Stepwise:
     """What cannot be told of an attention that reads its past from a cache, or goes by a mask of the caller's own."""
@@ -58,6 +67,10 @@ class Stepwise:
     def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
         """Refused."""
         raise ValueError("with a cache or a mask weights are not computed again; run the whole text without")
+
+    def reading(self, head: int) -> Reading:
+        """Refused."""
+        raise ValueError("with a cache or a mask it is not known what is read; run the whole text without")
 
 
 def _parts(path: str, number: int) -> tuple[str, int, str]:
