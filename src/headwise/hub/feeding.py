@@ -29,9 +29,11 @@ class Looker(ABC):
     site: str
     those: tuple[int, ...]
     tokens: Tensor | None = field(default=None, init=False)
+    seen: Core | None = field(default=None, init=False)
 
     def core(self, seen: Core) -> None:
-        """Look at what the attention works with."""
+        """Keep what the attention works with, until it is known what they say."""
+        self.seen = seen
 
     def heads(self, z: Tensor) -> None:
         """Look at what they say."""
@@ -66,15 +68,16 @@ def over(
             raise ValueError(f"{name} cannot be watched: {site.silence.why}")
         if lookers[name].wants_core and not site.see.can:
             raise ValueError(f"{name} cannot be seen: {site.see.why}")
-    stacks, count = {one.site.stack for one in those}, 0
+    stacks, any_yet = {one.site.stack for one in those}, False
     with torch.no_grad(), standing(model, those, lookers):
-        for count, batch in enumerate(batches, 1):
+        for batch in batches:
+            any_yet = True
             inputs, told = batch if isinstance(batch, tuple) and len(batch) == 2 else (batch, None)
             masks = _hidden(inputs, stacks) if told is None else _told(told, stacks)
             for name, looker in lookers.items():
                 looker.tokens = masks.get(sites[name].stack)
             _run(model, inputs)
-    if not count:
+    if not any_yet:
         raise ValueError("there is no batch; give at least one")
     return list(lookers.values())
 

@@ -1,4 +1,4 @@
-"""What heads say over data: their means, their spread, and what they said of one input; one batch in memory at a time."""
+"""What heads say over data: their means and their spread; and what they say of one input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = ("overall", "position")
 def head_means(
     model: nn.Module, batches: Iterable[Any], heads: Iterable[Head] | None = None, *, kind: str = "overall"
 ) -> dict[Head, Tensor]:
-    """The mean of what each head says over all tokens of a data set, float64: [width], or for each position [1, T, width].
+    """The mean of what each head says over the tokens of a data set, in float64: [width], or by position [1, T, width].
 
     A batch is what the model reads: a tensor, or a mapping of what it is called with; or a pair of this and of the
     tokens that count: a mask [B, T], or one for each stack by its name. Without, what an `attention_mask` hides does

@@ -23,8 +23,8 @@ class Offsets(Patch):
     """A head whose weight of a key follows from its offset, query minus key, alone.
 
     `weights[n]` belongs to offset n - longest + 1, where `longest` is how many tokens the longest text had; it is the
-    mean over `pairs[n]` pairs. The weights of a query are brought to the sum `mass` over the keys that it may read: one,
-    or less where a head has a sink.
+    mean over `pairs[n]` pairs. The weights of a query are brought to the sum `mass` over the keys that it may read:
+    one, or less where a head has a sink.
     """
 
     sees: ClassVar[bool] = True
@@ -105,10 +105,6 @@ class ByOffset(Looker):
 
     wants_core: ClassVar[bool] = True
     totals: dict[int, Total] = field(default_factory=dict)
-    seen: Core | None = None
-
-    def core(self, seen: Core) -> None:
-        self.seen = seen
 
     def look(self, said: Tensor, counts: Tensor) -> None:
         seen, self.seen = self.seen, None

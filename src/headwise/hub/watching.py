@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 
 class Reading(NamedTuple):
-    """How one head that speaks reads: its row of weights, the values these multiply, and which keys each query may read."""
+    """How a head that speaks reads: its row of weights, the values these multiply, and which keys a query may read."""
 
     row: int
     v_BSV: Tensor

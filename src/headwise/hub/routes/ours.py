@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,11 +55,16 @@ class Again:
 
     def reading(self, head: int) -> Reading:
         """What one head that speaks reads, whatever it compares."""
-        probe, spec = Probe("v"), self.layer.spec
-        self.layer(self.x, source=self.kept, tokens=self.at, probe=probe)
+        spec = self.layer.spec
         row = spec.speaks[head]
         readable_BTS = Sight(self.at, self.kept.tokens, spec.pattern).allowed[:, 0]
-        return Reading(row, probe.seen["v"][:, :, spec.core().values[row]], readable_BTS)
+        return Reading(row, self._values[:, :, spec.core.values[row]], readable_BTS)
+
+    @cached_property
+    def _values(self) -> Tensor:
+        probe = Probe("v")
+        self.layer(self.x, source=self.kept, tokens=self.at, probe=probe)
+        return probe.seen["v"]
 
 
 class Stepwise:
