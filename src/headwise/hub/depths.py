@@ -6,11 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
 from .routes.base import Found
+from .routes.places import number
 
 # Where a layer stands in a group of layers that is run again and again, as ALBERT has it (arXiv:1909.11942).
 PLACE = re.compile(r"_groups\.(\d+)\.\w*layers\.(\d+)\.")
@@ -53,8 +53,8 @@ def _sizes(model: nn.Module, path: str) -> tuple[int, int, int]:
     """How many runs, groups, and layers in a group: from the config nearest to a path; zeros if none says it."""
     parts = path.split(".")
     for end in range(len(parts), -1, -1):
-        config: Any = getattr(model.get_submodule(".".join(parts[:end])), "config", None)
-        told = [getattr(config, name, None) for name in SAID]
-        if all(type(size) is int and size > 0 for size in told):
-            return told[0], told[1], told[2]
+        config = getattr(model.get_submodule(".".join(parts[:end])), "config", None)
+        layers, groups, inner = (number(config, (name,)) for name in SAID)
+        if layers and groups and inner:
+            return layers, groups, inner
     return 0, 0, 0

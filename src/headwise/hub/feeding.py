@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ Masks = Mapping[str, Tensor]  # by stack: which tokens [B, T] count, where not a
 class Looker(ABC):
     """A watcher that looks at what some heads of a site say; `tokens` of the batch count, as it is told before."""
 
-    wants_core: ClassVar[bool] = False
+    wants_core = False
     site: str
     those: tuple[int, ...]
     tokens: Tensor | None = field(default=None, init=False)

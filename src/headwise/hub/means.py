@@ -70,7 +70,7 @@ def head_outputs(model: nn.Module, inputs: Any, heads: Iterable[Head] | None = N
     >>> with hw.patch(net, other):
     ...     _ = net(torch.tensor([[1, 5, 9]]))
     """
-    kept = over(model, [inputs], heads, Kept)
+    kept = over(model, [(inputs, {})], heads, Kept)
     return {(one.site, head): said for one in kept for head, said in one.said.items()}
 
 

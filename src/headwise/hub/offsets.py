@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .editing import Head
 from .feeding import Looker, over
 from .patches import Moment, Patch, Says
-from .watching import Core, Reading
+from .watching import Reading
 
 CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}  # relative; of what is narrower, less can be asked
 COARSE = 0.05
@@ -103,7 +103,7 @@ class Total:
 class ByOffset(Looker):
     """It sums weights by offset."""
 
-    wants_core: ClassVar[bool] = True
+    wants_core = True
     totals: dict[int, Total] = field(default_factory=dict)
 
     def look(self, said: Tensor, counts: Tensor) -> None:

@@ -156,8 +156,8 @@ class Noise(Patch):
                 raise ValueError(f"{name} holds what no Gaussian has; give finite numbers, std not below 0")
 
     def begun(self, site: str, head: int) -> Says:
-        number = zlib.crc32(f"{site} {head}".encode())
-        return partial(self._says, torch.Generator().manual_seed(self.seed << 32 | number))
+        number = zlib.crc32(f"{self.seed} {site} {head}".encode())  # torch's generator takes 32 bits, and no more
+        return partial(self._says, torch.Generator().manual_seed(number))
 
     def _says(self, draws: torch.Generator, moment: Moment) -> Tensor:
         own = moment.own
