@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from contextvars import copy_context
 from threading import Thread
 
 import numpy as np
@@ -475,10 +476,10 @@ def test_nothing_is_left_behind(kind: str):
 def test_what_was_never_done_is_told():
     model, zoo = ZOO["bart"].build(), ZOO["bart"]
     ids = zoo.inputs()["input_ids"]
-    words, quiet = r"decoder\.0\.attention never ran in 1 forwards", [("decoder.0.attention", 1)]
+    words, quiet = r"decoder\.0\.attention never ran, .*forwards: 1", [("decoder.0.attention", 1)]
     with pytest.raises(ValueError, match=words), hw.silence(model, quiet):
         _skipped(model, ids)
-    with hw.silence(model, quiet):  # only a part without it ran
+    with hw.silence(model, [("encoder.0.attention", 1), *quiet]):  # only a part without it ran
         model.model.encoder(ids)
     with hw.silence(model, quiet):  # nothing ran
         pass
@@ -567,6 +568,40 @@ def test_quantised_weights_are_left_alone():
         quiet = run(quantised, zoo.inputs())
     with hw.silence(model, [(0, "all"), (1, "all")]):
         assert torch.allclose(quiet, run(model, zoo.inputs()), atol=1e-5)  # no head speaks: nothing is rounded
+
+
+WRAPS = {
+    "threads": nn.DataParallel,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "meta": lambda model: model.to("meta"),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_what_cannot_be_watched_says_why(wrap: str):
+    zoo = ZOO["llama"]
+    model = WRAPS[wrap](zoo.build()).eval()
+    for watched in (
+        lambda: hw.head_means(model, [zoo.inputs()], [(0, 1)]),
+        lambda: hw.patch(model, {(0, 1): hw.Noise()}).__enter__(),
+    ):
+        with pytest.raises(ValueError, match=f"cannot be (silenced|watched): .*{wrap}"):
+            watched()
+
+
+def test_a_thread_in_a_copy_of_the_context_is_watched():
+    model, zoo, seen = ZOO["llama"].build(), ZOO["llama"], []
+    with hw.silence(model, [(0, 1)]):
+        quiet = run(model, zoo.inputs())
+        thread = Thread(target=copy_context().run, args=(lambda: seen.append(run(model, zoo.inputs())),))
+        thread.start()
+        thread.join()
+    assert torch.equal(seen[0], quiet)
+    with hw.silence(model, [(0, 1)]):  # that it ran elsewhere counts
+        thread = Thread(target=copy_context().run, args=(lambda: seen.append(run(model, zoo.inputs())),))
+        thread.start()
+        thread.join()
+    assert torch.equal(seen[1], quiet)
 
 
 @torch.no_grad()

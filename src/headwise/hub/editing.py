@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..site import Sites
+from ..site import Site, Sites
 from .finding import found
 from .forwards import standing
 from .patches import Fixed, Moment, Patch, Scaled, fits
@@ -145,17 +145,23 @@ def by_site(model: nn.Module, those: Sequence[Found], heads: Iterable[Head]) -> 
     named: dict[str, dict[int, Head]] = {}
     for spelt in _pairs(heads):
         site = sites.named(spelt[0])
-        if not site.heads:
-            raise ValueError(f"{site.name} does not say how many heads it has; hw.declare says it")
         own = named.setdefault(site.name, {})
-        for head in range(site.heads) if spelt[1] == ALL else (spelt[1],):
-            assert isinstance(head, int)
-            if not 0 <= head < site.heads:
-                raise ValueError(f"{site.name} has no head {head}; give heads in 0..{site.heads - 1}")
+        for head in _numbers(site, spelt[1]):
             if head in own:
                 raise ValueError(f"head {head} of {site.name} is named twice; name it once")
             own[head] = spelt
     return named
+
+
+def _numbers(site: Site, head: int | str) -> Sequence[int]:
+    """The number of a head, or of all; of a site that does not say how many it has, it shows when it runs."""
+    if not isinstance(head, int):
+        if not site.heads:
+            raise ValueError(f"{site.name} does not say how many heads it has; name each by its number")
+        return range(site.heads)
+    if head < 0 or (site.heads and head >= site.heads):
+        raise ValueError(f"{site.name} has no head {head}; give heads in 0..{max(site.heads - 1, 0)}")
+    return (head,)
 
 
 def _pairs(heads: Any) -> list[Head]:

@@ -66,8 +66,8 @@ class Posts:
         for module, post in self.at.items():
             if self.forwards[module] and not self.ran[module]:
                 raise ValueError(
-                    f"{post.name} never ran in {self.forwards[module]} forwards, so nothing was done there; "
-                    "name sites that this input reaches"
+                    f"{post.name} never ran, though its model did (forwards: {self.forwards[module]}), and nothing was "
+                    "done there; name sites that this input reaches"
                 )
 
 

@@ -74,7 +74,8 @@ class Resample(Patch):
     """What the same head says for another row of the batch: row `rows[n]` for row n, or rows drawn from `seed`.
 
     Drawn rows are never a row's own. Heads that are given one seed read the same rows. Rows of one length are meant:
-    where another row has padding, its padding is what is read.
+    where another row has padding, its padding is what is read. A model that cuts pictures into windows makes a row of
+    each.
 
     >>> import headwise as hw
     >>> net = hw.build(
@@ -175,6 +176,7 @@ class Noise(Patch):
         those = own.flatten(0, -2) if moment.at is None else own[moment.at.expand(own.shape[:-1])]
         if len(those) < 2:
             raise ValueError(f"{len(those)} token has no mean and deviation of its own; give mean= and std= to Noise")
+        those = those.to(torch.promote_types(own.dtype, torch.float32))
         return those.mean(0) if name == "mean" else those.std(0)
 
 
