@@ -86,23 +86,17 @@ class Seen:
         """
         if self.odd:
             raise ValueError(f"what may be read is not known: {self.odd}; nothing can stand for it")
-        batch, queries, heads = self.q_BTHK.shape[:3]
-        keys, groups = self.v_BSGV.shape[1:3]
-        readable = torch.ones(batch, queries, keys, dtype=torch.bool, device=self.q_BTHK.device)
-        if self.causal:
-            readable &= ~self._ahead(keys, slice(None))
-        if self.mask is not None:
-            mask = _of(self.mask, head, slice(None))[..., :keys]
-            readable &= mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        return Reading(head, self.v_BSGV[:, :, head * groups // heads], readable)
-
-    def _ahead(self, keys: int, queries: slice) -> Tensor:
-        place = torch.arange(self.q_BTHK.shape[1], device=self.q_BTHK.device)[queries]
-        return torch.arange(keys, device=place.device) > place[:, None]
+        heads, (keys, groups) = self.q_BTHK.shape[2], self.v_BSGV.shape[1:3]
+        level_BTS = torch.zeros(*self.q_BTHK.shape[:2], keys, device=self.q_BTHK.device)
+        least = self.mask.dtype if self.mask is not None and self.mask.is_floating_point() else level_BTS.dtype
+        readable_BTS = self._masked(level_BTS, head, slice(None)) > torch.finfo(least).min / 2
+        return Reading(head, self.v_BSGV[:, :, head * groups // heads], readable_BTS)
 
     def _masked(self, s_BTS: Tensor, head: int, queries: slice) -> Tensor:
         if self.causal:
-            s_BTS = s_BTS.masked_fill(self._ahead(s_BTS.shape[-1], queries), -torch.inf)
+            place = torch.arange(self.q_BTHK.shape[1], device=s_BTS.device)[queries]
+            ahead = torch.arange(s_BTS.shape[-1], device=s_BTS.device) > place[:, None]
+            s_BTS = s_BTS.masked_fill(ahead, -torch.inf)
         if self.mask is None:
             return s_BTS
         mask = _of(self.mask, head, queries)

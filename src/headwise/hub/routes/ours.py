@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,7 +38,7 @@ class Again:
     """What an attention of ours worked with: any rows of its weights are computed again by the layer itself."""
 
     def __init__(self, layer: Attention, x: Tensor, source: Tensor | Remembered | None, at: Tokens) -> None:
-        self.x, self.at = x, at
+        self.x, self.at, self._values = x, at, None
         if source is None:  # the same layer, said as one that reads another text, which happens to be this one
             layer = Attention(replace(layer.spec, source=layer.spec.model), shares=layer.weights).eval()
             source = layer.remember(x, tokens=at)
@@ -58,13 +57,15 @@ class Again:
         spec = self.layer.spec
         row = spec.speaks[head]
         readable_BTS = Sight(self.at, self.kept.tokens, spec.pattern).allowed[:, 0]
-        return Reading(row, self._values[:, :, spec.core.values[row]], readable_BTS)
+        return Reading(row, self._recalled()[:, :, spec.core.values[row]], readable_BTS)
 
-    @cached_property
-    def _values(self) -> Tensor:
-        probe = Probe("v")
-        self.layer(self.x, source=self.kept, tokens=self.at, probe=probe)
-        return probe.seen["v"]
+    def _recalled(self) -> Tensor:
+        """All values, computed once for all heads."""
+        if self._values is None:
+            probe = Probe("v")
+            self.layer(self.x, source=self.kept, tokens=self.at, probe=probe)
+            self._values = probe.seen["v"]
+        return self._values
 
 
 class Stepwise:
