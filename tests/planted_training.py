@@ -21,8 +21,8 @@ bug(
 bug(
     "files-renamed-before-they-reach-the-disk",
     "files.py",
-    "        _pour(handle, data)\n        os.fsync(handle)\n    finally:",
-    "        _pour(handle, data)\n    finally:",
+    "            _pour(handle, piece)\n        os.fsync(handle)\n    finally:",
+    "            _pour(handle, piece)\n    finally:",
     f"{FILES}::test_a_file_reaches_the_disk_before_its_name_and_the_name_before_the_end",
 )
 bug(

@@ -127,6 +127,16 @@ def test_a_part_of_the_depths_is_refused():
         group.albert_layers[0].attention.forward(torch.randn(1, 3, WIDE))
 
 
+@torch.no_grad()
+def test_a_trace_keeps_every_depth():
+    model = albert("odd")
+    kept = hw.trace(model, IDS, tell=lambda _: None)
+    own = model(**IDS, output_attentions=True).attentions
+    assert len(own) == len(kept.layers) == 5
+    for depth in range(5):
+        assert torch.allclose(torch.from_numpy(kept.rows(depth, 3)), own[depth][0, 3], atol=1e-5)
+
+
 class Attention(nn.Module):
     """Attention of one map for q, k and v."""
 

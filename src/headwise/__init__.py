@@ -64,6 +64,10 @@ _HOMES = {
     "head_outputs": "hub.means",
     "offset_means": "hub.offsets",
     "load": "hub",
+    "trace": "hub.capturing",
+    "Capture": "hub.keeping",
+    "Trace": "traces",
+    "load_trace": "traces",
     "save": "models",
     "Transformer": "models",
     "Batching": "engine",
@@ -116,6 +120,7 @@ _MODULES = (
     "seams",
     "spread",
     "tasks",
+    "traces",
 )
 
 __all__ = sorted(_HOMES)

@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -21,8 +21,8 @@ LOCK = ".lock"
 TEMPORARY = ".tmp"
 
 
-def write_atomically(path: Path | str, data: bytes) -> None:
-    """Put `data` there under another name, and rename it once it has reached the disk.
+def write_atomically(path: Path | str, data: bytes | Iterable[bytes | memoryview]) -> None:
+    """Put `data`, one piece or several, there under another name, and rename it once it has reached the disk.
 
     Until the rename the old file is untouched; after it the new one is whole. What fails leaves no other name behind.
 
@@ -36,7 +36,7 @@ def write_atomically(path: Path | str, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
     with _told(path):
         try:
-            _write(temporary, data)
+            _write(temporary, [data] if isinstance(data, bytes) else data)
             os.replace(temporary, path)
         except BaseException:
             with suppress(OSError):
@@ -45,16 +45,17 @@ def write_atomically(path: Path | str, data: bytes) -> None:
         _sync_folder(path.parent)
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        _pour(handle, data)
+        for piece in pieces:
+            _pour(handle, piece)
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def _pour(handle: int, data: bytes) -> None:
+def _pour(handle: int, data: bytes | memoryview) -> None:
     """All of it: one call may take less than it was given."""
     rest = memoryview(data)
     while rest:

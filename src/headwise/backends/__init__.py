@@ -13,6 +13,7 @@ from .blocks import BLOCK
 from .bound import Bound
 from .job import Inputs, Job
 from .linear import heard
+from .sdpa import is_plain, plainly
 
 Attend = Callable[..., Any]
 
@@ -73,4 +74,5 @@ def _reasons(name: str, job: Job) -> list[str]:
     return list(dict.fromkeys(BACKENDS[name].refuses(job)))
 
 
-__all__ = ["BACKENDS", "Attend", "Bound", "Inputs", "Job", "choose", "forms_again", "heard", "why"]
+__all__ = ["BACKENDS", "Attend", "Bound", "Inputs", "Job", "choose", "forms_again", "heard"]
+__all__ += ["is_plain", "plainly", "why"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -119,6 +122,27 @@ def shadow(sight: Sight, inputs: Inputs, bound: Bound) -> tuple[bool, Tensor | N
         return sight.shape == "triangle", None
     bias = bound.bias(sight, inputs)
     return False, bias if sight.shape == "full" else bias.masked_fill(~sight.allowed, -torch.inf)
+
+
+class Plainly(NamedTuple):
+    """What a call compares beside q and k: which pairs count, or the triangle, what is added, and sinks by head."""
+
+    mask: Tensor | None
+    causal: bool
+    bias: Tensor | None
+    sinks: Tensor | None
+
+
+def is_plain(job: Job) -> bool:
+    """Whether its weights are a softmax of scaled products and what is added to them, and nothing else."""
+    return not refuses_core(replace(job, wants=frozenset(), masked=False, training=False))
+
+
+def plainly(sight: Sight, inputs: Inputs, bound: Bound) -> Plainly:
+    """All that such a call works with, told apart."""
+    sinks = bound.normaliser_p.spread()["sink"].flatten() if isinstance(bound.normaliser, SinkSoftmax) else None
+    bias = bound.bias(sight, inputs) if bound.scores else None
+    return Plainly(sight.allowed if sight.shape == "any" else None, sight.shape == "triangle", bias, sinks)
 
 
 def _with_sink(bias: Tensor | None, bound: Bound, inputs: Inputs) -> Tensor:

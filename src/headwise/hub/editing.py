@@ -131,8 +131,9 @@ def edited(model: nn.Module, patches: Mapping[Head, Patch], tokens: Where) -> It
         if any(patch.sees for patch in own.values()) and not site.see.can:
             raise ValueError(f"{name} cannot be seen: {site.see.why}")
         editors[name] = Editor(name, own, tokens)
-    with standing(model, those, editors):
+    with standing(model, those, editors) as posts:
         yield
+    posts.settle()
 
 
 def by_site(model: nn.Module, those: Sequence[Found], heads: Iterable[Head]) -> dict[str, dict[int, Head]]:

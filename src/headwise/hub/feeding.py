@@ -69,7 +69,7 @@ def over(
         if lookers[name].wants_core and not site.see.can:
             raise ValueError(f"{name} cannot be seen: {site.see.why}")
     stacks, any_yet = {one.site.stack for one in those}, False
-    with torch.no_grad(), standing(model, those, lookers):
+    with torch.no_grad(), standing(model, those, lookers) as posts:
         for batch in batches:
             any_yet = True
             inputs, told = batch if isinstance(batch, tuple) and len(batch) == 2 else (batch, None)
@@ -77,6 +77,7 @@ def over(
             for name, looker in lookers.items():
                 looker.tokens = masks.get(sites[name].stack)
             _run(model, inputs)
+    posts.settle()
     if not any_yet:
         raise ValueError("there is no batch; give at least one")
     return list(lookers.values())

@@ -113,8 +113,8 @@ _STANDS: dict[type, Stand] = {}
 
 
 @contextmanager
-def standing(model: nn.Module, those: Sequence[Found], who: Mapping[str, Watcher]) -> Iterator[None]:
-    """While this lasts, these watch at the sites of these names, each at its own depth."""
+def standing(model: nn.Module, those: Sequence[Found], who: Mapping[str, Watcher]) -> Iterator[Posts]:
+    """While this lasts, these watch at the sites of these names, each at its depth; `settle` tells who never did."""
     posts = Posts(model, [one for one in those if one.site.name in who], who)
     stands: list[Holding] = [_stand(kind) for kind in dict.fromkeys(map(type, posts.below))]
     for route in posts.routes:
@@ -122,10 +122,9 @@ def standing(model: nn.Module, those: Sequence[Found], who: Mapping[str, Watcher
     with watching({module: (post,) for module, post in posts.at.items()}, stands):
         token = _FORWARDS.set({**_FORWARDS.get(), posts: None})
         try:
-            yield
+            yield posts
         finally:
             _FORWARDS.reset(token)
-    posts.settle()
 
 
 def _stand(kind: type) -> Stand:

@@ -36,7 +36,9 @@ class Seen:
     Scores are q k^T times `scale`, capped softly at `cap`, plus `bias`; a pair counts where `mask` is true, or where
     its number of `mask` is not minus infinity's stand-in, and if `causal` where the key is not ahead. `sinks` are
     scores of a key that no head can read, one for each head. `odd` says what else the layer was told, which this does
-    not know of; then its weights cannot be computed again.
+    not know of; then its weights cannot be computed again. `reads[h]` is the head of keys that head h reads, its
+    neighbours' too where nothing is said. `stands` are the numbers of the keys among all tokens, -1 for
+    a place without one, where those are known.
     """
 
     q_BTHK: Tensor
@@ -49,6 +51,18 @@ class Seen:
     cap: float | None = None
     sinks: Tensor | None = None
     odd: str = ""
+    reads: tuple[int, ...] | None = None
+    stands: Tensor | None = None
+
+    @property
+    def told(self) -> Seen | None:
+        """Itself, if that is all."""
+        return None if self.odd else self
+
+    def reader(self, head: int) -> int:
+        """The head of keys that a head reads."""
+        heads, groups = self.q_BTHK.shape[2], self.k_BSGK.shape[2]
+        return head * groups // heads if self.reads is None else self.reads[head]
 
     def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
         """The weights of one head for some queries, [B, T, S], computed again in float32.
@@ -60,11 +74,11 @@ class Seen:
         """
         if self.odd:
             raise ValueError(f"weights cannot be computed again: {self.odd}; read them from the model's own")
-        heads, groups = self.q_BTHK.shape[2], self.k_BSGK.shape[2]
+        heads = self.q_BTHK.shape[2]
         if not 0 <= head < heads:
             raise ValueError(f"there is no head {head} of {heads}; give one in 0..{heads - 1}")
         q_BTK = self.q_BTHK[:, queries, head].float()
-        k_BSK = self.k_BSGK[:, :, head * groups // heads].float()
+        k_BSK = self.k_BSGK[:, :, self.reader(head)].float()
         s_BTS = q_BTK @ k_BSK.transpose(1, 2) * self.scale
         if self.cap is not None:
             s_BTS = self.cap * torch.tanh(s_BTS / self.cap)
@@ -86,11 +100,10 @@ class Seen:
         """
         if self.odd:
             raise ValueError(f"what may be read is not known: {self.odd}; nothing can stand for it")
-        heads, (keys, groups) = self.q_BTHK.shape[2], self.v_BSGV.shape[1:3]
-        level_BTS = torch.zeros(*self.q_BTHK.shape[:2], keys, device=self.q_BTHK.device)
+        level_BTS = torch.zeros(*self.q_BTHK.shape[:2], self.k_BSGK.shape[1], device=self.q_BTHK.device)
         least = self.mask.dtype if self.mask is not None and self.mask.is_floating_point() else level_BTS.dtype
         readable_BTS = self._masked(level_BTS, head, slice(None)) > torch.finfo(least).min / 2
-        return Reading(head, self.v_BSGV[:, :, head * groups // heads], readable_BTS)
+        return Reading(head, self.v_BSGV[:, :, self.reader(head)], readable_BTS)
 
     def _masked(self, s_BTS: Tensor, head: int, queries: slice) -> Tensor:
         if self.causal:
@@ -111,7 +124,17 @@ def _of(grid: Tensor, head: int, queries: slice) -> Tensor:
 
 
 class Core(Protocol):
-    """What an attention worked with, as far as it can be told."""
+    """What an attention worked with, as far as it can be told; good while the call lasts, for caches write over it."""
+
+    @property
+    def told(self) -> Seen | None:
+        """All of it as tensors, if tensors can say it."""
+        ...
+
+    @property
+    def stands(self) -> Tensor | None:
+        """The numbers of its keys among all tokens, -1 for a place without one, where those are known."""
+        ...
 
     def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
         """The weights of one head for some queries, [B, T, S]."""

@@ -95,8 +95,6 @@ def _parser() -> Arguments:
 
 def _net(given: argparse.Namespace) -> Transformer:
     """The model, on its device, with the tokenizer that was said."""
-    from dataclasses import replace
-
     import headwise as hw
 
     from ...training.setup import device_of
@@ -107,8 +105,15 @@ def _net(given: argparse.Namespace) -> Transformer:
     if first and first.tokens and net.usage.tokenizer is None and given.tokenizer is None:
         raise Wrong(f"{net.described.name} has no tokenizer; give --tokenizer FILE, or --tokenizer bytes")
     if given.tokenizer is not None:
-        net.usage = replace(net.usage, tokenizer=_document(given.tokenizer), source_tokenizer=None)
+        speak(net, given.tokenizer)
     return net.to(device)
+
+
+def speak(net: Transformer, name: str) -> None:
+    """Give a model the tokenizer in a file, or "bytes"."""
+    from dataclasses import replace
+
+    net.usage = replace(net.usage, tokenizer=_document(name), source_tokenizer=None)
 
 
 def _document(name: str) -> str:

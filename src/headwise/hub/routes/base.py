@@ -36,9 +36,15 @@ class Route(ABC):
     def stands(self) -> Sequence[Holding]:
         """What is replaced while somebody watches."""
 
+    def gives(self, module: nn.Module) -> str:
+        """What one sees there: "scores", what they are computed of, or the "weights" alone."""
+        return "weights"
+
 
 class Given:
     """What an attention worked with, where its weights [B, H, T, S] are at hand."""
+
+    told = stands = None
 
     def __init__(self, weights: Tensor) -> None:
         self.weights = weights

@@ -43,6 +43,9 @@ class Interface(Route):
     def stands(self) -> list[Holding]:
         return [_stand()]
 
+    def gives(self, module: nn.Module) -> str:
+        return "scores"
+
 
 def asks(kind: type[nn.Module]) -> bool:
     """Whether the forward of this class asks the interface for a function."""

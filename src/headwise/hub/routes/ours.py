@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ...cache import Cache, Remembered
+from ... import backends
+from ...backends import Attend, Bound, Inputs, Job
 from ...models import Transformer
-from ...module import Attention
+from ...module import Attention, Plan
 from ...probe import Probe
 from ...site import YES, Site
 from ...tokens import Sight, Tokens
-from ..watching import Core, Holding, Reading, Stand, Watcher, changed, watchers
+from ..watching import Holding, Reading, Seen, Stand, Watcher, changed, watchers
 from .base import Found, Route
 
 
@@ -30,54 +33,67 @@ class Ours(Route):
             name = path if path in names else f"{stack}.{layer}.{kind}"
             yield Found(_site(name, (stack, layer, kind), path, module), module, self)
 
-    def stands(self) -> list[Holding]:
-        return [STAND]
+    def stands(self) -> Sequence[Holding]:
+        return STANDS
+
+    def gives(self, module: nn.Module) -> str:
+        assert isinstance(module, Attention)
+        spec = module.spec
+        return "scores" if backends.is_plain(Job(spec, spec.core_of(spec.form(one=False)))) else "weights"
 
 
-class Again:
-    """What an attention of ours worked with: any rows of its weights are computed again by the layer itself."""
+class Worked:
+    """What an attention of ours worked with: any rows of its weights are computed again, as its definition says."""
 
-    def __init__(self, layer: Attention, x: Tensor, source: Tensor | Remembered | None, at: Tokens) -> None:
-        self.x, self.at, self._values = x, at, None
-        if source is None:  # the same layer, said as one that reads another text, which happens to be this one
-            layer = Attention(replace(layer.spec, source=layer.spec.model), shares=layer.weights).eval()
-            source = layer.remember(x, tokens=at)
-        self.layer = layer
-        self.kept = source if isinstance(source, Remembered) else layer.remember(source)
+    def __init__(self, job: Job, sight: Sight, inputs: Inputs, bound: Bound) -> None:
+        self.job, self.sight, self.inputs, self.bound = job, sight, inputs, bound
 
     def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
         """The weights of one head for some queries, [B, T, S]."""
+        job = replace(self.job, wants=frozenset({"weights"}), training=False)
         probe = Probe("weights")
-        at = Tokens(self.at.position[:, queries], self.at.segment[:, queries], checked=True)
-        self.layer(self.x[:, queries], source=self.kept, tokens=at, probe=probe)
+        backends.choose(job).attend(job, *_sliced(self.sight, self.inputs, queries), self.bound, probe)
         return probe.seen["weights"][:, head]
 
     def reading(self, head: int) -> Reading:
         """What one head that speaks reads, whatever it compares."""
-        spec = self.layer.spec
-        row = spec.speaks[head]
-        readable_BTS = Sight(self.at, self.kept.tokens, spec.pattern).allowed[:, 0]
-        return Reading(row, self._recalled()[:, :, spec.core.values[row]], readable_BTS)
+        row = self.job.spec.speaks[head]
+        v_BSV = self.inputs.v[:, :, self.job.core.values[row]]
+        return Reading(row, v_BSV, self.sight.allowed[:, 0].expand(-1, self.inputs.q.shape[1], -1))
 
-    def _recalled(self) -> Tensor:
-        """All values, computed once for all heads."""
-        if self._values is None:
-            probe = Probe("v")
-            self.layer(self.x, source=self.kept, tokens=self.at, probe=probe)
-            self._values = probe.seen["v"]
-        return self._values
+    @property
+    def told(self) -> Seen | None:
+        """The same as tensors, if softmax of scaled products is all that the layer does with them."""
+        if not backends.is_plain(self.job):
+            return None
+        plain = backends.plainly(self.sight, self.inputs, self.bound)
+        return Seen(
+            self.inputs.q, self.inputs.k, self.inputs.v, self.inputs.asked.scale, plain.mask, plain.causal, plain.bias,
+            sinks=plain.sinks, reads=self.job.core.keys, stands=self.stands,
+        )  # fmt: skip
+
+    @property
+    def stands(self) -> Tensor | None:
+        """The numbers of its keys among all tokens."""
+        return _numbers(self.sight.keys)
 
 
-class Stepwise:
-    """What cannot be told of an attention that reads its past from a cache, or goes by a mask of the caller's own."""
+def _numbers(keys: Tokens) -> Tensor | None:
+    """Which tokens these are, -1 for none, where all rows hold the same: then positions number them."""
+    position, segment = keys.position[:1], keys.segment[:1]
+    if keys.filled is not None:  # all of them are read; a cache may write segments later
+        return position[0] if bool((keys.position == position).all()) else None
+    alike = bool((keys.position == position).all()) and bool((keys.segment == segment).all())
+    return torch.where(segment[0] < 0, -1, position[0]) if alike and not bool((segment > 0).any()) else None
 
-    def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
-        """Refused."""
-        raise ValueError("with a cache or a mask weights are not computed again; run the whole text without")
 
-    def reading(self, head: int) -> Reading:
-        """Refused."""
-        raise ValueError("with a cache or a mask it is not known what is read; run the whole text without")
+def _sliced(sight: Sight, inputs: Inputs, queries: slice) -> tuple[Sight, Inputs]:
+    """The same call for some of its queries."""
+    at, asked = sight.queries, inputs.asked
+    some = Tokens(at.position[:, queries], at.segment[:, queries], checked=True)
+    mask = sight.mask if sight.mask is None or sight.mask.shape[2] == 1 else sight.mask[:, :, queries]
+    asked = asked._replace(x_BTD=asked.x_BTD[:, queries], q_BTHK=asked.q_BTHK[:, queries], at=some)
+    return Sight(some, sight.keys, sight.pattern, mask), inputs._replace(q=inputs.q[:, queries], asked=asked)
 
 
 def _parts(path: str, number: int) -> tuple[str, int, str]:
@@ -95,30 +111,32 @@ def _site(name: str, where: tuple[str, int, str], path: str, module: Attention) 
     )  # fmt: skip
 
 
-def _around(original: Callable[..., Any]) -> Callable[..., Any]:
+def _edited(original: Callable[..., Any]) -> Callable[..., Any]:
     def gated(self: Attention, x: Tensor, *, probe: Probe | None = None, **said: Any) -> Any:
         those = watchers(self)
-        if not those:
-            return original(self, x, probe=probe, **said)
-        if seers := [watcher for watcher in those if watcher.wants_core]:
-            told = _told(self, x, **said)
-            for watcher in seers:
-                watcher.core(told)
-        return original(self, x, probe=_joined(those, probe), **said)
+        return original(self, x, probe=_joined(those, probe) if those else probe, **said)
 
     return gated
 
 
-STAND = Stand(Attention, "gated", _around)
+def _planned(original: Callable[..., Plan]) -> Callable[..., Plan]:
+    def _plan(self: Attention, *said: Any) -> Plan:
+        plan = original(self, *said)
+        seers = [watcher for watcher in watchers(self) if watcher.wants_core]
+        return plan._replace(attend=partial(_told, plan.attend, seers)) if seers else plan
+
+    return _plan
 
 
-def _told(
-    layer: Attention, x: Tensor, *, source: Tensor | Remembered | None = None, cache: Cache | None = None,
-    tokens: Tokens | None = None, mask: Tensor | None = None,
-) -> Core:  # fmt: skip
-    if cache is not None or mask is not None:
-        return Stepwise()
-    return Again(layer, x, source, tokens or Tokens.run(0, x.shape[1], x.device))
+def _told(attend: Attend, seers: Sequence[Watcher], *said: Any) -> Tensor:
+    """What a backend does, seen: it is told of the job, the sight, the inputs, the parts and a probe."""
+    worked = Worked(*said[:4])
+    for watcher in seers:
+        watcher.core(worked)
+    return attend(*said)
+
+
+STANDS = (Stand(Attention, "gated", _edited), Stand(Attention, "_plan", _planned))
 
 
 def _joined(those: tuple[Watcher, ...], probe: Probe | None) -> Probe:

@@ -3,9 +3,9 @@
 from .course import Course, answering, check_says, side_by_side, steps
 from .how import Decoding
 from .picking import pick
-from .prompts import Given, row_of, taken
+from .prompts import Given, beginning, read, row_of, taken
 from .saying import Asked, Said, generate, stream, streams_of
 from .words import Telling, Words, words_of
 
 __all__ = ["Asked", "Course", "Decoding", "Given", "Said", "Telling", "Words", "answering", "check_says", "generate"]
-__all__ += ["pick", "row_of", "side_by_side", "steps", "stream", "streams_of", "taken", "words_of"]
+__all__ += ["beginning", "pick", "read", "row_of", "side_by_side", "steps", "stream", "streams_of", "taken", "words_of"]

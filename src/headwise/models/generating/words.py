@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from ...blueprint import Usage
 from ...errors import SpecError
@@ -30,6 +30,13 @@ class Words:
 
     def ids(self, text: str, specials: str | None = None) -> list[int]:
         """The ids of a text, without any that stand before or behind it."""
+        return self._encoded(text, specials).ids
+
+    def places(self, text: str, specials: str | None = None) -> list[tuple[int, int]]:
+        """Where each of them stands in it."""
+        return self._encoded(text, specials).offsets
+
+    def _encoded(self, text: str, specials: str | None) -> Encoding:
         self._tokenizer.encode_special_tokens = (specials or self._specials) == "text"
         try:
             found = self._tokenizer.encode(text, add_special_tokens=False)
@@ -38,7 +45,7 @@ class Words:
         if self._unknown in found.ids:
             start, stop = found.offsets[found.ids.index(self._unknown)]
             raise SpecError(_strange(text, start, stop))
-        return found.ids
+        return found
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of ids, special ones left out."""

@@ -1,0 +1,130 @@
+"""`headwise trace`: what every attention worked with in one run, in one file that opens without the model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .screen import Arguments, Wrong, document, show, take_form
+
+if TYPE_CHECKING:
+    from ..traces import Trace
+
+ENDING = ".trace"
+ANSWER = 64  # tokens that a model of two stacks writes, unless said
+RUN = ("text", "data", "out", "new_tokens", "also", "sites", "budget", "numbers", "tokenizer", "limit", "thumbnails")
+
+
+def main(argv: list[str]) -> int:
+    """Trace a run, or describe and give out what a trace holds."""
+    parser = _parser()
+    given = parser.parse_args(argv)
+    if given.model.endswith(ENDING):
+        if said := [name for name in RUN if getattr(given, name) != parser.get_default(name)]:
+            raise Wrong(f"--{said[0].replace('_', '-')} is for a run; {given.model} is one that was traced")
+        from ..traces import load_trace
+
+        trace = load_trace(given.model)
+    else:
+        trace = _traced(given)
+    _give_out(trace, given)
+    show(document(trace.data) if given.json else str(trace))
+    return 0
+
+
+def _parser() -> Arguments:
+    parser = Arguments(
+        "trace",
+        "What every attention of a model works with while it reads a text: queries and keys of every head, so that any "
+        "weights can be computed again, in one file that opens without the model. Of a .trace: what it holds.",
+        "headwise trace runs/dates --text '<zh>20 November 2026' --out dates.trace",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder of a model, or a .trace")
+    parser.add_argument("--text", action="append", metavar="TEXT", help="what is read; may be repeated")
+    parser.add_argument("--target", metavar="TEXT", help="what is written meanwhile, of a model with two stacks")
+    parser.add_argument("--data", metavar="FILE", help="what is read, a text a line; or an image")
+    parser.add_argument("--limit", type=int, metavar="COUNT", help="of the lines of --data, the first so many (8)")
+    parser.add_argument("--out", metavar="FILE", help="write the trace there")
+    parser.add_argument("--new-tokens", type=int, metavar="COUNT", help="say so many more, and trace every step")
+    parser.add_argument("--also", default="", metavar="v,z", help="keep values, and what heads say")
+    parser.add_argument("--sites", default="", metavar="A,B", help="of these layers or names alone")
+    parser.add_argument("--budget", metavar="MEMORY", help="what may be kept (1 GB)")
+    parser.add_argument("--numbers", default="own", metavar="KIND", help="own, or half: sixteen bits of each")
+    parser.add_argument("--thumbnails", type=int, metavar="CELLS", help="how large pictures of heads are (64; 0: none)")
+    parser.add_argument("--export", metavar="FILE", help="write weights as .csv, .json or .npz")
+    parser.add_argument("--least", type=float, default=0.0, metavar="WEIGHT", help="of --export: no smaller ones")
+    parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json, or bytes, for a model without one")
+    take_form(parser)
+    return parser
+
+
+def _traced(given: argparse.Namespace) -> Trace:
+    if (given.text is None) == (given.data is None):
+        raise Wrong("say what is read: --text TEXT, or --data FILE")
+    if given.out is None and given.export is None:
+        raise Wrong("say where it goes: --out FILE.trace, or --export FILE.csv")
+    for path in filter(None, (given.out, given.export)):
+        if not Path(path).absolute().parent.is_dir():
+            raise Wrong(f"{path} lies in no folder that is there; make it first")
+    from ..counting.capacity import bytes_said
+    from ..hub.capturing import trace
+    from ..hub.keeping import Capture
+
+    names = {"budget": bytes_said(given.budget)} if given.budget else {}
+    sites = tuple(int(one) if one.isdigit() else one for one in given.sites.split(",") if one)
+    also = tuple(one for one in given.also.split(",") if one)
+    how = Capture(also=also, sites=sites, numbers=given.numbers, **names)
+    model, inputs, steps = _asked(given)
+    found = trace(model, inputs, max_new_tokens=steps, how=how, tell=lambda said: print(said, file=sys.stderr))
+    size = 64 if given.thumbnails is None else given.thumbnails
+    return found.pictured(size) if size and given.out else found
+
+
+def _asked(given: argparse.Namespace) -> tuple[Any, Any, int]:
+    """The model, what it reads, and how many tokens it says then."""
+    from ..hub.opening import opened
+    from ..hub.readable import reads_two
+    from ..models import Transformer
+
+    model = opened(given.model).eval()
+    if given.tokenizer is not None:
+        if not isinstance(model, Transformer):
+            raise Wrong("--tokenizer is for models of headwise; put a tokenizer.json beside the others")
+        from .run import speak
+
+        speak(model, given.tokenizer)
+    if given.target is not None:
+        if given.text is None or len(given.text) != 1:
+            raise Wrong("--target is written while one --text is read; give one")
+        return model, {"source": given.text[0], "text": given.target}, 0
+    first = model.described.stacks[0].embedding if isinstance(model, Transformer) else None
+    if isinstance(model, Transformer) and first is not None and first.patches is not None:
+        from .run.inputs import inputs_of
+
+        reading = inputs_of(model)
+        x, tokens = reading.together([reading.read(given.data or given.text[0])])
+        return model, {"x": x} | ({} if tokens is None else {"tokens": tokens}), 0
+    two = reads_two(model)
+    steps = given.new_tokens if given.new_tokens is not None else ANSWER if two else 0
+    return model, given.text or _lines(given), steps
+
+
+def _lines(given: argparse.Namespace) -> list[str]:
+    """The first lines of a file that hold anything."""
+    try:
+        text = Path(given.data).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Wrong(f"{given.data} cannot be read as text: {error}; give a file of lines in UTF-8") from None
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise Wrong(f"{given.data} holds no line; give at least one")
+    return lines[: 8 if given.limit is None else given.limit]
+
+
+def _give_out(trace: Trace, given: argparse.Namespace) -> None:
+    if given.out is not None:
+        trace.save(given.out)
+    if given.export is not None:
+        trace.export(given.export, least=given.least)

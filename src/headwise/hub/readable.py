@@ -1,0 +1,267 @@
+"""What a model is given to read, as its forward takes it, and what its tokens are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from ..blueprint.manifest import TOKENIZER
+from ..errors import SpecError
+from ..models import Transformer
+from ..models.generating import Words, beginning, read, side_by_side, words_of
+from ..traces import Row
+
+# What transformers' models are told beside ids, which adds no tokens.
+BESIDE = frozenset({"input_ids", "decoder_input_ids", "attention_mask", "decoder_attention_mask", "token_type_ids",
+                    "position_ids", "use_cache", "return_dict"})  # fmt: skip
+LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions")
+PAD = -1  # the id of a place that holds no token
+Spell = Callable[[int], str]
+
+
+@dataclass(frozen=True)
+class Readable:
+    """How a model is called, by places and by names, and the rows of its streams.
+
+    `counts` are the tokens of each stream, None where only a run can tell; `ids` are prompts that tokens are said
+    behind; `two` says that one stack reads a source and another a text. `spell` writes an id.
+    """
+
+    places: tuple[Any, ...] = ()
+    names: Mapping[str, Any] = field(default_factory=dict)
+    rows: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
+    counts: Mapping[str, int] | None = None
+    batch: int = 1
+    two: bool = False
+    ids: list[list[int]] = field(default_factory=list)
+    spell: Spell = str
+
+    def grown(self, said: Sequence[Sequence[int]]) -> tuple[Row, ...]:
+        """The rows of what is written when this has been said: whole, or behind what was there."""
+        there = self.rows.get("text", ())
+        found: list[Row] = []
+        for number, ids in enumerate(said):
+            row = there[number] if number < len(there) else Row((), ())
+            new = list(ids[len(row.ids) :] if tuple(ids[: len(row.ids)]) == row.ids and row.ids else ids)
+            words = (*row.words, *(self.spell(one) for one in new))
+            offsets = (*row.offsets, *[(len(row.text), len(row.text))] * len(new)) if row.offsets else ()
+            found.append(Row((*row.ids, *new), words, offsets, row.text))
+        return tuple(found)
+
+
+def readable(model: nn.Module, inputs: Any, steps: int) -> Readable:
+    """The same, whatever form it was given in."""
+    ours = isinstance(model, Transformer)
+    texts = [inputs] if isinstance(inputs, str) else list(inputs) if _texts(inputs) else None
+    if texts is not None:
+        return _ours(model, texts, steps) if isinstance(model, Transformer) else _theirs(model, texts, steps)
+    if isinstance(inputs, Mapping) and inputs and all(isinstance(one, str) for one in inputs.values()):
+        return _pair(model, dict(inputs))
+    if isinstance(inputs, Mapping):
+        names = dict(inputs)
+        return _named(model, names, ("x", "source") if ours else ("input_ids", "decoder_input_ids"), steps)
+    if isinstance(inputs, Tensor) and _are_ids(inputs):
+        return _named(model, {"x" if ours else _first(model): inputs}, ("x", "source") if ours else None, steps)
+    places = inputs if isinstance(inputs, tuple) else (inputs,)
+    if not places or not all(isinstance(one, Tensor) for one in places[:1]):
+        raise ValueError(f"inputs are of type {type(inputs).__name__}; give tensors, a dictionary of them, or a text")
+    if steps:
+        raise ValueError("new tokens are said behind ids; give ids [rows, tokens], or a text")
+    return Readable(places, batch=len(places[0]))
+
+
+def _texts(inputs: Any) -> bool:
+    return isinstance(inputs, (list, tuple)) and bool(inputs) and all(isinstance(one, str) for one in inputs)
+
+
+def _first(model: nn.Module) -> str:
+    """What the ids are called that a model of somebody else's reads."""
+    return str(getattr(model, "main_input_name", "input_ids"))
+
+
+def _named(model: nn.Module, names: dict[str, Any], keys: tuple[str, str] | None, steps: int) -> Readable:
+    """Tensors by the names that the model gives them."""
+    first, second = keys or (_first(model), "decoder_input_ids")
+    ours, two = isinstance(model, Transformer), reads_two(model)
+    text, source = (first, second) if ours or not two else (second, first)
+    told = {name: names.get(key) for name, key in (("text", text), ("source", source))}
+    ids = {name: one for name, one in told.items() if isinstance(one, Tensor) and _are_ids(one)}
+    rows = {name: tuple(_row(row) for row in one.tolist()) for name, one in ids.items()}
+    for name, one in ids.items():
+        _check_length(model, one.shape[1] + (steps if name == "text" else 0))
+    counts = {name: one.shape[1] for name, one in ids.items()}
+    if two and steps and "text" not in counts:
+        counts["text"] = 1
+    whole = (set(counts) == {"text", "source"} if two else bool(counts)) and (ours or names.keys() <= BESIDE)
+    prompt = ids.get("source" if two else "text")
+    tensors = [one for one in names.values() if isinstance(one, Tensor) and one.dim()]
+    return Readable(
+        (), _inside(model, names), rows, counts | {"source": counts.get("source", counts.get("text", 0))}
+        if whole else None, len(tensors[0]) if tensors else 1, two, prompt.tolist() if prompt is not None else [],
+    )  # fmt: skip
+
+
+def _inside(model: nn.Module, names: dict[str, Any]) -> dict[str, Any]:
+    """The same on the device of the model."""
+    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+    return {name: one.to(device) if isinstance(one, Tensor) else one for name, one in names.items()}
+
+
+def _are_ids(told: Tensor) -> bool:
+    return told.dim() == 2 and not told.is_floating_point()
+
+
+def _row(ids: Sequence[int]) -> Row:
+    return Row(tuple(ids), tuple(map(str, ids)))
+
+
+def reads_two(model: nn.Module) -> bool:
+    """Whether one stack reads a source, and another a text."""
+    if isinstance(model, Transformer):
+        return model.described.kind == "encoder-decoder"
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _check_length(model: nn.Module, count: int) -> None:
+    """Refuse more tokens than a model of somebody else's says it takes; ours refuse for themselves."""
+    config = getattr(model, "config", None)
+    most = next((n for name in LENGTHS if isinstance(n := getattr(config, name, None), int)), None)
+    if most is not None and count > most:
+        fact = f"{count} tokens are {count - most} more than the {most} positions of {type(model).__name__}"
+        raise ValueError(f"{fact}; shorten the text, or ask for fewer new tokens")
+
+
+def _ours(net: Transformer, texts: list[str], steps: int) -> Readable:
+    """Texts for a model of ours, with what its usage says stands around them."""
+    device = next(net.parameters()).device
+    reading, writing = words_of(net)
+    usage = net.usage
+    found = [_around(reading, usage.before, text, usage.behind) for text in texts]
+    for row, text in zip(found, texts, strict=True):
+        if list(row.ids) != read(net, text):
+            raise SpecError(f"{text[:40]!r} is read in another way than it is told; give ids")
+    if reads_two(net):
+        if not steps:
+            raise ValueError("a source alone is no text to trace; say max_new_tokens, or give ids of both by name")
+        begin = beginning(net)
+        text = tuple(Row(begin, tuple(writing.token(one) for one in begin)) for _ in found)
+        ids, _ = side_by_side([row.ids for row in found], device)
+        counts = {"text": len(begin), "source": ids.shape[1]}
+        rows = {"source": _padded(found, ids), "text": text}
+        return Readable((), {}, rows, counts, len(found), True, [list(row.ids) for row in found], writing.token)
+    if steps and len({len(row.ids) for row in found}) > 1:
+        raise ValueError("texts of several lengths cannot be traced together while they go on; trace one at a time")
+    ids, tokens = side_by_side([row.ids for row in found], device)
+    count = ids.shape[1]
+    names = {"x": ids} | ({} if tokens is None else {"tokens": tokens})
+    counts = {"text": count, "source": count}
+    prompts = [list(row.ids) for row in found]
+    return Readable((), names, {"text": _padded(found, ids)}, counts, len(found), False, prompts, writing.token)
+
+
+def _pair(model: nn.Module, texts: Mapping[str, str]) -> Readable:
+    """A source, and the text that is written while it is read."""
+    if set(texts) != {"source", "text"} or not reads_two(model):
+        fact = f"{type(model).__name__} is given {', '.join(texts)}"
+        raise ValueError(f"{fact}; give a text, or source and text to a model of two stacks")
+    if isinstance(model, Transformer):
+        reading, writing = words_of(model)
+        usage, keys = model.usage, ("source", "x")
+        source = _around(reading, usage.before, texts["source"], usage.behind)
+        text = _around(writing, beginning(model), texts["text"], ())
+    else:
+        tokenizer, keys = _tokenizer(model), ("input_ids", "decoder_input_ids")
+        start = getattr(getattr(model, "config", None), "decoder_start_token_id", None) or 0
+        source, text = _encoded(tokenizer, texts["source"]), _encoded(tokenizer, texts["text"])
+        first = Row((start,), (_spelling(tokenizer)(start),), ((0, 0),))
+        text = Row(first.ids + text.ids, first.words + text.words, first.offsets + text.offsets, text.text)
+    names = dict(zip(keys, (torch.tensor([source.ids]), torch.tensor([text.ids])), strict=True))
+    rows = {"source": (source,), "text": (text,)}
+    counts = {"source": len(source.ids), "text": len(text.ids)}
+    _check_length(model, max(counts.values()))
+    return Readable((), _inside(model, names), rows, counts, 1, True)
+
+
+def _around(words: Words, before: Sequence[int], text: str, behind: Sequence[int]) -> Row:
+    """The row of a text between ids of its own."""
+    ids, places = words.ids(text), words.places(text)
+    named = [text[start:stop] or words.token(one) for one, (start, stop) in zip(ids, places, strict=True)]
+    end = len(text)
+    return Row(
+        (*before, *ids, *behind),
+        (*map(words.token, before), *named, *map(words.token, behind)),
+        (*[(0, 0)] * len(before), *places, *[(end, end)] * len(behind)),
+        text,
+    )
+
+
+def _padded(rows: Sequence[Row], ids: Tensor) -> tuple[Row, ...]:
+    """The same, as long as each other: places without a token stand before."""
+    found: list[Row] = []
+    for row in rows:
+        gap = ids.shape[1] - len(row.ids)
+        found.append(Row((PAD,) * gap + row.ids, ("",) * gap + row.words, ((0, 0),) * gap + row.offsets, row.text))
+    return tuple(found)
+
+
+def _theirs(model: nn.Module, texts: list[str], steps: int) -> Readable:
+    """Texts for a model of transformers, as the tokenizer beside its weights reads them."""
+    tokenizer = _tokenizer(model)
+    found = [_encoded(tokenizer, text) for text in texts]
+    two, longest = reads_two(model), max(len(row.ids) for row in found)
+    if not longest:
+        raise ValueError("the text is empty; give at least one token")
+    _check_length(model, longest + (0 if two else steps))
+    pad = getattr(getattr(model, "config", None), "pad_token_id", None) or 0
+    left = bool(steps) and not two  # what is said must stand next to what was read
+    gaps = [longest - len(row.ids) for row in found]
+    ids = [_beside(row.ids, [pad] * gap, left) for row, gap in zip(found, gaps, strict=True)]
+    live = [_beside([1] * (longest - gap), [0] * gap, left) for gap in gaps]
+    names = _inside(model, {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(live)})
+    rows = tuple(
+        Row(_beside(row.ids, [PAD] * gap, left), _beside(row.words, [""] * gap, left),
+            _beside(row.offsets, [(0, 0)] * gap, left), row.text)
+        for row, gap in zip(found, gaps, strict=True)
+    )  # fmt: skip
+    if two and not steps:
+        raise ValueError("a source alone is no text to trace; say max_new_tokens, or give ids of both by name")
+    counts = {"text": 1 if two else longest, "source": longest}
+    return Readable((), names, {"source" if two else "text": rows}, counts, len(rows), two, [], _spelling(tokenizer))
+
+
+def _tokenizer(model: nn.Module) -> Tokenizer:
+    """What lies beside the weights of a model of transformers."""
+    path = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")) / TOKENIZER
+    if not path.is_file():
+        fact = f"{type(model).__name__} comes with no {TOKENIZER}"
+        raise ValueError(f"{fact}; give what it reads, as in {{'input_ids': tokenizer(text, return_tensors='pt')...}}")
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _beside(row: Sequence[Any], gap: Sequence[Any], left: bool) -> tuple[Any, ...]:
+    return (*gap, *row) if left else (*row, *gap)
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> Row:
+    found = tokenizer.encode(text)
+    words = tuple(
+        token if special else text[start:stop] or token
+        for token, special, (start, stop) in zip(found.tokens, found.special_tokens_mask, found.offsets, strict=True)
+    )
+    return Row(tuple(found.ids), words, tuple(found.offsets), text)
+
+
+def _spelling(tokenizer: Tokenizer) -> Spell:
+    def spell(one: int) -> str:
+        return tokenizer.decode([one]) or tokenizer.id_to_token(one) or str(one)
+
+    return spell
