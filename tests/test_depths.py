@@ -28,7 +28,7 @@ def albert(shape: str, kind: str = "AlbertModel") -> nn.Module:
     config = transformers.AlbertConfig(
         **ALBERT, num_hidden_layers=layers, num_hidden_groups=groups, inner_group_num=inner
     )
-    model = getattr(transformers, kind)(config).eval()
+    model = getattr(transformers, kind)._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
