@@ -226,7 +226,7 @@ bug(
     "take(group)(t, axis).sum(axis)",
     "contract/test_axes.py::test_sharing_equal_heads_changes_nothing[Direct1]",
 )
-bug("groups-interleave", "heads.py", "h // (q // kv)", "h % kv", layers("llama-none"))
+bug("groups-interleave", "grouping.py", "h // (q // kv)", "h % kv", layers("llama-none"))
 
 # --- the module and its backends -----------------------------------------------------------------------
 
@@ -260,9 +260,9 @@ bug(
 )
 bug(
     "dense-groups-swap-queries",
-    "backends/dense.py",
-    "rows = q_BHTK.unflatten(1, (-1, each)).flatten(2, 3)",
-    "rows = q_BHTK.unflatten(1, (-1, each)).transpose(2, 3).flatten(2, 3)",
+    "backends/bound.py",
+    "return x_BHTK.unflatten(1, (-1, each)).flatten(2, 3)",
+    "return x_BHTK.unflatten(1, (-1, each)).transpose(2, 3).flatten(2, 3)",
     truth("Direct1"),
 )
 bug(

@@ -17,7 +17,7 @@ _HOMES = {
     "Diverged": "errors",
     "NoBackend": "errors",
     "SpecError": "errors",
-    "Heads": "heads",
+    "Heads": "grouping",
     "BigBird": "pattern",
     "Blocks": "pattern",
     "Causal": "pattern",
@@ -101,7 +101,7 @@ _HOMES = {
     "REGISTRY": "parts",
 }
 # What the repr of a spec is made of, besides parts.
-_SPOKEN = {name: home for name, home in _HOMES.items() if home in ("heads", "pattern", "spec")}
+_SPOKEN = {name: home for name, home in _HOMES.items() if home in ("grouping", "pattern", "spec")}
 _MODULES = (
     "axes",
     "backends",

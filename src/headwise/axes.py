@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import SpecError
-from .heads import Heads
+from .grouping import Heads
 from .layout import Layout
 from .spec import SLOTS, AttentionSpec
 

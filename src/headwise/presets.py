@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .errors import SpecError, nearest
-from .heads import Heads
+from .grouping import Heads
 from .parts.average import Average
 from .parts.collaborative import Collaborative
 from .parts.concat import Concat

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from .errors import SpecError, nearest
-from .heads import Heads
+from .grouping import Heads
 from .pattern import Causal, Full, Pattern
 from .seams import (
     Foldable,

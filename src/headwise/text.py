@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 
 from . import pattern
 from .errors import SpecError, nearest
-from .heads import Heads
+from .grouping import Heads
 from .registry import defaults, find
 from .spec import SLOTS, AttentionSpec
 

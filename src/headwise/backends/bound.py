@@ -116,3 +116,13 @@ def spread_heads(x_BSGK: Tensor, heads: tuple[int, ...]) -> Tensor:
     if x_BGSK.shape[1] == 1:
         return x_BGSK.expand(-1, len(heads), -1, -1)
     return x_BGSK.index_select(1, torch.tensor(heads, device=x_BGSK.device))
+
+
+def as_rows(x_BHTK: Tensor, each: int) -> Tensor:
+    """[B, heads / each, each x T, K]: the heads of one group as rows of one product, so that no key is repeated."""
+    return x_BHTK.unflatten(1, (-1, each)).flatten(2, 3)
+
+
+def as_heads(rows: Tensor, each: int) -> Tensor:
+    """The same rows as heads again."""
+    return rows.unflatten(2, (each, -1)).flatten(1, 2)

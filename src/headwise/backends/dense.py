@@ -8,7 +8,7 @@ from torch import Tensor
 from ..probe import Probe
 from ..terms import Work
 from ..tokens import Sight
-from .bound import Bound, spread_heads
+from .bound import Bound, as_heads, as_rows, spread_heads
 from .job import Inputs, Job
 
 
@@ -48,15 +48,13 @@ def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | 
 
 
 def _scores(job: Job, inputs: Inputs, bound: Bound) -> Tensor:
-    """Heads of one group are rows of one product, so that no key is ever repeated."""
     q_BHTK, k_BGSK = inputs.q.transpose(1, 2), inputs.k.transpose(1, 2)
     scale, similarity = inputs.asked.scale, bound.similarity
     each = job.groups
     if each <= 1 or similarity.headed:
         k_BHSK = spread_heads(inputs.k, job.core.keys)
         return similarity.scores(q_BHTK, k_BHSK, scale, bound.similarity_p)
-    rows = q_BHTK.unflatten(1, (-1, each)).flatten(2, 3)
-    return similarity.scores(rows, k_BGSK, scale, bound.similarity_p).unflatten(2, (each, -1)).flatten(1, 2)
+    return as_heads(similarity.scores(as_rows(q_BHTK, each), k_BGSK, scale, bound.similarity_p), each)
 
 
 def _read(w_BHTS: Tensor, v_BSGV: Tensor, job: Job) -> Tensor:
@@ -64,5 +62,4 @@ def _read(w_BHTS: Tensor, v_BSGV: Tensor, job: Job) -> Tensor:
     each = job.groups if every else 0
     if each <= 1:
         return torch.matmul(w_BHTS, v_BSGV.transpose(1, 2) if each else spread_heads(v_BSGV, job.core.values))
-    rows = w_BHTS.unflatten(1, (-1, each)).flatten(2, 3)
-    return torch.matmul(rows, v_BSGV.transpose(1, 2)).unflatten(2, (each, -1)).flatten(1, 2)
+    return as_heads(torch.matmul(as_rows(w_BHTS, each), v_BSGV.transpose(1, 2)), each)

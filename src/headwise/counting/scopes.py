@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..blueprint import Block, Model, Nearly, Run, Stack
 from ..errors import SpecError, nearest
-from ..heads import Heads
+from ..grouping import Heads
 from ..seams import Part
 from ..spec import AttentionSpec
 from .whole import Described

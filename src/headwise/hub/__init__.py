@@ -1,6 +1,12 @@
-"""Models as others keep them: folders of transformers, files of llama2.c; read into ours, and written back."""
+"""Models as others keep them: folders of transformers, files of llama2.c; read into ours, and written back.
+
+Importing it lets transformers run its own models on headwise (`registered`).
+"""
 
 from .exporting import export
 from .loading import load
+from .registered import register_once_imported
 
 __all__ = ["export", "load"]
+
+register_once_imported()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .editing import Head
 from .feeding import Looker, over
 from .patches import Moment, Patch, Says
-from .watching import Reading
+from .watching import Core, Reading
 
 CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}  # relative; of what is narrower, less can be asked
 COARSE = 0.05
@@ -43,8 +43,7 @@ class Offsets(Patch):
     def _says(self, moment: Moment) -> Tensor:
         assert moment.core is not None
         own_BTV, reading = moment.own, moment.core.reading(moment.head)
-        _check(moment.site, reading, own_BTV)
-        a_BTS = self.at(moment.site, reading.readable_BTS, moment.at)
+        a_BTS = self.at(moment.site, _readable(moment.site, moment.core, reading, own_BTV), moment.at)
         return (a_BTS.to(reading.v_BSV) @ reading.v_BSV).to(own_BTV)
 
     def at(self, site: str, readable_BTS: Tensor, asked: Tensor | None) -> Tensor:
@@ -111,10 +110,10 @@ class ByOffset(Looker):
         assert seen is not None
         for n, head in enumerate(self.those):
             reading = seen.reading(head)
-            _check(self.site, reading, said[..., n, :])
+            readable_BTS = _readable(self.site, seen, reading, said[..., n, :])
             a_BTS = seen.rows(reading.row)
             self._check_read(head, a_BTS, reading, torch.where(counts[..., None], said[..., n, :], 0.0))
-            self._add(head, a_BTS.double(), reading.readable_BTS & counts[..., None])
+            self._add(head, a_BTS.double(), readable_BTS & counts[..., None])
 
     def _check_read(self, head: int, a_BTS: Tensor, reading: Reading, said_BTV: Tensor) -> None:
         """Only what is weights times values can be had by other weights."""
@@ -158,12 +157,15 @@ def _added(one: Tensor, other: Tensor) -> Tensor:
     return long + torch.nn.functional.pad(short, (around, around))
 
 
-def _check(site: str, reading: Reading, own_BTV: Tensor) -> None:
-    queries, keys = reading.readable_BTS.shape[1:]
-    if queries != keys or own_BTV.dim() != 3 or own_BTV.shape[1] != queries:
+def _readable(site: str, core: Core, reading: Reading, own_BTV: Tensor) -> Tensor:
+    """Which keys each query of a head may read, [B or 1, T, S], if its weights by offset can be meant."""
+    queries, keys = own_BTV.shape[1], reading.v_BSV.shape[1]
+    if own_BTV.dim() != 3 or queries != keys:
         raise ValueError(
             f"{site} reads {keys} keys with {queries} queries; offsets are known where a text reads itself"
         )
     if reading.v_BSV.shape[-1] != own_BTV.shape[-1]:
         wide = own_BTV.shape[-1], reading.v_BSV.shape[-1]
         raise ValueError(f"heads of {site} say {wide[0]} numbers and read {wide[1]}; these are not the same")
+    allowed = core.allowed()
+    return allowed[:, reading.row if allowed.shape[1] > 1 else 0].expand(-1, queries, keys)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from threading import Lock
 from types import MappingProxyType
@@ -22,11 +22,10 @@ from torch import Tensor, nn
 
 
 class Reading(NamedTuple):
-    """How a head that speaks reads: its row of weights, the values these multiply, and which keys a query may read."""
+    """How a head that speaks reads: its row of weights, and the values that these multiply."""
 
     row: int
     v_BSV: Tensor
-    readable_BTS: Tensor
 
 
 @dataclass(frozen=True)
@@ -77,54 +76,83 @@ class Seen:
         heads = self.q_BTHK.shape[2]
         if not 0 <= head < heads:
             raise ValueError(f"there is no head {head} of {heads}; give one in 0..{heads - 1}")
-        q_BTK = self.q_BTHK[:, queries, head].float()
-        k_BSK = self.k_BSGK[:, :, self.reader(head)].float()
-        s_BTS = q_BTK @ k_BSK.transpose(1, 2) * self.scale
+        return self._of((head,)).every(queries)[:, 0]
+
+    def _of(self, heads: tuple[int, ...]) -> Seen:
+        """The same of some heads."""
+        those = list(heads)
+        grids = {
+            name: grid[..., those, :, :] if grid is not None and grid.dim() > 2 and grid.shape[-3] > 1 else grid
+            for name, grid in (("mask", self.mask), ("bias", self.bias))
+        }
+        sinks = None if self.sinks is None else self.sinks.flatten()[those]
+        reads = tuple(self.reader(head) for head in heads)
+        return replace(self, q_BTHK=self.q_BTHK[:, :, those], sinks=sinks, reads=reads, **grids)
+
+    def every(self, queries: slice = slice(None)) -> Tensor:
+        """The weights of all heads for some queries, [B, H, T, S]."""
+        if self.odd:
+            raise ValueError(f"weights cannot be computed again: {self.odd}; read them from the model's own")
+        heads = self.q_BTHK.shape[2]
+        q_BHTK = self.q_BTHK[:, queries].transpose(1, 2).float()
+        k_BHSK = self.k_BSGK[:, :, [self.reader(head) for head in range(heads)]].transpose(1, 2).float()
+        s_BHTS = (q_BHTK @ k_BHSK.transpose(2, 3)).mul_(self.scale)
         if self.cap is not None:
-            s_BTS = self.cap * torch.tanh(s_BTS / self.cap)
+            s_BHTS = self.cap * torch.tanh(s_BHTS / self.cap)
         if self.bias is not None:
-            s_BTS = s_BTS + _of(self.bias, head, queries).float()
-        s_BTS = self._masked(s_BTS, head, queries)
+            s_BHTS = s_BHTS + _some(self.bias, queries).float()
+        s_BHTS = self._barred(s_BHTS, queries)
         if self.sinks is None:
-            return s_BTS.softmax(-1)
-        sink = self.sinks.flatten()[head].float().expand(*s_BTS.shape[:2], 1)
-        return torch.cat([s_BTS, sink], -1).softmax(-1)[..., :-1]
+            return s_BHTS.softmax(-1)
+        sink = self.sinks.flatten().float()[:, None, None].expand(*s_BHTS.shape[:3], 1)
+        return torch.cat([s_BHTS, sink], -1).softmax(-1)[..., :-1]
+
+    def allowed(self, queries: slice = slice(None)) -> Tensor:
+        """Which keys some queries may read, [B, H or 1, T, S]."""
+        q_BTHK, k_BSGK = self.q_BTHK, self.k_BSGK
+        count = len(range(q_BTHK.shape[1])[queries])
+        s_BHTS = torch.zeros(q_BTHK.shape[0], 1, count, k_BSGK.shape[1], device=q_BTHK.device)
+        if self.bias is not None:
+            s_BHTS = s_BHTS + _some(self.bias, queries).float()
+        return self._barred(s_BHTS, queries) > MUTE
 
     def reading(self, head: int) -> Reading:
-        """What a head reads, whatever it compares.
-
-        >>> q = torch.zeros(1, 2, 1, 3)
-        >>> Seen(q, q, q, 1.0, causal=True).reading(0).readable_BTS
-        tensor([[[ True, False],
-                 [ True,  True]]])
-        """
+        """What a head reads, whatever it compares."""
         if self.odd:
-            raise ValueError(f"what may be read is not known: {self.odd}; nothing can stand for it")
-        level_BTS = torch.zeros(*self.q_BTHK.shape[:2], self.k_BSGK.shape[1], device=self.q_BTHK.device)
-        least = self.mask.dtype if self.mask is not None and self.mask.is_floating_point() else level_BTS.dtype
-        readable_BTS = self._masked(level_BTS, head, slice(None)) > torch.finfo(least).min / 2
-        return Reading(head, self.v_BSGV[:, :, self.reader(head)], readable_BTS)
+            raise ValueError(f"what is read is not known: {self.odd}; nothing can stand for it")
+        return Reading(head, self.v_BSGV[:, :, self.reader(head)])
 
-    def _masked(self, s_BTS: Tensor, head: int, queries: slice) -> Tensor:
+    def _barred(self, s_BHTS: Tensor, queries: slice) -> Tensor:
         if self.causal:
-            place = torch.arange(self.q_BTHK.shape[1], device=s_BTS.device)[queries]
-            ahead = torch.arange(s_BTS.shape[-1], device=s_BTS.device) > place[:, None]
-            s_BTS = s_BTS.masked_fill(ahead, -torch.inf)
+            place = torch.arange(self.q_BTHK.shape[1], device=s_BHTS.device)[queries]
+            ahead = torch.arange(s_BHTS.shape[-1], device=s_BHTS.device) > place[:, None]
+            s_BHTS = s_BHTS.masked_fill(ahead, -torch.inf)
         if self.mask is None:
-            return s_BTS
-        mask = _of(self.mask, head, queries)
-        mask = mask[..., : s_BTS.shape[-1]]
-        return s_BTS.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s_BTS + mask.float()
+            return s_BHTS
+        mask = _some(self.mask, queries)[..., : s_BHTS.shape[-1]]
+        return s_BHTS.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s_BHTS + mask.float()
 
 
-def _of(grid: Tensor, head: int, queries: slice) -> Tensor:
-    """[B or 1, T, S] of a tensor [B or 1, heads or 1, T or 1, S] for one head."""
-    one = grid[:, head if grid.shape[1] > 1 else 0]
-    return one[:, queries] if one.shape[1] > 1 else one
+def _some(grid: Tensor, queries: slice) -> Tensor:
+    """[B or 1, heads or 1, T or 1, S] of a tensor of as many axes or fewer, for some queries."""
+    grid = grid[(None,) * (4 - grid.dim())]
+    return grid[:, :, queries] if grid.shape[2] > 1 else grid
 
 
 class Core(Protocol):
     """What an attention worked with, as far as it can be told; good while the call lasts, for caches write over it."""
+
+    def every(self, queries: slice = slice(None)) -> Tensor:
+        """The weights of all heads for some queries, [B, H, T, S]."""
+        ...
+
+    def allowed(self, queries: slice = slice(None)) -> Tensor:
+        """Which keys some queries may read, [B, H or 1, T, S]."""
+        ...
+
+    def reading(self, head: int) -> Reading:
+        """What a head that speaks reads, whatever it compares; refused where that is not seen."""
+        ...
 
     @property
     def told(self) -> Seen | None:
@@ -138,10 +166,6 @@ class Core(Protocol):
 
     def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
         """The weights of one head for some queries, [B, T, S]."""
-        ...
-
-    def reading(self, head: int) -> Reading:
-        """What one head reads, whatever it compares; refused where that is not seen."""
         ...
 
 
@@ -162,6 +186,8 @@ class Watcher(Protocol):
         """Look at what heads say, or change it."""
         ...
 
+
+MUTE = -1e4  # what adds this or less to a score is meant as a mask
 
 Watching = Mapping[nn.Module, tuple[Watcher, ...]]
 NOBODY: Watching = MappingProxyType({})

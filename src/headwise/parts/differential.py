@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..heads import Heads
+from ..grouping import Heads
 from ..layout import Layout
 from ..registry import part
 from ..seams import OutputStep

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import nearest
-from ..heads import Heads
+from ..grouping import Heads
 from ..layout import Layout
 from ..registry import part
 from ..seams import Project

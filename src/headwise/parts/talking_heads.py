@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..heads import Heads
+from ..grouping import Heads
 from ..layout import Layout
 from ..registry import part
 from ..seams import Mix, ScoreStep

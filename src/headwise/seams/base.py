@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
-from ..heads import Heads
+from ..grouping import Heads
 from ..layout import Layout
 from ..registry import Spoken
 from ..terms import Base, Core, Param, Weighted, Work

@@ -21,6 +21,7 @@ from .base import Found, Route
 from .places import site, sizes
 
 ASKS = "get_interface"
+NAME = "headwise"  # under which transformers knows our own function
 # What the function is told besides, and what that does to the scores; anything else is beyond what is computed again.
 TOLD = frozenset({"dropout", "scaling", "is_causal", "sliding_window", "softcap", "s_aux", "position_bias"})
 HARMLESS = frozenset({
@@ -28,6 +29,7 @@ HARMLESS = frozenset({
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_embeddings", "output_hidden_states",
     "output_router_logits", "return_dict", "num_items_in_batch", "past_key_values", "logits_to_keep", "token_type_ids",
 })  # fmt: skip
+KNOWN = {"query", "key", "value"} | TOLD | HARMLESS
 
 
 class Interface(Route):
@@ -77,14 +79,15 @@ def _watched(function: Callable[..., Any], name: str, module: nn.Module, *said: 
     if not those:
         return function(module, *said, **more)
     if seers := [watcher for watcher in those if watcher.wants_core]:
-        seen = _seen(name, module, said, more)
+        seen = reading(name, module, said, more)
         for watcher in seers:
             watcher.core(seen)
     z, *rest = function(module, *said, **more)
     return changed(those, z), *rest
 
 
-def _seen(name: str, module: nn.Module, said: tuple[Any, ...], more: Mapping[str, Any]) -> Seen:
+def reading(name: str, module: nn.Module, said: tuple[Any, ...], more: Mapping[str, Any]) -> Seen:
+    """What a call of the function of this name asks for."""
     told = dict(zip(("query", "key", "value", "attention_mask"), said, strict=False)) | dict(more)
     q, k, v = (told[side].transpose(1, 2) for side in ("query", "key", "value"))
     mask = told.get("attention_mask")
@@ -102,12 +105,13 @@ def _causal(name: str, module: nn.Module, told: Mapping[str, Any], queries: int)
     if name == "eager" or told.get("attention_mask") is not None or queries == 1:
         return False
     said = told.get("is_causal")
+    if name == NAME:  # every mask made for it is written out, so that only who asks for causality means it
+        return bool(said)
     return bool(getattr(module, "is_causal", True) if said is None else said)
 
 
 def _odd(name: str, told: Mapping[str, Any], mask: object) -> str:
-    known = {"query", "key", "value"} | TOLD | HARMLESS
-    if strange := [key for key, value in told.items() if key not in known and isinstance(value, torch.Tensor)]:
+    if strange := [key for key, value in told.items() if key not in KNOWN and isinstance(value, torch.Tensor)]:
         return f"the layer is also told {', '.join(strange)}"
     if isinstance(mask, Tensor) and mask.dim() != 4:
         return f"its mask has {mask.dim()} axes"

@@ -50,16 +50,23 @@ class Worked:
 
     def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
         """The weights of one head for some queries, [B, T, S]."""
+        return self.every(queries)[:, head]
+
+    def every(self, queries: slice = slice(None)) -> Tensor:
+        """The weights of all heads for some queries, [B, H, T, S]."""
         job = replace(self.job, wants=frozenset({"weights"}), training=False)
         probe = Probe("weights")
         backends.choose(job).attend(job, *_sliced(self.sight, self.inputs, queries), self.bound, probe)
-        return probe.seen["weights"][:, head]
+        return probe.seen["weights"]
+
+    def allowed(self, queries: slice = slice(None)) -> Tensor:
+        """Which keys some queries may read, [B or 1, 1, T, S]."""
+        return _sliced(self.sight, self.inputs, queries)[0].allowed
 
     def reading(self, head: int) -> Reading:
         """What one head that speaks reads, whatever it compares."""
         row = self.job.spec.speaks[head]
-        v_BSV = self.inputs.v[:, :, self.job.core.values[row]]
-        return Reading(row, v_BSV, self.sight.allowed[:, 0].expand(-1, self.inputs.q.shape[1], -1))
+        return Reading(row, self.inputs.v[:, :, self.job.core.values[row]])
 
     @property
     def told(self) -> Seen | None:
