@@ -120,7 +120,8 @@ def silenced(model: nn.Module, told: dict[str, Tensor], those: list[Looked]) -> 
         head = min(1, heads - 1)
         if not one.one.site.silence.can:
             return one.one.site.silence.why
-        with hw.silence(model, [(one.one.site.name, head)]):
+        sharing = [other.one.site.name for other in those if other.one.site.path == one.one.site.path]
+        with hw.silence(model, [(name, head) for name in sharing]):  # a copy loses its columns at all depths
             quiet = run(model, told)
         other = copy.deepcopy(model)
         path = behind(other, told, one)

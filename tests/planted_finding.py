@@ -24,7 +24,7 @@ bug(
 bug(
     "finding-scale-is-not-heard",
     HEARING,
-    'q.shape[-1] ** -0.5 if scale is None else scale',
+    "q.shape[-1] ** -0.5 if scale is None else scale",
     "q.shape[-1] ** -0.5",
     f"{FINDING}::test_all_that_the_function_was_told_is_seen",
 )

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..site import Site, Sites
+from .depths import by_depth
 from .describing import Said
 from .hindering import hindered, hindrance, without
 from .routes.base import Found
@@ -61,7 +62,7 @@ def found(model: nn.Module) -> list[Found]:
     order = {path: n for n, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
     said = Said.of(model)
     placed = [one._replace(site=said.placed(one.site)) for one in sorted(seen, key=lambda one: order[one.site.path])]
-    renamed = _renamed(placed)
+    renamed = _renamed(by_depth(model, placed))
     return list(hindered(model, [one._replace(site=said.added(one.site)) for one in renamed]))
 
 

@@ -17,7 +17,7 @@ from ...module import Attention, Plan
 from ...probe import Probe
 from ...site import YES, Site
 from ...tokens import Sight, Tokens
-from ..watching import Holding, Seen, Stand, Watcher, changed, watchers
+from ..watching import Holding, Reading, Seen, Stand, Watcher, changed, watchers
 from .base import Found, Route
 
 
@@ -26,7 +26,8 @@ class Ours(Route):
 
     def find(self, model: nn.Module) -> Iterator[Found]:
         names = [name for name, _ in model.described.specs()] if isinstance(model, Transformer) else []
-        layers = [(path, module) for path, module in model.named_modules() if isinstance(module, Attention)]
+        modules = model.named_modules(remove_duplicate=False)
+        layers = [(path, module) for path, module in modules if isinstance(module, Attention)]
         for number, (path, module) in enumerate(layers):
             stack, layer, kind = _parts(path, number) if path in names else ("model", number, "attention")
             name = path if path in names else f"{stack}.{layer}.{kind}"
@@ -61,6 +62,11 @@ class Worked:
     def allowed(self, queries: slice = slice(None)) -> Tensor:
         """Which keys some queries may read, [B or 1, 1, T, S]."""
         return _sliced(self.sight, self.inputs, queries)[0].allowed
+
+    def reading(self, head: int) -> Reading:
+        """What one head that speaks reads, whatever it compares."""
+        row = self.job.spec.speaks[head]
+        return Reading(row, self.inputs.v[:, :, self.job.core.values[row]])
 
     @property
     def told(self) -> Seen | None:

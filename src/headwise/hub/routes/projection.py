@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...site import Ability
-from ..watching import Core, Stand, Watcher, changed, watchers
+from ..watching import Core, Reading, Stand, Watcher, changed, watchers
 from . import forwards
 from .banded import banded, is_banded
 from .base import Found, Route
@@ -185,6 +185,10 @@ class Unsaid:
     def allowed(self, queries: slice = slice(None)) -> Tensor:
         """Refused."""
         return self.every(queries)
+
+    def reading(self, head: int) -> Reading:
+        """Refused."""
+        raise ValueError(f"its weights are not known: {self.why}")
 
 
 def _tell(those: list[Watcher], core: Core) -> None:
