@@ -1,0 +1,92 @@
+"""Colours, letters and styles of drawings of heads, for light and for dark paper."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SpecError
+from ..files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SUFFIXES: dict[str, dict[str, Any]] = {".svg": {"metadata": {"Date": None}}, ".png": {"dpi": 160}}
+# Okabe and Ito's colours; a class is told by its letter as well, never by its hue alone.
+CLASSES: Mapping[str, tuple[str, str]] = {
+    "sink": ("K", "#999999"),
+    "positional": ("P", "#56B4E9"),
+    "syntactic": ("S", "#009E73"),
+    "rare-token": ("R", "#CC79A7"),
+    "induction": ("I", "#D55E00"),
+    "duplicate": ("D", "#E69F00"),
+    "separator": ("E", "#7A7ACF"),
+    "punctuation": ("T", "#B58B5A"),
+    "alignment": ("A", "#0072B2"),
+    "broad": ("B", "#F0E442"),
+    "unclear": ("U", ""),
+}
+PAIR = ("#0072B2", "#D55E00")
+SIZE = 8.0
+
+
+@dataclass(frozen=True)
+class Paper:
+    """What a drawing stands on: the paper itself, ink, faint ink, what is empty, and the ramp of weights."""
+
+    name: str
+    paper: str
+    ink: str
+    faint: str
+    empty: str
+    ramp: tuple[str, str]
+
+
+PAPERS = {
+    "light": Paper("light", "#FFFFFF", "#1A1A1A", "#8A8A8A", "#F2F2F2", ("#FFFFFF", "#3A2A8C")),
+    "dark": Paper("dark", "#14161A", "#E8E8E8", "#8C939C", "#23262C", ("#14161A", "#5FD7E8")),
+}
+
+
+def paper_of(name: str) -> Paper:
+    """The paper of this name."""
+    if name not in PAPERS:
+        raise SpecError(f"there is no paper {name!r}; give light or dark")
+    return PAPERS[name]
+
+
+def ink_of(name: str, paper: Paper) -> tuple[str, str]:
+    """The letter and the colour of a class, "positional: previous" among them."""
+    letter, colour = CLASSES.get(name.partition(":")[0], ("?", paper.faint))
+    return letter, colour or paper.empty
+
+
+def style(paper: Paper) -> Any:
+    """What matplotlib is told before anything is drawn."""
+    return {
+        "font.size": SIZE, "font.family": ["DejaVu Sans"], "figure.facecolor": paper.paper,
+        "savefig.facecolor": paper.paper, "axes.facecolor": paper.paper, "text.color": paper.ink,
+        "axes.edgecolor": paper.faint, "axes.labelcolor": paper.ink, "xtick.color": paper.faint,
+        "ytick.color": paper.faint, "axes.titlesize": SIZE + 1, "axes.titlelocation": "left",
+        "axes.titleweight": "bold", "axes.spines.top": False, "axes.spines.right": False, "text.parse_math": False,
+        "svg.hashsalt": "headwise", "svg.fonttype": "path", "legend.frameon": False, "lines.linewidth": 1.2,
+    }  # fmt: skip
+
+
+def write(make: Callable[[Paper], Figure], path: Path | str, paper: str = "light") -> None:
+    """Draw into an SVG or a PNG: the same numbers are the same file."""
+    suffix = Path(path).suffix
+    if suffix not in SUFFIXES:
+        raise SpecError(f"{Path(path).name} ends in none of {', '.join(SUFFIXES)}; give one of these")
+    import matplotlib
+
+    on = paper_of(paper)
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # whatever a user's own settings are
+        matplotlib.rcParams.update(style(on))
+        written = io.BytesIO()
+        make(on).savefig(written, format=suffix[1:], **SUFFIXES[suffix])
+    write_atomically(path, written.getvalue())
