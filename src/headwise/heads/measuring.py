@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ class Adding:
         self.statistics = statistics
         self.kept: dict[tuple[str, str, str], list[Sums]] = {}
         self._open: dict[tuple[str, str, str], Sums] = {}
-        self._known: list[tuple[Block, dict[str, Sums]]] = []
+        self._known: list[tuple[Any, torch.Tensor, dict[str, Sums]]] = []
 
     def see(self, site: str, block: Block) -> None:
         """Add a band of rows, and the same of a head that reads all it may alike."""
@@ -48,18 +48,16 @@ class Adding:
             for one in self.statistics
             if block.itself or not one.itself
         }
-        return {
-            name: (np.asarray(sums, np.float64), np.asarray(count, np.float64)) for name, (sums, count) in found.items()
-        }
+        return {name: (_plain(sums), _plain(count)) for name, (sums, count) in found.items()}
 
     def _chances(self, block: Block) -> dict[str, Sums]:
         """What chance is here: that of the last bands is kept, for most layers let tokens read the same."""
-        for known, told in self._known:
-            if known.asks is block.asks and known.told is block.told and known.start == block.start:
-                if known.allowed.shape == block.allowed.shape and torch.equal(known.allowed, block.allowed):
-                    return told
+        here = (block.start, block.asks, block.told)
+        for place, allowed, told in self._known:
+            if place == here and allowed.shape == block.allowed.shape and torch.equal(allowed, block.allowed):
+                return told
         told = self._sums(block.uniform)
-        self._known = [*self._known[-2:], (block, told)]
+        self._known = [*self._known[-2:], (here, block.allowed, told)]
         return told
 
     def _add(self, key: tuple[str, str, str], told: Sums) -> None:
@@ -71,6 +69,10 @@ class Adding:
         for key, told in self._open.items():
             self.kept.setdefault(key, []).append(told)
         self._open, self._known = {}, []
+
+
+def _plain(told: torch.Tensor) -> Array:
+    return told.cpu().numpy().astype(np.float64)
 
 
 def _only(block: Block, rows_HT: torch.Tensor) -> Block:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError
+from ..errors import SpecError, TooLong, Unread
 from ..hub.readable import PAD, Readable, readable, reads_two, takes
 from ..hub.running import Run
 from ..traces import Row
@@ -77,11 +77,11 @@ class Sources:
             if two and not target:
                 return self._answered(text)
             return readable(self.model, {"source": text, "text": target} if target else text, 0)
-        except ValueError as error:
-            if takes(self.model) is None or "positions" not in str(error):
-                raise
+        except TooLong:
             self.left_out[f"texts longer than the {takes(self.model)} tokens that the model takes"] += 1
-            return None
+        except Unread:
+            self.left_out["texts with something that the tokenizer does not know"] += 1
+        return None
 
     def _answered(self, text: str) -> Readable:
         """A source with what the model itself writes of it."""
@@ -160,23 +160,22 @@ def lines_of(path: Path | str) -> list[str]:
 
 def _pieces(model: nn.Module, text: str) -> Iterator[str]:
     """The text, or its halves, or theirs, each of which the model takes."""
-    most = takes(model)
-    try:
-        long = most is not None and bool(text.strip()) and _count(model, text) > most
-    except ValueError as error:
-        if most is None or "positions" not in str(error):
-            raise
-        long = True
     words = text.split(" ")
-    if not long or len(words) < 2:
+    if len(words) < 2 or not _is_long(model, text):
         yield text
         return
     for part in (words[: len(words) // 2], words[len(words) // 2 :]):
         yield from _pieces(model, " ".join(part))
 
 
-def _count(model: nn.Module, text: str) -> int:
-    return len(readable(model, text, 0).rows["text"][0].ids)
+def _is_long(model: nn.Module, text: str) -> bool:
+    try:
+        readable(model, text, 0)
+    except TooLong:
+        return True
+    except ValueError:  # for another reason, which is told when it is read
+        return False
+    return False
 
 
 def _tokens(row: Row, spans: Sequence[Span] | None) -> Tokens:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from ..blueprint.manifest import TOKENIZER
-from ..errors import SpecError
+from ..errors import SpecError, TooLong
 from ..models import Transformer
 from ..models.generating import Words, beginning, longest, read, side_by_side, words_of
 from ..site import Site
@@ -151,7 +151,7 @@ def _check_length(model: nn.Module, count: int) -> None:
     most = None if isinstance(model, Transformer) else takes(model)
     if most is not None and count > most:
         fact = f"{count} tokens are {count - most} more than the {most} positions of {type(model).__name__}"
-        raise ValueError(f"{fact}; shorten the text, or ask for fewer new tokens")
+        raise TooLong(f"{fact}; shorten the text, or ask for fewer new tokens")
 
 
 def _ours(net: Transformer, texts: list[str], steps: int) -> Readable:
