@@ -73,9 +73,9 @@ class Alignment:
         assert self._gold is not None
         sure, possible = self._gold
         asks, words = block.asks.word[block.places], block.told.word
-        readable = block.allowed & (words >= 0)
-        counted = Block(block.w_HTS.masked_fill(~readable, 0), readable, block.start, block.asks, block.told)
-        rows = (asks >= 0) & counted.uniform.allowed.any(-1)
+        readable = block.uniform.allowed & (words >= 0)
+        counted = replace(block, w_HTS=block.w_HTS.masked_fill(~readable, -1), allowed=readable)
+        rows = (asks >= 0) & readable.any(-1)
         diagonal = words == ((asks + 0.5) * sure.shape[1] / len(sure)).long()[:, None]
         links_HTS = torch.cat([most(counted), most(counted.uniform), diagonal[None]]).double()
         links_HTS = links_HTS * rows[:, None] * (words >= 0)

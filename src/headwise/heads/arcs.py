@@ -71,8 +71,8 @@ def pairs(arcs: Sequence[tuple[int, int, str]], whole: Whole, convention: Conven
             has = f"the words {min(at)}..{max(at)}" if at else "no words"
             raise ValueError(f"arc {arc!r} names a word that is not there, the tokens have {has}; give arcs of those")
         dependent, governor, relation = at[arc[0]], at[arc[1]], arc[2]
-        marked = relation in convention.possessive and words.words[dependent + 1 : dependent + 2]
-        asks = dependent + 1 if marked and marked[0].strip() in MARKS else dependent
+        mark = at.get(arc[0] + 1) if relation in convention.possessive else None
+        asks = dependent if mark is None or words.words[mark].strip() not in MARKS else mark
         back = (asks, governor) if convention.back == "columns" else (governor, dependent)
         for name in (relation, ALL):
             rows += [(asks, governor, (name, TOWARDS[0])), (*back, (name, TOWARDS[1]))]
