@@ -2,26 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
+from ..errors import nearest
 from ..hub.finding import found
 from ..hub.readable import reads_two, streams_of
 from ..hub.routes.base import Found
 from .block import Block
 from .intervals import Array, interval, mean, means, resampled
 from .looking import look
+from .published import named
 from .scene import Scene
 from .statistics import STATISTICS, Statistic
 from .table import Head, Measure, Table
+from .words import ByWord
 
 RESAMPLES = 1000
 OWN, CHANCE = "own", "chance"
 Sums = tuple[Array, Array]
+UNITS = ("tokens", "words")
+
+
+class More(Protocol):
+    """What else is added up on the way, and made into measures of heads by site and number."""
+
+    def open(self, scene: Scene) -> None:
+        """A text comes."""
+        ...
+
+    def see(self, site: str, block: Block) -> None:
+        """Add a band of rows."""
+        ...
+
+    def close(self) -> None:
+        """A text is over."""
+        ...
+
+    def measures(self, draws: Array) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
+        """What was found, with intervals of these draws of texts."""
+        ...
 
 
 class Adding:
@@ -82,11 +107,12 @@ def _only(block: Block, rows_HT: torch.Tensor) -> Block:
 
 
 class Chosen(NamedTuple):
-    """What is measured and how: names of statistics, draws of the bootstrap, and its seed."""
+    """What is measured and how: names of statistics, draws of the bootstrap, its seed, and of "tokens" or "words"."""
 
     statistics: tuple[str, ...] = tuple(STATISTICS)
     resamples: int = RESAMPLES
     seed: int = 0
+    units: str = "tokens"
 
 
 def measure(
@@ -94,25 +120,40 @@ def measure(
     scenes: Iterable[Scene],
     *,
     chosen: Chosen = Chosen(),  # noqa: B008 - it is frozen
+    more: Sequence[More] = (),
     name: str = "",
     tell: Callable[[int], object] = lambda _: None,
 ) -> Table:
     """What the heads of a model do over texts: a table of measures with intervals and chance levels.
 
-    Every text is run by itself, and no map of weights is kept. `tell` hears how many texts were read.
+    Every text is run by itself, and no map of weights is kept. `more` is added up on the way: `Syntax`, `Alignment`.
+    `tell` hears how many texts were read.
     """
+    if chosen.units not in UNITS:
+        raise ValueError(f"units={chosen.units!r} are unknown; {nearest(chosen.units, UNITS)}")
     those = _seen(model)
     streams = {one.site.name: streams_of(one.site, reads_two(model)) for one in those}
-    adding = Adding([STATISTICS[one] for one in chosen.statistics])
+    adding = Adding([named(one) for one in chosen.statistics])
+    words = ByWord(adding.see)
+    sees = [words.see if chosen.units == "words" else adding.see, *(one.see for one in more)]
+
+    def see(site: str, block: Block) -> None:
+        for one in sees:
+            one(site, block)
+
     count = 0
     for count, scene in enumerate(scenes, 1):
-        look(model, those, scene, streams, adding.see)
-        adding.close()
+        for one in more:
+            one.open(scene)
+        look(model, those, scene, streams, see)
+        for one in (adding, words, *more):
+            one.close()
         tell(count)
     if count < 2:
         raise ValueError(f"{count} texts leave no interval; give at least two")
     draws = resampled(count, chosen.resamples, chosen.seed)
-    heads = [head for one in those for head in _heads(one, adding, draws)]
+    also = [one.measures(draws) for one in more]
+    heads = [_with(head, also) for one in those for head in _heads(one, adding, draws)]
     return Table(name or type(model).__name__, f"{count} texts", tuple(heads))
 
 
@@ -125,6 +166,14 @@ def _seen(model: nn.Module) -> list[Found]:
     if model.training:
         raise ValueError("the model is in train mode, where dropout changes what is read; call model.eval() first")
     return those
+
+
+def _with(head: Head, also: Sequence[Mapping[tuple[str, int], Mapping[str, Measure]]]) -> Head:
+    """The same with measures that were made elsewhere."""
+    found = dict(head.measures)
+    for told in also:
+        found.update(told.get((head.site, head.head), {}))
+    return replace(head, measures=found)
 
 
 def _heads(one: Found, adding: Adding, draws: Array) -> list[Head]:
