@@ -8,14 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .screen import Arguments, Wrong, document, show, take_form
+from .screen import Arguments, Wrong, document, in_colour, show, take_form
 
 if TYPE_CHECKING:
     from ..heads.scene import Scene
-    from ..heads.table import Head, Table
-
-SHOWN = ("entropy", "sink", "previous", "self", "next", "offset", "induction", "rare")
-FEW = 30  # lines of a table that nobody sorted
+    from ..heads.table import Table
 
 
 def main(argv: list[str]) -> int:
@@ -98,8 +95,11 @@ def _scenes(model: Any, given: argparse.Namespace) -> tuple[list[Scene], tuple[s
 def _measured(model: Any, scenes: Sequence[Scene], notes: tuple[str, ...], given: argparse.Namespace) -> Table:
     from dataclasses import replace
 
+    from ..heads import published
+    from ..heads.alignment import Alignment
     from ..heads.classes import classified
     from ..heads.measuring import Chosen, measure
+    from ..heads.syntax import Syntax
     from ..hub.capturing import name_of
 
     def tell(count: int) -> None:
@@ -107,15 +107,16 @@ def _measured(model: Any, scenes: Sequence[Scene], notes: tuple[str, ...], given
             print(f"\r{count} of {len(scenes)} texts", end="" if count < len(scenes) else "\n", file=sys.stderr)
 
     chosen = Chosen(resamples=given.resamples, seed=given.seed)
-    table = measure(model, scenes, chosen=chosen, name=name_of(model), tell=tell)
-    return replace(classified(table, given.criteria), notes=(*table.notes, *notes))
+    chosen = chosen._replace(statistics=(*chosen.statistics, *published.chosen(given.criteria)))
+    theirs = "clark" if given.criteria == "clark" else "ours"
+    more = [Syntax(convention=theirs)] if given.conllu is not None else [Alignment()] if given.align is not None else []
+    table = measure(model, scenes, chosen=chosen, more=more, name=name_of(model), tell=tell)
+    return replace(classified(table, criteria=given.criteria), notes=(*table.notes, *notes))
 
 
 def _told(table: Table, given: argparse.Namespace) -> str:
-    from ..heads.table import columns
-    from ..site import _table
+    from ..heads.telling import listed, painted, plain, told
 
-    heads: Sequence[Head] = table.sorted_by(given.sort) if given.sort else table.heads
-    names = [name for name in ([given.sort] if given.sort else []) + list(SHOWN) if name in heads[0].measures]
-    lines = [f"{table.model}, {table.texts}", "", *_table(columns(heads, list(dict.fromkeys(names))))]
-    return "\n".join([*lines, *(f"note: {note}" for note in table.notes)])
+    if given.sort is not None:
+        return listed(table, given.sort)
+    return told(table, painted if in_colour() else plain)

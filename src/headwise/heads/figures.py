@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from .inks import CLASSES, PAIR, Paper, ink_of
+from .inks import CLASSES, Paper, group_of, ink_of
 from .table import Head, Table
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _cell(axes: Axes, x: int, y: int, one: Head, paper: Paper) -> None:
 def _legend(figure: Figure, table: Table, paper: Paper) -> None:
     from matplotlib.patches import Patch
 
-    there = {named.name.partition(":")[0] for one in table.heads for named in one.classes[:1]}
+    there = {group_of(named.name) for one in table.heads for named in one.classes[:1]}
     marks = [
         Patch(facecolor=ink_of(name, paper)[1], edgecolor=paper.faint, lw=0.3, label=f"{CLASSES[name][0]}  {name}")
         for name in CLASSES
@@ -107,8 +107,10 @@ def curve(names: Sequence[str], values: Sequence[tuple[float, float, float]], ti
     figure = Figure(figsize=(6.4, 2.9), layout="constrained")
     axes = figure.add_subplot()
     places = range(len(order))
-    axes.fill_between(places, [values[n][1] for n in order], [values[n][2] for n in order], color=PAIR[0], alpha=0.25)
-    axes.plot(places, [values[n][0] for n in order], color=PAIR[0], marker=".", ms=3)
+    axes.fill_between(
+        places, [values[n][1] for n in order], [values[n][2] for n in order], color=paper.pair[0], alpha=0.25
+    )
+    axes.plot(places, [values[n][0] for n in order], color=paper.pair[0], marker=".", ms=3)
     axes.axhline(0, color=paper.faint, lw=0.6)
     for place in list(places)[:5]:
         axes.annotate(names[order[place]], (place, values[order[place]][0]), xytext=(4, 3), textcoords="offset points",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .inks import PAIR, Paper, ink_of
+from .inks import Paper, ink_of
 from .intervals import Array
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _heat(axes: Axes, one: Picture, paper: Paper) -> None:
     ramp = LinearSegmentedColormap.from_list("weights", list(paper.ramp))
     axes.imshow(np.sqrt(np.clip(one.weights, 0, 1)), cmap=ramp, vmin=0, vmax=1, interpolation="nearest")
     for t, s in one.arcs:
-        axes.add_patch(Rectangle((s - 0.5, t - 0.5), 1, 1, fill=False, edgecolor=PAIR[1], lw=1.1))
+        axes.add_patch(Rectangle((s - 0.5, t - 0.5), 1, 1, fill=False, edgecolor=paper.pair[1], lw=1.1))
     axes.set_xticks(range(len(one.told)), [_short(word) for word in one.told], rotation=90, fontsize=5.5)
     axes.set_yticks(range(len(one.asks)), [_short(word) for word in one.asks], fontsize=5.5)
     axes.tick_params(length=0, pad=1)
@@ -66,14 +66,14 @@ def overlaid(first: Picture, second: Picture, paper: Paper) -> Figure:
     count = max(len(first.asks), len(first.told))
     figure = Figure(figsize=(4.6, 0.21 * count + 0.9), layout="constrained")
     axes = figure.add_subplot()
-    for one, colour in zip((first, second), PAIR, strict=True):
+    for one, colour in zip((first, second), paper.pair, strict=True):
         for t, s in np.argwhere(one.weights >= LINE).tolist():
             weight = float(one.weights[t, s])
             axes.plot([0, 1], [t, s], color=colour, alpha=min(1.0, 0.12 + 0.88 * weight), lw=0.4 + 2.2 * weight)
     for x, words, side in ((-0.03, first.asks, "right"), (1.03, first.told, "left")):
         for place, word in enumerate(words):
             axes.text(x, place, _short(word), ha=side, va="center", fontsize=7)
-    for place, (one, colour) in enumerate(zip((first, second), PAIR, strict=True)):
+    for place, (one, colour) in enumerate(zip((first, second), paper.pair, strict=True)):
         axes.text(0.5, -2.4 + 0.9 * place, one.title, ha="center", color=colour, fontsize=7.5, fontweight="bold")
     axes.set(xlim=(-0.5, 1.5), ylim=(count - 0.3, -3.2))
     axes.set_axis_off()

@@ -29,13 +29,13 @@ CLASSES: Mapping[str, tuple[str, str]] = {
     "broad": ("B", "#F0E442"),
     "unclear": ("U", ""),
 }
-PAIR = ("#0072B2", "#D55E00")
+NEAR = ("previous", "self", "next")
 SIZE = 8.0
 
 
 @dataclass(frozen=True)
 class Paper:
-    """What a drawing stands on: the paper itself, ink, faint ink, what is empty, and the ramp of weights."""
+    """What a drawing stands on: the paper itself, ink, faint ink, what is empty, the ramp of weights, and two colours to tell apart."""
 
     name: str
     paper: str
@@ -43,11 +43,12 @@ class Paper:
     faint: str
     empty: str
     ramp: tuple[str, str]
+    pair: tuple[str, str]
 
 
 PAPERS = {
-    "light": Paper("light", "#FFFFFF", "#1A1A1A", "#8A8A8A", "#F2F2F2", ("#FFFFFF", "#3A2A8C")),
-    "dark": Paper("dark", "#14161A", "#E8E8E8", "#8C939C", "#23262C", ("#14161A", "#5FD7E8")),
+    "light": Paper("light", "#FFFFFF", "#1A1A1A", "#8A8A8A", "#F2F2F2", ("#FFFFFF", "#3A2A8C"), ("#0072B2", "#D55E00")),
+    "dark": Paper("dark", "#14161A", "#E8E8E8", "#8C939C", "#23262C", ("#14161A", "#5FD7E8"), ("#56B4E9", "#E8833A")),
 }
 
 
@@ -58,9 +59,19 @@ def paper_of(name: str) -> Paper:
     return PAPERS[name]
 
 
+def group_of(name: str) -> str:
+    """The group of classes that share a letter and a colour: relations are syntactic, distances positional.
+
+    >>> group_of("syntactic det to its governor"), group_of("previous"), group_of("rare-token")
+    ('syntactic', 'positional', 'rare-token')
+    """
+    first = name.partition(" ")[0]
+    return {"offset": "positional", "first": "sink"}.get(first, "positional" if first in NEAR else first)
+
+
 def ink_of(name: str, paper: Paper) -> tuple[str, str]:
-    """The letter and the colour of a class, "positional: previous" among them."""
-    letter, colour = CLASSES.get(name.partition(":")[0], ("?", paper.faint))
+    """The letter and the colour of a class."""
+    letter, colour = CLASSES.get(group_of(name), ("?", paper.faint))
     return letter, colour or paper.empty
 
 
