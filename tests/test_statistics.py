@@ -129,7 +129,10 @@ def rows_of(block: Block, name: str, head: int) -> list[Row]:
 
 def own(block: Block, name: str) -> Block:
     """What a statistic is given, by the way that measuring takes."""
-    adding, given = Adding([replace(STATISTICS[name], sums=lambda one: (given.append(one), one.w_HTS[:, 0, 0])[1:] * 2)]), []
+    adding, given = (
+        Adding([replace(STATISTICS[name], sums=lambda one: (given.append(one), one.w_HTS[:, 0, 0])[1:] * 2)]),
+        [],
+    )
     adding.see("site", block)
     return given[0]
 

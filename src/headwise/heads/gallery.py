@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .inks import Paper, ink_of
+from .inks import Paper, drawable, ink_of
 from .intervals import Array
 
 if TYPE_CHECKING:
@@ -82,5 +82,5 @@ def overlaid(first: Picture, second: Picture, paper: Paper) -> Figure:
 
 def _short(word: str) -> str:
     """A token in a few signs that can be drawn."""
-    shown = "".join(char if char.isprintable() else "?" for char in word.strip()) or "·"
+    shown = drawable(word.strip()) or "·"
     return shown if len(shown) <= 12 else f"{shown[:11]}…"

@@ -31,11 +31,17 @@ CLASSES: Mapping[str, tuple[str, str]] = {
 }
 NEAR = ("previous", "self", "next")
 SIZE = 8.0
+USUAL = "DejaVu Sans"
+# Fonts that know Chinese, Japanese and Korean, by the names of usual systems.
+WIDER = ("Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "WenQuanYi Zen Hei", "WenQuanYi Micro Hei",
+         "PingFang SC", "Hiragino Sans GB", "Microsoft YaHei", "SimHei", "Arial Unicode MS")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Paper:
-    """What a drawing stands on: the paper itself, ink, faint ink, what is empty, the ramp of weights, and two colours to tell apart."""
+    """What a drawing stands on: the paper itself, ink, faint ink, what is empty, the ramp of weights,
+    and two colours to tell apart.
+    """
 
     name: str
     paper: str
@@ -75,10 +81,26 @@ def ink_of(name: str, paper: Paper) -> tuple[str, str]:
     return letter, colour or paper.empty
 
 
+def fonts() -> list[str]:
+    """matplotlib's own font, and behind it those that are installed here and know more signs."""
+    from matplotlib.font_manager import fontManager
+
+    there = {font.name for font in fontManager.ttflist}
+    return [USUAL, *(name for name in WIDER if name in there)]
+
+
+def drawable(text: str) -> str:
+    """The text with a box for every sign that no font here can draw."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    known = [get_font(findfont(FontProperties(family=name))).get_charmap() for name in fonts()]
+    return "".join(char if any(ord(char) in one for one in known) and char.isprintable() else "□" for char in text)
+
+
 def style(paper: Paper) -> Any:
     """What matplotlib is told before anything is drawn."""
     return {
-        "font.size": SIZE, "font.family": ["DejaVu Sans"], "figure.facecolor": paper.paper,
+        "font.size": SIZE, "font.family": fonts(), "figure.facecolor": paper.paper,
         "savefig.facecolor": paper.paper, "axes.facecolor": paper.paper, "text.color": paper.ink,
         "axes.edgecolor": paper.faint, "axes.labelcolor": paper.ink, "xtick.color": paper.faint,
         "ytick.color": paper.faint, "axes.titlesize": SIZE + 1, "axes.titlelocation": "left",
