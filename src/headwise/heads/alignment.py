@@ -30,7 +30,7 @@ NAMES = ("", " precision", " recall")
 class Alignment:
     """Links that heads of cross-attentions draw, added up text by text: what `measure` takes as `more`.
 
-    Texts without gold links are left out. `rows` says which row stands for a word: the one that "read" it, or "said" it.
+    Texts without gold links are left out. `rows` says which row stands for a word: that which "read", or "said" it.
     """
 
     def __init__(self, *, rows: Sequence[str] = ROWS) -> None:
@@ -97,7 +97,7 @@ class Alignment:
             words.close()
 
     def measures(self, draws: Array) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
-        """Of each head: 1 - AER, precision and recall; chance is to read all words alike, or the diagonal, if better."""
+        """Of each head: 1 - AER, precision, recall; chance is to read all words alike, or the diagonal, if better."""
         measures: dict[tuple[str, int], dict[str, Measure]] = {}
         for site, row in dict.fromkeys(where for told in self.kept for where in told):
             some = next(told[site, row] for told in self.kept if (site, row) in told)
@@ -109,7 +109,7 @@ class Alignment:
             for n, name in enumerate(NAMES):
                 chance = float(value[n, -2:].max())
                 for head in range(value.shape[1] - 2):
-                    found = Measure(*(float(one[n, head]) for one in (value, low, high)), chance)
+                    found = Measure(float(value[n, head]), float(low[n, head]), float(high[n, head]), chance)
                     measures.setdefault((site, head), {})[f"{SIGN} {row}{name}"] = found
         return measures
 

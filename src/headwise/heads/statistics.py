@@ -249,7 +249,9 @@ STATISTICS: Mapping[str, Statistic] = {
         Statistic("next", "weight on the token behind", at_offset(1), "rest", itself=True),
         Statistic("offset", "rows whose largest weight is at one distance", offsets, "rest", largest, itself=True),
         Statistic("peak", "the distance that most largest weights are at", offsets, "rest", peak, itself=True),
-        Statistic("positional", "variance of weights that distance explains", by_offset, "rest", explained, itself=True),
+        Statistic(
+            "positional", "variance of weights that distance explains", by_offset, "rest", explained, itself=True
+        ),
         Statistic("support50", "share of keys that hold half of a row", support, fold=entry(0)),
         Statistic("support90", "share of keys that hold 90 % of a row", support, fold=entry(1)),
         Statistic("support95", "share of keys that hold 95 % of a row", support, fold=entry(2)),

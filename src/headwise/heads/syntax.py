@@ -83,7 +83,7 @@ class Syntax:
         self._columns[site] = torch.maximum(most, was), torch.where(most > was, by + block.start, whom)
 
     def _add(self, site: str, found: Tensor, hits: Tensor) -> None:
-        """Hits of heads and of offsets, and how many arcs there are, by relation and direction: [keys, H + offsets + 1]."""
+        """Hits of heads and of offsets, and the number of arcs, by relation and direction: [keys, H + offsets + 1]."""
         arcs = self._arcs
         assert arcs is not None
         word = arcs.words.word
