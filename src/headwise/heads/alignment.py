@@ -17,7 +17,6 @@ from .block import Block
 from .intervals import Array, interval, mean, means
 from .looking import See
 from .scene import Scene, Tokens
-from .statistics import most
 from .table import Measure
 from .words import ByWord
 
@@ -77,7 +76,7 @@ class Alignment:
         counted = replace(block, w_HTS=block.w_HTS.masked_fill(~readable, -1), allowed=readable)
         rows = (asks >= 0) & readable.any(-1)
         diagonal = words == ((asks + 0.5) * sure.shape[1] / len(sure)).long()[:, None]
-        links_HTS = torch.cat([most(counted), most(counted.uniform), diagonal[None]]).double()
+        links_HTS = torch.cat([_most(counted), _most(counted.uniform), diagonal[None].double()])
         links_HTS = links_HTS * rows[:, None] * (words >= 0)
         hits = [(links_HTS * gold[asks.clamp(min=0)][:, words.clamp(min=0)]).sum((1, 2)) for gold in (sure, possible)]
         whole = rows.sum().expand_as(hits[0])
@@ -112,6 +111,12 @@ class Alignment:
                     found = Measure(float(value[n, head]), float(low[n, head]), float(high[n, head]), chance)
                     measures.setdefault((site, head), {})[f"{SIGN} {row}{name}"] = found
         return measures
+
+
+def _most(block: Block) -> Tensor:
+    """1 at the largest weight of each row, shared where several are as large."""
+    best = (block.w_HTS == block.w_HTS.amax(-1, keepdim=True)).double()
+    return best / best.sum(-1, keepdim=True)
 
 
 def _said(text: Tokens) -> Tokens:

@@ -40,7 +40,7 @@ def interval(found: Array, share: float = SHARE) -> tuple[Array, Array]:
     """Between which values this share of draws lies, of draws along the first axis.
 
     >>> low, high = interval(np.arange(101.0)[:, None])
-    >>> low.tolist(), high.tolist()
+    >>> low.round(9).tolist(), high.round(9).tolist()
     ([2.5], [97.5])
     """
     tails = (1 - share) / 2, (1 + share) / 2

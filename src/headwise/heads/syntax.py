@@ -129,8 +129,8 @@ class Syntax:
 
     def _stacked(self, where: tuple[str, Key]) -> Array:
         """The counts of all texts, [texts, H + offsets + 1]."""
-        some = next(told[where] for told in self.kept if where in told)
-        return np.stack([told.get(where, np.zeros_like(some)) for told in self.kept])
+        none = np.zeros_like(next(told[where] for told in self.kept if where in told))
+        return np.stack([told.get(where, none) for told in self.kept])
 
 
 def follows(measure: str) -> bool:
