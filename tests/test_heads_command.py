@@ -30,8 +30,6 @@ def parsed(tmp_path: Path) -> dict[str, str]:
     net = reader()
     hw.save(net, tmp_path / "net")
     text = ROWS.replace("The", "the").replace("# sent_id = two\n", "").replace("2 du", "2 b")
-        "# sent_id = two\n1 a _ _ _ _ 0 root _ _\n2 du", "1 a _ _ _ _ 0 root _ _\n2 b"
-    )
     (tmp_path / "a.conllu").write_text("\n".join([*rows(text), "", *rows(text), ""]))
     return {"net": str(tmp_path / "net"), "conllu": str(tmp_path / "a.conllu")}
 

@@ -113,8 +113,8 @@ def test_arcs_are_counted_one_by_one(convention: str, kind: str, by_hand, step: 
     measures = syntax.measures(draws)
     tests = maps.HEADS * len({key for own in wanted for key in own})
     for relation, towards in {key for own in wanted for key in own}:
-        each = np.array([sum(own.get((relation, towards), []), np.zeros(maps.HEADS + len(syntax.convention.offsets) + 1))
-                         for own in wanted])  # fmt: skip
+        none = np.zeros(maps.HEADS + len(syntax.convention.offsets) + 1)
+        each = np.array([sum(own.get((relation, towards), []), none) for own in wanted])
         share = each.sum(0)[:-1] / each.sum(0)[-1]
         again = draws @ each
         with np.errstate(invalid="ignore"):
@@ -145,7 +145,8 @@ def test_a_head_that_follows_a_relation_is_above_and_one_at_an_offset_is_not():
     syntax = gone_through(Syntax(), texts, 12)
     measures = syntax.measures(resampled(60, 500, 0))
     name = "syntactic nsubj to governor"
-    assert measures[SITE, 0][name].above and measures[SITE, 0][name].value == pytest.approx(0.9, abs=0.02)
+    assert measures[SITE, 0][name].above
+    assert measures[SITE, 0][name].value == pytest.approx(0.9, abs=0.02)
     assert not any(measures[SITE, head][name].above for head in (1, 2))
     assert measures[SITE, 1][name].value <= measures[SITE, 1][name].chance
 
@@ -154,19 +155,21 @@ def test_rare_relations_and_texts_without_arcs_say_nothing():
     texts = [text(seed, "full") for seed in range(3)]
     texts[1] = (texts[1][0], [])
     syntax = gone_through(Syntax(least=10_000), texts, 19)
-    assert len(syntax.kept) == 3 and syntax.kept[1] == {}
+    assert len(syntax.kept) == 3
+    assert syntax.kept[1] == {}
     assert syntax.measures(resampled(3, 10, 0)) == {}
 
 
 def test_what_is_of_one_relation():
     assert follows("syntactic nmod:poss to dependent")
-    assert not follows("syntactic all to dependent") and not follows("separator")
+    assert not follows("syntactic all to dependent")
+    assert not follows("separator")
 
 
 @pytest.mark.parametrize("arc", [(0, 99, "obj"), (99, 0, "obj"), (-1, 0, "obj")])
 def test_arcs_out_of_range_are_refused(arc: tuple[int, int, str]):
     block, _ = text(0, "full")
-    with pytest.raises(ValueError, match="names a word that is not there, the tokens have the words 0..[0-9]+; give"):
+    with pytest.raises(ValueError, match="names a word that is not there, the tokens have the words 0"):
         Syntax().open(scene(block, [arc]))
 
 
@@ -179,7 +182,7 @@ def test_arcs_of_tokens_that_are_of_no_word_are_refused():
 
 def test_unknown_words_are_refused():
     block, arcs = text(0, "full")
-    with pytest.raises(ValueError, match="convention='clarke' is unknown; did you mean 'clark'?"):
+    with pytest.raises(ValueError, match="convention='clarke' is unknown; did you mean 'clark'"):
         Syntax(convention="clarke")
     with pytest.raises(ValueError, match="no stream is called 'sourse'; use one of text"):
         Syntax(stream="sourse").open(scene(block, arcs))

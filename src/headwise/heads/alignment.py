@@ -17,7 +17,6 @@ from .block import Block
 from .intervals import Array, interval, mean, means
 from .looking import See
 from .scene import Scene, Tokens
-from .statistics import most
 from .table import Measure
 from .words import ByWord
 
@@ -30,7 +29,7 @@ NAMES = ("", " precision", " recall")
 class Alignment:
     """Links that heads of cross-attentions draw, added up text by text: what `measure` takes as `more`.
 
-    Texts without gold links are left out. `rows` says which row stands for a word: the one that "read" it, or "said" it.
+    Texts without gold links are left out. `rows` says which row stands for a word: that which "read", or "said" it.
     """
 
     def __init__(self, *, rows: Sequence[str] = ROWS) -> None:
@@ -77,7 +76,7 @@ class Alignment:
         counted = replace(block, w_HTS=block.w_HTS.masked_fill(~readable, -1), allowed=readable)
         rows = (asks >= 0) & readable.any(-1)
         diagonal = words == ((asks + 0.5) * sure.shape[1] / len(sure)).long()[:, None]
-        links_HTS = torch.cat([most(counted), most(counted.uniform), diagonal[None]]).double()
+        links_HTS = torch.cat([_most(counted), _most(counted.uniform), diagonal[None].double()])
         links_HTS = links_HTS * rows[:, None] * (words >= 0)
         hits = [(links_HTS * gold[asks.clamp(min=0)][:, words.clamp(min=0)]).sum((1, 2)) for gold in (sure, possible)]
         whole = rows.sum().expand_as(hits[0])
@@ -97,7 +96,7 @@ class Alignment:
             words.close()
 
     def measures(self, draws: Array) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
-        """Of each head: 1 - AER, precision and recall; chance is to read all words alike, or the diagonal, if better."""
+        """Of each head: 1 - AER, precision, recall; chance is to read all words alike, or the diagonal, if better."""
         measures: dict[tuple[str, int], dict[str, Measure]] = {}
         for site, row in dict.fromkeys(where for told in self.kept for where in told):
             some = next(told[site, row] for told in self.kept if (site, row) in told)
@@ -109,9 +108,15 @@ class Alignment:
             for n, name in enumerate(NAMES):
                 chance = float(value[n, -2:].max())
                 for head in range(value.shape[1] - 2):
-                    found = Measure(*(float(one[n, head]) for one in (value, low, high)), chance)
+                    found = Measure(float(value[n, head]), float(low[n, head]), float(high[n, head]), chance)
                     measures.setdefault((site, head), {})[f"{SIGN} {row}{name}"] = found
         return measures
+
+
+def _most(block: Block) -> Tensor:
+    """1 at the largest weight of each row, shared where several are as large."""
+    best = (block.w_HTS == block.w_HTS.amax(-1, keepdim=True)).double()
+    return best / best.sum(-1, keepdim=True)
 
 
 def _said(text: Tokens) -> Tokens:

@@ -24,7 +24,7 @@ class Convention:
 
     `offsets` compete as baseline. `back` is how a governor finds its dependents: by its "rows", what it reads most, or
     by "columns", where each dependent is given to the word that reads it most. `itself` says whether a word may read
-    itself: "counts" or "left out". `edge` is where an offset leads beyond the last word: to "nothing", or to the "last".
+    itself: "counts" or "left out". `edge` is where offsets lead beyond the last word: to "nothing", or to the "last".
     `counted` are arcs that may be "read", or "all". A dependent of a `possessive` relation before a mark of possession
     is asked for through the mark.
     """

@@ -183,7 +183,7 @@ def voita(head: Head) -> list[Named]:
         why = f"{position.value:.2f} of rows read most at one distance, largest weight {sure.value:.2f}"
         found.append(Named(distance_name(head.measures["voita peak"].value), position.value, why))
     for name, one in head.measures.items():
-        if follows(name) and one.value - one.chance >= BETTER:
+        if follows(name) and round(one.value - one.chance, 9) >= BETTER:
             why = f"finds {one.value:.2f} of arcs, {one.value - one.chance:.2f} more than the best offset"
             found.append(Named(name, one.value, why))
     return found

@@ -118,18 +118,19 @@ def _offset(block: Block, offset: int) -> Tensor:
 
 def offsets(block: Block) -> Sums:
     """How often the largest weight stands at each offset of -8..8, [H, 17] (1905.09418)."""
-    most_HTS = most(block)
     at, there = near(block, REACH)
-    hits = torch.where(there, most_HTS.gather(-1, at.expand(len(most_HTS), -1, -1)), 0)
+    top, ties = _largest(block)
+    hits = ((block.w_HTS.gather(-1, at.expand(len(top), -1, -1)) == top) & there) / ties
     counted = _alive(block).expand(hits.shape[:2])
     found = torch.where(counted[..., None], hits, 0).sum(1, dtype=torch.float64)
     return found, counted.sum(-1, dtype=torch.float64)[:, None].expand_as(found)
 
 
-def most(block: Block) -> Tensor:
-    """1 at the largest weight of each row, shared where several are as large."""
-    top = (block.w_HTS == block.w_HTS.amax(-1, keepdim=True)).to(block.w_HTS.dtype)
-    return top.div_(top.sum(-1, keepdim=True))
+def _largest(block: Block) -> tuple[Tensor, Tensor]:
+    """The largest weight of each row and how many keys have it, [H, T, 1]: a hit on one of them is a part of a hit."""
+    top = block.w_HTS.amax(-1, keepdim=True)
+    ties = (block.w_HTS == top).float()
+    return top, ties @ ties.new_ones(ties.shape[-1], 1)  # a product adds faster than a sum of flags
 
 
 def near(block: Block, reach: int) -> tuple[Tensor, Tensor]:
@@ -163,7 +164,8 @@ def rare(block: Block) -> Sums:
         return zero, zero
     least = torch.where(readable, told.common, told.common.max() + 1).min()
     rarest = readable & (told.common == least)
-    hits = (most(block) * rarest).sum(-1)
+    top, ties = _largest(block)
+    hits = (block.w_HTS[..., rarest] == top).sum(-1) / ties[..., 0]
     may = (block.allowed & rarest).any(-1)
     return mean_of(hits, may[None] if may.dim() == 1 else may)
 

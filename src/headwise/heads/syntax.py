@@ -83,7 +83,7 @@ class Syntax:
         self._columns[site] = torch.maximum(most, was), torch.where(most > was, by + block.start, whom)
 
     def _add(self, site: str, found: Tensor, hits: Tensor) -> None:
-        """Hits of heads and of offsets, and how many arcs there are, by relation and direction: [keys, H + offsets + 1]."""
+        """Hits of heads and of offsets, and the number of arcs, by relation and direction: [keys, H + offsets + 1]."""
         arcs = self._arcs
         assert arcs is not None
         word = arcs.words.word
@@ -129,8 +129,8 @@ class Syntax:
 
     def _stacked(self, where: tuple[str, Key]) -> Array:
         """The counts of all texts, [texts, H + offsets + 1]."""
-        some = next(told[where] for told in self.kept if where in told)
-        return np.stack([told.get(where, np.zeros_like(some)) for told in self.kept])
+        none = np.zeros_like(next(told[where] for told in self.kept if where in told))
+        return np.stack([told.get(where, none) for told in self.kept])
 
 
 def follows(measure: str) -> bool:
