@@ -161,3 +161,27 @@ def test_a_file_that_is_no_text(tmp_path: Path):
     (tmp_path / "a").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SpecError, match="cannot be read as text"):
         lines_of(tmp_path / "a")
+
+
+def test_examples_of_a_task_and_their_links():
+    from headwise.tasks import task
+
+    dates = task("dates")
+    net = hw.build(dates.model(), seed=0).eval()
+    net.usage = hw.Usage(tokenizer=dates.tokenizer, begin=(1,), end=(2,))
+    sources = Sources(net)
+    sources.take(dates, 5)
+    for number, scene in enumerate(sources.counted()):
+        gold = dates.batch(number, 1, "valid").gold[0]
+        words = {
+            name: dict(zip(tokens.word.tolist(), tokens.words, strict=True)) for name, tokens in scene.streams.items()
+        }
+        assert len(scene.links) == len(gold.links)
+        for source, text, _ in scene.links:
+            if words["source"][source].isdigit() and words["text"][text].isdigit() and "iso" in gold.direction:
+                assert words["source"][source] == words["text"][text]
+        assert "".join(words["text"][n] for n in sorted(words["text"]) if 0 <= n < len(gold.target)).startswith(
+            gold.target[:1]
+        )
+    with pytest.raises(SpecError, match="knows of no links"):
+        Sources(net).take(task("copy"), 2)

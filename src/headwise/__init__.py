@@ -110,6 +110,7 @@ _MODULES = (
     "counting",
     "errors",
     "families",
+    "heads",
     "hub",
     "layout",
     "models",

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from .screen import Arguments, Wrong, document, in_colour, show, take_form
 
+EXAMPLES = 200  # of a task, unless said
+
 if TYPE_CHECKING:
     from ..heads.scene import Scene
     from ..heads.table import Table
@@ -47,6 +49,7 @@ def _parser() -> Arguments:
         "--align", nargs=3, metavar=("SOURCE", "TARGET", "GOLD"),
         help="pairs of lines, and links between their words as in 0-0 1-2 2?3",
     )  # fmt: skip
+    parser.add_argument("--task", metavar="NAME", help="examples of a task that knows its links: dates")
     parser.add_argument("--limit", type=int, metavar="COUNT", help="read so many texts")
     parser.add_argument("--sort", metavar="MEASURE", help="heads with the most of it first")
     parser.add_argument("--criteria", default="ours", metavar="WHOSE", help="ours, clark or voita: what makes a class")
@@ -58,9 +61,9 @@ def _parser() -> Arguments:
 
 
 def _check(given: argparse.Namespace) -> None:
-    said = [name for name in ("data", "conllu", "align") if getattr(given, name) is not None]
+    said = [name for name in ("data", "conllu", "align", "task") if getattr(given, name) is not None]
     if len(said) != 1:
-        raise Wrong("say what is read: one of --data FILE, --conllu FILE, --align SOURCE TARGET GOLD")
+        raise Wrong("say what is read: one of --data FILE, --conllu FILE, --align SOURCE TARGET GOLD, --task dates")
     if given.limit is not None and given.limit < 2:
         raise Wrong(f"--limit {given.limit} leaves no interval; give at least 2")
     if given.resamples < 100:
@@ -83,6 +86,11 @@ def _scenes(model: Any, given: argparse.Namespace) -> tuple[list[Scene], tuple[s
             raise Wrong(f"the three files of --align have {counts} lines; give as many of each")
         links = [sources.links_of(line, number) for number, line in enumerate(gold, 1)]
         found = sources.of_pairs(model, list(zip(source, target, strict=True))[: given.limit], links[: given.limit])
+    elif given.task is not None:
+        from ..tasks import task
+
+        found = sources.Sources(model)
+        found.take(task(given.task), given.limit or EXAMPLES)
     else:
         found = sources.of_lines(model, sources.lines_of(given.data), given.limit)
     scenes = found.counted()
@@ -109,7 +117,9 @@ def _measured(model: Any, scenes: Sequence[Scene], notes: tuple[str, ...], given
     chosen = Chosen(resamples=given.resamples, seed=given.seed)
     chosen = chosen._replace(statistics=(*chosen.statistics, *published.chosen(given.criteria)))
     theirs = "clark" if given.criteria == "clark" else "ours"
-    more = [Syntax(convention=theirs)] if given.conllu is not None else [Alignment()] if given.align is not None else []
+    more = (
+        [Syntax(convention=theirs)] if given.conllu is not None else [Alignment()] if given.align or given.task else []
+    )
     table = measure(model, scenes, chosen=chosen, more=more, name=name_of(model), tell=tell)
     return replace(classified(table, criteria=given.criteria), notes=(*table.notes, *notes))
 

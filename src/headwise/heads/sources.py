@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,15 @@ from torch import Tensor, nn
 from ..errors import SpecError, TooLong, Unread
 from ..hub.readable import PAD, Readable, readable, reads_two, takes
 from ..hub.running import Run
+from ..models import Transformer
+from ..models.generating import words_of
+from ..tasks import Task
 from ..traces import Row
 from .conllu import Sentence
 from .scene import Scene, Tokens
 
 WORD = re.compile(r"\w+|[^\w\s]")  # of a text that nobody has taken apart
+SPACED = re.compile(r"\S+")
 ANSWER = 64  # tokens that are written where a source has no text of its own
 Span = tuple[int, int]
 
@@ -44,15 +48,39 @@ class Sources:
         given = self._read(text, target)
         if given is None:
             return
-        arcs, spans = (
-            ((), {}) if sentence is None else (sentence.arcs, {"text": sentence.spans, "source": sentence.spans})
-        )
-        streams = {name: _tokens(rows[0], spans.get(name)) for name, rows in given.rows.items()}
+        arcs = () if sentence is None else sentence.arcs
+        linked = tuple(links)
+        texts = {"source": text, "text": target}
+        spans = dict.fromkeys(given.rows, None if sentence is None else sentence.spans)
+        if linked:  # words of links stand between spaces
+            spans = {name: [match.span() for match in SPACED.finditer(texts[name])] for name in given.rows}
+        streams = {name: _tokens(rows[0], spans[name]) for name, rows in given.rows.items()}
         if sentence is not None and (lost := _lost(next(iter(streams.values())), len(sentence.spans))):
             self.left_out[f"sentences whose words the tokenizer reads otherwise ({lost} of {len(sentence.spans)} words "
                           "without a token in the first)"] += 1  # fmt: skip
             return
-        self.scenes.append(Scene(given.names, streams, tuple(arcs), tuple(links)))
+        self.scenes.append(Scene(given.names, streams, tuple(arcs), linked))
+
+    def take(self, task: Task, limit: int, split: str = "valid") -> None:
+        """Examples of a task that knows which of its tokens are translations of which: each token is a word."""
+        first = task.batch(0, 1, split)
+        if first.source is None or not first.gold or not getattr(first.gold[0], "links", ()):
+            raise SpecError(f"the task {task.name} knows of no links; give dates, or --align SOURCE TARGET GOLD")
+        for number in range(limit):
+            batch = task.batch(number, 1, split)
+            assert batch.source is not None, "links lead from a source"
+            texts, spell = {"text": batch.x, "source": batch.source}, self.spelling()
+            streams = {name: _tokens(_spelt(ids[0].tolist(), spell[name]), None) for name, ids in texts.items()}
+            streams["text"] = replace(streams["text"], word=streams["text"].word - 1)  # what begins it is no word
+            gold = tuple((int(s), int(t), True) for s, t in batch.gold[0].links)
+            self.scenes.append(Scene({"x": batch.x, "source": batch.source}, streams, (), gold))
+
+    def spelling(self) -> Mapping[str, Callable[[int], str]]:
+        """How ids are written, of the text and of the source."""
+        if not isinstance(self.model, Transformer) or self.model.usage.tokenizer is None:
+            return {"text": str, "source": str}
+        reading, writing = words_of(self.model)
+        return {"text": writing.token, "source": reading.token}
 
     def counted(self) -> list[Scene]:
         """The scenes, their tokens with how often each id was met in all of them."""
@@ -176,6 +204,10 @@ def _is_long(model: nn.Module, text: str) -> bool:
     except ValueError:  # for another reason, which is told when it is read
         return False
     return False
+
+
+def _spelt(ids: Sequence[int], spell: Callable[[int], str]) -> Row:
+    return Row(tuple(ids), tuple(map(spell, ids)))
 
 
 def _tokens(row: Row, spans: Sequence[Span] | None) -> Tokens:
