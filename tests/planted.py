@@ -14,11 +14,13 @@ import planted_core  # noqa: F401 - as the first
 import planted_data  # noqa: F401 - as the first
 import planted_engine  # noqa: F401 - as the first
 import planted_families  # noqa: F401 - as the first
+import planted_finding  # noqa: F401 - as the first
 import planted_generation  # noqa: F401 - as the first
 import planted_hub  # noqa: F401 - as the first
 import planted_kept  # noqa: F401 - as the first
 import planted_models  # noqa: F401 - as the first
 import planted_nets  # noqa: F401 - as the first
+import planted_patches  # noqa: F401 - as the first
 import planted_pricing  # noqa: F401 - as the first
 import planted_registered  # noqa: F401 - as the first
 import planted_serving  # noqa: F401 - as the first

@@ -72,7 +72,8 @@ bug(
     "families-cohere2-turns-where-all-is-read",
     "families/cohere.py",
     '            return design(**sizes.words, bias=_bias(config), pattern="causal()")',
-    '            return design(**sizes.words, bias=_bias(config), pattern="causal()", modifiers=(rope.rotary(sizes.dim),))',
+    '            return design(**sizes.words, bias=_bias(config), pattern="causal()", '
+    "modifiers=(rope.rotary(sizes.dim),))",
     f"{SAYS}[cohere2]",
 )
 bug(

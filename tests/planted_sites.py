@@ -26,8 +26,9 @@ bug(
 bug(
     "sites-rows-without-bias",
     WATCHING,
-    "        if self.bias is not None:\n            s_BHTS = s_BHTS + _some(self.bias, queries).float()\n        s_BHTS",
-    "        s_BHTS",
+    "        if self.bias is not None:\n            s_BHTS = s_BHTS + _some(self.bias, queries).float()\n"
+    "        s_BHTS = self._barred(s_BHTS, queries)\n",
+    "        s_BHTS = self._barred(s_BHTS, queries)\n",
     f"{SITES}::test_rows_are_the_models_own[t5]",
 )
 bug(
@@ -82,8 +83,8 @@ bug(
 bug(
     "sites-all-tokens",
     "hub/editing.py",
-    "        if self.edit.tokens is not None:",
-    "        if False:",
+    "said if at is None else",
+    "said if True else",
     f"{OURS}::test_only_some_tokens",
 )
 bug(
@@ -95,15 +96,15 @@ bug(
 )
 bug(
     "sites-scale-forgotten",
-    "hub/editing.py",
-    "            return own * self.scale",
-    "            return own * 0",
+    "hub/patches.py",
+    "lambda moment: moment.own * self.scale",
+    "lambda moment: moment.own * 0",
     f"{OURS}::test_a_model_of_ours_and_a_copy_of_it",
 )
 bug(
     "sites-a-head-named-twice-counts-once",
     "hub/editing.py",
-    "        if head in named.setdefault(site.name, {}):",
-    "        if head in named.setdefault(site.name, {}) and head < 0:",
+    "            if head in own:",
+    "            if head in own and head < 0:",
     f"{OURS}::test_what_cannot_be_meant_is_one_line[twice]",
 )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cases
@@ -17,6 +18,7 @@ from foreign import ZOO
 from headwise.blueprint import Block, Dense, Embedding, Head, Model, Norm, Stack
 from headwise.errors import SpecError
 from headwise.hub.routes import interface, ours
+from headwise.hub.watching import Seen
 from headwise.traces import Trace
 
 GIVEN = {"attentions": "", "encoder_attentions": "encoder.{}.attention", "decoder_attentions": "decoder.{}.attention",
@@ -104,6 +106,15 @@ def test_texts_of_several_lengths_side_by_side():
             asks = live[row].bool()
             found = trace.rows(site, head, row=row)[asks]
             np.testing.assert_allclose(found, weights[row, head][asks], atol=1e-5)
+
+
+def test_a_query_that_may_read_nothing_reads_nothing():
+    q = torch.randn(1, 2, 1, 4)
+    mask = torch.tensor([[[[True, False], [False, False]]]])
+    seen = Seen(q, q, q, 1.0, mask)
+    assert seen.every()[0, 0].tolist() == [[1, 0], [0, 0]]
+    assert torch.equal(F.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3, mask)[0, 0, 1], torch.zeros(4))
+    assert seen.allowed().tolist() == mask.tolist()
 
 
 @pytest.mark.parametrize("name", PRESETS)

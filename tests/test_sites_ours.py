@@ -106,7 +106,7 @@ WRONG = {
     "no list": (lambda net: hw.silence(net, 5), "names no head"),
     "twice": (lambda net: hw.patch(net, {(0, 1): VECTOR, ("decoder.0.attention", 1): VECTOR}), "named twice"),
     "no scale": (lambda net: hw.silence(net, [(0, 1)], scale=float("nan")), "no number to multiply"),
-    "no tokens": (lambda net: hw.silence(net, [(0, 1)], tokens=[1]), "torch.bool"),
+    "no tokens": (lambda net: hw.silence(net, [(0, 1)], tokens=[1.5]), "torch.bool"),
     "other tokens": (lambda net: hw.silence(net, [(0, 1)], tokens=torch.ones(5, 9, dtype=torch.bool)), "as many"),
     "no vector": (lambda net: hw.patch(net, {(0, 1): 3}), "tensor"),
     "wide": (lambda net: hw.patch(net, {(0, 1): torch.zeros(7)}), "say 4 numbers, not 7"),

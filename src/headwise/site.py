@@ -65,11 +65,11 @@ class Site:
 
 
 class Sites(list[Site]):
-    """The sites of a model in the order of its layers; prints as a table."""
+    """The sites of a model in the order of its layers; prints as a table, with `notes` on the rest of it beneath."""
 
-    def __init__(self, sites: Iterable[Site], model: str) -> None:
+    def __init__(self, sites: Iterable[Site], model: str, notes: Sequence[str] = ()) -> None:
         super().__init__(sites)
-        self.model = model
+        self.model, self.notes = model, list(notes)
 
     def named(self, which: int | str) -> Site:
         """The site of this name, or of this layer where the model has no other there.
@@ -96,18 +96,21 @@ class Sites(list[Site]):
     @property
     def data(self) -> dict[str, Any]:
         """All of it as plain values."""
-        return {"model": self.model, "sites": [site.data for site in self]}
+        return {"model": self.model, "sites": [site.data for site in self], "notes": self.notes}
 
     def __str__(self) -> str:
         if not self:
-            return f"{self.model} has no attention that headwise finds; hw.declare says where one is"
+            return (
+                f"{self.model} has no attention that headwise finds; hw.sites(model, example) finds one by what it "
+                "does, hw.declare says where one is"
+            )
         rows = [
             [site.name, str(site.q), str(site.kv), str(site.dim), site.pattern]
             + [str(getattr(site, name)) for name in ABILITIES]
             for site in self
         ]
         lines = _table([["site", "q", "kv", "dim", "pattern", *ABILITIES], *rows])
-        return "\n".join([*lines, *_reasons(self)])
+        return "\n".join([*lines, *_wrapped([*self.notes, *_reasons(self)])])
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -131,7 +134,10 @@ def _reasons(sites: Sequence[Site]) -> list[str]:
         for name, why in [*whys, *([("spec", site.unsaid)] if site.spec is None else [])]:
             counts = said.setdefault(why, {})
             counts[name] = counts.get(name, 0) + 1
-    told = [
+    return [
         f"no {' or '.join(counts)} at {max(counts.values())} of {len(sites)}: {why}" for why, counts in said.items()
     ]
+
+
+def _wrapped(told: Sequence[str]) -> list[str]:
     return [line for long in told for line in textwrap.wrap(long, WIDTH, subsequent_indent="  ")]

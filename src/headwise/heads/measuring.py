@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ from .table import Head, Measure, Table
 from .words import ByWord
 
 RESAMPLES = 1000
-CHANCE = "chance"
+OWN, CHANCE = "own", "chance"
+Sums = tuple[Array, Array]
 UNITS = ("tokens", "words")
 
 
@@ -53,28 +54,50 @@ class Adding:
 
     def __init__(self, statistics: Sequence[Statistic]) -> None:
         self.statistics = statistics
-        self.kept: dict[tuple[str, str, str], list[tuple[Array, Array]]] = {}
-        self._open: dict[tuple[str, str, str], tuple[Array, Array]] = {}
+        self.kept: dict[tuple[str, str, str], list[Sums]] = {}
+        self._open: dict[tuple[str, str, str], Sums] = {}
+        self._known: list[tuple[Any, torch.Tensor, dict[str, Sums]]] = []
 
     def see(self, site: str, block: Block) -> None:
         """Add a band of rows, and the same of a head that reads all it may alike."""
-        for kind, own in (("own", block), (CHANCE, block.uniform)):
-            rest, there = own.beside_sinks()
-            for one in self.statistics:
-                if one.itself and not own.itself:
-                    continue
-                self._add((site, one.name, kind), one, own if one.of == "all" else _only(rest, there))
+        for name, told in self._sums(block).items():
+            self._add((site, name, OWN), told)
+        for name, told in self._chances(block).items():
+            self._add((site, name, CHANCE), told)
 
-    def _add(self, key: tuple[str, str, str], one: Statistic, block: Block) -> None:
-        sums, numbers = (told.cpu().numpy().astype(np.float64) for told in one.sums(block))
+    def _sums(self, block: Block) -> dict[str, Sums]:
+        rest, there = block.beside_sinks()
+        left = _only(rest, there)
+        found = {
+            one.name: one.sums(block if one.of == "all" else left)
+            for one in self.statistics
+            if block.itself or not one.itself
+        }
+        return {name: (_plain(sums), _plain(count)) for name, (sums, count) in found.items()}
+
+    def _chances(self, block: Block) -> dict[str, Sums]:
+        """What chance is here: that of the last bands is kept, for most layers let tokens read the same."""
+        here = (block.start, block.asks, block.told)
+        for place, allowed, told in self._known:
+            if place == here and allowed.shape == block.allowed.shape and torch.equal(allowed, block.allowed):
+                return told
+        told = self._sums(block.uniform)
+        self._known = [*self._known[-2:], (here, block.allowed, told)]
+        return told
+
+    def _add(self, key: tuple[str, str, str], told: Sums) -> None:
         was = self._open.get(key)
-        self._open[key] = (sums, numbers) if was is None else (was[0] + sums, was[1] + numbers)
+        self._open[key] = told if was is None else (was[0] + told[0], was[1] + told[1])
 
     def close(self) -> None:
         """A text is over."""
         for key, told in self._open.items():
             self.kept.setdefault(key, []).append(told)
-        self._open = {}
+        self._open, self._known = {}, []
+
+
+def _plain(told: torch.Tensor) -> Array:
+    return told.cpu().numpy().astype(np.float64)
 
 
 def _only(block: Block, rows_HT: torch.Tensor) -> Block:
@@ -158,7 +181,7 @@ def _heads(one: Found, adding: Adding, draws: Array) -> list[Head]:
     measures = {
         statistic.name: _measures(adding, site.name, statistic, draws)
         for statistic in adding.statistics
-        if (site.name, statistic.name, "own") in adding.kept
+        if (site.name, statistic.name, OWN) in adding.kept
     }
     count = len(next(iter(measures.values())))
     each = max(1, count // max(1, site.kv))
@@ -171,7 +194,7 @@ def _heads(one: Found, adding: Adding, draws: Array) -> list[Head]:
 
 def _measures(adding: Adding, site: str, statistic: Statistic, draws: Array) -> list[Measure]:
     """One statistic of every head of a site."""
-    sums, numbers = _stacked(adding.kept[site, statistic.name, "own"])
+    sums, numbers = _stacked(adding.kept[site, statistic.name, OWN])
     chance = mean(*_stacked(adding.kept[site, statistic.name, CHANCE]))
     value, found = mean(sums, numbers), means(sums, numbers, draws)
     if statistic.fold is not None:

@@ -12,6 +12,7 @@ from .. import families
 from ..errors import SpecError
 from ..site import Site
 from ..spec import AttentionSpec
+from .routes.places import UNKNOWN
 
 # Configs inside a config, and how modules that they describe are called.
 TOWERS = {"vision_config": ("vision", "visual"), "text_config": ("text", "language"), "audio_config": ("audio",)}
@@ -62,6 +63,11 @@ class Said(NamedTuple):
             return Said((*inner, Tower.of((), told)), "its config describes no such layer")
         except SpecError as error:
             return Said(inner, str(error))
+
+    def placed(self, site: Site) -> Site:
+        """The site in the one stack that there is, where nobody says in which."""
+        stacks = {stack for tower in self.towers if not tower.words for stack in tower.stacks}
+        return replace(site, stack=stacks.pop()) if site.stack == UNKNOWN and len(stacks) == 1 else site
 
     def added(self, site: Site) -> Site:
         """The site with its spec, or with the reason why it has none; its stack as the description calls it."""

@@ -3,159 +3,194 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..site import Sites
+from ..site import Site, Sites
 from .finding import found
-from .watching import Holding, Watcher, watching
+from .forwards import standing
+from .patches import Fixed, Moment, Patch, Scaled, fits
+from .routes.base import Found
+from .watching import Core
 
-Head = tuple[int | str, int]  # a layer, or the name of a site, and a head of it
-
-
-@dataclass(frozen=True)
-class Edit:
-    """Some heads of one site multiplied, or replaced by vectors [heads, width], at some tokens [B, T] or at all."""
-
-    heads: tuple[int, ...]
-    scale: float = 0.0
-    values: Tensor | None = None
-    tokens: Tensor | None = None
-
-    def heads_of(self, z: Tensor) -> Tensor:
-        """What takes the place of what these heads say."""
-        own = z[:, :, list(self.heads)]
-        if self.values is None:
-            return own * self.scale
-        return self.values.to(z).expand_as(own)
+ALL = "all"
+Head = tuple[int | str, int | str]  # a layer, or the name of a site; and a head of it, or "all"
+Where = Tensor | Sequence[int] | None  # a mask [B, T], columns of a call, or all tokens
 
 
 class Editor:
-    """A watcher that makes one edit."""
+    """A watcher that puts something in the place of what some heads of a site say, at some tokens or at all."""
 
-    wants_core = False
+    def __init__(self, site: str, patches: Mapping[int, Patch], tokens: Where) -> None:
+        self.site, self.tokens = site, tokens
+        self.wants_core = any(patch.sees for patch in patches.values())
+        self.says = {head: patch.begun(site, head) for head, patch in patches.items()}
+        self._core: Core | None = None
 
-    def __init__(self, name: str, edit: Edit) -> None:
-        self.name, self.edit = name, edit
-
-    def core(self, seen: object) -> None:
-        """Nothing to look at."""
+    def core(self, seen: Core) -> None:
+        """What the attention works with, for patches that need it."""
+        self._core = seen
 
     def heads(self, z: Tensor) -> Tensor:
-        """The same with the edit made."""
-        count = z.shape[2]
-        if wrong := [head for head in self.edit.heads if not 0 <= head < count]:
-            raise ValueError(f"{self.name} has no head {wrong[0]}; give heads in 0..{count - 1}")
-        other, values, tokens = z.clone(), self.edit.values, self.edit.tokens
-        if values is not None and values.shape[-1] != z.shape[-1]:
-            raise ValueError(f"heads of {self.name} say {z.shape[-1]} numbers, not {values.shape[-1]}; give as many")
-        for said in (tokens, values if values is not None and values.dim() == 4 else None):
-            self._check_rows(said, z)
-        new = self.edit.heads_of(z)
-        if self.edit.tokens is not None:
-            new = torch.where(self.edit.tokens[:, :, None, None].to(z.device), new, z[:, :, list(self.edit.heads)])
-        other[:, :, list(self.edit.heads)] = new
+        """The same with the edits made."""
+        count = z.shape[-2]
+        if wrong := [head for head in self.says if head >= count]:
+            raise ValueError(f"{self.site} has no head {wrong[0]}; give heads in 0..{count - 1}")
+        core, self._core = self._core, None
+        other, at = z.clone(), tokens_at(self.site, self.tokens, z)
+        for head, says in self.says.items():
+            own = z[..., head, :]
+            said = says(Moment(self.site, head, own, at, core))
+            other[..., head, :] = said if at is None else torch.where(at[..., None], said, own)
         return other
 
-    def _check_rows(self, said: Tensor | None, z: Tensor) -> None:
-        if said is None:
-            return
-        told, seen = list(said.shape[:2]), list(z.shape[:2])
-        if any(own not in (1, count) for own, count in zip(told, seen, strict=True)):
-            raise ValueError(f"{self.name} reads {seen} tokens, told were {told}; give as many")
+
+def tokens_at(site: str, tokens: Where, z: Tensor) -> Tensor | None:
+    """Which of the tokens of a call are asked for, [B or 1, T or 1]; None is all of them."""
+    if tokens is None:
+        return None
+    if isinstance(tokens, Tensor):
+        fits(site, tokens, z[..., 0, :])
+        return tokens.to(z.device)
+    count = z.shape[1]
+    if wrong := [column for column in tokens if not -count <= column < count]:
+        raise ValueError(f"{site} reads {count} tokens, none of them number {wrong[0]}; count from 0, or back from -1")
+    at = torch.zeros(1, count, dtype=torch.bool, device=z.device)
+    at[:, list(tokens)] = True
+    return at
 
 
 @contextmanager
 def silence(
-    model: nn.Module, heads: Iterable[Head], *, scale: float = 0.0, tokens: Tensor | None = None
+    model: nn.Module, heads: Iterable[Head] | Mapping[Head, float], *, scale: float = 0.0, tokens: Where = None
 ) -> Iterator[None]:
-    """While this lasts, what these heads say is multiplied by `scale` before it is merged, at `tokens` [B, T] or all.
+    """While this lasts, what these heads say is multiplied by `scale` before it is merged, at `tokens` or at all.
+
+    A head is (layer, head), (name of a site, head), or (layer, "all"); a mapping gives each a scale of its own.
+    `tokens` is a mask [B, T], or numbers of columns of every call.
 
     >>> import headwise as hw
     >>> net = hw.build(
     ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}), seed=0
     ... )
     >>> ids = torch.tensor([[3, 1, 4]])
-    >>> with silence(net, [(0, 1), (1, 0)]):
+    >>> with silence(net, [(0, 1), (1, "all")], tokens=[-1]):
     ...     quiet = net(ids)
-    >>> torch.equal(quiet, net(ids))
-    False
+    >>> torch.equal(quiet[:, :-1], net(ids)[:, :-1]), torch.equal(quiet[:, -1], net(ids)[:, -1])
+    (True, False)
     """
-    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise ValueError(f"scale={scale!r} is no number to multiply with; give 0 to silence, 0.5 to halve")
-    _check_tokens(tokens)
-    named = _by_site(model, heads)
-    with edited(model, {name: Edit(tuple(those), scale, None, tokens) for name, those in named.items()}):
+    scales = heads if isinstance(heads, Mapping) else dict.fromkeys(_pairs(heads), scale)
+    if isinstance(heads, Mapping) and scale:
+        raise ValueError("each head is told its own scale; leave scale out, or give a list of heads")
+    for one in scales.values():
+        if type(one) not in (int, float) or not math.isfinite(one):
+            raise ValueError(f"scale={one!r} is no number to multiply with; give 0 to silence, 0.5 to halve")
+    with edited(model, {head: Scaled(one) for head, one in scales.items()}, tokens):
         yield
 
 
 @contextmanager
-def patch(model: nn.Module, values: Mapping[Head, Tensor], *, tokens: Tensor | None = None) -> Iterator[None]:
-    """While this lasts, each of these heads says a vector [width], or one for each token [B, T, width]."""
-    _check_tokens(tokens)
-    edits: dict[str, Edit] = {}
-    for name, those in _by_site(model, values).items():
-        vectors = [values[spelt] for spelt in those.values()]
-        for one in vectors:
-            if not isinstance(one, Tensor) or one.dim() not in (1, 3):
-                raise ValueError(
-                    f"{name} is given {type(one).__name__}; give each head a tensor [width] or [B, T, width]"
-                )
-        if len({one.shape for one in vectors}) > 1:
-            raise ValueError(f"heads of {name} are given tensors of several shapes; give all of them one")
-        edits[name] = Edit(tuple(those), 0.0, torch.stack(vectors, -2), tokens)
-    with edited(model, edits):
+def patch(model: nn.Module, values: Mapping[Head, Tensor | Patch], *, tokens: Where = None) -> Iterator[None]:
+    """While this lasts, each of these heads says what it is given, at `tokens` or at all.
+
+    That is a vector [width], such as a mean over data; one for each token [B, T, width], such as what heads said of
+    another text; `hw.Resample`, `hw.Noise`, or the weights that `hw.offset_means` gives.
+
+    >>> import headwise as hw
+    >>> net = hw.build(
+    ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
+    ... )
+    >>> ids = torch.tensor([[3, 1, 4]])
+    >>> with patch(net, {(0, 1): torch.zeros(4)}):
+    ...     patched = net(ids)
+    >>> with silence(net, [(0, 1)]):
+    ...     torch.equal(patched, net(ids))
+    True
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"values are of type {type(values).__name__}; give what each head says, {{(3, 5): vector}}")
+    with edited(model, {head: _patch(head, value) for head, value in values.items()}, tokens):
         yield
 
 
 @contextmanager
-def edited(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
-    """While this lasts, these edits are made at sites of these names."""
-    who: dict[nn.Module, tuple[Watcher, ...]] = {}
-    stands: list[Holding] = []
-    for one in found(model):
-        if one.site.name in edits:
-            if not one.site.silence.can:
-                raise ValueError(f"{one.site.name} cannot be silenced: {one.site.silence.why}")
-            who[one.module] = (*who.get(one.module, ()), Editor(one.site.name, edits[one.site.name]))
-            stands += [stand for stand in one.route.stands() if stand not in stands]
-    with watching(who, stands):
+def edited(model: nn.Module, patches: Mapping[Head, Patch], tokens: Where) -> Iterator[None]:
+    """While this lasts, these heads are patched."""
+    _check_tokens(tokens)
+    those = found(model)
+    editors: dict[str, Editor] = {}
+    for name, heads in by_site(model, those, patches).items():
+        own = {head: patches[spelt] for head, spelt in heads.items()}
+        site = next(one.site for one in those if one.site.name == name)
+        if not site.silence.can:
+            raise ValueError(f"{name} cannot be silenced: {site.silence.why}")
+        if any(patch.sees for patch in own.values()) and not site.see.can:
+            raise ValueError(f"{name} cannot be seen: {site.see.why}")
+        editors[name] = Editor(name, own, tokens)
+    with standing(model, those, editors) as posts:
         yield
+    posts.settle()
 
 
-def _by_site(model: nn.Module, heads: Iterable[Head]) -> dict[str, dict[int, Head]]:
-    """The heads of each site, with how each was spelt."""
-    those = Sites([one.site for one in found(model)], type(model).__name__)
+def by_site(model: nn.Module, those: Sequence[Found], heads: Iterable[Head]) -> dict[str, dict[int, Head]]:
+    """The heads of each site by number, with how each was spelt."""
     if not those:
         raise ValueError(
             f"{type(model).__name__} has no attention that headwise finds; hw.sites(model) says what it saw"
         )
+    sites = Sites([one.site for one in those], type(model).__name__)
     named: dict[str, dict[int, Head]] = {}
     for spelt in _pairs(heads):
-        where, head = spelt
-        site = those.named(where)
-        if site.heads and not 0 <= head < site.heads:
-            raise ValueError(f"{site.name} has no head {head}; give heads in 0..{site.heads - 1}")
-        if head in named.setdefault(site.name, {}):
-            raise ValueError(f"head {head} of {site.name} is named twice; name it once")
-        named[site.name][head] = spelt
+        site = sites.named(spelt[0])
+        own = named.setdefault(site.name, {})
+        for head in _numbers(site, spelt[1]):
+            if head in own:
+                raise ValueError(f"head {head} of {site.name} is named twice; name it once")
+            own[head] = spelt
     return named
 
 
+def _numbers(site: Site, head: int | str) -> Sequence[int]:
+    """The number of a head, or of all; of a site that does not say how many it has, it shows when it runs."""
+    if not isinstance(head, int):
+        if not site.heads:
+            raise ValueError(f"{site.name} does not say how many heads it has; name each by its number")
+        return range(site.heads)
+    if head < 0 or (site.heads and head >= site.heads):
+        raise ValueError(f"{site.name} has no head {head}; give heads in 0..{max(site.heads - 1, 0)}")
+    return (head,)
+
+
 def _pairs(heads: Any) -> list[Head]:
-    """The same, if they are pairs of a layer or a name and a number."""
+    """The same, if they are pairs of a layer or a name, and a number or "all"."""
     told: list[Any] = list(heads) if isinstance(heads, Iterable) else [heads]
     for one in told:
-        if not isinstance(one, tuple) or [type(part) for part in one] not in ([int, int], [str, int]):
-            raise ValueError(f"{one!r} names no head; give (layer, head) or (site, head), as in (3, 5)")
+        if not isinstance(one, tuple) or len(one) != 2 or not _names(*one):
+            raise ValueError(f'{one!r} names no head; give (layer, head), (site, head) or (layer, "all"), as in (3, 5)')
     return told
 
 
-def _check_tokens(tokens: Tensor | None) -> None:
-    if tokens is not None and (not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype != torch.bool):
-        raise ValueError("tokens say at which tokens; give a tensor [B, T] of torch.bool")
+def _names(where: object, head: object) -> bool:
+    return type(where) in (int, str) and (type(head) is int or head == ALL)
+
+
+def _patch(head: Head, value: object) -> Patch:
+    if isinstance(value, Patch):
+        return value
+    if not isinstance(value, Tensor) or value.dim() not in (1, 3) or not value.is_floating_point():
+        said = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{head} is given {said}; give a tensor of floats [width] or [B, T, width], or hw.Noise, say")
+    if value.is_meta or not value.isfinite().all():
+        raise ValueError(f"{head} is given numbers that are not finite; a model would say nothing else from there on")
+    return Fixed(value)
+
+
+def _check_tokens(tokens: Any) -> None:
+    if tokens is None or (isinstance(tokens, Tensor) and tokens.dim() == 2 and tokens.dtype == torch.bool):
+        return
+    if isinstance(tokens, Tensor) or not isinstance(tokens, Sequence) or any(type(one) is not int for one in tokens):
+        raise ValueError("tokens say at which tokens; give a tensor [B, T] of torch.bool, or numbers of columns")

@@ -149,11 +149,11 @@ class Keeper:
     def _weights(self, seen: Core) -> None:
         """A call whose weights no few tensors say: they are kept themselves."""
         try:
-            heads = [seen.rows(head) for head in range(self.site.heads)]
+            weights = seen.every()
         except ValueError as error:  # NoBackend among them: no weights are formed at all
             self.why = str(error)
             return
-        weights, stands = torch.stack(heads, 1), None
+        stands = None
         if seen.stands is not None:
             order, stands = _order(seen.stands)
             weights = weights[..., order]

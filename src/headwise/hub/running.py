@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from ..models import Decoding, Transformer, generate
+from .forwards import standing
 from .readable import Readable
 from .routes.base import Found
-from .watching import Holding, Watcher, watching
+from .watching import Watcher
 
 
 class Run(NamedTuple):
@@ -23,12 +24,7 @@ class Run(NamedTuple):
 
     def watched(self, those: Sequence[Found], watchers: Mapping[str, Watcher]) -> Any:
         """Run it while each of these sites is watched."""
-        who: dict[nn.Module, tuple[Watcher, ...]] = {}
-        stands: list[Holding] = []
-        for one in those:
-            who[one.module] = (*who.get(one.module, ()), watchers[one.site.name])
-            stands += [stand for stand in one.route.stands() if stand not in stands]
-        with watching(who, stands), torch.inference_mode():
+        with standing(self.model, those, watchers), torch.inference_mode():
             return self._said()
 
     def _said(self) -> Any:

@@ -15,10 +15,17 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from threading import Lock
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+
+
+class Reading(NamedTuple):
+    """How a head that speaks reads: its row of weights, and the values that these multiply."""
+
+    row: int
+    v_BSV: Tensor
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,8 @@ class Seen:
             s_BHTS = s_BHTS + _some(self.bias, queries).float()
         s_BHTS = self._barred(s_BHTS, queries)
         if self.sinks is None:
-            return s_BHTS.softmax(-1)
+            none = s_BHTS.amax(-1, keepdim=True) == -torch.inf  # a query that may read nothing reads nothing
+            return s_BHTS.softmax(-1).masked_fill(none, 0)
         sink = self.sinks.flatten().float()[:, None, None].expand(*s_BHTS.shape[:3], 1)
         return torch.cat([s_BHTS, sink], -1).softmax(-1)[..., :-1]
 
@@ -108,6 +116,12 @@ class Seen:
         if self.bias is not None:
             s_BHTS = s_BHTS + _some(self.bias, queries).float()
         return self._barred(s_BHTS, queries) > MUTE
+
+    def reading(self, head: int) -> Reading:
+        """What a head reads, whatever it compares."""
+        if self.odd:
+            raise ValueError(f"what is read is not known: {self.odd}; nothing can stand for it")
+        return Reading(head, self.v_BSGV[:, :, self.reader(head)])
 
     def _barred(self, s_BHTS: Tensor, queries: slice) -> Tensor:
         if self.causal:
@@ -135,6 +149,10 @@ class Core(Protocol):
 
     def allowed(self, queries: slice = slice(None)) -> Tensor:
         """Which keys some queries may read, [B, H or 1, T, S]."""
+        ...
+
+    def reading(self, head: int) -> Reading:
+        """What a head that speaks reads, whatever it compares; refused where that is not seen."""
         ...
 
     @property

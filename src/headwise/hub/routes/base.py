@@ -9,15 +9,20 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ...site import Site
-from ..watching import Holding
+from ..watching import Holding, Reading
 
 
 class Found(NamedTuple):
-    """A site, the module that one watches there, and the way that leads to it."""
+    """A site, the module that one watches there, and the way that leads to it.
+
+    A module may serve several sites: this one is its call number `call` of the `calls` in a forward.
+    """
 
     site: Site
     module: nn.Module
     route: Route
+    call: int = 0
+    calls: int = 1
 
 
 class Route(ABC):
@@ -55,3 +60,7 @@ class Given:
     def allowed(self, queries: slice = slice(None)) -> Tensor:
         """Where any head has a weight: who may read whom was not told."""
         return (self.weights[:, :, queries] > 0).any(1, keepdim=True)
+
+    def reading(self, head: int) -> Reading:
+        """Refused."""
+        raise ValueError("only weights are seen here, not the values that they multiply; give this head a mean instead")

@@ -17,7 +17,7 @@ from ...module import Attention, Plan
 from ...probe import Probe
 from ...site import YES, Site
 from ...tokens import Sight, Tokens
-from ..watching import Holding, Seen, Stand, Watcher, changed, watchers
+from ..watching import Holding, Reading, Seen, Stand, Watcher, changed, watchers
 from .base import Found, Route
 
 
@@ -26,7 +26,8 @@ class Ours(Route):
 
     def find(self, model: nn.Module) -> Iterator[Found]:
         names = [name for name, _ in model.described.specs()] if isinstance(model, Transformer) else []
-        layers = [(path, module) for path, module in model.named_modules() if isinstance(module, Attention)]
+        modules = model.named_modules(remove_duplicate=False)
+        layers = [(path, module) for path, module in modules if isinstance(module, Attention)]
         for number, (path, module) in enumerate(layers):
             stack, layer, kind = _parts(path, number) if path in names else ("model", number, "attention")
             name = path if path in names else f"{stack}.{layer}.{kind}"
@@ -62,15 +63,23 @@ class Worked:
         """Which keys some queries may read, [B or 1, 1, T, S]."""
         return _sliced(self.sight, self.inputs, queries)[0].allowed
 
+    def reading(self, head: int) -> Reading:
+        """What one head that speaks reads, whatever it compares."""
+        row = self.job.spec.speaks[head]
+        return Reading(row, self.inputs.v[:, :, self.job.core.values[row]])
+
     @property
     def told(self) -> Seen | None:
         """The same as tensors, if softmax of scaled products is all that the layer does with them."""
         if not backends.is_plain(self.job):
             return None
-        plain = backends.plainly(self.sight, self.inputs, self.bound)
+        plain, core = backends.plainly(self.sight, self.inputs, self.bound), self.job.core
+        k, v, reads = self.inputs.k, self.inputs.v, core.keys
+        if core.values != core.keys:  # values are grouped otherwise: each head is given its own of both
+            k, v, reads = k[:, :, list(core.keys)], v[:, :, list(core.values)], tuple(range(len(core.keys)))
         return Seen(
-            self.inputs.q, self.inputs.k, self.inputs.v, self.inputs.asked.scale, plain.mask, plain.causal, plain.bias,
-            sinks=plain.sinks, reads=self.job.core.keys, stands=self.stands,
+            self.inputs.q, k, v, self.inputs.asked.scale, plain.mask, plain.causal, plain.bias, sinks=plain.sinks,
+            reads=reads, stands=self.stands,
         )  # fmt: skip
 
     @property

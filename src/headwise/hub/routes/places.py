@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ...site import YES, Ability, Site
+from .reading import is_causal
+from .reading import pattern as said_pattern
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_q_heads", "heads")
 GROUPS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_key_value_head")
@@ -15,6 +17,7 @@ WIDTHS = ("qk_head_dim", "head_dim", "attention_head_size", "head_size", "key_va
 CROSS = re.compile(r"cross|enc_?dec|encoder_attn|multihead_attn", re.IGNORECASE)
 
 
+UNKNOWN = "model"  # a stack of which nobody says what it is
 NOT_BUILT = Ability(False, "headwise cuts and shares heads of its own models; hw.load reads a folder as one")
 
 
@@ -26,7 +29,9 @@ class Sizes(NamedTuple):
     dim: int
 
 
-def site(path: str, module: nn.Module, own: Sizes, *, pattern: str | None = None, see: Ability = YES) -> Site:
+def site(
+    path: str, module: nn.Module, own: Sizes, *, pattern: str | None = None, see: Ability = YES, silence: Ability = YES
+) -> Site:
     """The site of a module of somebody else's: its stack is named by its path, "encoder" or "decoder"."""
     parts = path.split(".")
     numbers = [n for n, part in enumerate(parts) if part.isdigit()]
@@ -37,11 +42,17 @@ def site(path: str, module: nn.Module, own: Sizes, *, pattern: str | None = None
         else "attention"
     )
     stack = _stack(parts[: numbers[0]] if numbers else parts[:-1], module)
+    said = said_pattern(module, kind) if pattern is None else pattern
     return Site(
         name=f"{stack}.{layer}.{kind}", stack=stack, layer=layer, kind=kind, path=path,
-        heads=own.q, q=own.q, kv=own.kv, dim=own.dim, pattern=_pattern(module, kind) if pattern is None else pattern,
-        spec=None, unsaid="nothing reads it as a spec", see=see, silence=YES, cut=NOT_BUILT, share=NOT_BUILT,
+        heads=own.q, q=own.q, kv=own.kv, dim=own.dim, pattern=said, spec=None, unsaid="nothing reads it as a spec",
+        see=see, silence=silence, cut=NOT_BUILT, share=NOT_BUILT,
     )  # fmt: skip
+
+
+def within(path: str, other: str) -> bool:
+    """Whether a module is another, or stands in it."""
+    return path == other or path.startswith(f"{other}.") or not other
 
 
 def _crosses(parts: list[str]) -> bool:
@@ -54,21 +65,8 @@ def _stack(before: list[str], module: nn.Module) -> str:
             return "decoder"
         if "encoder" in part:
             return "encoder"
-    return "decoder" if _is_causal(module) else "encoder"
-
-
-def _is_causal(module: nn.Module) -> bool:
-    said = getattr(module, "is_causal", None)
-    return bool(said if said is not None else getattr(module, "is_decoder", False))
-
-
-def _pattern(module: nn.Module, kind: str) -> str:
-    if kind == "cross":
-        return "full()"
-    window = getattr(module, "sliding_window", None)
-    if isinstance(window, int) and not isinstance(window, bool) and window > 0:
-        return f"window({window})"
-    return "causal()" if _is_causal(module) else "full()"
+    causal = is_causal(module)
+    return UNKNOWN if causal is None else "decoder" if causal else "encoder"
 
 
 def sizes(module: nn.Module) -> Sizes:

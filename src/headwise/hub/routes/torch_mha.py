@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from ..watching import Holding, Stand, changed, watchers
 from .base import Found, Given, Route
+from .forwards import reached
 from .places import Sizes, site
+from .reading import ANYHOW
 
 
 class TorchMHA(Route):
@@ -26,7 +28,8 @@ class TorchMHA(Route):
         for path, module in model.named_modules(remove_duplicate=False):
             if isinstance(module, nn.MultiheadAttention):
                 own = Sizes(module.num_heads, module.num_heads, module.head_dim)
-                yield Found(site(path, module, own, pattern="as each call says"), module, self)
+                able = reached(module)
+                yield Found(site(path, module, own, pattern=ANYHOW, see=able, silence=able), module, self)
 
     def stands(self) -> list[Holding]:
         return [STAND, SLOWLY]
