@@ -66,13 +66,13 @@ def test_small_random_heads_are_broad(decoder: Table):
 def test_words_measure_what_tokens_measure_where_each_is_one(decoder: Table):
     again = measure(handmade.decoder(), handmade.texts(40), chosen=Chosen(units="words"))
     for one, other in zip(decoder.heads, again.heads, strict=True):
-        for name in ("previous", "sink", "induction", "rare", "support90", "positional"):
+        for name in ("previous", "sink", "induction", "rare", "support90", "positional_share"):
             assert other.measures[name].value == pytest.approx(one.measures[name].value, abs=1e-5, nan_ok=True)
 
 
 def test_a_head_at_a_fixed_distance_is_what_distance_explains(decoder: Table):
-    assert decoder.head(FIRST, 0).measures["positional"].value > 0.99
-    assert decoder.head(SECOND, 0).measures["positional"].value < 0.5
+    assert decoder.head(FIRST, 0).measures["positional_share"].value > 0.99
+    assert decoder.head(SECOND, 0).measures["positional_share"].value < 0.5
 
 
 # --- rules ---------------------------------------------------------------------------------------------
@@ -180,6 +180,19 @@ def test_unknown_criteria_and_measures_that_are_missing(decoder: Table):
 def test_fewer_than_two_texts_leave_no_interval(count: int):
     with pytest.raises(ValueError, match=f"{count} texts leave no interval; give at least two"):
         measure(handmade.decoder(), handmade.texts(count))
+
+
+def test_tokens_that_are_not_the_models_are_refused():
+    scenes = handmade.texts(3)
+    wrong = Scene(scenes[0].inputs, scenes[1].streams)
+    with pytest.raises(ValueError, match="are known; tell of all tokens as the model's tokenizer makes them"):
+        measure(handmade.decoder(), [wrong, scenes[2]])
+
+
+def test_what_sinks_leave_is_told():
+    one = head(sink=(0.6, 0.5, 0.7, 0.2), previous=(0.9, 0.8, 1.0, 0.1))
+    (found, _) = classified(Table("small", "9 texts", (one,))).heads[0].classes
+    assert found.evidence.startswith("of the 0.40 that sinks leave, puts 0.90 on the token before; chance 0.10,")
 
 
 def test_units_are_tokens_or_words():

@@ -170,8 +170,10 @@ def test_offsets_are_those_of_the_largest_weights(kind: str, seed: int):
 @pytest.mark.parametrize(("kind", "seed"), CASES)
 def test_what_distance_explains_is_what_regression_on_offsets_explains(kind: str, seed: int):
     """R^2 of least squares on a column for each offset, and one for all that are farther, over several texts."""
-    texts = [own(maps.block(kind, 10 * seed + n, count=count), "positional") for n, count in enumerate((5, 19, 37))]
-    told = [STATISTICS["positional"].sums(one) for one in texts]
+    texts = [
+        own(maps.block(kind, 10 * seed + n, count=count), "positional_share") for n, count in enumerate((5, 19, 37))
+    ]
+    told = [STATISTICS["positional_share"].sums(one) for one in texts]
     sums, numbers = (sum(part[n] for part in told) for n in range(2))
     found = explained(torch.from_numpy(mean(sums.numpy()[None], numbers.numpy()[None])))
     for head in range(maps.HEADS):
@@ -192,7 +194,7 @@ def rows_of_given(block: Block, head: int) -> list[Row]:
 
 def test_where_nothing_varies_distance_explains_nothing():
     block = maps.block("full", 0, ends=False).uniform
-    sums, numbers = STATISTICS["positional"].sums(block)
+    sums, numbers = STATISTICS["positional_share"].sums(block)
     assert float(explained(sums / torch.where(numbers > 0, numbers, 1))) == 0
 
 
@@ -201,7 +203,7 @@ def test_a_head_blind_to_what_it_reads_is_explained_by_distance():
     base = maps.block("full", 0)
     far = (torch.arange(17) - torch.arange(17)[:, None]).double()
     told = Block(torch.exp(-far.square())[None] / 2, base.allowed, 0, base.asks, base.told)
-    sums, numbers = STATISTICS["positional"].sums(told)
+    sums, numbers = STATISTICS["positional_share"].sums(told)
     assert float(explained(sums / numbers.clamp(min=1))) == pytest.approx(1, abs=1e-12)
 
 

@@ -26,6 +26,14 @@ class Block:
     asks: Tokens
     told: Tokens
 
+    def __post_init__(self) -> None:
+        queries, keys = self.start + self.w_HTS.shape[1], self.w_HTS.shape[2]
+        if queries > self.asks.count or keys != self.told.count:
+            fact = (
+                f"the model reads {keys} tokens and asks for {queries}, where {self.told.count} and {self.asks.count}"
+            )
+            raise ValueError(f"{fact} are known; tell of all tokens as the model's tokenizer makes them")
+
     @property
     def itself(self) -> bool:
         """Whether a text reads itself."""

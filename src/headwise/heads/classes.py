@@ -15,6 +15,7 @@ from ..errors import nearest
 from . import published
 from .alignment import ROWS, SIGN
 from .published import NEAR, distance_name
+from .statistics import STATISTICS
 from .syntax import follows
 from .table import Head, Measure, Named, Table
 
@@ -34,13 +35,13 @@ class Kind(NamedTuple):
 KINDS = (
     Kind("sink", "sink", "puts {} of its weight on sinks"),
     Kind("separator", "separator", "puts {} of its weight on separators"),
-    Kind("previous", "previous", "beside sinks, puts {} on the token before"),
-    Kind("self", "self", "beside sinks, puts {} on the token itself"),
-    Kind("next", "next", "beside sinks, puts {} on the token behind"),
-    Kind("duplicate", "duplicate", "beside sinks, puts {} on the same token elsewhere"),
-    Kind("induction", "induction", "beside sinks, puts {} behind an earlier same token"),
-    Kind("punctuation", "punctuation", "beside sinks, puts {} on punctuation"),
-    Kind("rare-token", "rare", "beside sinks, reads the rarest token most in {} of rows"),
+    Kind("previous", "previous", "puts {} on the token before"),
+    Kind("self", "self", "puts {} on the token itself"),
+    Kind("next", "next", "puts {} on the token behind"),
+    Kind("duplicate", "duplicate", "puts {} on the same token elsewhere"),
+    Kind("induction", "induction", "puts {} behind an earlier same token"),
+    Kind("punctuation", "punctuation", "puts {} on punctuation"),
+    Kind("rare-token", "rare", "reads the rarest token most in {} of rows"),
 )
 
 
@@ -58,17 +59,24 @@ def _said(one: Measure, says: str, against: str = "chance") -> str:
     return f"{says.format(f'{one.value:.2f}')}; {against} {one.chance:.2f}, {sure}"
 
 
+def _rest(head: Head) -> str:
+    """What a sentence begins with that is of what sinks leave."""
+    left = f"the {1 - head.measures['sink'].value:.2f} that" if "sink" in head.measures else "what"
+    return f"of {left} sinks leave, "
+
+
 def _candidates(head: Head) -> Iterable[tuple[str, Measure, str]]:
     """Classes with the measure that speaks for each, and the sentence that says it."""
+    rest = _rest(head)
     for kind in KINDS:
         if kind.measure in head.measures:
             one = head.measures[kind.measure]
-            yield kind.name, one, _said(one, kind.says)
+            yield kind.name, one, (rest if STATISTICS[kind.measure].of == "rest" else "") + _said(one, kind.says)
     if "offset" in head.measures and "peak" in head.measures:
         one, peak = head.measures["offset"], head.measures["peak"].value
         if peak == peak and int(peak) not in NEAR:
-            says = f"beside sinks, reads most at distance {int(peak):+d} in {{}} of rows"
-            yield distance_name(peak), one, _said(one, says)
+            says = f"reads most at distance {int(peak):+d} in {{}} of rows"
+            yield distance_name(peak), one, rest + _said(one, says)
     for name, one in head.measures.items():
         if follows(name):
             _, relation, _, towards = name.rsplit(" ", 3)

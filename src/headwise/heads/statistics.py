@@ -252,7 +252,7 @@ STATISTICS: Mapping[str, Statistic] = {
         Statistic("offset", "rows whose largest weight is at one distance", offsets, "rest", largest, itself=True),
         Statistic("peak", "the distance that most largest weights are at", offsets, "rest", peak, itself=True),
         Statistic(
-            "positional", "variance of weights that distance explains", by_offset, "rest", explained, itself=True
+            "positional_share", "variance of weights that distance explains", by_offset, "rest", explained, itself=True
         ),
         Statistic("support50", "share of keys that hold half of a row", support, fold=entry(0)),
         Statistic("support90", "share of keys that hold 90 % of a row", support, fold=entry(1)),
