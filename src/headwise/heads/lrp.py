@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..blueprint import Experts
 from ..hub.readable import Readable
 from ..models import Transformer
 from ..models.block import Call, Layer, Layers
@@ -20,8 +21,8 @@ from ..module import Attention
 from ..probe import Probe
 from ..tokens import Tokens
 from .methods import Clock, Method, Text
-from .relevance import Node, Tape
 from .rating import Values
+from .relevance import Node, Tape
 
 CLOSE = 1e-4  # of the largest number: what is followed must come out as the model has it
 
@@ -44,12 +45,12 @@ class Relevance(Method):
         described = model.described
         if not described.heads or not described.heads[0].outputs:
             return f"{described.name} has no head whose largest output could be followed"
-        for stack in model.stacks.values():
-            for layer in stack.blocks:
-                if "feed" in layer.sublayers and not isinstance(layer.feed, Feed):
-                    return f"{layer.name} chooses among experts, which relevance is not handed through"
-                if {"cross", "average"} <= layer._modules.keys():
-                    return f"{layer.name} merges two attentions, which relevance is not handed through"
+        for stack in described.stacks:
+            for depth, block in enumerate(stack.layers):
+                if isinstance(block.feed, Experts):
+                    return f"{stack.name}.{depth} chooses among experts, which relevance is not handed through"
+                if block.form == "merged":
+                    return f"{stack.name}.{depth} merges two attentions, which relevance is not handed through"
         return ""
 
     def values(self, texts: Sequence[Text], check: Clock) -> Values:
@@ -77,7 +78,8 @@ class Through:
             at = placed(x, tokens, None)
             states = self._stack(stack, stack.place(x, at, types), Call(at, None, None, told, {}), states)
             told = at
-        assert states is not None and told is not None
+        assert states is not None
+        assert told is not None
         self.out = self._read(states, told)
         _check("the model", self.out.value.amax(), self._own(names).amax())
 
@@ -112,7 +114,11 @@ class Through:
         return x
 
     def _sub(self, layer: Layer, name: str, x: Node, call: Call, states: Node | None) -> Node:
-        y = self._feed(layer.feed, x) if name == "feed" else self._attended(layer, name, (x, states), call)
+        if name == "feed":
+            assert isinstance(layer.feed, Feed)
+            y = self._feed(layer.feed, x)
+        else:
+            y = self._attended(layer, name, (x, states), call)
         return y if layer.scale == 1 else self.tape.passed(y, y.value * layer.scale)
 
     def _normed(self, norm: Normed, x: Node) -> Node:
@@ -164,13 +170,20 @@ class Through:
             h = tape.passed(y, head.act(y.value))
             h = h if head.transform_norm is None else self._normed(head.transform_norm, h)
         h = h if told.scale == 1 else tape.passed(h, h.value * told.scale)
-        owner = head._owner[0]
-        weight = (_tensor(head, "weight") if owner is None else owner.table).double()
+        weight = self._words(head).double()
         bias = head.maybe("bias")
         logits = h.value @ weight.T + (0 if bias is None else bias.double())
         top = logits.argmax(-1)
         self.likeliest = tape.picked(h, weight[top], None if bias is None else bias[top])
         return Node(logits if told.cap is None else told.cap * torch.tanh(logits / told.cap))
+
+    def _words(self, head: Reading) -> Tensor:
+        """The weight of a head, its own or the table of a stack."""
+        if not head.described.table:
+            return _tensor(head, "weight")
+        embedding = self.net.stacks[head.described.table].embedding
+        assert embedding is not None
+        return embedding.table
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

@@ -195,9 +195,7 @@ class Taylor(Method):
         found = slopes(texts[0])
         if self.of == "change":
             return {site: _one(-slope.by_token.sum(0)) for site, slope in found.items()}
-        return {
-            site: _one(np.abs(slope.by_token.mean(0)) / slope.width) for site, slope in found.items()
-        }
+        return {site: _one(np.abs(slope.by_token.mean(0)) / slope.width) for site, slope in found.items()}
 
 
 class Slope(NamedTuple):

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from ..blueprint.manifest import TOKENIZER
 from ..errors import nearest
-from ..hub.readable import Readable, readable, reads_two
-from ..models import Transformer
+from ..hub.readable import Readable, readable
 from ..tasks import IGNORED
+from .saying import head_of, ids_name, mask_of, output_of
 from .scene import Scene
 
-LABELS = "labels"  # what a scene's inputs may say beside what the model reads: what is wanted at each place of its output
-# What a model of transformers says by the name of its class.
-SAYS = {
-    "masked-token": re.compile("MaskedLM"),
-    "label": re.compile("(Sequence|Image|Token|Audio)Classification"),
-    "next-token": re.compile("CausalLM|LMHeadModel"),
-    "translation": re.compile("ConditionalGeneration|MTModel|Seq2SeqLM"),
-}
-MASKS = ("[MASK]", "<mask>")
+LABELS = (
+    "labels"  # what a scene's inputs may say beside what the model reads: what is wanted at each place of its output
+)
 
 
 class Question(NamedTuple):
@@ -115,7 +105,7 @@ class MaskedLoss(Objective):
         says = head_of(model)
         if says != self.name:
             return f"{type(model).__name__} has {f'a {says} head' if says else 'no head'}, so no {self.name} loss"
-        if self.mask is None and _labels(scene) is None and _mask_of(model) is None:
+        if self.mask is None and _labels(scene) is None and mask_of(model) is None:
             return f"{type(model).__name__} has no mask that is known; say it, as in MaskedLoss(mask=103)"
         return ""
 
@@ -131,9 +121,9 @@ class MaskedLoss(Objective):
         places = torch.from_numpy(draw.choice(free, count, replace=False))
         labels = torch.full_like(ids, IGNORED)
         labels[places] = ids[places]
-        mask = _mask_of(model) if self.mask is None else self.mask
+        mask = mask_of(model) if self.mask is None else self.mask
         assert mask is not None
-        name = _reads(model)
+        name = ids_name(model)
         told_ids = given.names[name].clone()
         told_ids[0, places.to(told_ids.device)] = mask
         return Question(replace(given, names={**given.names, name: told_ids}), labels)
@@ -203,33 +193,6 @@ def objective_of(model: nn.Module, asked: str | Objective | None, scene: Scene) 
     return found, f"what is measured is {found.name} loss, of the model's own head"
 
 
-def head_of(model: nn.Module) -> str:
-    """Which loss a model's own head has; empty if none is known.
-
-    >>> import headwise as hw
-    >>> head_of(hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1})))
-    'next-token'
-    """
-    if isinstance(model, Transformer):
-        return _own_head(model)
-    if not reads_two(model) and getattr(model, "config", None) is None:
-        return ""
-    found = next((name for name, words in SAYS.items() if words.search(type(model).__name__)), "")
-    return "next-token" if found == "translation" and not reads_two(model) else found
-
-
-def _own_head(net: Transformer) -> str:
-    described = net.described
-    if not described.heads or not described.heads[0].outputs:
-        return ""
-    head, kind = described.heads[0], described.kind
-    embedding = described.stacks[-1].embedding
-    tokens = head.at == "each" and embedding is not None and embedding.tokens == head.outputs
-    if not tokens:
-        return "label"
-    return {"decoder": "next-token", "encoder-decoder": "translation", "encoder": "masked-token"}.get(kind, "label")
-
-
 def _given(model: nn.Module, scene: Scene) -> Readable:
     inputs = scene.inputs
     if isinstance(inputs, Mapping):
@@ -252,24 +215,6 @@ def _ids(model: nn.Module, given: Readable) -> tuple[int, ...]:
     return given.rows["text"][0].ids
 
 
-def _reads(model: nn.Module) -> str:
-    return "x" if isinstance(model, Transformer) else str(getattr(model, "main_input_name", "input_ids"))
-
-
-def _mask_of(model: nn.Module) -> int | None:
-    """The id of the mask, of the model's usage or of the tokenizer that comes with it."""
-    if isinstance(model, Transformer):
-        if model.usage.mask is not None or model.usage.tokenizer is None:
-            return model.usage.mask
-        words = Tokenizer.from_str(model.usage.tokenizer)
-    else:
-        path = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")) / TOKENIZER
-        if not path.is_file():
-            return None
-        words = Tokenizer.from_file(str(path))
-    return next((one for mask in MASKS if (one := words.token_to_id(mask)) is not None), None)
-
-
 def _loss(said: Any, question: Question) -> Tensor:
     logits, labels = _logits(said), question.labels
     assert labels is not None
@@ -282,19 +227,6 @@ def _loss(said: Any, question: Question) -> Tensor:
 
 def _logits(said: Any) -> Tensor:
     return said if isinstance(said, Tensor) else said.logits
-
-
-def output_of(said: Any) -> Tensor:
-    """The tensor that a model says: its states, else its logits, else the first of what it returns."""
-    if isinstance(said, Tensor):
-        return said
-    for name in ("last_hidden_state", "logits"):
-        if isinstance(found := getattr(said, name, None), Tensor):
-            return found
-    if isinstance(said, (tuple, list)) and said and isinstance(said[0], Tensor):
-        return said[0]
-    raise ValueError(f"the model returns {type(said).__name__}, and none of it is known to be its output; "
-                     "wrap it so that it returns one tensor")  # fmt: skip
 
 
 def _vectors(said: Any, of: str) -> Tensor:

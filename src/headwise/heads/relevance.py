@@ -75,9 +75,7 @@ class Tape:
     def added(self, *terms: Node) -> Node:
         """Terms of one shape, added up."""
         stacked = torch.stack([one.value for one in terms], -1)
-        return self._noted(
-            stacked.sum(-1), terms, lambda told: list(_over(stacked, told[..., None]).unbind(-1))
-        )
+        return self._noted(stacked.sum(-1), terms, lambda told: list(_over(stacked, told[..., None]).unbind(-1)))
 
     def passed(self, x: Node, value: Tensor) -> Node:
         """Each number changed by itself: it alone contributed, so relevance goes back as it is."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import NamedTuple
 
 import numpy as np
 from torch import nn
@@ -130,9 +129,7 @@ def _method(asked: str | Method) -> Method:
     return METHODS[asked]
 
 
-def _objective(
-    model: nn.Module, asked: str | Objective | None, scene: Scene, method: Method
-) -> tuple[Objective, str]:
+def _objective(model: nn.Module, asked: str | Objective | None, scene: Scene, method: Method) -> tuple[Objective, str]:
     """What is measured, if this method can measure it."""
     if method.measures:
         if asked is not None:
