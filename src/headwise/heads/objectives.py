@@ -18,9 +18,8 @@ from ..tasks import IGNORED
 from .saying import head_of, ids_name, mask_of, output_of
 from .scene import Scene
 
-LABELS = (
-    "labels"  # what a scene's inputs may say beside what the model reads: what is wanted at each place of its output
-)
+LABELS = "labels"  # what inputs may say beside what the model reads: what is wanted at each place of its output
+LOSSES = ("next-token", "translation", "label")
 
 
 class Question(NamedTuple):
@@ -67,6 +66,10 @@ class Loss(Objective):
 
     name: str
 
+    def __post_init__(self) -> None:
+        if self.name not in LOSSES:
+            raise ValueError(f"Loss({self.name!r}) is unknown; {nearest(self.name, LOSSES)}")
+
     def refuses(self, model: nn.Module, scene: Scene) -> str:
         says = head_of(model)
         if says != self.name:
@@ -100,6 +103,10 @@ class MaskedLoss(Objective):
     mask: int | None = None
     share: float = 0.15
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share={self.share!r} is no share of tokens; give more than 0 and at most 1")
 
     def refuses(self, model: nn.Module, scene: Scene) -> str:
         says = head_of(model)
@@ -147,6 +154,11 @@ class Drift(Objective):
     of: str = "pooled"
     by: str = "cosine"
     sloped = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("of", ("pooled", "tokens")), ("by", ("cosine", "l2"))):
+            if (said := getattr(self, name)) not in known:
+                raise ValueError(f"Drift({name}={said!r}) is unknown; {nearest(said, known)}")
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
@@ -221,6 +233,10 @@ def _loss(said: Any, question: Question) -> Tensor:
     flat = logits.reshape(-1, logits.shape[-1])
     if len(flat) != len(labels):
         raise ValueError(f"the model says {len(flat)} places and {len(labels)} labels are given; give one for each")
+    asked = labels[labels != IGNORED]
+    if len(wrong := asked[(asked < 0) | (asked >= flat.shape[1])]):
+        known = flat.shape[1]
+        raise ValueError(f"a label of a text is {int(wrong[0])}, but the model has {known} of them; give 0..{known - 1}")
     exact = torch.promote_types(flat.dtype, torch.float32)
     return F.cross_entropy(flat.to(exact), labels.to(flat.device), ignore_index=IGNORED)
 

@@ -91,7 +91,7 @@ class Passage:
     def sloped(self, watchers: Mapping[str, Watcher]) -> Any:
         """The same with what gradients need."""
         with standing(self.model, self.those, watchers), torch.enable_grad():
-            return self.model(*self.given.places, **self.given.names)
+            return Run(self.model, self.given).said()
 
 
 class Restarted(Passage):

@@ -104,8 +104,8 @@ class Importance:
 
     @property
     def ranked(self) -> tuple[Rated, ...]:
-        """The heads that matter most first."""
-        return tuple(sorted(self.heads, key=lambda one: -one.value))
+        """The heads that matter most first; those of which nothing is known last."""
+        return tuple(sorted(self.heads, key=lambda one: math.inf if math.isnan(one.value) else -one.value))
 
     @property
     def significant(self) -> tuple[Rated, ...]:
