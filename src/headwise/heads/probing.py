@@ -37,7 +37,7 @@ class Probing:
     """
 
     held_out: float = 0.3
-    decay: float = 1e-3
+    decay: float = 1e-4
     resamples: int = 1000
     seed: int = 0
 
