@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import headwise as hw
-from foreign import BERT, GPT, Foreign, without_columns
+from foreign import BART, BERT, GPT, Foreign, without_columns
 from headwise.heads.methods import LeaveOneOut, Michel, Shapley, TimeUp, clock
 from headwise.heads.objectives import Drift, MaskedLoss
 from headwise.heads.passing import Passage, Restarted, Silent, passage
@@ -85,6 +85,25 @@ def test_leaving_out_is_a_copy_without_the_columns(name: str):
         pairs = enumerate(texts)
         more = [loss_of(other, one, asked, n) - loss_of(model, one, asked, n) for n, one in pairs]
         assert result.head(site.name, head).value == pytest.approx(mean_of(more), abs=1e-12)
+
+
+def test_leaving_out_reaches_two_stacks_of_somebody_elses():
+    one = Foreign("BartForConditionalGeneration", "BartConfig", BART, "out_proj", "both")
+    model = one.build().double()
+    texts = [Scene({"input_ids": ids(n, 6, 67), "decoder_input_ids": ids(9 + n, 5, 67)}, {}) for n in range(3)]
+    result = importance(model, texts)
+    assert result.objective == "translation"
+    assert len(result.heads) == 6 * 4
+    for path in ("model.encoder.layers.0.self_attn", "model.decoder.layers.1.encoder_attn"):
+        other, (site,) = copy.deepcopy(model), (site.name for site in hw.sites(model) if site.path == path)
+        without_columns(other, path, one.out, 2, 8)
+        wanted = []
+        for text in texts:
+            target = text.inputs["decoder_input_ids"]
+            both = [each(**text.inputs).logits[0, :-1].log_softmax(-1) for each in (other, model)]
+            lost = [-told[range(4), target[0, 1:]].mean() for told in both]
+            wanted.append(lost[0] - lost[1])
+        assert result.head(site, 2).value == pytest.approx(mean_of(wanted), abs=1e-12)
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
@@ -314,6 +333,15 @@ def test_chance_is_told_from_worth_as_often_as_it_says():
     told[:, 0] += 2
     assert corrected(p_values(told))[0] < 0.05
     assert p_values(np.zeros((20, 1)))[0] == 1
+
+
+def test_too_few_texts_are_said_to_tell_nothing():
+    net = built(GPT2)
+    note = "4 texts tell no head from chance: no p is below 0.125, of 6 heads"
+    assert note in importance(net, scenes(net, 4)).notes
+    for method, how in (("michel", How()), ("taylor", How(correction="none"))):
+        assert note not in importance(net, scenes(net, 4), method=method, how=how).notes
+    assert not any("no head" in one for one in importance(net, scenes(net, 8)).notes)
 
 
 def test_the_interval_is_that_of_texts():

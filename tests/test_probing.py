@@ -93,6 +93,7 @@ def test_planted_syntax_is_found_and_neither_twin_nor_offset_knows_it():
     assert told.uas.low > told.twin.high
     assert told.uas.low > told.baseline.high
     largest = max(told.pulls, key=lambda one: one.down)
+    assert largest.down > 2 * largest.up
     assert (largest.site, largest.head) == ("encoder.1.attention", 1)
     assert abs(told.uas.chance - 1 / 7) < 0.03
     assert told.texts == (28, 12)
@@ -108,6 +109,7 @@ def test_what_goes_up_is_told_from_what_goes_down():
         other.append(replace(scene, arcs=arcs))  # a word is governed by who reads it most
     told = attention_probe(net, other, how=Probing(decay=1e-5))
     largest = max(told.pulls, key=lambda one: one.up)
+    assert largest.up > 2 * largest.down
     assert (largest.site, largest.head) == ("encoder.1.attention", 1)
     assert told.uas.low > told.baseline.high + 0.1
     assert told.twin is None

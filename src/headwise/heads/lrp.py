@@ -21,7 +21,7 @@ from ..module import Attention
 from ..probe import Probe
 from ..tokens import Tokens
 from .methods import Clock, Method, Text
-from .rating import Values
+from .rating import Worths
 from .relevance import Node, Tape
 
 CLOSE = 1e-4  # of the largest number: what is followed must come out as the model has it
@@ -53,13 +53,13 @@ class Relevance(Method):
                     return f"{stack.name}.{depth} merges two attentions, which relevance is not handed through"
         return ""
 
-    def values(self, texts: Sequence[Text], check: Clock) -> Values:
+    def values(self, texts: Sequence[Text], check: Clock) -> Worths:
         way = texts[0].way
         assert isinstance(way.model, Transformer)
         with torch.inference_mode():
             through = Through(way.model, way.given)
             through.follow()
-        found = {name: node.relevance.sum((0, 2)).numpy() for name, node in through.heads.items()}
+        found = {name: node.relevance.sum((0, 2)).cpu().numpy() for name, node in through.heads.items()}
         return {name: (told, np.full(len(told), told.sum())) for name, told in found.items()}
 
 
@@ -128,7 +128,7 @@ class Through:
             return self.tape.passed(x, value)
         deviation = (x.value.var(-1, correction=0, keepdim=True) + norm.eps).sqrt()
         gain, wide = norm.maybe("weight"), x.value.shape[-1]
-        centred = torch.eye(wide, dtype=torch.float64) - 1 / wide
+        centred = torch.eye(wide, dtype=torch.float64, device=x.value.device) - 1 / wide
         weight = centred if gain is None else gain.double()[:, None] * centred
         return self.tape.linear(self.tape.passed(x, x.value / deviation), weight, norm.maybe("bias"))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import nearest
 from .objectives import Objective, Question
 from .passing import Kept, Passage, Silent
-from .rating import Values
+from .rating import Worths
 
 Clock = Callable[[], None]
 GRANULARITIES = ("paper", "code", "bertology")
@@ -75,7 +75,7 @@ class Method(ABC):
         return ""
 
     @abstractmethod
-    def values(self, texts: Sequence[Text], check: Clock) -> Values:
+    def values(self, texts: Sequence[Text], check: Clock) -> Worths:
         """The sums of every head of every site over these texts, and what they are means over."""
 
 
@@ -86,7 +86,7 @@ class LeaveOneOut(Method):
     name = "leave-one-out"
     tested = "signs"
 
-    def values(self, texts: Sequence[Text], check: Clock) -> Values:
+    def values(self, texts: Sequence[Text], check: Clock) -> Worths:
         text = texts[0]
         before, found = float(text.value(text.way.plain)), dict[str, list[float]]()
         for site, count in text.way.counts.items():
@@ -109,7 +109,7 @@ class Shapley(Method):
     orders: int = 1
     seed: int = 0
 
-    def values(self, texts: Sequence[Text], check: Clock) -> Values:
+    def values(self, texts: Sequence[Text], check: Clock) -> Worths:
         text = texts[0]
         every = [(site, head) for site, count in text.way.counts.items() for head in range(count)]
         found = {site: np.zeros(count) for site, count in text.way.counts.items()}
@@ -150,7 +150,7 @@ class Michel(Method):
         """As it is asked for."""
         return "michel" if self.granularity == "paper" else f"michel-{self.granularity}"
 
-    def values(self, texts: Sequence[Text], check: Clock) -> Values:
+    def values(self, texts: Sequence[Text], check: Clock) -> Worths:
         if self.granularity == "bertology":
             return self._batch(texts, check)
         found = {site: slope.by_token for site, slope in slopes(texts[0]).items()}
@@ -158,7 +158,7 @@ class Michel(Method):
             return {site: _one(np.abs(told.sum(0))) for site, told in found.items()}
         return {site: (np.abs(told).sum(0), np.full(told.shape[1], len(told))) for site, told in found.items()}
 
-    def _batch(self, texts: Sequence[Text], check: Clock) -> Values:
+    def _batch(self, texts: Sequence[Text], check: Clock) -> Worths:
         asked = sum(text.question.asked for text in texts)
         sums, tokens = dict[str, np.ndarray](), dict[str, int]()
         for text in texts:
@@ -191,7 +191,7 @@ class Taylor(Method):
         """Only what has a sign is."""
         return "signs" if self.of == "change" else "none"
 
-    def values(self, texts: Sequence[Text], check: Clock) -> Values:
+    def values(self, texts: Sequence[Text], check: Clock) -> Worths:
         found = slopes(texts[0])
         if self.of == "change":
             return {site: _one(-slope.by_token.sum(0)) for site, slope in found.items()}

@@ -236,7 +236,9 @@ def _loss(said: Any, question: Question) -> Tensor:
     asked = labels[labels != IGNORED]
     if len(wrong := asked[(asked < 0) | (asked >= flat.shape[1])]):
         known = flat.shape[1]
-        raise ValueError(f"a label of a text is {int(wrong[0])}, but the model has {known} of them; give 0..{known - 1}")
+        raise ValueError(
+            f"a label of a text is {int(wrong[0])}, but the model has {known} of them; give 0..{known - 1}"
+        )
     exact = torch.promote_types(flat.dtype, torch.float32)
     return F.cross_entropy(flat.to(exact), labels.to(flat.device), ignore_index=IGNORED)
 

@@ -16,8 +16,9 @@ from .significance import CORRECTIONS, corrected, p_values
 from .table import Measure
 
 NORMALISED = ("", "layer")
+LEVEL = 0.05  # what is less likely by chance is told from it
 TINY = 1e-20  # as the authors of 1905.10650 keep from dividing by nothing
-Values = Mapping[str, tuple[Array, Array]]  # of each site: sums [heads], and what they are a mean over [heads]
+Worths = Mapping[str, tuple[Array, Array]]  # of each site: sums [heads], and what they are a mean over [heads]
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,8 @@ class Importance:
 
     @property
     def significant(self) -> tuple[Rated, ...]:
-        """Those that are told from chance at 0.05, with all heads that were tested in mind."""
-        return tuple(one for one in self.heads if one.level < 0.05)
+        """Those that are told from chance, with all heads that were tested in mind."""
+        return tuple(one for one in self.heads if one.level < LEVEL)
 
     @property
     def data(self) -> dict[str, Any]:
@@ -121,7 +122,7 @@ class Importance:
         }  # fmt: skip
 
 
-def rated(those: Sequence[Found], units: Sequence[Values], how: How, tested: str) -> tuple[Rated, ...]:
+def rated(those: Sequence[Found], units: Sequence[Worths], how: How, tested: str) -> tuple[Rated, ...]:
     """The heads of these sites, of what was found in each unit, a text or a batch of them.
 
     tested="signs" tells what is likely chance; "none" does not.

@@ -55,7 +55,7 @@ class Tape:
     def linear(self, x: Node, weight: Tensor, bias: Tensor | None, value: Tensor | None = None) -> Node:
         """W x + b of [tokens, in], by weight [out, in]."""
         weight = weight.double()
-        constant = torch.zeros(len(weight), dtype=weight.dtype) if bias is None else bias.double()
+        constant = weight.new_zeros(len(weight)) if bias is None else bias.double()
         y = x.value @ weight.T + constant if value is None else value
 
         def back(relevance: Tensor) -> list[Tensor]:
@@ -87,7 +87,7 @@ class Tape:
 
         def back(relevance: Tensor) -> list[Tensor]:
             parts = _read_back(w_HTS, v_HSV, relevance.transpose(0, 1)).transpose(0, 1)
-            index = torch.tensor(list(reads))
+            index = torch.tensor(list(reads), device=v.value.device)
             return [torch.zeros_like(v.value).index_add_(1, index, parts)]
 
         return self._noted((w_HTS @ v_HSV).transpose(0, 1), [v], back)

@@ -36,6 +36,15 @@ def p_values(differences: Array, seed: int = 0) -> Array:
     return beyond / (turns + 1)
 
 
+def least_p(texts: int) -> float:
+    """The least p that so many texts can have: all signs alike is one of two ways to be as far out.
+
+    >>> least_p(5)
+    0.0625
+    """
+    return 2.0 ** (1 - texts)
+
+
 def corrected(p: Array, how: str = "holm") -> Array:
     """The same for as many tests at once: the least level at which each is still told from chance.
 

@@ -15,8 +15,9 @@ from .lrp import Relevance
 from .methods import Clock, LeaveOneOut, Method, Michel, Shapley, Taylor, Text, TimeUp, clock
 from .objectives import Objective, objective_of
 from .passing import passage
-from .rating import How, Importance, Values, rated
+from .rating import LEVEL, How, Importance, Worths, rated
 from .scene import Scene
+from .significance import least_p
 
 METHODS: Mapping[str, Method] = {
     one.name: one
@@ -52,23 +53,18 @@ def importance(
     >>> found.objective, found.texts, [(one.site, one.head) for one in found.heads]
     ('next-token', 5, [('decoder.0.attention', 0), ('decoder.0.attention', 1)])
     """
-    how_found = _method(method)
-    those = _edited(model)
-    scenes, notes = _drawn(scenes, how)
-    first = next(scenes, None)
-    if first is None:
+    check, way, those = clock(how.budget), _method(method), _edited(model)
+    if why := way.refuses(model):
+        raise ValueError(f"{way.name} cannot be used: {why}")
+    drawn, notes = _drawn(scenes, how)
+    if (first := next(drawn, None)) is None:
         raise ValueError("no text was given; give at least two")
-    if why := how_found.refuses(model):
-        raise ValueError(f"{how_found.name} cannot be used: {why}")
-    chosen, said = _objective(model, objective, first, how_found)
-    notes += [said] if said else []
-    units = Units(model, those, how_found, chosen)
-    units.read(chain([first], scenes), clock(how.budget), tell)
-    heads = rated(those, units.found, how, how_found.tested)
-    named = how_found.measures or chosen.name
-    return Importance(
-        type(model).__name__, how_found.name, named, units.count, heads, (*notes, *units.notes(how), *how_found.notes)
-    )
+    chosen, said = _objective(model, objective, first, way)
+    units = Units(model, those, way, chosen)
+    units.read(chain([first], drawn), check, tell)
+    heads = rated(those, units.found, how, way.tested)
+    notes += [*([said] if said else []), *units.notes(how, len(heads)), *way.notes]
+    return Importance(type(model).__name__, way.name, way.measures or chosen.name, units.count, heads, tuple(notes))
 
 
 class Units:
@@ -76,7 +72,7 @@ class Units:
 
     def __init__(self, model: nn.Module, those: Sequence[Found], method: Method, objective: Objective) -> None:
         self.model, self.those, self.method, self.objective = model, those, method, objective
-        self.found: list[Values] = []
+        self.found: list[Worths] = []
         self.count = self.silent = 0
         self.stopped, self.restarts = False, True
 
@@ -106,9 +102,11 @@ class Units:
             self.restarts = self.restarts and way.restarts
             yield Text(number, way, question, self.objective)
 
-    def notes(self, how: How) -> list[str]:
+    def notes(self, how: How, heads: int) -> list[str]:
         """What must be known beside the numbers."""
-        told = []
+        told, least = [], least_p(len(self.found))
+        if self.method.tested == "signs" and how.correction != "none" and least * heads > LEVEL:
+            told.append(f"{len(self.found)} texts tell no head from chance: no p is below {least:g}, of {heads} heads")
         if self.stopped:
             told.append(f"stopped after {self.count} texts, when {how.budget:g} seconds were used up")
         if self.silent:
