@@ -30,7 +30,8 @@ from foreign import (
 from headwise import families
 from headwise.counting.pricing import price
 from headwise.hub.finding import found
-from headwise.hub.watching import Seen, watching
+from headwise.hub.forwards import standing
+from headwise.hub.watching import Core
 from test_kept_models import measured, profile
 
 FLAT = {key: value for key, value in LLAMA.items() if key != "head_dim"}
@@ -208,12 +209,13 @@ class Passing(NamedTuple):
     """What passed one attention of theirs: its input, what it read of elsewhere, what heads said, what it compared."""
 
     module: nn.Module
+    call: int
     inputs: list[tuple[Tensor, Tensor | None]]
     heads: list[Tensor]
-    seen: list[Seen]
+    seen: list[Core]
     wants_core: bool = True
 
-    def core(self, seen: Seen) -> None:
+    def core(self, seen: Core) -> None:
         self.seen.append(seen)
 
     def take(self, z: Tensor) -> None:
@@ -238,10 +240,9 @@ class Watching:
 @contextmanager
 def watched(model: nn.Module):
     those = found(model)
-    passing = {one.site.name: Passing(model.get_submodule(one.site.path), [], [], []) for one in those}
+    passing = {one.site.name: Passing(model.get_submodule(one.site.path), one.call, [], [], []) for one in those}
     hooks = [one.module.register_forward_pre_hook(one.enter, with_kwargs=True) for one in passing.values()]
-    stands = [stand for route in {one.route for one in those} for stand in route.stands()]
-    with watching({one.module: (Watching(passing[one.site.name]),) for one in those}, stands), torch.no_grad():
+    with standing(model, those, {name: Watching(one) for name, one in passing.items()}), torch.no_grad():
         yield passing
     for hook in hooks:
         hook.remove()
@@ -319,7 +320,7 @@ def test_attention_says_what_theirs_says(name: str):
         if site == "head_attention.0.attention":
             continue  # what pools patches is described as no layer
         layer = loaded(specs[site], one.module, model)
-        (x, source), z = one.inputs[0], one.heads[0]
+        (x, source), z = one.inputs[one.call], one.heads[0]
         with torch.no_grad():
             got = layer(x, source=source)
         expected = z.flatten(2) @ layer.weights["output"]["o"].mT
@@ -355,10 +356,11 @@ def test_the_mask_is_theirs(name: str):
         elif "sliding_window" in vars(one.module):
             assert kept is None
         for seen in one.seen:
-            queries, keys = seen.q_BTHK.shape[1], seen.k_BSGK.shape[1]
-            told = torch.ones(queries, keys, dtype=torch.bool) if seen.mask is None else seen.mask[0, 0, :, :keys]
-            told = told if told.dtype == torch.bool else told > -1e9
-            assert torch.equal(told.expand(queries, keys), allowed(spec.pattern, queries, keys)), site
+            told = seen.allowed()[0, 0]
+            expected = allowed(spec.pattern, *told.shape)
+            assert not (told & ~expected).any(), site
+            if seen.told is not None:  # else weights alone are known, of which the least may be zero
+                assert torch.equal(told, expected), site
 
 
 # --- sites ---------------------------------------------------------------------------------------------

@@ -10,6 +10,14 @@ class SpecError(ValueError):
     """A description that cannot be meant: a wrong size, name, key, pattern or combination."""
 
 
+class TooLong(ValueError):
+    """More tokens than a model takes at once."""
+
+
+class Unread(SpecError):
+    """A text that a model's tokenizer has no token for."""
+
+
 class NoBackend(RuntimeError):
     """No backend can run this job; the message lists every refusal with its reason."""
 

@@ -79,10 +79,14 @@ def show(text: str) -> None:
     print(text)
 
 
+def in_colour() -> bool:
+    """Whether bold and colours can be seen and are wanted."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+
 def title(text: str) -> None:
     """Print a heading, in bold where that can be seen and is wanted, with an empty line after it."""
-    bold = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    show(f"\x1b[1m{text}\x1b[0m\n" if bold else text + "\n")
+    show(f"\x1b[1m{text}\x1b[0m\n" if in_colour() else text + "\n")
 
 
 def take_spec(parser: argparse.ArgumentParser) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -42,11 +40,13 @@ def interval(found: Array, share: float = SHARE) -> tuple[Array, Array]:
     """Between which values this share of draws lies, of draws along the first axis.
 
     >>> low, high = interval(np.arange(101.0)[:, None])
-    >>> low.tolist(), high.tolist()
+    >>> low.round(9).tolist(), high.round(9).tolist()
     ([2.5], [97.5])
     """
-    tails: Sequence[float] = ((1 - share) / 2, (1 + share) / 2)
-    low, high = (
-        np.nanquantile(found, tails, axis=0) if not np.isnan(found).all() else np.full((2, *found.shape[1:]), np.nan)
-    )
+    tails = (1 - share) / 2, (1 + share) / 2
+    flat = found.reshape(len(found), -1)
+    there = ~np.isnan(flat).all(0)
+    ends = np.full((2, flat.shape[1]), np.nan)
+    ends[:, there] = np.nanquantile(flat[:, there], tails, axis=0)
+    low, high = ends.reshape(2, *found.shape[1:])
     return low, high

@@ -14,7 +14,7 @@ from ..hub.watching import Core
 from .block import Block
 from .scene import Scene
 
-CELLS = 2**24  # weights of a band, at most: 64 MB
+CELLS = 2**22  # weights of a band, at most: 64 MB
 See = Callable[[str, Block], None]
 
 

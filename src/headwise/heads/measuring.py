@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
+from ..errors import nearest
 from ..hub.finding import found
 from ..hub.readable import reads_two, streams_of
 from ..hub.routes.base import Found
 from .block import Block
 from .intervals import Array, interval, mean, means, resampled
 from .looking import look
+from .published import named
 from .scene import Scene
 from .statistics import STATISTICS, Statistic
 from .table import Head, Measure, Table
+from .words import ByWord
 
 RESAMPLES = 1000
-CHANCE = "chance"
+OWN, CHANCE = "own", "chance"
+Sums = tuple[Array, Array]
+UNITS = ("tokens", "words")
+
+
+class More(Protocol):
+    """What else is added up on the way, and made into measures of heads by site and number."""
+
+    def open(self, scene: Scene) -> None:
+        """A text comes."""
+        ...
+
+    def see(self, site: str, block: Block) -> None:
+        """Add a band of rows."""
+        ...
+
+    def close(self) -> None:
+        """A text is over."""
+        ...
+
+    def measures(self, draws: Array) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
+        """What was found, with intervals of these draws of texts."""
+        ...
 
 
 class Adding:
@@ -28,28 +54,50 @@ class Adding:
 
     def __init__(self, statistics: Sequence[Statistic]) -> None:
         self.statistics = statistics
-        self.kept: dict[tuple[str, str, str], list[tuple[Array, Array]]] = {}
-        self._open: dict[tuple[str, str, str], tuple[Array, Array]] = {}
+        self.kept: dict[tuple[str, str, str], list[Sums]] = {}
+        self._open: dict[tuple[str, str, str], Sums] = {}
+        self._known: list[tuple[Any, torch.Tensor, dict[str, Sums]]] = []
 
     def see(self, site: str, block: Block) -> None:
         """Add a band of rows, and the same of a head that reads all it may alike."""
-        for kind, own in (("own", block), (CHANCE, block.uniform)):
-            rest, there = own.beside_sinks()
-            for one in self.statistics:
-                if one.itself and not own.itself:
-                    continue
-                self._add((site, one.name, kind), one, own if one.of == "all" else _only(rest, there))
+        for name, told in self._sums(block).items():
+            self._add((site, name, OWN), told)
+        for name, told in self._chances(block).items():
+            self._add((site, name, CHANCE), told)
 
-    def _add(self, key: tuple[str, str, str], one: Statistic, block: Block) -> None:
-        sums, numbers = (told.cpu().numpy().astype(np.float64) for told in one.sums(block))
+    def _sums(self, block: Block) -> dict[str, Sums]:
+        rest, there = block.beside_sinks()
+        left = _only(rest, there)
+        found = {
+            one.name: one.sums(block if one.of == "all" else left)
+            for one in self.statistics
+            if block.itself or not one.itself
+        }
+        return {name: (_plain(sums), _plain(count)) for name, (sums, count) in found.items()}
+
+    def _chances(self, block: Block) -> dict[str, Sums]:
+        """What chance is here: that of the last bands is kept, for most layers let tokens read the same."""
+        here = (block.start, block.asks, block.told)
+        for place, allowed, told in self._known:
+            if place == here and allowed.shape == block.allowed.shape and torch.equal(allowed, block.allowed):
+                return told
+        told = self._sums(block.uniform)
+        self._known = [*self._known[-2:], (here, block.allowed, told)]
+        return told
+
+    def _add(self, key: tuple[str, str, str], told: Sums) -> None:
         was = self._open.get(key)
-        self._open[key] = (sums, numbers) if was is None else (was[0] + sums, was[1] + numbers)
+        self._open[key] = told if was is None else (was[0] + told[0], was[1] + told[1])
 
     def close(self) -> None:
         """A text is over."""
         for key, told in self._open.items():
             self.kept.setdefault(key, []).append(told)
-        self._open = {}
+        self._open, self._known = {}, []
+
+
+def _plain(told: torch.Tensor) -> Array:
+    return told.cpu().numpy().astype(np.float64)
 
 
 def _only(block: Block, rows_HT: torch.Tensor) -> Block:
@@ -59,11 +107,12 @@ def _only(block: Block, rows_HT: torch.Tensor) -> Block:
 
 
 class Chosen(NamedTuple):
-    """What is measured and how: names of statistics, draws of the bootstrap, and its seed."""
+    """What is measured and how: names of statistics, draws of the bootstrap, its seed, and of "tokens" or "words"."""
 
     statistics: tuple[str, ...] = tuple(STATISTICS)
     resamples: int = RESAMPLES
     seed: int = 0
+    units: str = "tokens"
 
 
 def measure(
@@ -71,25 +120,40 @@ def measure(
     scenes: Iterable[Scene],
     *,
     chosen: Chosen = Chosen(),  # noqa: B008 - it is frozen
+    more: Sequence[More] = (),
     name: str = "",
     tell: Callable[[int], object] = lambda _: None,
 ) -> Table:
     """What the heads of a model do over texts: a table of measures with intervals and chance levels.
 
-    Every text is run by itself, and no map of weights is kept. `tell` hears how many texts were read.
+    Every text is run by itself, and no map of weights is kept. `more` is added up on the way: `Syntax`, `Alignment`.
+    `tell` hears how many texts were read.
     """
+    if chosen.units not in UNITS:
+        raise ValueError(f"units={chosen.units!r} are unknown; {nearest(chosen.units, UNITS)}")
     those = _seen(model)
     streams = {one.site.name: streams_of(one.site, reads_two(model)) for one in those}
-    adding = Adding([STATISTICS[one] for one in chosen.statistics])
+    adding = Adding([named(one) for one in chosen.statistics])
+    words = ByWord(adding.see)
+    sees = [words.see if chosen.units == "words" else adding.see, *(one.see for one in more)]
+
+    def see(site: str, block: Block) -> None:
+        for one in sees:
+            one(site, block)
+
     count = 0
     for count, scene in enumerate(scenes, 1):
-        look(model, those, scene, streams, adding.see)
-        adding.close()
+        for one in more:
+            one.open(scene)
+        look(model, those, scene, streams, see)
+        for one in (adding, words, *more):
+            one.close()
         tell(count)
     if count < 2:
         raise ValueError(f"{count} texts leave no interval; give at least two")
     draws = resampled(count, chosen.resamples, chosen.seed)
-    heads = [head for one in those for head in _heads(one, adding, draws)]
+    also = [one.measures(draws) for one in more]
+    heads = [_with(head, also) for one in those for head in _heads(one, adding, draws)]
     return Table(name or type(model).__name__, f"{count} texts", tuple(heads))
 
 
@@ -104,12 +168,20 @@ def _seen(model: nn.Module) -> list[Found]:
     return those
 
 
+def _with(head: Head, also: Sequence[Mapping[tuple[str, int], Mapping[str, Measure]]]) -> Head:
+    """The same with measures that were made elsewhere."""
+    found = dict(head.measures)
+    for told in also:
+        found.update(told.get((head.site, head.head), {}))
+    return replace(head, measures=found)
+
+
 def _heads(one: Found, adding: Adding, draws: Array) -> list[Head]:
     site = one.site
     measures = {
         statistic.name: _measures(adding, site.name, statistic, draws)
         for statistic in adding.statistics
-        if (site.name, statistic.name, "own") in adding.kept
+        if (site.name, statistic.name, OWN) in adding.kept
     }
     count = len(next(iter(measures.values())))
     each = max(1, count // max(1, site.kv))
@@ -122,7 +194,7 @@ def _heads(one: Found, adding: Adding, draws: Array) -> list[Head]:
 
 def _measures(adding: Adding, site: str, statistic: Statistic, draws: Array) -> list[Measure]:
     """One statistic of every head of a site."""
-    sums, numbers = _stacked(adding.kept[site, statistic.name, "own"])
+    sums, numbers = _stacked(adding.kept[site, statistic.name, OWN])
     chance = mean(*_stacked(adding.kept[site, statistic.name, CHANCE]))
     value, found = mean(sums, numbers), means(sums, numbers, draws)
     if statistic.fold is not None:

@@ -13,17 +13,22 @@ import torch
 from torch import Tensor
 
 from .block import Block
+from .scene import sinks
 
 Sums = tuple[Tensor, Tensor]  # of each head: [H] or [H, N], and the number of rows
 Fold = Callable[[Tensor], Tensor]
 REACH = 8  # offsets that are looked at, each way
+FAR = 16  # offsets whose mean weight is kept, each way; farther pairs are one group
+ROWS = 64  # of a text are sorted, at most
+SHARES = (0.5, 0.9, 0.95)
+HAIR = 1e-6  # by which a sum of float32 may miss a share
 
 
 @dataclass(frozen=True)
 class Statistic:
     """A name, what it says in a sentence, and how it is summed; `of` "rest" is of what sinks leave.
 
-    `fold` makes one number of a mean of several. `high` is what makes it much, for whoever draws it.
+    `fold` makes one number of a mean of several.
     """
 
     name: str
@@ -77,8 +82,6 @@ def distance(block: Block) -> Sums:
 
 def sink(block: Block) -> Sums:
     """The weight on the first token and on those that stand for no text, and what a learned sink takes."""
-    from .scene import sinks
-
     rows = 1 - (block.w_HTS * ~sinks(block.told)).sum(-1)
     return mean_of(rows, _alive(block))
 
@@ -115,11 +118,26 @@ def _offset(block: Block, offset: int) -> Tensor:
 
 def offsets(block: Block) -> Sums:
     """How often the largest weight stands at each offset of -8..8, [H, 17] (1905.09418)."""
-    far = block.w_HTS.argmax(-1) - block.places
-    at = torch.arange(-REACH, REACH + 1, device=far.device)
-    counted = _alive(block).expand_as(far)
-    hits = ((far[..., None] == at) & counted[..., None]).sum(1, dtype=torch.float64)
-    return hits, counted.sum(-1, dtype=torch.float64)[:, None].expand_as(hits)
+    at, there = near(block, REACH)
+    top, ties = _largest(block)
+    hits = ((block.w_HTS.gather(-1, at.expand(len(top), -1, -1)) == top) & there) / ties
+    counted = _alive(block).expand(hits.shape[:2])
+    found = torch.where(counted[..., None], hits, 0).sum(1, dtype=torch.float64)
+    return found, counted.sum(-1, dtype=torch.float64)[:, None].expand_as(found)
+
+
+def _largest(block: Block) -> tuple[Tensor, Tensor]:
+    """The largest weight of each row and how many keys have it, [H, T, 1]: a hit on one of them is a part of a hit."""
+    top = block.w_HTS.amax(-1, keepdim=True)
+    ties = (block.w_HTS == top).float()
+    return top, ties @ ties.new_ones(ties.shape[-1], 1)  # a product adds faster than a sum of flags
+
+
+def near(block: Block, reach: int) -> tuple[Tensor, Tensor]:
+    """The key at each offset of -reach..reach of each query, [1, T, N], 0 where there is none; and where there is."""
+    at = block.places[:, None] + torch.arange(-reach, reach + 1, device=block.w_HTS.device)
+    there = (at >= 0) & (at < block.told.count)
+    return torch.where(there, at, 0)[None], there
 
 
 def duplicate(block: Block) -> Sums:
@@ -146,14 +164,75 @@ def rare(block: Block) -> Sums:
         return zero, zero
     least = torch.where(readable, told.common, told.common.max() + 1).min()
     rarest = readable & (told.common == least)
-    hits = rarest[block.w_HTS.argmax(-1)].double()
+    top, ties = _largest(block)
+    hits = (block.w_HTS[..., rarest] == top).sum(-1) / ties[..., 0]
     may = (block.allowed & rarest).any(-1)
     return mean_of(hits, may[None] if may.dim() == 1 else may)
+
+
+def support(block: Block) -> Sums:
+    """How many keys hold 50, 90 and 95 % of a row, over those that may be read, [H, 3]; of rows evenly spread."""
+    count = block.asks.count
+    spread = torch.linspace(0, count - 1, min(count, ROWS), device=block.w_HTS.device).round().long() - block.start
+    rows = spread[(spread >= 0) & (spread < block.w_HTS.shape[1])]
+    held = block.w_HTS[:, rows].sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
+    goals = held[..., -1:, None] * (1 - HAIR) * torch.tensor(SHARES, dtype=torch.float64, device=held.device)
+    keys = (held[..., None] < goals).sum(-2) + 1
+    visible = block.allowed[..., rows, :].sum(-1).expand(keys.shape[:2])
+    counted = (visible > 0)[..., None]
+    found = torch.where(counted, keys.double() / visible.clamp(min=1)[..., None], 0).sum(1, dtype=torch.float64)
+    return found, counted.expand_as(keys).sum(1, dtype=torch.float64)
+
+
+def by_offset(block: Block) -> Sums:
+    """Weights of each offset of -16..16 and of all others, how many pairs these are of all, and squares: [H, 69].
+
+    All that the share of their variance that offsets explain is made of, see `explained`.
+    """
+    at, there = near(block, FAR)
+    heads = block.w_HTS.shape[0]
+    allowed = block.allowed if block.allowed.dim() == 3 else block.allowed[None]
+    those = torch.where(there, block.w_HTS.gather(-1, at.expand(heads, -1, -1)), 0).sum(1, dtype=torch.float64)
+    pairs = (there & allowed.gather(-1, at.expand(len(allowed), -1, -1))).sum(1, dtype=torch.float64)
+    whole, every = block.w_HTS.sum(-1).sum(-1, dtype=torch.float64), allowed.sum((1, 2), dtype=torch.float64)
+    squares = torch.linalg.vector_norm(block.w_HTS, dim=-1).double().square().sum(-1)
+    sums = torch.cat([those, (whole - those.sum(-1))[:, None]], -1)
+    numbers = torch.cat([pairs, (every - pairs.sum(-1))[:, None]], -1).expand_as(sums)
+    total = every.expand(heads)[:, None]
+    return torch.cat([sums, numbers, squares[:, None]], -1), torch.cat([numbers, total.expand(-1, 2 * FAR + 3)], -1)
+
+
+def explained(mean: Tensor) -> Tensor:
+    """The share of the variance of weights that offsets alone explain, of `by_offset`; 0 where nothing varies."""
+    groups = 2 * FAR + 2
+    of_group, share, square = mean[..., :groups], mean[..., groups:-1], mean[..., -1]
+    of_group = torch.where(share > 0, of_group, 0)  # nobody is at an offset that no text is long enough for
+    centre = (share * of_group).sum(-1)
+    within, total = (share * of_group.square()).sum(-1) - centre.square(), square - centre.square()
+    return torch.where(total > HAIR * square, within / total, torch.where(total.isnan(), total, 0))
 
 
 def largest(mean: Tensor) -> Tensor:
     """The largest of several means."""
     return mean.amax(-1)
+
+
+def peak(mean: Tensor) -> Tensor:
+    """The offset of the largest of the means of `offsets`.
+
+    >>> peak(torch.tensor([0.0] * 6 + [0.9] + [0.0] * 10))
+    tensor(-2., dtype=torch.float64)
+    """
+    return torch.where(mean.isnan().any(-1), torch.nan, (mean.argmax(-1) - REACH).double())
+
+
+def entry(number: int) -> Fold:
+    """One of several means.
+
+    >>> entry(1)(torch.tensor([0.2, 0.7]))
+    tensor(0.7000)
+    """
+    return lambda mean: mean[..., number]
 
 
 STATISTICS: Mapping[str, Statistic] = {
@@ -171,6 +250,13 @@ STATISTICS: Mapping[str, Statistic] = {
         Statistic("self", "weight on the token itself", at_offset(0), "rest", itself=True),
         Statistic("next", "weight on the token behind", at_offset(1), "rest", itself=True),
         Statistic("offset", "rows whose largest weight is at one distance", offsets, "rest", largest, itself=True),
+        Statistic("peak", "the distance that most largest weights are at", offsets, "rest", peak, itself=True),
+        Statistic(
+            "positional", "variance of weights that distance explains", by_offset, "rest", explained, itself=True
+        ),
+        Statistic("support50", "share of keys that hold half of a row", support, fold=entry(0)),
+        Statistic("support90", "share of keys that hold 90 % of a row", support, fold=entry(1)),
+        Statistic("support95", "share of keys that hold 95 % of a row", support, fold=entry(2)),
         Statistic("duplicate", "weight on the same token elsewhere", duplicate, "rest", itself=True),
         Statistic("induction", "weight behind an earlier same token", induction, "rest", itself=True),
         Statistic("rare", "rows whose largest weight is on the rarest token", rare, "rest"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -95,18 +95,3 @@ class Table:
 
 def _number(value: float) -> float:
     return -math.inf if math.isnan(value) else value
-
-
-def columns(heads: Sequence[Head], names: Sequence[str]) -> list[list[str]]:
-    """A line for each head: where it is, these measures, and its classes."""
-    head = ["site", "head", *names, "classes"]
-    rows = [
-        [one.site, str(one.head), *(_shown(one.measures[name]) for name in names),
-         ", ".join(f"{named.name} {named.score:.2f}" for named in one.classes)]
-        for one in heads
-    ]  # fmt: skip
-    return [head, *rows]
-
-
-def _shown(one: Measure) -> str:
-    return "-" if math.isnan(one.value) else f"{one.value:.2f}"

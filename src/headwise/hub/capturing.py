@@ -74,7 +74,7 @@ def _trace(
         raise ValueError(f"nothing could be kept: {next(iter(skipped.values()))}")
     layers = tuple(keeper.layer(streams[name]) for name, keeper in keepers.items() if name not in skipped)
     store = next(iter(keepers.values())).store
-    told = {"name": _name(model), "class": type(model).__name__, "torch": torch.__version__}
+    told = {"name": name_of(model), "class": type(model).__name__, "torch": torch.__version__}
     return Trace(told, rows, layers, tuple(store.grids), skipped)
 
 
@@ -141,7 +141,8 @@ def _spoken(given: Readable, said: Any) -> dict[str, tuple[Row, ...]]:
     return dict(given.rows) | {"text": given.grown(new)}
 
 
-def _name(model: nn.Module) -> str:
+def name_of(model: nn.Module) -> str:
+    """What a model is called: by its description, its folder, or its class."""
     if isinstance(model, Transformer):
         return model.described.name
     path = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")

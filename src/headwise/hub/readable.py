@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from ..blueprint.manifest import TOKENIZER
-from ..errors import SpecError
+from ..errors import SpecError, TooLong
 from ..models import Transformer
-from ..models.generating import Words, beginning, read, side_by_side, words_of
+from ..models.generating import Words, beginning, longest, read, side_by_side, words_of
 from ..site import Site
 from ..traces import Row
 
@@ -138,13 +138,20 @@ def streams_of(site: Site, two: bool) -> tuple[str, str]:
     return ("source", "source") if "encoder" in site.stack else ("text", "text")
 
 
+def takes(model: nn.Module) -> int | None:
+    """How many tokens a model takes at most; None where there is no end."""
+    if isinstance(model, Transformer):
+        return min((n for stack in model.described.stacks if (n := longest(stack)) is not None), default=None)
+    config = getattr(model, "config", None)
+    return next((n for name in LENGTHS if isinstance(n := getattr(config, name, None), int)), None)
+
+
 def _check_length(model: nn.Module, count: int) -> None:
     """Refuse more tokens than a model of somebody else's says it takes; ours refuse for themselves."""
-    config = getattr(model, "config", None)
-    most = next((n for name in LENGTHS if isinstance(n := getattr(config, name, None), int)), None)
+    most = None if isinstance(model, Transformer) else takes(model)
     if most is not None and count > most:
         fact = f"{count} tokens are {count - most} more than the {most} positions of {type(model).__name__}"
-        raise ValueError(f"{fact}; shorten the text, or ask for fewer new tokens")
+        raise TooLong(f"{fact}; shorten the text, or ask for fewer new tokens")
 
 
 def _ours(net: Transformer, texts: list[str], steps: int) -> Readable:

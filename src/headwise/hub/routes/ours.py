@@ -73,10 +73,13 @@ class Worked:
         """The same as tensors, if softmax of scaled products is all that the layer does with them."""
         if not backends.is_plain(self.job):
             return None
-        plain = backends.plainly(self.sight, self.inputs, self.bound)
+        plain, core = backends.plainly(self.sight, self.inputs, self.bound), self.job.core
+        k, v, reads = self.inputs.k, self.inputs.v, core.keys
+        if core.values != core.keys:  # values are grouped otherwise: each head is given its own of both
+            k, v, reads = k[:, :, list(core.keys)], v[:, :, list(core.values)], tuple(range(len(core.keys)))
         return Seen(
-            self.inputs.q, self.inputs.k, self.inputs.v, self.inputs.asked.scale, plain.mask, plain.causal, plain.bias,
-            sinks=plain.sinks, reads=self.job.core.keys, stands=self.stands,
+            self.inputs.q, k, v, self.inputs.asked.scale, plain.mask, plain.causal, plain.bias, sinks=plain.sinks,
+            reads=reads, stands=self.stands,
         )  # fmt: skip
 
     @property

@@ -1,6 +1,6 @@
 """Generation: what a model says behind a prompt, chosen, followed or drawn, and told as it comes."""
 
-from .course import Course, answering, check_says, side_by_side, steps
+from .course import Course, answering, check_says, longest, side_by_side, steps
 from .how import Decoding
 from .picking import pick
 from .prompts import Given, beginning, read, row_of, taken
@@ -8,4 +8,16 @@ from .saying import Asked, Said, generate, stream, streams_of
 from .words import Telling, Words, words_of
 
 __all__ = ["Asked", "Course", "Decoding", "Given", "Said", "Telling", "Words", "answering", "check_says", "generate"]
-__all__ += ["beginning", "pick", "read", "row_of", "side_by_side", "steps", "stream", "streams_of", "taken", "words_of"]
+__all__ += [
+    "beginning",
+    "longest",
+    "pick",
+    "read",
+    "row_of",
+    "side_by_side",
+    "steps",
+    "stream",
+    "streams_of",
+    "taken",
+    "words_of",
+]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import SpecError
+from ...errors import SpecError, TooLong
 from ...tokens import Tokens
 from ..caches import Memory
 from ..transformer import Transformer
@@ -114,7 +114,7 @@ def _checked(row: list[int], net: Transformer) -> list[int]:
     most = longest(first)
     if most is not None and len(row) > most:
         fact = f"a prompt of {len(row)} tokens is {len(row) - most} longer than the {most} positions"
-        raise ValueError(f"{fact} of {net.described.name}; shorten it, or read its end alone with window={most}")
+        raise TooLong(f"{fact} of {net.described.name}; shorten it, or read its end alone with window={most}")
     return row
 
 

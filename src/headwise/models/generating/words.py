@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from tokenizers import Encoding, Tokenizer
 
 from ...blueprint import Usage
-from ...errors import SpecError
+from ...errors import SpecError, Unread
 from ..transformer import Transformer
 from ..usage import check_usage
 
@@ -41,10 +41,10 @@ class Words:
         try:
             found = self._tokenizer.encode(text, add_special_tokens=False)
         except Exception:  # what a tokenizer without a token for the unknown raises has no name of its own
-            raise SpecError(_strange(text, *self._first_strange(text))) from None
+            raise Unread(_strange(text, *self._first_strange(text))) from None
         if self._unknown in found.ids:
             start, stop = found.offsets[found.ids.index(self._unknown)]
-            raise SpecError(_strange(text, start, stop))
+            raise Unread(_strange(text, start, stop))
         return found
 
     def text(self, ids: Sequence[int]) -> str:

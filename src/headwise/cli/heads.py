@@ -1,0 +1,122 @@
+"""`headwise heads`: what every head of a model does over texts, and what it is called."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .screen import Arguments, Wrong, document, in_colour, show, take_form
+
+if TYPE_CHECKING:
+    from ..heads.scene import Scene
+    from ..heads.table import Table
+
+
+def main(argv: list[str]) -> int:
+    """Measure, name, and show the heads of a model."""
+    given = _parser().parse_args(argv)
+    _check(given)
+    from ..hub.opening import opened
+
+    model = opened(given.model).eval()
+    scenes, notes = _scenes(model, given)
+    table = _measured(model, scenes, notes, given)
+    if given.out is not None:
+        from ..heads.report import write_all
+
+        for name in write_all(model, table, scenes, Path(given.out)):
+            print(name, file=sys.stderr)
+    show(document(table.data) if given.json else _told(table, given))
+    return 0
+
+
+def _parser() -> Arguments:
+    parser = Arguments(
+        "heads",
+        "What every head of a model does over texts: where it looks, against what chance would give, and the classes "
+        "that this makes it one of, with intervals over the texts.",
+        "headwise heads path/to/model --conllu en_ewt-ud-dev.conllu --limit 500 --out heads",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder of headwise, or one of transformers")
+    parser.add_argument("--data", metavar="FILE", help="texts, one a line; a tab parts a source from its target")
+    parser.add_argument("--conllu", metavar="FILE", help="parsed sentences: their texts are read, relations are tried")
+    parser.add_argument(
+        "--align", nargs=3, metavar=("SOURCE", "TARGET", "GOLD"),
+        help="pairs of lines, and links between their words as in 0-0 1-2 2?3",
+    )  # fmt: skip
+    parser.add_argument("--limit", type=int, metavar="COUNT", help="read so many texts")
+    parser.add_argument("--sort", metavar="MEASURE", help="heads with the most of it first")
+    parser.add_argument("--criteria", default="ours", metavar="WHOSE", help="ours, clark or voita: what makes a class")
+    parser.add_argument("--resamples", type=int, default=1000, metavar="COUNT", help="draws of the bootstrap (1000)")
+    parser.add_argument("--seed", type=int, default=0, metavar="INT", help="of the bootstrap (0)")
+    parser.add_argument("--out", metavar="DIR", help="write figures there, as SVG and PNG, and the table")
+    take_form(parser)
+    return parser
+
+
+def _check(given: argparse.Namespace) -> None:
+    said = [name for name in ("data", "conllu", "align") if getattr(given, name) is not None]
+    if len(said) != 1:
+        raise Wrong("say what is read: one of --data FILE, --conllu FILE, --align SOURCE TARGET GOLD")
+    if given.limit is not None and given.limit < 2:
+        raise Wrong(f"--limit {given.limit} leaves no interval; give at least 2")
+    if given.resamples < 100:
+        raise Wrong(f"--resamples {given.resamples} make no interval; give at least 100")
+    if given.out is not None and Path(given.out).exists() and not Path(given.out).is_dir():
+        raise Wrong(f"{given.out} is a file; give a folder")
+
+
+def _scenes(model: Any, given: argparse.Namespace) -> tuple[list[Scene], tuple[str, ...]]:
+    from ..heads import sources
+    from ..heads.conllu import sentences_of
+
+    if given.conllu is not None:
+        sentences = sentences_of(sources.lines_of(given.conllu), given.conllu)
+        found = sources.of_sentences(model, sentences, given.limit)
+    elif given.align is not None:
+        source, target, gold = (sources.lines_of(path) for path in given.align)
+        if not len(source) == len(target) == len(gold):
+            counts = f"{len(source)}, {len(target)} and {len(gold)}"
+            raise Wrong(f"the three files of --align have {counts} lines; give as many of each")
+        links = [sources.links_of(line, number) for number, line in enumerate(gold, 1)]
+        found = sources.of_pairs(model, list(zip(source, target, strict=True))[: given.limit], links[: given.limit])
+    else:
+        found = sources.of_lines(model, sources.lines_of(given.data), given.limit)
+    scenes = found.counted()
+    if len(scenes) < 2:
+        why = f": {'; '.join(found.notes)}" if found.notes else ""
+        raise Wrong(f"{len(scenes)} texts can be read{why}; give at least two")
+    return scenes, found.notes
+
+
+def _measured(model: Any, scenes: Sequence[Scene], notes: tuple[str, ...], given: argparse.Namespace) -> Table:
+    from dataclasses import replace
+
+    from ..heads import published
+    from ..heads.alignment import Alignment
+    from ..heads.classes import classified
+    from ..heads.measuring import Chosen, measure
+    from ..heads.syntax import Syntax
+    from ..hub.capturing import name_of
+
+    def tell(count: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{count} of {len(scenes)} texts", end="" if count < len(scenes) else "\n", file=sys.stderr)
+
+    chosen = Chosen(resamples=given.resamples, seed=given.seed)
+    chosen = chosen._replace(statistics=(*chosen.statistics, *published.chosen(given.criteria)))
+    theirs = "clark" if given.criteria == "clark" else "ours"
+    more = [Syntax(convention=theirs)] if given.conllu is not None else [Alignment()] if given.align is not None else []
+    table = measure(model, scenes, chosen=chosen, more=more, name=name_of(model), tell=tell)
+    return replace(classified(table, criteria=given.criteria), notes=(*table.notes, *notes))
+
+
+def _told(table: Table, given: argparse.Namespace) -> str:
+    from ..heads.telling import listed, painted, plain, told
+
+    if given.sort is not None:
+        return listed(table, given.sort)
+    return told(table, painted if in_colour() else plain)

@@ -1,0 +1,221 @@
+"""Texts, parsed texts and pairs of texts, as scenes: what a model reads, and what is known of its tokens."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SpecError, TooLong, Unread
+from ..hub.readable import PAD, Readable, readable, reads_two, takes
+from ..hub.running import Run
+from ..traces import Row
+from .conllu import Sentence
+from .scene import Scene, Tokens
+
+WORD = re.compile(r"\w+|[^\w\s]")  # of a text that nobody has taken apart
+ANSWER = 64  # tokens that are written where a source has no text of its own
+Span = tuple[int, int]
+
+
+@dataclass
+class Sources:
+    """Scenes of one data set, in order, with notes of what was left out or taken apart.
+
+    How often ids are met is counted over all of them: `scenes` are complete when all have been added.
+    """
+
+    model: nn.Module
+    scenes: list[Scene] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    def add(self, text: str, target: str = "", sentence: Sentence | None = None, links: Iterable[Any] = ()) -> None:
+        """One text, or a source and its target; with words and arcs of a parse, or links of an alignment."""
+        if not text.strip():
+            self.left_out["empty lines"] += 1
+            return
+        given = self._read(text, target)
+        if given is None:
+            return
+        arcs, spans = (
+            ((), {}) if sentence is None else (sentence.arcs, {"text": sentence.spans, "source": sentence.spans})
+        )
+        streams = {name: _tokens(rows[0], spans.get(name)) for name, rows in given.rows.items()}
+        if sentence is not None and (lost := _lost(next(iter(streams.values())), len(sentence.spans))):
+            self.left_out[f"sentences whose words the tokenizer reads otherwise ({lost} of {len(sentence.spans)} words "
+                          "without a token in the first)"] += 1  # fmt: skip
+            return
+        self.scenes.append(Scene(given.names, streams, tuple(arcs), tuple(links)))
+
+    def counted(self) -> list[Scene]:
+        """The scenes, their tokens with how often each id was met in all of them."""
+        met: dict[str, Counter[int]] = {}
+        for scene in self.scenes:
+            for name, tokens in scene.streams.items():
+                met.setdefault(name, Counter()).update(tokens.ids.tolist())
+        return [
+            replace(scene, streams={name: _common(tokens, met[name]) for name, tokens in scene.streams.items()})
+            for scene in self.scenes
+        ]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was left out, with counts."""
+        return tuple(f"{count} {what}" for what, count in self.left_out.items())
+
+    def _read(self, text: str, target: str) -> Readable | None:
+        """The text as the model takes it; None, and a note, where it is too long."""
+        two = reads_two(self.model)
+        try:
+            if two and not target:
+                return self._answered(text)
+            return readable(self.model, {"source": text, "text": target} if target else text, 0)
+        except TooLong:
+            self.left_out[f"texts longer than the {takes(self.model)} tokens that the model takes"] += 1
+        except Unread:
+            self.left_out["texts with something that the tokenizer does not know"] += 1
+        return None
+
+    def _answered(self, text: str) -> Readable:
+        """A source with what the model itself writes of it."""
+        given = readable(self.model, text, ANSWER)
+        said = Run(self.model, given, ANSWER).watched([], {})
+        rows = given.grown(said.tolist() if isinstance(said, Tensor) else said)
+        ours = not given.names
+        source = torch.tensor(given.ids) if ours else given.names["input_ids"]
+        names = dict(zip(("source", "x") if ours else ("input_ids", "decoder_input_ids"),
+                         (source, torch.tensor([rows[0].ids])), strict=True))  # fmt: skip
+        return replace(given, names=names, rows={**given.rows, "text": rows})
+
+
+def of_lines(model: nn.Module, lines: Iterable[str], limit: int | None = None) -> Sources:
+    """Scenes of texts, one a line; a tab parts a source from its target. A line that is too long is split at words."""
+    sources = Sources(model)
+    for line in lines:
+        if limit is not None and len(sources.scenes) >= limit:
+            break
+        source, _, target = line.partition("\t")
+        pieces = [source] if target or reads_two(model) else list(_pieces(model, source))
+        if len(pieces) > 1:
+            sources.left_out["lines split, for the model takes no more tokens at once"] += 1
+        for piece in pieces:
+            sources.add(piece, target)
+    return sources
+
+
+def of_sentences(model: nn.Module, sentences: Iterable[Sentence], limit: int | None = None) -> Sources:
+    """Scenes of parsed sentences."""
+    sources = Sources(model)
+    for sentence in sentences:
+        if limit is not None and len(sources.scenes) >= limit:
+            break
+        sources.add(sentence.text, sentence=sentence)
+    return sources
+
+
+def of_pairs(
+    model: nn.Module, pairs: Iterable[tuple[str, str]], gold: Iterable[Sequence[tuple[int, int, bool]]]
+) -> Sources:
+    """Scenes of sources and targets with links between their words."""
+    sources = Sources(model)
+    for number, ((source, target), links) in enumerate(zip(pairs, gold, strict=True), 1):
+        counts = len(source.split()), len(target.split())
+        for one in links:
+            if not (0 <= one[0] < counts[0] and 0 <= one[1] < counts[1]):
+                fact = f"pair {number} links word {one[0]} with {one[1]}, of {counts[0]} and {counts[1]} words"
+                raise SpecError(f"{fact}; count from 0")
+        sources.add(source, target, links=links)
+    return sources
+
+
+def links_of(line: str, number: int) -> tuple[tuple[int, int, bool], ...]:
+    """The links of a line as in "0-0 1-2 2?3": source and target word, sure with "-", possible with "?" or "p".
+
+    >>> links_of("0-0 1?2", 1)
+    ((0, 0, True), (1, 2, False))
+    """
+    found: list[tuple[int, int, bool]] = []
+    for one in line.split():
+        parts = re.fullmatch(r"(\d+)([-?p])(\d+)", one)
+        if parts is None:
+            raise SpecError(f"line {number}: {one!r} is no link; write source-target, as in 0-0 1-2 2?3")
+        found.append((int(parts[1]), int(parts[3]), parts[2] == "-"))
+    return tuple(found)
+
+
+def lines_of(path: Path | str) -> list[str]:
+    """The lines of a file of text."""
+    try:
+        return Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path} cannot be read as text: {error}; give a file in UTF-8") from None
+
+
+def _pieces(model: nn.Module, text: str) -> Iterator[str]:
+    """The text, or its halves, or theirs, each of which the model takes."""
+    words = text.split(" ")
+    if len(words) < 2 or not _is_long(model, text):
+        yield text
+        return
+    for part in (words[: len(words) // 2], words[len(words) // 2 :]):
+        yield from _pieces(model, " ".join(part))
+
+
+def _is_long(model: nn.Module, text: str) -> bool:
+    try:
+        readable(model, text, 0)
+    except TooLong:
+        return True
+    except ValueError:  # for another reason, which is told when it is read
+        return False
+    return False
+
+
+def _tokens(row: Row, spans: Sequence[Span] | None) -> Tokens:
+    """What is known of the tokens of a row; words as a parse has them, or as they stand between spaces."""
+    whole = row.offsets or ((0, 0),) * len(row.ids)
+    bare = torch.tensor([start == stop or one == PAD for one, (start, stop) in zip(row.ids, whole, strict=True)])
+    special = bare if row.offsets else torch.zeros(len(row.ids), dtype=torch.bool)
+    separator = special.clone()
+    separator[:1] = False
+    punctuation = torch.tensor([_is_punctuation(word) for word in row.words]) & ~special
+    known = spans if spans is not None else [match.span() for match in WORD.finditer(row.text)]
+    word = torch.tensor([-1 if not row.offsets or gone else _word(row, n, known)
+                         for n, gone in enumerate(special.tolist())])  # fmt: skip
+    if not row.offsets:
+        word = torch.arange(len(row.ids))
+    ids = torch.tensor(row.ids)
+    return Tokens(ids, row.words, special, separator, punctuation, word, torch.zeros_like(ids))
+
+
+def _word(row: Row, number: int, spans: Sequence[Span]) -> int:
+    """The word in which a token begins, spaces before it left aside; -1 where it begins in none."""
+    start, stop = row.offsets[number]
+    start += len(row.text[start:stop]) - len(row.text[start:stop].lstrip())
+    return next((n for n, (first, last) in enumerate(spans) if first <= start < last), -1)
+
+
+def _is_punctuation(word: str) -> bool:
+    """Whether a token is written in signs of punctuation alone, in any language (Unicode's categories P).
+
+    >>> [_is_punctuation(word) for word in (".", "。", " ,", "a.", "")]
+    [True, True, True, False, False]
+    """
+    bare = word.strip().lstrip("Ġ▁")
+    return bool(bare) and all(unicodedata.category(char).startswith("P") for char in bare)
+
+
+def _lost(tokens: Tokens, words: int) -> int:
+    """How many words have no token."""
+    return words - len(set(tokens.word.tolist()) - {-1})
+
+
+def _common(tokens: Tokens, met: Mapping[int, int]) -> Tokens:
+    return replace(tokens, common=torch.tensor([met[one] for one in tokens.ids.tolist()]))

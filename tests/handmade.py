@@ -1,0 +1,124 @@
+"""Small models some of whose heads do one thing, with weights set by hand, and texts for them.
+
+Tokens and places are unit vectors in slices of their own, and a third slice is for what heads copy. Norms are rms ones
+and all vectors as long as each other, so that they only scale.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import headwise as hw
+from headwise import blueprint as bp
+from headwise.heads.scene import Scene, Tokens
+
+WORDS, PLACES, HEADS, DIM = 11, 23, 3, 23
+MODEL = WORDS + PLACES + WORDS
+TOKEN, PLACE, COPY = slice(0, WORDS), slice(WORDS, WORDS + PLACES), slice(WORDS + PLACES, MODEL)
+SHARP = 30.0  # the score of what is looked for, all else being at 0
+COMMON = torch.tensor([500 - 40 * one for one in range(WORDS)])  # how often each id was met: the last is the rarest
+
+
+def _stack(name: str, pattern: str, layers: int, **said: hw.AttentionSpec) -> bp.Stack:
+    own = hw.design(model=MODEL, heads=HEADS, dim=DIM, pattern=pattern)
+    blocks = [bp.Block(own, norm=bp.Norm("rms"), **said)] * layers
+    embedding = bp.Embedding(WORDS, positions=bp.Positions("learned", PLACES))
+    return bp.Stack.of(name, MODEL, blocks, embedding=embedding)
+
+
+def _fresh(described: bp.Model) -> hw.Transformer:
+    """Unit vectors for tokens and places; all else small and random."""
+    net = hw.build(described, seed=0).eval()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, told in net.named_parameters():
+            if name.endswith("embedding.tokens"):
+                told.zero_()[:, TOKEN] = torch.eye(WORDS)
+            elif name.endswith("embedding.positions"):
+                told.zero_()[:, PLACE] = torch.eye(PLACES)
+            elif not name.endswith("norm.weight"):
+                told.copy_(0.02 * torch.randn(told.shape, generator=draw))
+    return net
+
+
+def _compare(net: hw.Transformer, site: str, head: int, q: Tensor, k: Tensor, units: int) -> None:
+    """Make a head score SHARP q x . k z, [dim, model] each, where x and z are sums of so many unit vectors."""
+    named = dict(net.named_parameters())
+    rows = slice(head * DIM, (head + 1) * DIM)
+    sharp = SHARP * math.sqrt(DIM) * units / MODEL  # undoes the norm of both sides and the scale
+    with torch.no_grad():
+        named[f"{site}.project.q"][rows] = sharp * q
+        named[f"{site}.project.k"][rows] = k
+
+
+def _map(source: slice, image: Tensor) -> Tensor:
+    """[dim, model]: an image [any, slice] of one slice."""
+    found = torch.zeros(DIM, MODEL)
+    found[: len(image), source] = image
+    return found
+
+
+ANY = torch.ones(1, PLACES)  # of any place 1
+
+
+def decoder() -> hw.Transformer:
+    """Head (0, 0) reads the token before and copies it, (0, 1) the first token, (1, 2) the rarest one.
+
+    (1, 0) reads behind earlier same tokens, with (0, 0) an induction pair; (0, 2) and (1, 1) are small and random.
+    """
+    net = _fresh(bp.Model("handmade", "decoder", (_stack("decoder", "causal()", 2),), (bp.Head("tokens", WORDS),)))
+    behind = torch.eye(PLACES).roll(1, 0)
+    behind[0] = 0  # nobody stands behind the last
+    _compare(net, "decoder.0.attention", 0, _map(PLACE, torch.eye(PLACES)), _map(PLACE, behind), 2)
+    _compare(net, "decoder.0.attention", 1, _map(PLACE, ANY), _map(PLACE, torch.eye(PLACES)[:1]), 2)
+    _compare(net, "decoder.1.attention", 0, _map(TOKEN, torch.eye(WORDS)), _map(COPY, torch.eye(WORDS)), 3)
+    rarity = torch.arange(WORDS)[None].float()
+    _compare(net, "decoder.1.attention", 2, _map(PLACE, ANY), _map(TOKEN, rarity), 3)
+    named = dict(net.named_parameters())
+    with torch.no_grad():  # (0, 0) copies the token as a unit vector of the third slice
+        value, output = named["decoder.0.attention.project.v"], named["decoder.0.attention.output.o"]
+        value[:DIM] = _map(TOKEN, torch.eye(WORDS)) * math.sqrt(2 / MODEL)
+        output[:, :DIM] = 0
+        output[COPY, :WORDS] = torch.eye(WORDS)
+    return net
+
+
+def translator() -> hw.Transformer:
+    """An encoder and a decoder of one layer; cross head 1 reads the source word of the same id."""
+    cross = hw.design(model=MODEL, heads=HEADS, dim=DIM)
+    stacks = _stack("encoder", "full()", 1), _stack("decoder", "causal()", 1, cross=cross)
+    net = _fresh(bp.Model("handmade", "encoder-decoder", stacks, (bp.Head("tokens", WORDS),)))
+    _compare(net, "decoder.0.cross", 1, _map(TOKEN, torch.eye(WORDS)), _map(TOKEN, torch.eye(WORDS)), 2)
+    return net
+
+
+def _tokens(ids: Tensor) -> Tokens:
+    flags = [torch.zeros(len(ids), dtype=torch.bool) for _ in range(3)]
+    return Tokens(ids, tuple(f"w{one}" for one in ids.tolist()), *flags, torch.arange(len(ids)), COMMON[ids])
+
+
+def texts(count: int, seed: int = 0) -> list[Scene]:
+    """Texts of random tokens that all begin with the commonest."""
+    draw = np.random.default_rng(seed)
+    rows = [torch.from_numpy(draw.integers(0, WORDS, draw.integers(13, PLACES + 1))) for _ in range(count)]
+    for ids in rows:
+        ids[0] = 0
+    return [Scene(ids[None], {"text": _tokens(ids)}) for ids in rows]
+
+
+def pairs(count: int, seed: int = 0) -> list[Scene]:
+    """Words in one order and in another, linked where they are the same."""
+    draw, found = np.random.default_rng(seed), list[Scene]()
+    for _ in range(count):
+        words = int(draw.integers(5, WORDS + 1))
+        source = torch.from_numpy(draw.permutation(WORDS)[:words])
+        order = torch.from_numpy(draw.permutation(words))
+        links = [(int(order[t]), t, bool(draw.random() < 0.8)) for t in range(words)]
+        text = source[order]
+        streams = {"source": _tokens(source), "text": _tokens(text)}
+        found.append(Scene({"x": text[None], "source": source[None]}, streams, links=links))
+    return found

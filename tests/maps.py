@@ -1,0 +1,68 @@
+"""Random maps of weights with all that is known of their tokens, as statistics see them, and their bands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from headwise.heads.block import Block
+from headwise.heads.scene import Tokens
+
+HEADS = 3
+
+
+def tokens(count: int, draw: np.random.Generator, *, kinds: int = 5, ends: bool = True) -> Tokens:
+    """Tokens of few kinds, some of them special: words of one to three pieces between them."""
+    special = draw.random(count) < 0.15
+    if ends:
+        special[[0, -1]] = True
+    separator = special & (draw.random(count) < 0.6)
+    word, at = np.full(count, -1), -1
+    for t in np.flatnonzero(~special):
+        new = t == 0 or special[t - 1] or draw.random() < 0.6
+        at += bool(new)
+        word[t] = at
+    ids = draw.integers(0, kinds, count)
+    common = draw.integers(1, 4, kinds)[ids] * (draw.random(kinds) < 0.9)[ids]
+    spelt = tuple([".", ",", "a", "bc", "d"][one % 5] for one in ids)
+    flags = [torch.from_numpy(np.asarray(one)) for one in (special, separator, ~special & (ids < 2))]
+    return Tokens(torch.from_numpy(ids), spelt, *flags, torch.from_numpy(word), torch.from_numpy(common))
+
+
+def masked(kind: str, asks: int, told: int, draw: np.random.Generator) -> np.ndarray:
+    """Who may read whom: "full", "causal", "holes" with rows that may read nothing, or "each" head another."""
+    if kind == "full":
+        return np.ones((asks, told), bool)
+    causal = np.tril(np.ones((asks, told), bool), told - asks)
+    if kind == "causal":
+        return causal
+    if kind == "holes":
+        holes = causal & (draw.random((asks, told)) < 0.7)
+        holes[draw.integers(0, asks)] = False
+        return holes
+    return np.stack([causal, np.ones((asks, told), bool), draw.random((asks, told)) < 0.5])
+
+
+def block(kind: str, seed: int, *, count: int = 17, other: int = 0, **said: Any) -> Block:
+    """A whole map of one text, or of a text of `other` tokens that reads one of `count`."""
+    draw = np.random.default_rng(seed)
+    told = tokens(count, draw, **said)
+    asks = tokens(other, draw, **said) if other else told
+    allowed = masked(kind, asks.count, told.count, draw)
+    scores = draw.normal(0, 2, (HEADS, asks.count, told.count))
+    scores[:, :, 0] += draw.choice([0, 8], (HEADS, asks.count))  # some rows leave nothing beside sinks
+    raw = np.where(allowed, np.exp(scores), 0)
+    mass = raw.sum(-1, keepdims=True)
+    weights = np.divide(raw, mass, out=np.zeros_like(raw), where=mass > 0)
+    weights[0] *= 0.9  # a learned sink takes the rest
+    return Block(torch.from_numpy(weights), torch.from_numpy(allowed), 0, asks, told)
+
+
+def bands(whole: Block, step: int) -> Iterator[Block]:
+    """The same, so many rows at a time."""
+    for start in range(0, whole.asks.count, step):
+        rows = slice(start, start + step)
+        yield Block(whole.w_HTS[:, rows], whole.allowed[..., rows, :], start, whole.asks, whole.told)

@@ -1,0 +1,135 @@
+"""Links that cross heads draw, against the alignment error rate counted with sets of links; and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import maps
+from headwise.heads.alignment import Alignment
+from headwise.heads.block import Block
+from headwise.heads.intervals import resampled
+from headwise.heads.scene import Scene, Tokens
+
+SITE = "decoder.0.cross"
+Links = list[tuple[int, int, bool]]
+
+
+def pair(seed: int, kind: str = "full") -> tuple[Block, Links]:
+    """A map between the pieces of two texts, and gold links between their words, some of them sure."""
+    draw = np.random.default_rng(seed)
+    block = maps.block(kind, seed, count=13, other=17)
+    source, text = int(block.told.word.max()) + 1, int(block.asks.word.max()) + 1
+    links = {(int(draw.integers(source)), int(draw.integers(text))): bool(draw.random() < 0.6) for _ in range(9)}
+    return block, [(s, t, sure) for (s, t), sure in links.items()]
+
+
+def links_of(block: Block, row: str) -> tuple[list[dict[tuple[int, int], float]], int]:
+    """The links of each head, of uniform weights and of the diagonal, each with its share of a tie; and how many."""
+    said = block.asks.word.tolist()
+    said = said if row == "read" else [*said[1:], -1]
+    told = block.told.word.tolist()
+    allowed = block.allowed.numpy() if block.allowed.dim() == 2 else block.allowed.numpy().any(0)
+    words = sorted({one for one in said if one >= 0})
+    counts = max(block.asks.word.tolist()) + 1, max(told) + 1
+    grids = [w.numpy() for w in block.w_HTS]
+    found: list[dict[tuple[int, int], float]] = [{} for _ in range(len(grids) + 2)]
+    linked = 0
+    for word in words:
+        rows = [t for t, one in enumerate(said) if one == word]
+        may = sorted({s for t in rows for s, one in enumerate(told) if one >= 0 and allowed[t, s]})
+        if not may:
+            continue
+        linked += 1
+        readable = sorted({told[s] for s in may})
+        for head, grid in enumerate(grids):
+            weight = {w: sum(grid[t, s] for t in rows for s, one in enumerate(told) if one == w) for w in readable}
+            top = [w for w in readable if weight[w] == max(weight.values())]
+            found[head].update({(w, word): 1 / len(top) for w in top})
+        found[-2].update({(w, word): 1 / len(readable) for w in readable})
+        found[-1][int((word + 0.5) * counts[1] / counts[0]), word] = 1.0
+    return found, linked
+
+
+@pytest.mark.parametrize("step", [17, 3])
+@pytest.mark.parametrize("row", ["read", "said"])
+@pytest.mark.parametrize("kind", ["full", "holes", "each"])
+def test_links_are_counted_as_sets(kind: str, row: str, step: int):
+    texts = [pair(seed, kind) for seed in range(5)]
+    alignment = Alignment(rows=(row,))
+    for block, links in texts:
+        alignment.open(Scene(None, {"source": block.told, "text": block.asks}, links=links))
+        for band in maps.bands(block, step):
+            alignment.see(SITE, band)
+        alignment.close()
+    measures = alignment.measures(resampled(5, 50, 0))
+    right, drawn, gold = np.zeros((2, maps.HEADS + 2)), 0, 0
+    for block, links in texts:
+        found, linked = links_of(block, row)
+        sure, possible = {(s, t) for s, t, is_sure in links if is_sure}, {(s, t) for s, t, _ in links}
+        right += [[sum(one.get(link, 0) for link in those) for one in found] for those in (sure, possible)]
+        drawn, gold = drawn + linked, gold + len(sure)
+    wanted = {"": right.sum(0) / (drawn + gold), " precision": right[1] / drawn, " recall": right[0] / gold}
+    for head in range(maps.HEADS):
+        for name, values in wanted.items():
+            one = measures[SITE, head][f"alignment {row}{name}"]
+            assert one.value == pytest.approx(values[head])
+            assert one.chance == pytest.approx(values[-2:].max())
+            assert one.low <= one.value <= one.high
+
+
+def test_a_head_that_draws_the_gold_links_has_no_error():
+    """One that links all target words as people did, of whom some were not sure, and one along the diagonal."""
+    count, order = 7, [3, 1, 0, 6, 5, 2, 4]
+    flags = [torch.zeros(count, dtype=torch.bool)] * 3
+    source, text = (Tokens(torch.arange(count), ("w",) * count, *flags, torch.arange(count), torch.ones(count))
+                    for _ in range(2))  # fmt: skip
+    w = torch.zeros(2, count, count)
+    w[0, range(count), order] = 1
+    w[1] = torch.eye(count)
+    alignment = Alignment()
+    for _ in range(2):
+        links = [(s, t, t != 2) for t, s in enumerate(order)]
+        alignment.open(Scene(None, {"source": source, "text": text}, links=links))
+        alignment.see(SITE, Block(w, torch.ones(count, count, dtype=torch.bool), 0, text, source))
+        alignment.see("decoder.0.attention", Block(w, torch.ones(count, count, dtype=torch.bool), 0, text, text))
+        alignment.close()
+    measures = alignment.measures(resampled(2, 10, 0))
+    assert set(measures) == {(SITE, 0), (SITE, 1)}
+    assert measures[SITE, 0]["alignment read"].value == 1
+    assert measures[SITE, 1]["alignment read"].value == measures[SITE, 1]["alignment read"].chance == 2 / 13
+    assert measures[SITE, 0]["alignment said"].value < 0.5
+
+
+@pytest.mark.parametrize(("link", "says"), [((99, 0, True), "names word 99 of the source, and the source has"),
+                                            ((0, 99, True), "names word 99 of the text, and the text has"),
+                                            ((-1, 0, True), "names word -1 of the source")])  # fmt: skip
+def test_links_out_of_range_are_refused(link: tuple[int, int, bool], says: str):
+    block, _ = pair(0)
+    with pytest.raises(ValueError, match=says):
+        Alignment().open(Scene(None, {"source": block.told, "text": block.asks}, links=[link]))
+
+
+def test_links_without_words_or_without_a_source_are_refused():
+    block, links = pair(0)
+    nothing = replace(block.told, word=torch.full_like(block.told.word, -1))
+    with pytest.raises(ValueError, match="the source has none; count words from 0"):
+        Alignment().open(Scene(None, {"source": nothing, "text": block.asks}, links=links))
+    with pytest.raises(ValueError, match="links lead from a source to a text, and here is only text; leave"):
+        Alignment().open(Scene(None, {"text": block.asks}, links=links))
+    with pytest.raises(ValueError, match="rows=\\('wrote',\\) are unknown; give some of"):
+        Alignment(rows=("wrote",))
+
+
+def test_texts_without_links_are_left_out():
+    block, links = pair(0)
+    alignment = Alignment()
+    for some in (links, [], links):
+        alignment.open(Scene(None, {"source": block.told, "text": block.asks}, links=some))
+        alignment.see(SITE, block)
+        alignment.close()
+    assert [bool(told) for told in alignment.kept] == [True, False, True]
+    assert alignment.measures(resampled(3, 10, 0))

@@ -1,0 +1,157 @@
+"""`headwise heads` on folders of both kinds, what it prints and what it leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import headwise as hw
+from headwise import cli
+from headwise.heads import figures, inks
+from headwise.heads.gallery import Picture, gallery, overlaid
+from headwise.heads.table import Head, Measure, Named, Table
+from headwise.heads.telling import listed, painted, told
+from test_sources import ROWS, reader, rows
+from test_trace_command import folders  # noqa: F401 - a fixture
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(["heads", *argv])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.fixture
+def parsed(tmp_path: Path) -> dict[str, str]:
+    """A folder of a model that reads words, and parsed sentences."""
+    net = reader()
+    hw.save(net, tmp_path / "net")
+    text = ROWS.replace("The", "the").replace("# sent_id = two\n", "").replace("2 du", "2 b")
+    (tmp_path / "a.conllu").write_text("\n".join([*rows(text), "", *rows(text), ""]))
+    return {"net": str(tmp_path / "net"), "conllu": str(tmp_path / "a.conllu")}
+
+
+@pytest.mark.parametrize("name", ["ours", "gpt2", "t5"])
+def test_one_command(
+    name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],  # noqa: F811
+):  # fmt: skip
+    (tmp_path / "lines").write_text("a longer one\n\nshort\nthird one\n")
+    code, out, err = said(capsys, str(folders[name]), "--data", str(tmp_path / "lines"), "--json")
+    assert code == 0, err
+    told = json.loads(out)
+    sites = hw.sites(hw.load(folders[name]))
+    assert len(told["heads"]) == sum(site.q for site in sites)
+    assert told["data"] == "3 texts"
+    assert told["notes"] == ["1 empty lines"]
+    for head in told["heads"]:
+        assert set(head) == {"stack", "kind", "layer", "head", "kv", "measures", "classes"}
+        for one in head["measures"].values():
+            assert set(one) == {"value", "low", "high", "chance"}
+        entropy = head["measures"]["entropy"]
+        assert 0 <= entropy["low"] <= entropy["value"] <= entropy["high"]
+        assert entropy["value"] <= entropy["chance"] + 1e-6
+        assert head["classes"][0]["evidence"]
+
+
+def test_a_table_fits_a_terminal(parsed: dict[str, str], capsys: pytest.CaptureFixture[str]):
+    for more in ([], ["--sort", "sink"], ["--criteria", "clark"], ["--criteria", "voita"]):
+        code, out, err = said(capsys, parsed["net"], "--conllu", parsed["conllu"], *more)
+        assert code == 0, err
+        assert max(map(len, out.splitlines())) <= 80
+
+
+def test_what_is_left_in_a_folder(parsed: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "out"
+    code, _, err = said(capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(out))
+    assert code == 0, err
+    for name in ("grid", "entropy", "gallery", "pair"):
+        for paper in ("light", "dark"):
+            assert (out / f"{name}-{paper}.svg").read_text().startswith("<?xml")
+            assert (out / f"{name}-{paper}.png").read_bytes().startswith(b"\x89PNG")
+    table = json.loads((out / "heads.json").read_text())
+    points = json.loads((out / "headvis" / "scatter_data.json").read_text())["heads"]
+    assert [one["metrics"]["sink"] for one in points] == [one["measures"]["sink"]["value"] for one in table["heads"]]
+    one = json.loads((out / "headvis" / "heads" / "L0H1.json").read_text())
+    example = one["examples"][0]
+    assert len(example["attention"]) == len(example["tokens"])
+    assert sum(weight for _, weight in example["attention"][0]) <= 1 + 1e-5
+
+
+@pytest.mark.parametrize(("argv", "wrong"), [
+    ([], "say what is read"),
+    (["--data", "none"], "cannot be read as text"),
+    (["--data", "one", "--conllu", "one"], "say what is read: one of"),
+    (["--data", "one"], "1 texts can be read; give at least two"),
+    (["--data", "empty"], "0 texts can be read: 2 empty lines; give at least two"),
+    (["--conllu", "one"], "a row has 1 columns, not 10"),
+    (["--data", "two", "--limit", "1"], "leaves no interval"),
+    (["--data", "two", "--sort", "entropie"], "nothing called 'entropie' was measured"),
+    (["--data", "two", "--criteria", "mine"], "criteria='mine' are unknown"),
+    (["--data", "two", "--resamples", "3"], "make no interval"),
+    (["--data", "two", "--out", "two"], "two is a file; give a folder"),
+    (["--align", "one", "two", "two"], "have 1, 2 and 2 lines; give as many of each"),
+])  # fmt: skip
+def test_wrong_arguments(
+    argv: list[str], wrong: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("one", "a b c\n"), ("two", "a b c\nd e f\n"), ("empty", "\n \n")):
+        (tmp_path / name).write_text(text)
+    code, out, err = said(capsys, str(folders["ours"]), *argv)
+    assert (code, out) == (2, "")
+    assert wrong in err
+    assert err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "one", "two"]
+
+
+def small() -> Table:
+    one = Measure(0.8, 0.7, 0.9, 0.1)
+    names = ("previous", "syntactic det to governor", "unclear", "sink")
+    heads = tuple(
+        Head("decoder", "attention", n // 2, n % 2, 0, f"decoder.{n // 2}.attention", {"entropy": one, "sink": one},
+             (Named(name, 0.3 + 0.2 * n, "it does"),))
+        for n, name in enumerate(names)
+    )  # fmt: skip
+    return Table("small", "9 texts", heads)
+
+
+def test_letters_are_of_classes():
+    lines = told(small()).splitlines()
+    assert lines[3].split() == ["decoder.0.attention", "p", "S"]
+    assert lines[4].split() == ["decoder.1.attention", "·", "K"]
+    assert "\x1b[38;2;86;180;233mp\x1b[0m" in told(small(), painted)
+    assert listed(small(), "sink").splitlines()[3].split()[:6] == [
+        "decoder.0.attention",
+        "0",
+        "0.80",
+        "0.70",
+        "0.90",
+        "0.10",
+    ]
+
+
+@pytest.mark.parametrize("paper", inks.PAPERS)
+def test_drawings_are_the_same_twice(paper: str, tmp_path: Path):
+    weights = np.eye(4)
+    picture = Picture("previous", "previous", weights, list("abcd"), ["a", "<b>", "字", "\x1b"], [(1, 2)])
+    places = np.random.default_rng(0).normal(size=(4, 2))
+    makers = {
+        "grid": lambda on: figures.grid(small(), on),
+        "layers": lambda on: figures.by_layer(small(), on),
+        "curve": lambda on: figures.curve(list("abc"), [(1, 0, 2), (3, 2, 4), (0, 0, 0)], "importance", on),
+        "atlas": lambda on: figures.atlas(small(), places, on),
+        "gallery": lambda on: gallery([picture] * 4, "heads", on),
+        "pair": lambda on: overlaid(picture, picture, on),
+    }
+    for name, make in makers.items():
+        for again in (1, 2):
+            inks.write(make, tmp_path / f"{name}{again}.svg", paper)
+        assert (tmp_path / f"{name}1.svg").read_bytes() == (tmp_path / f"{name}2.svg").read_bytes()
+    with pytest.raises(ValueError, match=r"ends in none of \.svg, \.png"):
+        inks.write(makers["grid"], tmp_path / "a.pdf")
+    with pytest.raises(ValueError, match="there is no paper 'grey'"):
+        inks.write(makers["grid"], tmp_path / "a.svg", "grey")
