@@ -25,9 +25,10 @@ class Run(NamedTuple):
     def watched(self, those: Sequence[Found], watchers: Mapping[str, Watcher]) -> Any:
         """Run it while each of these sites is watched."""
         with standing(self.model, those, watchers), torch.inference_mode():
-            return self._said()
+            return self.said()
 
-    def _said(self) -> Any:
+    def said(self) -> Any:
+        """What it says, whoever watches."""
         model, given = self.model, self.given
         try:
             if not self.steps:

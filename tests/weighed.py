@@ -1,0 +1,67 @@
+"""Small models and texts to weigh heads of, in double precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import headwise as hw
+from headwise import blueprint as bp
+from headwise.heads.scene import Scene
+from headwise.models import Transformer
+
+WORDS = 13
+GPT2 = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": WORDS, "n_positions": 32}
+BERT = {
+    "model_type": "bert", "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 20,
+    "vocab_size": WORDS, "max_position_embeddings": 32, "architectures": ["BertForMaskedLM"],
+}  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "hidden_size": 12, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 4,
+    "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": WORDS,
+}  # fmt: skip
+
+
+def loud(net: nn.Module, by: float = 3.0) -> Any:
+    """The same in double precision, with matrices large enough for attention to be uneven."""
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(by)
+    return net.eval().double()
+
+
+def built(config: dict[str, Any], seed: int = 0) -> Transformer:
+    """A model of ours as a family has it."""
+    return loud(hw.build(hw.families.read(config), seed=seed))
+
+
+def translator(seed: int = 0, placement: str = "pre") -> Transformer:
+    """A model of two stacks."""
+    own = bp.Block(hw.design(model=12, heads=3, bias="qkvo"), feed=bp.Dense(20, bias="ud"), placement=placement)
+    both = bp.Block(
+        hw.design(model=12, heads=3, pattern="causal"), cross=hw.design(model=12, heads=2, bias="v"),
+        feed=bp.Dense(20, "relu"), placement=placement,
+    )  # fmt: skip
+    norm = bp.Norm() if placement == "pre" else None
+    stacks = (
+        bp.Stack.of("encoder", 12, [own] * 2, embedding=bp.Embedding(WORDS), norm=norm),
+        bp.Stack.of("decoder", 12, [both] * 2, embedding=bp.Embedding(WORDS), norm=norm),
+    )
+    described = bp.Model("small", "encoder-decoder", stacks, (bp.Head("tokens", WORDS),))
+    return loud(hw.build(described, seed=seed))
+
+
+def ids(number: int, count: int = 7, words: int = WORDS) -> torch.Tensor:
+    """A text of its own."""
+    return torch.randint(0, words, (1, count), generator=torch.Generator().manual_seed(number))
+
+
+def scenes(net: nn.Module, count: int = 5) -> list[Scene]:
+    """Texts of several lengths, with a source where one is read."""
+    two = isinstance(net, Transformer) and net.described.kind == "encoder-decoder"
+    name = "x" if isinstance(net, Transformer) else "input_ids"
+    texts = [{name: ids(n, 5 + n % 3)} | ({"source": ids(100 + n, 6)} if two else {}) for n in range(count)]
+    return [Scene(text, {}) for text in texts]
