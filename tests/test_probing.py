@@ -149,8 +149,8 @@ def test_what_cannot_be_probed_is_refused():
     net, scenes = built(BERT), planted(built(BERT), 4, 10)
     for texts, reason in [
         (scenes[:3], "3 texts with arcs leave 1 held out; give at least two"),
-        ([replace(scenes[0], arcs=[(0, 9, "x")])], r"an arc joins words \(0, 9\) of a text of 7; give numbers in 0..6"),
-        ([replace(scenes[0], streams={"text": stream([-1] * 7)})] * 9, "0 texts with arcs|an arc joins"),
+        ([replace(scenes[0], arcs=[(0, 9, "x")])], r"an arc joins words \(0, 9\), and the tokens have the words 0..6"),
+        ([replace(scenes[0], streams={"text": stream([-1] * 7)})] * 9, "and the tokens have no words"),
     ]:
         with pytest.raises(ValueError, match=reason):
             attention_probe(net, texts)

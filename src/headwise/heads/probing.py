@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from ..hub.finding import found
 from ..hub.readable import reads_two, streams_of
 from ..hub.routes.base import Found
-from .block import Block
 from .intervals import interval, mean, means, resampled
 from .looking import look
-from .scene import Scene, Tokens
+from .scene import Scene
 from .table import Measure
+from .words import ByWord, whole
 
 REACH = 8  # offsets that the baseline may choose from, each way
 ROUNDS = 100
@@ -144,29 +144,13 @@ def attention_probe(
     )  # fmt: skip
 
 
-class Words:
-    """Maps of words, added up from bands of tokens: to a word is the sum over its pieces, from a word their mean."""
-
-    def __init__(self, tokens: Tokens) -> None:
-        count = int(tokens.word.max()) + 1 if tokens.count else 0
-        if not count:
-            raise ValueError("no token of a text is said to be of a word; give scenes whose tokens have words")
-        self.pieces = torch.nn.functional.one_hot(tokens.word.cpu() + 1, count + 1)[:, 1:].double()
-        self.shares = self.pieces / self.pieces.sum(0).clamp(min=1)
-        self.maps: dict[str, Tensor] = {}
-
-    def see(self, site: str, block: Block) -> None:
-        """Add a band of rows."""
-        band = self.shares[block.start : block.start + block.w_HTS.shape[1]]
-        new = band.T @ (block.w_HTS.double().cpu() @ self.pieces)
-        self.maps[site] = self.maps[site] + new if site in self.maps else new
-
-
 def word_maps(model: nn.Module, those: Sequence[Found], scene: Scene) -> dict[str, Tensor]:
     """How much each word reads each word in every head of these sites, [heads, words, words] of each."""
-    words = Words(scene.streams["text"])
+    tokens, bands = scene.streams["text"], dict[str, list[Tensor]]()
+    words = ByWord(lambda site, block: bands.setdefault(site, []).append(block.w_HTS.float().cpu()))
     look(model, those, scene, {one.site.name: ("text", "text") for one in those}, words.see)
-    return {one.site.name: words.maps[one.site.name].float() for one in those}
+    kept = (words.whole(tokens).tokens.word >= 0).cpu()
+    return {one.site.name: torch.cat(bands[one.site.name], 1)[:, kept][:, :, kept] for one in those}
 
 
 def _selves(model: nn.Module) -> list[Found]:
@@ -181,11 +165,14 @@ def _selves(model: nn.Module) -> list[Found]:
 
 
 def _arcs(scene: Scene) -> list[tuple[int, int]]:
-    words = int(scene.streams["text"].word.max()) + 1 if "text" in scene.streams else 0
+    """The arcs between two words, by the places of these in maps."""
+    numbers = whole(scene.streams["text"]).word.tolist() if "text" in scene.streams else []
+    at = {word: place for place, word in enumerate(number for number in numbers if number >= 0)}
     arcs = [(dependent, governor) for dependent, governor, _ in scene.arcs if dependent != governor and governor >= 0]
-    if wrong := [arc for arc in arcs if not (0 <= arc[0] < words and arc[1] < words)]:
-        raise ValueError(f"an arc joins words {wrong[0]} of a text of {words}; give numbers in 0..{words - 1}")
-    return arcs
+    if wrong := [arc for arc in arcs if not {*arc} <= at.keys()]:
+        has = f"the words {min(at)}..{max(at)}" if at else "no words"
+        raise ValueError(f"an arc joins words {wrong[0]}, and the tokens have {has}; give arcs of those")
+    return [(at[dependent], at[governor]) for dependent, governor in arcs]
 
 
 def _split(count: int, how: Probing) -> tuple[list[int], list[int]]:
