@@ -22,11 +22,12 @@ Key = tuple[str, str]  # a relation, and towards which end
 class Convention:
     """How arcs are counted.
 
-    `offsets` compete as baseline, and "alike" `weights` on all tokens, for words of many pieces get more of those. `back`
-    is how a governor finds its dependents: by its "rows", what it reads most, or by "columns", where each dependent is
-    given to the word that reads it most. `itself` says whether a word may read itself: "counts" or "left out". `edge` is
-    where offsets lead beyond the last word: to "nothing", or to the "last". `counted` are arcs that may be "read", or
-    "all". A dependent of a `possessive` relation before a mark of possession is asked for through the mark.
+    `offsets` compete as baseline, and "alike" `weights` on all tokens, for words of many pieces get more of those.
+    `back` is how a governor finds its dependents: by its "rows", what it reads most, or by "columns", where each
+    dependent is given to the word that reads it most. `itself` says whether a word may read itself: "counts" or "left
+    out". `edge` is where offsets lead beyond the last word: to "nothing", or to the "last". `counted` are arcs that may
+    be "read", or "all". A dependent of a `possessive` relation before a mark of possession is asked for through the
+    mark.
     """
 
     offsets: tuple[int, ...]
