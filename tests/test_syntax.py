@@ -50,8 +50,10 @@ def best(row: np.ndarray, wanted: int) -> float:
 
 
 def counted(block: Block, arcs: list[tuple[int, int, str]]) -> Counts:
-    """Hits of each head, of each offset of -8..8, and the arcs, as we count them."""
+    """Hits of each head and of one that reads all alike, of each offset of -8..8, and the arcs, as we count them."""
     w, may, _ = map_of_words(block)
+    alike, _, _ = map_of_words(block.uniform)
+    w = np.concatenate([w, alike])
     found: Counts = defaultdict(list)
     for dependent, governor, relation in arcs:
         for asks, wanted, towards in ((dependent, governor, "governor"), (governor, dependent, "dependent")):
@@ -113,7 +115,7 @@ def test_arcs_are_counted_one_by_one(convention: str, kind: str, by_hand, step: 
     measures = syntax.measures(draws)
     tests = maps.HEADS * len({key for own in wanted for key in own})
     for relation, towards in {key for own in wanted for key in own}:
-        none = np.zeros(maps.HEADS + len(syntax.convention.offsets) + 1)
+        none = np.zeros(maps.HEADS + syntax.convention.rivals + 1)
         each = np.array([sum(own.get((relation, towards), []), none) for own in wanted])
         share = each.sum(0)[:-1] / each.sum(0)[-1]
         again = draws @ each

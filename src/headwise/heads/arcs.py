@@ -22,11 +22,12 @@ Key = tuple[str, str]  # a relation, and towards which end
 class Convention:
     """How arcs are counted.
 
-    `offsets` compete as baseline. `back` is how a governor finds its dependents: by its "rows", what it reads most, or
-    by "columns", where each dependent is given to the word that reads it most. `itself` says whether a word may read
-    itself: "counts" or "left out". `edge` is where offsets lead beyond the last word: to "nothing", or to the "last".
-    `counted` are arcs that may be "read", or "all". A dependent of a `possessive` relation before a mark of possession
-    is asked for through the mark.
+    `offsets` compete as baseline, and "alike" `weights` on all tokens, for words of many pieces get more of those.
+    `back` is how a governor finds its dependents: by its "rows", what it reads most, or by "columns", where each
+    dependent is given to the word that reads it most. `itself` says whether a word may read itself: "counts" or "left
+    out". `edge` is where offsets lead beyond the last word: to "nothing", or to the "last". `counted` are arcs that may
+    be "read", or "all". A dependent of a `possessive` relation before a mark of possession is asked for through the
+    mark.
     """
 
     offsets: tuple[int, ...]
@@ -35,10 +36,16 @@ class Convention:
     edge: str = "nothing"
     counted: str = "read"
     possessive: tuple[str, ...] = ()
+    weights: str = "none"
+
+    @property
+    def rivals(self) -> int:
+        """How many compete with a head."""
+        return len(self.offsets) + (self.weights == "alike")
 
 
 CONVENTIONS: Mapping[str, Convention] = {
-    "ours": Convention(tuple(one for one in range(-REACH, REACH + 1) if one)),
+    "ours": Convention(tuple(one for one in range(-REACH, REACH + 1) if one), weights="alike"),
     # 1906.04341, section 4.2, and its notebook
     "clark": Convention(tuple(range(-3, 3)), "columns", "left out", "last", "all", ("poss", "nmod:poss")),
 }

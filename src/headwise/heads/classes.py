@@ -81,7 +81,7 @@ def _candidates(head: Head) -> Iterable[tuple[str, Measure, str]]:
         if follows(name):
             _, relation, _, towards = name.rsplit(" ", 3)
             says = f"finds the {towards} of {relation} in {{}} of arcs"
-            margin = f"{one.value - one.chance:+.2f} over the best offset,"
+            margin = f"{one.value - one.chance:+.2f} over the best offset or all alike,"
             yield name, one, _said(one, says, margin)
     rows = [head.measures[f"{SIGN} {row}"] for row in ROWS if f"{SIGN} {row}" in head.measures]
     for one in sorted(rows, key=score)[-1:]:

@@ -1,12 +1,13 @@
 """Dependencies that heads follow: how often the word that is read most is the governor, or the dependent, of who asks.
 
-Of each relation and each direction, against the fixed offset that is right most often on the same arcs. Counts are kept
-of every text; weights are not.
+Of each relation and each direction, against the fixed offset that is right most often on the same arcs, or reading all
+tokens alike where that is right more often. Counts are kept of every text; weights are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from statistics import NormalDist
 
 import numpy as np
@@ -52,8 +53,11 @@ class Syntax:
 
     def see(self, site: str, block: Block) -> None:
         """Add a band of rows."""
-        if self._arcs is not None and block.itself and block.asks is self._tokens:
-            self._words.see(site, block)
+        if self._arcs is None or not block.itself or block.asks is not self._tokens:
+            return
+        if self.convention.weights == "alike":
+            block = replace(block, w_HTS=torch.cat([block.w_HTS, block.uniform.w_HTS.to(block.w_HTS.dtype)]))
+        self._words.see(site, block)
 
     def _see(self, site: str, block: Block) -> None:
         """Add a band of words."""
@@ -83,7 +87,7 @@ class Syntax:
         self._columns[site] = torch.maximum(most, was), torch.where(most > was, by + block.start, whom)
 
     def _add(self, site: str, found: Tensor, hits: Tensor) -> None:
-        """Hits of heads and of offsets, and the number of arcs, by relation and direction: [keys, H + offsets + 1]."""
+        """Hits of heads and of rivals, and the number of arcs, by relation and direction: [keys, H + rivals + 1]."""
         arcs = self._arcs
         assert arcs is not None
         word = arcs.words.word
@@ -109,26 +113,26 @@ class Syntax:
         self._words.close()
 
     def measures(self, draws: Array) -> Mapping[tuple[str, int], Mapping[str, Measure]]:
-        """Of each head: how many arcs of each relation it finds; chance is the best offset.
+        """Of each head: how many arcs of each relation it finds; chance is the best of its rivals.
 
-        The interval is that of how much better a head is, set on the offset, so wide that all heads, relations and
+        The interval is that of how much better a head is, set on the rival, so wide that all heads, relations and
         directions together are wrong once in 20 data sets (Bonferroni). So far out there are no draws: it is the normal
         one, with their deviation.
         """
         sums = {where: self._stacked(where) for told in self.kept for where in told}
         sums = {where: own for where, own in sums.items() if own[..., -1].sum() >= self.least}
-        offsets = len(self.convention.offsets)
-        tests = sum(own.shape[1] - offsets - 1 for own in sums.values())
+        rivals = self.convention.rivals
+        tests = sum(own.shape[1] - rivals - 1 for own in sums.values())
         wide = NormalDist().inv_cdf(1 - (1 - SHARE) / 2 / max(1, tests))
         measures: dict[tuple[str, int], dict[str, Measure]] = {}
         for (site, (relation, towards)), own in sums.items():
             name = f"{SIGN} {relation} to {towards}"
-            for head, one in enumerate(_margins(own, offsets, draws, wide)):
+            for head, one in enumerate(_margins(own, rivals, draws, wide)):
                 measures.setdefault((site, head), {})[name] = one
         return measures
 
     def _stacked(self, where: tuple[str, Key]) -> Array:
-        """The counts of all texts, [texts, H + offsets + 1]."""
+        """The counts of all texts, [texts, H + rivals + 1]."""
         none = np.zeros_like(next(told[where] for told in self.kept if where in told))
         return np.stack([told.get(where, none) for told in self.kept])
 
@@ -142,14 +146,14 @@ def follows(measure: str) -> bool:
     return measure.startswith(f"{SIGN} ") and not measure.startswith(f"{SIGN} {ALL} ")
 
 
-def _margins(sums: Array, offsets: int, draws: Array, wide: float) -> list[Measure]:
+def _margins(sums: Array, rivals: int, draws: Array, wide: float) -> list[Measure]:
     """What heads find of one relation in one direction."""
     numbers = np.broadcast_to(sums[:, -1:], sums[:, :-1].shape)
     found, drawn = mean(sums[:, :-1], numbers), means(sums[:, :-1], numbers, draws)
-    chance = found[-offsets:].max()
-    better = drawn[:, :-offsets] - drawn[:, -offsets:].max(1, keepdims=True)
+    chance = found[-rivals:].max()
+    better = drawn[:, :-rivals] - drawn[:, -rivals:].max(1, keepdims=True)
     far = wide * np.nanstd(better, 0, ddof=1)
     return [
         Measure(float(own), float(own - off), float(own + off), float(chance))
-        for own, off in zip(found[:-offsets], far, strict=True)
+        for own, off in zip(found[:-rivals], far, strict=True)
     ]
