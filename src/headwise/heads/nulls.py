@@ -1,0 +1,87 @@
+"""What chance would do: how often it does as much, corrected for how often one looked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+class Tested(NamedTuple):
+    """A number, what it is on average where nothing is there, and how often chance does as much."""
+
+    value: float
+    chance: float
+    p: float
+
+
+def tested(value: float, drawn: Array, tail: str = "both") -> Tested:
+    """A number held to what chance drew: `tail` says whether "high", "low" or "both" ways are much.
+
+    The number itself counts as one more draw, so that p is never zero.
+
+    >>> tested(9.0, np.arange(9.0), "high").p
+    0.1
+    """
+    middle = float(drawn.mean())
+    beyond = {"high": drawn >= value, "low": drawn <= value, "both": np.abs(drawn - middle) >= abs(value - middle)}
+    return Tested(float(value), middle, float((1 + beyond[tail].sum()) / (1 + len(drawn))))
+
+
+def corrected(p: Sequence[float]) -> list[float]:
+    """The same for as many tests as there are, in the way of Holm (1979); what is nan was not tested.
+
+    >>> corrected([0.01, 0.04, float("nan")])
+    [0.02, 0.04, nan]
+    """
+    told = np.asarray(p, dtype=np.float64)
+    found = np.full(len(told), np.nan)
+    order = [n for n in np.argsort(told) if not np.isnan(told[n])]
+    least = 0.0
+    for rank, n in enumerate(order):
+        least = max(least, min(1.0, float(told[n]) * (len(order) - rank)))
+        found[n] = least
+    return found.tolist()
+
+
+def nearer_within(distances: Array, of: Sequence[int], permutations: int, seed: int) -> Tested:
+    """How much nearer those of one class are to each other than to others, held to classes dealt out anew.
+
+    >>> line = np.array([0.0, 1, 10, 11])
+    >>> nearer_within(np.abs(line[:, None] - line), [0, 0, 1, 1], 99, 0).value
+    -9.0
+    """
+    draw, own = np.random.default_rng(seed), np.asarray(of)
+    pairs = np.triu_indices(len(own), 1)
+    far = distances[pairs]
+
+    def gap(own: NDArray[np.int64]) -> float:
+        same = own[pairs[0]] == own[pairs[1]]
+        return float(far[same].mean() - far[~same].mean()) if same.any() and not same.all() else float("nan")
+
+    value = gap(own)
+    if np.isnan(value):
+        return Tested(value, value, value)
+    return tested(value, np.array([gap(draw.permutation(own)) for _ in range(permutations)]), "low")
+
+
+def mantel(one: Array, other: Array, permutations: int, seed: int) -> Tested:
+    """How two sets of distances between the same things agree, as a correlation, held to things exchanged in one.
+
+    >>> far = np.abs(np.subtract.outer(np.arange(9.0), np.arange(9.0)))
+    >>> tuple(round(value, 2) for value in mantel(far, 2 * far + 1, 99, 0)[::2])
+    (1.0, 0.01)
+    """
+    draw, pairs = np.random.default_rng(seed), np.triu_indices(len(one), 1)
+
+    def agree(order: NDArray[np.int64]) -> float:
+        return float(np.corrcoef(one[np.ix_(order, order)][pairs], other[pairs])[0, 1])
+
+    if len(one) < 4 or not (np.ptp(one[pairs]) > 0 and np.ptp(other[pairs]) > 0):
+        return Tested(*[float("nan")] * 3)
+    value = agree(np.arange(len(one)))
+    return tested(value, np.array([agree(draw.permutation(len(one))) for _ in range(permutations)]), "high")

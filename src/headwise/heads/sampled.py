@@ -1,0 +1,183 @@
+"""Rows of all heads at once, and what they say, of one text: a sample, so that little is held at any length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ..hub.readable import readable
+from ..hub.routes.base import Found
+from ..hub.running import Run
+from ..hub.watching import Core
+from .block import Block
+from .likeness import whole
+from .looking import look
+from .scene import Scene
+
+HELD = 2**25  # weights of all heads of a text, at most: 128 MB
+FEWEST = 8  # rows of a text, however long it is
+Streams = tuple[str, str]
+
+
+class Who(NamedTuple):
+    """A head by its site, its layer, and its number there."""
+
+    site: str
+    layer: int
+    head: int
+
+    def __str__(self) -> str:
+        return f"{self.site} head {self.head}"
+
+
+class Rows(NamedTuple):
+    """Some rows of every head that reads the same tokens, [heads, rows, keys and one for a learned sink], and which of
+    these keys each may read."""
+
+    streams: Streams
+    heads: tuple[Who, ...]
+    weights: Tensor
+    allowed: Tensor
+
+    def dealt(self, seed: Sequence[int]) -> Tensor:
+        """The same weights, those of each row dealt anew among the keys that it may read: as sharp, and looking at
+        nothing."""
+        draw, found = np.random.default_rng(seed), self.weights.clone()
+        for head, may in enumerate(self.allowed):
+            marks = torch.from_numpy(draw.random(may.shape, dtype=np.float32)).to(may.device)
+            places, keys = ((~may).int().argsort(-1, stable=True), torch.where(may, marks, 2).argsort(-1))
+            own = found[head, :, :-1]
+            own.scatter_(-1, places, self.weights[head, :, :-1].gather(-1, keys))
+        return found
+
+
+class Choice(NamedTuple):
+    """How many queries of a text are looked at, and the seed they are drawn with."""
+
+    rows: int = 64
+    seed: int = 0
+
+    def queries(self, number: int, count: int, cells: int) -> Tensor:
+        """Which queries of text `number`, of so many, when each holds so many cells; in order."""
+        most = max(1, min(count, self.rows, max(FEWEST, HELD // max(1, cells))))
+        draw = np.random.default_rng([self.seed, number])
+        return torch.from_numpy(np.sort(draw.permutation(count)[:most]))
+
+
+class Sampler:
+    """Keeps the drawn rows of every site, band by band; `whys` are the sites whose rows are no shares, and why."""
+
+    def __init__(self, picks: Mapping[str, Tensor]) -> None:
+        self.picks, self.kept = picks, dict[str, list[Tensor]]()
+        self.may: dict[str, list[Tensor]] = {}
+        self.whys: dict[str, str] = {}
+
+    def see(self, site: str, block: Block) -> None:
+        """Keep what was drawn of a band."""
+        stop = block.start + block.w_HTS.shape[1]
+        picks = self.picks[site]
+        own = (picks[(picks >= block.start) & (picks < stop)] - block.start).to(block.w_HTS.device)
+        weights = block.w_HTS[:, own]
+        may = block.allowed[..., own, :].expand(weights.shape)
+        if bool((weights < 0).any()) or bool((weights.sum(-1) > 1 + 1e-3).any()):
+            self.whys[site] = "its weights are below zero or sum to more than one, and so are no shares"
+        self.kept.setdefault(site, []).append(weights)
+        self.may.setdefault(site, []).append(may)
+
+
+def rows_of(
+    model: nn.Module, those: Sequence[Found], scene: Scene, streams: Mapping[str, Streams], choice: Choice,
+    number: int = 0,
+) -> tuple[list[Rows], dict[str, str]]:  # fmt: skip
+    """Drawn rows of one text, of all heads that read the same tokens together; and which sites have none, and why.
+
+    Rows in which some head may read nothing are left out.
+    """
+    cells = {one.site.name: _heads(those, streams, one) * scene.streams[streams[one.site.name][1]].count
+             for one in those}  # fmt: skip
+    picks = {name: choice.queries(number, scene.streams[streams[name][0]].count, held) for name, held in cells.items()}
+    sampler = Sampler(picks)
+    look(model, those, scene, streams, sampler.see)
+    found: list[Rows] = []
+    for pair in dict.fromkeys(streams[one.site.name] for one in those):
+        own = [one for one in those if streams[one.site.name] == pair and one.site.name in sampler.kept]
+        own = [one for one in own if one.site.name not in sampler.whys]
+        if own:
+            found.append(_together(pair, own, sampler))
+    return found, sampler.whys
+
+
+def _heads(those: Sequence[Found], streams: Mapping[str, Streams], one: Found) -> int:
+    return sum(other.site.q for other in those if streams[other.site.name] == streams[one.site.name])
+
+
+def _together(pair: Streams, those: Sequence[Found], sampler: Sampler) -> Rows:
+    weights = [torch.cat(sampler.kept[one.site.name], 1) for one in those]
+    may = torch.cat([torch.cat(sampler.may[one.site.name], 1) for one in those])
+    alive = may.any(-1).all(0)
+    heads = [
+        Who(one.site.name, one.site.layer, head) for one, own in zip(those, weights, strict=True)
+        for head in range(len(own))
+    ]  # fmt: skip
+    return Rows(pair, tuple(heads), whole(torch.cat(weights)[:, alive].float()), may[:, alive])
+
+
+class Listener:
+    """A watcher that keeps what each head says of a text, [tokens, heads, width]."""
+
+    wants_core = False
+
+    def __init__(self) -> None:
+        self.said: Tensor | None = None
+
+    def core(self, seen: Core) -> None:
+        """Leave it."""
+
+    def heads(self, z: Tensor) -> None:
+        """Keep it."""
+        self.said = z[0].detach()
+
+
+def said_in(model: nn.Module, those: Sequence[Found], scene: Scene) -> dict[str, Tensor]:
+    """What every head of these sites says while a model reads a text, [tokens, heads, width] by site."""
+    listeners = {one.site.name: Listener() for one in those}
+    Run(model, readable(model, scene.inputs, 0)).watched(those, listeners)
+    return {name: one.said for name, one in listeners.items() if one.said is not None}
+
+
+class Reservoir:
+    """A sample of what heads say, drawn evenly from all tokens of a data set, however they come in texts.
+
+    Every token has a number drawn for it, and those with the least are kept: so all at once and text by text keep the
+    same.
+    """
+
+    def __init__(self, most: int, seed: int = 0) -> None:
+        self.most, self.seed, self.least = most, seed, 1.0
+        self.marks: NDArray[np.float64] = np.empty(0)
+        self.kept: dict[str, Tensor] = {}
+
+    def add(self, number: int, said: Mapping[str, Tensor]) -> None:
+        """What heads say [tokens, heads, width] of text `number`, by site, of the same tokens each."""
+        count = len(next(iter(said.values())))
+        marks = np.random.default_rng([self.seed, number]).random(count)
+        own = np.flatnonzero(marks < self.least)
+        self.marks = np.concatenate([self.marks, marks[own]])
+        for name, z in said.items():
+            new = z[torch.from_numpy(own).to(z.device)].float().cpu()
+            self.kept[name] = torch.cat([self.kept[name], new]) if name in self.kept else new
+        if len(self.marks) > self.most:
+            best = np.argsort(self.marks)[: self.most]
+            self.marks, self.least = self.marks[best], float(self.marks[best[-1]])
+            self.kept = {name: z[torch.from_numpy(best)] for name, z in self.kept.items()}
+
+    def features(self, sites: Sequence[str]) -> Tensor:
+        """Of all heads of these sites, [heads, tokens, width]; narrower ones are filled up with zeros."""
+        wide = max(self.kept[name].shape[-1] for name in sites)
+        each = [nn.functional.pad(self.kept[name], (0, wide - self.kept[name].shape[-1])) for name in sites]
+        return torch.cat(each, 1).transpose(0, 1)
