@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .nulls import Tested
+from .nulls import Against
 
 if TYPE_CHECKING:
     from .redundancy import Readers
 
 SURE = 0.05
+CHANCE = 0.05  # of pairs are nearer than the cut where heads look at nothing alike
 FAR = math.log(2)  # the largest Jensen-Shannon divergence, in nats
 
 
@@ -23,9 +24,8 @@ def answer(own: Readers) -> str:
 
 
 def _verdict(own: Readers) -> str:
-    near, agree = len(own.near), own.agreement
-    beyond = near > 0.05 * own.pairs
-    if not beyond:
+    agree = own.agreement
+    if len(own.near) <= CHANCE * own.pairs:
         return "Not shown to be redundant."
     if math.isnan(agree.p):
         return "Some heads read alike beyond chance; what they say could not be compared."
@@ -36,11 +36,11 @@ def _verdict(own: Readers) -> str:
 def _weights(own: Readers) -> str:
     pairs = np.triu_indices(len(own.heads), 1)
     middle, chance = (float(np.median(grid[pairs])) for grid in (own.distances, own.chance))
-    near = own.near
+    near, share = own.near, CHANCE * own.pairs
     told = (
-        f"Of {len(own.heads)} heads ({own.streams[0]} reads {own.streams[1]}) the median pair is {middle:.3f} nats apart "
-        f"of at most {FAR:.3f}, and {chance:.3f} where weights are dealt anew; {len(near)} of {own.pairs} pairs are surely "
-        f"nearer than {own.cut:.3f}, where {0.05 * own.pairs:.0f} would be by chance"
+        f"Of {len(own.heads)} heads ({own.streams[0]} reads {own.streams[1]}) the median pair is {middle:.3f} nats "
+        f"apart of at most {FAR:.3f}, and {chance:.3f} where weights are dealt anew; {len(near)} of {own.pairs} pairs "
+        f"are surely nearer than {own.cut:.3f}, where at most {share:.0f} would be by chance"
     )
     if not near:
         return f"{told}."
@@ -59,9 +59,7 @@ def _clusters(own: Readers) -> str:
 def _layers(own: Readers) -> str:
     parts = list[str]()
     if not math.isnan(own.within.p):
-        parts.append(f"Heads of a layer are {abs(own.within.value):.3f} nats "
-                     f"{'nearer to' if own.within.value < 0 else 'farther from'} each other than heads of several"
-                     f" layers ({_p(own.within)}).")  # fmt: skip
+        parts.append(_within(own.within))
     odd = [layer for layer in own.layers if layer.p < SURE]
     if any(not math.isnan(layer.p) for layer in own.layers):
         parts.append(f"{len(odd)} of {len(own.layers)} layers spread otherwise than heads dealt out anew (corrected "
@@ -76,11 +74,16 @@ def _layers(own: Readers) -> str:
     return " ".join(parts)
 
 
+def _within(found: Against) -> str:
+    way = "nearer to" if found.value < 0 else "farther from"
+    return f"Heads of a layer are {abs(found.value):.3f} nats {way} each other than to those of others ({_p(found)})."
+
+
 def _outputs(own: Readers) -> str:
     if math.isnan(own.agreement.p):
         return ""
     return f"Distances of weights and of what heads say agree with r = {own.agreement.value:.2f} ({_p(own.agreement)})."
 
 
-def _p(one: Tested) -> str:
+def _p(one: Against) -> str:
     return f"p = {one.p:.3f}"

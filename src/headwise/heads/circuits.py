@@ -85,8 +85,8 @@ def copying(ov: Factors, embed: Tensor | None = None, unembed: Tensor | None = N
     """Whether a head writes of a token what raises that token: the sum of eigenvalues over the sum of their sizes.
 
     Of embed W_V W_O unembed, tokens to tokens, whose eigenvalues but for zeros are those of a matrix as small as the
-    head; 1 where all are positive, -1 where all are negative (Elhage et al. 2021). `embed` is [tokens, model], `unembed`
-    [model, tokens]; without them it is of states.
+    head; 1 where all are positive, -1 where all are negative (Elhage et al. 2021). `embed` is [tokens, model],
+    `unembed` [model, tokens]; without them it is of states.
 
     >>> ov = Factors(torch.eye(3)[:, :2], torch.eye(3)[:2])
     >>> copying(ov), copying(Factors(ov.left, -ov.right))

@@ -81,8 +81,8 @@ def collapse(
 ) -> tuple[Depth, ...]:
     """How alike the states of a text's tokens are before any layer and behind each, as means over texts.
 
-    Of models of ours and of transformers, which count a norm behind the last layer as part of it; a `path` other than the model's own is of ours alone, from its embeddings on.
-    The chance of each is what the embeddings have.
+    Of models of ours and of transformers, which count a norm behind the last layer as part of it; a `path` other than
+    the model's own is of ours alone, from its embeddings on. The chance of each is what the embeddings have.
     """
     if path is not None and not isinstance(model, Transformer):
         raise ValueError(f"{type(model).__name__} runs on its own path alone; give a model of ours, as hw.load makes")
@@ -95,8 +95,8 @@ def collapse(
     rows: list[Depth] = []
     for (stack, layers), folds in kept.items():
         low, high = folds.bounds(resamples, seed)
-        told = zip(folds.mean, low, high, kept[stack, 0].mean, strict=True)
-        rows.append(Depth(stack, layers, *(Measure(*(float(value) for value in row)) for row in told)))
+        told = np.stack([folds.mean, low, high, kept[stack, 0].mean], 1).tolist()
+        rows.append(Depth(stack, layers, Measure(*told[0]), Measure(*told[1])))
     return tuple(rows)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .folds import Folds
 from .intervals import Array
 from .likeness import generalised
-from .nulls import corrected, tested
+from .nulls import against, corrected
 from .sampled import Who
 from .table import Measure
 
@@ -24,8 +24,8 @@ class Layer(NamedTuple):
     """One layer: how far its heads spread, from 0, where all read alike, to 1, where no two share a key.
 
     `spread` is H(mean of rows) - mean of H(row) over log of the number of heads (1909.00015); its chance is the same of
-    as many heads drawn from all layers. `p` says how often so drawn heads are as far from that chance, corrected for the
-    number of layers.
+    as many heads drawn from all layers. `p` says how often so drawn heads are as far from that chance, corrected for
+    the number of layers.
     """
 
     site: str
@@ -80,7 +80,7 @@ class Spread:
         most = np.array([math.log(size) if size > 1 else math.nan for size in self.sizes])
         value = self.own.mean / most
         low, high = (bound / most for bound in self.own.bounds(resamples, seed))
-        held = [tested(own, drawn) if len(drawn) and not math.isnan(own) else None
+        held = [against(own, drawn) if len(drawn) and not math.isnan(own) else None
                 for own, drawn in zip(value, (self.dealt / self.own.count / most).T, strict=True)]  # fmt: skip
         p = corrected([math.nan if one is None else one.p for one in held])
         return tuple(
@@ -112,7 +112,7 @@ def outliers(distances: Array, heads: Sequence[Who], *, seed: int = 0, draws: in
         beyond = _studentised(np.log(np.maximum(far, 1e-12))[None])[0]
         normal = np.random.default_rng([seed, len(own)]).standard_normal((draws, len(own)))
         chance = _studentised(normal)[:, 0]
-        found += [Outlier(heads[n], float(far[k]), float(beyond[k]), tested(beyond[k], chance, "high").p)
+        found += [Outlier(heads[n], float(far[k]), float(beyond[k]), against(beyond[k], chance, "high").p)
                   for k, n in enumerate(own)]  # fmt: skip
     p = corrected([one.p for one in found])
     return tuple(sorted((one._replace(p=p[n]) for n, one in enumerate(found)), key=lambda one: (one.p, -one.beyond)))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 
-class Tested(NamedTuple):
+class Against(NamedTuple):
     """A number, what it is on average where nothing is there, and how often chance does as much."""
 
     value: float
@@ -19,17 +19,17 @@ class Tested(NamedTuple):
     p: float
 
 
-def tested(value: float, drawn: Array, tail: str = "both") -> Tested:
+def against(value: float, drawn: Array, tail: str = "both") -> Against:
     """A number held to what chance drew: `tail` says whether "high", "low" or "both" ways are much.
 
     The number itself counts as one more draw, so that p is never zero.
 
-    >>> tested(9.0, np.arange(9.0), "high").p
+    >>> against(9.0, np.arange(9.0), "high").p
     0.1
     """
     middle = float(drawn.mean())
     beyond = {"high": drawn >= value, "low": drawn <= value, "both": np.abs(drawn - middle) >= abs(value - middle)}
-    return Tested(float(value), middle, float((1 + beyond[tail].sum()) / (1 + len(drawn))))
+    return Against(float(value), middle, float((1 + beyond[tail].sum()) / (1 + len(drawn))))
 
 
 def corrected(p: Sequence[float]) -> list[float]:
@@ -48,7 +48,7 @@ def corrected(p: Sequence[float]) -> list[float]:
     return found.tolist()
 
 
-def nearer_within(distances: Array, of: Sequence[int], permutations: int, seed: int) -> Tested:
+def nearer_within(distances: Array, of: Sequence[int], permutations: int, seed: int) -> Against:
     """How much nearer those of one class are to each other than to others, held to classes dealt out anew.
 
     >>> line = np.array([0.0, 1, 10, 11])
@@ -65,11 +65,11 @@ def nearer_within(distances: Array, of: Sequence[int], permutations: int, seed: 
 
     value = gap(own)
     if np.isnan(value):
-        return Tested(value, value, value)
-    return tested(value, np.array([gap(draw.permutation(own)) for _ in range(permutations)]), "low")
+        return Against(value, value, value)
+    return against(value, np.array([gap(draw.permutation(own)) for _ in range(permutations)]), "low")
 
 
-def mantel(one: Array, other: Array, permutations: int, seed: int) -> Tested:
+def mantel(one: Array, other: Array, permutations: int, seed: int) -> Against:
     """How two sets of distances between the same things agree, as a correlation, held to things exchanged in one.
 
     >>> far = np.abs(np.subtract.outer(np.arange(9.0), np.arange(9.0)))
@@ -82,6 +82,6 @@ def mantel(one: Array, other: Array, permutations: int, seed: int) -> Tested:
         return float(np.corrcoef(one[np.ix_(order, order)][pairs], other[pairs])[0, 1])
 
     if len(one) < 4 or not (np.ptp(one[pairs]) > 0 and np.ptp(other[pairs]) > 0):
-        return Tested(*[float("nan")] * 3)
+        return Against(*[float("nan")] * 3)
     value = agree(np.arange(len(one)))
-    return tested(value, np.array([agree(draw.permutation(len(one))) for _ in range(permutations)]), "high")
+    return against(value, np.array([agree(draw.permutation(len(one))) for _ in range(permutations)]), "high")

@@ -51,7 +51,7 @@ def effective_rank(matrices: Tensor) -> Tensor:
 class Ranked(NamedTuple):
     """One head at one stage: "scores" as queries and keys give them, "mixed" behind what changes scores, "weights".
 
-    Both ranks are means over texts; `bound` is the most that scores of this width can have.
+    Both ranks are means over texts; `bound` is the most that scores of this width can have, 0 where nothing bounds it.
     """
 
     site: str
@@ -133,13 +133,13 @@ def score_ranks(
                 kept.setdefault((name, stage), Folds()).add(number, ranks, 1.0)
     if not kept:
         raise ValueError("nothing was seen; give at least two texts, and a model that hw.sites says can be seen")
-    return tuple(row for (name, stage), folds in kept.items() for row in _rows(name, stage, folds, widths[name],
-                                                                               (resamples, seed)))  # fmt: skip
+    how = resamples, seed
+    return tuple(row for (name, stage), own in kept.items() for row in _rows(name, stage, own, widths[name], how))
 
 
 def _rows(site: str, stage: str, folds: Folds, width: int, how: tuple[int, int]) -> Iterable[Ranked]:
     mean, (low, high) = folds.mean, folds.bounds(*how)
     for head in range(mean.shape[1]):
-        both = [Measure(float(mean[n, head]), float(low[n, head]), float(high[n, head]), math.nan)
-                for n in (0, 1)]  # fmt: skip
-        yield Ranked(site, head, stage, *both, width if stage == "scores" else 0)
+        stable, effective = np.stack([mean[:, head], low[:, head], high[:, head]], 1).tolist()
+        bound = width if stage == "scores" else 0
+        yield Ranked(site, head, stage, Measure(*stable, math.nan), Measure(*effective, math.nan), bound)

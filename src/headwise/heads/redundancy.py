@@ -14,17 +14,15 @@ from torch import nn
 from ..hub.finding import found
 from ..hub.readable import reads_two, streams_of
 from ..hub.routes.base import Found
-from .answering import answer
+from .answering import CHANCE, answer
 from .diversity import Layer, Outlier, Spread, outliers
 from .folds import Folds
 from .intervals import Array
 from .likeness import KINDS, SMOOTHINGS, cka, jensen_shannon, smoothed
 from .mapping import Joined, Plane, clusters, linkage, plane
-from .nulls import Tested, mantel, nearer_within
+from .nulls import Against, mantel, nearer_within
 from .sampled import Choice, Reservoir, Rows, Streams, Who, rows_of, said_in
 from .scene import Scene
-
-CHANCE = 0.05  # of pairs are nearer than the cut where nothing but the shape of rows is shared
 
 
 class How(NamedTuple):
@@ -59,10 +57,10 @@ class How(NamedTuple):
 class Readers:
     """Heads that read the same tokens, and all that was found between them.
 
-    `distances` are Jensen-Shannon divergences of their rows in nats, means over texts, between `low` and `high`;
-    `chance` is the same with the weights of each of the other's rows dealt anew among the keys it may read: what is left
-    where two heads are as sharp as these but look at nothing alike. `outputs` is CKA of what they say, or None where that
-    could not be had. `near` counts pairs surely nearer than `cut`.
+    `distances` are Jensen-Shannon divergences of their rows in nats, means over rows, between `low` and `high`;
+    `chance` is the same with the weights of each of the other's rows dealt anew among the keys it may read: what is
+    left where two heads are as sharp as these but look at nothing alike. `outputs` is CKA of what they say, or None
+    where that could not be had. `by_chance` is how many clusters the distances of chance would make at the same cut.
     """
 
     streams: Streams
@@ -79,8 +77,8 @@ class Readers:
     plane: Plane
     layers: tuple[Layer, ...]
     outliers: tuple[Outlier, ...]
-    within: Tested
-    agreement: Tested
+    within: Against
+    agreement: Against
 
     @property
     def pairs(self) -> int:
@@ -89,11 +87,11 @@ class Readers:
 
     @property
     def near(self) -> tuple[tuple[Who, Who], ...]:
-        """Pairs whose interval ends below the cut, the nearest first."""
+        """Pairs whose interval ends below the cut and below their own chance, the nearest first."""
         one, other = np.triu_indices(len(self.heads), 1)
-        high = np.where(np.isnan(self.high), np.inf, self.high)[one, other]
+        sure = (self.high < np.minimum(self.cut, self.chance))[one, other]
         order = np.argsort(self.distances[one, other], kind="stable")
-        return tuple((self.heads[one[n]], self.heads[other[n]]) for n in order if high[n] < self.cut)
+        return tuple((self.heads[one[n]], self.heads[other[n]]) for n in order if sure[n])
 
     @property
     def members(self) -> tuple[tuple[Who, ...], ...]:
@@ -252,10 +250,10 @@ def _outputs(heads: Sequence[Who], said: Reservoir | None, how: How) -> Array | 
     return cka(features, how.outputs).numpy() if len(features) == len(heads) else None
 
 
-def _agreement(far: Array, outputs: Array | None, how: How) -> Tested:
+def _agreement(far: Array, outputs: Array | None, how: How) -> Against:
     """Whether heads that read alike say alike."""
     if outputs is None or np.isnan(outputs).any():
-        return Tested(math.nan, math.nan, math.nan)
+        return Against(math.nan, math.nan, math.nan)
     return mantel(far, 1 - outputs, how.permutations, how.seed)
 
 
@@ -264,5 +262,5 @@ def _plain(grid: Array) -> list[Any]:
     return [[None if math.isnan(value) else float(value) for value in row] for row in grid]
 
 
-def _tested(one: Tested) -> dict[str, float | None]:
+def _tested(one: Against) -> dict[str, float | None]:
     return {name: None if math.isnan(value) else value for name, value in one._asdict().items()}

@@ -50,7 +50,7 @@ class Rows(NamedTuple):
         draw, found = np.random.default_rng(seed), self.weights.clone()
         for head, may in enumerate(self.allowed):
             marks = torch.from_numpy(draw.random(may.shape, dtype=np.float32)).to(may.device)
-            places, keys = ((~may).int().argsort(-1, stable=True), torch.where(may, marks, 2).argsort(-1))
+            places, keys = ((~may).int().argsort(dim=-1, stable=True), torch.where(may, marks, 2).argsort(-1))
             own = found[head, :, :-1]
             own.scatter_(-1, places, self.weights[head, :, :-1].gather(-1, keys))
         return found

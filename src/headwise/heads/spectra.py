@@ -14,27 +14,21 @@ ENERGY = 0.9
 DRAWS = 8
 
 
-def dims(singular: Tensor, energy: float = ENERGY) -> float:
-    """How many of the largest singular values hold this share of the sum of squares, between whole ones in proportion.
+def dims(singular: Tensor, energy: float = ENERGY) -> int:
+    """The fewest of the largest singular values that hold this share of the sum of squares.
 
     >>> dims(torch.tensor([3.0, 1.0])), dims(torch.ones(10))
-    (1.0, 9.0)
+    (1, 9)
     """
     power = singular.double().square()
     total = power.sum()
-    if not total > 0:
-        return 0.0
-    reached = power.cumsum(0) / total
-    below = int((reached < energy * (1 - 1e-12)).sum())
-    before = float(reached[below - 1]) if below else 0.0
-    held = float(power[below] / total)
-    return below + min(1.0, (energy - before) / held) if below else 1.0
+    return 1 + int((power.cumsum(0) < energy * total * (1 - 1e-12)).sum()) if total > 0 else 0
 
 
 class Count(NamedTuple):
     """Dimensions for 90 % of the squared singular values, the most there could be, and what Gaussian weights use."""
 
-    dims: float
+    dims: int
     most: int
     chance: float
 
@@ -93,12 +87,15 @@ def _spectrum(own: Circuits, heads: list[Factors], draws: int, draw: torch.Gener
         for n, head in enumerate(heads)
     )
     summed = [_summed(one).singular for one in (heads, *drawn)]
-    sides: list[Count] = []
-    for stacked in ([_queries(one) for one in (heads, *drawn)], [_keys(one, reads) for one in (heads, *drawn)]):
-        values = [torch.linalg.svdvals(matrix.double()) for matrix in stacked]
-        sides.append(Count(dims(values[0]), len(values[0]), _mean(values[1:])))
     most = min(_queries(heads).shape + _keys(heads, reads).shape)
-    return Spectrum(own.site, each, Count(dims(summed[0]), most, _mean(summed[1:])), *sides, own.caveats)
+    queries = _stacked([_queries(one) for one in (heads, *drawn)])
+    keys = _stacked([_keys(one, reads) for one in (heads, *drawn)])
+    return Spectrum(own.site, each, Count(dims(summed[0]), most, _mean(summed[1:])), queries, keys, own.caveats)
+
+
+def _stacked(matrices: list[Tensor]) -> Count:
+    values = [torch.linalg.svdvals(matrix.double()) for matrix in matrices]
+    return Count(dims(values[0]), len(values[0]), _mean(values[1:]))
 
 
 def _mean(values: list[Tensor]) -> float:

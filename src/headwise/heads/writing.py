@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..hub.finding import found
 from .circuits import circuits
 from .folds import Folds
+from .intervals import Array
 from .sampled import said_in
 from .scene import Scene
 from .table import Measure
@@ -49,15 +51,15 @@ def writing(model: nn.Module, scenes: Iterable[Scene], *, resamples: int = 1000,
     for name, held in sums.items():
         if held.count:
             mean, (low, high) = held.mean, held.bounds(resamples, seed)
-            chance = (math.nan, 1 / mean.shape[1])
-            rows += [
-                Written(name, head, *(Measure(float(mean[n, head]), float(low[n, head]), float(high[n, head]), chance[n])
-                                      for n in (0, 1)))
-                for head in range(mean.shape[1])
-            ]  # fmt: skip
+            rows += [_row(name, head, (mean, low, high)) for head in range(mean.shape[1])]
     if not rows:
         raise ValueError("no text was read; give at least two")
     return tuple(rows)
+
+
+def _row(site: str, head: int, told: Sequence[Array]) -> Written:
+    (norm, *norms), (share, *shares) = np.stack([values[:, head] for values in told], 1).tolist()
+    return Written(site, head, Measure(norm, *norms, math.nan), Measure(share, *shares, 1 / told[0].shape[1]))
 
 
 def _written(z: Tensor, maps: Tensor) -> Tensor:
