@@ -94,9 +94,8 @@ def collapse(
                 kept.setdefault((stack, layers), Folds()).add(number, found, 1.0)
     rows: list[Depth] = []
     for (stack, layers), folds in kept.items():
-        low, high = folds.bounds(resamples, seed)
-        told = np.stack([folds.mean, low, high, kept[stack, 0].mean], 1).tolist()
-        rows.append(Depth(stack, layers, Measure(*told[0]), Measure(*told[1])))
+        told, first = folds.told(resamples, seed), kept[stack, 0].mean
+        rows.append(Depth(stack, layers, told.at(0, float(first[0])), told.at(1, float(first[1]))))
     return tuple(rows)
 
 
@@ -129,7 +128,8 @@ def _listening(net: Transformer) -> Iterator[dict[str, list[Heard]]]:
     for stack, layers in net.stacks.items():
 
         def hear(layer: Any, given: Any, said: Tensor, stack: str = stack) -> None:
-            heard[stack].append(Heard(layer, *given, said))
+            x, call = given
+            heard[stack].append(Heard(layer, x, call, said))
 
         hooks += [layer.register_forward_hook(hear) for layer in layers.blocks]
     try:

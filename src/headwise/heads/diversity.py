@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .folds import Folds
+from .folds import Folds, Told
 from .intervals import Array
 from .likeness import generalised
 from .nulls import against, corrected
-from .sampled import Who
+from .sampled import Rows, Who
 from .table import Measure
 
 DRAWS = 100_000
@@ -68,26 +68,25 @@ class Spread:
         members = _members(of, len(self.sizes))
         return members / members.sum(1, keepdim=True)
 
-    def add(self, number: int, weights: Tensor) -> None:
-        """Rows [heads, rows, keys] of text `number`."""
-        sums = generalised(weights, self.sets).cpu().numpy().reshape(-1, len(self.sites))
-        self.own.add(number, sums[0], float(weights.shape[1]))
+    def add(self, number: int, rows: Rows) -> None:
+        """Rows of text `number`."""
+        sums = generalised(rows.weights, self.sets).cpu().numpy().reshape(-1, len(self.sites)) * rows.weight
+        self.own.add(number, sums[0], rows.weights.shape[1] * rows.weight)
         self.dealt += sums[1:]
 
     def layers(self, resamples: int, seed: int) -> tuple[Layer, ...]:
         """What was found of each layer; a single head spreads over nothing, and a single layer has no other to be
         dealt to."""
         most = np.array([math.log(size) if size > 1 else math.nan for size in self.sizes])
-        value = self.own.mean / most
-        low, high = (bound / most for bound in self.own.bounds(resamples, seed))
-        held = [against(own, drawn) if len(drawn) and not math.isnan(own) else None
-                for own, drawn in zip(value, (self.dealt / self.own.count / most).T, strict=True)]  # fmt: skip
-        p = corrected([math.nan if one is None else one.p for one in held])
+        told = Told(*(each / most for each in self.own.told(resamples, seed)))
+        dealt = self.dealt / self.own.count / most
+        alike = [dealt[:, np.equal(self.sizes, size)].ravel() for size in self.sizes]  # each a set of so many heads
+        held = [against(value, each) for value, each in zip(told.mean, alike, strict=True)]
+        p = corrected([one.p for one in held])
         return tuple(
-            Layer(site, size, Measure(float(value[n]), float(low[n]), float(high[n]),
-                                      math.nan if (own := held[n]) is None else own.chance), p[n])
+            Layer(site, size, told.at(n, held[n].chance), p[n])
             for n, (site, size) in enumerate(zip(self.sites, self.sizes, strict=True))
-        )  # fmt: skip
+        )
 
 
 def _members(of: Tensor, count: int) -> Tensor:
@@ -120,7 +119,7 @@ def outliers(distances: Array, heads: Sequence[Who], *, seed: int = 0, draws: in
 
 def _studentised(values: Array) -> Array:
     """Each less the mean of the others in its row, over their deviation."""
-    count = values.shape[1] - 1
+    count, values = values.shape[1] - 1, values - values.mean(1, keepdims=True)
     total, squares = values.sum(1, keepdims=True), (values**2).sum(1, keepdims=True)
     mean = (total - values) / count
     variance = np.maximum((squares - values**2) / count - mean**2, 0)

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import numpy as np
 
 from .intervals import Array, interval, resampled
+from .table import Measure
 
 MOST = 64
 COLUMNS = 4096
+
+
+class Told(NamedTuple):
+    """Means of one shape, and between which values resampled ones lie."""
+
+    mean: Array
+    low: Array
+    high: Array
+
+    def at(self, place: int | tuple[int, ...], chance: float = math.nan) -> Measure:
+        """One of them as a measure."""
+        value, low, high = (float(grid[place]) for grid in self)
+        return Measure(value, low, high, chance)
 
 
 class Folds:
@@ -46,8 +63,8 @@ class Folds:
         """The sum of all over how many rows there are."""
         return np.sum(self._sums, 0) / self.count
 
-    def bounds(self, times: int, seed: int) -> tuple[Array, Array]:
-        """Between which means 95 % of resampled sets of folds come out; nan where there is one fold."""
+    def told(self, times: int, seed: int) -> Told:
+        """The means, and between which 95 % of those of resampled folds come out; nan where there is one fold."""
         shape = self._sums[0].shape
         flat, counts = np.stack(self._sums).reshape(len(self._sums), -1), np.array(self._counts)
         low, high = np.full(flat.shape[1], np.nan), np.full(flat.shape[1], np.nan)
@@ -58,4 +75,4 @@ class Folds:
             for start in range(0, flat.shape[1], COLUMNS):
                 some = slice(start, start + COLUMNS)
                 low[some], high[some] = interval(draws @ flat[:, some] / numbers[:, None])
-        return low.reshape(shape), high.reshape(shape)
+        return Told(self.mean, low.reshape(shape), high.reshape(shape))

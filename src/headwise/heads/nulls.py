@@ -22,11 +22,13 @@ class Against(NamedTuple):
 def against(value: float, drawn: Array, tail: str = "both") -> Against:
     """A number held to what chance drew: `tail` says whether "high", "low" or "both" ways are much.
 
-    The number itself counts as one more draw, so that p is never zero.
+    The number itself counts as one more draw, so that p is never zero; it is nan where nothing was drawn.
 
     >>> against(9.0, np.arange(9.0), "high").p
     0.1
     """
+    if not len(drawn) or np.isnan(value):
+        return Against(float(value), float("nan"), float("nan"))
     middle = float(drawn.mean())
     beyond = {"high": drawn >= value, "low": drawn <= value, "both": np.abs(drawn - middle) >= abs(value - middle)}
     return Against(float(value), middle, float((1 + beyond[tail].sum()) / (1 + len(drawn))))
@@ -64,8 +66,6 @@ def nearer_within(distances: Array, of: Sequence[int], permutations: int, seed: 
         return float(far[same].mean() - far[~same].mean()) if same.any() and not same.all() else float("nan")
 
     value = gap(own)
-    if np.isnan(value):
-        return Against(value, value, value)
     return against(value, np.array([gap(draw.permutation(own)) for _ in range(permutations)]), "low")
 
 

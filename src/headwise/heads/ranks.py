@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -138,8 +137,6 @@ def score_ranks(
 
 
 def _rows(site: str, stage: str, folds: Folds, width: int, how: tuple[int, int]) -> Iterable[Ranked]:
-    mean, (low, high) = folds.mean, folds.bounds(*how)
-    for head in range(mean.shape[1]):
-        stable, effective = np.stack([mean[:, head], low[:, head], high[:, head]], 1).tolist()
-        bound = width if stage == "scores" else 0
-        yield Ranked(site, head, stage, Measure(*stable, math.nan), Measure(*effective, math.nan), bound)
+    told, bound = folds.told(*how), width if stage == "scores" else 0
+    for head in range(told.mean.shape[1]):
+        yield Ranked(site, head, stage, told.at((0, head)), told.at((1, head)), bound)

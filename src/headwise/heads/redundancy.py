@@ -152,11 +152,11 @@ class _Adding:
 
     def add(self, number: int, rows: Rows) -> None:
         """Rows of text `number`."""
-        weights, count = self._smoothed(rows.weights), rows.weights.shape[1]
+        weights, count = self._smoothed(rows.weights), rows.weights.shape[1] * rows.weight
         dealt = self._smoothed(rows.dealt((self.how.seed, number)))
-        self.far.add(number, jensen_shannon(weights).cpu().numpy(), count)
-        self.chance.add(number, jensen_shannon(weights, dealt).cpu().numpy(), count)
-        self.spread.add(number, rows.weights)
+        self.far.add(number, jensen_shannon(weights).cpu().numpy() * rows.weight, count)
+        self.chance.add(number, jensen_shannon(weights, dealt).cpu().numpy() * rows.weight, count)
+        self.spread.add(number, rows)
 
     def _smoothed(self, weights: torch.Tensor) -> torch.Tensor:
         """All keys but the learned sink are smoothed."""
@@ -224,8 +224,7 @@ def _hear(
 def _readers(pair: Streams, adding: _Adding, said: Reservoir | None) -> Readers:
     """What was added up, with what follows from it."""
     how, heads = adding.how, adding.heads
-    far, chance = adding.far.mean, adding.chance.mean
-    low, high = adding.far.bounds(how.resamples, how.seed)
+    (far, low, high), chance = adding.far.told(how.resamples, how.seed), adding.chance.mean
     cut = _cut(chance) if how.cut is None else how.cut
     joined, own = linkage(far), [list(dict.fromkeys(who.site for who in heads)).index(who.site) for who in heads]
     outputs = _outputs(heads, said, how)

@@ -36,13 +36,14 @@ class Who(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Some rows of every head that reads the same tokens, [heads, rows, keys and one for a learned sink], and which of
-    these keys each may read."""
+    """Some rows of every head that reads the same tokens, [heads, rows, keys and one for a learned sink], which of these
+    keys each may read, and how many rows of the text each stands for."""
 
     streams: Streams
     heads: tuple[Who, ...]
     weights: Tensor
     allowed: Tensor
+    weight: float = 1.0
 
     def dealt(self, seed: Sequence[int]) -> Tensor:
         """The same weights, those of each row dealt anew among the keys that it may read: as sharp, and looking at
@@ -108,7 +109,8 @@ def rows_of(
         own = [one for one in those if streams[one.site.name] == pair and one.site.name in sampler.kept]
         own = [one for one in own if one.site.name not in sampler.whys]
         if own:
-            found.append(_together(pair, own, sampler))
+            asked = scene.streams[pair[0]].count
+            found.append(_together(pair, own, sampler)._replace(weight=asked / len(picks[own[0].site.name])))
     return found, sampler.whys
 
 

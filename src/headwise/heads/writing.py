@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..hub.finding import found
 from .circuits import circuits
 from .folds import Folds
-from .intervals import Array
 from .sampled import said_in
 from .scene import Scene
 from .table import Measure
@@ -50,16 +47,12 @@ def writing(model: nn.Module, scenes: Iterable[Scene], *, resamples: int = 1000,
     rows: list[Written] = []
     for name, held in sums.items():
         if held.count:
-            mean, (low, high) = held.mean, held.bounds(resamples, seed)
-            rows += [_row(name, head, (mean, low, high)) for head in range(mean.shape[1])]
+            told = held.told(resamples, seed)
+            heads = told.mean.shape[1]
+            rows += [Written(name, head, told.at((0, head)), told.at((1, head), 1 / heads)) for head in range(heads)]
     if not rows:
         raise ValueError("no text was read; give at least two")
     return tuple(rows)
-
-
-def _row(site: str, head: int, told: Sequence[Array]) -> Written:
-    (norm, *norms), (share, *shares) = np.stack([values[:, head] for values in told], 1).tolist()
-    return Written(site, head, Measure(norm, *norms, math.nan), Measure(share, *shares, 1 / told[0].shape[1]))
 
 
 def _written(z: Tensor, maps: Tensor) -> Tensor:
