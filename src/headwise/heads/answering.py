@@ -25,7 +25,7 @@ def answer(own: Readers) -> str:
 
 def _verdict(own: Readers) -> str:
     agree = own.agreement
-    if len(own.near) <= CHANCE * own.pairs:
+    if not own.alike.p < SURE:
         return "Not shown to be redundant."
     if math.isnan(agree.p):
         return "Some heads read alike beyond chance; what they say could not be compared."
@@ -36,11 +36,11 @@ def _verdict(own: Readers) -> str:
 def _weights(own: Readers) -> str:
     pairs = np.triu_indices(len(own.heads), 1)
     middle, chance = (float(np.median(grid[pairs])) for grid in (own.distances, own.chance))
-    near, share = own.near, CHANCE * own.pairs
+    near = own.near
     told = (
         f"Of {len(own.heads)} heads ({own.streams[0]} reads {own.streams[1]}) the median pair is {middle:.3f} nats "
         f"apart of at most {FAR:.3f}, and {chance:.3f} where weights are dealt anew; {len(near)} of {own.pairs} pairs "
-        f"are surely nearer than {own.cut:.3f}, where at most {share:.0f} would be by chance"
+        f"are surely nearer than {own.cut:.3f}, where {own.alike.chance:.1f} would be by chance ({_p(own.alike)})"
     )
     if not near:
         return f"{told}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+DEVIATIONS = 1.959964  # of a normal number, on both sides of 95 % of them
 
 
 class Against(NamedTuple):
@@ -48,6 +50,29 @@ def corrected(p: Sequence[float]) -> list[float]:
         least = max(least, min(1.0, float(told[n]) * (len(order) - rank)))
         found[n] = least
     return found.tolist()
+
+
+def at_least(count: int, expected: float) -> Against:
+    """A count of rare things, held to how many are expected: p is how often a Poisson number is as large.
+
+    >>> at_least(2, 0.1).p < 0.005
+    True
+    """
+    below = sum(math.exp(-expected + k * math.log(expected) - math.lgamma(k + 1)) for k in range(count) if expected > 0)
+    return Against(float(count), expected, float(min(1.0, max(0.0, 1 - below))) if expected > 0 else float(not count))
+
+
+def surely_below(mean: Array, low: Array, high: Array, cut: float) -> float:
+    """How many of these numbers, drawn anew as their intervals say, would have intervals that end below both themselves
+    and the cut; nan where an interval is not known.
+
+    >>> told = [np.array([value] * 1000) for value in (5.0, 4.0, 6.0)]
+    >>> round(surely_below(*told, cut=9.0)), round(surely_below(*told, cut=2.0))
+    (25, 0)
+    """
+    error = np.maximum((high - low) / (2 * DEVIATIONS), 1e-300)
+    far = (np.minimum(mean, cut) - mean) / error - DEVIATIONS
+    return float(sum((1 + math.erf(max(-40.0, one) / math.sqrt(2))) / 2 for one in far))
 
 
 def nearer_within(distances: Array, of: Sequence[int], permutations: int, seed: int) -> Against:

@@ -20,7 +20,7 @@ from .folds import Folds
 from .intervals import Array
 from .likeness import KINDS, SMOOTHINGS, cka, jensen_shannon, smoothed
 from .mapping import Joined, Plane, clusters, linkage, plane
-from .nulls import Against, mantel, nearer_within
+from .nulls import Against, at_least, mantel, nearer_within, surely_below
 from .sampled import Choice, Reservoir, Rows, Streams, Who, rows_of, said_in
 from .scene import Scene
 
@@ -61,6 +61,8 @@ class Readers:
     `chance` is the same with the weights of each of the other's rows dealt anew among the keys it may read: what is
     left where two heads are as sharp as these but look at nothing alike. `outputs` is CKA of what they say, or None
     where that could not be had. `by_chance` is how many clusters the distances of chance would make at the same cut.
+    `alike` counts pairs that are surely near, beside how many would be where no head looks at what another does;
+    `within` holds distances in layers to those between, `agreement` distances to what heads say.
     """
 
     streams: Streams
@@ -77,6 +79,7 @@ class Readers:
     plane: Plane
     layers: tuple[Layer, ...]
     outliers: tuple[Outlier, ...]
+    alike: Against
     within: Against
     agreement: Against
 
@@ -115,7 +118,7 @@ class Readers:
             "outputs": None if self.outputs is None else _plain(self.outputs), "cut": self.cut,
             "joined": [one._asdict() for one in self.joined], "clusters": list(self.clusters),
             "clusters_by_chance": self.by_chance, "map": _plain(self.plane.places), "stress": self.plane.stress,
-            "layers": [one.data for one in self.layers], "within": _tested(self.within),
+            "layers": [one.data for one in self.layers], "alike": _tested(self.alike), "within": _tested(self.within),
             "outliers": [{**one.head._asdict(), "far": one.far, "p": one.p} for one in self.outliers],
             "agreement": _tested(self.agreement), "sentence": self.sentence,
         }  # fmt: skip
@@ -224,15 +227,19 @@ def _hear(
 def _readers(pair: Streams, adding: _Adding, said: Reservoir | None) -> Readers:
     """What was added up, with what follows from it."""
     how, heads = adding.how, adding.heads
-    (far, low, high), chance = adding.far.told(how.resamples, how.seed), adding.chance.mean
+    far, low, high = adding.far.told(how.resamples, how.seed)
+    dealt = adding.chance.told(how.resamples, how.seed)
+    chance, pairs = dealt.mean, np.triu_indices(len(heads), 1)
     cut = _cut(chance) if how.cut is None else how.cut
     joined, own = linkage(far), [list(dict.fromkeys(who.site for who in heads)).index(who.site) for who in heads]
     outputs = _outputs(heads, said, how)
+    near = int((high < np.minimum(cut, chance))[pairs].sum())
+    alike = at_least(near, surely_below(*(grid[pairs] for grid in dealt), cut=cut))
     return Readers(
         pair, heads, far, low, high, chance, outputs, tuple(joined), cut, clusters(joined, cut),
         len(set(clusters(linkage(chance), cut))), plane(far, seed=how.seed),
         adding.spread.layers(how.resamples, how.seed), outliers(far, heads, seed=how.seed),
-        nearer_within(far, own, how.permutations, how.seed), _agreement(far, outputs, how),
+        alike, nearer_within(far, own, how.permutations, how.seed), _agreement(far, outputs, how),
     )  # fmt: skip
 
 
