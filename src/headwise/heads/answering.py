@@ -86,4 +86,4 @@ def _outputs(own: Readers) -> str:
 
 
 def _p(one: Against) -> str:
-    return f"p = {one.p:.3f}"
+    return f"p = {one.p:.3f}" if one.p >= 0.001 else "p < 0.001"
