@@ -12,7 +12,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.heads.circuits import Circuits, Factors, angles, circuits, copying, similarity, tables
+from headwise.heads.circuits import Circuits, Factors, angles, circuits, copying, kin, similarity, tables
 from headwise.heads.twins import as_ours, twin
 from headwise.heads.writing import writing
 from headwise.hub.finding import found
@@ -23,6 +23,10 @@ def layer(**said: Any) -> Circuits:
     """The circuits of one attention of 8 channels and 4 heads with weights in float64."""
     torch.manual_seed(0)
     made = hw.Attention(hw.design(**({"model": 8, "heads": 4} | said))).double()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
     (one,) = circuits(torch.nn.ModuleList([made])).values()
     return one
 
@@ -125,6 +129,20 @@ def test_the_inner_product_is_that_of_full_products():
     turn, _ = torch.linalg.qr(torch.randn(2, 2, dtype=torch.float64))
     assert similarity(one, Factors(one.left @ turn, turn.T @ one.right)) == pytest.approx(1)
     assert math.isnan(similarity(one, Factors(0 * one.left, one.right)))
+
+
+@pytest.mark.parametrize("which", ["qk", "ov"])
+def test_kin_of_all_heads_of_a_model(which: str):
+    net = small()
+    told, made = kin(net, which), circuits(net)
+    whole = [getattr(one, which)(head).whole.double().numpy() for one in made.values() for head in range(4)]
+    for one, other in ((0, 0), (1, 6), (5, 2)):
+        a, b = whole[one], whole[other]
+        wanted = (a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b)
+        assert told.values[one, other].item() == pytest.approx(wanted, abs=1e-6)
+    assert told.heads[6] == ("decoder.1.attention", 1, 2)
+    with pytest.raises(ValueError, match="which='vo' is unknown; use 'qk' or 'ov'"):
+        kin(net, "vo")
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -259,7 +277,11 @@ def test_a_twin_of_somebody_elses(name: str):
     from foreign import ZOO
 
     model = ZOO[name].build("sdpa")
-    one, again = twin(model, seed=1), twin(model, seed=1)
+    one = twin(model, seed=1)
+    torch.rand(3)
+    state = torch.get_rng_state()
+    again = twin(model, seed=1)
+    assert torch.equal(state, torch.get_rng_state())
     assert type(one) is type(model)
     assert one.state_dict().keys() == model.state_dict().keys()
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))

@@ -21,6 +21,7 @@ from headwise.heads.mapping import clusters, linkage, plane
 from headwise.heads.nulls import against, at_least, corrected, mantel, nearer_within, surely_below
 from headwise.heads.redundancy import How, Readers, Redundancy, redundancy
 from headwise.heads.sampled import Reservoir, Rows, Who
+from headwise.heads.twins import twin
 from scenes import scene, scenes, small
 
 Array = NDArray[np.float64]
@@ -83,8 +84,7 @@ def test_pairs_in_pieces_are_pairs_at_once(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_other_rows_of_the_other_head():
-    told = rows()
-    other = told.flip(1)
+    told, other = rows(), rows(seed=1)
     found = jensen_shannon(told, other)
     p, q = told.double().numpy(), other.double().numpy()
     assert found[1, 3].item() == pytest.approx(sum(divergence(p[1, row], q[3, row]) for row in range(3)), abs=1e-6)
@@ -398,6 +398,17 @@ def test_heads_that_all_read_one_place_are_called_redundant():
     assert "Some heads read alike beyond chance" in found.sentence
     assert found.sentence.startswith("Transformer, 8 texts: ")
     assert "12 of 28 pairs" in found.sentence
+
+
+def test_beside_a_twin():
+    net, texts = small(), scenes(6)
+    own, other = (redundancy(each, texts, how=LIGHT, name=name) for each, name in ((net, "own"), (twin(net), "fresh")))
+    median = np.median(only(other).distances[np.triu_indices(8, 1)])
+    near = len(only(other).near)
+    assert own.beside(other) == (
+        f"fresh, 6 texts: of 8 heads (text reads text) the median pair is {median:.3f} nats apart, and {near} of 28 "
+        f"pairs are surely near, not {len(only(own).near)}."
+    )
 
 
 def test_a_source_and_a_text_are_compared_apart():

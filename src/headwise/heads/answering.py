@@ -23,6 +23,15 @@ def answer(own: Readers) -> str:
     return f"{_verdict(own)} " + " ".join(part for part in parts if part)
 
 
+def compared(own: Readers, other: Readers) -> str:
+    """What another model does with the same texts, beside how many pairs are near in one's own."""
+    middle = float(np.median(other.distances[np.triu_indices(len(other.heads), 1)]))
+    return (
+        f"of {len(other.heads)} heads ({other.streams[0]} reads {other.streams[1]}) the median pair is {middle:.3f} "
+        f"nats apart, and {len(other.near)} of {other.pairs} pairs are surely near, not {len(own.near)}."
+    )
+
+
 def _verdict(own: Readers) -> str:
     agree = own.agreement
     if not own.alike.p < SURE:

@@ -18,9 +18,11 @@ from ..hub.finding import found
 from ..module import Attention
 from ..seams import Mix, OutputStep, Turn
 from ..spec import AttentionSpec
+from .sampled import Who
 from .twins import as_ours
 
 SIDES = ("left", "right")
+MAPS = ("qk", "ov")
 
 
 class Factors(NamedTuple):
@@ -33,6 +35,11 @@ class Factors(NamedTuple):
     def whole(self) -> Tensor:
         """The product, [in, out]: as large as the model is wide, squared."""
         return self.left @ self.right
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How wide it is, in and out."""
+        return self.left.shape[0], self.right.shape[1]
 
     @property
     def singular(self) -> Tensor:
@@ -182,6 +189,40 @@ def circuits(model: nn.Module) -> Mapping[str, Circuits]:
         for name, module in modules.items()
         if isinstance(module, Attention)
     }
+
+
+class Kin(NamedTuple):
+    """Heads, and how alike the maps of every two of them are, [heads, heads]; nan where they are of other widths."""
+
+    heads: tuple[Who, ...]
+    values: Tensor
+
+
+def kin(model: nn.Module, which: str = "qk") -> Kin:
+    """How alike the maps of all heads of a model are: "qk", which states they compare, or "ov", what they carry.
+
+    Two drawn maps have an inner product of zero on average; `kin(twin(model), which)` says how far from it they come.
+
+    >>> import headwise as hw
+    >>> net = hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0)
+    >>> kin(net, "ov").values.shape
+    torch.Size([2, 2])
+    """
+    if which not in MAPS:
+        raise ValueError(f"which={which!r} is unknown; use 'qk' or 'ov'")
+    heads, maps = list[Who](), list[Factors]()
+    layers = {one.site.name: one.site.layer for one in found(model)}
+    for own in circuits(model).values():
+        count = own.spec.heads.q if which == "qk" else len(own.spec.speaks)
+        heads += [Who(own.site, layers[own.site], head) for head in range(count)]
+        maps += [own.qk(head) if which == "qk" else own.ov(head) for head in range(count)]
+    values = torch.full((len(maps), len(maps)), torch.nan, dtype=torch.float64)
+    for one, own in enumerate(maps):
+        for two in range(one, len(maps)):
+            if own.shape == maps[two].shape:
+                values[one, two] = values[two, one] = own.inner(maps[two])
+    size = values.diagonal().sqrt()
+    return Kin(tuple(heads), values / (size[:, None] * size))
 
 
 def _caveats(spec: AttentionSpec) -> Iterator[str]:

@@ -14,7 +14,7 @@ from torch import nn
 from ..hub.finding import found
 from ..hub.readable import reads_two, streams_of
 from ..hub.routes.base import Found
-from .answering import CHANCE, answer
+from .answering import CHANCE, answer, compared
 from .diversity import Layer, Outlier, Spread, outliers
 from .folds import Folds
 from .intervals import Array
@@ -137,6 +137,11 @@ class Redundancy:
     def sentence(self) -> str:
         """The answer to "are heads redundant, how do we verify it?"."""
         return " ".join(f"{self.model}, {self.texts} texts: {one.sentence}" for one in self.readers)
+
+    def beside(self, other: Redundancy) -> str:
+        """The same of another model on the same texts, such as its `twin`, in a sentence for each set of readers."""
+        pairs = [(one, two) for one in self.readers for two in other.readers if one.streams == two.streams]
+        return " ".join(f"{other.model}, {other.texts} texts: {compared(one, two)}" for one, two in pairs)
 
     @property
     def data(self) -> dict[str, Any]:
