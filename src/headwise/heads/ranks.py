@@ -121,6 +121,8 @@ def score_ranks(
     `twin(model)` on the same texts for what it is without training.
     """
     those = [one for one in found(model) if one.site.see.can]
+    if not those:
+        raise ValueError(f"{type(model).__name__} has no attention that can be seen; hw.sites(model) says why")
     kept: dict[tuple[str, str], Folds] = {}
     widths: dict[str, int] = {}
     for number, scene in enumerate(scenes):
@@ -131,7 +133,7 @@ def score_ranks(
             for stage, ranks in watch.found.items():
                 kept.setdefault((name, stage), Folds()).add(number, ranks, 1.0)
     if not kept:
-        raise ValueError("nothing was seen; give at least two texts, and a model that hw.sites says can be seen")
+        raise ValueError("no text was read; give at least two")
     how = resamples, seed
     return tuple(row for (name, stage), own in kept.items() for row in _rows(name, stage, own, widths[name], how))
 
