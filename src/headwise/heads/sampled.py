@@ -14,9 +14,7 @@ from ..hub.readable import readable
 from ..hub.routes.base import Found
 from ..hub.running import Run
 from ..hub.watching import Core
-from .block import Block
 from .likeness import whole
-from .looking import look
 from .scene import Scene
 
 HELD = 2**25  # weights of all heads of a text, at most: 128 MB
@@ -75,24 +73,27 @@ class Choice(NamedTuple):
 
 
 class Sampler:
-    """Keeps the drawn rows of every site, band by band; `whys` are the sites whose rows are no shares, and why."""
+    """A watcher that keeps the drawn rows of one site; `why` says why its rows are no shares of what is read."""
 
-    def __init__(self, picks: Mapping[str, Tensor]) -> None:
-        self.picks, self.kept = picks, dict[str, list[Tensor]]()
-        self.may: dict[str, list[Tensor]] = {}
-        self.whys: dict[str, str] = {}
+    wants_core = True
 
-    def see(self, site: str, block: Block) -> None:
-        """Keep what was drawn of a band."""
-        stop = block.start + block.w_HTS.shape[1]
-        picks = self.picks[site]
-        own = (picks[(picks >= block.start) & (picks < stop)] - block.start).to(block.w_HTS.device)
-        weights = block.w_HTS[:, own]
-        may = block.allowed[..., own, :].expand(weights.shape)
+    def __init__(self, picks: Tensor) -> None:
+        gaps = (picks.diff() != 1).nonzero()[:, 0] + 1
+        self.runs = [slice(int(run[0]), int(run[-1]) + 1) for run in picks.tensor_split(gaps)]
+        self.weights: Tensor | None = None
+        self.allowed: Tensor | None = None
+        self.why = ""
+
+    def core(self, seen: Core) -> None:
+        """Keep what was drawn, and compute no other row."""
+        weights = torch.cat([seen.every(run)[0] for run in self.runs], 1)
+        allowed = torch.cat([seen.allowed(run)[0] for run in self.runs], 1)
+        self.weights, self.allowed = weights, allowed.expand(weights.shape)
         if bool((weights < 0).any()) or bool((weights.sum(-1) > 1 + 1e-3).any()):
-            self.whys[site] = "its weights are below zero or sum to more than one, and so are no shares"
-        self.kept.setdefault(site, []).append(weights)
-        self.may.setdefault(site, []).append(may)
+            self.why = "its weights are below zero or sum to more than one, and so are no shares"
+
+    def heads(self, z: Tensor) -> None:
+        """Leave it."""
 
 
 def rows_of(
@@ -106,28 +107,28 @@ def rows_of(
     cells = {one.site.name: _heads(those, streams, one) * scene.streams[streams[one.site.name][1]].count
              for one in those}  # fmt: skip
     picks = {name: choice.queries(number, scene.streams[streams[name][0]].count, held) for name, held in cells.items()}
-    sampler = Sampler(picks)
-    look(model, those, scene, streams, sampler.see)
+    samplers = {name: Sampler(own) for name, own in picks.items()}
+    Run(model, readable(model, scene.inputs, 0)).watched(those, samplers)
     found: list[Rows] = []
     for pair in dict.fromkeys(streams[one.site.name] for one in those):
-        own = [one for one in those if streams[one.site.name] == pair and one.site.name in sampler.kept]
-        own = [one for one in own if one.site.name not in sampler.whys]
-        if own:
+        own = [one for one in those if streams[one.site.name] == pair]
+        kept = {one: held for one in own if (held := samplers[one.site.name]).weights is not None and not held.why}
+        if kept:
             asked = scene.streams[pair[0]].count
-            found.append(_together(pair, own, sampler)._replace(weight=asked / len(picks[own[0].site.name])))
-    return found, sampler.whys
+            found.append(_together(pair, kept)._replace(weight=asked / len(picks[own[0].site.name])))
+    return found, {name: held.why for name, held in samplers.items() if held.why}
 
 
 def _heads(those: Sequence[Found], streams: Mapping[str, Streams], one: Found) -> int:
     return sum(other.site.q for other in those if streams[other.site.name] == streams[one.site.name])
 
 
-def _together(pair: Streams, those: Sequence[Found], sampler: Sampler) -> Rows:
-    weights = [torch.cat(sampler.kept[one.site.name], 1) for one in those]
-    may = torch.cat([torch.cat(sampler.may[one.site.name], 1) for one in those])
+def _together(pair: Streams, kept: Mapping[Found, Sampler]) -> Rows:
+    weights = [held.weights for held in kept.values() if held.weights is not None]
+    may = torch.cat([held.allowed for held in kept.values() if held.allowed is not None])
     alive = may.any(-1).all(0)
     heads = [
-        Who(one.site.name, one.site.layer, head) for one, own in zip(those, weights, strict=True)
+        Who(one.site.name, one.site.layer, head) for one, own in zip(kept, weights, strict=True)
         for head in range(len(own))
     ]  # fmt: skip
     return Rows(pair, tuple(heads), whole(torch.cat(weights)[:, alive].float()), may[:, alive])
