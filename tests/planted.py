@@ -16,6 +16,9 @@ import planted_engine  # noqa: F401 - as the first
 import planted_families  # noqa: F401 - as the first
 import planted_finding  # noqa: F401 - as the first
 import planted_generation  # noqa: F401 - as the first
+import planted_heads_importance  # noqa: F401 - as the first
+import planted_heads_kinds  # noqa: F401 - as the first
+import planted_heads_redundancy  # noqa: F401 - as the first
 import planted_hub  # noqa: F401 - as the first
 import planted_kept  # noqa: F401 - as the first
 import planted_models  # noqa: F401 - as the first

@@ -15,13 +15,18 @@ from headwise.heads.gallery import Picture, gallery, overlaid
 from headwise.heads.table import Head, Measure, Named, Table
 from headwise.heads.telling import listed, painted, told
 from test_sources import ROWS, reader, rows
-from test_trace_command import folders  # noqa: F401 - a fixture
+from test_trace_command import written
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     code = cli.main(["heads", *argv])
     out = capsys.readouterr()
     return code, out.out, out.err
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return written(tmp_path_factory.mktemp("folders"))
 
 
 @pytest.fixture
@@ -36,7 +41,7 @@ def parsed(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["ours", "gpt2", "t5"])
 def test_one_command(
-    name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],  # noqa: F811
+    name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ):  # fmt: skip
     (tmp_path / "lines").write_text("a longer one\n\nshort\nthird one\n")
     code, out, err = said(capsys, str(folders[name]), "--data", str(tmp_path / "lines"), "--json")
@@ -95,7 +100,7 @@ def test_what_is_left_in_a_folder(parsed: dict[str, str], tmp_path: Path, capsys
     (["--align", "one", "two", "two"], "have 1, 2 and 2 lines; give as many of each"),
 ])  # fmt: skip
 def test_wrong_arguments(
-    argv: list[str], wrong: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],  # noqa: F811
+    argv: list[str], wrong: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
     monkeypatch.chdir(tmp_path)

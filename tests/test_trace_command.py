@@ -17,10 +17,8 @@ from headwise.tasks.vocabulary import Bytes
 GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256, "n_positions": 24}
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def written(base: Path) -> dict[str, Path]:
     """A model of ours and two of transformers, all of which read bytes."""
-    base = tmp_path_factory.mktemp("folders")
     net = hw.build(hw.families.read(GPT), seed=0)
     net.usage = hw.Usage(tokenizer=Bytes().document)
     hw.save(net, base / "ours")
@@ -33,6 +31,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         model.save_pretrained(base / name)
         (base / name / "tokenizer.json").write_text(Bytes().document)
     return {path.name: path for path in base.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return written(tmp_path_factory.mktemp("folders"))
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:

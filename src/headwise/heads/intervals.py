@@ -30,9 +30,10 @@ def mean(sums: Array, numbers: Array) -> Array:
 
 
 def means(sums: Array, numbers: Array, draws: Array) -> Array:
-    """The same of every draw, [times, ...]."""
-    flat = [draws @ told.reshape(len(told), -1) for told in (sums, numbers)]
-    found = np.divide(flat[0], flat[1], out=np.full(flat[1].shape, np.nan), where=flat[1] > 0)
+    """The same of every draw, [times, ...]; one column of numbers is that of all sums."""
+    total, count = (draws @ told.reshape(len(told), -1) for told in (sums, numbers))
+    count = np.broadcast_to(count, total.shape)
+    found = np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
     return found.reshape(len(draws), *sums.shape[1:])
 
 

@@ -68,12 +68,10 @@ class Adding:
     def _sums(self, block: Block) -> dict[str, Sums]:
         rest, there = block.beside_sinks()
         left = _only(rest, there)
-        found = {
-            one.name: one.sums(block if one.of == "all" else left)
-            for one in self.statistics
-            if block.itself or not one.itself
-        }
-        return {name: (_plain(sums), _plain(count)) for name, (sums, count) in found.items()}
+        asked = [one for one in self.statistics if block.itself or not one.itself]
+        ways = {(one.sums, one.of): None for one in asked}  # several are made of the same sums
+        told = {way: _both(way[0](block if way[1] == "all" else left)) for way in ways}
+        return {one.name: told[one.sums, one.of] for one in asked}
 
     def _chances(self, block: Block) -> dict[str, Sums]:
         """What chance is here: that of the last bands is kept, for most layers let tokens read the same."""
@@ -96,8 +94,9 @@ class Adding:
         self._open, self._known = {}, []
 
 
-def _plain(told: torch.Tensor) -> Array:
-    return told.cpu().numpy().astype(np.float64)
+def _both(told: tuple[torch.Tensor, torch.Tensor]) -> Sums:
+    sums, numbers = (one.cpu().numpy().astype(np.float64) for one in told)
+    return sums, numbers
 
 
 def _only(block: Block, rows_HT: torch.Tensor) -> Block:

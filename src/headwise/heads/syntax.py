@@ -119,7 +119,7 @@ class Syntax:
         directions together are wrong once in 20 data sets (Bonferroni). So far out there are no draws: it is the normal
         one, with their deviation.
         """
-        sums = {where: self._stacked(where) for told in self.kept for where in told}
+        sums = {where: self._stacked(where) for where in dict.fromkeys(where for told in self.kept for where in told)}
         sums = {where: own for where, own in sums.items() if own[..., -1].sum() >= self.least}
         rivals = self.convention.rivals
         tests = sum(own.shape[1] - rivals - 1 for own in sums.values())
@@ -148,8 +148,8 @@ def follows(measure: str) -> bool:
 
 def _margins(sums: Array, rivals: int, draws: Array, wide: float) -> list[Measure]:
     """What heads find of one relation in one direction."""
-    numbers = np.broadcast_to(sums[:, -1:], sums[:, :-1].shape)
-    found, drawn = mean(sums[:, :-1], numbers), means(sums[:, :-1], numbers, draws)
+    numbers = sums[:, -1:]
+    found, drawn = mean(sums[:, :-1], np.broadcast_to(numbers, sums[:, :-1].shape)), means(sums[:, :-1], numbers, draws)
     chance = found[-rivals:].max()
     better = drawn[:, :-rivals] - drawn[:, -rivals:].max(1, keepdims=True)
     far = wide * np.nanstd(better, 0, ddof=1)
