@@ -160,3 +160,27 @@ def test_drawings_are_the_same_twice(paper: str, tmp_path: Path):
         inks.write(makers["grid"], tmp_path / "a.pdf")
     with pytest.raises(ValueError, match="there is no paper 'grey'"):
         inks.write(makers["grid"], tmp_path / "a.svg", "grey")
+
+
+def test_what_is_told_besides(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):  # fmt: skip
+    (tmp_path / "lines").write_text("a longer one\nshort\nthird one\nand a last\n")
+    base = [str(folders["ours"]), "--data", str(tmp_path / "lines"), "--importance", "taylor", "--redundancy", "--twin"]
+    code, out, err = said(capsys, *base, "--out", str(tmp_path / "out"), "--json")
+    assert code == 0, err
+    told = json.loads(out)
+    worth = {(one["site"], one["head"]): one["value"] for one in told["importance"]["heads"]}
+    assert len(worth) == 6
+    assert sorted(worth.values()) == sorted(one["measures"]["importance"]["value"] for one in told["heads"])
+    assert len(told["redundancy"]["readers"][0]["distances"]) == 6
+    assert len(told["twin"]["heads"]) == 6
+    for name in ("importance", "map"):
+        assert (tmp_path / "out" / f"{name}-dark.svg").exists()
+    code, out, err = said(capsys, *base, "--sort", "importance")
+    assert code == 0, err
+    assert max(map(len, out.splitlines())) <= 80
+    assert "importance by taylor, of next-token, 4 texts" in out
+    assert "its twin" in out
+    code, _, err = said(capsys, *base[:3], "--importance", "mine")
+    assert (code, err.count("\n")) == (2, 1)

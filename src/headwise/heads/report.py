@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ from . import figures
 from .exporting import headvis
 from .gallery import Picture, gallery, overlaid
 from .inks import CLASSES, PAPERS, Paper, group_of, write
+from .rating import Importance
+from .redundancy import Redundancy
 from .scene import Scene
 from .table import Head, Table
 
@@ -29,13 +32,18 @@ FIT = range(6, 19)  # tokens of a text that a picture shows well
 RELATIONS = 9  # that are shown
 
 
-def write_all(model: nn.Module, table: Table, scenes: Sequence[Scene], folder: Path) -> Iterator[str]:
+More = tuple[Importance | None, Redundancy | None]
+
+
+def write_all(
+    model: nn.Module, table: Table, scenes: Sequence[Scene], folder: Path, more: More = (None, None)
+) -> Iterator[str]:
     """The table as JSON, what HeadVis reads, and every figure on light and dark paper, as SVG and PNG."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "heads.json", json.dumps(table.data, indent=1).encode())
     yield str(folder / "heads.json")
     shown = [scene for scene in scenes if all(one.count in FIT for one in scene.streams.values())] or list(scenes[:1])
-    for name, make in _figures(model, table, shown):
+    for name, make in [*_figures(model, table, shown), *_others(table, *more)]:
         for paper in PAPERS:
             for suffix in (".svg", ".png"):
                 write(make, folder / f"{name}-{paper}{suffix}", paper)
@@ -54,6 +62,20 @@ def _figures(model: nn.Module, table: Table, shown: Sequence[Scene]) -> Iterator
         yield "relations", partial(gallery, arcs, f"{table.model}: the best head of each relation; marked are its arcs")
     if pair := _pair(model, table, shown[0]):
         yield "pair", partial(overlaid, *pair)
+
+
+def _others(
+    table: Table, weighed: Importance | None, alike: Redundancy | None
+) -> Iterator[tuple[str, Callable[[Paper], Figure]]]:
+    if weighed is not None:
+        names = [f"{one.site} {one.head}" for one in weighed.heads]
+        values = [(one.value, one.low, one.high) for one in weighed.heads]
+        title = f"importance by {weighed.method}, of {weighed.objective}"
+        yield "importance", partial(figures.curve, names, values, title)
+    for number, one in enumerate(alike.readers if alike is not None else ()):
+        heads = tuple(table.head(who.site, who.head) for who in one.heads)
+        name = "map" if not number else f"map-{'-'.join(dict.fromkeys(one.streams))}"
+        yield name, partial(figures.atlas, replace(table, heads=heads), one.plane.places)
 
 
 def _trace(model: nn.Module, scene: Scene) -> Trace:

@@ -5,33 +5,39 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .screen import Arguments, Wrong, document, in_colour, show, take_form
+from ..screen import Arguments, Wrong, document, in_colour, show, take_form
+from .more import asked, take_more
+from .more import told as told_more
 
 EXAMPLES = 200  # of a task, unless said
 
 if TYPE_CHECKING:
-    from ..heads.scene import Scene
-    from ..heads.table import Table
+    from ...heads.scene import Scene
+    from ...heads.table import Table
 
 
 def main(argv: list[str]) -> int:
     """Measure, name, and show the heads of a model."""
     given = _parser().parse_args(argv)
     _check(given)
-    from ..hub.opening import opened
+    from ...hub.opening import opened
 
     model = opened(given.model).eval()
     scenes, notes = _scenes(model, given)
-    table = _measured(model, scenes, notes, given)
+    measured = partial(_measured, scenes=scenes, given=given)
+    table, more = asked(model, measured(model), scenes, given, measured)
+    table = replace(table, notes=(*table.notes, *notes))
     if given.out is not None:
-        from ..heads.report import write_all
+        from ...heads.report import write_all
 
-        for name in write_all(model, table, scenes, Path(given.out)):
+        for name in write_all(model, table, scenes, Path(given.out), (more.weighed, more.alike)):
             print(name, file=sys.stderr)
-    show(document(table.data) if given.json else _told(table, given))
+    show(document(table.data | more.data) if given.json else _told(table, given) + told_more(more))
     return 0
 
 
@@ -55,6 +61,7 @@ def _parser() -> Arguments:
     parser.add_argument("--criteria", default="ours", metavar="WHOSE", help="ours, clark or voita: what makes a class")
     parser.add_argument("--resamples", type=int, default=1000, metavar="COUNT", help="draws of the bootstrap (1000)")
     parser.add_argument("--seed", type=int, default=0, metavar="INT", help="of the bootstrap (0)")
+    take_more(parser)
     parser.add_argument("--out", metavar="DIR", help="write figures there, as SVG and PNG, and the table")
     take_form(parser)
     return parser
@@ -73,8 +80,8 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _scenes(model: Any, given: argparse.Namespace) -> tuple[list[Scene], tuple[str, ...]]:
-    from ..heads import sources
-    from ..heads.conllu import sentences_of
+    from ...heads import sources
+    from ...heads.conllu import sentences_of
 
     if given.conllu is not None:
         sentences = sentences_of(sources.lines_of(given.conllu), given.conllu)
@@ -87,7 +94,7 @@ def _scenes(model: Any, given: argparse.Namespace) -> tuple[list[Scene], tuple[s
         links = [sources.links_of(line, number) for number, line in enumerate(gold, 1)]
         found = sources.of_pairs(model, list(zip(source, target, strict=True))[: given.limit], links[: given.limit])
     elif given.task is not None:
-        from ..tasks import task
+        from ...tasks import task
 
         found = sources.Sources(model)
         found.take(task(given.task), given.limit or EXAMPLES)
@@ -100,15 +107,13 @@ def _scenes(model: Any, given: argparse.Namespace) -> tuple[list[Scene], tuple[s
     return scenes, found.notes
 
 
-def _measured(model: Any, scenes: Sequence[Scene], notes: tuple[str, ...], given: argparse.Namespace) -> Table:
-    from dataclasses import replace
-
-    from ..heads import published
-    from ..heads.alignment import Alignment
-    from ..heads.classes import classified
-    from ..heads.measuring import Chosen, measure
-    from ..heads.syntax import Syntax
-    from ..hub.capturing import name_of
+def _measured(model: Any, *, scenes: Sequence[Scene], given: argparse.Namespace) -> Table:
+    from ...heads import published
+    from ...heads.alignment import Alignment
+    from ...heads.classes import classified
+    from ...heads.measuring import Chosen, measure
+    from ...heads.syntax import Syntax
+    from ...hub.capturing import name_of
 
     def tell(count: int) -> None:
         if sys.stderr.isatty():
@@ -121,11 +126,11 @@ def _measured(model: Any, scenes: Sequence[Scene], notes: tuple[str, ...], given
         [Syntax(convention=theirs)] if given.conllu is not None else [Alignment()] if given.align or given.task else []
     )
     table = measure(model, scenes, chosen=chosen, more=more, name=name_of(model), tell=tell)
-    return replace(classified(table, criteria=given.criteria), notes=(*table.notes, *notes))
+    return classified(table, criteria=given.criteria)
 
 
 def _told(table: Table, given: argparse.Namespace) -> str:
-    from ..heads.telling import listed, painted, plain, told
+    from ...heads.telling import listed, painted, plain, told
 
     if given.sort is not None:
         return listed(table, given.sort)
