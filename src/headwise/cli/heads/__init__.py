@@ -46,7 +46,7 @@ def _parser() -> Arguments:
         "heads",
         "What every head of a model does over texts: where it looks, against what chance would give, and the classes "
         "that this makes it one of, with intervals over the texts.",
-        "headwise heads path/to/model --conllu en_ewt-ud-dev.conllu --limit 500 --out heads",
+        "headwise heads path/to/model --conllu parsed.conllu --limit 500 --out heads",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder of headwise, or one of transformers")
     parser.add_argument("--data", metavar="FILE", help="texts, one a line; a tab parts a source from its target")

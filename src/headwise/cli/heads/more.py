@@ -36,7 +36,7 @@ class More:
 
 def take_more(parser: argparse.ArgumentParser) -> None:
     """Let the verb be asked for it."""
-    parser.add_argument("--importance", metavar="METHOD", help="how much each head matters: leave-one-out, michel, ...")
+    parser.add_argument("--importance", metavar="METHOD", help="how much heads matter: leave-one-out, michel, shapley")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="of --importance, at most")
     parser.add_argument("--redundancy", action="store_true", help="how alike heads are, held to chance")
     parser.add_argument("--twin", action="store_true", help="the same of a model with fresh weights, beside it")
