@@ -89,7 +89,8 @@ def _best(table: Table, group: str, paint: Paint) -> Iterator[str]:
     found.sort(key=lambda pair: -pair[0].score)
     if not found:
         return
-    yield paint(f"{CLASSES[group][0]}  {group}", group) + f", {len({id(one) for _, one in found})} heads"
+    count = len({id(one) for _, one in found})
+    yield paint(f"{CLASSES[group][0]}  {group}", group) + f", {count} head{'s' if count > 1 else ''}"
     for named, one in found[:BEST]:
         yield from textwrap.wrap(f"{one.site} {one.head}: {named.name} {named.score:.2f}, {named.evidence}", WIDTH,
                                  initial_indent="   ", subsequent_indent="   ")  # fmt: skip
