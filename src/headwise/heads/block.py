@@ -17,7 +17,7 @@ class Block:
     """Some queries of one attention over one text: weights [H, T, S], and which pairs may be [T, S] or [H, T, S].
 
     `start` is the number of the first query. `asks` and `told` are the tokens that ask and are read, the same object
-    where a text reads itself.
+    where a text reads itself. Of rows only those in `left` [H, T] count, all where nothing is said.
     """
 
     w_HTS: Tensor
@@ -25,6 +25,7 @@ class Block:
     start: int
     asks: Tokens
     told: Tokens
+    left: Tensor | None = None
 
     def __post_init__(self) -> None:
         queries, keys = self.start + self.w_HTS.shape[1], self.w_HTS.shape[2]
@@ -49,13 +50,15 @@ class Block:
         """The same of one head that reads every key it may alike: what chance is."""
         allowed = self.allowed if self.allowed.dim() == 2 else self.allowed.any(0)
         count = allowed.sum(-1, keepdim=True)
-        return Block((allowed / count.clamp(min=1))[None], allowed, self.start, self.asks, self.told)
+        alike = allowed.to(self.w_HTS.dtype) / count.clamp(min=1)
+        return Block(alike[None], allowed, self.start, self.asks, self.told)
 
-    def beside_sinks(self) -> tuple[Block, Tensor]:
-        """What is left of each row when sinks are taken out, made whole again; and which rows [H, T] have any left."""
+    def beside_sinks(self) -> Block:
+        """What sinks leave of each row, made whole again; rows of which they leave nothing do not count."""
         kept = ~sinks(self.told)
-        w_HTS = self.w_HTS * kept
-        mass = w_HTS.sum(-1, keepdim=True)
+        mass = (self.w_HTS @ kept.to(self.w_HTS.dtype))[..., None]
         there = mass >= LEAST
-        whole = torch.where(there, w_HTS / mass.clamp(min=LEAST), 0)
-        return Block(whole, self.allowed & kept, self.start, self.asks, self.told), there[..., 0]
+        whole = self.w_HTS * torch.where(there, 1 / mass.clamp(min=LEAST), 0)
+        whole[..., ~kept] = 0
+        left = there[..., 0] if self.left is None else there[..., 0] & self.left
+        return Block(whole, self.allowed & kept, self.start, self.asks, self.told, left)

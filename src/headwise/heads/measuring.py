@@ -66,8 +66,7 @@ class Adding:
             self._add((site, name, CHANCE), told)
 
     def _sums(self, block: Block) -> dict[str, Sums]:
-        rest, there = block.beside_sinks()
-        left = _only(rest, there)
+        left = block.beside_sinks()
         asked = [one for one in self.statistics if block.itself or not one.itself]
         ways = {(one.sums, one.of): None for one in asked}  # several are made of the same sums
         told = {way: _both(way[0](block if way[1] == "all" else left)) for way in ways}
@@ -97,12 +96,6 @@ class Adding:
 def _both(told: tuple[torch.Tensor, torch.Tensor]) -> Sums:
     sums, numbers = (one.cpu().numpy().astype(np.float64) for one in told)
     return sums, numbers
-
-
-def _only(block: Block, rows_HT: torch.Tensor) -> Block:
-    """The same with rows that have nothing left as rows that may read nothing."""
-    allowed = block.allowed if block.allowed.dim() == 3 else block.allowed[None]
-    return Block(block.w_HTS, allowed & rows_HT[..., None], block.start, block.asks, block.told)
 
 
 class Chosen(NamedTuple):

@@ -45,28 +45,37 @@ def mean_of(rows_HT: Tensor, counted: Tensor) -> Sums:
     return torch.where(counted, rows_HT, 0).sum(-1, dtype=torch.float64), counted.sum(-1, dtype=torch.float64)
 
 
+def _rows(block: Block, may: Tensor) -> Tensor:
+    """Of rows [T] or [H, T] those that count, [H or 1, T]."""
+    may = may[None] if may.dim() == 1 else may
+    return may if block.left is None else may & block.left
+
+
 def _alive(block: Block) -> Tensor:
     """Rows that have something to read, [H or 1, T]."""
-    return block.allowed.any(-1)[None] if block.allowed.dim() == 2 else block.allowed.any(-1)
+    return _rows(block, block.allowed.any(-1))
 
 
 def _on(block: Block, keys: Tensor) -> Sums:
     """The weight on some keys [S] or [T, S], of rows that may read one of them."""
-    rows = (block.w_HTS * keys).sum(-1)
-    may = (block.allowed & keys).any(-1)
-    return mean_of(rows, may[None] if may.dim() == 1 else may)
+    rows = block.w_HTS @ keys.to(block.w_HTS.dtype) if keys.dim() == 1 else _at_some(block.w_HTS, keys)
+    return mean_of(rows, _rows(block, (block.allowed & keys).any(-1)))
 
 
-def entropy(block: Block) -> Sums:
-    """- sum p log p of each row, in nats."""
-    return mean_of(-torch.special.xlogy(block.w_HTS, block.w_HTS).sum(-1), _alive(block))
+def _at_some(w_HTS: Tensor, keys_TS: Tensor) -> Tensor:
+    """The weight of each row on its keys, [H, T]; of texts they are few, and picked one by one."""
+    t, s = keys_TS.nonzero(as_tuple=True)
+    return w_HTS.new_zeros(w_HTS.shape[:2]).index_add_(1, t, w_HTS[:, t, s])
 
 
-def breadth(block: Block) -> Sums:
-    """exp(entropy) over the number of keys that may be read: 1 where all are read alike."""
-    rows = torch.special.xlogy(block.w_HTS, block.w_HTS).sum(-1).neg().exp()
-    visible = block.allowed.sum(-1)
-    return mean_of(rows / visible.clamp(min=1), _alive(block))
+def entropies(block: Block) -> Sums:
+    """- sum p log p of each row in nats, and exp of it over the number of keys that may be read, [H, 2]."""
+    rows = torch.special.entr(block.w_HTS).sum(-1)
+    rows = torch.where(rows.isneginf(), torch.nan, rows)  # of weights below zero there is none
+    shares = rows.exp() / block.allowed.sum(-1).clamp(min=1)
+    counted = _alive(block)
+    told = [mean_of(one, counted) for one in (rows, shares)]
+    return torch.stack([sums for sums, _ in told], -1), torch.stack([numbers for _, numbers in told], -1)
 
 
 def confidence(block: Block) -> Sums:
@@ -82,7 +91,7 @@ def distance(block: Block) -> Sums:
 
 def sink(block: Block) -> Sums:
     """The weight on the first token and on those that stand for no text, and what a learned sink takes."""
-    rows = 1 - (block.w_HTS * ~sinks(block.told)).sum(-1)
+    rows = 1 - block.w_HTS @ (~sinks(block.told)).to(block.w_HTS.dtype)
     return mean_of(rows, _alive(block))
 
 
@@ -166,8 +175,7 @@ def rare(block: Block) -> Sums:
     rarest = readable & (told.common == least)
     top, ties = _largest(block)
     hits = (block.w_HTS[..., rarest] == top).sum(-1) / ties[..., 0]
-    may = (block.allowed & rarest).any(-1)
-    return mean_of(hits, may[None] if may.dim() == 1 else may)
+    return mean_of(hits, _rows(block, (block.allowed & rarest).any(-1)))
 
 
 def support(block: Block) -> Sums:
@@ -192,9 +200,11 @@ def by_offset(block: Block) -> Sums:
     at, there = near(block, FAR)
     heads = block.w_HTS.shape[0]
     allowed = block.allowed if block.allowed.dim() == 3 else block.allowed[None]
+    left = torch.ones_like(allowed[..., 0]) if block.left is None else block.left
     those = torch.where(there, block.w_HTS.gather(-1, at.expand(heads, -1, -1)), 0).sum(1, dtype=torch.float64)
-    pairs = (there & allowed.gather(-1, at.expand(len(allowed), -1, -1))).sum(1, dtype=torch.float64)
-    whole, every = block.w_HTS.sum(-1).sum(-1, dtype=torch.float64), allowed.sum((1, 2), dtype=torch.float64)
+    pairs = (there & allowed.gather(-1, at.expand(len(allowed), -1, -1)) & left[..., None]).sum(1, dtype=torch.float64)
+    whole = block.w_HTS.sum(-1).sum(-1, dtype=torch.float64)
+    every = (allowed.sum(-1) * left).sum(-1, dtype=torch.float64)
     squares = torch.linalg.vector_norm(block.w_HTS, dim=-1).double().square().sum(-1)
     sums = torch.cat([those, (whole - those.sum(-1))[:, None]], -1)
     numbers = torch.cat([pairs, (every - pairs.sum(-1))[:, None]], -1).expand_as(sums)
@@ -238,8 +248,8 @@ def entry(number: int) -> Fold:
 STATISTICS: Mapping[str, Statistic] = {
     one.name: one
     for one in (
-        Statistic("entropy", "nats of a row", entropy),
-        Statistic("breadth", "share of what may be read that is read", breadth),
+        Statistic("entropy", "nats of a row", entropies, fold=entry(0)),
+        Statistic("breadth", "share of what may be read that is read", entropies, fold=entry(1)),
         Statistic("confidence", "largest weight of a row", confidence),
         Statistic("distance", "tokens between query and key", distance, itself=True),
         Statistic("sink", "weight on sinks", sink),
