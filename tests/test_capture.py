@@ -86,6 +86,15 @@ def test_every_step_of_what_is_said(name: str, cache: str):
     assert {len(one.calls) for one in trace.layers if one.stack == "decoder"} == {6}
 
 
+def test_what_is_said_of_a_sound():
+    model = ZOO["whisper"].build("sdpa")
+    model.generation_config.eos_token_id = None
+    sound = {"input_features": ZOO["whisper"].inputs()["input_features"]}
+    trace = hw.trace(model, sound, max_new_tokens=4, tell=silent)
+    assert {len(one.calls) for one in trace.layers if one.stack == "decoder"} == {4}
+    assert [trace.site("decoder.1.cross").queries, trace.site("decoder.1.cross").keys] == [4, 13]
+
+
 def test_what_a_cache_holds_is_kept_once():
     model = ZOO["llama"].build("sdpa")
     model.generation_config.eos_token_id = None

@@ -102,7 +102,7 @@ class Measure:
 def _measured(run: Run, those: Sequence[Found], streams: Mapping[str, tuple[str, str]]) -> dict[str, int]:
     """How many tokens each stream has, from a run that keeps nothing: pictures and sounds do not say it themselves."""
     measures = {one.site.name: Measure() for one in those}
-    run._replace(steps=0).watched(those, measures)
+    run._replace(steps=min(run.steps, 1)).watched(those, measures)  # of a source alone a forward has nothing to say
     counts = {"text": 0, "source": 0}
     for name, measure in measures.items():
         for stream, count in zip(streams[name], measure.counts, strict=True):
