@@ -97,6 +97,7 @@ def test_what_is_left_in_a_folder(parsed: dict[str, str], tmp_path: Path, capsys
     (["--data", "two", "--criteria", "mine"], "criteria='mine' are unknown"),
     (["--data", "two", "--resamples", "3"], "make no interval"),
     (["--data", "two", "--out", "two"], "two is a file; give a folder"),
+    (["--task", "dates"], "does not read the ids of the task dates"),
     (["--align", "one", "two", "two"], "have 1, 2 and 2 lines; give as many of each"),
 ])  # fmt: skip
 def test_wrong_arguments(

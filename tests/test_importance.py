@@ -432,7 +432,7 @@ def test_bad_input_is_refused():
     ]:
         with pytest.raises(ValueError, match=reason):
             importance(net, texts)
-    with pytest.raises(ValueError, match="no attention whose heads can be edited"):
+    with pytest.raises(ValueError, match="no attention that can be silenced"):
         importance(nn.Linear(2, 2), [Scene(torch.zeros(1, 2), {})])
     with pytest.raises(ValueError, match="in train mode"):
         importance(net.train(), scenes(net))

@@ -114,6 +114,10 @@ def test_a_source_and_its_target(folders: dict[str, Path], tmp_path: Path, capsy
     (["ours", "--text", "a", "--export", "a.txt"], "ends in none of .csv, .json, .npz"),
     (["t5", "--text", "a", "--new-tokens", "0", "--out", "a.trace"], "a source alone is no text to trace"),
     (["none", "--text", "a", "--out", "a.trace"], "is no folder of a model"),
+    (["ours", "--data", "x", "--limit", "-1", "--out", "a.trace"], "--limit -1 is no count; give 1 or more"),
+    (["ours", "--text", "a", "--new-tokens", "-1", "--out", "a.trace"], "--new-tokens -1 is no count"),
+    (["ours", "--text", "a", "--thumbnails", "-3", "--out", "a.trace"], "--thumbnails -3 is no count"),
+    (["none.trace", "--export", "a.csv", "--least", "nan"], "--least nan is no weight"),
     (["none.trace"], "is not there"),
     (["none.trace", "--text", "a"], "--text is for a run"),
 ])  # fmt: skip

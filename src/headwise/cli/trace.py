@@ -21,6 +21,8 @@ def main(argv: list[str]) -> int:
     """Trace a run, or describe and give out what a trace holds."""
     parser = _parser()
     given = parser.parse_args(argv)
+    if not given.least >= 0:
+        raise Wrong(f"--least {given.least} is no weight; give 0 or more")
     if given.model.endswith(ENDING):
         if said := [name for name in RUN if getattr(given, name) != parser.get_default(name)]:
             raise Wrong(f"--{said[0].replace('_', '-')} is for a run; {given.model} is one that was traced")
@@ -65,6 +67,10 @@ def _traced(given: argparse.Namespace) -> Trace:
         raise Wrong("say what is read: --text TEXT, or --data FILE")
     if given.out is None and given.export is None:
         raise Wrong("say where it goes: --out FILE.trace, or --export FILE.csv")
+    for name, least in (("limit", 1), ("new_tokens", 0), ("thumbnails", 0)):
+        said = getattr(given, name)
+        if said is not None and said < least:
+            raise Wrong(f"--{name.replace('_', '-')} {said} is no count; give {least} or more")
     for path in filter(None, (given.out, given.export)):
         if not Path(path).absolute().parent.is_dir():
             raise Wrong(f"{path} lies in no folder that is there; make it first")

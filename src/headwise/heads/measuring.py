@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import nearest
-from ..hub.finding import found
+from ..hub.finding import able
 from ..hub.readable import reads_two, streams_of
 from ..hub.routes.base import Found
 from .block import Block
@@ -123,7 +123,7 @@ def measure(
     """
     if chosen.units not in UNITS:
         raise ValueError(f"units={chosen.units!r} are unknown; {nearest(chosen.units, UNITS)}")
-    those = _seen(model)
+    those = able(model, "see")
     streams = {one.site.name: streams_of(one.site, reads_two(model)) for one in those}
     adding = Adding([named(one) for one in chosen.statistics])
     words = ByWord(adding.see)
@@ -147,17 +147,6 @@ def measure(
     also = [one.measures(draws) for one in more]
     heads = [_with(head, also) for one in those for head in _heads(one, adding, draws)]
     return Table(name or type(model).__name__, f"{count} texts", tuple(heads))
-
-
-def _seen(model: nn.Module) -> list[Found]:
-    every = found(model)
-    those = [one for one in every if one.site.see.can]
-    if not those:
-        why = every[0].site.see.why if every else "hw.sites(model) says what it saw"
-        raise ValueError(f"{type(model).__name__} has no attention that can be seen: {why}")
-    if model.training:
-        raise ValueError("the model is in train mode, where dropout changes what is read; call model.eval() first")
-    return those
 
 
 def _with(head: Head, also: Sequence[Mapping[tuple[str, int], Mapping[str, Measure]]]) -> Head:

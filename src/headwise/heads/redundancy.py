@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..hub.finding import found
+from ..hub.finding import able
 from ..hub.readable import reads_two, streams_of
-from ..hub.routes.base import Found
 from .answering import CHANCE, answer, compared
 from .diversity import Layer, Outlier, Spread, outliers
 from .folds import Folds
@@ -180,7 +179,7 @@ def redundancy(
     Every text is run by itself; of each, some rows of all heads are held, and of all texts, some tokens of what heads
     say, so that memory does not grow with the data. `tell` hears how many texts were read.
     """
-    those, how = _those(model), how.checked()
+    those, how = able(model, "see"), how.checked()
     streams = {one.site.name: streams_of(one.site, reads_two(model)) for one in those}
     heard = [one for one in those if one.site.silence.can]
     adding, said, notes, count = dict[Streams, _Adding](), dict[str, Reservoir](), dict[str, str](), 0
@@ -203,15 +202,6 @@ def redundancy(
             f"; {site}: {why}" for site, why in notes.items()))  # fmt: skip
     told = tuple(f"{site} is left out: {why}" for site, why in notes.items())
     return Redundancy(name or type(model).__name__, count, readers, told)
-
-
-def _those(model: nn.Module) -> list[Found]:
-    those = [one for one in found(model) if one.site.see.can]
-    if not those:
-        raise ValueError(f"{type(model).__name__} has no attention that can be seen; hw.sites(model) says why")
-    if model.training:
-        raise ValueError("the model is in train mode, where dropout changes what is read; call model.eval() first")
-    return those
 
 
 def _check_same(heads: Sequence[Who], now: Sequence[Who]) -> None:

@@ -66,6 +66,9 @@ class Sources:
         first = task.batch(0, 1, split)
         if first.source is None or not first.gold or not getattr(first.gold[0], "links", ()):
             raise SpecError(f"the task {task.name} knows of no links; give dates, or --align SOURCE TARGET GOLD")
+        own = self.model.usage.tokenizer if isinstance(self.model, Transformer) else None
+        if own is None or own != task.tokenizer:
+            raise SpecError(f"the model does not read the ids of the task {task.name}; give one that was trained on it")
         for number in range(limit):
             batch = task.batch(number, 1, split)
             assert batch.source is not None, "links lead from a source"

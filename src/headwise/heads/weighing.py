@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 
 from ..errors import nearest
-from ..hub.finding import found
+from ..hub.finding import able
 from ..hub.routes.base import Found
 from .lrp import Relevance
 from .methods import Clock, LeaveOneOut, Method, Michel, Shapley, Taylor, Text, TimeUp, clock
@@ -53,7 +53,7 @@ def importance(
     >>> found.objective, found.texts, [(one.site, one.head) for one in found.heads]
     ('next-token', 5, [('decoder.0.attention', 0), ('decoder.0.attention', 1)])
     """
-    check, way, those = clock(how.budget), _method(method), _edited(model)
+    check, way, those = clock(how.budget), _method(method), able(model, "silence")
     if why := way.refuses(model):
         raise ValueError(f"{way.name} cannot be used: {why}")
     drawn, notes = _drawn(scenes, how)
@@ -138,17 +138,6 @@ def _objective(model: nn.Module, asked: str | Objective | None, scene: Scene, me
         fact = f"{chosen.name} has no slope at the model itself, which {method.name} asks for"
         raise ValueError(f"{fact}; use leave-one-out or shapley, or a model with a head and labels")
     return chosen, said
-
-
-def _edited(model: nn.Module) -> list[Found]:
-    every = found(model)
-    those = [one for one in every if one.site.silence.can]
-    if not those:
-        why = every[0].site.silence.why if every else "hw.sites(model) says what it saw"
-        raise ValueError(f"{type(model).__name__} has no attention whose heads can be edited: {why}")
-    if model.training:
-        raise ValueError("the model is in train mode, where dropout changes what is read; call model.eval() first")
-    return those
 
 
 def _drawn(scenes: Iterable[Scene], how: How) -> tuple[Iterator[Scene], list[str]]:

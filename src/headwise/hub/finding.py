@@ -20,6 +20,7 @@ from .routes.places import within
 from .routes.projection import Projection
 from .routes.torch_mha import TorchMHA
 
+DONE = {"see": "seen", "silence": "silenced"}
 ROUTES = (Ours(), Interface(), TorchMHA(), Called(), Projection())  # the first that leads to a module is taken
 
 
@@ -64,6 +65,18 @@ def found(model: nn.Module) -> list[Found]:
     placed = [one._replace(site=said.placed(one.site)) for one in sorted(seen, key=lambda one: order[one.site.path])]
     renamed = _renamed(by_depth(model, placed))
     return list(hindered(model, [one._replace(site=said.added(one.site)) for one in renamed]))
+
+
+def able(model: nn.Module, ability: str) -> list[Found]:
+    """The sites of a model that is to be measured at which this can be done: "see" or "silence"."""
+    every = found(model)
+    those = [one for one in every if getattr(one.site, ability).can]
+    if not those:
+        why = getattr(every[0].site, ability).why if every else "hw.sites(model) says what it saw"
+        raise ValueError(f"{type(model).__name__} has no attention that can be {DONE[ability]}: {why}")
+    if model.training:
+        raise ValueError("the model is in train mode, where dropout changes what is read; call model.eval() first")
+    return those
 
 
 def _around(path: str, other: str) -> bool:
