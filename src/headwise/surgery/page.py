@@ -14,7 +14,6 @@ from .savings import Layer, Pair
 WIDTH = 80
 INSIDE = WIDTH - 4  # of a block that is set off
 LONG = 240  # signs of a text that is shown
-UNITS = {"": lambda number: f"{number:,}", "bytes": lambda number: f"{short(number)}B", "FLOPs": short}
 
 
 def page(proof: Proof) -> str:
@@ -101,6 +100,16 @@ def _changed(row: Row, of: str) -> str:
     return f"{name} {moved}: {told} (change {_within(row.change)})"
 
 
+def sized(count: int) -> str:
+    """A number of bytes in a few signs.
+
+    >>> sized(192), sized(31104)
+    ('192 B', '31.10 kB')
+    """
+    told = short(count)
+    return f"{told}B" if told[-1].isalpha() else f"{told} B"
+
+
 def number(value: float) -> str:
     """A number in a few signs.
 
@@ -141,13 +150,13 @@ def _saved(proof: Proof) -> Iterator[str]:
     yield from wrapped(f"For one row of {saved.length:,} tokens{source}, {saved.dtype}; FLOPs of allowed pairs only.")
     if saved.sites:
         yield ""
-        yield from table(("attention", "heads", "kv heads", "parameters", "kept a token"), _sites(saved.sites.items()))
+        yield from table(("attention", "heads", "kv heads", "parameters", "k, v a token"), _sites(saved.sites.items()))
         yield ""
-        yield from wrapped("Kept a token: how many numbers a cache remembers of each token there.")
+        yield from wrapped("k, v a token: how many numbers of keys and values each token has there.")
 
 
 def _pair(one: Pair) -> tuple[str, ...]:
-    told = UNITS[one.unit]
+    told = {"": "{:,}".format, "bytes": sized, "FLOPs": short}[one.unit]
     left = "-" if one.ratio is None else f"{one.ratio:.1%}"
     unit = " FLOPs" if one.unit == "FLOPs" else ""
     return one.name + unit, told(one.before), told(one.after), left
@@ -180,21 +189,21 @@ def _speed(proof: Proof) -> Iterator[str]:
     told = proof.speeds
     rows = [
         (f"{one.phase}, {one.unit}", short(round(one.before)), short(round(one.after)), f"{one.faster:.2f}",
-         f"{one.low:.2f} to {one.high:.2f}", f"{one.spread:.0%}", str(one.rounds))
+         f"{one.low:.2f} to {one.high:.2f}", f"{one.spread:.0%}")
         for one in told.phases
     ]  # fmt: skip
-    yield from table(("", "before", "after", "times", "middle half", "spread", "rounds"), rows)
+    yield from table(("", "before", "after", "times", "middle half", "spread"), rows)
     yield ""
-    held = [(one.phase, *(f"{short(each)}B" for each in one.held)) for one in told.phases]
+    held = [(one.phase, *map(sized, one.held)) for one in told.phases]
     yield from table(("held at once", "before", "after"), held)
     yield ""
     for one in told.phases:
-        yield from wrapped(f"{one.phase}: {one.verdict}.", "- ")
+        yield from wrapped(f"{one.phase}: {one.verdict}, {one.rounds} rounds.", "- ")
     yield ""
     yield from wrapped(
         f"Measured in turns in one process ({told.machine}), batch {told.batch}, {told.length:,} tokens read, "
         f"{told.steps} then said one by one; medians. Spread is the middle half of the rounds over their median; above "
-        "20% nothing is concluded. Held at once are the tensors of a run, weights aside."
+        "20% nothing is concluded. Held at once is what tensors of a run take, caches too, weights aside."
     )
     for note in told.notes:
         yield from wrapped(line(note))
@@ -225,8 +234,8 @@ def _agreement(proof: Proof) -> Iterator[str]:
     if told.same is not None and told.kl is not None:
         yield ""
         yield from wrapped(
-            f"Both hold the same for likeliest at {told.same:.1%} of places; KL(before || after) is {number(told.kl)} "
-            "nats on average."
+            f"Both hold the same for likeliest at {told.same:.1%} of places; KL(before || after) is {number(told.kl)} nats "
+            "on average."
         )
 
 

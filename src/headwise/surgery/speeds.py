@@ -23,6 +23,7 @@ from .savings import load_of
 
 FEWEST, MOST = 5, 31  # rounds of both models
 SURE = 0.2  # spread beyond which nothing is concluded
+ATTENTION = "attention"  # by itself
 LENGTH = 256  # tokens that are read, unless said
 
 
@@ -62,7 +63,8 @@ class Speed:
     rounds over their median, the larger of both; `faster` the median over rounds of what after gains on before.
 
     `verdict` is "faster", "slower", "as fast" where that half holds 1, or none where the spread is too large or rounds
-    are too few. `held` are the most bytes that tensors of one run take at once, weights aside.
+    are too few. `held` are the most bytes that tensors take at once from the beginning of a run on: caches, but no
+    weights.
     """
 
     phase: str
@@ -112,12 +114,15 @@ class Speeds:
 def speeds(before: Transformer, after: Transformer, pace: Pace) -> Speeds:
     """Both models timed in turns in this process, after a run of each that does not count.
 
-    A decoder reads a prompt and says tokens behind it; one with a source encodes it and says tokens; an encoder reads;
-    a model of images looks at them.
+    Its attentions read states, one after the other. Then all of it: a decoder reads a prompt and says tokens behind it;
+    one with a source encodes it and says tokens; an encoder reads; a model of images looks at them.
     """
     length = _length(before, pace)
     given, notes = _given(before, pace.batch, length), list[str]()
     phases = list(_phases(before, given, (pace, length), notes))
+    if not any(after.described.specs()):
+        phases = [phase for phase in phases if phase.name != ATTENTION]
+        notes.append("the model after has no attention left, so none is timed by itself")
     each = pace.seconds / len(phases)
     with answering(before), answering(after), torch.inference_mode():
         found = tuple(_measured(phase, (before, after), each) for phase in phases)
@@ -152,6 +157,9 @@ def _given(net: Transformer, batch: int, length: int) -> Tensor:
 def _phases(net: Transformer, given: Tensor, how: tuple[Pace, int], notes: list[str]) -> Iterator[Phase]:
     pace, length = how
     read = pace.batch * length
+    if any(net.described.specs()):
+        count, unit = (pace.batch, "images/s") if net.described.kind == "vision" else (read, "tokens/s")
+        yield Phase(ATTENTION, unit, count, partial(_attending, pace.batch, length))
     if net.described.kind == "vision":
         yield Phase("forward", "images/s", pace.batch, lambda one: partial(one, given))
     elif net.described.kind == "encoder":
@@ -165,6 +173,20 @@ def _phases(net: Transformer, given: Tensor, how: tuple[Pace, int], notes: list[
             notes.append(f"{net.described.name} reads ahead and says nothing token by token, so no decoding is timed")
         else:
             yield Phase("decode", "tokens/s", pace.batch * pace.steps, partial(_going_on, given, pace.steps))
+
+
+def _attending(batch: int, length: int, net: Transformer) -> Callable[[], object]:
+    """All attentions of a model, each by itself."""
+    weight, draw = next(net.parameters()), torch.Generator().manual_seed(0)
+    wide = {stack.name: stack.model for stack in net.described.stacks}
+    given = {name: torch.randn(batch, length, model, generator=draw).to(weight) for name, model in wide.items()}
+    source, every = next(iter(given.values())), list[Callable[[], object]]()
+    for name, stack in net.stacks.items():
+        for layer in stack.blocks:
+            for role, attention in layer.attentions.items():
+                read = source if role == "cross" else None
+                every.append(partial(attention, given[name], source=read))
+    return lambda: [run() for run in every]
 
 
 def _read(net: Transformer, given: Tensor, capacity: int) -> tuple[Tensor, Caches | None]:
@@ -205,7 +227,7 @@ def _cache(net: Transformer, batch: int, capacity: int) -> Caches | None:
 
 def _measured(phase: Phase, nets: tuple[Transformer, Transformer], seconds: float) -> Speed:
     """Rounds of both, the first of which does not count."""
-    held = tuple(most_held(phase.begin(net)) for net in nets)
+    held = tuple(most_held(lambda net=net: phase.begin(net)()) for net in nets)
     for net in nets:
         _timed(phase, net)
     end, taken = time.perf_counter() + seconds, list[list[float]]()
