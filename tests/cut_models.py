@@ -1,16 +1,13 @@
-"""Small models of every kind, and the same with heads cut layer by layer, for proofs of what is left."""
+"""Small models of every kind and texts for them, for proofs of what is left of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 import headwise as hw
 from headwise import blueprint as bp
-from headwise.axes import cut
 from headwise.heads.scene import Scene, Tokens
 from headwise.models import Transformer
 
@@ -45,28 +42,6 @@ def built(described: bp.Model, seed: int = 0) -> Transformer:
             if parameter.ndim > 1 and "project" in name:
                 parameter.mul_(2.0)
     return net.eval()
-
-
-def without(net: Transformer, keep: Mapping[str, Sequence[int]]) -> Transformer:
-    """The same with only these heads at these sites, cut by axis name."""
-    held, stacks = dict(net.state_dict()), list[bp.Stack]()
-    for stack in net.described.stacks:
-        blocks = list[bp.Block]()
-        for depth, block in enumerate(stack.layers):
-            for role, spec in block.specs.items():
-                site = f"{stack.name}.{depth}.{role}"
-                if site not in keep:
-                    continue
-                own = {name.removeprefix(f"{site}."): t for name, t in held.items() if name.startswith(f"{site}.")}
-                smaller, weights = cut(spec, own, keep[site])
-                block = replace(block, **{role: smaller})
-                held |= {f"{site}.{name}": t for name, t in weights.items()}
-            blocks.append(block)
-        stacks.append(bp.Stack.of(stack.name, stack.model, blocks, embedding=stack.embedding, norm=stack.norm))
-    after = hw.build(replace(net.described, stacks=tuple(stacks)))
-    after.load_state_dict(held)
-    after.usage = net.usage
-    return after.eval()
 
 
 def scenes(kind: str, count: int = 6, words: int = WORDS) -> list[Scene]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,13 @@ import torch
 import torch.nn.functional as F
 
 import headwise as hw
-from cut_models import KEEP, KINDS, WORDS, attention, built, model, scenes, without
+from cut_models import KEEP, KINDS, WORDS, attention, built, model, scenes
 from headwise.heads.intervals import resampled
+from headwise.heads.scene import Scene
 from headwise.heads.objectives import Drift, MaskedLoss
 from headwise.surgery.agreement import Agreeing
 from headwise.surgery.quality import RESAMPLES, SEED, Between, Counts, quality, row_of, surely
+from headwise.surgery.removing import removed
 from headwise.surgery.sayings import Saying
 from headwise.surgery.scores import Pair, _bleus
 from headwise.tasks.published import translation_scores
@@ -112,7 +115,7 @@ def test_agreement_is_counted_by_hand():
 def test_every_kind_of_model_is_measured_by_its_own_head_before_and_after(kind):
     net = built(model(kind))
     net.usage = hw.Usage(mask=1) if kind == "encoder" else net.usage
-    found = quality(without(net, KEEP[kind]), scenes(kind), other=net)
+    found = quality(removed(net, KEEP[kind]), scenes(kind), other=net)
     names = {"decoder": "next-token", "encoder": "masked-token", "encoder-decoder": "translation", "vision": "label"}
     assert found.objective == names[kind]
     assert [row.name for row in found.rows] == ["loss", *(["perplexity"] if kind != "vision" else []), "accuracy"]
@@ -124,10 +127,8 @@ def test_every_kind_of_model_is_measured_by_its_own_head_before_and_after(kind):
 
 
 def test_a_model_without_a_head_that_is_known_drifts_and_says_so():
-    from dataclasses import replace
-
     net = built(replace(model("encoder"), heads=()))
-    after = without(net, KEEP["encoder"])
+    after = removed(net, KEEP["encoder"])
     found = quality(after, scenes("encoder"), other=net)
     (row,) = found.rows
     assert (found.objective, row.name, row.before) == ("drift", "drift", None)
@@ -144,8 +145,6 @@ def test_too_few_texts_leave_no_interval_and_silent_ones_are_counted():
     for few in ([], texts[:1]):
         with pytest.raises(ValueError, match="give at least two"):
             quality(net, few)
-    from cut_models import Scene
-
     short = Scene({"x": torch.tensor([[3]])}, {})
     with pytest.raises(ValueError, match="1 texts in which something is asked leave no interval; give at least two"):
         quality(net, [texts[0], short])
