@@ -12,15 +12,14 @@ import headwise as hw
 from cut_models import KEEP, KINDS, attention, built, model, scenes
 from headwise import auditing
 from headwise import blueprint as bp
-from headwise.heads.scene import Scene
 from headwise.surgery.equality import Difference, gone, reloaded, silenced
 from headwise.surgery.examples import SAID
 from headwise.surgery.page import page
+from headwise.surgery.phases import Pace
 from headwise.surgery.proof import write
 from headwise.surgery.proving import Asked, prove
 from headwise.surgery.removing import removed
 from headwise.surgery.savings import savings
-from headwise.surgery.speeds import Pace
 from headwise.surgery.telling import told
 
 QUICK = Pace(length=16, steps=2, seconds=0.01)
@@ -37,8 +36,12 @@ def two(kind):
 def test_what_is_cut_says_what_is_silenced_and_another_cut_does_not(kind):
     net, after = two(kind)
     single, exact = silenced(net, after, scenes(kind), KEEP[kind])
-    assert single.same and single.dtype == "float32" and single.texts == 6
-    assert exact.same and exact.apart < 1e-12 and exact.dtype == "float64"
+    assert single.same
+    assert single.dtype == "float32"
+    assert single.texts == 6
+    assert exact.same
+    assert exact.apart < 1e-12
+    assert exact.dtype == "float64"
     site = next(iter(KEEP[kind]))
     other = {**KEEP[kind], site: [head for head in range(4) if head not in KEEP[kind][site]]}
     assert not any(one.same for one in silenced(net, after, scenes(kind), other))
@@ -63,7 +66,8 @@ def test_a_model_that_was_read_again_otherwise_is_found_out():
     with torch.no_grad():
         again.get_parameter("decoder.1.feed.up")[3, 5] += 0.1
     found = reloaded("again", after, again, scenes("decoder"))
-    assert found.apart > found.allowed and not found.same
+    assert found.apart > found.allowed
+    assert not found.same
     with pytest.raises(ValueError, match="compare models of one shape"):
         reloaded("again", after, lambda x: after(x)[:, 1:], scenes("decoder"))
 
@@ -74,7 +78,8 @@ def test_where_all_heads_talk_the_proof_says_that_little_was_saved():
                     embedding=bp.Embedding(23)),))  # fmt: skip
     net, keep = built(talking), {"decoder.0.attention": [2]}
     proof = prove(net, removed(net, keep), scenes("decoder"), Asked("One head was kept.", keep=keep, pace=QUICK))
-    assert proof.holds and proof.savings.pair("cache, a token").ratio == 1.0
+    assert proof.holds
+    assert proof.savings.pair("cache, a token").ratio == 1.0
     assert "0 of 192 bytes of every token that is remembered (0.0%)" in proof.savings.sentence
     assert "decoder.0.attention: 3 of 4 heads are gone, and all 4 key-value heads are still read" in proof.notes
     assert proof.savings.pair("parameters").before - proof.savings.pair("parameters").after == 3 * 6 * 24
@@ -123,13 +128,16 @@ def test_a_proof_of_every_kind_is_whole_and_reads_well(kind, tmp_path):
     net, after = two(kind)
     how = Asked("Heads were cut.", KEEP[kind], again={"read again": lambda: after}, pace=QUICK, command="do it | again")
     proof = prove(net, after, scenes(kind), how)
-    assert proof.holds and len(proof.equal) == 3
+    assert proof.holds
+    assert len(proof.equal) == 3
     paths = write(proof, tmp_path / "new" / "folder")
     data, text = json.loads(paths[0].read_text()), paths[1].read_text()
-    assert data == json.loads(json.dumps(proof.data)) and data["keep"] == {s: list(h) for s, h in KEEP[kind].items()}
+    assert data == json.loads(json.dumps(proof.data))
+    assert data["keep"] == {s: list(h) for s, h in KEEP[kind].items()}
     for shown in (text, told(proof)):
         assert max(map(len, shown.split("\n"))) <= 80
-        assert "the same up to rounding" in shown and "\x1b" not in shown
+        assert "the same up to rounding" in shown
+        assert "\x1b" not in shown
     depths = [f"{stack.name}.{depth}" for stack in net.described.stacks for depth in range(2)]
     assert list(proof.agreement.layers) == depths
     assert all(-1 <= one.low <= one.mean <= 1.000001 for one in proof.agreement.layers.values())
@@ -137,7 +145,8 @@ def test_a_proof_of_every_kind_is_whole_and_reads_well(kind, tmp_path):
     gaps = [abs(one.after - one.before) for one in proof.examples]
     assert gaps == sorted(gaps, reverse=True)
     for one in proof.examples:
-        assert one.said_before and one.said_after
+        assert one.said_before
+        assert one.said_after
 
 
 def test_layers_before_the_first_cut_agree_wholly():
@@ -145,10 +154,13 @@ def test_layers_before_the_first_cut_agree_wholly():
     keep = {"decoder.1.attention": [0]}
     proof = prove(net, removed(net, keep), scenes("decoder"), Asked("One head was kept.", keep, pace=QUICK))
     first, second, _ = proof.agreement.layers.values()
-    assert first == pytest.approx((1.0, 1.0)) and second.mean < 0.999
+    assert first == pytest.approx((1.0, 1.0))
+    assert second.mean < 0.999
     same = prove(net, net, scenes("decoder"), Asked("Nothing.", pace=QUICK))
-    assert same.agreement.kl == 0.0 and same.agreement.same == 1.0
-    assert "no difference shown" in told(same) and not same.equal
+    assert same.agreement.kl == 0.0
+    assert same.agreement.same == 1.0
+    assert "no difference shown" in told(same)
+    assert not same.equal
 
 
 def test_an_example_goes_on_from_half_a_text_by_the_likeliest_token():
@@ -157,7 +169,8 @@ def test_an_example_goes_on_from_half_a_text_by_the_likeliest_token():
     one = proof.examples[0]
     ids = scenes("decoder")[one.number].inputs["x"][0].tolist()
     half = len(ids) // 2
-    assert one.read == " ".join(map(str, ids[:half])) and one.wanted == " ".join(map(str, ids[half:]))
+    assert one.read == " ".join(map(str, ids[:half]))
+    assert one.wanted == " ".join(map(str, ids[half:]))
     for says, said in ((net, one.said_before), (after, one.said_after)):
         text = list(ids[:half])
         for _ in range(SAID):
@@ -180,7 +193,9 @@ def test_a_page_carries_no_signs_of_others():
     proof = prove(net, after, scenes("decoder"), Asked(evil, pace=QUICK, notes=(evil,), command=evil))
     example = replace(proof.examples[0], read=evil * 9, said_after=evil)
     for shown in (page(replace(proof, examples=(example,), model=evil)), told(proof)):
-        assert "\x1b" not in shown and "\u202e" not in shown and "\n# b" not in shown
+        assert "\x1b" not in shown
+        assert "\u202e" not in shown
+        assert "\n# b" not in shown
         assert max(map(len, shown.split("\n"))) <= 80
 
 
@@ -191,33 +206,19 @@ def test_what_cannot_be_proven_is_refused():
         prove(net, after, texts[:1], Asked("", pace=QUICK))
     with pytest.raises(ValueError, match="give what was made of that model"):
         prove(net, two("encoder")[0], texts, Asked("", pace=QUICK))
-    with pytest.raises(ValueError, match="no site 'decoder.7.attention'"):
+    with pytest.raises(ValueError, match=r"no site 'decoder\.7\.attention'"):
         silenced(net, after, texts, {"decoder.7.attention": [0]})
-    with pytest.raises(ValueError, match=r"no head 4 to keep; give heads in 0..3"):
+    with pytest.raises(ValueError, match="no head 4 to keep; give heads"):
         silenced(net, after, texts, {"decoder.0.attention": [4]})
     with pytest.raises(ValueError, match="targets='mine' is unknown"):
         Asked("", targets="mine")
-    with pytest.raises(ValueError, match="have 2 and 3 layers|3 and 2 layers"):
+    with pytest.raises(ValueError, match="have 3 and 2 layers"):
         prove(built(model("decoder", 3)), net, texts, Asked("", pace=QUICK))
 
 
 def test_rounding_is_of_the_precision_and_the_largest_number():
     wide, narrow = (Difference("", 1e-4, largest, 1, "float32") for largest in (0.5, 40.0))
-    assert wide.allowed == pytest.approx(1024 * 2**-23) and narrow.allowed == pytest.approx(40 * 1024 * 2**-23)
-    assert wide.same and not Difference("", 1e-4, 0.5, 1, "float64").same
-
-
-def test_a_text_in_words_is_shown_in_words():
-    described = replace(model("decoder"), name="bytes")
-    described = bp.Model("bytes", "decoder", (replace(described.stacks[0], embedding=bp.Embedding(256)),),
-                         (bp.Head("tokens", 256),))  # fmt: skip
-    net = built(described)
-    from headwise.hub.wording import give_words
-
-    give_words(net, "bytes")
-    sources = hw.Sources(net)
-    for text in ("The cat sat.", "A dog ran!"):
-        sources.add(text)
-    proof = prove(net, removed(net, {}) if False else net, sources.counted(), Asked("Nothing.", pace=QUICK))
-    assert {one.read + one.wanted for one in proof.examples} == {"The cat sat.", "A dog ran!"}
-    assert isinstance(sources.scenes[0], Scene)
+    assert wide.allowed == pytest.approx(1024 * 2**-23)
+    assert narrow.allowed == pytest.approx(40 * 1024 * 2**-23)
+    assert wide.same
+    assert not Difference("", 1e-4, 0.5, 1, "float64").same

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 import headwise as hw
-from cut_models import KEEP, KINDS, WORDS, attention, built, model, scenes
+from cut_models import KEEP, KINDS, built, model, scenes
 from headwise.heads.intervals import resampled
-from headwise.heads.scene import Scene
 from headwise.heads.objectives import Drift, MaskedLoss
+from headwise.heads.scene import Scene
 from headwise.surgery.agreement import Agreeing
 from headwise.surgery.quality import RESAMPLES, SEED, Between, Counts, quality, row_of, surely
 from headwise.surgery.removing import removed
@@ -99,8 +99,12 @@ def test_masked_tokens_are_asked_alone_and_counted_by_hand():
 
 
 def test_agreement_is_counted_by_hand():
-    one = Saying(torch.tensor([[[2.0, 0.0, 1.0], [0.0, 1.0, 0.0]]]), {"decoder.0": torch.tensor([[[3.0, 4.0], [1.0, 0.0]]])})
-    other = Saying(torch.tensor([[[1.0, 0.0, 2.0], [0.0, 1.0, 0.0]]]), {"decoder.0": torch.tensor([[[4.0, 3.0], [0.0, 2.0]]])})
+    one = Saying(
+        torch.tensor([[[2.0, 0.0, 1.0], [0.0, 1.0, 0.0]]]), {"decoder.0": torch.tensor([[[3.0, 4.0], [1.0, 0.0]]])}
+    )
+    other = Saying(
+        torch.tensor([[[1.0, 0.0, 2.0], [0.0, 1.0, 0.0]]]), {"decoder.0": torch.tensor([[[4.0, 3.0], [0.0, 2.0]]])}
+    )
     sums = Agreeing("logits")
     sums.take(one, other)
     found = sums.agreement
@@ -132,7 +136,8 @@ def test_a_model_without_a_head_that_is_known_drifts_and_says_so():
     found = quality(after, scenes("encoder"), other=net)
     (row,) = found.rows
     assert (found.objective, row.name, row.before) == ("drift", "drift", None)
-    assert row.after.value > 0.001 and "drift" in found.notes[0]
+    assert row.after.value > 0.001
+    assert "drift" in found.notes[0]
     far = [1 - F.cosine_similarity(after(one.inputs["x"]).mean(1), net(one.inputs["x"]).mean(1)).item()
            for one in scenes("encoder")]  # fmt: skip
     assert row.after.value == pytest.approx(sum(far) / len(far), abs=1e-5)
@@ -149,7 +154,8 @@ def test_too_few_texts_leave_no_interval_and_silent_ones_are_counted():
     with pytest.raises(ValueError, match="1 texts in which something is asked leave no interval; give at least two"):
         quality(net, [texts[0], short])
     found = quality(net, [*texts, short])
-    assert found.texts == len(texts) and "1 texts in which nothing is asked were left out" in found.notes
+    assert found.texts == len(texts)
+    assert "1 texts in which nothing is asked were left out" in found.notes
 
 
 def test_numbers_that_are_not_finite_are_refused():

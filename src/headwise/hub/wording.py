@@ -61,7 +61,7 @@ def _read(path: Path, usage: Usage, tokens: int) -> Usage:
         data = path.read_bytes()
     except OSError as error:
         raise SpecError(f"{path} cannot be read: {error.strerror}; give {BYTES!r}, or a tokenizer's file") from None
-    if not data.lstrip()[:1] == b"{":
+    if data.lstrip()[:1] != b"{":
         return replace(usage, before=(BEGIN,), end=(BEGIN,), tokenizer=document(path, tokens))
     try:
         text = data.decode()

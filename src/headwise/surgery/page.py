@@ -234,8 +234,8 @@ def _agreement(proof: Proof) -> Iterator[str]:
     if told.same is not None and told.kl is not None:
         yield ""
         yield from wrapped(
-            f"Both hold the same for likeliest at {told.same:.1%} of places; KL(before || after) is {number(told.kl)} nats "
-            "on average."
+            f"Both hold the same for likeliest at {told.same:.1%} of places; KL(before || after) is {number(told.kl)} "
+            "nats on average."
         )
 
 

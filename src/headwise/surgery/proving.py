@@ -20,12 +20,13 @@ from ..tasks import Task
 from .agreement import Agreeing
 from .equality import Difference, Plan, Says, reloaded, silenced
 from .examples import Changed, Most
+from .phases import Pace
 from .proof import Proof
 from .quality import Quality, Tallied, check_count, check_drifts
 from .savings import savings
 from .sayings import saying
 from .scores import EXAMPLES, Pair, bleu_row, can_bleu, task_rows
-from .speeds import Pace, speeds
+from .speeds import speeds
 
 TARGETS = ("given", "own")
 Tell = Callable[[str], object]
@@ -46,7 +47,7 @@ class Asked:
     said: Mapping[Head, Tensor] = field(default_factory=dict)
     again: Mapping[str, Callable[[], Says]] = field(default_factory=dict)
     objective: str | Objective | None = None
-    pace: Pace = Pace()
+    pace: Pace = field(default_factory=Pace)
     length: int | None = None
     source: int | None = None
     task: Task | None = None
@@ -153,6 +154,8 @@ def _pairs(net: Transformer, scenes: Sequence[Scene]) -> list[Pair]:
 
 def _check_alike(before: Transformer, after: Transformer) -> None:
     """Refuse two models that nothing can be said of side by side."""
-    told = [(one.described.kind, [(head.name, head.outputs) for head in one.described.heads]) for one in (before, after)]
+    told = [
+        (one.described.kind, [(head.name, head.outputs) for head in one.described.heads]) for one in (before, after)
+    ]
     if told[0] != told[1]:
         raise ValueError(f"the model before is {told[0]}, the one after {told[1]}; give what was made of that model")

@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..heads.intervals import Array, interval, mean, means, resampled

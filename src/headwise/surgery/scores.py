@@ -58,7 +58,7 @@ def _scored(net: Transformer, task: Task, examples: int) -> Iterator[Any]:
         rows = min(examples, len(batch.labels))
         batch, index, examples = batch.rows(slice(0, rows)), index + 1, examples - rows
         with torch.inference_mode():
-            said = _answers(net, task, batch, device) if task.answers else _logits(net, batch, device)
+            said: Any = _answers(net, task, batch, device) if task.answers else _logits(net, batch, device)
         for number in range(rows):
             own, one = batch.rows(slice(number, number + 1)), said[number : number + 1]
             yield task.score(one, own) if task.answers else task.measure(one, own)

@@ -3,58 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from ..counting.costs import cost
-from ..errors import SpecError
 from ..models import Transformer
-from ..models.caches import Caches, Memory
 from ..models.generating import answering
-from ..tokens import Tokens
 from .held import most_held
-from .savings import load_of
+from .phases import ATTENTION, Pace, Phase, fitting, given, phases
 
 FEWEST, MOST = 5, 31  # rounds of both models
 SURE = 0.2  # spread beyond which nothing is concluded
-ATTENTION = "attention"  # by itself
-LENGTH = 256  # tokens that are read, unless said
-
-
-@dataclass(frozen=True)
-class Pace:
-    """Rows, tokens of each that are read, and that are then said one by one; and seconds for all rounds together.
-
-    Without a length it is 256, or as many as the model takes.
-    """
-
-    batch: int = 1
-    length: int | None = None
-    steps: int = 16
-    seconds: float = 10.0
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "length", "steps"):
-            told = getattr(self, name)
-            if not (name == "length" and told is None) and (type(told) is not int or told < 1):
-                raise ValueError(f"{name}={told!r} cannot be measured; give a whole number of at least 1")
-        if not self.seconds > 0:
-            raise ValueError(f"seconds={self.seconds!r} leave no time to measure; give more than 0")
-
-
-class Phase(NamedTuple):
-    """What is timed: so many units in every run of what `begin` gives for a model."""
-
-    name: str
-    unit: str
-    count: int
-    begin: Callable[[Transformer], Callable[[], object]]
 
 
 @dataclass(frozen=True)
@@ -117,112 +78,20 @@ def speeds(before: Transformer, after: Transformer, pace: Pace) -> Speeds:
     Its attentions read states, one after the other. Then all of it: a decoder reads a prompt and says tokens behind it;
     one with a source encodes it and says tokens; an encoder reads; a model of images looks at them.
     """
-    length = _length(before, pace)
-    given, notes = _given(before, pace.batch, length), list[str]()
-    phases = list(_phases(before, given, (pace, length), notes))
+    length, steps = fitting(before, pace)
+    pace = replace(pace, steps=steps)
+    read, notes = given(before, pace.batch, length), list[str]()
+    every = list(phases(before, read, (pace, length), notes))
     if not any(after.described.specs()):
-        phases = [phase for phase in phases if phase.name != ATTENTION]
+        every = [phase for phase in every if phase.name != ATTENTION]
         notes.append("the model after has no attention left, so none is timed by itself")
-    each = pace.seconds / len(phases)
+    each = pace.seconds / len(every)
     with answering(before), answering(after), torch.inference_mode():
-        found = tuple(_measured(phase, (before, after), each) for phase in phases)
+        found = tuple(_measured(phase, (before, after), each) for phase in every)
     threads = torch.get_num_threads()
     device = next(before.parameters()).device
     machine = f"{device.type}, {threads} thread{'s' if threads > 1 else ''}, torch {torch.__version__}"
-    return Speeds(found, pace.batch, length, pace.steps, machine, tuple(notes))
-
-
-def _length(net: Transformer, pace: Pace) -> int:
-    """As many tokens as fit, with those that are said behind them."""
-    asked = (pace.length or LENGTH) + pace.steps
-    fits = load_of(net, None if pace.length is None else asked, None)
-    price = next(iter(cost(net.described, fits)))
-    return price.whole.tokens if price.decode is None else max(1, min(asked, price.whole.tokens) - pace.steps)
-
-
-def _given(net: Transformer, batch: int, length: int) -> Tensor:
-    """Something to read for the first stack: ids in turn, or noise where it reads numbers."""
-    stack = net.described.stacks[0]
-    embedding, weight = stack.embedding, next(net.parameters())
-    draw = torch.Generator().manual_seed(0)
-    if embedding is not None and embedding.tokens:
-        return torch.randint(0, embedding.tokens, (batch, length), generator=draw).to(weight.device)
-    if embedding is not None and (told := embedding.patches) is not None:
-        shape = (batch, told.channels, told.rows * told.high, told.columns * told.wide)
-    else:
-        shape = (batch, length, stack.model)
-    return torch.randn(shape, generator=draw).to(weight)
-
-
-def _phases(net: Transformer, given: Tensor, how: tuple[Pace, int], notes: list[str]) -> Iterator[Phase]:
-    pace, length = how
-    read = pace.batch * length
-    if any(net.described.specs()):
-        count, unit = (pace.batch, "images/s") if net.described.kind == "vision" else (read, "tokens/s")
-        yield Phase(ATTENTION, unit, count, partial(_attending, pace.batch, length))
-    if net.described.kind == "vision":
-        yield Phase("forward", "images/s", pace.batch, lambda one: partial(one, given))
-    elif net.described.kind == "encoder":
-        yield Phase("forward", "tokens/s", read, lambda one: partial(one, given))
-    elif net.described.kind == "encoder-decoder":
-        yield Phase("encode", "tokens/s", read, lambda one: partial(one.encode, given))
-        yield Phase("decode", "tokens/s", pace.batch * pace.steps, partial(_answering, given, pace.steps))
-    else:
-        yield Phase("prefill", "tokens/s", read, lambda one: partial(_read, one, given, length))
-        if next(iter(cost(net.described, load_of(net, None, None)))).decode is None:
-            notes.append(f"{net.described.name} reads ahead and says nothing token by token, so no decoding is timed")
-        else:
-            yield Phase("decode", "tokens/s", pace.batch * pace.steps, partial(_going_on, given, pace.steps))
-
-
-def _attending(batch: int, length: int, net: Transformer) -> Callable[[], object]:
-    """All attentions of a model, each by itself."""
-    weight, draw = next(net.parameters()), torch.Generator().manual_seed(0)
-    wide = {stack.name: stack.model for stack in net.described.stacks}
-    given = {name: torch.randn(batch, length, model, generator=draw).to(weight) for name, model in wide.items()}
-    source, every = next(iter(given.values())), list[Callable[[], object]]()
-    for name, stack in net.stacks.items():
-        for layer in stack.blocks:
-            for role, attention in layer.attentions.items():
-                read = source if role == "cross" else None
-                every.append(partial(attention, given[name], source=read))
-    return lambda: [run() for run in every]
-
-
-def _read(net: Transformer, given: Tensor, capacity: int) -> tuple[Tensor, Caches | None]:
-    """A prompt, remembered, and what is said behind its last token."""
-    cache = _cache(net, len(given), capacity)
-    return net.read(net.hidden(given, cache=cache)[:, -1:]), cache
-
-
-def _going_on(given: Tensor, steps: int, net: Transformer) -> Callable[[], object]:
-    length = given.shape[1]
-    _, cache = _read(net, given, length + steps)
-    return partial(_say, net, given[:, :1], cache, (steps, length, None))
-
-
-def _answering(given: Tensor, steps: int, net: Transformer) -> Callable[[], object]:
-    memory = net.encode(given)
-    first = torch.zeros(len(given), 1, dtype=torch.int64, device=given.device)
-    return partial(_say, net, first, _cache(net, len(given), steps), (steps, 0, memory))
-
-
-def _say(net: Transformer, one: Tensor, cache: Caches | None, how: tuple[int, int, Memory | None]) -> Tensor:
-    """One token after the other, the same each time: what it is changes no time."""
-    steps, past, memory = how
-    said = one
-    for step in range(steps):
-        at = None if cache is not None else Tokens.run(past + step, 1, one.device)
-        said = net.read(net.hidden(one, tokens=at, source=memory, cache=cache))
-    return said
-
-
-def _cache(net: Transformer, batch: int, capacity: int) -> Caches | None:
-    """What it remembers; nothing where all that read their past are gone."""
-    try:
-        return net.cache(batch=batch, capacity=capacity)
-    except SpecError:
-        return None
+    return Speeds(found, pace.batch, length, steps, machine, tuple(notes))
 
 
 def _measured(phase: Phase, nets: tuple[Transformer, Transformer], seconds: float) -> Speed:
@@ -263,5 +132,5 @@ def told(phase: Phase, taken: Any, held: tuple[int, int]) -> Speed:
     gains = taken[:, 0] / taken[:, 1]
     spread = float(((high - low) / median).max())
     before, after = (phase.count / float(one) for one in median)
-    middle = (float(np.quantile(gains, share)) for share in (0.5, 0.25, 0.75))
-    return Speed(phase.name, phase.unit, before, after, *middle, spread, len(taken), held)
+    least, faster, most = (float(np.quantile(gains, share)) for share in (0.25, 0.5, 0.75))
+    return Speed(phase.name, phase.unit, before, after, faster, least, most, spread, len(taken), held)
