@@ -28,6 +28,10 @@ def main(argv: list[str]) -> int:
     from ...hub.opening import opened
 
     model = opened(given.model).eval()
+    if given.tokenizer is not None:
+        from ...hub.wording import give_words
+
+        give_words(model, given.tokenizer)
     scenes, notes = _scenes(model, given)
     measured = partial(_measured, scenes=scenes, given=given)
     table, more = asked(model, measured(model), scenes, given, measured)
@@ -49,6 +53,7 @@ def _parser() -> Arguments:
         "headwise heads path/to/model --conllu parsed.conllu --limit 500 --out heads",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder of headwise, or one of transformers")
+    parser.add_argument("--tokenizer", metavar="bytes|FILE", help="for a model that carries none: how it reads text")
     parser.add_argument("--data", metavar="FILE", help="texts, one a line; a tab parts a source from its target")
     parser.add_argument("--conllu", metavar="FILE", help="parsed sentences: their texts are read, relations are tried")
     parser.add_argument(
