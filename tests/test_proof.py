@@ -163,6 +163,18 @@ def test_layers_before_the_first_cut_agree_wholly():
     assert not same.equal
 
 
+def test_the_examples_are_those_that_changed_most():
+    net, after = two("decoder")
+    texts = scenes("decoder", 9)
+    proof = prove(net, after, texts, Asked("Heads were cut.", KEEP["decoder"], pace=QUICK))
+    moved = list[tuple[float, int]]()
+    for number, one in enumerate(texts):
+        ids = one.inputs["x"][0]
+        losses = [torch.nn.functional.cross_entropy(own(ids[None])[0, :-1], ids[1:]).item() for own in (net, after)]
+        moved.append((abs(losses[1] - losses[0]), number))
+    assert [one.number for one in proof.examples] == [number for _, number in sorted(moved, reverse=True)[:5]]
+
+
 def test_an_example_goes_on_from_half_a_text_by_the_likeliest_token():
     net, after = two("decoder")
     proof = prove(net, after, scenes("decoder"), Asked("Heads were cut.", KEEP["decoder"], pace=QUICK))

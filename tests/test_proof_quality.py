@@ -103,16 +103,16 @@ def test_agreement_is_counted_by_hand():
         torch.tensor([[[2.0, 0.0, 1.0], [0.0, 1.0, 0.0]]]), {"decoder.0": torch.tensor([[[3.0, 4.0], [1.0, 0.0]]])}
     )
     other = Saying(
-        torch.tensor([[[1.0, 0.0, 2.0], [0.0, 1.0, 0.0]]]), {"decoder.0": torch.tensor([[[4.0, 3.0], [0.0, 2.0]]])}
+        torch.tensor([[[1.0, 0.0, 3.0], [0.0, 1.0, 0.0]]]), {"decoder.0": torch.tensor([[[4.0, 3.0], [0.0, 2.0]]])}
     )
     sums = Agreeing("logits")
     sums.take(one, other)
     found = sums.agreement
-    p, q = (np.exp(row) / np.exp(row).sum() for row in (np.array([2.0, 0, 1]), np.array([1.0, 0, 2])))
+    p, q = (np.exp(row) / np.exp(row).sum() for row in (np.array([2.0, 0, 1]), np.array([1.0, 0, 3])))
     assert found.kl == pytest.approx(float((p * np.log(p / q)).sum()) / 2)
     assert found.same == 0.5
     assert found.layers["decoder.0"] == pytest.approx((0.48, 0.0))  # 24 / 25, and vectors at right angles
-    assert found.output.low == pytest.approx(0.8)
+    assert found.output.low == pytest.approx(0.5**0.5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

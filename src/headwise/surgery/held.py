@@ -45,6 +45,7 @@ class Held(TorchDispatchMode):
 def most_held(run: Callable[[], object]) -> int:
     """The most bytes that the tensors of a call take at once; its result counts, what was there before does not.
 
+    >>> import torch
     >>> most_held(lambda: torch.zeros(100) + torch.ones(100))
     1200
     """

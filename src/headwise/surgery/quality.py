@@ -90,7 +90,7 @@ def quality(
     The objective is that of the model's own head where none is named, and how far it drifts from `other` where the head
     is not known. A loss is a mean over the places that are asked, in all texts together; intervals resample texts.
 
-    >>> import headwise as hw
+    >>> import headwise as hw, torch
     >>> net = hw.build(
     ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
     ... )
