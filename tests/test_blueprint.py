@@ -66,7 +66,12 @@ def shapes(piece: Any, model: int = 10) -> dict[str, tuple[int, ...]]:
 # Between them they have every field of every piece, none at its default.
 EVERY = (
     decoder(*[block(LOCAL), block()] * 3, heads=(Head("tokens", 11, table="decoder", bias="learned", cap=3.0),)),
-    decoder(block(Nearly(FULL, "it bends", (("bend", 3),))), block(None), notes=("as told",)),
+    decoder(
+        block(Nearly(FULL, "it bends", (("bend", 3),))),
+        block(None),
+        block(None, still=("attention",)),
+        notes=("as told",),
+    ),
     Model(
         "image",
         "vision",

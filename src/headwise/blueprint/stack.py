@@ -11,7 +11,7 @@ from ..layout import Layout
 from ..seams import Part
 from ..spec import AttentionSpec
 from .ends import Embedding
-from .pieces import Dense, Described, Experts, Norm, Weight, under
+from .pieces import Dense, Described, Experts, Norm, Weight, under, weight
 
 LAYERS = 10_000  # more than any model has: a larger number is a slip, and would be listed one by one
 PERIOD = 8  # how many blocks a repeated pattern of layers may be long, to be found by itself
@@ -19,6 +19,7 @@ PERIOD = 8  # how many blocks a repeated pattern of layers may be long, to be fo
 Item = TypeVar("Item")
 
 USUAL = Norm()
+ATTENTIONS = ("attention", "cross")
 # The norms of each sublayer by where they stand; a parallel block has one for all.
 NORMS = {
     **dict.fromkeys(("pre", "post", "after", "abreast"), ("norm",)),
@@ -51,7 +52,8 @@ class Block(Described):
     x + norm(f(norm(x))), as Gemma 2; "parallel": x + attention(norm(x)) + feed(norm(x)), one norm for both, as GPT-J;
     "abreast": the same with a norm for each, as GPT-NeoX. What a sublayer adds is multiplied with `scale` (Granite).
     form="merged" has no attention of its own: its cross-attention adds the mean of the block's own tokens so far,
-    through the same maps (1908.11365).
+    through the same maps (1908.11365). An attention that was cut away altogether is `still`: of "attention" and "cross"
+    those that add one learned vector to every token, whatever is read.
     """
 
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {"placement": tuple(NORMS), "form": ("plain", "merged")}
@@ -62,11 +64,20 @@ class Block(Described):
     placement: str = "pre"
     form: str = "plain"
     scale: float = 1.0
+    still: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if wrong := [name for name in self.still if name not in ATTENTIONS or name in self.specs]:
+            raise SpecError(f"Block(still={self.still!r}) cannot hold {wrong[0]!r}; name an attention that is left out")
         if self.form == "merged" and (self.attention is not None or self.cross is None):
             raise SpecError("Block(form='merged') adds a mean to its cross-attention; give cross=, and no attention")
+
+    @property
+    def sublayers(self) -> tuple[str, ...]:
+        """The names of what adds to x, in order."""
+        there = [name for name in ATTENTIONS if name in self.specs or name in self.still]
+        return (*there, *(["feed"] if self.feed else []))
 
     @property
     def specs(self) -> dict[str, AttentionSpec]:
@@ -97,6 +108,8 @@ class Block(Described):
             yield from under(name, name, _weights_of(spec))
         if isinstance(self.attention, Nearly):
             yield from under("attention", "attention", vectors(self.attention.more))
+        for name in self.still:
+            yield from under(name, name, [weight("constant", "model", model=model)])
         yield from under("feed", "feed", self.feed.weights(model)) if self.feed else ()
         for name in self.norms:
             yield from under(name, "norm", self.norm.weights(model))
@@ -104,7 +117,7 @@ class Block(Described):
     @property
     def norms(self) -> tuple[str, ...]:
         """The names of its norms: "attention_norm", say; "norm" when one serves all."""
-        there = [*self.specs, *(["feed"] if self.feed else [])]
+        there = [name for name in self.sublayers if name not in self.still or self.placement == "post"]
         if self.placement == "parallel":
             return ("norm",) if there else ()
         return tuple(f"{name}_{norm}" for name in there for norm in NORMS[self.placement])
@@ -202,7 +215,7 @@ class Stack(Described):
         for depth, block in enumerate(self.layers if self.weights_of == "each" else self.layers[:1]):
             for w in block.weights(self.model):
                 name = f"{self.name}.{depth}.{w.name}"
-                key = (f"{w.role}.{w.shared}", w.shape)
+                key = (w.name, w.shape)
                 if not w.shared or owned.setdefault(key, name) == name:
                     yield replace(w, name=name)
         if self.norm:

@@ -121,6 +121,7 @@ def _what(block: Block) -> str:
     said = [f"{name} {_heads(spec)}" for name, spec in block.specs.items()]
     if isinstance(block.attention, Nearly):
         said.append(f"nearly: {block.attention.reason}")
+    said += [f"{name} one vector" for name in block.still]
     if block.form == "merged":
         said.append("merged with a mean of the past")
     return "; ".join([*said, f"{block.norm.kind} norm, {block.placement}"])

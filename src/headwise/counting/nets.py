@@ -125,7 +125,10 @@ def _block(described: Block, model: int, load: Load, way: Way) -> Items:
     before, after = PLACED[described.placement]
     if described.placement == "parallel" and described.norms:
         yield from _norm("norm", described, model, at)
-    branches = [*described.specs, *(["feed"] if described.feed else [])]
+    branches = [name for name in described.sublayers if name not in described.still]
+    for name in described.still:
+        if f"{name}_norm" in described.norms:
+            yield from _norm(f"{name}_norm", described, model, at)
     for name in branches:
         if before:
             held = list(_norm(f"{name}_norm", described, model, at))

@@ -74,7 +74,7 @@ class Room:
         like, rows = caches[0], batching.rows
         self._states = [StateCache(c.spec, rows, c.dtype, c.device) for c in caches if c.spec.stateful]
         blocks = list(net.stacks.values())[-1].blocks
-        self._crossed = [block.attentions["cross"].spec if "cross" in block.sublayers else None for block in blocks]
+        self._crossed = [block.attentions["cross"].spec if "cross" in block.attentions else None for block in blocks]
         self._sources = [_source(spec, batching, like) for spec in self._crossed]
         self.paging = Paging.of(paged, batching.page)
         self.pages = self._affordable(like)

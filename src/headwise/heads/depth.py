@@ -157,6 +157,8 @@ def _passed(one: Heard, x: Tensor, path: Path) -> Tensor:
     for name in layer.sublayers:
         if name == "feed" and path.feed == "without":
             continue
+        if name in layer.still:
+            raise ValueError(f"{layer.name}.{name} was cut away; paths are of layers that attend")
         norm: nn.Module = layer.get_submodule(f"{name}_norm") if norms else nn.Identity()
         z = norm(x) if layer.placement == "pre" else x
         y = layer.feed(z) if name == "feed" else _attended(one, name, z, path.pattern)

@@ -101,19 +101,22 @@ class Through:
         place, tape = layer.placement, self.tape
         norms = {name: one for name, one in layer.named_children() if isinstance(one, Normed)}
         if place in ("parallel", "abreast"):
-            names = layer.sublayers
-            inner = {name: norms["norm" if place == "parallel" else f"{name}_norm"] for name in names}
-            return tape.added(x, *(self._sub(layer, n, self._normed(inner[n], x), call, states) for n in names))
+            inner = {name: "norm" if place == "parallel" else f"{name}_norm" for name in layer.sublayers}
+            before = {name: self._normed(norms[norm], x) if norm in norms else x for name, norm in inner.items()}
+            return tape.added(x, *(self._sub(layer, name, z, call, states) for name, z in before.items()))
         for name in layer.sublayers:
-            before = self._normed(norms[f"{name}_norm"], x) if place in ("pre", "sandwich") else x
+            moves = name not in layer.still
+            before = self._normed(norms[f"{name}_norm"], x) if moves and place in ("pre", "sandwich") else x
             y = self._sub(layer, name, before, call, states)
-            if place in ("after", "sandwich"):
+            if moves and place in ("after", "sandwich"):
                 y = self._normed(norms[f"{name}_norm{'_after' if place == 'sandwich' else ''}"], y)
             x = tape.added(x, y)
             x = self._normed(norms[f"{name}_norm"], x) if place == "post" else x
         return x
 
     def _sub(self, layer: Layer, name: str, x: Node, call: Call, states: Node | None) -> Node:
+        if name in layer.still:
+            return Node(layer.get_parameter(f"{name}.constant").detach().double().expand_as(x.value))
         if name == "feed":
             assert isinstance(layer.feed, Feed)
             y = self._feed(layer.feed, x)

@@ -26,6 +26,14 @@ from .feeds import Feed, Mixture, Normed
 Owners = dict[tuple[str, tuple[int, ...]], Weights]
 
 
+class Still(nn.Module):
+    """What is left of an attention that was cut away: one vector."""
+
+    def __init__(self, model: int) -> None:
+        super().__init__()
+        self.constant = nn.Parameter(torch.zeros(model))
+
+
 class Call(NamedTuple):
     """What a layer is told besides its input: where tokens stand, its caches, what it reads of another stack."""
 
@@ -43,11 +51,14 @@ class Layer(nn.Module):
         super().__init__()
         if isinstance(described.attention, Nearly):
             raise SpecError(f"{name}.attention cannot be built: {described.attention.reason}; change its spec")
-        self.name, self.placement, self.scale, self.dropout = name, described.placement, described.scale, dropout
-        self.sublayers = (*described.specs, *(["feed"] if described.feed else []))
+        self.described, self.name, self.dropout = described, name, dropout
+        self.placement, self.scale = described.placement, described.scale
+        self.sublayers, self.still = described.sublayers, described.still
         self._merged: tuple[MergedAttention, ...] = ()  # in a tuple: its parts are saved and moved as the layer's own
         for role, spec in described.specs.items():
             self._attend(role, spec, owners, described.form)
+        for role in described.still:
+            self.add_module(role, Still(model))
         if isinstance(described.feed, Experts):
             self.feed = Mixture(described.feed, model, dropout)
         elif described.feed:
@@ -70,7 +81,8 @@ class Layer(nn.Module):
     @property
     def attentions(self) -> dict[str, Attention]:
         """Its attentions by the names that its blueprint gives them."""
-        return {name: cast(Attention, self._modules[name]) for name in self.sublayers if name != "feed"}
+        names = (name for name in self.sublayers if name != "feed" and name not in self.still)
+        return {name: cast(Attention, self._modules[name]) for name in names}
 
     def cache(self, *, batch: int, capacity: int) -> dict[str, Cache]:
         """A fresh cache for each sublayer that reads the past: the sum, where that is a mean."""
@@ -83,7 +95,8 @@ class Layer(nn.Module):
 
     def remember(self, z: Tensor, told: Tokens) -> Remembered | None:
         """What its cross-attention reads of another stack, projected once."""
-        return self.cross.remember(z, tokens=told) if "cross" in self.sublayers else None
+        cross = self.attentions.get("cross")
+        return None if cross is None else cross.remember(z, tokens=told)
 
     def forward(self, x: Tensor, call: Call) -> Tensor:
         """The same shape."""
@@ -108,10 +121,13 @@ class Layer(nn.Module):
         return x + (self._normed(f"{name}_norm_after", y) if self.placement == "sandwich" else y)
 
     def _normed(self, name: str, x: Tensor) -> Tensor:
-        return cast(Normed, self._modules[name])(x)
+        norm = self._modules.get(name)
+        return x if norm is None else norm(x)  # what is still has none but a norm of all that is added up
 
     def _run(self, name: str, z: Tensor, call: Call) -> Tensor:
-        """One sublayer, scaled, with dropout behind it."""
+        """One sublayer, scaled, with dropout behind it; one that is still says what it adds."""
+        if name in self.still:
+            return cast(Still, self._modules[name]).constant
         y = self.feed(z) if name == "feed" else self._attended(name, z, call)
         y = y if self.scale == 1 else y * self.scale
         return dropped(y, self.dropout, self.training)
@@ -134,7 +150,7 @@ def _tied(role: str, spec: AttentionSpec) -> Iterator[tuple[str, tuple[str, tupl
     for name, part in spec.parts():
         for key, param in part.params(spec).items():
             if param.tied:
-                yield f"{name}.{key}", (f"{role}.{param.tied}", param.layout.shape(spec.sizes_of(part)))
+                yield f"{name}.{key}", (f"{role}.{name}.{key}", param.layout.shape(spec.sizes_of(part)))
 
 
 class Layers(nn.Module):
