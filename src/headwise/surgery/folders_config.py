@@ -14,10 +14,10 @@ from ..families.writing import differences
 from ..hub.maps import map_of
 from ..spec import AttentionSpec
 
-# The keys by which configs say how many heads there are, and how wide they are.
+# The keys by which configs say how many heads there are; how wide they are never changes.
 HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads")
 SHARED = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
-WIDE = ("head_dim", "d_kv")
+NAMES = {"attention": "attention", "cross": "cross-attention"}
 
 
 class Said(NamedTuple):
@@ -42,7 +42,7 @@ def said(described: Model, config: Mapping[str, Any]) -> Said:
         try:
             why = _difference(read(keys), described) or _refused(keys)
         except SpecError as error:
-            why = str(error)
+            why = f"config.json cannot say it ({str(error).removeprefix('config: ').partition(';')[0]})"
         if not why:
             return Said(keys, "")
         whys.append(why)
@@ -55,19 +55,23 @@ def uneven(described: Model) -> str:
     for stack in described.stacks:
         for depth, block in enumerate(stack.layers):
             for role in block.still:
-                return f"layer {depth} of the {stack.name} has no {role} left"
+                return f"{_where(described, stack.name)}layer {depth} has no {NAMES[role]} left"
             for role, spec in block.specs.items():
                 before, other = first.setdefault((stack.name, role), (depth, spec))
-                for what, one, another in _counts(spec, other):
-                    if one != another:
-                        where = f"{stack.name} layer {depth}" if len(described.stacks) > 1 else f"layer {depth}"
-                        return f"{where} keeps {one} {what} and layer {before} {another}"
+                if told := _uneven(spec, depth, other, before):
+                    return f"{_where(described, stack.name)}{told}"
     return ""
 
 
-def _counts(one: AttentionSpec, other: AttentionSpec) -> Iterator[tuple[str, int, int]]:
-    yield "heads", one.heads.q, other.heads.q
-    yield "key-value heads", one.heads.kv, other.heads.kv
+def _where(described: Model, stack: str) -> str:
+    return f"in the {stack} " if len(described.stacks) > 1 else ""
+
+
+def _uneven(one: AttentionSpec, depth: int, other: AttentionSpec, before: int) -> str:
+    for what, count, another in (("head", one.heads.q, other.heads.q), ("key-value head", one.heads.kv, other.heads.kv)):
+        if count != another:
+            return f"layer {depth} keeps {count} {what}{'s' * (count > 1)} and layer {before} {another}"
+    return ""
 
 
 def _trials(described: Model, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -83,10 +87,11 @@ def _trials(described: Model, config: Mapping[str, Any]) -> Iterator[dict[str, A
         own = next((rows[0].heads for side, rows in sites.items() if rows and name.startswith(side)), last)
         edited |= {name: own.q} if name in config else {}
     edited |= {name: last.kv for name in SHARED if config.get(name) is not None}
-    edited |= {name: last.dim for name in WIDE if config.get(name) is not None}
     yield edited
-    for more in ({WIDE[0]: last.dim}, {SHARED[0]: last.kv}, {WIDE[0]: last.dim, SHARED[0]: last.kv}):
-        yield edited | more
+    wide, shared = {"head_dim": last.dim}, {SHARED[0]: last.kv}  # which follow from others where they are not said
+    for more in (wide, shared, wide | shared):
+        if not any(config.get(name) is not None for name in more):
+            yield edited | more
     yield from _others(described, config)
 
 
@@ -104,6 +109,8 @@ def _difference(theirs: Model, ours: Model) -> str:
     """The first difference of two descriptions, but for names and notes."""
     theirs = replace(theirs, name=ours.name, notes=ours.notes)
     for where, one, other in differences(theirs, ours):
+        if where.endswith(".merge.bias"):
+            return "it adds a vector behind its heads that config.json cannot say"
         return f"config.json would say {where} = {one}, where the model has {other}"
     return "" if to_dict(theirs) == to_dict(ours) else "config.json would say another model"
 

@@ -16,7 +16,7 @@ from ..errors import SpecError
 from ..hub.pretrained import CONFIG
 from ..spec import AttentionSpec
 from .folders_form import Form, readers
-from .folders_shards import Rewriting
+from .folders_shards import HEADED, Rewriting
 
 MOST = 24  # ways that are tried
 RETURNS = (2, 3, 0)  # of an attention: what it says and one thing more, or two, or that alone
@@ -157,6 +157,11 @@ def _sizes(spec: AttentionSpec) -> dict[str, int]:
     return sizes | {"wide": heads.q * heads.dim, "read": heads.kv * heads.dim, "said": len(spec.speaks) * heads.vdim}
 
 
+def _widths(spec: AttentionSpec) -> set[int]:
+    """Sizes that stay what they are."""
+    return {size for _, part in spec.parts() for axis, size in spec.sizes_of(part).items() if axis not in HEADED}
+
+
 def _numbers(live: Mapping[str, nn.Module], places: Sequence[Place]) -> Iterator[dict[str, dict[str, int]]]:
     """New numbers of modules, by path: every way to understand those that are there."""
     rows = dict[tuple[str, str], list[tuple[str, int, Place]]]()
@@ -186,8 +191,7 @@ def _meanings(rows: Sequence[tuple[str, int, Place]]) -> list[dict[str, int]]:
             fresh = {path: _sizes(place.after)[what] for path, value, place in rows
                      if place.after and _sizes(place.after)[what] != value}  # fmt: skip
             found += [fresh] if fresh not in found else []
-    kept = [place.before for _, _, place in rows]
-    if found and {} not in found and all(v in (s.model, s.heads.dim, s.heads.vdim) for (_, v, _), s in zip(rows, kept, strict=True)):
+    if found and {} not in found and all(value in _widths(place.before) for _, value, place in rows):
         found.append({})
     return [] if found == [{}] else found
 

@@ -97,7 +97,7 @@ def tried(folder: Path, form: Form, modules: Sequence[Mapping[str, Any]] = ()) -
         save_file(_expected(again.float()), data)
         ways.write_text(json.dumps({"modules": list(modules), "close": CLOSE}))
         del again
-        return _asked([sys.executable, "-I", "-c", DRIVER, str(folder), data, str(ways)])
+        return _asked([sys.executable, "-I", "-B", "-c", DRIVER, str(folder), data, str(ways)])
 
 
 def _asked(command: list[str]) -> Try:
