@@ -43,7 +43,9 @@ class Record(NamedTuple):
         if told.get("format") != FORMAT:
             raise SpecError(f"{path} says format = {told.get('format')!r}; this version reads format = {FORMAT}")
         if told.get("kind") not in KINDS:
-            raise SpecError(f"{path} says kind = {told.get('kind')!r}, none of {', '.join(KINDS)}; copy the folder again")
+            raise SpecError(
+                f"{path} says kind = {told.get('kind')!r}, none of {', '.join(KINDS)}; copy the folder again"
+            )
         tables = {name: _table(path, told, name) for name in ("done", "source", "files", "constants")}
         besides, described = told.get("besides", []), told.get("model")
         if not isinstance(besides, list) or (described is None) != (told["kind"] != "resized"):

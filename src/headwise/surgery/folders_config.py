@@ -68,7 +68,10 @@ def _where(described: Model, stack: str) -> str:
 
 
 def _uneven(one: AttentionSpec, depth: int, other: AttentionSpec, before: int) -> str:
-    for what, count, another in (("head", one.heads.q, other.heads.q), ("key-value head", one.heads.kv, other.heads.kv)):
+    for what, count, another in (
+        ("head", one.heads.q, other.heads.q),
+        ("key-value head", one.heads.kv, other.heads.kv),
+    ):
         if count != another:
             return f"layer {depth} keeps {count} {what}{'s' * (count > 1)} and layer {before} {another}"
     return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,7 +50,9 @@ def plain(net: Transformer) -> Form:
     >>> spec = hw.design(model=8, heads=hw.Heads(q=4, kv=2, dim=3, reads=(0, 1, 0, 1)))
     >>> block = hw.blueprint.Block(spec)
     >>> stack = hw.blueprint.Stack.of("decoder", 8, [block], embedding=hw.blueprint.Embedding(5))
-    >>> dict(plain(hw.build(hw.blueprint.Model("x", "decoder", (stack,)))).described.specs())["decoder.0.attention"].heads
+    >>> dict(plain(hw.build(hw.blueprint.Model("x", "decoder", (stack,)))).described.specs())[
+    ...     "decoder.0.attention"
+    ... ].heads
     Heads.grouped(q=4, kv=2, dim=3)
     """
     form = Form(net.described, {name: tensor.detach() for name, tensor in net.state_dict().items()})

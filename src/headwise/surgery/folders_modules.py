@@ -81,7 +81,9 @@ def _built(folder: Path) -> nn.Module:
         with torch.device("meta"):
             return getattr(transformers, named)._from_config(config)
     except Exception as error:  # whatever a config makes transformers raise
-        raise SpecError(f"transformers builds nothing from its config.json: {' '.join(str(error).split())[:200]}") from None
+        raise SpecError(
+            f"transformers builds nothing from its config.json: {' '.join(str(error).split())[:200]}"
+        ) from None
 
 
 # --- names ---------------------------------------------------------------------------------------------

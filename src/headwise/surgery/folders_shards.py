@@ -156,5 +156,3 @@ def synced(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-

@@ -13,18 +13,18 @@ from ..heads.scene import Scene
 from ..models import Transformer
 from .choices import Choice, Keep
 from .constants import folded
-from .plans import Plan
+from .plans import Head, Plan
 from .removing import removed
 
 
 @dataclass(frozen=True, eq=False)
 class Pruned:
-    """A model before and after, what it keeps and why, and the vectors that stand for what went."""
+    """A model before and after, what it keeps and why, and what the heads that went are taken to say from then on."""
 
     before: Transformer
     after: Transformer
     plan: Plan
-    constants: Mapping[str, Tensor]
+    said: Mapping[Head, Tensor]
     fold: str
 
     @property
@@ -59,5 +59,5 @@ def prune(
     if not plan.gone:
         raise SpecError(f"no head would go: {plan.sentence}; choose fewer to keep")
     tell("cutting")
-    ready, constants = folded(model, plan, scenes, fold)
-    return Pruned(model, removed(ready, plan.changes, constants), plan, constants, fold)
+    left = folded(model, plan, scenes, fold)
+    return Pruned(model, removed(model, plan.changes, left.constants), plan, left.said, fold)
