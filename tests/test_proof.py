@@ -90,7 +90,7 @@ def test_flops_are_what_torch_counts_where_every_pair_is_allowed(kind):
     nets = two(kind)
     found, x = savings(*nets, length=11), scenes(kind)[0].inputs["x"]
     x = x if kind == "vision" else torch.zeros(1, 11, dtype=torch.int64)
-    for net, said in zip(nets, (found.pair("prefill").before, found.pair("prefill").after), strict=True):
+    for net, said in zip(nets, found.pair("forward")[2:], strict=True):
         with auditing.counter() as counted, torch.no_grad():
             net(x)
         assert said == counted.get_total_flops()
@@ -232,5 +232,6 @@ def test_rounding_is_of_the_precision_and_the_largest_number():
     wide, narrow = (Difference("", 1e-4, largest, 1, "float32") for largest in (0.5, 40.0))
     assert wide.allowed == pytest.approx(1024 * 2**-23)
     assert narrow.allowed == pytest.approx(40 * 1024 * 2**-23)
+    assert Difference("", 0.1, 1.0, 1, "bfloat16").allowed == 16 * 2**-7
     assert wide.same
     assert not Difference("", 1e-4, 0.5, 1, "float64").same
