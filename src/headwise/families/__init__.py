@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from ..blueprint import Model
 from ..blueprint.manifest import MANIFEST, described
+from ..blueprint.records import record_in
 from ..errors import SpecError
 from ..presets import USUAL
 from .config import Config
@@ -26,6 +27,8 @@ __all__ = ["FAMILIES", "WRITERS", "config_of", "read"]
 def read(what: str | Path | Mapping[str, Any]) -> Model:
     """The model that is described: by a config.json, its keys, a folder as hw.save or transformers write it, or TOML.
 
+    Where heads were cut so that config.json cannot say it, the heads.json beside it does.
+
     >>> read({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}).stacks[0].runs[0].times
     12
     """
@@ -33,6 +36,9 @@ def read(what: str | Path | Mapping[str, Any]) -> Model:
         return model(Config(what, "config"))
     path = Path(what)
     if path.is_dir():
+        record = record_in(path)
+        if record and record.model:
+            return record.model
         found = [path / name for name in (MANIFEST, "config.json") if (path / name).is_file()]
         if not found:
             raise SpecError(f"{path} holds neither {MANIFEST} nor config.json; name a model's folder, or a file")

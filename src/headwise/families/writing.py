@@ -49,7 +49,12 @@ def _written(model: Model, family: str) -> tuple[list[Difference], dict[str, Any
     """The keys of a family, and where the model that they say is not this one."""
     keys = {"architectures": [_class(family)], "model_type": family} | WRITERS[family](model, family)
     theirs = replace(read(Config(keys, f"as a {family}")), name=model.name, notes=model.notes)
-    return list(_differences("", _layered(theirs), _layered(model))), keys
+    return list(differences(theirs, model)), keys
+
+
+def differences(one: Model, other: Model) -> Iterator[Difference]:
+    """Where two descriptions differ, layer by layer, with what each says there."""
+    return _differences("", _layered(one), _layered(other))
 
 
 def _layered(model: Model) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from ..errors import SpecError
 from .slots import NOTHING, Piece, Slot, pieces
 
 LAYER = re.compile(r"^(\w+)\.(\d+)\.")
+ADDED = re.compile(r"^(\w+\.\{layer\}\.(?:attention|cross))\.(?:output\.o_bias|constant)$")
 
 
 class Map(NamedTuple):
@@ -31,8 +32,18 @@ class Map(NamedTuple):
 
     def slot(self, name: str) -> Slot | None:
         """Where the tensor of this name lies, if files have a place for it."""
-        found = self.slots.get(LAYER.sub(r"\1.{layer}.", name))
+        own = LAYER.sub(r"\1.{layer}.", name)
+        found = self.slots.get(own) or self._added(own)
         return Slot(found) if isinstance(found, str) else found
+
+    def _added(self, own: str) -> str | Slot | None:
+        """Where a vector lies that an attention adds although its files have none: as the bias of its last matrix."""
+        if not (site := ADDED.match(own)):
+            return None
+        matrix = self.slots.get(f"{site[1]}.output.o")
+        path = matrix.path if isinstance(matrix, Slot) else matrix or ""
+        bias = f"{path.removesuffix('.weight')}.bias" if path.endswith(".weight") else None
+        return self.slots.get(f"{site[1]}.output.o_bias", bias)
 
     def trunk(self, names: Iterable[str]) -> str:
         """The name of the trunk that these names stand behind."""
@@ -46,6 +57,10 @@ class Map(NamedTuple):
             if name.endswith(other):
                 return name.removesuffix(other) + ours
         return name
+
+    def ignoring(self, names: Iterable[str]) -> Map:
+        """The same where tensors of these names may be left out too."""
+        return self._replace(ignored=(*self.ignored, *(f"^{re.escape(name)}$" for name in names)))
 
     def ignores(self, name: str) -> bool:
         """Whether a tensor of this name may be left out."""

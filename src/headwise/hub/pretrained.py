@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..blueprint.records import HEADS, Record, record_in
 from ..errors import SpecError
 from ..families import read as described_by
+from ..files import sha256
 from ..models import Transformer
 from .maps import map_of
 from .reading import built
@@ -19,12 +21,28 @@ def read(folder: Path, dropout: float = 0.0) -> Transformer:
     """The model in such a folder. No code that lies there is run, and no pickle is opened."""
     if not (folder / ONE).is_file() and not (folder / INDEX).is_file():
         raise SpecError(_without_weights(folder))
-    described = described_by(folder / CONFIG)
+    record = record_in(folder)
+    resized = record if record and record.model else None
+    described = resized.model if resized and resized.model else described_by(folder / CONFIG)
     if stored := [note for note in described.notes if note.startswith("quantization_config")]:
         raise SpecError(f"{folder}: {stored[0]}; give a folder with weights in 16 or 32 bits")
-    net = built(described, map_of(described.name), Safetensors(folder), dropout)
+    names, constants = map_of(described.name), {}
+    if resized:
+        _check_files(folder, resized)
+        names, constants = names.ignoring(resized.besides), resized.constants
+    net = built(described, names, Safetensors(folder), dropout, constants)
     net.usage = usage_in(folder, described)
     return net
+
+
+def _check_files(folder: Path, record: Record) -> None:
+    """Refuse files that are not those heads.json speaks of; one that is code is read as data, and never run."""
+    for name, checksum in record.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise SpecError(f"{path} is missing, of which {HEADS} speaks; copy the folder again")
+        if sha256(path) != checksum:
+            raise SpecError(f"{path} is not what {HEADS} says was written; copy the folder again")
 
 
 def pickle_in(folder: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,16 +12,22 @@ from ..blueprint import Model
 from ..errors import SpecError
 from ..models import Transformer, build
 from .plan import Map, Plan
+from .slots import NOTHING
 from .tensors import Kind, Stored
 
 KINDS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def built(described: Model, names: Map, stored: Stored, dropout: float) -> Transformer:
-    """The model with the numbers of a file, in the file's dtype, set to answer and not to train."""
+def built(
+    described: Model, names: Map, stored: Stored, dropout: float, constants: Mapping[str, Any] = NOTHING
+) -> Transformer:
+    """The model with the numbers of a file, in the file's dtype, set to answer and not to train.
+
+    `constants` are numbers of attentions by name where they are not those that follow from their specs.
+    """
     held = tensors(described, names, stored)
     missing = described.shapes().keys() - held.keys()
-    held |= {name: made for name, made in _constants(described) if name in missing}
+    held |= {name: made for name, made in _constants(described, constants) if name in missing}
     with torch.device("meta"):
         net = build(described, dropout=dropout)
     net.load_state_dict(held, assign=True)
@@ -88,10 +95,18 @@ def _empty(described: Model, plan: Plan, kinds: Mapping[str, Kind]) -> dict[str,
     }
 
 
-def _constants(described: Model) -> Iterator[tuple[str, Tensor]]:
-    """Numbers of attentions that follow from their specs."""
+def _constants(described: Model, given: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Numbers of attentions that follow from their specs, unless given."""
     for where, spec in described.specs():
         shapes = spec.shapes()
         for name, param in spec.params().items():
             if not param.learned:
-                yield f"{where}.{name}", param.init(shapes[name])
+                full, made = f"{where}.{name}", param.init(shapes[name])
+                yield full, _given(full, given[full], made) if full in given else made
+
+
+def _given(name: str, told: Any, like: Tensor) -> Tensor:
+    try:
+        return torch.tensor(told, dtype=like.dtype).reshape(like.shape)
+    except (TypeError, ValueError, RuntimeError):
+        raise SpecError(f"{name} = {told!r} are not {like.numel()} numbers; copy the folder again") from None

@@ -40,12 +40,12 @@ class Safetensors:
     def __init__(self, folder: Path) -> None:
         index = folder / INDEX
         self.where = index if index.is_file() else folder / ONE
-        self._files = [folder / name for name in _shards(index)] if index.is_file() else [self.where]
-        self.kinds: Mapping[str, Kind] = {name: kind for path in self._files for name, kind in _kinds(path).items()}
+        self.files: list[Path] = [folder / name for name in _shards(index)] if index.is_file() else [self.where]
+        self.kinds: Mapping[str, Kind] = {name: kind for path in self.files for name, kind in _kinds(path).items()}
 
     def each(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor, shard by shard."""
-        for path in self._files:
+        for path in self.files:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - it is no mapping
                     yield name, file.get_tensor(name)

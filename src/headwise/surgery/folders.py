@@ -1,0 +1,202 @@
+"""A model whose heads were cut or shared as a folder: as its source was wherever that can be, with what was done."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import models
+from ..blueprint.manifest import MANIFEST
+from ..blueprint.records import FORMAT, HEADS, Record, record_in
+from ..errors import SpecError
+from ..families import read
+from ..files import TEMPORARY, sha256
+from ..hub.pretrained import CONFIG
+from ..hub.tensors import INDEX, ONE, Safetensors
+from ..models import Transformer
+from . import folders_resized as resized
+from .folders_config import said
+from .folders_form import Form, plain
+from .folders_shards import Rewriting, rewrite, synced
+from .folders_trying import Try, tried
+
+NOTHING: Mapping[str, Any] = {}
+# What belongs to a model besides its weights: data that somebody reads, never pickles and never code.
+BESIDES = re.compile(
+    r"(tokenizer[\w.-]*|special_tokens_map|added_tokens|vocab[\w.-]*|merges|generation_config|preprocessor_config"
+    r"|processor_config|chat_template[\w.-]*|modules|sentence_bert_config|config_sentence_transformers|config"
+    r"|sentencepiece[\w.-]*|source|target|spiece)\.(json|txt|model|jinja|spm)|(LICEN[CS]E|NOTICE)[\w.-]*"
+)
+MODULE = re.compile(r"\d+_\w+")  # a folder of sentence-transformers: 1_Pooling
+
+
+class Written(NamedTuple):
+    """What became of a model: the kind of folder, the sentence that says why, and the names of the files in it."""
+
+    kind: str
+    sentence: str
+    files: tuple[str, ...]
+
+
+def write(
+    net: Transformer,
+    source: Path | None,
+    folder: Path | str,
+    record: Mapping[str, Any],
+    *,
+    more: Mapping[str, bytes] = NOTHING,
+) -> Written:
+    """Write a model whose heads were cut into a new folder, beside it heads.json with `record`, which says how.
+
+    Of a folder of transformers (`source`) it is one again: plain if a config.json can say it; else with a loader of its
+    own beside it; where neither gives what the model gives, and of all other sources, a folder as hw.save writes it.
+    `more` are files to lie there too, by name. All of it appears at once, or nothing.
+
+    >>> import headwise as hw, tempfile
+    >>> net = hw.build(
+    ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5})
+    ... )
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     print(write(net, None, f"{folder}/small", {"kept": {}}).kind, *sorted(os.listdir(f"{folder}/small")))
+    ours README.md headwise.toml heads.json model.safetensors
+    """
+    folder = Path(folder).resolve()
+    check_free(folder)
+    known = sources(source)
+    fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{TEMPORARY}")
+    try:
+        kind, sentence, told = _filled(net, source, fresh)
+        for name, data in more.items():
+            (fresh / name).write_bytes(data)
+        files = {path.relative_to(fresh).as_posix(): path for path in sorted(fresh.rglob("*")) if path.is_file()}
+        document = {"format": FORMAT, "kind": kind, "sentence": sentence, "done": dict(record), "source": known}
+        document |= told | {"files": {name: sha256(path) for name, path in files.items() if name not in more}}
+        _put(fresh / HEADS, document)
+        os.rename(fresh, folder)  # refused by the system where something has come in between
+    except OSError as error:
+        raise OSError(f"{folder} cannot be written: {error.strerror or error}; give another place") from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return Written(kind, sentence, (*files, HEADS))
+
+
+def check_free(folder: Path | str) -> None:
+    """Refuse a place that holds something already; asked before any work is done for it."""
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        holds = f"holds {sorted(os.listdir(folder))[0]}" if folder.is_dir() else "is a file"
+        raise SpecError(f"{folder} {holds}; give a new folder, or an empty one")
+
+
+def plan_of(what: Path | str) -> Record:
+    """What was done to the model in a folder, or what a heads.json says of itself.
+
+    >>> plan_of("nowhere")
+    Traceback (most recent call last):
+    headwise.errors.SpecError: nowhere holds no heads.json; give a folder that headwise prune or share wrote
+    """
+    path = Path(what)
+    path = path if path.is_file() else path / HEADS
+    if not path.is_file():
+        raise SpecError(f"{what} holds no {HEADS}; give a folder that headwise prune or share wrote")
+    return Record.of(path)
+
+
+def check_plan(plan: Record, source: Path | None) -> None:
+    """Refuse what was decided for another checkpoint: it speaks of heads by number, and those are others there."""
+    known = sources(source)
+    if not plan.source:
+        raise SpecError("this plan was made for a model in memory, which no file can be compared with; make it anew")
+    wrong = [name for name in {**plan.source, **known} if plan.source.get(name) != known.get(name)]
+    if wrong:
+        raise SpecError(f"this plan was made for another checkpoint: {wrong[0]} differs from {source}; make it anew")
+
+
+def sources(source: Path | None) -> dict[str, str]:
+    """The SHA-256 of the description and of the weights of a source, by the names of its files."""
+    if source is None:
+        return {}
+    if source.is_file():
+        return {source.name: sha256(source)}
+    names = [MANIFEST, HEADS] if (source / MANIFEST).is_file() else [CONFIG, HEADS]
+    weights = Safetensors(source).files if (source / INDEX).is_file() or (source / ONE).is_file() else []
+    paths = [path for path in (*(source / name for name in names), *weights) if path.is_file()]
+    return {path.name: sha256(path) for path in paths}
+
+
+# --- the kinds -----------------------------------------------------------------------------------------
+
+
+def _filled(net: Transformer, source: Path | None, fresh: Path) -> tuple[str, str, dict[str, Any]]:
+    """Write the first kind that holds what the model is: the kind, the sentence, and what heads.json says of it."""
+    if source is None or not (source / CONFIG).is_file() or (source / MANIFEST).is_file():
+        why = "the source was not a folder of transformers" if source else "the model came from memory"
+        return _ours(net, fresh, f"A folder of headwise, because {why}; load it with headwise.load.")
+    form = plain(net)
+    described = read(source)
+    way = Rewriting.of(source, described, form)
+    config = said(form.described, json.loads((source / CONFIG).read_text(encoding="utf-8")))
+    odd = form.constants(way.names)
+    why = config.why or (f"{next(iter(odd))} is not what config.json makes of it" if odd else "")
+    if not why and config.keys:
+        _copy(source, way, dict(config.keys), fresh)
+        trial = _tried(fresh, form)
+        if trial.agrees:
+            sentence = "A transformers checkpoint: config.json says every layer, and AutoModel.from_pretrained loads it."
+            return "transformers", sentence, {"checked": trial.said}
+        if trial.untried:
+            sentence = "A transformers checkpoint, not tried with transformers, which is not installed"
+            return "transformers", f"{sentence}: config.json says every layer.", {"checked": trial.said}
+        why = trial.said
+        shutil.rmtree(fresh)
+    _copy(source, way, json.loads((source / CONFIG).read_text(encoding="utf-8")), fresh)
+    found = resized.fill(fresh, way, form, described, why)
+    if not isinstance(found, str):
+        return "resized", found.sentence, dict(found.document)
+    shutil.rmtree(fresh)
+    return _ours(net, fresh, f"A folder of headwise, because {why}, and {found}; load it with headwise.load.")
+
+
+def _tried(fresh: Path, form: Form) -> Try:
+    try:
+        return tried(fresh, form)
+    except SpecError as error:
+        return Try(False, 0, str(error))
+
+
+def _ours(net: Transformer, fresh: Path, sentence: str) -> tuple[str, str, dict[str, Any]]:
+    models.save(net, fresh)
+    return "ours", sentence, {}
+
+
+def _copy(source: Path, way: Rewriting, config: dict[str, Any], fresh: Path) -> None:
+    """The folder again, with other weights and this config."""
+    fresh.mkdir(parents=True)
+    for path in _besides(source):
+        target = fresh / path.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
+        synced(target)
+    _put(fresh / CONFIG, config)
+    rewrite(way, fresh)
+
+
+def _besides(source: Path) -> Iterator[Path]:
+    """What lies in a folder besides its weights and belongs to the model."""
+    for path in sorted(source.iterdir()):
+        if path.is_dir() and MODULE.fullmatch(path.name):
+            inner = sorted(path.iterdir())
+            yield from (one for one in inner if one.is_file() and (BESIDES.fullmatch(one.name) or one.name == ONE))
+        elif path.is_file() and BESIDES.fullmatch(path.name) and path.name != CONFIG:
+            yield path
+
+
+def _put(path: Path, document: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    synced(path)

@@ -1,0 +1,157 @@
+"""A written folder tried as others would: loaded by transformers in a process of its own, without headwise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..blueprint import Stack
+from ..errors import SpecError
+from ..hub.pretrained import read
+from ..models import Transformer
+from .folders_form import Form
+
+CLOSE = 1e-5  # of the largest number that comes out
+TOKENS = 9
+FIRST = 3  # ids before it often mean padding, beginnings and ends
+SECONDS = 900
+
+# What that process runs: folder, inputs and outputs, and the ways to load it, tried one after another.
+DRIVER = '''
+import importlib.util, json, sys
+sys.modules["headwise"] = None
+import torch, transformers
+from safetensors.torch import load_file
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(1)
+folder, data, ways = sys.argv[1], load_file(sys.argv[2]), json.load(open(sys.argv[3]))
+
+def plain(_):
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
+    model, told = kind.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    lacking = [*told["missing_keys"], *told["mismatched_keys"]]
+    if lacking:
+        raise ValueError(f"{lacking[0]} is not loaded")
+    return model.eval()
+
+def own(modules):
+    spec = importlib.util.spec_from_file_location("load_model", f"{folder}/load_model.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found.load(folder, modules=modules, dtype=torch.float32)
+
+def distance(model):
+    inputs = {name[3:]: value for name, value in data.items() if name.startswith("in.")}
+    wanted = {name[4:]: value for name, value in data.items() if name.startswith("out.")}
+    with torch.no_grad():
+        said = model(**inputs)
+        shared = [name for name in wanted if said.get(name) is not None and said[name].shape == wanted[name].shape]
+        if not shared:
+            said, shared = model.base_model(**inputs), ["last_hidden_state"]
+    return max(float(((said[n] - wanted[n]).abs().max()) / wanted[n].abs().max().clamp(min=1)) for n in shared)
+
+found, why = None, []
+for number, modules in enumerate(ways["modules"] or [None]):
+    try:
+        far = distance((own if ways["modules"] else plain)(modules))
+        if far <= ways["close"]:
+            found = [number, far]
+            break
+        why.append(f"what it says differs by {far:.1e} of the largest number")
+    except Exception as error:
+        why.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+print("FOUND", json.dumps({"found": found, "why": why}))
+'''
+
+
+class Try(NamedTuple):
+    """Whether a folder gives what the model gives, by which of the ways, and what is to be said of it."""
+
+    agrees: bool
+    way: int
+    said: str
+    untried: bool = False
+
+
+def tried(folder: Path, form: Form, modules: Sequence[Mapping[str, Any]] = ()) -> Try:
+    """Load a folder plainly, or by its own loader in one of these ways, and compare with the model that was written."""
+    again = read(folder)
+    if odd := _changed(again, form):
+        raise SpecError(f"{odd} is not read back as it was written")
+    if find_spec("transformers") is None:
+        return Try(False, 0, "transformers is not installed, so that nothing was tried", untried=True)
+    with tempfile.TemporaryDirectory() as work:
+        data, ways = f"{work}/data.safetensors", Path(work, "ways.json")
+        save_file(_expected(again.float()), data)
+        ways.write_text(json.dumps({"modules": list(modules), "close": CLOSE}))
+        del again
+        return _asked([sys.executable, "-I", "-B", "-c", DRIVER, str(folder), data, str(ways)])
+
+
+def _asked(command: list[str]) -> Try:
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return Try(False, 0, f"loading it took more than {SECONDS} seconds")
+    lines = [line.removeprefix("FOUND ") for line in ran.stdout.splitlines() if line.startswith("FOUND ")]
+    if not lines:
+        return Try(False, 0, f"transformers could not be run: {' '.join(ran.stderr.split())[-200:]}")
+    told = json.loads(lines[-1])
+    if told["found"] is None:
+        return Try(False, 0, f"transformers does not run it: {told['why'][0]}")
+    number, far = told["found"]
+    return Try(True, number, f"loaded without headwise, it differs from headwise by {far:.1e} of the largest number")
+
+
+def _changed(again: Transformer, form: Form) -> str:
+    """The first tensor that was not read back as it was written, in the kind of numbers of the files."""
+    held = again.state_dict()
+    for name, tensor in form.tensors.items():
+        if name not in held or not torch.equal(held[name], tensor.cpu().to(held[name].dtype)):
+            return name
+    return ""
+
+
+def _expected(net: Transformer) -> dict[str, Tensor]:
+    """Something to read, under transformers' names, and what the model says of it."""
+    draw = torch.Generator().manual_seed(0)
+    first, last = net.described.stacks[0], net.described.stacks[-1]
+    x = _read(first, net, draw)
+    name = "pixel_values" if first.embedding and first.embedding.patches else "input_ids"
+    given = {f"in.{name}": x}
+    with torch.inference_mode():
+        if first is last:
+            h = net.hidden(x)
+        else:
+            y = _read(last, net, draw)[:, :-2]
+            given["in.decoder_input_ids"] = y
+            h = net.hidden(y, source=x)
+        said = {"out.last_hidden_state": h} | ({"out.logits": net.read(h)} if net.described.heads else {})
+    return given | {name: tensor.clone().contiguous() for name, tensor in said.items()}
+
+
+def _read(stack: Stack, net: Transformer, draw: torch.Generator) -> Tensor:
+    embedding = stack.embedding
+    if embedding is None:
+        raise ValueError(f"{stack.name} reads neither ids nor pixels")
+    if patches := embedding.patches:
+        size = (1, patches.channels, patches.rows * patches.high, patches.columns * patches.wide)
+        return torch.randn(size, generator=draw)
+    longest = embedding.positions.length if embedding.positions and embedding.positions.length else TOKENS
+    count = min(TOKENS, longest)
+    ids = torch.randint(min(FIRST, embedding.tokens - 1), embedding.tokens, (1, count), generator=draw)
+    if net.usage.end:
+        ids[0, -1] = net.usage.end[0]  # what some classes read is the end of a text
+    return ids
