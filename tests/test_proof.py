@@ -60,9 +60,12 @@ def test_means_that_were_folded_in_are_what_silenced_heads_say():
 
 def test_a_model_that_was_read_again_otherwise_is_found_out():
     net, after = two("decoder")
-    again = removed(net, KEEP["decoder"])
+    again, first = removed(net, KEEP["decoder"]), scenes("decoder")[0].inputs["x"]
     assert reloaded("again", after, again, scenes("decoder")).apart == 0.0
     assert reloaded("again", after, lambda x: {"said": (again(x),)}["said"], scenes("decoder")).same
+    once = reloaded("again", after, lambda x: after(x) + 0.5 * torch.equal(x, first), scenes("decoder"))
+    assert once.apart == pytest.approx(0.5)
+    assert not once.same
     with torch.no_grad():
         again.get_parameter("decoder.1.feed.up")[3, 5] += 0.1
     found = reloaded("again", after, again, scenes("decoder"))
@@ -90,7 +93,7 @@ def test_flops_are_what_torch_counts_where_every_pair_is_allowed(kind):
     nets = two(kind)
     found, x = savings(*nets, length=11), scenes(kind)[0].inputs["x"]
     x = x if kind == "vision" else torch.zeros(1, 11, dtype=torch.int64)
-    for net, said in zip(nets, (found.pair("prefill").before, found.pair("prefill").after), strict=True):
+    for net, said in zip(nets, found.pair("forward")[2:], strict=True):
         with auditing.counter() as counted, torch.no_grad():
             net(x)
         assert said == counted.get_total_flops()
@@ -117,7 +120,9 @@ def test_a_step_and_a_cache_are_what_is_counted_and_held():
 
 def test_what_a_decoder_reads_of_a_source_is_counted_by_itself():
     nets = two("encoder-decoder")
-    found = savings(*nets, length=5, source=9).pair("cache, a token of the source")
+    saved = savings(*nets, length=5, source=9)
+    found, own, whole = (saved.pair(f"cache, {name}") for name in ("a token of the source", "a token", "in all"))
+    assert [9 * one + 5 * each for one, each in zip(found[2:], own[2:], strict=True)] == list(whole[2:])
     for net, said in zip(nets, found[2:], strict=True):
         memory = net.encode(torch.zeros(1, 9, dtype=torch.int64))
         assert said * 9 == sum(t.nbytes for held in memory.layers for t in held.entry.values())
@@ -166,7 +171,7 @@ def test_layers_before_the_first_cut_agree_wholly():
 def test_the_examples_are_those_that_changed_most():
     net, after = two("decoder")
     texts = scenes("decoder", 9)
-    proof = prove(net, after, texts, Asked("Heads were cut.", KEEP["decoder"], pace=QUICK))
+    proof = prove(net, after, [*texts, *texts], Asked("Heads were cut.", KEEP["decoder"], pace=QUICK))
     moved = list[tuple[float, int]]()
     for number, one in enumerate(texts):
         ids = one.inputs["x"][0]
@@ -232,5 +237,6 @@ def test_rounding_is_of_the_precision_and_the_largest_number():
     wide, narrow = (Difference("", 1e-4, largest, 1, "float32") for largest in (0.5, 40.0))
     assert wide.allowed == pytest.approx(1024 * 2**-23)
     assert narrow.allowed == pytest.approx(40 * 1024 * 2**-23)
+    assert Difference("", 0.1, 1.0, 1, "bfloat16").allowed == 16 * 2**-7
     assert wide.same
     assert not Difference("", 1e-4, 0.5, 1, "float64").same

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from headwise.surgery.agreement import Agreeing
 from headwise.surgery.quality import RESAMPLES, SEED, Between, Counts, quality, row_of, surely
 from headwise.surgery.removing import removed
 from headwise.surgery.sayings import Saying
-from headwise.surgery.scores import Pair, _bleus
+from headwise.surgery.scores import BATCH, Pair, _bleus, task_rows
+from headwise.tasks import task
 from headwise.tasks.published import translation_scores
 
 
@@ -176,3 +178,17 @@ def test_bleu_is_that_of_sacrebleu_and_its_draws_those_of_corpora():
     for times, one in zip(draws.astype(int), found[1:], strict=True):
         some = [n for n in range(4) for _ in range(times[n])]
         assert one == pytest.approx(translation_scores([said[n] for n in some], [wanted[n] for n in some]).bleu)
+
+
+def test_a_task_scores_every_example_as_it_scores_all():
+    recall = task("recall")
+    net = hw.build(recall.model(), seed=0).eval()
+    batch = recall.batch(0, BATCH, "valid").rows(slice(0, 9))
+    with torch.no_grad():
+        said = net(batch.x, tokens=batch.tokens)
+    total, count = recall.measure(said, batch)["accuracy"]
+    row: Any = next(row for row in task_rows(net, net, recall, 9) if row.name == "accuracy")
+    assert row.after.value == total / count
+    assert row.change == (0.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="1 examples of recall leave no interval"):
+        task_rows(net, net, recall, 1)

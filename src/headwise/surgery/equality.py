@@ -24,7 +24,8 @@ from .sayings import output
 
 CHEAP = 2 * 10**7  # parameters, up to which copies in double precision are made
 CHECKED = 16  # texts that are read in double precision
-STEPS = 1024  # of rounding that two ways to one number may lie apart, of the largest number said
+STEPS, FEW = 1024, 16  # of rounding that two ways to one number may lie apart; of numbers of two bytes
+WIDE = 32  # bits
 Plan = Mapping[str, Sequence[int]]  # which heads each site keeps
 Says = Callable[..., Any]  # a model of anybody, called with the names that ours is called with
 
@@ -42,7 +43,8 @@ class Difference:
     @property
     def allowed(self) -> float:
         """What rounding may make of it."""
-        return STEPS * torch.finfo(getattr(torch, self.dtype)).eps * max(1.0, self.largest)
+        kind = torch.finfo(getattr(torch, self.dtype))
+        return (STEPS if kind.bits >= WIDE else FEW) * kind.eps * max(1.0, self.largest)
 
     @property
     def same(self) -> bool:

@@ -49,6 +49,11 @@ class Changed:
     question: Question = field(compare=False)
     outputs: tuple[Tensor, Tensor] = field(compare=False)
 
+    @property
+    def ids(self) -> list[tuple[int, ...]]:
+        """What was read, stream by stream; nothing where that is no text."""
+        return [row.ids for rows in self.question.given.rows.values() for row in rows]
+
 
 @dataclass
 class Most:
@@ -57,7 +62,9 @@ class Most:
     held: list[Changed] = field(default_factory=list)
 
     def take(self, one: Changed) -> None:
-        """One text more."""
+        """One text more, unless the same is there already."""
+        if one.ids and any(one.ids == held.ids for held in self.held):
+            return
         (heapq.heappush if len(self.held) < SHOWN else heapq.heappushpop)(self.held, one)
 
     def examples(self, nets: tuple[Transformer, Transformer], kind: str) -> tuple[Example, ...]:

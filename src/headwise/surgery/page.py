@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..counting.costs import short
+from .equality import FEW, STEPS
 from .proof import Proof
 from .quality import Between, Row, surely
 from .savings import Layer, Pair
@@ -137,8 +138,8 @@ def _equal(proof: Proof) -> Iterator[str]:
     yield from table(("what", "apart", "rounding", "texts", "same"), rows)
     yield ""
     yield from wrapped(
-        "Apart is the largest difference of any number that the two say of any text; rounding is what 1,024 steps of "
-        "the precision make of the largest number said."
+        f"Apart is the largest difference of any number that the two say of any text; rounding is what {STEPS:,} steps "
+        f"of the precision, {FEW} of one of two bytes, make of the largest number said."
     )
 
 

@@ -15,6 +15,7 @@ from ..counting.scopes import fixed, longest
 from ..errors import SpecError
 from ..models import Transformer
 from ..models.caches import Caches, Memory
+from ..models.generating import longest as known
 from ..tokens import Tokens
 from .savings import load_of
 
@@ -115,8 +116,10 @@ def phases(net: Transformer, given: Tensor, how: tuple[Pace, int], notes: list[s
 def _attending(batch: int, length: int, net: Transformer) -> Callable[[], object]:
     """All attentions of a model, each by itself."""
     weight, draw = next(net.parameters()), torch.Generator().manual_seed(0)
-    wide = {stack.name: stack.model for stack in net.described.stacks}
-    given = {name: torch.randn(batch, length, model, generator=draw).to(weight) for name, model in wide.items()}
+    given = {
+        stack.name: torch.randn(batch, min(length, known(stack) or length), stack.model, generator=draw).to(weight)
+        for stack in net.described.stacks
+    }
     source, every = next(iter(given.values())), list[Callable[[], object]]()
     for name, stack in net.stacks.items():
         for layer in stack.blocks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -89,13 +89,13 @@ class Savings:
 
     @property
     def kept(self) -> list[str]:
-        """Attentions that lost heads and remember as much as before, each with what that is."""
-        return [
-            f"{site}: {before.heads - after.heads} of {before.heads} heads are gone, and all {before.kv} key-value "
-            "heads are still read"
-            for site, (before, after) in self.sites.items()
-            if after.heads < before.heads and before.remembered == after.remembered and after.remembered
-        ]
+        """Attentions that lost heads and have as many keys and values as before; those that are alike are one line."""
+        found: dict[str, list[str]] = {}
+        for site, (before, after) in self.sites.items():
+            if after.heads < before.heads and before.remembered == after.remembered and after.remembered:
+                gone = f"{before.heads - after.heads} of {before.heads} heads are gone"
+                found.setdefault(f"{gone}, and all {before.kv} key-value heads are still read", []).append(site)
+        return [f"{_listed(sites)}: {what}" for what, sites in found.items()]
 
 
 def savings(before: Transformer, after: Transformer, length: int | None = None, source: int | None = None) -> Savings:
@@ -120,6 +120,10 @@ def savings(before: Transformer, after: Transformer, length: int | None = None, 
     return Savings(prices["before"].whole.tokens, reads, dtype, tuple(_pairs(nets, prices)), changed)
 
 
+def _listed(sites: Sequence[str]) -> str:
+    return sites[0] if len(sites) == 1 else f"{sites[0]} and {len(sites) - 1} more"
+
+
 def load_of(net: Transformer, length: int | None, source: int | None) -> Load:
     """A row as long as is asked for, or as the model takes."""
     most = longest(net.described)
@@ -134,7 +138,7 @@ def _pairs(nets: Mapping[str, Transformer], prices: Costs) -> Iterator[Pair]:
     numels = {name: sum(p.numel() for p in net.parameters()) for name, net in nets.items()}
     yield Pair("parameters", "", one.parameters.total, other.parameters.total)
     yield Pair("weights", "bytes", *(numels[name] * each[name] for name in nets))
-    yield Pair("prefill", "FLOPs", one.prefill.total, other.prefill.total)
+    yield Pair("forward" if one.decode is None else "prefill", "FLOPs", one.prefill.total, other.prefill.total)
     if one.decode is None:
         return
     yield Pair("decode, a step", "FLOPs", one.decode.total, 0 if other.decode is None else other.decode.total)
