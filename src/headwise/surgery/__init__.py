@@ -1,0 +1,1 @@
+"""Heads cut and shared, and what is left proven to work."""
