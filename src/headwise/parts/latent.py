@@ -167,7 +167,7 @@ class Latent(Project):
 
 
 def as_latent(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """A trained layer of Direct as one of Latent, exactly: all key-value heads are one vector, k_up and v_up copies of it.
+    """A trained layer of Direct as one of Latent, exactly: one vector holds all key-value heads, k_up and v_up copy it.
 
     What a turn reaches of keys lies end to end in the shared slice, where each query has its own head's channels and
     zeros elsewhere; the rest of keys, and values, are the latent, without a norm (2502.07864, its merge). A token needs
@@ -206,7 +206,9 @@ def as_latent(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[Atten
 def _joined(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[str, Turn | None, Joined | None]:
     """The turn of keys, with its name, and as it is where all heads are one; refused where that cannot be."""
     if not isinstance(spec.project, Direct):
-        raise SpecError(f"as_latent knows the weights of Direct, not of {type(spec.project).__name__}; give such a layer")
+        raise SpecError(
+            f"as_latent knows the weights of Direct, not of {type(spec.project).__name__}; give such a layer"
+        )
     if spec.heads.values:
         raise SpecError(f"keys and values are grouped apart here ({spec.heads}); no latent holds both for a head")
     turns = [(name, turn) for name, turn in spec.steps(Turn) if turn.reaches(spec) & set("qk")]
@@ -217,7 +219,9 @@ def _joined(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[str, Tu
     joined = turn.joined(spec, spec.heads.kv, own) if len(turns) == 1 else None
     if joined is None:
         names = " and ".join(name for name, _ in turns)
-        raise SpecError(f"{names} on queries and keys cannot be one turn of all heads laid end to end; leave it as it is")
+        raise SpecError(
+            f"{names} on queries and keys cannot be one turn of all heads laid end to end; leave it as it is"
+        )
     return name, turn, joined
 
 

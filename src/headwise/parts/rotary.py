@@ -51,7 +51,7 @@ class Rotary(Turn):
         if dims % 2 or not 0 < dims <= reached:
             yield f"Rotary turns pairs, but {dims} of {reached} channels are asked; use an even number up to {reached}"
         elif self.copies < 1 or dims % (2 * self.copies):
-            yield f"Rotary(copies={self.copies}) does not divide {dims // 2} pairs; use copies=1 unless heads were merged"
+            yield f"Rotary(copies={self.copies}) does not divide {dims // 2} pairs; leave copies out"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         dims = self.dims or spec.project.turned(spec)

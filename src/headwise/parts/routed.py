@@ -178,7 +178,7 @@ class Routed(Gate):
 def as_routed(
     spec: AttentionSpec, weights: Mapping[str, Tensor], shared: Sequence[int], active: int
 ) -> tuple[AttentionSpec, dict[str, Tensor]]:
-    """A trained layer in which these output heads always speak, and of the others the `active` with the longest queries.
+    """A trained layer in which these output heads always speak, of the others the `active` with the longest queries.
 
     No weight changes and none is learned (2410.11842, its conversion of a trained model); which head makes which choice
     is a constant of the layer. With all others active it is the same function. The paper then trains on.

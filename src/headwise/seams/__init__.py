@@ -8,5 +8,17 @@ from .base import Foldable, Part
 from .choices import Merge, Normaliser, Project, Similarity
 from .modifiers import Gate, Joined, Mix, Modifier, OutputStep, ScoreStep, Turn, ValueStep, WeightStep
 
-__all__ = ["Foldable", "Gate", "Joined", "Merge", "Mix", "Modifier", "Normaliser", "OutputStep", "Part", "Project", "ScoreStep"]
+__all__ = [
+    "Foldable",
+    "Gate",
+    "Joined",
+    "Merge",
+    "Mix",
+    "Modifier",
+    "Normaliser",
+    "OutputStep",
+    "Part",
+    "Project",
+    "ScoreStep",
+]
 __all__ += ["Similarity", "Turn", "ValueStep", "WeightStep"]

@@ -1,4 +1,4 @@
-"""Key-value heads turned alike before they are pooled, with the function as it was."""
+"""Key-value heads mapped alike before they are pooled, with the function as it was."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from ..errors import SpecError
 from ..spec import AttentionSpec
 from ..terms import Freedom
+from .procrustes import missed, together
 from .products import Products
-from .turning import missed, together
 
 SIDES = {"k": "keys", "v": "values"}
 Groups = Sequence[Sequence[int]]
@@ -38,15 +38,17 @@ def aligned(
     *,
     sides: str = "kv",
 ) -> Aligned:
-    """The same function with the heads of each group turned as near to each other as it allows (2412.20677).
+    """The same function with the heads of each group mapped as near to each other as it allows (2412.20677).
 
-    Values turn by any orthogonal map, undone in W_O; keys by those that turns of queries and keys commute with, such as
-    a rotation of each rotary pair, undone in W_Q. A side whose heads cannot be turned unseen stays, with the reason.
+    Values are mapped by any orthogonal matrix, undone in W_O; keys by those that turns of queries and keys commute
+    with, such as a rotation of each rotary pair, undone in W_Q. A side whose heads cannot be mapped unseen stays, with
+    the reason.
 
     >>> import headwise as hw
+    >>> from headwise.surgery.products import features
     >>> layer = hw.Attention(hw.design(model=8, heads=4, kv=2, modifiers=(hw.Rotary(),)))
-    >>> heard = {side: Products.of(x) for side, x in hw.surgery.products.features(layer, torch.randn(1, 9, 8)).items()}
-    >>> made = aligned(layer.spec, layer.state_dict(), [(0, 1)], heard)
+    >>> said = {side: Products.of(x) for side, x in features(layer, torch.randn(1, 9, 8)).items()}
+    >>> made = aligned(layer.spec, layer.state_dict(), [(0, 1)], said)
     >>> made.stayed, made.missed["v"][1] <= made.missed["v"][0]
     ({}, True)
     """
@@ -55,18 +57,19 @@ def aligned(
     for side in sides:
         free, reason = freedom(spec, left, side)
         maps = maps_of(groups, products[side], free)
-        errors[side] = _share(groups, products[side], torch.eye(maps.shape[-1]).to(maps).expand_as(maps)), _share(
-            groups, products[side], maps
+        errors[side] = (
+            _share(groups, products[side], torch.eye(maps.shape[-1]).to(maps).expand_as(maps)),
+            _share(groups, products[side], maps),
         )
         if reason:
             stayed[side] = reason
         else:
-            left |= turned(spec, left, side, maps)
+            left |= mapped(spec, left, side, maps)
     return Aligned(left, stayed, errors)
 
 
 def freedom(spec: AttentionSpec, weights: Mapping[str, Tensor], side: str) -> tuple[Freedom, str]:
-    """By which maps the heads of a side, "k" or "v", can be turned unseen; and where by none, why.
+    """By which maps the heads of a side, "k" or "v", can be mapped unseen; and where by none, why.
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, modifiers=(hw.Rotary(dims=2), hw.ShawValues(reach=3)))
@@ -90,8 +93,8 @@ def freedom(spec: AttentionSpec, weights: Mapping[str, Tensor], side: str) -> tu
     return free, f"{' and '.join(sees)} {'sees' if len(sees) == 1 else 'see'} how {SIDES[side]} lie"
 
 
-def turned(spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, maps: Tensor) -> dict[str, Tensor]:
-    """The weights that change when every head of a side is turned by its map, [heads, width, width], unseen."""
+def mapped(spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, maps: Tensor) -> dict[str, Tensor]:
+    """The weights that change when every head of a side is mapped by its map, [heads, width, width], unseen."""
     changed = {name: tensor for taken in _taken(spec, weights, side, maps).values() for name, tensor in taken.items()}
     return {name: tensor.to(weights[name]) for name, tensor in changed.items()}
 
@@ -106,8 +109,8 @@ def _taken(
     if side == "k":
         read = spec.project.absorb(spec, exact, "q", maps[list(heads.reads)])
         return {project: {**taken[project], **read} if taken[project] and read else {}}
-    heard = [heads.value_of[row] for row in spec.speaks]
-    return taken | {merge: spec.merge.absorb(spec, exact, maps[heard].mT)}
+    own = [heads.value_of[row] for row in spec.speaks]
+    return taken | {merge: spec.merge.absorb(spec, exact, maps[own].mT)}
 
 
 def maps_of(groups: Groups, products: Products, free: Freedom) -> Tensor:
@@ -135,8 +138,12 @@ def _check(spec: AttentionSpec, groups: Groups, products: Mapping[str, Products]
         raise SpecError(f"groups {groups} must hold each of {heads.kv} key-value heads once")
     for side in sides:
         if side not in products:
-            raise SpecError(f"nothing was heard of {SIDES[side]}; give products of {side!r}, or leave it out of sides")
+            raise SpecError(
+                f"nothing was gathered of {SIDES[side]}; give products of {side!r}, or leave it out of sides"
+            )
         width = heads.dim if side == "k" else heads.vdim
         if products[side].sums.shape != (wanted := (heads.kv, heads.kv, width, width)):
             shape = list(products[side].sums.shape)
-            raise SpecError(f"products of {SIDES[side]} are {shape}, not {list(wanted)}; hear this very layer")
+            raise SpecError(
+                f"products of {SIDES[side]} are {shape}, not {list(wanted)}; gather those of this very layer"
+            )

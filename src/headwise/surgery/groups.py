@@ -73,7 +73,9 @@ def ways(heads: int, into: int) -> int:
 def _checked(likeness: Tensor) -> Tensor:
     score = likeness.detach().double()
     if score.dim() != 2 or score.shape[0] != score.shape[1] or not score.isfinite().all():
-        raise ValueError(f"likeness of shape {list(score.shape)} is no number for each pair of heads; give [heads, heads]")
+        raise ValueError(
+            f"likeness of shape {list(score.shape)} is no number for each pair of heads; give [heads, heads]"
+        )
     return (score + score.T) / 2
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import nearest
 from ..module import Attention
 from ..terms import Freedom
-from .turning import most
+from .procrustes import most
 
 KINDS = ("distance", "cosine")
 
@@ -19,12 +19,12 @@ KINDS = ("distance", "cosine")
 class Products:
     """sums[i, j] = X_i^T X_j over `rows` tokens, [heads, heads, width, width] in float64; `units` of X with unit rows.
 
-    All that the least squares between turned heads depend on, so that no token is kept; two of them add up.
+    All that the least squares between mapped heads depend on, so that no token is kept; two of them add up.
 
     >>> x = torch.tensor([[[3.0, 4.0]], [[0.0, 0.0]]])  # two tokens of one head
     >>> both = Products.of(x) + Products.of(x)
-    >>> both.rows, both.sums[0, 0].tolist(), both.units[0, 0].diagonal().tolist()
-    (4, [[18.0, 24.0], [24.0, 32.0]], [0.7200000000000001, 1.2800000000000002])
+    >>> both.rows, both.sums[0, 0].tolist(), both.units[0, 0].trace().item()
+    (4, [[18.0, 24.0], [24.0, 32.0]], 2.0)
     """
 
     sums: Tensor
@@ -50,7 +50,7 @@ def _met(x: Tensor) -> Tensor:
 
 
 def features(attention: Attention, z: Tensor) -> dict[str, Tensor]:
-    """What the key ("k") and value ("v") heads of a layer make of its input, before any turn: [batch, tokens, heads, width].
+    """What key ("k") and value ("v") heads make of a layer's input, before any turn: [batch, tokens, heads, width].
 
     >>> import headwise as hw
     >>> layer = hw.Attention(hw.design(model=8, heads=4, kv=2, modifiers=(hw.Rotary(),)))
@@ -69,10 +69,10 @@ def _unturned(x_BTHK: Tensor, side: str) -> Tensor:
 
 
 def likeness(products: Products, freedom: Freedom | None = None, *, kind: str = "distance") -> Tensor:
-    """How alike two heads are when one is turned onto the other as far as it is free to: [heads, heads] (2412.20677).
+    """How alike two heads are when one is mapped onto the other as far as it is free: [heads, heads] (2412.20677).
 
     "distance" is minus their mean squared distance, "cosine" the mean cosine of their rows; without a freedom nothing
-    is turned. The best turn is that of the same rows, of unit length for cosines.
+    is mapped. The best map is that of the same rows, of unit length for cosines.
 
     >>> x = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])  # one token, two heads at a right angle
     >>> [likeness(Products.of(x), free)[0, 1].item() for free in (None, Freedom.whole(2))]
@@ -81,9 +81,9 @@ def likeness(products: Products, freedom: Freedom | None = None, *, kind: str = 
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is no likeness of heads; {nearest(kind, KINDS)}")
     if not products.rows:
-        raise ValueError("no token was heard; give data")
+        raise ValueError("no token was gathered; give data")
     own = freedom or Freedom()
     if kind == "cosine":
         return most(products.units, own) / products.rows
     size = products.sums.diagonal(dim1=0, dim2=1).diagonal(dim1=0, dim2=1).sum(-1)
-    return -(size[:, None] + size - 2 * most(products.sums, own)) / products.rows
+    return (2 * most(products.sums, own) - size[:, None] - size) / products.rows

@@ -16,7 +16,9 @@ from ..tokens import Tokens
 from .products import Products, features
 
 
-def heard(model: nn.Module, batches: Iterable[Any], sites: Iterable[str] | None = None) -> dict[str, dict[str, Products]]:
+def gathered(
+    model: nn.Module, batches: Iterable[Any], sites: Iterable[str] | None = None
+) -> dict[str, dict[str, Products]]:
     """Products of keys ("k") and values ("v") for each attention of ours, or those of these names, over a data set.
 
     A batch is a tensor, or a mapping of what the model is called with; padding among its tokens does not count. Nothing
@@ -26,7 +28,7 @@ def heard(model: nn.Module, batches: Iterable[Any], sites: Iterable[str] | None 
     >>> net = hw.build(
     ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
     ... ).eval()
-    >>> told = heard(net, [torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5]])])
+    >>> told = gathered(net, [torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5]])])
     >>> [(site, side, said.rows) for site, sides in told.items() for side, said in sides.items()]
     [('decoder.0.attention', 'k', 5), ('decoder.0.attention', 'v', 5)]
     """
@@ -35,13 +37,13 @@ def heard(model: nn.Module, batches: Iterable[Any], sites: Iterable[str] | None 
         raise ValueError(f"{type(model).__name__} is in train mode, where heads say what dropout leaves; call .eval()")
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise ValueError(f"batches are of type {type(batches).__name__}; give several, or one as [batch]")
-    listeners = {site: Listener(attention) for site, attention in named.items()}
-    with torch.no_grad(), watching({one.attention: (one,) for one in listeners.values()}, STANDS):
+    gatherers = {site: Gatherer(attention) for site, attention in named.items()}
+    with torch.no_grad(), watching({one.attention: (one,) for one in gatherers.values()}, STANDS):
         for batch in batches:
             model(**batch) if isinstance(batch, Mapping) else model(batch)
-    if silent := [site for site, one in listeners.items() if not one.told]:
-        raise ValueError(f"nothing was heard of {silent[0]}; give at least one batch that the model reads there")
-    return {site: one.told for site, one in listeners.items()}
+    if silent := [site for site, one in gatherers.items() if not one.told]:
+        raise ValueError(f"nothing was gathered of {silent[0]}; give at least one batch that the model reads there")
+    return {site: one.told for site, one in gatherers.items()}
 
 
 def _named(model: nn.Module, sites: Iterable[str] | None) -> dict[str, Attention]:
@@ -52,7 +54,7 @@ def _named(model: nn.Module, sites: Iterable[str] | None) -> dict[str, Attention
     return ours if sites is None else {site: ours[site] for site in sites}
 
 
-class Listener:
+class Gatherer:
     """Adds up what the heads of one attention make of each input that it remembers."""
 
     wants_core = False
@@ -67,8 +69,8 @@ class Listener:
     def heads(self, z: Tensor) -> None:
         """Nor there."""
 
-    def listen(self, z_BSE: Tensor, tokens: Tokens | None) -> None:
-        """Hear one input, its padding left out."""
+    def gather(self, z_BSE: Tensor, tokens: Tokens | None) -> None:
+        """Take one input, its padding left out."""
         for side, said in features(self.attention, z_BSE).items():
             live = said if tokens is None else said[tokens.live.expand(said.shape[:2])]
             own = Products.of(live)
@@ -77,8 +79,8 @@ class Listener:
 
 def _tell(attention: Attention, z_BSE: Tensor, tokens: Tokens | None) -> None:
     for watcher in watchers(attention):
-        if isinstance(watcher, Listener):
-            watcher.listen(z_BSE, tokens)
+        if isinstance(watcher, Gatherer):
+            watcher.gather(z_BSE, tokens)
 
 
 def _of_others(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Heads turned onto each other, by orthogonal maps that what comes after them cannot see."""
+"""Heads mapped onto each other, by orthogonal maps that what comes after them cannot see."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def best(products: Tensor, freedom: Freedom) -> Tensor:
     >>> quarter.round().tolist()  # of (1, 0) and (0, -1) it makes (0, 1) and (1, 0)
     [[-0.0, -1.0], [1.0, -0.0]]
     """
-    turned = torch.eye(products.shape[-1], dtype=products.dtype).expand(products.shape).clone()
+    mapped = torch.eye(products.shape[-1], dtype=products.dtype).expand(products.shape).clone()
     if freedom.planes:
         a, b = (list(side) for side in zip(*freedom.planes, strict=True))
         angle = torch.atan2(*_halves(products, freedom))
-        turned[..., a, a] = turned[..., b, b] = angle.cos()
-        turned[..., b, a] = angle.sin()
-        turned[..., a, b] = -angle.sin()
+        mapped[..., a, a] = mapped[..., b, b] = angle.cos()
+        mapped[..., b, a] = angle.sin()
+        mapped[..., a, b] = -angle.sin()
     for room in freedom.rooms:
         inside = torch.tensor(room)
         u, _, vh = torch.linalg.svd(products[..., inside[:, None], inside])
-        turned[..., inside[:, None], inside] = (u @ vh).mT
-    return turned
+        mapped[..., inside[:, None], inside] = (u @ vh).mT
+    return mapped
 
 
 def most(products: Tensor, freedom: Freedom) -> Tensor:
@@ -51,7 +51,7 @@ def most(products: Tensor, freedom: Freedom) -> Tensor:
 
 
 def _halves(products: Tensor, freedom: Freedom) -> tuple[Tensor, Tensor]:
-    """P_ab - P_ba and P_aa + P_bb of each plane: sine and cosine of its angle, times what the turn gains."""
+    """P_ab - P_ba and P_aa + P_bb of each plane: sine and cosine of its angle, times what the rotation gains."""
     a, b = (list(side) for side in zip(*freedom.planes, strict=True))
     return products[..., a, b] - products[..., b, a], products[..., a, a] + products[..., b, b]
 
@@ -59,9 +59,9 @@ def _halves(products: Tensor, freedom: Freedom) -> tuple[Tensor, Tensor]:
 def together(products: Tensor, freedom: Freedom) -> Tensor:
     """Maps R_i of this freedom under which heads are nearest to their mean, [heads, width, width]; the first stays.
 
-    Generalised Procrustes analysis (Gower 1975) on P_ij = X_i^T X_j: head after head is turned onto the sum of the
-    others, from where all stand and from where each is turned onto the one most like them; the better end is kept. No
-    step loses, so that no data is pooled worse than unturned.
+    Generalised Procrustes analysis (Gower 1975) on P_ij = X_i^T X_j: head after head is mapped onto the sum of the
+    others, from where all stand and from where each is mapped onto the one most like them; the better end is kept. No
+    step loses, so that no data is pooled worse than as it was.
 
     >>> p = torch.eye(2, dtype=torch.float64)
     >>> maps = together(torch.stack([torch.stack([p, -p]), torch.stack([-p, p])]), Freedom.whole(2))  # X and -X
@@ -76,7 +76,7 @@ def together(products: Tensor, freedom: Freedom) -> Tensor:
 
 
 def _settled(products: Tensor, freedom: Freedom, maps: Tensor) -> Tensor:
-    """The maps after rounds that each turn every head once, until a round gains too little to go on."""
+    """The maps after rounds that each map every head once, until a round gains too little to go on."""
     reached = agreement(products, maps)
     for _ in range(ROUNDS):
         for head in range(len(maps)):
@@ -94,7 +94,7 @@ def agreement(products: Tensor, maps: Tensor) -> Tensor:
 
 
 def missed(products: Tensor, maps: Tensor) -> float:
-    """What the mean of turned heads misses of them, sum_i ||X_i R_i^T - mean||^2.
+    """What the mean of mapped heads misses of them, sum_i ||X_i R_i^T - mean||^2.
 
     >>> still = torch.eye(1).expand(2, 1, 1)
     >>> missed(torch.tensor([[[[1.0]], [[-1.0]]], [[[-1.0]], [[1.0]]]]), still)  # of 1 and -1, the mean is 0
