@@ -193,6 +193,11 @@ def test_a_side_that_stays_says_why_and_is_left_as_it_was():
     ]  # fmt: skip
 
 
+def brute(x: np.ndarray) -> float:
+    """What the means over heads miss of x [tokens, heads, width]."""
+    return ((x - x.mean(1, keepdims=True)) ** 2).sum()
+
+
 FREEDOMS = st.sampled_from(
     [
         Freedom(),
@@ -213,13 +218,15 @@ def test_means_of_turned_heads_miss_no_more(free, heads, tokens, seed, poor):
     maps = together(sums, free)
     assert np.allclose(maps @ maps.mT, np.eye(4), atol=1e-12)
     assert np.allclose(maps[0], np.eye(4), atol=1e-12)
-    brute = lambda x: ((x - x.mean(1, keepdims=True)) ** 2).sum()  # noqa: E731
     after = np.einsum("nia,iba->nib", x, maps.numpy())
     still = torch.eye(4, dtype=torch.float64).expand(heads, 4, 4)
     whole = (x**2).sum() + 1e-30
     assert missed(sums, maps) / whole == pytest.approx(brute(after) / whole, abs=1e-12)
     assert missed(sums, still) / whole == pytest.approx(brute(x) / whole, abs=1e-12)
     assert brute(after) <= brute(x) + 1e-12 * whole
+    met = torch.einsum("ijab,jcb->iac", sums, maps) - torch.einsum("iiab,icb->iac", sums, maps)
+    pull = torch.einsum("iab,iba->i", maps, met)  # of all others on each head: none is left to give way to
+    assert (most(met, free) - pull <= 1e-3 * whole).all()
 
 
 @settings(deadline=None, max_examples=40)
