@@ -183,7 +183,8 @@ def test_a_model_without_words_is_given_bytes(
 ):
     out = tmp_path / "out"
     code, _, err = said(
-        capsys, folders["wordless"], "--keep", "2", "--by", "random", "--data", folders["texts"], "--tokenizer", "bytes",
+        capsys, folders["wordless"], "--keep", "2", "--by", "random", "--data", folders["texts"],
+        "--tokenizer", "bytes",
         "--out", out, *FAST,
     )  # fmt: skip
     assert code == 0, err

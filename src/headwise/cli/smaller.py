@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .reading import check_texts, halves, scenes_of, spoken, take_texts, task_of
-from .screen import Arguments, document, show, take_form
+from .screen import WIDTH, Arguments, document, show, take_form
 
 if TYPE_CHECKING:
     from ..heads.scene import Scene
@@ -83,14 +84,15 @@ class Work:
         self.tell("writing")
         written = write(after, self.source, out, record)
         again: dict[str, Callable[[], Any]] = {"headwise.load of what was written": lambda: load(out)}
-        how = self._asked(what, [written.sentence, *record.get("notes", ())], again=again, **asked)
+        how = self._asked(what, [*record.get("notes", ())], again=again, **asked)
         proof = prove(self.net, after, self.proven_with, how, self.tell)
         self.tell("")
         write_proof(proof, out)
         if self.given.json:
             show(document(proof.data | {"folder": {"kind": written.kind, "sentence": written.sentence}}))
         else:
-            show(f"{told(proof)}\n\n{out}: {written.sentence}\n{out / 'PROOF.md'} says all of it")
+            where = textwrap.fill(written.sentence, WIDTH, initial_indent="  ", subsequent_indent="  ")
+            show(f"{told(proof)}\n\n{out}\n{where}\n  PROOF.md in it says all of this and more.")
         return 0 if proof.holds else 1
 
     def _asked(self, what: str, notes: Sequence[str], **asked: Any) -> Asked:

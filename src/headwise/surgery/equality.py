@@ -26,7 +26,6 @@ CHEAP = 2 * 10**7  # parameters, up to which copies in double precision are made
 CHECKED = 16  # texts that are read in double precision
 STEPS, FEW = 1024, 16  # of rounding that two ways to one number may lie apart; of numbers of two bytes
 WIDE = 32  # bits
-Plan = Mapping[str, Sequence[int]]  # which heads each site keeps
 Says = Callable[..., Any]  # a model of anybody, called with the names that ours is called with
 
 
@@ -61,7 +60,7 @@ def silenced(
     before: Transformer,
     after: Transformer,
     scenes: Sequence[Scene],
-    keep: Plan,
+    keep: Mapping[str, Sequence[int]],
     said: Mapping[Head, Tensor] | None = None,
 ) -> tuple[Difference, ...]:
     """How far the model before, with what is cut made silent, lies from the model after; where it is cheap, in double
@@ -82,11 +81,15 @@ def silenced(
     found = [_apart(what, (before, after), scenes, patches)]
     if sum(p.numel() for p in before.parameters()) <= CHEAP and found[0].dtype != "float64":
         exact = tuple(copy.deepcopy(net).double() for net in (before, after))
-        found.append(_apart(f"{what}, in double precision", exact, scenes[:CHECKED], patches))
+        doubled = _apart(f"{what}, in double precision", exact, scenes[:CHECKED], patches)
+        # What was folded in is a vector of the model's own precision, however it is computed with.
+        found.append(replace(doubled, dtype=found[0].dtype) if said else doubled)
     return tuple(found)
 
 
-def gone(before: Transformer, keep: Plan, said: Mapping[Head, Tensor]) -> dict[Head, Patch | Tensor]:
+def gone(
+    before: Transformer, keep: Mapping[str, Sequence[int]], said: Mapping[Head, Tensor]
+) -> dict[Head, Patch | Tensor]:
     """What is put in the place of every head that a plan does not keep.
 
     >>> import headwise as hw

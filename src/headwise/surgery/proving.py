@@ -18,7 +18,7 @@ from ..models import Transformer
 from ..models.generating import answering, words_of
 from ..tasks import Task
 from .agreement import Agreeing
-from .equality import Difference, Plan, Says, reloaded, silenced
+from .equality import Difference, Says, reloaded, silenced
 from .examples import Changed, Most
 from .phases import Pace
 from .proof import Proof
@@ -43,7 +43,7 @@ class Asked:
     """
 
     what: str
-    keep: Plan = field(default_factory=dict)
+    keep: Mapping[str, Sequence[int]] = field(default_factory=dict)
     said: Mapping[Head, Tensor] = field(default_factory=dict)
     again: Mapping[str, Callable[[], Says]] = field(default_factory=dict)
     objective: str | Objective | None = None
