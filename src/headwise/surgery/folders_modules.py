@@ -212,6 +212,7 @@ def _columns(way: Rewriting, names: Mapping[str, str], places: Sequence[Place]) 
         table = rows[0][1]
         owner = next(name for name in form.tensors if name.startswith(f"{stack}.") and name.endswith(f".{table}"))
         size = form.tensors[owner].shape[-1]
-        if any(keep != list(range(size)) for _, _, keep in rows):
+        moved = any(piece.name == owner for path in way.added for piece in way.new.pieces[path])
+        if moved or any(keep != list(range(size)) for _, _, keep in rows):
             for place, _, keep in rows:
                 yield place.host, {"table": where[owner].rpartition(".")[0], "keep": keep}

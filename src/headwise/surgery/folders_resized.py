@@ -12,7 +12,7 @@ from ..blueprint import Model, to_dict
 from ..blueprint.records import FORMAT, HEADS
 from ..errors import SpecError
 from ..files import sha256
-from .folders_form import Form
+from ..models import Transformer
 from .folders_modules import ways
 from .folders_shards import Rewriting, synced
 from .folders_trying import tried
@@ -28,8 +28,9 @@ class Resized(NamedTuple):
     document: Mapping[str, Any]
 
 
-def fill(folder: Path, way: Rewriting, form: Form, before: Model, why: str) -> Resized | str:
+def fill(folder: Path, way: Rewriting, net: Transformer, before: Model, why: str) -> Resized | str:
     """Add the loader to a folder whose weights are written, once it was seen to work; else the reason why it cannot."""
+    form = way.form
     odd = form.constants(way.names)
     document: dict[str, Any] = {
         "model": to_dict(form.described),
@@ -45,7 +46,7 @@ def fill(folder: Path, way: Rewriting, form: Form, before: Model, why: str) -> R
     (folder / HEADS).write_text(json.dumps(early), encoding="utf-8")
     try:
         found = ways(folder, way, before)
-        trial = tried(folder, form, found)
+        trial = tried(folder, net, form, found)
     except SpecError as error:
         return str(error)
     (folder / HEADS).unlink()
