@@ -26,9 +26,9 @@ from headwise import axes
 from headwise.blueprint.records import HEADS
 from headwise.hub.living import copied
 from headwise.models import Transformer, build
+from headwise.parts.alibi import Alibi
 from headwise.surgery import folders, folders_resized, folders_trying
 from headwise.surgery.folders_form import plain, with_specs
-from headwise.surgery.folders_modules import ways
 from headwise.surgery.rebuilding import Changed, rebuilt, weights_of
 from headwise.surgery.removing import removed
 
@@ -137,7 +137,7 @@ UNIFORM: dict[str, tuple[str, dict[str, Any], Callable[[Transformer], Transforme
     "llama of three heads": ("llama", ALONE, lambda n: removed(n, everywhere(n, (0, 1, 3))), {"model_type": "mistral"}),
     "mistral": ("mistral", ALONE, lambda n: removed(n, everywhere(n, (0, 2, 3))), {"num_attention_heads": 3}),
     "qwen3": ("qwen3", {}, lambda n: removed(n, everywhere(n, (1, 2))), {"num_attention_heads": 2}),
-    "gemma2": ("gemma2", ALONE, lambda n: removed(n, everywhere(n, (0, 1, 3))), {"num_key_value_heads": 3}),
+    "gemma2": ("gemma2", ALONE, lambda n: removed(n, everywhere(n, (0, 3))), {"num_key_value_heads": 2}),
     "t5": ("t5", {}, lambda n: removed(n, everywhere(n, (1, 3))), {"num_heads": 2}),
     "t5 of other heads": (
         "t5", {}, lambda n: removed(n, {s: (0, 3) if s.startswith("e") else (1, 2) for s in everywhere(n, ())}),
@@ -272,6 +272,28 @@ def test_folders_are_cut_again(tmp_path: Path, here: None):
     twice = removed(hw.load(tmp_path / "once"), {NEXT: (2, 3)})
     assert folders.write(twice, tmp_path / "once", tmp_path / "twice", {}).kind == "transformers"
     check_same(loaded(tmp_path / "twice"), removed(net, {OWN: (0, 1), NEXT: (2, 3)}))
+    gone = removed(hw.load(tmp_path / "once"), {OWN: (), NEXT: (2,)})
+    assert folders.write(gone, tmp_path / "once", tmp_path / "gone", {}).kind == "resized"
+    check_same(own(tmp_path / "gone"), gone)
+
+
+def test_a_layer_that_went_before_stays_away(tmp_path: Path, here: None):
+    """Its empty tensors travel on, and what other layers keep may change."""
+    first = removed(source("bert", tmp_path / "source"), {"encoder.0.attention": (), "encoder.1.attention": C})
+    folders.write(first, tmp_path / "source", tmp_path / "first", {})
+    second = removed(hw.load(tmp_path / "first"), {"encoder.1.attention": (0, 2)})
+    assert folders.write(second, tmp_path / "first", tmp_path / "second", {}).kind == "resized"
+    check_same(own(tmp_path / "second"), second)
+    assert torch.allclose(said(hw.load(tmp_path / "second"))[1], said(second)[1], atol=1e-6)
+
+
+def test_keys_shared_in_one_layer_alone(tmp_path: Path, here: None):
+    net = source("llama", tmp_path / "source", **ALONE)
+    spec = dict(net.described.specs())[NEXT]
+    small = rebuilt(net, {NEXT: Changed(*axes.share(spec, weights_of(net, NEXT), [[3, 0], [1, 2]]))})
+    assert folders.write(small, tmp_path / "source", tmp_path / "cut", {}).kind == "resized"
+    check_same(own(tmp_path / "cut"), small)
+    assert record(tmp_path / "cut")["modules"]["model.layers.1.self_attn"]["set"] == {"num_key_value_groups": 2}
 
 
 CLEAN = """
@@ -279,7 +301,7 @@ import sys
 sys.modules["headwise"] = None
 import torch, transformers
 from safetensors.torch import load_file, save_file
-plain, other, work = sys.argv[1:]
+other, plain, work = sys.argv[1:]
 sys.path.insert(0, other)
 from load_model import load
 models = {"plain": transformers.AutoModelForCausalLM.from_pretrained(plain), "other": load()}
@@ -291,15 +313,16 @@ assert "headwise" not in {name.partition(".")[0] for name in sys.modules if sys.
 """
 
 
-def test_both_kinds_load_where_headwise_is_not(tmp_path: Path):
-    """Written with the check in a process of its own, and loaded in another that cannot import headwise."""
+def test_both_kinds_load_where_headwise_is_not(tmp_path: Path, request: pytest.FixtureRequest):
+    """In a process that cannot import headwise; the check while writing was in one of its own."""
     net = source("llama", tmp_path / "source", **ALONE)
-    nets = {"plain": removed(net, everywhere(net, (1, 3))), "other": removed(net, {OWN: C, NEXT: B})}
+    nets = {"other": removed(net, {OWN: C, NEXT: B}), "plain": removed(net, everywhere(net, (1, 3)))}
     ids = said(net)[0]["input_ids"]
     safetensors.torch.save_file({"ids": ids}, tmp_path / "in.safetensors")
     for name, one in nets.items():
         folders.write(one, tmp_path / "source", tmp_path / name, {})
         assert record(tmp_path / name)["checked"].startswith("loaded without headwise, it differs from headwise by ")
+        request.getfixturevalue("here")
     asked = [sys.executable, "-I", "-B", "-c", CLEAN, *(str(tmp_path / name) for name in nets), str(tmp_path)]
     ran = subprocess.run(asked, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -532,8 +555,8 @@ def turned(spec: hw.AttentionSpec) -> dict[str, Any]:
 
 def test_groups_in_any_order_are_made_regular():
     """Every head still reads what it read: checked against the layer computed as it was given."""
-    heads = hw.Heads(q=6, kv=3, dim=5, reads=(2, 0, 1, 0, 1, 2))
-    spec = hw.design(model=7, heads=heads, modifiers=(hw.QKNorm(), hw.ALiBi()), bias="qkvo")
+    spec = hw.design(model=7, heads=6, kv=3, dim=5, modifiers=(hw.QKNorm(), Alibi()), bias="qkvo")
+    spec = spec.with_heads(reads=(2, 0, 1, 0, 1, 2))
     stack = hw.blueprint.Stack.of(
         "decoder", 7, [hw.blueprint.Block(spec)], embedding=hw.blueprint.Embedding(67)
     )
@@ -584,7 +607,6 @@ def test_numbers_of_modules_are_understood_by_what_they_follow(tmp_path: Path, h
     folders.write(net, tmp_path / "source", tmp_path / "cut", {})
     found = record(tmp_path / "cut")["modules"]["encoder.layer.0.attention.self"]["set"]
     assert found == {"num_attention_heads": 3, "all_head_size": 24}
-    assert callable(ways)
 
 
 def test_the_loader_is_text_for_others():

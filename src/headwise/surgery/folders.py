@@ -139,8 +139,7 @@ def _filled(net: Transformer, source: Path | None, fresh: Path) -> tuple[str, st
         why = "the source was not a folder of transformers" if source else "the model came from memory"
         return _ours(net, fresh, f"A folder of headwise, because {why}; load it with headwise.load.")
     form = plain(net)
-    described = read(source)
-    way = Rewriting.of(source, described, form)
+    way = Rewriting.of(source, read(source), form)
     config = said(form.described, json.loads((source / CONFIG).read_text(encoding="utf-8")))
     odd = form.constants(way.names)
     why = config.why or (f"{next(iter(odd))} is not what config.json makes of it" if odd else "")
@@ -156,7 +155,7 @@ def _filled(net: Transformer, source: Path | None, fresh: Path) -> tuple[str, st
         why = trial.said
         shutil.rmtree(fresh)
     _copy(source, way, json.loads((source / CONFIG).read_text(encoding="utf-8")), fresh)
-    found = resized.fill(fresh, way, net, described, why)
+    found = resized.fill(fresh, way, net, why)
     if not isinstance(found, str):
         return "resized", found.sentence, dict(found.document)
     shutil.rmtree(fresh)

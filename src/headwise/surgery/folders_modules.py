@@ -13,6 +13,8 @@ from torch import nn
 
 from ..blueprint import Model
 from ..errors import SpecError
+from ..families import read
+from ..hub.plan import Plan
 from ..hub.pretrained import CONFIG
 from ..spec import AttentionSpec
 from .folders_form import Form, readers
@@ -35,13 +37,14 @@ class Place(NamedTuple):
     after: AttentionSpec | None
 
 
-def ways(folder: Path, way: Rewriting, before: Model) -> list[Modules]:
+def ways(folder: Path, way: Rewriting) -> list[Modules]:
     """What to change in which module: every way that its numbers can be understood, likely ones first."""
-    model = _built(folder)
+    keys = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    model = _built(folder, keys)
     names = _renamed(model, way)
-    places = list(_places(way, names, before))
+    places = list(_places(way, names, read(keys)))
     fixed = Modules({place.host: {} for place in places})
-    for name, shape in way.shapes.items():
+    for name, shape in _shapes(model, names, way).items():
         module, _, leaf = names[name].rpartition(".")
         fixed.setdefault(module, {}).setdefault("shapes", {})[leaf] = list(shape)
     for host, columns in _columns(way, names, places):
@@ -71,15 +74,14 @@ def _remembers(module: nn.Module, place: Place) -> bool:
     return place.site.endswith(".attention") and type(vars(module).get("layer_idx")) is int
 
 
-def _built(folder: Path) -> nn.Module:
+def _built(folder: Path, keys: Mapping[str, Any]) -> nn.Module:
     """The model that the config.json of a folder describes, without numbers."""
     import transformers
 
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        named = (json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("architectures") or [""])[0]
         with torch.device("meta"):
-            return getattr(transformers, named)._from_config(config)
+            return getattr(transformers, (keys.get("architectures") or [""])[0])._from_config(config)
     except Exception as error:  # whatever a config makes transformers raise
         raise SpecError(f"transformers builds nothing from its config.json: {' '.join(str(error).split())[:200]}") from None
 
@@ -96,11 +98,11 @@ def _renamed(model: Any, way: Rewriting) -> dict[str, str]:
     steps = get_model_conversion_mapping(model)
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
+    headed = {path for path, own in way.old.pieces.items() if any(set(HEADED) & set(p.there.sizes) for p in own)}
     for name in (*way.stored.kinds, *way.added):
-        renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
-        if converted is not None and name in way.shapes:
+        found[name], converted = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
+        if converted is not None and way.first(name) in headed:
             raise SpecError(f"transformers keeps {name} in another form than its files")
-        found[name] = renamed
     for name, neighbour in way.added.items():  # a model without this tensor does not know where its trunk begins
         module = neighbour.rpartition(".")[0]
         if name.rpartition(".")[0] == module:
@@ -108,10 +110,22 @@ def _renamed(model: Any, way: Rewriting) -> dict[str, str]:
     return found
 
 
+def _shapes(model: nn.Module, names: Mapping[str, str], way: Rewriting) -> dict[str, tuple[int, ...]]:
+    """The tensors that are written in another shape than the model has, or that it has not at all."""
+    there = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    held = {name: kind.shape for name, kind in way.stored.kinds.items()}
+    return {
+        name: shape
+        for name, shape in way.shapes.items()
+        if (names[name] in there and there[names[name]] != shape) or (name not in held)
+    }
+
+
 def _places(way: Rewriting, names: Mapping[str, str], before: Model) -> Iterator[Place]:
-    """Every attention, by where its tensors lie."""
+    """Every attention that config.json asks for, by where its tensors lie."""
     there = {way.first(name): name for name in way.stored.kinds}
-    owner = {piece.name: there[path] for path, own in way.old.pieces.items() if path in there for piece in own}
+    plan = Plan.of(before, way.names, way.trunk)
+    owner = {piece.name: there[path] for path, own in plan.pieces.items() if path in there for piece in own}
     left = dict(way.form.described.specs())
     for site, spec in before.specs():
         paths = {key: names[owner[f"{site}.{key}"]].rpartition(".")[0] for key in spec.params()
