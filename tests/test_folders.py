@@ -1,4 +1,4 @@
-"""Models whose heads were cut, as folders: what transformers loads of them, what headwise loads, and what is refused."""
+"""Models whose heads were cut, as folders: what transformers loads, what headwise loads, and what is refused."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ def loaded(folder: Path) -> torch.nn.Module:
 def own(folder: Path) -> torch.nn.Module:
     """What the loader in a folder makes of it."""
     spec = importlib.util.spec_from_file_location("load_model", folder / "load_model.py")
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.load()
@@ -122,9 +123,7 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 def shared(net: Transformer, groups: list[list[int]]) -> Transformer:
-    changes = {
-        site: Changed(*axes.share(spec, weights_of(net, site), groups)) for site, spec in net.described.specs()
-    }
+    changes = {site: Changed(*axes.share(spec, weights_of(net, site), groups)) for site, spec in net.described.specs()}
     return rebuilt(net, changes)
 
 
@@ -362,9 +361,7 @@ def test_what_no_loader_can_is_our_folder(name: str, keep: Mapping[str, Any], wh
     assert torch.equal(said(hw.load(tmp_path / "cut"))[1], said(net)[1])
 
 
-def test_a_loader_that_says_something_else_is_not_given(
-    tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_loader_that_says_something_else_is_not_given(tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch):
     text = folders_resized.TEXT.read_text().replace("torch.zeros_like(x) + bias", "torch.zeros_like(x) - bias")
     (tmp_path / "wrong.txt").write_text(text)
     monkeypatch.setattr(folders_resized, "TEXT", tmp_path / "wrong.txt")
@@ -557,9 +554,7 @@ def test_groups_in_any_order_are_made_regular():
     """Every head still reads what it read: checked against the layer computed as it was given."""
     spec = hw.design(model=7, heads=6, kv=3, dim=5, modifiers=(hw.QKNorm(), Alibi()), bias="qkvo")
     spec = spec.with_heads(reads=(2, 0, 1, 0, 1, 2))
-    stack = hw.blueprint.Stack.of(
-        "decoder", 7, [hw.blueprint.Block(spec)], embedding=hw.blueprint.Embedding(67)
-    )
+    stack = hw.blueprint.Stack.of("decoder", 7, [hw.blueprint.Block(spec)], embedding=hw.blueprint.Embedding(67))
     net = build(hw.blueprint.Model("x", "decoder", (stack,)), seed=3).eval()
     form = plain(net)
     assert dict(form.described.specs())[OWN].heads == hw.Heads.grouped(q=6, kv=3, dim=5)

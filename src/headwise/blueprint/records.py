@@ -43,14 +43,20 @@ class Record(NamedTuple):
         if told.get("format") != FORMAT:
             raise SpecError(f"{path} says format = {told.get('format')!r}; this version reads format = {FORMAT}")
         if told.get("kind") not in KINDS:
-            raise SpecError(f"{path} says kind = {told.get('kind')!r}, none of {', '.join(KINDS)}; copy the folder again")
+            raise SpecError(
+                f"{path} says kind = {told.get('kind')!r}, none of {', '.join(KINDS)}; copy the folder again"
+            )
         tables = {name: _table(path, told, name) for name in ("done", "source", "files", "constants")}
         besides, described = told.get("besides", []), told.get("model")
         if not isinstance(besides, list) or (described is None) != (told["kind"] != "resized"):
             raise SpecError(f"{path} does not say what a folder of kind {told['kind']!r} holds; copy the folder again")
         model = None if described is None else from_dict(_table(path, told, "model"))
         return Record(
-            told["kind"], str(told.get("sentence", "")), **tables, model=model, besides=tuple(map(str, besides))
+            told["kind"],
+            str(told.get("sentence", "")),
+            **tables,
+            model=model,
+            besides=tuple(str(one) for one in cast("list[Any]", besides)),
         )
 
 

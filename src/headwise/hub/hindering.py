@@ -34,8 +34,8 @@ def hindered(model: nn.Module, those: Sequence[Found]) -> Iterator[Found]:
         if why := hindrance(model, parts):
             no = Ability(False, why)
             site = replace(site, see=no if site.see.can else site.see, silence=no if site.silence.can else site.silence)
-        if fixed := fixed(parts):
-            site = replace(site, cut=Ability(False, fixed), share=Ability(False, fixed))
+        if why := fixed(parts):
+            site = replace(site, cut=Ability(False, why), share=Ability(False, why))
         yield one._replace(site=site)
 
 

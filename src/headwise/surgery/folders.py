@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .. import models
 from ..blueprint.manifest import MANIFEST
-from ..blueprint.records import FORMAT, HEADS, Record, record_in
+from ..blueprint.records import FORMAT, HEADS, Record
 from ..errors import SpecError
 from ..families import read
 from ..files import TEMPORARY, sha256
@@ -64,7 +64,7 @@ def write(
     ... )
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     print(write(net, None, f"{folder}/small", {"kept": {}}).kind, *sorted(os.listdir(f"{folder}/small")))
-    ours README.md headwise.toml heads.json model.safetensors
+    ours README.md heads.json headwise.toml model.safetensors
     """
     folder = Path(folder).resolve()
     check_free(folder)
@@ -147,7 +147,9 @@ def _filled(net: Transformer, source: Path | None, fresh: Path) -> tuple[str, st
         _copy(source, way, dict(config.keys), fresh)
         trial = _tried(fresh, net, form)
         if trial.agrees:
-            sentence = "A transformers checkpoint: config.json says every layer, and AutoModel.from_pretrained loads it."
+            sentence = (
+                "A transformers checkpoint: config.json says every layer, and AutoModel.from_pretrained loads it."
+            )
             return "transformers", sentence, {"checked": trial.said}
         if trial.untried:
             sentence = "A transformers checkpoint, not tried with transformers, which is not installed"

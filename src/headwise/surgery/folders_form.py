@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,16 +30,15 @@ class Form:
 
     def constants(self, names: Map) -> dict[str, Tensor]:
         """Numbers that files of this kind do not hold, and that do not follow from the description either."""
-        found = dict[str, Tensor]()
-        for site, spec in self.described.specs():
-            shapes = spec.shapes()
-            for key, param in spec.params().items():
-                name = f"{site}.{key}"
-                if not param.learned and names.slot(name) is None:
-                    held = self.tensors[name].cpu()
-                    if not torch.equal(held, param.init(shapes[key]).to(held.dtype)):
-                        found[name] = held
-        return found
+        return {
+            f"{site}.{key}": held
+            for site, spec in self.described.specs()
+            for key, param in spec.params().items()
+            if not param.learned and names.slot(f"{site}.{key}") is None
+            if not torch.equal(
+                held := self.tensors[f"{site}.{key}"].cpu(), param.init(spec.shapes()[key]).to(held.dtype)
+            )
+        }
 
 
 def plain(net: Transformer) -> Form:
@@ -114,10 +113,10 @@ def readers(spec: AttentionSpec) -> Iterator[tuple[str, str, str]]:
     """Constants that say for each head which index of a shared table it reads: constant, table, and the axis of it."""
     for name, part in spec.parts():
         params = part.params(spec)
-        for table, param in params.items():
-            for axis in param.layout.axes if param.tied else ():
-                if axis in params and params[axis].layout.axes == ("q",):
-                    yield f"{name}.{axis}", f"{name}.{table}", axis
+        own = {key for key, param in params.items() if param.layout.axes == ("q",) and not param.learned}
+        tables = {key: param.layout.axes for key, param in params.items() if param.tied}
+        for table, axes in tables.items():
+            yield from ((f"{name}.{axis}", f"{name}.{table}", axis) for axis in axes if axis in own)
 
 
 def _narrowed(form: Form) -> Form:

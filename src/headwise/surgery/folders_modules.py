@@ -83,7 +83,9 @@ def _built(folder: Path, keys: Mapping[str, Any]) -> nn.Module:
         with torch.device("meta"):
             return getattr(transformers, (keys.get("architectures") or [""])[0])._from_config(config)
     except Exception as error:  # whatever a config makes transformers raise
-        raise SpecError(f"transformers builds nothing from its config.json: {' '.join(str(error).split())[:200]}") from None
+        raise SpecError(
+            f"transformers builds nothing from its config.json: {' '.join(str(error).split())[:200]}"
+        ) from None
 
 
 # --- names ---------------------------------------------------------------------------------------------
@@ -178,16 +180,12 @@ def _widths(spec: AttentionSpec) -> set[int]:
 
 def _numbers(live: Mapping[str, nn.Module], places: Sequence[Place]) -> Iterator[dict[str, dict[str, int]]]:
     """New numbers of modules, by path: every way to understand those that are there."""
-    rows = dict[tuple[str, str], list[tuple[str, int, Place]]]()
-    for place in places:
-        if place.after is None:
-            continue
-        if not place.after.heads.even:
-            raise SpecError(f"heads of {place.site} share keys and values unevenly, which transformers cannot")
-        for path in place.parts:
-            for name, value in vars(live[path]).items():
-                if type(value) is int and not name.startswith("_"):
-                    rows.setdefault((type(live[path]).__name__, name), []).append((path, value, place))
+    if odd := [place.site for place in places if place.after and not place.after.heads.even]:
+        raise SpecError(f"heads of {odd[0]} share keys and values unevenly, which transformers cannot")
+    rows = dict[tuple[str, str], list[Row]]()
+    for row in (Row(path, place, *one) for place in places for path in place.parts for one in _whole(live[path])):
+        if row.place.after:
+            rows.setdefault((type(live[row.path]).__name__, row.name), []).append(row)
     free = [(name, choices) for (_, name), own in rows.items() if (choices := _meanings(own))]
     for chosen in product(*(choices for _, choices in free)):
         found = dict[str, dict[str, int]]()
@@ -197,15 +195,29 @@ def _numbers(live: Mapping[str, nn.Module], places: Sequence[Place]) -> Iterator
         yield found
 
 
-def _meanings(rows: Sequence[tuple[str, int, Place]]) -> list[dict[str, int]]:
+def _whole(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """The whole numbers that a module keeps."""
+    return ((name, n) for name, n in vars(module).items() if type(n) is int and not name.startswith("_"))
+
+
+class Row(NamedTuple):
+    """A whole number of a module of an attention."""
+
+    path: str
+    place: Place
+    name: str
+    value: int
+
+
+def _meanings(rows: Sequence[Row]) -> list[dict[str, int]]:
     """What one number of all modules of a kind may become; staying as it is comes last, if it may mean a width."""
     found = list[dict[str, int]]()
-    for what in _sizes(rows[0][2].before):
-        if all(value == _sizes(place.before)[what] for _, value, place in rows):
-            fresh = {path: _sizes(place.after)[what] for path, value, place in rows
-                     if place.after and _sizes(place.after)[what] != value}  # fmt: skip
+    for what in _sizes(rows[0].place.before):
+        if all(row.value == _sizes(row.place.before)[what] for row in rows):
+            sizes = {row.path: _sizes(row.place.after)[what] for row in rows if row.place.after}
+            fresh = {row.path: sizes[row.path] for row in rows if sizes[row.path] != row.value}
             found += [fresh] if fresh not in found else []
-    if found and {} not in found and all(value in _widths(place.before) for _, value, place in rows):
+    if found and {} not in found and all(row.value in _widths(row.place.before) for row in rows):
         found.append({})
     return [] if found == [{}] else found
 

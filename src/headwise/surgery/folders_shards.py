@@ -38,8 +38,8 @@ class Rewriting(NamedTuple):
         """The plans of a folder that holds the first description, and is to say the form."""
         stored, names = Safetensors(source), map_of(described.name)
         trunk = names.trunk(names.usual(name) for name in stored.kinds)
-        plans = (Plan.of(model, names, trunk) for model in (described, form.described))
-        return Rewriting(stored, names, trunk, *plans, form)
+        old, new = (Plan.of(model, names, trunk) for model in (described, form.described))
+        return Rewriting(stored, names, trunk, old, new, form)
 
     def first(self, name: str) -> str:
         """The name that the plans have for a tensor."""
@@ -48,7 +48,7 @@ class Rewriting(NamedTuple):
 
     @property
     def besides(self) -> list[str]:
-        """Tensors of the files that the new description has no use for, and that files of this kind do not have else."""
+        """Tensors that the new description has no use for, and that files of this kind do not have else."""
         usual = [self.names.usual(name) for name in self.stored.kinds if self.first(name) not in self.new.pieces]
         return [name for name in usual if not self.names.ignores(name)]
 
@@ -153,5 +153,3 @@ def synced(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-

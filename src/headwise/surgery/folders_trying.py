@@ -27,7 +27,7 @@ FIRST = 3  # ids before it often mean padding, beginnings and ends
 SECONDS = 900
 
 # What that process runs: folder, inputs and outputs, and the ways to load it, tried one after another.
-DRIVER = '''
+DRIVER = """
 import importlib.util, json, pathlib, sys
 sys.modules["headwise"] = None
 import torch, transformers
@@ -73,7 +73,7 @@ for number, modules in enumerate(ways["modules"] or [None]):
     except Exception as error:
         why.append(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
 print("FOUND", json.dumps({"found": found, "why": why}))
-'''
+"""
 
 
 class Try(NamedTuple):
