@@ -286,6 +286,15 @@ def test_a_layer_that_went_before_stays_away(tmp_path: Path, here: None):
     assert torch.allclose(said(hw.load(tmp_path / "second"))[1], said(second)[1], atol=1e-6)
 
 
+def test_a_vector_that_was_folded_in_before_stays(tmp_path: Path, here: None):
+    """Llama's files have no such bias; it is read back, written again, and loaded by whoever has no headwise."""
+    first = removed(source("llama", tmp_path / "source", **ALONE), {OWN: C}, {OWN: torch.linspace(-1, 1, 32)})
+    folders.write(first, tmp_path / "source", tmp_path / "first", {})
+    second = removed(hw.load(tmp_path / "first"), {NEXT: A})
+    assert folders.write(second, tmp_path / "first", tmp_path / "second", {}).kind == "resized"
+    check_same(own(tmp_path / "second"), second)
+
+
 def test_keys_shared_in_one_layer_alone(tmp_path: Path, here: None):
     net = source("llama", tmp_path / "source", **ALONE)
     spec = dict(net.described.specs())[NEXT]

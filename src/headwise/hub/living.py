@@ -58,6 +58,8 @@ def copied(model: nn.Module) -> Transformer:
 
 def _as_in_files(model: Any) -> Mapping[str, Tensor]:
     """Its tensors by the names of its files, which are others than in memory for some."""
-    from transformers.core_model_loading import revert_weight_conversion
-
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before its fifth version, files and memory used the same names
+        return model.state_dict()
     return revert_weight_conversion(model, model.state_dict())

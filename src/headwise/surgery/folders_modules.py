@@ -93,8 +93,11 @@ def _built(folder: Path, keys: Mapping[str, Any]) -> nn.Module:
 
 def _renamed(model: Any, way: Rewriting) -> dict[str, str]:
     """The name in the model of every tensor in the files; one whose numbers it brings into another form is refused."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:
+        raise SpecError("this transformers is too old to be asked how it names tensors; use 5.0 or later") from None
 
     there, found = model.state_dict(), dict[str, str]()
     steps = get_model_conversion_mapping(model)
@@ -105,21 +108,23 @@ def _renamed(model: Any, way: Rewriting) -> dict[str, str]:
         found[name], converted = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
         if converted is not None and way.first(name) in headed:
             raise SpecError(f"transformers keeps {name} in another form than its files")
-    for name, neighbour in way.added.items():  # a model without this tensor does not know where its trunk begins
-        module = neighbour.rpartition(".")[0]
-        if name.rpartition(".")[0] == module:
-            found[name] = f"{found[neighbour].rpartition('.')[0]}.{name.rpartition('.')[2]}"
-    return found
+    # A tensor that the model has not stands where others of its module do: nobody else knows how the trunk is called.
+    modules = {_module(name): _module(new) for name, new in found.items() if new in there}
+    strange = [name for name, new in found.items() if new not in there and _module(name) in modules]
+    return found | {name: f"{modules[_module(name)]}.{name.rpartition('.')[2]}" for name in strange}
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _shapes(model: nn.Module, names: Mapping[str, str], way: Rewriting) -> dict[str, tuple[int, ...]]:
     """The tensors that are written in another shape than the model has, or that it has not at all."""
     there = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    held = {name: kind.shape for name, kind in way.stored.kinds.items()}
     return {
         name: shape
         for name, shape in way.shapes.items()
-        if (names[name] in there and there[names[name]] != shape) or (name not in held)
+        if (names[name] in there or way.first(name) in way.new.pieces) and there.get(names[name]) != shape
     }
 
 
