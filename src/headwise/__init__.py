@@ -77,6 +77,7 @@ _HOMES = {
     "spectra": "heads.spectra",
     "twin": "heads.twins",
     "prune": "surgery.pruning",
+    "share": "surgery.sharing",
     "load_trace": "traces",
     "save": "models",
     "Transformer": "models",

@@ -52,7 +52,11 @@ class Record(NamedTuple):
             raise SpecError(f"{path} does not say what a folder of kind {told['kind']!r} holds; copy the folder again")
         model = None if described is None else from_dict(_table(path, told, "model"))
         return Record(
-            told["kind"], str(told.get("sentence", "")), **tables, model=model, besides=tuple(map(str, besides))
+            told["kind"],
+            str(told.get("sentence", "")),
+            **tables,
+            model=model,
+            besides=tuple(str(one) for one in cast("list[Any]", besides)),
         )
 
 

@@ -34,12 +34,12 @@ def hindered(model: nn.Module, those: Sequence[Found]) -> Iterator[Found]:
         if why := hindrance(model, parts):
             no = Ability(False, why)
             site = replace(site, see=no if site.see.can else site.see, silence=no if site.silence.can else site.silence)
-        if fixed := _fixed(parts):
-            site = replace(site, cut=Ability(False, fixed), share=Ability(False, fixed))
+        if why := fixed(parts):
+            site = replace(site, cut=Ability(False, why), share=Ability(False, why))
         yield one._replace(site=site)
 
 
-def _fixed(parts: Sequence[nn.Module]) -> str:
+def fixed(parts: Sequence[nn.Module]) -> str:
     """Why an attention cannot be made smaller as it is; nothing if it could be."""
     for module in chain.from_iterable(part.modules() for part in parts):
         if isinstance(getattr(module, "base_layer", None), nn.Module):

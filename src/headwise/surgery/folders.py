@@ -64,7 +64,7 @@ def write(
     ... )
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     print(write(net, None, f"{folder}/small", {"kept": {}}).kind, *sorted(os.listdir(f"{folder}/small")))
-    ours README.md headwise.toml heads.json model.safetensors
+    ours README.md heads.json headwise.toml model.safetensors
     """
     folder = Path(folder).resolve()
     check_free(folder)
@@ -139,14 +139,13 @@ def _filled(net: Transformer, source: Path | None, fresh: Path) -> tuple[str, st
         why = "the source was not a folder of transformers" if source else "the model came from memory"
         return _ours(net, fresh, f"A folder of headwise, because {why}; load it with headwise.load.")
     form = plain(net)
-    described = read(source)
-    way = Rewriting.of(source, described, form)
+    way = Rewriting.of(source, read(source), form)
     config = said(form.described, json.loads((source / CONFIG).read_text(encoding="utf-8")))
     odd = form.constants(way.names)
     why = config.why or (f"{next(iter(odd))} is not what config.json makes of it" if odd else "")
     if not why and config.keys:
         _copy(source, way, dict(config.keys), fresh)
-        trial = _tried(fresh, form)
+        trial = _tried(fresh, net, form)
         if trial.agrees:
             sentence = (
                 "A transformers checkpoint: config.json says every layer, and AutoModel.from_pretrained loads it."
@@ -158,16 +157,16 @@ def _filled(net: Transformer, source: Path | None, fresh: Path) -> tuple[str, st
         why = trial.said
         shutil.rmtree(fresh)
     _copy(source, way, json.loads((source / CONFIG).read_text(encoding="utf-8")), fresh)
-    found = resized.fill(fresh, way, form, described, why)
+    found = resized.fill(fresh, way, net, why)
     if not isinstance(found, str):
         return "resized", found.sentence, dict(found.document)
     shutil.rmtree(fresh)
     return _ours(net, fresh, f"A folder of headwise, because {why}, and {found}; load it with headwise.load.")
 
 
-def _tried(fresh: Path, form: Form) -> Try:
+def _tried(fresh: Path, net: Transformer, form: Form) -> Try:
     try:
-        return tried(fresh, form)
+        return tried(fresh, net, form)
     except SpecError as error:
         return Try(False, 0, str(error))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from ..blueprint import Model, to_dict
+from ..blueprint import Model, Stack, to_dict
 from ..errors import SpecError
 from ..families import config_of, read
 from ..families.writing import differences
@@ -51,16 +51,17 @@ def said(described: Model, config: Mapping[str, Any]) -> Said:
 
 def uneven(described: Model) -> str:
     """Why no numbers that hold for all layers say a model; nothing if its layers are alike."""
-    first = dict[tuple[str, str], tuple[int, AttentionSpec]]()
-    for stack in described.stacks:
-        for depth, block in enumerate(stack.layers):
-            for role in block.still:
-                return f"{_where(described, stack.name)}layer {depth} has no {NAMES[role]} left"
-            for role, spec in block.specs.items():
-                before, other = first.setdefault((stack.name, role), (depth, spec))
-                if told := _uneven(spec, depth, other, before):
-                    return f"{_where(described, stack.name)}{told}"
-    return ""
+    return next((why for stack in described.stacks for why in _odd_layers(stack, _where(described, stack.name))), "")
+
+
+def _odd_layers(stack: Stack, where: str) -> Iterator[str]:
+    first = dict[str, tuple[int, AttentionSpec]]()
+    for depth, block in enumerate(stack.layers):
+        yield from (f"{where}layer {depth} has no {NAMES[role]} left" for role in block.still)
+        for role, spec in block.specs.items():
+            before, other = first.setdefault(role, (depth, spec))
+            if told := _uneven(spec, depth, other, before):
+                yield f"{where}{told}"
 
 
 def _where(described: Model, stack: str) -> str:

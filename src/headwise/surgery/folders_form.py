@@ -30,30 +30,37 @@ class Form:
 
     def constants(self, names: Map) -> dict[str, Tensor]:
         """Numbers that files of this kind do not hold, and that do not follow from the description either."""
-        found = dict[str, Tensor]()
-        for site, spec in self.described.specs():
-            shapes = spec.shapes()
-            for key, param in spec.params().items():
-                name = f"{site}.{key}"
-                if not param.learned and names.slot(name) is None:
-                    held = self.tensors[name].cpu()
-                    if not torch.equal(held, param.init(shapes[key]).to(held.dtype)):
-                        found[name] = held
-        return found
+        return {
+            f"{site}.{key}": held
+            for site, spec in self.described.specs()
+            for key, param in spec.params().items()
+            if not param.learned and names.slot(f"{site}.{key}") is None
+            if not torch.equal(
+                held := self.tensors[f"{site}.{key}"].cpu(), param.init(spec.shapes()[key]).to(held.dtype)
+            )
+        }
 
 
 def plain(net: Transformer) -> Form:
     """The same function: heads of a layer stand in order, a shared table holds what is read of it, parts say no more
-    than they must.
+        than they must.
 
-    >>> import headwise as hw
-    >>> spec = hw.design(model=8, heads=hw.Heads(q=4, kv=2, dim=3, reads=(0, 1, 0, 1)))
-    >>> block = hw.blueprint.Block(spec)
-    >>> stack = hw.blueprint.Stack.of("decoder", 8, [block], embedding=hw.blueprint.Embedding(5))
-    >>> dict(plain(hw.build(hw.blueprint.Model("x", "decoder", (stack,)))).described.specs())[
-    ...     "decoder.0.attention"
-    ... ].heads
-    Heads.grouped(q=4, kv=2, dim=3)
+        >>> import headwise as hw
+    <<<<<<< HEAD
+        >>> spec = hw.design(model=8, heads=hw.Heads(q=4, kv=2, dim=3, reads=(0, 1, 0, 1)))
+        >>> block = hw.blueprint.Block(spec)
+        >>> stack = hw.blueprint.Stack.of("decoder", 8, [block], embedding=hw.blueprint.Embedding(5))
+        >>> dict(plain(hw.build(hw.blueprint.Model("x", "decoder", (stack,)))).described.specs())[
+        ...     "decoder.0.attention"
+        ... ].heads
+    =======
+        >>> from headwise.blueprint import Block, Embedding, Stack
+        >>> spec = hw.design(model=8, heads=4, kv=2, dim=3).with_heads(reads=(0, 1, 0, 1))
+        >>> stack = Stack.of("decoder", 8, [Block(spec)], embedding=Embedding(5))
+        >>> [(_, sorted_spec)] = plain(hw.build(Model("x", "decoder", (stack,)))).described.specs()
+        >>> sorted_spec.heads
+    >>>>>>> keep
+        Heads.grouped(q=4, kv=2, dim=3)
     """
     form = Form(net.described, {name: tensor.detach() for name, tensor in net.state_dict().items()})
     for step in (_ordered, _narrowed, _unsettled):
@@ -115,10 +122,10 @@ def readers(spec: AttentionSpec) -> Iterator[tuple[str, str, str]]:
     """Constants that say for each head which index of a shared table it reads: constant, table, and the axis of it."""
     for name, part in spec.parts():
         params = part.params(spec)
-        for table, param in params.items():
-            for axis in param.layout.axes if param.tied else ():
-                if axis in params and params[axis].layout.axes == ("q",):
-                    yield f"{name}.{axis}", f"{name}.{table}", axis
+        own = {key for key, param in params.items() if param.layout.axes == ("q",) and not param.learned}
+        tables = {key: param.layout.axes for key, param in params.items() if param.tied}
+        for table, axes in tables.items():
+            yield from ((f"{name}.{axis}", f"{name}.{table}", axis) for axis in axes if axis in own)
 
 
 def _narrowed(form: Form) -> Form:

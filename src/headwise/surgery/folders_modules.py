@@ -13,6 +13,8 @@ from torch import nn
 
 from ..blueprint import Model
 from ..errors import SpecError
+from ..families import read
+from ..hub.plan import Plan
 from ..hub.pretrained import CONFIG
 from ..spec import AttentionSpec
 from .folders_form import Form, readers
@@ -35,13 +37,14 @@ class Place(NamedTuple):
     after: AttentionSpec | None
 
 
-def ways(folder: Path, way: Rewriting, before: Model) -> list[Modules]:
+def ways(folder: Path, way: Rewriting) -> list[Modules]:
     """What to change in which module: every way that its numbers can be understood, likely ones first."""
-    model = _built(folder)
+    keys = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    model = _built(folder, keys)
     names = _renamed(model, way)
-    places = list(_places(way, names, before))
+    places = list(_places(way, names, read(keys)))
     fixed = Modules({place.host: {} for place in places})
-    for name, shape in way.shapes.items():
+    for name, shape in _shapes(model, names, way).items():
         module, _, leaf = names[name].rpartition(".")
         fixed.setdefault(module, {}).setdefault("shapes", {})[leaf] = list(shape)
     for host, columns in _columns(way, names, places):
@@ -71,15 +74,14 @@ def _remembers(module: nn.Module, place: Place) -> bool:
     return place.site.endswith(".attention") and type(vars(module).get("layer_idx")) is int
 
 
-def _built(folder: Path) -> nn.Module:
+def _built(folder: Path, keys: Mapping[str, Any]) -> nn.Module:
     """The model that the config.json of a folder describes, without numbers."""
     import transformers
 
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        named = (json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("architectures") or [""])[0]
         with torch.device("meta"):
-            return getattr(transformers, named)._from_config(config)
+            return getattr(transformers, (keys.get("architectures") or [""])[0])._from_config(config)
     except Exception as error:  # whatever a config makes transformers raise
         raise SpecError(
             f"transformers builds nothing from its config.json: {' '.join(str(error).split())[:200]}"
@@ -91,29 +93,46 @@ def _built(folder: Path) -> nn.Module:
 
 def _renamed(model: Any, way: Rewriting) -> dict[str, str]:
     """The name in the model of every tensor in the files; one whose numbers it brings into another form is refused."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:
+        raise SpecError("this transformers is too old to be asked how it names tensors; use 5.0 or later") from None
 
     there, found = model.state_dict(), dict[str, str]()
     steps = get_model_conversion_mapping(model)
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
+    headed = {path for path, own in way.old.pieces.items() if any(set(HEADED) & set(p.there.sizes) for p in own)}
     for name in (*way.stored.kinds, *way.added):
-        renamed, converted = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
-        if converted is not None and name in way.shapes:
+        found[name], converted = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
+        if converted is not None and way.first(name) in headed:
             raise SpecError(f"transformers keeps {name} in another form than its files")
-        found[name] = renamed
-    for name, neighbour in way.added.items():  # a model without this tensor does not know where its trunk begins
-        module = neighbour.rpartition(".")[0]
-        if name.rpartition(".")[0] == module:
-            found[name] = f"{found[neighbour].rpartition('.')[0]}.{name.rpartition('.')[2]}"
-    return found
+    # A tensor that the model has not stands where others of its module do: nobody else knows how the trunk is called.
+    modules = {_module(name): _module(new) for name, new in found.items() if new in there}
+    strange = [name for name, new in found.items() if new not in there and _module(name) in modules]
+    return found | {name: f"{modules[_module(name)]}.{name.rpartition('.')[2]}" for name in strange}
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _shapes(model: nn.Module, names: Mapping[str, str], way: Rewriting) -> dict[str, tuple[int, ...]]:
+    """The tensors that are written in another shape than the model has, or that it has not at all."""
+    there = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return {
+        name: shape
+        for name, shape in way.shapes.items()
+        if (names[name] in there or way.first(name) in way.new.pieces) and there.get(names[name]) != shape
+    }
 
 
 def _places(way: Rewriting, names: Mapping[str, str], before: Model) -> Iterator[Place]:
-    """Every attention, by where its tensors lie."""
+    """Every attention that config.json asks for, by where its tensors lie."""
     there = {way.first(name): name for name in way.stored.kinds}
-    owner = {piece.name: there[path] for path, own in way.old.pieces.items() if path in there for piece in own}
+    plan = Plan.of(before, way.names, way.trunk)
+    owner = {piece.name: there[path] for path, own in plan.pieces.items() if path in there for piece in own}
     left = dict(way.form.described.specs())
     for site, spec in before.specs():
         paths = {key: names[owner[f"{site}.{key}"]].rpartition(".")[0] for key in spec.params()
@@ -166,16 +185,12 @@ def _widths(spec: AttentionSpec) -> set[int]:
 
 def _numbers(live: Mapping[str, nn.Module], places: Sequence[Place]) -> Iterator[dict[str, dict[str, int]]]:
     """New numbers of modules, by path: every way to understand those that are there."""
-    rows = dict[tuple[str, str], list[tuple[str, int, Place]]]()
-    for place in places:
-        if place.after is None:
-            continue
-        if not place.after.heads.even:
-            raise SpecError(f"heads of {place.site} share keys and values unevenly, which transformers cannot")
-        for path in place.parts:
-            for name, value in vars(live[path]).items():
-                if type(value) is int and not name.startswith("_"):
-                    rows.setdefault((type(live[path]).__name__, name), []).append((path, value, place))
+    if odd := [place.site for place in places if place.after and not place.after.heads.even]:
+        raise SpecError(f"heads of {odd[0]} share keys and values unevenly, which transformers cannot")
+    rows = dict[tuple[str, str], list[Row]]()
+    for row in (Row(path, place, *one) for place in places for path in place.parts for one in _whole(live[path])):
+        if row.place.after:
+            rows.setdefault((type(live[row.path]).__name__, row.name), []).append(row)
     free = [(name, choices) for (_, name), own in rows.items() if (choices := _meanings(own))]
     for chosen in product(*(choices for _, choices in free)):
         found = dict[str, dict[str, int]]()
@@ -185,15 +200,29 @@ def _numbers(live: Mapping[str, nn.Module], places: Sequence[Place]) -> Iterator
         yield found
 
 
-def _meanings(rows: Sequence[tuple[str, int, Place]]) -> list[dict[str, int]]:
+def _whole(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """The whole numbers that a module keeps."""
+    return ((name, n) for name, n in vars(module).items() if type(n) is int and not name.startswith("_"))
+
+
+class Row(NamedTuple):
+    """A whole number of a module of an attention."""
+
+    path: str
+    place: Place
+    name: str
+    value: int
+
+
+def _meanings(rows: Sequence[Row]) -> list[dict[str, int]]:
     """What one number of all modules of a kind may become; staying as it is comes last, if it may mean a width."""
     found = list[dict[str, int]]()
-    for what in _sizes(rows[0][2].before):
-        if all(value == _sizes(place.before)[what] for _, value, place in rows):
-            fresh = {path: _sizes(place.after)[what] for path, value, place in rows
-                     if place.after and _sizes(place.after)[what] != value}  # fmt: skip
+    for what in _sizes(rows[0].place.before):
+        if all(row.value == _sizes(row.place.before)[what] for row in rows):
+            sizes = {row.path: _sizes(row.place.after)[what] for row in rows if row.place.after}
+            fresh = {row.path: sizes[row.path] for row in rows if sizes[row.path] != row.value}
             found += [fresh] if fresh not in found else []
-    if found and {} not in found and all(value in _widths(place.before) for _, value, place in rows):
+    if found and {} not in found and all(row.value in _widths(row.place.before) for row in rows):
         found.append({})
     return [] if found == [{}] else found
 
@@ -214,6 +243,7 @@ def _columns(way: Rewriting, names: Mapping[str, str], places: Sequence[Place]) 
         table = rows[0][1]
         owner = next(name for name in form.tensors if name.startswith(f"{stack}.") and name.endswith(f".{table}"))
         size = form.tensors[owner].shape[-1]
-        if any(keep != list(range(size)) for _, _, keep in rows):
+        moved = any(piece.name == owner for path in way.added for piece in way.new.pieces[path])
+        if moved or any(keep != list(range(size)) for _, _, keep in rows):
             for place, _, keep in rows:
                 yield place.host, {"table": where[owner].rpartition(".")[0], "keep": keep}

@@ -8,11 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..blueprint import Model, to_dict
+from ..blueprint import to_dict
 from ..blueprint.records import FORMAT, HEADS
 from ..errors import SpecError
 from ..files import sha256
-from .folders_form import Form
+from ..models import Transformer
 from .folders_modules import ways
 from .folders_shards import Rewriting, synced
 from .folders_trying import tried
@@ -28,13 +28,14 @@ class Resized(NamedTuple):
     document: Mapping[str, Any]
 
 
-def fill(folder: Path, way: Rewriting, form: Form, before: Model, why: str) -> Resized | str:
+def fill(folder: Path, way: Rewriting, net: Transformer, why: str) -> Resized | str:
     """Add the loader to a folder whose weights are written, once it was seen to work; else the reason why it cannot."""
+    form = way.form
     odd = form.constants(way.names)
     document: dict[str, Any] = {
         "model": to_dict(form.described),
         "constants": {name: tensor.tolist() for name, tensor in odd.items()},
-        "besides": [way.names.usual(name) for name in way.besides],
+        "besides": way.besides,
     }
     not_plain = f"Not a plain transformers checkpoint, because {why}; load it with headwise.load"
     if find_spec("transformers") is None:
@@ -44,8 +45,8 @@ def fill(folder: Path, way: Rewriting, form: Form, before: Model, why: str) -> R
     early = {"format": FORMAT, "kind": "resized"} | document
     (folder / HEADS).write_text(json.dumps(early), encoding="utf-8")
     try:
-        found = ways(folder, way, before)
-        trial = tried(folder, form, found)
+        found = ways(folder, way)
+        trial = tried(folder, net, form, found)
     except SpecError as error:
         return str(error)
     (folder / HEADS).unlink()

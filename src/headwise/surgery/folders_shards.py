@@ -28,6 +28,7 @@ class Rewriting(NamedTuple):
 
     stored: Safetensors
     names: Map
+    trunk: str
     old: Plan
     new: Plan
     form: Form
@@ -37,8 +38,8 @@ class Rewriting(NamedTuple):
         """The plans of a folder that holds the first description, and is to say the form."""
         stored, names = Safetensors(source), map_of(described.name)
         trunk = names.trunk(names.usual(name) for name in stored.kinds)
-        plans = (Plan.of(model, names, trunk) for model in (described, form.described))
-        return Rewriting(stored, names, *plans, form)
+        old, new = (Plan.of(model, names, trunk) for model in (described, form.described))
+        return Rewriting(stored, names, trunk, old, new, form)
 
     def first(self, name: str) -> str:
         """The name that the plans have for a tensor."""
@@ -47,18 +48,14 @@ class Rewriting(NamedTuple):
 
     @property
     def besides(self) -> list[str]:
-        """Tensors of the files that the new description has no use for, though the old one had."""
-        return [
-            name for name in self.stored.kinds if (path := self.first(name)) in self.old.pieces
-            and path not in self.new.pieces
-        ]  # fmt: skip
+        """Tensors that the new description has no use for, and that files of this kind do not have else."""
+        usual = [self.names.usual(name) for name in self.stored.kinds if self.first(name) not in self.new.pieces]
+        return [name for name in usual if not self.names.ignores(name)]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor that is not what it was, by its name in the files."""
-        held = {name: self._shape(name) for name in (*self.stored.kinds, *self.added)}
-        old = self.stored.kinds
-        return {name: shape for name, shape in held.items() if name not in old or old[name].shape != shape}
+        """The shape of every tensor that is written, by its name in the files."""
+        return {name: self._shape(name) for name in (*self.stored.kinds, *self.added)}
 
     @property
     def added(self) -> dict[str, str]:

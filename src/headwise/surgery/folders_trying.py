@@ -18,7 +18,7 @@ from torch import Tensor
 from ..blueprint import Stack
 from ..errors import SpecError
 from ..hub.pretrained import read
-from ..models import Transformer
+from ..models import Transformer, build
 from .folders_form import Form
 
 CLOSE = 1e-5  # of the largest number that comes out
@@ -28,14 +28,14 @@ SECONDS = 900
 
 # What that process runs: folder, inputs and outputs, and the ways to load it, tried one after another.
 DRIVER = """
-import importlib.util, json, sys
+import importlib.util, json, pathlib, sys
 sys.modules["headwise"] = None
 import torch, transformers
 from safetensors.torch import load_file
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 torch.set_num_threads(1)
-folder, data, ways = sys.argv[1], load_file(sys.argv[2]), json.load(open(sys.argv[3]))
+folder, data, ways = sys.argv[1], load_file(sys.argv[2]), json.loads(pathlib.Path(sys.argv[3]).read_text())
 
 def plain(_):
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -85,18 +85,25 @@ class Try(NamedTuple):
     untried: bool = False
 
 
-def tried(folder: Path, form: Form, modules: Sequence[Mapping[str, Any]] = ()) -> Try:
-    """Load a folder plainly, or by its own loader in one of these ways, and compare with the model that was written."""
+def tried(folder: Path, net: Transformer, form: Form, modules: Sequence[Mapping[str, Any]] = ()) -> Try:
+    """Load a folder plainly, or by its own loader in one of these ways, and compare with the model that was written.
+
+    It must come back as the form, tensor by tensor, and say what the model says: here, and loaded by transformers.
+    """
     again = read(folder)
     if odd := _changed(again, form):
         raise SpecError(f"{odd} is not read back as it was written")
+    expected = _expected(_exact(net, next(again.parameters()).dtype))
+    for name, said in _expected(again.float()).items():
+        if not bool(((said - expected[name]).abs() <= CLOSE * expected[name].abs().max().clamp(min=1)).all()):
+            raise SpecError("read back, it says something else")
+    del again
     if find_spec("transformers") is None:
         return Try(False, 0, "transformers is not installed, so that nothing was tried", untried=True)
     with tempfile.TemporaryDirectory() as work:
         data, ways = f"{work}/data.safetensors", Path(work, "ways.json")
-        save_file(_expected(again.float()), data)
+        save_file(expected, data)
         ways.write_text(json.dumps({"modules": list(modules), "close": CLOSE}))
-        del again
         return _asked([sys.executable, "-I", "-B", "-c", DRIVER, str(folder), data, str(ways)])
 
 
@@ -110,7 +117,8 @@ def _asked(command: list[str]) -> Try:
         return Try(False, 0, f"transformers could not be run: {' '.join(ran.stderr.split())[-200:]}")
     told = json.loads(lines[-1])
     if told["found"] is None:
-        return Try(False, 0, f"transformers does not run it: {told['why'][0]}")
+        why = next((one for one in told["why"] if one.startswith("what it says")), told["why"][0])
+        return Try(False, 0, f"loaded by transformers: {why}")
     number, far = told["found"]
     return Try(True, number, f"loaded without headwise, it differs from headwise by {far:.1e} of the largest number")
 
@@ -122,6 +130,17 @@ def _changed(again: Transformer, form: Form) -> str:
         if name not in held or not torch.equal(held[name], tensor.cpu().to(held[name].dtype)):
             return name
     return ""
+
+
+def _exact(net: Transformer, dtype: torch.dtype) -> Transformer:
+    """The model in 32 bits, with the numbers that it has in those of the files."""
+    with torch.device("meta"):
+        copy = build(net.described)
+    held = {name: t.detach().cpu() for name, t in net.state_dict().items()}
+    learned = {name for name, _ in net.named_parameters()}
+    copy.load_state_dict({n: t.to(dtype).float() if n in learned else t for n, t in held.items()}, assign=True)
+    copy.usage = net.usage
+    return copy.eval()
 
 
 def _expected(net: Transformer) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from ..models import Transformer
 from ..models.generating import answering, words_of
 from ..tasks import Task
 from .agreement import Agreeing
-from .equality import Difference, Says, reloaded, silenced
+from .equality import Says, reloaded, silenced
 from .examples import Changed, Most
 from .phases import Pace
 from .proof import Proof
@@ -37,15 +37,16 @@ class Asked:
     """What was done, in a sentence, and what is to be proven of it.
 
     `keep` names the heads that each site kept, `said` what those that are gone say instead of nothing: vectors that
-    were folded in. `again` gives back what was written, read anew, by what it is; called as the model is. `length` and
-    `source` are tokens that are priced. `task` scores free answers. targets="own": texts beside sources are what the
-    model before wrote itself. `command` does all of it again.
+    were folded in. `same` gives models that must say what the model before says, `again` what was written, read anew;
+    they are called as the model is. `length` and `source` are tokens that are priced. `task` scores free answers.
+    targets="own": texts beside sources are what the model before wrote itself. `command` does all of it again.
     """
 
     what: str
     keep: Mapping[str, Sequence[int]] = field(default_factory=dict)
     said: Mapping[Head, Tensor] = field(default_factory=dict)
     again: Mapping[str, Callable[[], Says]] = field(default_factory=dict)
+    same: Mapping[str, Callable[[], Says]] = field(default_factory=dict)
     objective: str | Objective | None = None
     pace: Pace = field(default_factory=Pace)
     length: int | None = None
@@ -82,8 +83,9 @@ def prove(
         compared = _Compared.of(before, after, scenes, how.objective)
         tell("what was cut, silenced")
         equal = list(silenced(before, after, scenes, how.keep, how.said)) if how.keep else []
+        equal += [reloaded(what, before, read(), scenes) for what, read in how.same.items()]
         tell("what was written, read again")
-        equal += _again(after, scenes, how)
+        equal += [reloaded(what, after, read(), scenes) for what, read in how.again.items()]
         tell("free answers")
         found, more = _scored(compared.tallied.quality, (before, after), scenes, how)
         tell("speed")
@@ -125,10 +127,6 @@ class _Compared:
                 losses = found.tallied.losses
                 found.most.take(Changed(abs(worse), number, losses, question, (other.output, own.output)))
         return found
-
-
-def _again(after: Transformer, scenes: Sequence[Scene], how: Asked) -> list[Difference]:
-    return [reloaded(what, after, read(), scenes) for what, read in how.again.items()]
 
 
 def _scored(
