@@ -43,24 +43,15 @@ class Form:
 
 def plain(net: Transformer) -> Form:
     """The same function: heads of a layer stand in order, a shared table holds what is read of it, parts say no more
-        than they must.
+    than they must.
 
-        >>> import headwise as hw
-    <<<<<<< HEAD
-        >>> spec = hw.design(model=8, heads=hw.Heads(q=4, kv=2, dim=3, reads=(0, 1, 0, 1)))
-        >>> block = hw.blueprint.Block(spec)
-        >>> stack = hw.blueprint.Stack.of("decoder", 8, [block], embedding=hw.blueprint.Embedding(5))
-        >>> dict(plain(hw.build(hw.blueprint.Model("x", "decoder", (stack,)))).described.specs())[
-        ...     "decoder.0.attention"
-        ... ].heads
-    =======
-        >>> from headwise.blueprint import Block, Embedding, Stack
-        >>> spec = hw.design(model=8, heads=4, kv=2, dim=3).with_heads(reads=(0, 1, 0, 1))
-        >>> stack = Stack.of("decoder", 8, [Block(spec)], embedding=Embedding(5))
-        >>> [(_, sorted_spec)] = plain(hw.build(Model("x", "decoder", (stack,)))).described.specs()
-        >>> sorted_spec.heads
-    >>>>>>> keep
-        Heads.grouped(q=4, kv=2, dim=3)
+    >>> import headwise as hw
+    >>> from headwise.blueprint import Block, Embedding, Stack
+    >>> spec = hw.design(model=8, heads=4, kv=2, dim=3).with_heads(reads=(0, 1, 0, 1))
+    >>> stack = Stack.of("decoder", 8, [Block(spec)], embedding=Embedding(5))
+    >>> [(_, sorted_spec)] = plain(hw.build(Model("x", "decoder", (stack,)))).described.specs()
+    >>> sorted_spec.heads
+    Heads.grouped(q=4, kv=2, dim=3)
     """
     form = Form(net.described, {name: tensor.detach() for name, tensor in net.state_dict().items()})
     for step in (_ordered, _narrowed, _unsettled):

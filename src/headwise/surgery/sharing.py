@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SpecError, nearest
@@ -36,7 +36,7 @@ class Shared:
     def data(self) -> dict[str, Any]:
         """What was done, as plain values."""
         groups = {site: [list(group) for group in own] for site, own in self.groups.items()}
-        way = {"name": type(self.way).__name__.lower(), **asdict(self.way)}  # pyright: ignore[reportArgumentType]
+        way = {"name": type(self.way).__name__.lower(), "said": repr(self.way), "sentence": self.way.sentence}
         return {"done": "share", "way": way, "groups": groups, "notes": list(self.notes)}
 
 
