@@ -15,7 +15,7 @@ from ..registry import part
 from ..seams import Gate
 from ..spec import AttentionSpec
 from ..terms import Asked, Base, Ledger, Param, Weighted
-from .start import full
+from .start import constant, full
 
 EPS = 1e-6  # how near to 0 and 1 the uniform number and the probability may come, as released
 
@@ -32,6 +32,7 @@ class Concrete(Gate):
     The term "l0" in the ledger is the sum over heads of P(g != 0) = sigmoid(log_a - temperature log(-low / high)).
     The ledger adds up layers: regulariser="sum", as published, is that over all heads, and "mean", as released, the
     mean over the `layers` that have gates. To drop a head with probability r at first, start=log((1 - r) / r).
+    per="kv" is one gate for all heads that read the same key-value head: the mean of their log_a, drawn once.
 
     >>> round(Concrete().chance(torch.tensor(0.0)).item(), 3)  # 1 / (1 + 11 ** -0.33)
     0.688
@@ -51,6 +52,7 @@ class Concrete(Gate):
     evaluation: str = "code"
     regulariser: str = "sum"
     layers: int = 1
+    per: str = "head"
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         if not self.temperature > 0:
@@ -65,6 +67,8 @@ class Concrete(Gate):
             yield f"Concrete(evaluation={self.evaluation!r}) is unknown; use 'code' or 'hard'"
         if self.regulariser not in ("sum", "mean"):
             yield f"Concrete(regulariser={self.regulariser!r}) is unknown; use 'sum' or 'mean'"
+        if self.per not in ("head", "kv"):
+            yield f"Concrete(per={self.per!r}) is unknown; use 'head' or 'kv'"
         if self.layers < 1:
             yield f"Concrete(layers={self.layers}) is no number of layers; use at least 1"
         if self.layers > 1 and self.regulariser == "sum":
@@ -76,14 +80,29 @@ class Concrete(Gate):
         return replace(self, layers=layers) if self.regulariser == "mean" else self
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        return {"log_a": Param(Layout.parse("out"), full(self.start))}
+        own = {"log_a": Param(Layout.parse("out"), full(self.start))}
+        if self.per == "head":
+            return own
+        return own | {"group": Param(Layout.parse("out"), constant(spec.groups), learned=False)}
 
     def gate(self, asked: Asked, p: Weighted, ledger: Ledger | None) -> Tensor:
-        log_a = p["log_a"].to(torch.promote_types(asked.x_BTD.dtype, torch.float32))
+        log_a = self._shared(p).to(torch.promote_types(asked.x_BTD.dtype, torch.float32))
         if ledger is not None:
             ledger.set("l0", ledger.whole(self.chance(log_a).sum(), "heads") / self.layers)
         gate = self._drawn(log_a) if p.training else self._sure(log_a)
+        if self.per == "kv":
+            gate = gate[_alike(p).byte().argmax(1)]  # what was drawn for the first of a group
         return gate.to(asked.x_BTD.dtype)[:, None]
+
+    def chances(self, p: Weighted) -> Tensor:
+        return self.chance(self._shared(p))
+
+    def _shared(self, p: Weighted) -> Tensor:
+        """log_a of each head's gate."""
+        if self.per == "head":
+            return p["log_a"]
+        alike = _alike(p)
+        return (alike * p["log_a"]).sum(1) / alike.sum(1)
 
     def chance(self, log_a: Tensor) -> Tensor:
         """P(g != 0): how likely a head is to speak."""
@@ -110,3 +129,9 @@ class Concrete(Gate):
         yield base(modifiers=(cls(temperature=0.7, low=-0.2, high=1.4, start=1.5, sample="hard"),), pattern="causal")
         yield base(modifiers=(cls(evaluation="hard"),))
         yield base(modifiers=(cls(regulariser="mean", layers=5),))
+        yield base(modifiers=(cls(per="kv"),), kv=2)
+
+
+def _alike(p: Weighted) -> Tensor:
+    """Which heads are of one group, [out, out]."""
+    return p["group"][:, None] == p["group"]
