@@ -32,7 +32,7 @@ class Concrete(Gate):
     The term "l0" in the ledger is the sum over heads of P(g != 0) = sigmoid(log_a - temperature log(-low / high)).
     The ledger adds up layers: regulariser="sum", as published, is that over all heads, and "mean", as released, the
     mean over the `layers` that have gates. To drop a head with probability r at first, start=log((1 - r) / r).
-    per="kv" is one gate for all heads that read the same key-value head: the mean of their log_a, drawn once.
+    per="kv" is one gate for all heads that read the same key-value head; `gates` is how many there were before any cut.
 
     >>> round(Concrete().chance(torch.tensor(0.0)).item(), 3)  # 1 / (1 + 11 ** -0.33)
     0.688
@@ -53,6 +53,7 @@ class Concrete(Gate):
     regulariser: str = "sum"
     layers: int = 1
     per: str = "head"
+    gates: int = 0
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         if not self.temperature > 0:
@@ -69,6 +70,8 @@ class Concrete(Gate):
             yield f"Concrete(regulariser={self.regulariser!r}) is unknown; use 'sum' or 'mean'"
         if self.per not in ("head", "kv"):
             yield f"Concrete(per={self.per!r}) is unknown; use 'head' or 'kv'"
+        if self.gates and (self.per == "head" or self.gates <= max(spec.groups)):
+            yield f"Concrete(gates={self.gates}) is no number of groups here; leave gates out"
         if self.layers < 1:
             yield f"Concrete(layers={self.layers}) is no number of layers; use at least 1"
         if self.layers > 1 and self.regulariser == "sum":
@@ -79,30 +82,32 @@ class Concrete(Gate):
     def placed(self, layer: int, layers: int) -> Self:
         return replace(self, layers=layers) if self.regulariser == "mean" else self
 
+    def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
+        return {"gate": self.gates or max(spec.groups) + 1} if self.per == "kv" else {}
+
+    def settled(self, spec: AttentionSpec) -> Self:
+        return replace(self, gates=self.sizes(spec).get("gate", 0))
+
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        own = {"log_a": Param(Layout.parse("out"), full(self.start))}
         if self.per == "head":
-            return own
-        return own | {"group": Param(Layout.parse("out"), constant(spec.groups), learned=False)}
+            return {"log_a": Param(Layout.parse("out"), full(self.start))}
+        own = Param(Layout.parse("out"), constant(spec.groups), learned=False)
+        return {"log_a": Param(Layout.parse("gate"), full(self.start)), "own": own}
 
     def gate(self, asked: Asked, p: Weighted, ledger: Ledger | None) -> Tensor:
-        log_a = self._shared(p).to(torch.promote_types(asked.x_BTD.dtype, torch.float32))
+        log_a = p["log_a"].to(torch.promote_types(asked.x_BTD.dtype, torch.float32))
         if ledger is not None:
-            ledger.set("l0", ledger.whole(self.chance(log_a).sum(), "heads") / self.layers)
-        gate = self._drawn(log_a) if p.training else self._sure(log_a)
-        if self.per == "kv":
-            gate = gate[_alike(p).byte().argmax(1)]  # what was drawn for the first of a group
+            chances = self._by_head(self.chance(log_a), p)
+            ledger.set("l0", ledger.whole(chances.sum(), "heads") / self.layers)
+        gate = self._by_head(self._drawn(log_a) if p.training else self._sure(log_a), p)
         return gate.to(asked.x_BTD.dtype)[:, None]
 
     def chances(self, p: Weighted) -> Tensor:
-        return self.chance(self._shared(p))
+        return self._by_head(self.chance(p["log_a"]), p)
 
-    def _shared(self, p: Weighted) -> Tensor:
-        """log_a of each head's gate."""
-        if self.per == "head":
-            return p["log_a"]
-        alike = _alike(p)
-        return (alike * p["log_a"]).sum(1) / alike.sum(1)
+    def _by_head(self, gates: Tensor, p: Weighted) -> Tensor:
+        """What each output head has of its gate."""
+        return gates if self.per == "head" else gates[p["own"]]
 
     def chance(self, log_a: Tensor) -> Tensor:
         """P(g != 0): how likely a head is to speak."""
@@ -130,8 +135,3 @@ class Concrete(Gate):
         yield base(modifiers=(cls(evaluation="hard"),))
         yield base(modifiers=(cls(regulariser="mean", layers=5),))
         yield base(modifiers=(cls(per="kv"),), kv=2)
-
-
-def _alike(p: Weighted) -> Tensor:
-    """Which heads are of one group, [out, out]."""
-    return p["group"][:, None] == p["group"]

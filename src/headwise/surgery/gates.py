@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import SpecError, nearest
 from ..heads.scene import Scene
@@ -17,14 +17,17 @@ from ..seams import Gate
 from ..spec import AttentionSpec
 from ..training.optimiser import Optimiser
 from ..training.recipe import Recipe
-from .learning import Beside, Course, Learning, Point, Progress, Pupil, copied, learnable, unheard
+from .learning import Beside, Course, Learning, Lessons, Point, Progress, Pupil, copied, unheard
+from .lessons import Texts
 from .rebuilding import Changed, attention_of, rebuilt, weights_of
 from .removing import removed
 
 UNITS = ("head", "kv")
 FREEZE = ("none", "model", "decoder")
 
-Unit = tuple[str, tuple[int, ...]]  # a site, and the heads of it that share a gate
+RISE = 0.03  # the method's own is 2, at every minimum: a step comes a small part of the way to one
+
+SURE = 0.5  # gates more or less than were to be open
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -35,10 +38,11 @@ class Gating(Learning):
     names of attentions, or what they begin with, such as "encoder"; all if none is said. freeze="model" lets nothing
     but gates learn, "decoder" keeps the second of two stacks and its head as they are, as published for the first.
 
-    The expected number of open gates S is held at a target T, which falls in a line from all of them over the first
-    `ramp` of the steps: a (S - T) + b (S - T)^2 / N joins the loss of N gates, where a and b begin at 0 and grow by
-    `strength` (S - T) / N and its square with every step (1910.04732). So they act on a gate alike, however many there
-    are, and a is the factor that Voita et al. choose by hand. `start` is log_a, and `gates_rate` how fast it learns.
+    The expected number of open gates S is held at a target T by the method of multiplier (Hestenes 1969): of N gates
+    a (S - T) + `strength` (S - T)^2 / N joins the loss, where a begins at 0 and grows with every step by a part of
+    strength (S - T) / N. T falls in a line from N over the first `ramp` of the steps (1910.04732, which learns both
+    factors). So gates are pushed alike, however many there are, and a is the factor that Voita et al. choose by hand.
+    `start` is log_a, and `gates_rate` how fast it learns.
     """
 
     ranges: ClassVar = {
@@ -54,7 +58,7 @@ class Gating(Learning):
     sites: tuple[str, ...] = ()
     freeze: str = "none"
     gates_rate: float = 0.1
-    strength: float = 0.1
+    strength: float = 0.5
     ramp: float = 0.5
     start: float = 2.0
     alpha: float = 0.0
@@ -67,7 +71,9 @@ class Gating(Learning):
         """
         units = "heads" if self.unit == "head" else "groups of heads"
         if isinstance(self.heads, float) and not 0 < self.heads < 1:
-            raise SpecError(f"heads={self.heads!r} is no share of {count} {units}; give a number of them, or 0.5 for half")
+            raise SpecError(
+                f"heads={self.heads!r} is no share of {count} {units}; give a number of them, or 0.5 for half"
+            )
         found = max(1, round(self.heads * count)) if isinstance(self.heads, float) else self.heads
         if not 1 <= found <= count:
             raise SpecError(f"{found} of {count} {units} cannot stay; give heads=1 to {count}, or a share such as 0.5")
@@ -95,26 +101,44 @@ def gated(net: Transformer, scenes: Sequence[Scene], how: Gating, progress: Prog
 
     The model itself is not changed. With `alpha` above 0 it is the teacher.
     """
-    lessons = learnable(scenes, net, how)
-    sites = sites_of(net, how.sites)
-    units = [unit for site, spec in sites.items() for unit in units_of(site, spec, how.unit)]
-    target = how.target(len(units))
-    removed(net, _heads_of(sites, units[:1]))  # what cannot be cut is refused before anything is learned
-    made = copied(net, rebuilt(net, {site: _with_gate(net, site, how) for site in sites}))
-    teacher = net if how.alpha > 0 or not lessons.texts.losses else None
-    if teacher is not None and how.alpha == 0:
+    lessons = Lessons(Texts(net, scenes, how.objective), how)
+    if how.alpha == 0 and not lessons.texts.losses:
         raise SpecError(f"{net.described.name} has no loss of its own in these texts; use alpha=1, to stay near itself")
-    pupil = Pupil(made, teacher, lessons, _learned(net, how.freeze))
-    multipliers = Multipliers(made, units, target, how)
-    course = Course(pupil, multipliers, progress, "last")
+    sites = sites_of(net, how.sites)
+    units = {site: units_of(spec, how.unit) for site, spec in sites.items()}
+    target = how.target(sum(map(len, units.values())))
+    removed(net, {site: groups[0] for site, groups in units.items()})  # refuse what cannot be cut before it is learnt
+    made = copied(net, rebuilt(net, {site: _with_gate(net, site, how) for site in sites}))
+    pupil = Pupil(made, net if how.alpha > 0 else None, lessons, _learned(net, how.freeze))
+    course = Course(pupil, Multiplier(made, units, target, how), progress, "last")
     course.go()
     plain = rebuilt(made, {site: _without_gate(made, site, spec) for site, spec in sites.items()}).requires_grad_(True)
-    likely = sorted(units, key=lambda unit: -multipliers.chance(unit))
-    keep = _heads_of(sites, likely[:target])
     chances = {site: tuple(chances_of(made, site).tolist()) for site in sites}
-    held_out = pupil.held_out(removed(plain, keep))
+    keep = likeliest(chances, units, target)
+    held_out, notes = pupil.held_out(removed(plain, keep)), [*lessons.texts.notes, *_unsure(course, target)]
     plain.to(next(net.parameters()).dtype).train(net.training)
-    return Gates(plain, keep, chances, tuple(course.curve), held_out, course.ended, lessons.texts.notes)
+    return Gates(plain, keep, chances, tuple(course.curve), held_out, course.ended, tuple(notes))
+
+
+def likeliest(
+    chances: Mapping[str, Sequence[float]], units: Mapping[str, Sequence[tuple[int, ...]]], count: int
+) -> dict[str, tuple[int, ...]]:
+    """The heads of so many units, those that are likeliest to speak; of equals the first.
+
+    >>> likeliest({"a": (0.1, 0.9), "b": (0.7, 0.7)}, {"a": ((0,), (1,)), "b": ((0,), (1,))}, 2)
+    {'a': (1,), 'b': (0,)}
+    """
+    every = [(site, heads) for site, groups in units.items() for heads in groups]
+    every.sort(key=lambda unit: -chances[unit[0]][unit[1][0]])
+    return {site: tuple(sorted(h for own, heads in every[:count] if own == site for h in heads)) for site in units}
+
+
+def _unsure(course: Course, target: int) -> list[str]:
+    """What is to be said where gates did not come to their target."""
+    opened = course.curve[-1].opened or 0.0
+    if abs(opened - target) <= SURE:
+        return []
+    return [f"{opened:.1f} gates were expected to be open when {target} were chosen; more steps would tell better"]
 
 
 def sites_of(net: Transformer, wanted: Sequence[str] = ()) -> dict[str, AttentionSpec]:
@@ -138,11 +162,16 @@ def _begins(site: str, one: str) -> bool:
     return f"{site}.".startswith(f"{one}.")
 
 
-def units_of(site: str, spec: AttentionSpec, unit: str) -> list[Unit]:
-    """The heads of an attention that go or stay together."""
+def units_of(spec: AttentionSpec, unit: str) -> tuple[tuple[int, ...], ...]:
+    """The heads of an attention that go or stay together: each alone, or with unit="kv" those of a group.
+
+    >>> import headwise as hw
+    >>> units_of(hw.design(model=8, heads=4, kv=2), "kv")
+    ((0, 1), (2, 3))
+    """
     if unit == "head":
-        return [(site, (head,)) for head in range(len(spec.speaks))]
-    return [(site, tuple(o for o, own in enumerate(spec.groups) if own == one)) for one in sorted(set(spec.groups))]
+        return tuple((head,) for head in range(len(spec.speaks)))
+    return tuple(tuple(o for o, own in enumerate(spec.groups) if own == one) for one in sorted(set(spec.groups)))
 
 
 def chances_of(net: Transformer, site: str) -> Tensor:
@@ -152,44 +181,38 @@ def chances_of(net: Transformer, site: str) -> Tensor:
     return next(chances for chances in told if chances is not None)
 
 
-class Multipliers(Beside):
-    """Gates that learn, and the two numbers that hold how many are open at a target (1910.04732)."""
+class Multiplier(Beside):
+    """Gates that learn, and the multiplier that holds how many are open at a target."""
 
-    def __init__(self, net: Transformer, units: Sequence[Unit], target: int, how: Gating) -> None:
+    def __init__(
+        self, net: Transformer, units: Mapping[str, Sequence[tuple[int, ...]]], target: int, how: Gating
+    ) -> None:
         self.net, self.units, self.target, self.how = net, units, target, how
-        self.first = self.second = 0.0
-        sites = {site for site, _ in units}
-        owners = [attention_of(net, site).weights[name] for site in sites for name in _gates_of(net, site)]
+        self.every, self.factor = sum(map(len, units.values())), 0.0
+        owners = [attention_of(net, site).weights[name] for site in units for name in _gates_of(net, site)]
         own = {str(n): p for n, weights in enumerate(owners) for p in weights.parameters()}
         for parameter in own.values():
             parameter.requires_grad_(True)
-        recipe = Recipe(lr=how.gates_rate, weight_decay=0.0)
-        self._optimiser = Optimiser({"gates, kept": own}, recipe)
+        self._optimiser = Optimiser({"gates, kept": own}, Recipe(lr=how.gates_rate, weight_decay=0.0))
 
     def count(self) -> Tensor:
         """How many gates are expected to be open."""
-        told = {site: chances_of(self.net, site) for site, _ in self.units}
-        return torch.stack([told[site][heads[0]] for site, heads in self.units]).sum()
-
-    def chance(self, unit: Unit) -> float:
-        """How likely a gate is to be open."""
-        site, heads = unit
-        return float(chances_of(self.net, site)[heads[0]].detach())
+        firsts = {site: [heads[0] for heads in groups] for site, groups in self.units.items()}
+        return torch.stack([chances_of(self.net, site)[own].sum() for site, own in firsts.items()]).sum()
 
     def aim(self, step: int) -> float:
         """The target of a step."""
-        every, ramp = len(self.units), self.how.ramp * self.how.steps
-        return every - (every - self.target) * (min(1.0, step / ramp) if ramp else 1.0)
+        ramp = self.how.ramp * self.how.steps
+        return self.every - (self.every - self.target) * (min(1.0, step / ramp) if ramp else 1.0)
 
     def added(self, step: int) -> Tensor:
         over = self.count() - self.aim(step)
-        return self.first * over + self.second * over**2 / len(self.units)
+        return self.factor * over + self.how.strength * over**2 / self.every
 
     def step(self, step: int) -> None:
-        over = (self.opened - self.aim(step)) / len(self.units)
+        over = (self.opened - self.aim(step)) / self.every
         self._optimiser.step(self.how.gates_rate)
-        self.first += self.how.strength * over
-        self.second += self.how.strength * over**2
+        self.factor += RISE * self.how.strength * over
 
     @property
     def opened(self) -> float:
@@ -220,11 +243,6 @@ def _with_gate(net: Transformer, site: str, how: Gating) -> Changed:
 def _without_gate(made: Transformer, site: str, spec: AttentionSpec) -> Changed:
     weights = weights_of(made, site)
     return Changed(spec, {name: weights[name] for name in spec.params()})
-
-
-def _heads_of(sites: Mapping[str, AttentionSpec], units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
-    """The heads of these units at every site."""
-    return {site: tuple(sorted(h for own, heads in units if own == site for h in heads)) for site in sites}
 
 
 def _learned(net: Transformer, freeze: str) -> list[str]:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..errors import Diverged, SpecError, nearest
 from ..heads.objectives import Objective
-from ..heads.scene import Scene
 from ..models import Transformer
 from ..registry import Spoken
 from ..tasks.order import Order, drawn
@@ -131,7 +130,9 @@ class Lessons:
 class Pupil:
     """A model that learns from lessons, with a teacher or without; only tensors of these names learn."""
 
-    def __init__(self, net: Transformer, teacher: Transformer | None, lessons: Lessons, learned: Collection[str]) -> None:
+    def __init__(
+        self, net: Transformer, teacher: Transformer | None, lessons: Lessons, learned: Collection[str]
+    ) -> None:
         self.net, self.teacher, self.lessons, self.how = net, teacher, lessons, lessons.how
         losses = lessons.texts.losses
         self.alpha = self.how.alpha if losses else 1.0
@@ -183,12 +184,13 @@ class Pupil:
         (loss + added()).backward()
         norm = nn.utils.get_total_norm([p.grad for p in self._own if p.grad is not None])
         if not (loss.isfinite() and norm.isfinite()):
-            raise Diverged(f"loss {float(loss):g}, gradient {float(norm):g} at step {step}; use a rate below {self.how.rate:g}")
+            fact = f"loss {loss.item():g}, gradient {float(norm):g} at step {step}"
+            raise Diverged(f"{fact}; use a rate below {self.how.rate:g}")
         if self.how.clip:
             nn.utils.clip_grads_with_norm_(self._own, self.how.clip, norm)
         if self._optimiser is not None:
             self._optimiser.step(self.how.recipe.rate(step))
-        return float(loss.detach())
+        return loss.item()
 
 
 class Beside(ABC):
@@ -223,7 +225,7 @@ class Alone(Beside):
 
 
 class Course:
-    """The way of a pupil through its steps: the curve, and its tensors as they were at a point that is worth keeping."""
+    """The way of a pupil through its steps: the curve, and its tensors as they were at the point that is kept."""
 
     def __init__(self, pupil: Pupil, beside: Beside, progress: Progress, keep: str) -> None:
         self.pupil, self.beside, self.progress, self._keep = pupil, beside, progress, keep
@@ -242,11 +244,12 @@ class Course:
                 for step in range(1, steps + 1):
                     losses.append(self.pupil.step(step, lambda at=step: self.beside.added(at)))
                     self.beside.step(step)
-                    if step % self.pupil.how.every == 0 or step == steps or interrupts.asked:
+                    stop = interrupts.asked and step < steps
+                    if step % self.pupil.how.every == 0 or step == steps or stop:
                         losses = self._look(step, losses)
                     else:
                         self.progress(Point(step, losses[-1], opened=self.beside.opened))
-                    if interrupts.asked and step < steps:
+                    if stop:
                         raise KeyboardInterrupt
         except KeyboardInterrupt:
             self.ended = f"interrupted at step {step} of {steps}"
@@ -292,8 +295,3 @@ def copied(net: Transformer, made: Transformer) -> Transformer:
     """A model to learn, in float32 at least: steps are lost between numbers of less precision."""
     exact = torch.promote_types(next(net.parameters()).dtype, torch.float32)
     return made.to(exact)
-
-
-def learnable(texts: Sequence[Scene], net: Transformer, how: Learning) -> Lessons:
-    """The lessons of these texts for a model."""
-    return Lessons(Texts(net, texts, how.objective), how)

@@ -9,7 +9,8 @@ from typing import ClassVar, NamedTuple
 from ..errors import SpecError
 from ..heads.scene import Scene
 from ..models import Transformer
-from .learning import Alone, Course, Learning, Point, Progress, Pupil, copied, learnable, unheard
+from .learning import Alone, Course, Learning, Lessons, Point, Progress, Pupil, copied, unheard
+from .lessons import Texts
 from .rebuilding import rebuilt
 
 WHICH = ("all", "attention")
@@ -33,7 +34,7 @@ class Uptraining(Learning):
 
 
 class Uptrained(NamedTuple):
-    """A model that has learnt, and how; its tensors are those of `step`. `ended` says what ended it early, if anything."""
+    """A model that has learnt, and how: its tensors are those of `step`, and `ended` says what ended it early."""
 
     net: Transformer
     curve: tuple[Point, ...]
@@ -53,7 +54,7 @@ def uptrain(
 
     Neither of the two is changed. `progress` hears of every step. Who interrupts is given the best so far.
     """
-    lessons = learnable(scenes, student, how)
+    lessons = Lessons(Texts(student, scenes, how.objective), how)
     net = copied(student, rebuilt(student, {}))
     pupil = Pupil(net, teacher, lessons, learned(net, how.which))
     course = Course(pupil, Alone(), progress, how.keep)
