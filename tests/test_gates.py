@@ -15,8 +15,9 @@ from headwise.heads.objectives import objective_of
 from headwise.heads.scene import Scene
 from headwise.models import Transformer
 from headwise.presets import with_gates
+from headwise.surgery.course import Point
 from headwise.surgery.gates import Gates, Gating, Multiplier, chances_of, gated, likeliest, sites_of, units_of
-from headwise.surgery.learning import Lessons, Point
+from headwise.surgery.learning import Lessons
 from headwise.surgery.lessons import Texts
 from headwise.surgery.rebuilding import Changed, rebuilt, weights_of
 from headwise.surgery.removing import removed

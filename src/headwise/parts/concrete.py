@@ -97,8 +97,7 @@ class Concrete(Gate):
     def gate(self, asked: Asked, p: Weighted, ledger: Ledger | None) -> Tensor:
         log_a = p["log_a"].to(torch.promote_types(asked.x_BTD.dtype, torch.float32))
         if ledger is not None:
-            chances = self._by_head(self.chance(log_a), p)
-            ledger.set("l0", ledger.whole(chances.sum(), "heads") / self.layers)
+            ledger.set("l0", ledger.whole(self._by_head(self.chance(log_a), p).sum(), "heads") / self.layers)
         gate = self._by_head(self._drawn(log_a) if p.training else self._sure(log_a), p)
         return gate.to(asked.x_BTD.dtype)[:, None]
 

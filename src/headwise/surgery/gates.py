@@ -17,7 +17,8 @@ from ..seams import Gate
 from ..spec import AttentionSpec
 from ..training.optimiser import Optimiser
 from ..training.recipe import Recipe
-from .learning import Beside, Course, Learning, Lessons, Point, Progress, Pupil, copied, unheard
+from .course import Beside, Course, Point, Progress, unheard
+from .learning import Learning, Lessons, Pupil, copied
 from .lessons import Texts
 from .rebuilding import Changed, attention_of, rebuilt, weights_of
 from .removing import removed

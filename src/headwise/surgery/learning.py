@@ -1,12 +1,11 @@
-"""How a model that was cut or gated learns: one step after the other, with an eye on texts that are held back."""
+"""How a model that was cut or gated learns: from which texts, what is made small, and one step of it."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from abc import ABC
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from ..heads.objectives import Objective
 from ..models import Transformer
 from ..registry import Spoken
 from ..tasks.order import Order, drawn
-from ..training.interrupts import Interrupts
 from ..training.optimiser import Optimiser, grouped
 from ..training.recipe import Recipe
 from ..training.schedules import SCHEDULES
@@ -80,25 +78,6 @@ class Learning(Spoken, ABC):
         """What of this is said to an optimiser."""
         said = {name: getattr(self, name) for name in ("steps", "schedule", "warmup", "weight_decay", "clip", "seed")}
         return Recipe(lr=self.rate, **said)
-
-
-class Point(NamedTuple):
-    """Where learning stood: the mean loss of the lessons since the point before, and that of texts held back.
-
-    `opened` is how many gates are expected to be open, where there are any.
-    """
-
-    step: int
-    loss: float | None
-    held_out: float | None = None
-    opened: float | None = None
-
-
-Progress = Callable[[Point], None]
-
-
-def unheard(point: Point) -> None:
-    """Nobody asks how it goes."""
 
 
 class Lessons:
@@ -191,104 +170,6 @@ class Pupil:
         if self._optimiser is not None:
             self._optimiser.step(self.how.recipe.rate(step))
         return loss.item()
-
-
-class Beside(ABC):
-    """What learns beside a model's own tensors."""
-
-    @abstractmethod
-    def added(self, step: int) -> Tensor | float:
-        """What joins the loss of a step."""
-
-    @abstractmethod
-    def step(self, step: int) -> None:
-        """Its own step."""
-
-    @property
-    @abstractmethod
-    def opened(self) -> float | None:
-        """How many gates are expected to be open."""
-
-
-class Alone(Beside):
-    """Nothing."""
-
-    def added(self, step: int) -> float:
-        return 0.0
-
-    def step(self, step: int) -> None:
-        pass
-
-    @property
-    def opened(self) -> None:
-        return None
-
-
-class Course:
-    """The way of a pupil through its steps: the curve, and its tensors as they were at the point that is kept."""
-
-    def __init__(self, pupil: Pupil, beside: Beside, progress: Progress, keep: str) -> None:
-        self.pupil, self.beside, self.progress, self._keep = pupil, beside, progress, keep
-        self.curve: list[Point] = []
-        self.kept = 0  # the step whose tensors are kept
-        self.ended = ""
-        self._tensors: dict[str, Tensor] = {}
-
-    def go(self) -> None:
-        """All steps, or until somebody interrupts; the model is then as it was kept."""
-        steps, step = self.pupil.how.steps, 0
-        try:
-            with Interrupts() as interrupts, seeded(self.pupil.how.seed), at_rest(self.pupil.teacher):
-                self._look(0, [])
-                losses: list[float] = []
-                for step in range(1, steps + 1):
-                    losses.append(self.pupil.step(step, lambda at=step: self.beside.added(at)))
-                    self.beside.step(step)
-                    stop = interrupts.asked and step < steps
-                    if step % self.pupil.how.every == 0 or step == steps or stop:
-                        losses = self._look(step, losses)
-                    else:
-                        self.progress(Point(step, losses[-1], opened=self.beside.opened))
-                    if stop:
-                        raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            self.ended = f"interrupted at step {step} of {steps}"
-        if not self._tensors:
-            raise KeyboardInterrupt("interrupted before the first step; nothing was changed")
-        self.pupil.net.load_state_dict(self._tensors)
-
-    def _look(self, step: int, losses: Sequence[float]) -> list[float]:
-        mean = sum(losses) / len(losses) if losses else None
-        point = Point(step, mean, self.pupil.held_out(self.pupil.net), self.beside.opened)
-        best = min((old.held_out for old in self.curve if old.held_out is not None), default=None)
-        self.curve.append(point)
-        if self._keep == "last" or best is None or (point.held_out is not None and point.held_out < best):
-            self.kept = step
-            self._tensors = {name: one.detach().clone() for name, one in self.pupil.net.state_dict().items()}
-        self.progress(point)
-        return []
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Where numbers that torch draws follow from a seed; its own generators go on behind as if nothing had been."""
-    cards = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(cards):
-        torch.manual_seed(seed)
-        yield
-
-
-@contextmanager
-def at_rest(net: Transformer | None) -> Iterator[None]:
-    """Where a model drops nothing out."""
-    was = net is not None and net.training
-    if net is not None:
-        net.eval()
-    try:
-        yield
-    finally:
-        if net is not None:
-            net.train(was)
 
 
 def copied(net: Transformer, made: Transformer) -> Transformer:

@@ -9,7 +9,8 @@ from typing import ClassVar, NamedTuple
 from ..errors import SpecError
 from ..heads.scene import Scene
 from ..models import Transformer
-from .learning import Alone, Course, Learning, Lessons, Point, Progress, Pupil, copied, unheard
+from .course import Alone, Course, Point, Progress, unheard
+from .learning import Learning, Lessons, Pupil, copied
 from .lessons import Texts
 from .rebuilding import rebuilt
 
