@@ -94,6 +94,13 @@ def test_heads_of_a_group_go_together():
     assert [spec.heads.kv for _, spec in small.described.specs()] == [1, 1]
 
 
+def test_the_count_of_groups_is_of_gates():
+    net = needy({}, **GROUPED)
+    found = gated(net, scenes(net, 20), Gating(heads=3, unit="kv", start=0.7, **BRIEF))
+    assert found.curve[0].opened == pytest.approx(4 * sigmoid(0.7 - 0.33 * math.log(0.1 / 1.1)), abs=1e-5)
+    assert count(found) == 6
+
+
 def test_gates_of_a_group_are_drawn_once():
     spec = hw.design(model=12, heads=6, kv=2, modifiers=(hw.Concrete(per="kv"),))
     layer, x = hw.Attention(spec).train(), torch.zeros(1, 1, 12)
