@@ -872,8 +872,8 @@ bug(
 bug(
     "concrete-mean-over-heads",
     "parts/concrete.py",
-    'self.chance(log_a).sum(), "heads")',
-    'self.chance(log_a).mean(), "heads")',
+    'self.chance(log_a), p).sum(), "heads")',
+    'self.chance(log_a), p).mean(), "heads")',
     CONCRETE + "test_the_ledger_adds_up_two_layers",
 )
 bug(

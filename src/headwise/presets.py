@@ -11,6 +11,7 @@ from .grouping import Heads
 from .parts.average import Average
 from .parts.collaborative import Collaborative
 from .parts.concat import Concat
+from .parts.concrete import Concrete
 from .parts.differential import Differential, DifferentialV2
 from .parts.direct import Direct
 from .parts.dot import Dot
@@ -221,6 +222,19 @@ def kha(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
 def average(*, model: int = 512, heads: int = 8, **said: Any) -> AttentionSpec:
     """The mean of the values so far, in constant memory: merged attention's other branch (1908.11365)."""
     return _filled(said, model=model, heads=heads, project=Values(), normaliser=Average(), pattern="causal()")
+
+
+def with_gates(spec: AttentionSpec, *, per: str = "head", start: float = 2.0) -> AttentionSpec:
+    """The same layer with a learned gate on every head behind all else, one for a whole group with per="kv".
+
+    `start` is log_a: 2 lets a head speak with a probability of 0.94 at first.
+
+    >>> with_gates(mha(model=8, heads=2)).modifiers
+    (Concrete(start=2.0, evaluation='hard'),)
+    """
+    if any(isinstance(modifier, Concrete) for modifier in spec.modifiers):
+        raise SpecError("its heads have learned gates already; read what those learned, or take them off first")
+    return replace(spec, modifiers=(*spec.modifiers, Concrete(start=start, evaluation="hard", per=per)))
 
 
 def _filled(said: dict[str, Any], **usual: Any) -> AttentionSpec:

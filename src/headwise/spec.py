@@ -154,6 +154,11 @@ class AttentionSpec:
         """The own score head of each output head."""
         return self.heads.speaks or self.uncut(self.heads.rows)
 
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The key-value head of each output head's own row: those of one number are a group."""
+        return tuple(self.heads.value_of[row] for row in self.speaks)
+
     def uncut(self, rows: int) -> tuple[int, ...]:
         """The own score head of each output head when none of so many rows has been cut."""
         speaks = tuple(range(rows))

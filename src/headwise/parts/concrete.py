@@ -15,7 +15,7 @@ from ..registry import part
 from ..seams import Gate
 from ..spec import AttentionSpec
 from ..terms import Asked, Base, Ledger, Param, Weighted
-from .start import full
+from .start import constant, full
 
 EPS = 1e-6  # how near to 0 and 1 the uniform number and the probability may come, as released
 
@@ -32,6 +32,7 @@ class Concrete(Gate):
     The term "l0" in the ledger is the sum over heads of P(g != 0) = sigmoid(log_a - temperature log(-low / high)).
     The ledger adds up layers: regulariser="sum", as published, is that over all heads, and "mean", as released, the
     mean over the `layers` that have gates. To drop a head with probability r at first, start=log((1 - r) / r).
+    per="kv" is one gate for all heads that read the same key-value head; `gates` is how many there were before any cut.
 
     >>> round(Concrete().chance(torch.tensor(0.0)).item(), 3)  # 1 / (1 + 11 ** -0.33)
     0.688
@@ -52,6 +53,8 @@ class Concrete(Gate):
     evaluation: str = "code"
     regulariser: str = "sum"
     layers: int = 1
+    per: str = "head"
+    gates: int = 0
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         if not self.temperature > 0:
@@ -66,6 +69,10 @@ class Concrete(Gate):
             yield f"Concrete(evaluation={self.evaluation!r}) is unknown; use 'code' or 'hard'"
         if self.regulariser not in ("sum", "mean"):
             yield f"Concrete(regulariser={self.regulariser!r}) is unknown; use 'sum' or 'mean'"
+        if self.per not in ("head", "kv"):
+            yield f"Concrete(per={self.per!r}) is unknown; use 'head' or 'kv'"
+        if self.gates and (self.per == "head" or self.gates <= max(spec.groups)):
+            yield f"Concrete(gates={self.gates}) is no number of groups here; leave gates out"
         if self.layers < 1:
             yield f"Concrete(layers={self.layers}) is no number of layers; use at least 1"
         if self.layers > 1 and self.regulariser == "sum":
@@ -76,15 +83,31 @@ class Concrete(Gate):
     def placed(self, layer: int, layers: int) -> Self:
         return replace(self, layers=layers) if self.regulariser == "mean" else self
 
+    def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
+        return {"gate": self.gates or max(spec.groups) + 1} if self.per == "kv" else {}
+
+    def settled(self, spec: AttentionSpec) -> Self:
+        return replace(self, gates=self.sizes(spec).get("gate", 0))
+
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        return {"log_a": Param(Layout.parse("out"), full(self.start))}
+        if self.per == "head":
+            return {"log_a": Param(Layout.parse("out"), full(self.start))}
+        own = Param(Layout.parse("out"), constant(spec.groups), learned=False)
+        return {"log_a": Param(Layout.parse("gate"), full(self.start)), "own": own}
 
     def gate(self, asked: Asked, p: Weighted, ledger: Ledger | None) -> Tensor:
         log_a = p["log_a"].to(torch.promote_types(asked.x_BTD.dtype, torch.float32))
         if ledger is not None:
-            ledger.set("l0", ledger.whole(self.chance(log_a).sum(), "heads") / self.layers)
-        gate = self._drawn(log_a) if p.training else self._sure(log_a)
+            ledger.set("l0", ledger.whole(self._by_head(self.chance(log_a), p).sum(), "heads") / self.layers)
+        gate = self._by_head(self._drawn(log_a) if p.training else self._sure(log_a), p)
         return gate.to(asked.x_BTD.dtype)[:, None]
+
+    def chances(self, p: Weighted) -> Tensor:
+        return self._by_head(self.chance(p["log_a"]), p)
+
+    def _by_head(self, gates: Tensor, p: Weighted) -> Tensor:
+        """What each output head has of its gate."""
+        return gates if self.per == "head" else gates[p["own"]]
 
     def chance(self, log_a: Tensor) -> Tensor:
         """P(g != 0): how likely a head is to speak."""
@@ -111,3 +134,4 @@ class Concrete(Gate):
         yield base(modifiers=(cls(temperature=0.7, low=-0.2, high=1.4, start=1.5, sample="hard"),), pattern="causal")
         yield base(modifiers=(cls(evaluation="hard"),))
         yield base(modifiers=(cls(regulariser="mean", layers=5),))
+        yield base(modifiers=(cls(per="kv"),), kv=2)

@@ -179,3 +179,7 @@ class Gate(Modifier):
 
     @abstractmethod
     def gate(self, asked: Asked, p: Weighted, ledger: Ledger | None) -> Tensor: ...
+
+    def chances(self, p: Weighted) -> Tensor | None:
+        """How likely each output head is to speak, where that is learned whatever is read; None otherwise."""
+        return None

@@ -1,0 +1,178 @@
+"""How a model that was cut or gated learns: from which texts, what is made small, and one step of it."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import Diverged, SpecError, nearest
+from ..heads.objectives import Objective
+from ..models import Transformer
+from ..registry import Spoken
+from ..tasks.order import Order, drawn
+from ..training.optimiser import Optimiser, grouped
+from ..training.recipe import Recipe
+from ..training.schedules import SCHEDULES
+from .lessons import STATES, Lesson, Texts
+
+HELD = 1  # what is drawn beside batches: which texts are held back
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Learning(Spoken, ABC):
+    """How long, on how many texts at once, with which steps, and what is made small.
+
+    What is made small is alpha times how far the model lies from its teacher, and 1 - alpha times its own loss, of
+    texts that count alike: of logits KL(teacher || model) at a `temperature`, times its square (1503.02531), of states,
+    where there is no head, 1 - cosine or with states="l2" the mean square. Without a loss of its own, a model learns
+    from its teacher alone. Steps are AdamW's, `rate` the highest of a `schedule` of which `warmup` is a part; `clip`
+    bounds the norm of a gradient, 0 does not. A share of the texts is `held_out` and measured `every` so many steps.
+    """
+
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "steps": (1, 10**9),
+        "batch": (1, 10**7),
+        "rate": (1e-12, 1),
+        "warmup": (0, 1),
+        "weight_decay": (0, 0.999),
+        "clip": (0, 1e6),
+        "temperature": (1e-3, 1e3),
+        "alpha": (0, 1),
+        "held_out": (1e-6, 0.9),
+        "every": (1, 10**9),
+        "seed": (0, 2**63 - 1),
+    }
+    choices: ClassVar[Mapping[str, Collection[str]]] = {"schedule": SCHEDULES, "states": STATES}
+    steps: int = 200
+    batch: int = 16
+    rate: float = 3e-4
+    schedule: str = "cosine"
+    warmup: float = 0.1
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    temperature: float = 2.0
+    alpha: float = 0.5
+    states: str = "cosine"
+    objective: str | Objective | None = None
+    held_out: float = 0.1
+    every: int = 20
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        own = type(self).__name__
+        for name, (low, high) in self.ranges.items():
+            if not low <= (value := getattr(self, name)) <= high:
+                raise SpecError(f"{own}({name}={value!r}) cannot be meant; give {low:g} to {high:g}")
+        for name, known in self.choices.items():
+            if (value := getattr(self, name)) not in known:
+                raise SpecError(f"{own}({name}={value!r}) is unknown; {nearest(value, known)}")
+
+    @property
+    def recipe(self) -> Recipe:
+        """What of this is said to an optimiser."""
+        said = {name: getattr(self, name) for name in ("steps", "schedule", "warmup", "weight_decay", "clip", "seed")}
+        return Recipe(lr=self.rate, **said)
+
+
+class Lessons:
+    """Lessons of a batch of texts each, in another order every time round, and those held back, by a seed."""
+
+    def __init__(self, texts: Texts, how: Learning) -> None:
+        count = len(texts.numbers)
+        back = max(1, round(how.held_out * count))
+        if count - back < how.batch:
+            fact = f"{count} texts less {back} held back are fewer than a batch of {how.batch}"
+            fits = f"use batch={count - back}" if count > back else "give more texts"
+            raise SpecError(f"{fact}; {fits}")
+        mixed = [texts.numbers[n] for n in drawn(how.seed, HELD).permutation(count)]
+        self.texts, self.how, self.held, self.taught = texts, how, sorted(mixed[:back]), sorted(mixed[back:])
+        self._order = Order(len(self.taught))
+
+    def take(self, step: int) -> Lesson:
+        """The lesson of a step, counted from 1."""
+        chosen = self._order.take(step - 1, self.how.batch, self.how.seed)
+        return self.texts.lesson([self.taught[n] for n in chosen], turn=step)
+
+    def back(self) -> Iterator[tuple[Lesson, int]]:
+        """The texts held back, and how many of them each lesson has."""
+        for first in range(0, len(self.held), self.how.batch):
+            numbers = self.held[first : first + self.how.batch]
+            yield self.texts.lesson(numbers), len(numbers)
+
+
+class Pupil:
+    """A model that learns from lessons, with a teacher or without; only tensors of these names learn."""
+
+    def __init__(
+        self, net: Transformer, teacher: Transformer | None, lessons: Lessons, learned: Collection[str]
+    ) -> None:
+        self.net, self.teacher, self.lessons, self.how = net, teacher, lessons, lessons.how
+        losses = lessons.texts.losses
+        self.alpha = self.how.alpha if losses else 1.0
+        if teacher is None and not losses:
+            raise SpecError(f"{net.described.name} has no loss of its own in these texts, and no teacher; give one")
+        if teacher is None:
+            self.alpha = 0.0
+        heads = net.described.heads
+        self._speaks = bool(heads and heads[0].outputs)
+        own = {name: p for name, p in net.named_parameters() if name in learned}
+        self._optimiser = Optimiser(grouped(own, net.described, "matrices"), self.how.recipe) if own else None
+        self._own = list(own.values())
+        for name, parameter in net.named_parameters():
+            parameter.requires_grad_(name in learned)
+
+    def loss(self, net: Transformer, lesson: Lesson) -> Tensor:
+        """What is made small, a mean over texts."""
+        said, parts = lesson.said(net), []
+        if self.alpha < 1:
+            parts.append((1 - self.alpha) * lesson.losses(said))
+        if self.alpha > 0:
+            parts.append(self.alpha * self._apart(lesson, said))
+        return torch.stack(parts).sum(0).mean()
+
+    def _apart(self, lesson: Lesson, said: Tensor) -> Tensor:
+        assert self.teacher is not None
+        with torch.no_grad():
+            taught = lesson.said(self.teacher)
+        if taught.shape != said.shape:
+            fact = f"the teacher says {taught.shape[-1]} numbers of each place, the model {said.shape[-1]}"
+            raise SpecError(f"{fact}; give the model that this one was made of")
+        if self._speaks:
+            return lesson.divergences(said, taught, self.how.temperature)
+        return lesson.distances(said, taught, self.how.states)
+
+    def held_out(self, net: Transformer) -> float:
+        """The loss of the texts held back, of this model or one made of it."""
+        was = net.training
+        net.eval()
+        with torch.no_grad():
+            found = [(float(self.loss(net, lesson)) * count, count) for lesson, count in self.lessons.back()]
+        net.train(was)
+        return sum(loss for loss, _ in found) / sum(count for _, count in found)
+
+    def step(self, step: int, added: Callable[[], Tensor | float]) -> float:
+        """One step; the loss without what was added."""
+        self.net.train()
+        loss = self.loss(self.net, self.lessons.take(step))
+        (loss + added()).backward()
+        norm = nn.utils.get_total_norm([p.grad for p in self._own if p.grad is not None])
+        if not (loss.isfinite() and norm.isfinite()):
+            fact = f"loss {loss.item():g}, gradient {float(norm):g} at step {step}"
+            raise Diverged(f"{fact}; use a rate below {self.how.rate:g}")
+        if self.how.clip:
+            nn.utils.clip_grads_with_norm_(self._own, self.how.clip, norm)
+        if self._optimiser is not None:
+            self._optimiser.step(self.how.recipe.rate(step))
+        return loss.item()
+
+
+def copied(net: Transformer, made: Transformer) -> Transformer:
+    """A model to learn, in float32 at least: steps are lost between numbers of less precision."""
+    exact = torch.promote_types(next(net.parameters()).dtype, torch.float32)
+    return made.to(exact)
