@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 
+import planted_align  # noqa: F401 - as the first
 import planted_comparing  # noqa: F401 - as the first
 import planted_composition  # noqa: F401 - importing a list plants its bugs
 import planted_core  # noqa: F401 - as the first
@@ -25,6 +26,7 @@ import planted_models  # noqa: F401 - as the first
 import planted_nets  # noqa: F401 - as the first
 import planted_patches  # noqa: F401 - as the first
 import planted_pricing  # noqa: F401 - as the first
+import planted_proof  # noqa: F401 - as the first
 import planted_registered  # noqa: F401 - as the first
 import planted_serving  # noqa: F401 - as the first
 import planted_sites  # noqa: F401 - as the first

@@ -6,7 +6,7 @@ width, V value width, D model, E source.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -132,6 +132,45 @@ class Cell(Protocol):
     @property
     def j(self) -> Any: ...
     def take(self, factors: Tensor, index: Any) -> Tensor: ...
+
+
+class Freedom(NamedTuple):
+    """Orthogonal maps of a head's channels: any rotation within a plane, any map at all within a room, no other.
+
+    `a & b` are the maps of both:
+
+    >>> Freedom(planes=((0, 2), (1, 3))) & Freedom(rooms=((0, 1, 2), (3,)))
+    Freedom(planes=((0, 2),), rooms=())
+    """
+
+    planes: tuple[tuple[int, int], ...] = ()
+    rooms: tuple[tuple[int, ...], ...] = ()
+
+    @staticmethod
+    def whole(width: int) -> Freedom:
+        """Every orthogonal map of so many channels."""
+        return Freedom(rooms=(tuple(range(width)),) if width else ())
+
+    @staticmethod
+    def alike(columns: Sequence[Sequence[float]]) -> Freedom:
+        """The maps that commute with scaling channels so: any among channels with one column of factors.
+
+        >>> Freedom.alike([(1.0, 2.0), (1.0, 3.0), (1.0, 2.0)])
+        Freedom(planes=(), rooms=((0, 2), (1,)))
+        """
+        rooms: dict[tuple[float, ...], list[int]] = {}
+        for channel, factors in enumerate(columns):
+            rooms.setdefault(tuple(factors), []).append(channel)
+        return Freedom(rooms=tuple(map(tuple, rooms.values())))
+
+    def __and__(self, other: Freedom) -> Freedom:
+        mine = [plane for plane in self.planes if other._holds(plane)]
+        theirs = [plane for plane in other.planes if self._holds(plane) and set(plane) not in map(set, mine)]
+        rooms = [tuple(sorted(set(a) & set(b))) for a in self.rooms for b in other.rooms]
+        return Freedom((*mine, *theirs), tuple(room for room in rooms if room))
+
+    def _holds(self, plane: tuple[int, int]) -> bool:
+        return any(set(plane) == set(one) for one in self.planes) or any(set(plane) <= set(one) for one in self.rooms)
 
 
 @runtime_checkable

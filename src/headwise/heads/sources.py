@@ -18,9 +18,10 @@ from ..hub.readable import PAD, Readable, readable, reads_two, takes
 from ..hub.running import Run
 from ..models import Transformer
 from ..models.generating import words_of
-from ..tasks import Task
+from ..tasks import Batch, Task
 from ..traces import Row
 from .conllu import Sentence
+from .objectives import LABELS
 from .scene import Scene, Tokens
 
 WORD = re.compile(r"\w+|[^\w\s]")  # of a text that nobody has taken apart
@@ -164,6 +165,36 @@ def of_pairs(
                 raise SpecError(f"{fact}; count from 0")
         sources.add(source, target, links=links)
     return sources
+
+
+def of_examples(model: nn.Module, task: Task, limit: int, split: str = "valid") -> Sources:
+    """Scenes of a task's examples with what it wants of each; there are as many as it has, if that is fewer."""
+    sources, first = Sources(model), task.batch(0, 1, split)
+    _check_reads(model, task, first)
+    every = task.batches(1, split)
+    spell = sources.spelling() if first.x.dim() == 2 and not first.x.is_floating_point() else {}
+    for number in range(limit if every is None else min(limit, every)):
+        one = task.batch(number, 1, split)
+        named = {"x": one.x, "tokens": one.tokens, "source": one.source, "source_tokens": one.source_tokens}
+        inputs = {name: told for name, told in named.items() if told is not None} | {LABELS: one.labels}
+        ids = {"text": one.x, "source": one.source} if spell else {}
+        streams = {
+            name: _tokens(_spelt(told[0].tolist(), spell[name]), None) for name, told in ids.items() if told is not None
+        }
+        sources.scenes.append(Scene(inputs, streams))
+    return sources
+
+
+def _check_reads(model: nn.Module, task: Task, first: Batch) -> None:
+    """Refuse a task that another model has learnt."""
+    if not isinstance(model, Transformer):
+        raise SpecError(f"{type(model).__name__} does not read the ids of the task {task.name}; give lines of text")
+    mine, theirs = model.described, task.model()
+    ends = [[(s.embedding and (s.embedding.tokens, s.embedding.patches)) for s in one.stacks] for one in (mine, theirs)]
+    heads = [one.heads[0].outputs if one.heads else 0 for one in (mine, theirs)]
+    own = model.usage.tokenizer
+    if ends[0] != ends[1] or heads[0] != heads[1] or (own is not None and own != task.tokenizer):
+        raise SpecError(f"the model does not read and say what the task {task.name} asks; give one trained on it")
 
 
 def links_of(line: str, number: int) -> tuple[tuple[int, int, bool], ...]:

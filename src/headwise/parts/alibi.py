@@ -30,6 +30,7 @@ class Alibi(ScoreStep):
     paper = "2108.12409"
     positional: ClassVar[bool] = True
     additive: ClassVar[bool] = True
+    free: ClassVar[str] = "kv"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         return {"slope": Param(Layout.parse("q"), constant(slopes(spec.heads.q)), learned=False)}

@@ -16,7 +16,7 @@ from ..registry import part
 from ..seams import Project, Turn
 from ..spec import AttentionSpec
 from ..terms import Base, Core, Param, Turning, Weighted
-from .direct import Direct
+from .direct import Direct, absorbed
 from .start import normal, ones, xavier, zeros
 from .trilinear import Form, apart, blocks, distance, evened, grown, least_squares
 
@@ -83,6 +83,12 @@ class Collaborative(Project):
     def entry(self, spec: AttentionSpec) -> Mapping[str, Layout]:
         values = Layout.parse(f"{spec.heads.value_axis} vdim")
         return {"k": Layout.parse("width"), "content": Layout.parse("q"), "v": values}
+
+    def absorb(
+        self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
+    ) -> Mapping[str, Tensor]:
+        names = [key for key in ("v", "v_bias") if key in self.params(spec)]
+        return absorbed(weights, names, matrix) if side == "v" else {}
 
     def core(self, spec: AttentionSpec) -> Core:
         heads = spec.heads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -40,6 +41,10 @@ class Concat(Merge):
         learned = self.output == "learned"
         weights = {"o": Param(Layout.parse("model (out vdim)"), xavier, "query", learned)}
         return weights | ({"o_bias": Param(Layout.parse("model"), zeros)} if self.bias else {})
+
+    def absorb(self, spec: AttentionSpec, weights: Mapping[str, Tensor], matrix: Tensor) -> Mapping[str, Tensor]:
+        told = weights["output.o"].unflatten(1, (-1, spec.heads.vdim))
+        return {"output.o": torch.einsum("dov,ovw->dow", told, matrix).flatten(1)}
 
     def merge(self, o_BTOV: Tensor, p: Weighted) -> Tensor:
         return F.linear(o_BTOV.flatten(2), p["o"].to(o_BTOV.dtype), p["o_bias"] if self.bias else None)

@@ -38,6 +38,7 @@ class Concrete(Gate):
     """
 
     paper = "1905.09418"
+    free: ClassVar[str] = "kv"
     disagreements: ClassVar[tuple[str, ...]] = (
         "The paper sums the cost over all heads, its code takes the mean over layers of the sum in each: regulariser.",
         "At test time gates are 0 or 1 in the paper, and sigmoid(log_a) without temperature in its code: evaluation.",

@@ -16,7 +16,7 @@ from ..layout import Layout
 from ..registry import part
 from ..seams import OutputStep
 from ..spec import AttentionSpec
-from ..terms import Base, Param, Weighted
+from ..terms import Base, Freedom, Param, Weighted
 from .start import normal, ones, xavier
 
 
@@ -96,6 +96,10 @@ class Differential(Pairs):
         lambdas = {name: Param(Layout.parse("dim"), normal(0.1)) for name in ("a1", "b1", "a2", "b2")}
         return lambdas | {"norm": Param(Layout.parse("vdim"), ones)}
 
+    def freedom(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> Freedom:
+        own = Freedom.alike(p["norm"][:, None].tolist())
+        return own if side == "v" else super().freedom(spec, side, p)
+
     def finish(self, o_BTHV: Tensor, x_BTD: Tensor, p: Weighted) -> Tensor:
         exact = torch.promote_types(o_BTHV.dtype, torch.float32)
         up, down = (p["a1"] * p["b1"]).sum(dtype=exact).exp(), (p["a2"] * p["b2"]).sum(dtype=exact).exp()
@@ -124,6 +128,7 @@ class DifferentialV2(Pairs):
     """
 
     paper = "unilm/Diff-Transformer-V2"
+    free: ClassVar[str] = "kv"
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         heads = spec.heads

@@ -66,10 +66,7 @@ class Direct(Project):
     def absorb(
         self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
     ) -> Mapping[str, Tensor]:
-        names = [f"project.{key}" for key in (side, f"{side}_bias") if key in self.params(spec)]
-        width = matrix.shape[1]
-        by_head = {name: weights[name].reshape(weights[name].shape[0] // width, width, -1) for name in names}
-        return {name: torch.matmul(matrix, heads).reshape(weights[name].shape) for name, heads in by_head.items()}
+        return absorbed(weights, [key for key in (side, f"{side}_bias") if key in self.params(spec)], matrix)
 
     def core(self, spec: AttentionSpec) -> Core:
         heads = spec.heads
@@ -98,3 +95,11 @@ class Direct(Project):
         yield base(kv=2, vdim=5, bias="qkvo")
         yield base(kv=3, project=cls(bias="v"))
         yield base(kv=1, source=13, project=cls(bias="q"))
+
+
+def absorbed(weights: Mapping[str, Tensor], names: Iterable[str], matrix: Tensor) -> dict[str, Tensor]:
+    """These weights of a project, whose rows are channels of heads, behind which a matrix met each head."""
+    width = matrix.shape[-1]
+    held = {f"project.{name}": weights[f"project.{name}"] for name in names}
+    by_head = {name: rows.reshape(rows.shape[0] // width, width, -1) for name, rows in held.items()}
+    return {name: torch.matmul(matrix, heads).reshape(held[name].shape) for name, heads in by_head.items()}

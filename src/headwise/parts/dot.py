@@ -27,6 +27,7 @@ class Dot(Similarity):
 
     paper = "1706.03762"
     linear: ClassVar[bool] = True
+    free: ClassVar[str] = "kv"
     scale: float | None = None
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Gaussian(Similarity):
     -3.125
     """
 
+    free: ClassVar[str] = "kv"
     width: float = 1.0
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:

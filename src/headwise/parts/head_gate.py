@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ class HeadGate(Gate):
     """
 
     paper = "2505.06708"
+    free: ClassVar[str] = "kv"
     start: float | None = None
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:

@@ -11,7 +11,7 @@ from ..layout import Layout
 from ..registry import part
 from ..seams import OutputStep
 from ..spec import AttentionSpec
-from ..terms import Base, Param, Weighted
+from ..terms import Base, Freedom, Param, Weighted
 from .start import ones
 
 
@@ -43,6 +43,10 @@ class HeadNorm(OutputStep):
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         return {"scale": Param(Layout.parse("vdim" if self.scope == "shared" else "out vdim"), ones)}
+
+    def freedom(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> Freedom:
+        own = Freedom.alike(p["scale"].reshape(-1, spec.heads.vdim).T.tolist())
+        return own if side == "v" else super().freedom(spec, side, p)
 
     def finish(self, o_BTHV: Tensor, x_BTD: Tensor, p: Weighted) -> Tensor:
         return F.rms_norm(o_BTHV, o_BTHV.shape[-1:], eps=self.eps) * p["scale"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import SpecError
 from ..layout import Layout
 from ..registry import part
-from ..seams import Project
+from ..seams import Joined, Project, Turn
 from ..spec import AttentionSpec
 from ..terms import Base, Core, Param, Turning, Weighted
-from .start import ones, xavier
+from .direct import Direct, absorbed
+from .start import ones, xavier, zeros
 
 
 @part
@@ -25,7 +27,9 @@ class Latent(Project):
     Only c (`rank` numbers) and r (`rope` numbers) are remembered. `heads.dim` is the width that is not turned;
     queries may pass a norm of their own at `query_rank`. form="expanded" makes keys and values anew;
     form="absorbed" moves W_UK into the query and W_UV behind the reading, so that a single query reads the
-    latent itself. Both are the same function of the same parameters. Scale: 1/sqrt(dim + rope).
+    latent itself. Both are the same function of the same parameters. Scale: 1/sqrt(dim + rope). `bias` names what has
+    one: "q" the queries, "kv" c and r before the norm. norm="none" leaves c as it is: so a trained layer whose heads
+    share keys and values becomes one of these by `as_latent`.
 
     DeepSeek-V3 remembers 576 numbers per token where its 128 heads would need 40,960:
 
@@ -41,12 +45,18 @@ class Latent(Project):
     query_rank: int | None = None
     form: str = "expanded"
     eps: float = 1e-6
+    norm: str = "rms"
+    bias: str = ""
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         if not self.eps > 0:
             yield f"{type(self).__name__}(eps={self.eps!r}) must be positive; 1e-6 is usual"
         if self.form not in ("expanded", "absorbed"):
             yield f"Latent(form={self.form!r}) is unknown; use 'expanded' or 'absorbed'"
+        if self.norm not in ("rms", "none"):
+            yield f"Latent(norm={self.norm!r}) is unknown; use 'rms' or 'none'"
+        if self.bias not in ("", "q", "kv", "qkv"):
+            yield f"Latent(bias={self.bias!r}) is unknown, for k and v grow out of one vector; use 'q', 'kv' or 'qkv'"
         if not spec.similarity.linear:
             name = type(spec.similarity).__name__
             yield f"Latent reads a single query absorbed, which keeps dot products alone, not {name}; use Dot()"
@@ -80,13 +90,20 @@ class Latent(Project):
         applied = "query" if self.form == "absorbed" else "recalled"
         return query | {
             "kv_down": Param(Layout.parse("[rank|rope] source"), xavier, "source"),
-            "kv_norm": Param(Layout.parse("rank"), ones),
+            **({"kv_norm": Param(Layout.parse("rank"), ones)} if self.norm == "rms" else {}),
             "k_up": Param(Layout.parse("(kv dim) rank"), xavier, applied),
             "v_up": Param(Layout.parse("(kv vdim) rank"), xavier, applied),
+            **({"q_bias": Param(Layout.parse(wide), zeros)} if "q" in self.bias else {}),
+            **({"kv_bias": Param(Layout.parse("[rank|rope]"), zeros)} if "kv" in self.bias else {}),
         }
 
     def entry(self, spec: AttentionSpec) -> Mapping[str, Layout]:
         return {"c": Layout.parse("rank"), "r": Layout.parse("rope")}
+
+    def absorb(
+        self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
+    ) -> Mapping[str, Tensor]:
+        return absorbed(weights, ["v_up"], matrix) if side == "v" else {}
 
     def core(self, spec: AttentionSpec) -> Core:
         heads, scale = spec.heads, (spec.heads.dim + self.rope) ** -0.5
@@ -98,12 +115,13 @@ class Latent(Project):
         return {"step": replace(self, form="absorbed")}
 
     def ask(self, x_BTD: Tensor, turn: Turning, p: Weighted) -> Tensor:
+        bias = p["q_bias"] if "q" in self.bias else None
         if self.query_rank is None:
-            flat = F.linear(x_BTD, p["q"])
+            flat = F.linear(x_BTD, p["q"], bias)
         else:
             low = F.linear(x_BTD, p["q_down"])
             low = F.rms_norm(low, (self.query_rank,), p["q_norm"].to(low.dtype), self.eps)
-            flat = F.linear(low, p["q_up"])
+            flat = F.linear(low, p["q_up"], bias)
         dim = p.sizes["dim"]
         q_BTHK = flat.unflatten(-1, (p.sizes["q"], dim + self.rope))
         own, shared = q_BTHK.split([dim, self.rope], -1)
@@ -112,11 +130,11 @@ class Latent(Project):
         return torch.cat([own, turn(shared, "q")], -1)
 
     def remember(self, z_BSE: Tensor, turn: Turning, p: Weighted) -> dict[str, Tensor]:
-        c, r = F.linear(z_BSE, p["kv_down"]).split([self.rank, self.rope], -1)
-        return {
-            "c": F.rms_norm(c, (self.rank,), p["kv_norm"].to(c.dtype), self.eps),
-            "r": turn(r[..., None, :], "k").squeeze(-2),
-        }
+        down = F.linear(z_BSE, p["kv_down"], p["kv_bias"] if "kv" in self.bias else None)
+        c, r = down.split([self.rank, self.rope], -1)
+        if self.norm == "rms":
+            c = F.rms_norm(c, (self.rank,), p["kv_norm"].to(c.dtype), self.eps)
+        return {"c": c, "r": turn(r[..., None, :], "k").squeeze(-2)}
 
     def recall(self, entry: Mapping[str, Tensor], turn: Turning, p: Weighted) -> tuple[Tensor, Tensor]:
         c, r = entry["c"], entry["r"]
@@ -144,4 +162,96 @@ class Latent(Project):
         yield base(project=cls(rank=8, rope=2), modifiers=turned, pattern="causal", vdim=5)
         yield base(project=cls(rank=8, rope=2, query_rank=9, eps=1e-5), modifiers=turned, pattern="causal")
         yield base(project=cls(rank=8, rope=0, form="absorbed"))
+        yield base(project=cls(rank=8, rope=2, norm="none", bias="qkv"), modifiers=turned)
         yield base(project=cls(rank=8, rope=0, form="absorbed"), modifiers=(TalkingHeads(),), vdim=5)
+
+
+def as_latent(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[AttentionSpec, dict[str, Tensor]]:
+    """A trained layer of Direct as one of Latent, exactly: one vector holds all key-value heads, k_up and v_up copy it.
+
+    What a turn reaches of keys lies end to end in the shared slice, where each query has its own head's channels and
+    zeros elsewhere; the rest of keys, and values, are the latent, without a norm (2502.07864, its merge). A token needs
+    as many numbers as before. Queries take up that the scale now follows from another width; where turns reach all of a
+    key one channel of zeros stands for the rest.
+
+    >>> import headwise as hw
+    >>> spec = hw.design(model=8, heads=4, kv=2, modifiers=(hw.Rotary(base=50.0, dims=2, pairs="interleaved"),), dim=3)
+    >>> shared, _ = as_latent(spec, hw.Attention(spec).state_dict())
+    >>> shared.project
+    Latent(rank=8, rope=4, norm='none')
+    >>> [hw.counting.cache_numbers(one) for one in (spec, shared)]
+    [12, 12]
+    """
+    name, turn, joined = _joined(spec, weights)
+    lay = joined.lay if joined else ()
+    rest = [c for c in range(spec.heads.dim) if c not in {channel for _, channel in lay}]
+    told = spec.project.shifts(spec, weights)
+    project = Latent(
+        rank=spec.heads.kv * (len(rest) + spec.heads.vdim),
+        rope=len(lay),
+        norm="none",
+        bias=("q" if "project.q_bias" in weights else "") + ("kv" if told else ""),
+    )
+    shared = replace(
+        spec,
+        heads=replace(spec.heads, kv=spec.heads.q, dim=max(len(rest), 1), reads=()),
+        project=project,
+        modifiers=tuple(joined.turn if joined and one == turn else one for one in spec.modifiers),
+    )
+    own = _laid(spec, weights, lay, rest, spec.similarity.factor(spec.core) / shared.similarity.factor(shared.core))
+    own |= {f"{name}.{key}": held for key, held in joined.weights.items()} if joined else {}
+    return shared, own | {key: weights[key].clone() for key in shared.shapes() if key not in own}
+
+
+def _joined(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[str, Turn | None, Joined | None]:
+    """The turn of keys, with its name, and as it is where all heads are one; refused where that cannot be."""
+    if not isinstance(spec.project, Direct):
+        raise SpecError(
+            f"as_latent knows the weights of Direct, not of {type(spec.project).__name__}; give such a layer"
+        )
+    if spec.heads.values:
+        raise SpecError(f"keys and values are grouped apart here ({spec.heads}); no latent holds both for a head")
+    turns = [(name, turn) for name, turn in spec.steps(Turn) if turn.reaches(spec) & set("qk")]
+    if not turns:
+        return "", None, None
+    name, turn = turns[0]
+    own = {key.removeprefix(f"{name}."): held for key, held in weights.items() if key.startswith(f"{name}.")}
+    joined = turn.joined(spec, spec.heads.kv, own) if len(turns) == 1 else None
+    if joined is None:
+        names = " and ".join(name for name, _ in turns)
+        raise SpecError(
+            f"{names} on queries and keys cannot be one turn of all heads laid end to end; leave it as it is"
+        )
+    return name, turn, joined
+
+
+def _laid(
+    spec: AttentionSpec, weights: Mapping[str, Tensor], lay: Sequence[tuple[int, int]], rest: list[int], grown: float
+) -> dict[str, Tensor]:
+    """Weights and biases of the merged layer: rows of keys in their new places, queries to meet them, copies."""
+    heads, held = spec.heads, {key.removeprefix("project."): tensor.detach() for key, tensor in weights.items()}
+    owner, channel = ([place[n] for place in lay] for n in range(2))
+    reads = list(heads.reads)
+    mine = (torch.tensor(reads)[:, None] == torch.tensor(owner)[None]).to(held["q"])
+
+    def down(k: Tensor, v: Tensor) -> Tensor:
+        k, v = k.unflatten(0, (heads.kv, heads.dim)), v.unflatten(0, (heads.kv, heads.vdim))
+        return torch.cat([k[:, rest].flatten(0, 1), v.flatten(0, 1), k[owner, channel]])
+
+    def asked(q: Tensor) -> Tensor:
+        q = q.unflatten(0, (heads.q, heads.dim)) * grown
+        own = q[:, rest] if rest else torch.zeros_like(q[:, :1])
+        return torch.cat([own, q[:, channel] * mine.view(*mine.shape, *[1] * (q.dim() - 2))], 1).flatten(0, 1)
+
+    copies = torch.eye(heads.kv * (len(rest) + heads.vdim)).to(held["q"])
+    k_up = copies[: heads.kv * len(rest)].unflatten(0, (heads.kv, len(rest)))[reads]
+    if not rest:
+        k_up = copies.new_zeros(heads.q, 1, copies.shape[1])
+    v_up = copies[heads.kv * len(rest) :].unflatten(0, (heads.kv, heads.vdim))[reads]
+    made = {"q": asked(held["q"]), "kv_down": down(held["k"], held["v"])}
+    made |= {"k_up": k_up.flatten(0, 1), "v_up": v_up.flatten(0, 1)}
+    if "q_bias" in held:
+        made["q_bias"] = asked(held["q_bias"])
+    if {"k_bias", "v_bias"} & set(held):
+        made["kv_bias"] = down(*(held.get(f"{side}_bias", held[side].new_zeros(len(held[side]))) for side in "kv"))
+    return {f"project.{key}": tensor for key, tensor in made.items()}

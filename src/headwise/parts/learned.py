@@ -44,6 +44,7 @@ class Learned(ScoreStep):
     )
     positional: ClassVar[bool] = True
     additive: ClassVar[bool] = True
+    free: ClassVar[str] = "kv"
     length: int = 512
     kind: str = "random"
     rank: int = 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ class OutputGate(Gate):
     """
 
     paper = "2505.06708"
+    free: ClassVar[str] = "k"
     start: float | None = None
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -11,7 +12,7 @@ from ..layout import Layout
 from ..registry import part
 from ..seams import Turn
 from ..spec import AttentionSpec
-from ..terms import Base, Param, Weighted
+from ..terms import Base, Freedom, Param, Weighted
 from .start import full, ones, zeros
 
 
@@ -64,6 +65,12 @@ class QKNorm(Turn):
 
     def levels(self) -> bool:
         return self.scope == "head"
+
+    def freedom(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> Freedom:
+        if side == "v" or self.kind == "l2":
+            return Freedom.whole({"k": spec.heads.dim, "v": spec.heads.vdim}[side])
+        scales = torch.cat([p[own].reshape(-1, spec.heads.dim) for own in "qk"])
+        return Freedom.alike(scales.T.tolist())
 
     def turn(self, x_BTHK: Tensor, side: str, placed: None, p: Weighted) -> Tensor:
         if self.kind == "l2":

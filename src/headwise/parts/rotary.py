@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..registry import part
-from ..seams import Turn
+from ..seams import Joined, Turn
 from ..spec import AttentionSpec
-from ..terms import Base, Param, Weighted
+from ..terms import Base, Freedom, Param, Weighted
 from .rotary_scaling import NTK, PI, Llama3, Plain, Scaling, YaRN
 from .start import constant
 
@@ -22,7 +23,8 @@ class Rotary(Turn):
     """Pair c of a head's first `dims` channels turns by t base^(-2c/dims) at position t (2104.09864).
 
     pairs="half" takes channels (c, c + dims/2) together, as Llama checkpoints on the Hub; "interleaved" takes
-    (2c, 2c + 1), as the paper. `scaling` bends the frequencies for longer texts.
+    (2c, 2c + 1), as the paper. `scaling` bends the frequencies for longer texts. Where `copies` heads are laid out as
+    one vector of dims channels, as in a latent that all of them were merged into, each has the frequencies of one.
 
     >>> Rotary(base=10_000.0).frequencies(4)
     [1.0, 0.01]
@@ -34,6 +36,7 @@ class Rotary(Turn):
     dims: int | None = None
     pairs: str = "half"
     scaling: Scaling = Plain()
+    copies: int = 1
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:
         if self.pairs not in ("half", "interleaved"):
@@ -47,10 +50,13 @@ class Rotary(Turn):
         dims = reached if self.dims is None else self.dims
         if dims % 2 or not 0 < dims <= reached:
             yield f"Rotary turns pairs, but {dims} of {reached} channels are asked; use an even number up to {reached}"
+        elif self.copies < 1 or dims % (2 * self.copies):
+            yield f"Rotary(copies={self.copies}) does not divide {dims // 2} pairs; leave copies out"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         dims = self.dims or spec.project.turned(spec)
-        return {"frequency": Param(Layout.parse("turning"), constant(self.frequencies(dims)), learned=False)}
+        each = self.frequencies(dims // self.copies)
+        return {"frequency": Param(Layout.parse("turning"), constant(each * self.copies), learned=False)}
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"turning": (self.dims or spec.project.turned(spec)) // 2}
@@ -59,6 +65,31 @@ class Rotary(Turn):
         """The angle per position of each pair, after scaling."""
         plain = [self.base ** (-2 * c / dims) for c in range(dims // 2)]
         return self.scaling.bend(plain, self.base, dims)
+
+    def freedom(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> Freedom:
+        if side == "v":
+            return super().freedom(spec, side, p)
+        dims = self.dims or spec.project.turned(spec)
+        rest = tuple(range(dims, spec.heads.dim))
+        return Freedom(self.planes(dims), (rest,) if rest else ())
+
+    def planes(self, dims: int) -> tuple[tuple[int, int], ...]:
+        """The channels that turn together, pair by pair.
+
+        >>> Rotary().planes(4), Rotary(pairs="interleaved").planes(4)
+        (((0, 2), (1, 3)), ((0, 1), (2, 3)))
+        """
+        if self.pairs == "half":
+            return tuple((c, c + dims // 2) for c in range(dims // 2))
+        return tuple((c, c + 1) for c in range(0, dims, 2))
+
+    def joined(self, spec: AttentionSpec, heads: int, p: Mapping[str, Tensor]) -> Joined:
+        dims = self.dims or spec.project.turned(spec)
+        one = self.planes(dims)
+        sides = [[pair[half] for pair in one] for half in range(2)] if self.pairs == "half" else [list(range(dims))]
+        lay = tuple((head, channel) for side in sides for head in range(heads) for channel in side)
+        turn = replace(self, dims=None, copies=self.copies * heads)
+        return Joined(turn, lay, {"frequency": p["frequency"].repeat(heads)})
 
     def place(self, position_BT: Tensor, exact: torch.dtype, p: Weighted) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every pair's angle."""
@@ -87,6 +118,7 @@ class Rotary(Turn):
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(),), pattern="causal", kv=2)
         yield base(modifiers=(cls(base=50.0, dims=2, pairs="interleaved"),))
+        yield base(modifiers=(cls(copies=2),), kv=3)
         yield base(modifiers=(cls(scaling=PI(factor=4.0)),), pattern="causal")
         yield base(modifiers=(cls(scaling=NTK(factor=4.0)),), pattern="causal")
         yield base(modifiers=(cls(scaling=YaRN(factor=4.0, original=32)),), pattern="causal")

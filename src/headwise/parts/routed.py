@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, Self
 
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import SpecError
 from ..layout import Layout
 from ..registry import part
 from ..seams import Gate, Turn
@@ -43,6 +44,7 @@ class Routed(Gate):
     """
 
     paper = "2410.11842"
+    free: ClassVar[str] = "kv"  # of queries it sees lengths alone
     disagreements: ClassVar[tuple[str, ...]] = (
         (
             "The paper (eq. 5, 6) multiplies by bare probabilities; its code shares them out again, so that a"
@@ -171,3 +173,34 @@ class Routed(Gate):
         yield base(modifiers=(cls(always=0, active=2),))
         yield base(modifiers=(cls(always=2, active=3, heads=6),))
         yield base(modifiers=(Rotary(), cls(always=2, active=3, router="norm")), pattern="causal", kv=2)
+
+
+def as_routed(
+    spec: AttentionSpec, weights: Mapping[str, Tensor], shared: Sequence[int], active: int
+) -> tuple[AttentionSpec, dict[str, Tensor]]:
+    """A trained layer in which these output heads always speak, of the others the `active` with the longest queries.
+
+    No weight changes and none is learned (2410.11842, its conversion of a trained model); which head makes which choice
+    is a constant of the layer. With all others active it is the same function. The paper then trains on.
+
+    >>> import headwise as hw
+    >>> spec = hw.design(model=8, heads=4)
+    >>> routed, told = as_routed(spec, hw.Attention(spec).state_dict(), shared=[2], active=2)
+    >>> routed.modifiers, told["routed.slot"].tolist(), told["routed.asker"].tolist()
+    ((Routed(active=2, router='norm'),), [1, 2, 0, 3], [0, 1, 3])
+    """
+    speaks = spec.speaks
+    first = sorted(set(shared))
+    if len(first) != len(shared) or not set(first) <= set(range(len(speaks))):
+        raise SpecError(f"shared={list(shared)} must name heads within 0..{len(speaks) - 1}, each at most once")
+    if any(isinstance(modifier, Routed) for modifier in spec.modifiers):
+        raise SpecError("the heads of this layer are routed already; give a layer without Routed")
+    gate = Routed(always=len(first), active=active, router="norm")
+    routed = replace(spec, modifiers=(*spec.modifiers, gate))
+    others = [head for head in range(len(speaks)) if head not in first]
+    choice = {head: n for n, head in enumerate((*first, *others))}
+    own = {
+        "routed.slot": torch.tensor([choice[head] for head in range(len(speaks))]),
+        "routed.asker": torch.tensor([speaks[head] for head in others], dtype=torch.int64),
+    }
+    return routed, {name: tensor.clone() for name, tensor in weights.items()} | own

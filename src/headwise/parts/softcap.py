@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class Softcap(ScoreStep):
     """
 
     paper = "2408.00118"
+    free: ClassVar[str] = "kv"
     limit: float = 50.0
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:

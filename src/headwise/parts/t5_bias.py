@@ -33,6 +33,7 @@ class T5Bias(ScoreStep):
     paper = "1910.10683"
     positional: ClassVar[bool] = True
     additive: ClassVar[bool] = True
+    free: ClassVar[str] = "kv"
     buckets: int = 32
     reach: int = 128
     looking: str = "both"

@@ -15,6 +15,7 @@ from ..seams import Project, Turn
 from ..spec import AttentionSpec
 from ..terms import Base, Core, Param, Turning, Weighted
 from .average import Average
+from .direct import absorbed
 from .start import xavier, zeros
 
 
@@ -60,6 +61,12 @@ class Values(Project):
 
     def without(self, biases: frozenset[str]) -> Self:
         return replace(self, bias="" if "v" in biases else self.bias)
+
+    def absorb(
+        self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
+    ) -> Mapping[str, Tensor]:
+        names = [key for key in ("v", "v_bias") if key in self.params(spec)]
+        return absorbed(weights, names, matrix) if side == "v" else {}
 
     def core(self, spec: AttentionSpec) -> Core:
         heads = spec.heads

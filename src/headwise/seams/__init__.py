@@ -6,7 +6,19 @@ to it as `p`; so one declaration builds, counts, cuts, shares and saves it. Lett
 
 from .base import Foldable, Part
 from .choices import Merge, Normaliser, Project, Similarity
-from .modifiers import Gate, Mix, Modifier, OutputStep, ScoreStep, Turn, ValueStep, WeightStep
+from .modifiers import Gate, Joined, Mix, Modifier, OutputStep, ScoreStep, Turn, ValueStep, WeightStep
 
-__all__ = ["Foldable", "Gate", "Merge", "Mix", "Modifier", "Normaliser", "OutputStep", "Part", "Project", "ScoreStep"]
+__all__ = [
+    "Foldable",
+    "Gate",
+    "Joined",
+    "Merge",
+    "Mix",
+    "Modifier",
+    "Normaliser",
+    "OutputStep",
+    "Part",
+    "Project",
+    "ScoreStep",
+]
 __all__ += ["Similarity", "Turn", "ValueStep", "WeightStep"]

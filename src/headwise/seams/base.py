@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 from ..grouping import Heads
 from ..layout import Layout
 from ..registry import Spoken
-from ..terms import Base, Core, Param, Weighted, Work
+from ..terms import Base, Core, Freedom, Param, Weighted, Work
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +25,7 @@ class Part(Spoken, ABC):
     paper: ClassVar[str] = ""
     disagreements: ClassVar[tuple[str, ...]] = ()  # where its sources disagree, and which of them it follows
     positional: ClassVar[bool] = False  # whether it asks where tokens stand
+    free: ClassVar[str] = "kv"  # sides ("k" with its queries, "v") whose heads any orthogonal map may turn under it
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         """Its parameters, by named axes."""
@@ -53,6 +54,14 @@ class Part(Spoken, ABC):
     def sources(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         """The score heads it needs so that these come out right."""
         return heads
+
+    def freedom(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> Freedom:
+        """Which orthogonal maps of a head's channels it does not see, or hands on as they are.
+
+        On side "k" a key head and all queries that read it are mapped alike, on side "v" a value head is.
+        """
+        widths = {"k": spec.heads.dim, "v": spec.heads.vdim}
+        return Freedom.whole(widths[side]) if side in self.free else Freedom()
 
     def joins_keys(self) -> bool:
         """Whether it takes all key heads as one vector, so that how often each is there matters."""

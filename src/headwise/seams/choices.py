@@ -49,7 +49,10 @@ class Project(Part):
     def absorb(
         self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
     ) -> Mapping[str, Tensor]:
-        """The weights of a side, bias and all, behind which the matrix met every head; none when it cannot."""
+        """The weights of a side, bias and all, behind which the matrix met every head; none when it cannot.
+
+        `matrix` is one for all heads of the side, or one for each, [heads, out, in].
+        """
         return {}
 
     def rewrites(self, spec: AttentionSpec) -> Mapping[str, Project]:
@@ -66,6 +69,7 @@ class Similarity(Foldable):
     signed: ClassVar[bool] = True
     linear: ClassVar[bool] = False
     headed: ClassVar[bool] = False
+    free: ClassVar[str] = "v"
 
     @abstractmethod
     def pair(self, q_K: Tensor, k_K: Tensor, scale: float, p_h: Mapping[str, Tensor]) -> Tensor: ...
@@ -110,6 +114,10 @@ class Normaliser(Foldable):
 
 class Merge(Part):
     """Per-head outputs to the model's width."""
+
+    def absorb(self, spec: AttentionSpec, weights: Mapping[str, Tensor], matrix: Tensor) -> Mapping[str, Tensor]:
+        """Its weights, before which each output head met a matrix of its own, [out, to, from]; none when it cannot."""
+        return {}
 
     @abstractmethod
     def merge(self, o_BTOV: Tensor, p: Weighted) -> Tensor: ...

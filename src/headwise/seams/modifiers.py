@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
-from ..terms import Asked, Cell, Ledger, Phase, Weighted
+from ..terms import Asked, Cell, Freedom, Ledger, Phase, Weighted
 from .base import Part
 
 if TYPE_CHECKING:
@@ -40,6 +40,11 @@ class Turn(Modifier):
         """Whether every head's vector leaves it with one length, whatever it came with."""
         return False
 
+    def freedom(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> Freedom:
+        """Those that commute with it: none, where it reaches the side at all and says no more."""
+        reached = self.reaches(spec) & frozenset({"k": "qk", "v": "v"}[side])
+        return Freedom() if reached else super().freedom(spec, side, p)
+
     def place(self, position_BT: Tensor, exact: torch.dtype, p: Weighted) -> Any:
         """What it needs of the positions, for both sides alike, in a precision that angles can stand."""
         return None
@@ -55,12 +60,25 @@ class Turn(Modifier):
         """Itself on its other sides alone; None when it has none."""
         return self
 
+    def joined(self, spec: AttentionSpec, heads: int, p: Mapping[str, Tensor]) -> Joined | None:
+        """Itself where so many heads are one vector, for those of their channels that it turns; None when it cannot."""
+        return None
+
+
+class Joined(NamedTuple):
+    """A turn of heads that are laid out as one: itself, the (head, channel) of each of its channels, its weights."""
+
+    turn: Turn
+    lay: tuple[tuple[int, int], ...]
+    weights: Mapping[str, Tensor]
+
 
 class ScoreStep(Modifier):
     """Changes one score at a time; written once, for a number and for a tensor alike."""
 
     additive: ClassVar[bool] = False
     headed: ClassVar[bool] = False  # whether its factors are of each score head
+    free: ClassVar[str] = "v"
 
     @property
     def phase(self) -> Phase:
@@ -113,6 +131,8 @@ class WeightStep(Modifier):
 class ValueStep(Modifier):
     """Adds to the value that a query reads from a key, depending on where the two stand."""
 
+    free: ClassVar[str] = "k"
+
     @property
     def phase(self) -> Phase:
         """On the values."""
@@ -128,6 +148,7 @@ class OutputStep(Modifier):
     """Changes per-head outputs token by token; if it `joins`, several rows become one output head."""
 
     joins: ClassVar[bool] = False
+    free: ClassVar[str] = "k"
 
     @property
     def phase(self) -> Phase:
@@ -148,6 +169,8 @@ class OutputStep(Modifier):
 
 class Gate(Modifier):
     """Scales output heads by something known before the core, so that a backend may skip what is zero."""
+
+    free: ClassVar[str] = ""
 
     @property
     def phase(self) -> Phase:

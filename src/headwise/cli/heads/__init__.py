@@ -10,11 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..reading import check_texts, scenes_of, spoken, take_texts
 from ..screen import Arguments, Wrong, document, in_colour, show, take_form
 from .more import asked, take_more
 from .more import told as told_more
-
-EXAMPLES = 200  # of a task, unless said
 
 if TYPE_CHECKING:
     from ...heads.scene import Scene
@@ -28,7 +27,8 @@ def main(argv: list[str]) -> int:
     from ...hub.opening import opened
 
     model = opened(given.model).eval()
-    scenes, notes = _scenes(model, given)
+    spoken(model, given)
+    scenes, notes = scenes_of(model, given)
     measured = partial(_measured, scenes=scenes, given=given)
     table, more = asked(model, measured(model), scenes, given, measured)
     table = replace(table, notes=(*table.notes, *notes))
@@ -49,14 +49,7 @@ def _parser() -> Arguments:
         "headwise heads path/to/model --conllu parsed.conllu --limit 500 --out heads",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder of headwise, or one of transformers")
-    parser.add_argument("--data", metavar="FILE", help="texts, one a line; a tab parts a source from its target")
-    parser.add_argument("--conllu", metavar="FILE", help="parsed sentences: their texts are read, relations are tried")
-    parser.add_argument(
-        "--align", nargs=3, metavar=("SOURCE", "TARGET", "GOLD"),
-        help="pairs of lines, and links between their words as in 0-0 1-2 2?3",
-    )  # fmt: skip
-    parser.add_argument("--task", metavar="NAME", help="examples of a task that knows its links: dates")
-    parser.add_argument("--limit", type=int, metavar="COUNT", help="read so many texts")
+    take_texts(parser, "examples of a task that knows its links: dates")
     parser.add_argument("--sort", metavar="MEASURE", help="heads with the most of it first")
     parser.add_argument("--criteria", default="ours", metavar="WHOSE", help="ours, clark or voita: what makes a class")
     parser.add_argument("--resamples", type=int, default=1000, metavar="COUNT", help="draws of the bootstrap (1000)")
@@ -68,43 +61,11 @@ def _parser() -> Arguments:
 
 
 def _check(given: argparse.Namespace) -> None:
-    said = [name for name in ("data", "conllu", "align", "task") if getattr(given, name) is not None]
-    if len(said) != 1:
-        raise Wrong("say what is read: one of --data FILE, --conllu FILE, --align SOURCE TARGET GOLD, --task dates")
-    if given.limit is not None and given.limit < 2:
-        raise Wrong(f"--limit {given.limit} leaves no interval; give at least 2")
+    check_texts(given)
     if given.resamples < 100:
         raise Wrong(f"--resamples {given.resamples} make no interval; give at least 100")
     if given.out is not None and Path(given.out).exists() and not Path(given.out).is_dir():
         raise Wrong(f"{given.out} is a file; give a folder")
-
-
-def _scenes(model: Any, given: argparse.Namespace) -> tuple[list[Scene], tuple[str, ...]]:
-    from ...heads import sources
-    from ...heads.conllu import sentences_of
-
-    if given.conllu is not None:
-        sentences = sentences_of(sources.lines_of(given.conllu), given.conllu)
-        found = sources.of_sentences(model, sentences, given.limit)
-    elif given.align is not None:
-        source, target, gold = (sources.lines_of(path) for path in given.align)
-        if not len(source) == len(target) == len(gold):
-            counts = f"{len(source)}, {len(target)} and {len(gold)}"
-            raise Wrong(f"the three files of --align have {counts} lines; give as many of each")
-        links = [sources.links_of(line, number) for number, line in enumerate(gold, 1)]
-        found = sources.of_pairs(model, list(zip(source, target, strict=True))[: given.limit], links[: given.limit])
-    elif given.task is not None:
-        from ...tasks import task
-
-        found = sources.Sources(model)
-        found.take(task(given.task), given.limit or EXAMPLES)
-    else:
-        found = sources.of_lines(model, sources.lines_of(given.data), given.limit)
-    scenes = found.counted()
-    if len(scenes) < 2:
-        why = f": {'; '.join(found.notes)}" if found.notes else ""
-        raise Wrong(f"{len(scenes)} texts can be read{why}; give at least two")
-    return scenes, found.notes
 
 
 def _measured(model: Any, *, scenes: Sequence[Scene], given: argparse.Namespace) -> Table:

@@ -1,0 +1,141 @@
+"""`headwise prune`: a model with fewer heads in a new folder, and the proof of what is left of it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .screen import Arguments, Wrong
+from .smaller import Work, take_work
+
+if TYPE_CHECKING:
+    from ..models import Transformer
+    from ..surgery import By, Choice
+
+WHICH = ("keep", "heads", "drop", "clusters", "budget", "plan")
+
+
+def main(argv: list[str]) -> int:
+    """Choose heads, cut them, write what is left, and prove it."""
+    given = _parser().parse_args(argv)
+    _check(given)
+    work = Work.of(given)
+    from ..surgery.marks import mark_of
+    from ..surgery.pruning import prune
+
+    done = prune(work.net, _choice(given, work), work.chosen_by, fold=given.fold, tell=work.tell)
+    record = done.data | {"model": mark_of(work.net)}
+    return work.done(done.after, done.plan.sentence, record, keep=dict(done.plan.changes), said=dict(done.said))
+
+
+def _parser() -> Arguments:
+    parser = Arguments(
+        "prune",
+        "Heads are chosen and cut out of a model for good; what is left is written into a new folder, with a proof: "
+        "that it says what the model said with these heads silent, what was saved, and what was lost.",
+        "headwise prune path/to/model --keep 0.5 --data texts.txt --out smaller",
+    )
+    take_work(parser)
+    which = parser.add_argument_group("which heads go (one of these)")
+    which.add_argument("--keep", metavar="SHARE", help="those worth most stay: 0.5 of every layer, or 4 heads of each")
+    which.add_argument("--heads", nargs="+", metavar="LAYER:HEADS", help="these go, as in 0:1,3 decoder.2.cross:0")
+    which.add_argument("--drop", nargs="+", metavar="CLASS", help="those that are of these classes and no other go")
+    which.add_argument("--clusters", action="store_true", help="one stays of each cluster of heads that look alike")
+    which.add_argument(
+        "--budget", metavar="KIND=LIMIT",
+        help="those worth least go until parameters=0.8, cache=0.5 or time=0.7 is met, or as long as loss=0.05 is kept",
+    )  # fmt: skip
+    which.add_argument("--plan", metavar="FOLDER", help="the same as was done before, of which this folder tells")
+    how = parser.add_argument_group("how they are chosen")
+    how.add_argument("--by", default="leave-one-out", metavar="METHOD", help="a method of importance, or random")
+    how.add_argument("--per", default="layer", metavar="WHERE", help="--keep of each layer, stack (alike), or model")
+    how.add_argument("--unit", default="auto", metavar="KIND", help="head, group (of one key head), or auto")
+    how.add_argument("--least", type=int, metavar="COUNT", help="stay in every layer, with --per model and --budget")
+    how.add_argument("--sample", type=int, metavar="COUNT", help="texts that importance reads")
+    how.add_argument("--again", type=int, metavar="COUNT", help="with --budget, weigh anew after so many have gone")
+    how.add_argument("--state", metavar="FILE", help="with --budget, keep what was done there, and go on from it")
+    how.add_argument(
+        "--fold", default="none", metavar="KIND", help="what heads leave behind: none, their mean, or bias"
+    )
+    return parser
+
+
+def _check(given: argparse.Namespace) -> None:
+    said = [name for name in WHICH if getattr(given, name)]
+    if len(said) != 1:
+        both = f"; --{said[0]} and --{said[1]} are two" if len(said) > 1 else ""
+        raise Wrong(f"say which heads go by one of {', '.join(f'--{name}' for name in WHICH)}{both}")
+    for name in ("again", "state"):
+        if getattr(given, name) is not None and not given.budget:
+            raise Wrong(f"--{name} is for --budget; leave it out, or give one")
+
+
+def _choice(given: argparse.Namespace, work: Work) -> Choice:
+    """What the command line says, as the library has it."""
+    from ..surgery import By, Classes, Clusters, Keep, Named
+
+    by = By(given.by, given.objective, sample=given.sample, seed=given.seed)
+    if given.keep:
+        return Keep(_share(given.keep), by, given.per, given.unit, 1 if given.least is None else given.least)
+    if given.heads:
+        return Named(tuple(_named(work.net, given.heads)))
+    if given.drop:
+        return Classes(tuple(given.drop))
+    if given.clusters:
+        return Clusters(by)
+    return _until(given, by) if given.budget else _planned(given, work)
+
+
+def _until(given: argparse.Namespace, by: By) -> Choice:
+    from ..surgery import Budget, Until
+
+    kind, _, limit = given.budget.partition("=")
+    try:
+        budget = Budget(kind, float(limit))
+    except ValueError:
+        raise Wrong(f"--budget {given.budget} is no budget; write KIND=LIMIT, as in cache=0.5") from None
+    state = None if given.state is None else Path(given.state)
+    return Until(budget, by, given.again, given.unit, given.least or 0, state)
+
+
+def _planned(given: argparse.Namespace, work: Work) -> Choice:
+    """What heads.json of another folder says, if that was made of this very model."""
+    from ..surgery import Named
+    from ..surgery.folders import plan_of
+    from ..surgery.marks import mark_of
+
+    done = plan_of(given.plan).done
+    if done.get("done") != "prune":
+        raise Wrong(f"{given.plan} does not say which heads went; give a folder that headwise prune wrote")
+    if done.get("model") != mark_of(work.net):
+        raise Wrong(f"the plan in {given.plan} was made for another checkpoint than {given.model}; choose anew")
+    there: dict[str, Any] = done["there"]
+    keep: dict[str, list[int]] = done["keep"]
+    return Named(
+        tuple((site, head) for site, count in there.items() for head in range(count) if head not in keep[site])
+    )
+
+
+def _share(said: str) -> float | int:
+    if re.fullmatch(r"\d+", said):
+        return int(said)
+    try:
+        return float(said)
+    except ValueError:
+        raise Wrong(f"--keep {said} is no share of heads; give 0.5, say, or a whole number of them") from None
+
+
+def _named(net: Transformer, said: list[str]) -> list[tuple[str, int]]:
+    """The heads that were named, LAYER:HEADS each."""
+    from ..hub.finding import sites
+
+    known, found = sites(net), list[tuple[str, int]]()
+    for one in said:
+        where, _, heads = one.rpartition(":")
+        if not where or not re.fullmatch(r"\d+(,\d+)*", heads):
+            raise Wrong(f"--heads {one} names no heads; write LAYER:HEADS or SITE:HEADS, as in 0:1,3")
+        site = known.named(int(where) if where.isdecimal() else where).name
+        found += [(site, int(head)) for head in heads.split(",")]
+    return found

@@ -1,0 +1,77 @@
+"""Small models of every kind and texts for them, for proofs of what is left of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import headwise as hw
+from headwise import blueprint as bp
+from headwise.heads.scene import Scene, Tokens
+from headwise.models import Transformer
+
+WORDS = 23
+
+
+def attention(pattern: str = "causal", heads: int = 4, kv: int = 2, **said: Any) -> Any:
+    """An attention of 24 channels."""
+    return hw.design(model=24, heads=heads, kv=kv, pattern=pattern, **said)
+
+
+def model(kind: str, blocks: int = 2, words: int = WORDS, modifiers: tuple[Any, ...] = (hw.Rotary(),)) -> bp.Model:
+    """A model of one kind."""
+    feed = bp.Dense(31)
+    own = bp.Block(attention("causal" if kind == "decoder" else "full", modifiers=modifiers), feed=feed)
+    patches = bp.Patches(3, 5, 2, 2, channels=1)
+    embedding = bp.Embedding(patches=patches, first=1) if kind == "vision" else bp.Embedding(words)
+    heads = (bp.Head("classes", 7, at="first"),) if kind == "vision" else (bp.Head("tokens", words),)
+    stacks = (bp.Stack.of("encoder" if kind != "decoder" else kind, 24, [own] * blocks, embedding=embedding,
+                          norm=bp.Norm()),)  # fmt: skip
+    if kind == "encoder-decoder":
+        both = bp.Block(attention(), cross=attention("full"), feed=feed)
+        stacks += (bp.Stack.of("decoder", 24, [both] * blocks, embedding=bp.Embedding(words), norm=bp.Norm()),)
+    return bp.Model(f"small {kind}", kind, stacks, heads)
+
+
+def built(described: bp.Model, seed: int = 0) -> Transformer:
+    """With weights large enough for heads to differ, in single precision."""
+    net = hw.build(described, seed=seed)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if parameter.ndim > 1 and "project" in name:
+                parameter.mul_(2.0)
+    return net.eval()
+
+
+def scenes(kind: str, count: int = 6, words: int = WORDS) -> list[Scene]:
+    """Texts of several lengths, or pictures with labels."""
+    draw = torch.Generator().manual_seed(5)
+    if kind == "vision":
+        shape = (1, 1, 6, 10)
+        return [Scene({"x": torch.randn(shape, generator=draw), "labels": torch.tensor([n % 7])}, {})
+                for n in range(count)]  # fmt: skip
+    found = list[Scene]()
+    for n in range(count):
+        text = torch.randint(3, words, (1, 6 + n % 4), generator=draw)
+        streams = {"text": _tokens(text[0])}
+        inputs = {"x": text}
+        if kind == "encoder-decoder":
+            inputs["source"] = torch.randint(3, words, (1, 7), generator=draw)
+            streams["source"] = _tokens(inputs["source"][0])
+        found.append(Scene(inputs, streams))
+    return found
+
+
+def _tokens(ids: torch.Tensor) -> Tokens:
+    none = torch.zeros(len(ids), dtype=torch.bool)
+    return Tokens(ids, tuple(map(str, ids.tolist())), none, none, none, torch.arange(len(ids)), torch.ones(len(ids)))
+
+
+KEEP = {
+    "decoder": {"decoder.0.attention": [1, 2], "decoder.1.attention": [3]},
+    "encoder": {"encoder.0.attention": [0, 1, 2], "encoder.1.attention": [2]},
+    "encoder-decoder": {"encoder.1.attention": [2, 3], "decoder.0.cross": [0], "decoder.1.attention": [1, 3]},
+    "vision": {"encoder.0.attention": [0, 3], "encoder.1.attention": [1]},
+}
+KINDS = tuple(KEEP)

@@ -1,0 +1,126 @@
+"""Heads go one after the other until a budget is met; what was done is taken up again."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.surgery import Budget, By, Until
+from headwise.surgery.budgets import cache_bytes
+from headwise.surgery.phases import Pace
+from headwise.surgery.pruning import prune
+from headwise.surgery.quality import quality
+from headwise.surgery.removing import removed
+from headwise.surgery.worths import worths
+from test_pruning import FAINT, LLAMA, RANDOM, faint
+from test_removing import noisy
+from weighed import GPT2, built, scenes
+
+MICHEL = By("michel")
+
+
+def test_numbers_go_down_to_what_was_asked():
+    net = noisy(built(LLAMA))
+    done = prune(net, Until(Budget("parameters", 0.9), RANDOM))
+    was, now = (hw.counting.params(one.described) for one in (net, done.after))
+    assert now <= 0.9 * was
+    unit = 2 * 4 * 12 * 2 + 2 * 4 * 12  # two heads of queries and outputs, one of keys and values
+    assert now + unit > 0.9 * was
+    assert prune(net, Until(Budget("parameters", float(now)), RANDOM)).plan.keep == done.plan.keep
+
+
+def test_caches_go_down_to_what_was_asked():
+    net = noisy(built(LLAMA))
+    done = prune(net, Until(Budget("cache", 0.5), RANDOM))
+    assert cache_bytes(net.described, 8) == net.cache(batch=1, capacity=1).nbytes
+    assert done.after.cache(batch=1, capacity=9).nbytes * 2 == net.cache(batch=1, capacity=9).nbytes
+
+
+def test_time_goes_down_to_what_was_asked():
+    """Of two heads of 256 channels, one may go: a layer with half of the work takes less than 0.9 of the time."""
+    wide = LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 96, "hidden_size": 64}
+    net = hw.build(hw.families.read(wide), seed=0).eval()
+    pace = Pace(length=96, steps=1, seconds=0.3)
+    done = prune(net, Until(Budget("time", 0.75), RANDOM, least=1, pace=pace))
+    assert 2 <= done.plan.count < 8
+
+
+def test_loss_grows_no_further_than_allowed():
+    net, texts = faint(noisy(built(LLAMA)), FAINT), scenes(built(LLAMA))
+    plain = quality(net, texts).rows[0].after.value
+    done = prune(net, Until(Budget("loss", 0.05), MICHEL, unit="head"), texts)
+    assert quality(done.after, texts).rows[0].after.value - plain <= 0.05
+    assert set(FAINT) <= set(done.plan.gone)
+    order = sorted(worths(net, texts, MICHEL).of.items(), key=lambda one: one[1])
+    assert {head for head, _ in order[: len(done.plan.gone)]} == set(done.plan.gone)
+    following = removed(net, _without(net, [head for head, _ in order[: len(done.plan.gone) + 1]]))
+    assert quality(following, texts).rows[0].after.value - plain > 0.05
+
+
+def _without(net, heads):
+    keep = {site: range(len(spec.speaks)) for site, spec in net.described.specs()}
+    return {site: [head for head in own if (site, head) not in heads] for site, own in keep.items()}
+
+
+def test_worths_are_found_anew_when_asked():
+    """After each head, of what is left: as if every step were a choice of its own."""
+    net, texts = noisy(built(LLAMA)), scenes(built(LLAMA))
+    done = prune(net, Until(Budget("parameters", 0.92), MICHEL, again=1, unit="head"), texts)
+    heads = {(site, head): head for site, spec in net.described.specs() for head in range(len(spec.speaks))}
+    gone, now = list[tuple[str, int]](), net
+    while hw.counting.params(now.described) > 0.92 * hw.counting.params(net.described):
+        found = worths(now, texts, MICHEL).of
+        site, place = min(found, key=lambda one: found[one])
+        left = [head for there, head in heads if there == site and (site, head) not in gone]
+        gone.append((site, left[place]))
+        now = removed(net, _without(net, gone))
+    assert set(done.plan.gone) == set(gone)
+
+
+def test_what_was_done_is_taken_up(tmp_path):
+    net, state = noisy(built(LLAMA)), tmp_path / "state.json"
+    whole = prune(net, Until(Budget("parameters", 0.8), RANDOM, state=state)).plan
+    told = json.loads(state.read_text())
+    assert len(told["gone"]) > 2
+    told["gone"] = told["gone"][:2]
+    state.write_text(json.dumps(told))
+    heard = list[str]()
+    again = prune(net, Until(Budget("parameters", 0.8), RANDOM, state=state), tell=heard.append).plan
+    assert again == whole
+    assert next(line for line in heard if "gone" in line).startswith("3 of 6 units gone")
+    with pytest.raises(hw.SpecError, match="is of another model or another choice; remove it"):
+        prune(net, Until(Budget("parameters", 0.7), RANDOM, state=state))
+    with pytest.raises(hw.SpecError, match="is of another model or another choice; remove it"):
+        prune(built(LLAMA, seed=1), Until(Budget("parameters", 0.8), RANDOM, state=state))
+    state.write_text('{"model": 1')
+    with pytest.raises(hw.SpecError, match="does not say what was done"):
+        prune(net, Until(Budget("parameters", 0.8), RANDOM, state=state))
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        (lambda: Until(Budget("parametres", 0.5)), "there is no budget of 'parametres'; did you mean 'parameters'"),
+        (lambda: Until(Budget("cache", 0)), "a budget of 0 cache leaves nothing"),
+        (lambda: Until(Budget("time", 3.0)), "time=3 is no share of what the model takes now"),
+        (lambda: Until(Budget("loss", 0.1), again=0), "again=0 is no number of units"),
+        (lambda: Until(Budget("loss", 0.1), RANDOM), "a budget of loss is measured on texts, and there are 0"),
+        (
+            lambda: Until(Budget("parameters", 0.01), RANDOM, least=1),
+            "parameters=0.01 cannot be met: it is 2388 with the 4 heads that have to stay; give more",
+        ),
+    ],
+)
+def test_what_cannot_be_kept_to_is_told(choice, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        prune(built(LLAMA), choice())
+
+
+def test_a_cache_without_attention_is_empty():
+    net = built(GPT2)
+    assert cache_bytes(removed(net, {"decoder.0.attention": ()}).described, 8) * 2 == cache_bytes(net.described, 8)
+    assert torch.is_tensor(net(torch.tensor([[1, 2]])))

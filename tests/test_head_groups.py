@@ -1,0 +1,146 @@
+"""Heads grouped by likeness, and put in another order: the best there is where that can be counted, and exact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cases
+import headwise as hw
+from cases import EVERY, base, check_close
+from headwise import axes
+from headwise.surgery import groups
+from headwise.surgery.arranging import arranged, neighbours
+
+
+def brute(score: np.ndarray, into: int) -> float:
+    """The largest sum inside equal groups, over every order of the heads."""
+    size = len(score) // into
+    ends = range(0, len(score), size)
+    return max(
+        sum(score[a, b] for n in ends for a in order[n : n + size] for b in order[n : n + size] if a < b)
+        for order in permutations(range(len(score)))
+    )
+
+
+def drawn(heads: int, seed: int) -> np.ndarray:
+    score = np.random.default_rng(seed).normal(size=(heads, heads))
+    return (score + score.T) / 2
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.sampled_from([(4, 2), (6, 1), (6, 2), (6, 3), (6, 6)]), st.integers(0, 999))
+def test_few_heads_are_grouped_as_well_as_can_be(sizes, seed):
+    heads, into = sizes
+    score = drawn(heads, seed)
+    found = groups.alike(torch.tensor(score), into)
+    assert sorted(head for group in found for head in group) == list(range(heads))
+    assert {len(group) for group in found} == {heads // into}
+    assert groups.within(torch.tensor(score), found) == pytest.approx(brute(score, into), abs=1e-12)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.sampled_from([(6, 2), (8, 2), (8, 4), (9, 3), (10, 5)]), st.integers(0, 999))
+def test_climbing_finds_what_trying_all_finds(sizes, seed):
+    heads, into = sizes
+    score = torch.tensor(drawn(heads, seed))
+    every = groups.alike(score, into)
+    assert groups.ways(heads, into) <= groups.FEW
+    climbed = groups.climbed(score, into, seed=seed, starts=50)
+    assert groups.within(score, climbed) == pytest.approx(groups.within(score, every), abs=1e-12)
+
+
+def test_many_heads_are_grouped_alike_every_time_and_never_worse_than_neighbours():
+    score = torch.tensor(drawn(24, 5))
+    assert groups.ways(24, 6) > groups.FEW
+    once, again = (groups.alike(score, 6, seed=2, starts=20) for _ in range(2))
+    assert once == again
+    assert groups.within(score, once) > groups.within(score, groups.evenly(24, 6))
+    alone = groups.climbed(score, 6, seed=2, starts=0)
+    assert groups.within(score, groups.evenly(24, 6)) < groups.within(score, alone) <= groups.within(score, once)
+
+
+def test_hidden_groups_are_found():
+    owner = torch.arange(32) * 7 % 8
+    score = (owner[:, None] == owner).double() + 0.3 * torch.tensor(drawn(32, 1))
+    found = groups.alike(score, 8, seed=0, starts=10)
+    assert {frozenset(group) for group in found} == {
+        frozenset((owner == n).nonzero().flatten().tolist()) for n in range(8)
+    }
+
+
+def test_ways_are_counted_as_they_are_tried():
+    for heads, into in ((4, 2), (6, 3), (8, 4), (9, 3)):
+        tried = list(groups._every(tuple(range(heads)), heads // into))
+        assert len(set(tried)) == len(tried) == groups.ways(heads, into)
+
+
+def test_groups_that_do_not_come_out_are_refused():
+    for into in (4, 0, -1, 7, 2.0):
+        with pytest.raises(
+            hw.SpecError, match=r"6 key-value heads do not make .* equal groups; use one of \[1, 2, 3, 6\]"
+        ):
+            groups.alike(torch.zeros(6, 6), into)
+    for score in (torch.full((4, 4), torch.nan), torch.zeros(3, 4), torch.zeros(4)):
+        with pytest.raises(ValueError, match="no number for each pair of heads"):
+            groups.alike(score, 2)
+
+
+def twin(spec, weights) -> hw.Attention:
+    layer = hw.Attention(spec).double().eval()
+    layer.load_state_dict(weights, strict=True)
+    return layer
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_another_order_is_refused_or_the_same_layer(name):
+    spec = EVERY[name]
+    if not spec.heads.values and spec.project.grouped and "Differential" not in name:
+        shuffled = replace(spec.heads, reads=tuple(np.random.default_rng(7).permutation(spec.heads.reads).tolist()))
+        spec = cases.normal(spec, heads=shuffled) if spec.project.plain else spec
+    layer = cases.layer(spec)
+    x, z = cases.tensors(spec)
+    order = np.random.default_rng(1).permutation(spec.heads.q).tolist()
+    mixes = any(len(spec.sources(out)) > len(spec.voices) // len(spec.speaks) for out in range(len(spec.speaks)))
+    if mixes or spec.heads.values:
+        with pytest.raises(hw.SpecError, match=r"where they stand|grouped apart"):
+            arranged(spec, layer.state_dict(), order)
+        return
+    if "Differential" in name:
+        pairs = np.random.default_rng(1).permutation(spec.heads.q // 2)
+        order = [2 * pair + half for pair in pairs.tolist() for half in range(2)]
+    for make in (lambda: arranged(spec, layer.state_dict(), order), lambda: neighbours(spec, layer.state_dict())):
+        check_close(twin(*make())(x, source=z), layer(x, source=z))
+
+
+def test_neighbours_make_what_was_shared_regular():
+    for said in ({"modifiers": (hw.Alibi(), hw.HeadGate())}, {"heads": 3, "modifiers": (hw.DifferentialV2(),)}):
+        spec = base(**({"heads": 6, "bias": "qkvo"} | said))
+        spec, weights = axes.share(
+            spec, cases.layer(spec).state_dict(), [(0, 2), (1,)] if spec.heads.kv == 3 else [(0, 4, 2), (5, 1, 3)]
+        )
+        x, _ = cases.tensors(spec)
+        even, moved = neighbours(spec, weights)
+        assert not spec.heads.even
+        assert even.heads.even == (
+            spec.heads.q == 6 and spec.heads.kv == 2 and len(set(map(spec.heads.reads.count, (0, 1)))) == 1
+        )
+        assert list(even.heads.reads) == sorted(spec.heads.reads)
+        check_close(twin(even, moved)(x), twin(spec, weights)(x))
+
+
+def test_an_order_must_name_every_head_and_keep_pairs():
+    spec = base(heads=4, modifiers=(hw.DifferentialV2(),))
+    weights = cases.layer(spec).state_dict()
+    with pytest.raises(hw.SpecError, match="must name each of 8 score heads once"):
+        arranged(spec, weights, [0, 1, 2])
+    with pytest.raises(hw.SpecError):
+        arranged(spec, weights, [0, 2, 1, 3, 4, 5, 6, 7])
+    x, _ = cases.tensors(spec)
+    check_close(twin(*arranged(spec, weights, [4, 5, 0, 1, 6, 7, 2, 3]))(x), twin(spec, weights)(x))

@@ -1,0 +1,191 @@
+"""`headwise prune` on folders of every kind: what it leaves, what it proves, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from foreign import ZOO
+from headwise import cli
+from headwise.tasks import task
+from headwise.tasks.vocabulary import Bytes
+from weighed import ids
+
+# Texts of bytes that differ, eleven of them; an empty line among them.
+TEXTS = "\n".join(f"text {n} of {n * n} words, {'and more ' * (n % 3)}here" for n in range(11)) + "\n\n"
+KINDS = {"gpt2": "resized", "llama": "transformers", "bert": "resized", "t5": "transformers", "bart": "resized"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models of ours and of transformers that read bytes, texts for them, and a model of images."""
+    base = tmp_path_factory.mktemp("models")
+    config = {"model_type": "gpt2", "n_embd": 24, "n_head": 4, "n_layer": 2, "vocab_size": 300, "n_positions": 64}
+    net = hw.build(hw.families.read(config), seed=0)
+    net.usage = hw.Usage(tokenizer=Bytes().document)
+    hw.save(net, base / "ours")
+    net.usage = hw.Usage()
+    hw.save(net, base / "wordless")
+    for name in KINDS:
+        foreign = ZOO[name]
+        torch.manual_seed(0)
+        model = foreign._replace(keys={**foreign.keys, "vocab_size": 300, "eos_token_id": None}).build("sdpa")
+        model.save_pretrained(base / name)
+        (base / name / "tokenizer.json").write_text(Bytes().document)
+    draw = np.random.default_rng(0)
+    images = {"images": draw.integers(0, 255, (40, 8, 8), dtype=np.uint8), "labels": draw.integers(0, 3, 40)}
+    np.savez(base / "images.npz", **images)
+    made = task("images", path=str(base / "images.npz"))
+    vision = hw.build(made.model(), seed=0)
+    vision.usage = made.usage
+    hw.save(vision, base / "vision")
+    (base / "texts").write_text(TEXTS)
+    (base / "pairs").write_text("".join(f"source {n}\ttarget {n}\n" for n in range(9)))
+    (base / "few").write_text("one alone\n")
+    return {path.name: path for path in base.iterdir()}
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    code = cli.main(["prune", *map(str, argv)])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def heads(folder: Path) -> list[int]:
+    return [spec.heads.q for _, spec in hw.load(folder).described.specs()]
+
+
+FAST = ("--seconds", "0.05", "--length", "8")
+
+
+@pytest.mark.parametrize("name", ["ours", *KINDS])
+def test_one_command(name: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    texts, out = folders["pairs" if name in ("t5", "bart") else "texts"], tmp_path / "out"
+    per = "stack" if name == "t5" else "layer"
+    code, told, err = said(
+        capsys, folders[name], "--keep", "0.5", "--per", per, "--by", "random", "--data", texts, "--out", out,
+        *FAST, "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    proof = json.loads(told)
+    assert proof["holds"] is True
+    assert {one["what"] for one in proof["equal"]} >= {"silenced = cut", "headwise.load of what was written"}
+    assert proof["folder"]["kind"] == KINDS.get(name, "ours"), proof["folder"]["sentence"]
+    before, after = heads(folders[name]), heads(out)
+    assert [round(q / 2) for q in before] == after
+    assert json.loads((out / "proof.json").read_text())["quality"] == proof["quality"]
+    assert "heads stay" in (out / "PROOF.md").read_text()
+    assert json.loads((out / "heads.json").read_text())["done"]["there"] == proof_heads(folders[name])
+
+
+def proof_heads(folder: Path) -> dict[str, int]:
+    return {site: len(spec.speaks) for site, spec in hw.load(folder).described.specs()}
+
+
+def test_images_by_a_task(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out, path = tmp_path / "out", folders["images.npz"]
+    code, told, err = said(
+        capsys, folders["vision"], "--keep", "0.5", "--by", "taylor", "--task", "images", "--set", f"path={path}",
+        "--out", out, *FAST[:2], "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    rows = {row["name"]: row for row in json.loads(told)["quality"]["rows"]}
+    assert {"loss", "accuracy"} <= rows.keys()
+    whole, half = hw.load(folders["vision"]), hw.load(out)
+    assert 2 * sum(heads(out)) == sum(heads(folders["vision"]))
+    with torch.no_grad():
+        x = task("images", path=str(path)).batch(0, 2, "valid").x
+        assert half(x).shape == whole(x).shape
+
+
+def test_what_a_terminal_shows(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "out"
+    code, told, err = said(
+        capsys, folders["ours"], "--heads", "0:1,3", "1:0", "--fold", "mean", "--data", folders["texts"],
+        "--out", out, *FAST,
+    )  # fmt: skip
+    assert code == 0, err
+    assert told.startswith("gpt2: 5 of 8 heads stay, without those that were named")
+    assert max(map(len, told.replace(str(out), "OUT").splitlines())) <= 80
+    assert "heads were chosen by 6 other texts than those that prove" in told
+    assert [len(kept) for kept in json.loads((out / "heads.json").read_text())["done"]["keep"].values()] == [2, 3]
+
+
+def test_the_same_plan_again_and_not_for_another_model(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    one, two = tmp_path / "one", tmp_path / "two"
+    more = ("--data", folders["texts"], *FAST, "--json")
+    assert said(capsys, folders["ours"], "--budget", "cache=0.5", "--by", "random", "--out", one, *more)[0] == 0
+    assert said(capsys, folders["ours"], "--plan", one, "--out", two, *more)[0] == 0
+    first, second = (hw.load(folder) for folder in (one, two))
+    assert first.described == second.described
+    x = ids(0, 5)
+    with torch.no_grad():
+        assert torch.equal(first(x), second(x))
+    code, _, err = said(capsys, folders["gpt2"], "--plan", one, "--out", tmp_path / "three", *more)
+    assert (code, "was made for another checkpoint than" in err) == (2, True)
+    code, _, err = said(capsys, one, "--plan", folders["ours"], "--out", tmp_path / "three", *more)
+    assert (code, "holds no heads.json" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "wrong"),
+    [
+        (["ours", "--data", "texts"], "say which heads go by one of --keep, --heads, --drop"),
+        (["ours", "--data", "texts", "--keep", "0.5", "--clusters"], "--keep and --clusters are two"),
+        (["ours", "--keep", "0.5"], "say what is read: one of --data FILE"),
+        (["ours", "--keep", "half", "--data", "texts"], "--keep half is no share of heads; give 0.5"),
+        (["ours", "--keep", "1.5", "--data", "texts"], "keep=1.5 is no share of heads"),
+        (["ours", "--keep", "0.5", "--by", "size", "--data", "texts"], "heads are ranked by 'size' nowhere"),
+        (["ours", "--keep", "0.5", "--data", "few"], "1 texts can be read; give at least two"),
+        (["ours", "--keep", "0.5", "--data", "none"], "cannot be read as text"),
+        (["ours", "--heads", "0:9", "--data", "texts"], "decoder.0.attention has no head 9; its heads are 0..3"),
+        (["ours", "--heads", "9:0", "--data", "texts"], "has no layer 9"),
+        (["ours", "--heads", "0:1", "0:1", "--data", "texts"], "head 1 of decoder.0.attention is named twice"),
+        (["ours", "--heads", "0", "--data", "texts"], "--heads 0 names no heads; write LAYER:HEADS"),
+        (["ours", "--heads", "0:0,1,2,3", "1:0,1,2,3", "--data", "texts"], "no head would be left in gpt2"),
+        (["ours", "--drop", "loud", "--data", "texts"], "no head of the model is called 'loud'"),
+        (["ours", "--budget", "cache", "--data", "texts"], "--budget cache is no budget; write KIND=LIMIT"),
+        (["ours", "--budget", "cash=0.5", "--data", "texts"], "there is no budget of 'cash'; did you mean 'cache'"),
+        (["ours", "--keep", "0.5", "--again", "2", "--data", "texts"], "--again is for --budget"),
+        (["ours", "--keep", "0.5", "--fold", "median", "--data", "texts"], "fold='median' is unknown"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--out", "texts"], "is a file; give a new folder, or an empty"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--out", "ours"], "give a new folder, or an empty one"),
+        (["ours", "--keep", "0.5", "--task", "dates"], "does not read and say what the task dates asks"),
+        (["ours", "--keep", "0.5", "--task", "images", "--set", "path"], "--set 'path' says nothing; write KEY=VALUE"),
+        (["wordless", "--keep", "0.5", "--data", "texts"], "tokenizer"),
+        (["ours", "--keep", "0.5", "--data", "texts", "--tokenizer", "bytes"], "carries a tokenizer of its own"),
+        (["none", "--keep", "0.5", "--data", "texts"], "there is no folder or file"),
+    ],
+)
+def test_wrong_arguments(
+    argv: list[str], wrong: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out: list[Any] = [] if "--out" in argv else ["--out", tmp_path / "out"]
+    code, told, err = said(capsys, *[folders.get(word, word) for word in argv], *out, *FAST)
+    assert (code, told) == (2, "")
+    assert re.search(re.escape(wrong), err), err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_model_without_words_is_given_bytes(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "out"
+    code, _, err = said(
+        capsys, folders["wordless"], "--keep", "2", "--by", "random", "--data", folders["texts"],
+        "--tokenizer", "bytes",
+        "--out", out, *FAST,
+    )  # fmt: skip
+    assert code == 0, err
+    assert heads(out) == [2, 2]

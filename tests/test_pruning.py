@@ -1,0 +1,198 @@
+"""Which heads are kept: by their worth, in units, by class and cluster; and what is folded in for those that go."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.heads.methods import Michel
+from headwise.models import Transformer
+from headwise.surgery import By, Clusters, Keep, Named, Plan
+from headwise.surgery.plans import units
+from headwise.surgery.pruning import prune
+from headwise.surgery.rebuilding import attention_of
+from headwise.surgery.removing import removed
+from headwise.surgery.worths import worths
+from scenes import scene
+from test_removing import noisy, said
+from weighed import GPT2, WORDS, built, ids, scenes, translator
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 12, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4,
+    "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": WORDS,
+}  # fmt: skip
+RANDOM = By("random", seed=3)
+
+
+def faint(net: Transformer, heads: list[tuple[str, int]]) -> Transformer:
+    """The same with heads that nobody hears."""
+    with torch.no_grad():
+        for site, head in heads:
+            attention = attention_of(net, site)
+            wide = attention.spec.heads.vdim
+            attention.weights["output"]["o"][:, head * wide : (head + 1) * wide] *= 1e-3
+    return net
+
+
+FAINT = [("decoder.0.attention", 1), ("decoder.0.attention", 4), ("decoder.1.attention", 0), ("decoder.1.attention", 3)]
+
+
+@pytest.mark.parametrize("by", [By(objective="drift"), By("michel"), By("michel-code")], ids=lambda by: by.method)
+def test_heads_that_nobody_hears_go_first(by):
+    net = faint(noisy(built(LLAMA)), FAINT)
+    done = prune(net, Keep(4, by, unit="head"), scenes(net))
+    assert sorted(done.plan.gone) == FAINT
+    with torch.no_grad():
+        torch.testing.assert_close(said(done.after), said(net), rtol=0, atol=0.05)
+    assert {spec.heads.q for _, spec in done.after.described.specs()} == {4}
+    assert done.data["keep"]["decoder.0.attention"] == [0, 2, 3, 5]
+
+
+def test_groups_go_whole_and_the_cache_with_them():
+    net = faint(
+        noisy(built(LLAMA)), [("decoder.0.attention", 2), ("decoder.0.attention", 3), ("decoder.1.attention", 5)]
+    )
+    done = prune(net, Keep(2 / 3, By("michel")), scenes(net))
+    assert done.plan.keep["decoder.0.attention"] == (0, 1, 4, 5)
+    assert all(len(kept) == 4 for kept in done.plan.keep.values())
+    was, now = (one.cache(batch=1, capacity=7).nbytes for one in (net, done.after))
+    assert 3 * now == 2 * was
+
+
+def test_a_share_of_the_model_leaves_some_layers_more():
+    net = faint(noisy(built(LLAMA)), [("decoder.1.attention", head) for head in range(6)])
+    plan = prune(net, Keep(0.5, By("michel"), per="model", unit="head"), scenes(net)).plan
+    assert [len(kept) for kept in plan.keep.values()] == [5, 1]
+    plan = prune(net, Keep(0.5, By("michel"), per="model", unit="head", least=0), scenes(net)).plan
+    assert [len(kept) for kept in plan.keep.values()] == [6, 0]
+    plan = prune(net, Keep(7, By("michel"), per="model", unit="head", least=3), scenes(net)).plan
+    assert [len(kept) for kept in plan.keep.values()] == [4, 3]
+
+
+def test_a_stack_gives_up_the_same_numbers():
+    net = faint(noisy(built(LLAMA)), [(f"decoder.{layer}.attention", head) for layer in (0, 1) for head in (1, 2, 5)])
+    plan = prune(net, Keep(3, By("michel"), per="stack", unit="head"), scenes(net)).plan
+    assert set(plan.keep.values()) == {(0, 3, 4)}
+
+
+def test_three_kinds_of_attention_are_shares_of_their_own():
+    net = translator()
+    plan = prune(net, Keep(1, RANDOM)).plan
+    assert {len(kept) for kept in plan.keep.values()} == {1}
+    assert plan.count == len(plan.keep) == 6
+    assert prune(net, Keep(1, RANDOM)).plan == plan != prune(net, Keep(1, By("random", seed=4))).plan
+
+
+def test_one_of_each_cluster_stays():
+    """A head and its copy look alike; of the two the louder stays."""
+    net = noisy(built(GPT2))
+    for layer in (0, 1):
+        weights = attention_of(net, f"decoder.{layer}.attention").weights
+        with torch.no_grad():
+            for key in ("q", "k", "q_bias", "k_bias"):
+                weights["project"][key].view(3, 4, -1)[2] = weights["project"][key].view(3, 4, -1)[0]
+    texts = [scene(ids(n, 9)[0].tolist()) for n in range(6)]
+    quiet = faint(net, [("decoder.0.attention", 0), ("decoder.1.attention", 2)])
+    done = prune(quiet, Clusters(By("michel"), cut=1e-9), texts)
+    assert done.plan.keep == {"decoder.0.attention": (1, 2), "decoder.1.attention": (0, 1)}
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=lambda config: config["model_type"])
+def test_folding_means_is_patching_with_them(config):
+    net = noisy(built(config))
+    texts = scenes(net)
+    gone = [("decoder.0.attention", 1), ("decoder.0.attention", 2), ("decoder.1.attention", 0)]
+    done = prune(net, Named(tuple(gone)), texts, fold="mean")
+    means = hw.head_means(net, [text.inputs for text in texts], gone)
+    with hw.patch(net, means):
+        patched = said(net)
+    torch.testing.assert_close(said(done.after), patched, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(said(done.after), said(removed(net, done.plan.changes)), atol=1e-3)
+
+
+def test_a_layer_that_goes_leaves_its_mean():
+    net = noisy(built(GPT2))
+    texts, gone = scenes(net), [("decoder.0.attention", head) for head in range(3)]
+    done = prune(net, Named(tuple(gone)), texts, fold="mean")
+    with hw.patch(net, hw.head_means(net, [text.inputs for text in texts], gone)):
+        patched = said(net)
+    torch.testing.assert_close(said(done.after), patched, rtol=1e-9, atol=1e-9)
+    assert done.after.described.stacks[0].layers[0].attention is None
+
+
+def test_folding_biases_is_saying_them():
+    net = noisy(built(GPT2))
+    gone = (("decoder.0.attention", 1), ("decoder.1.attention", 2))
+    done = prune(net, Named(gone), fold="bias")
+    biases: dict[Any, torch.Tensor] = {
+        (site, head): attention_of(net, site).weights["project"]["v_bias"].detach().view(3, 4)[head]
+        for site, head in gone
+    }
+    with hw.patch(net, biases):
+        patched = said(net)
+    torch.testing.assert_close(said(done.after), patched, rtol=1e-9, atol=1e-9)
+
+
+def test_units_are_what_reads_one_key_head():
+    both = units(hw.families.read(LLAMA))["decoder.0.attention"]
+    assert [unit.heads for unit in both] == [(0, 1), (2, 3), (4, 5)]
+    assert len(units(hw.families.read(LLAMA), "head")["decoder.0.attention"]) == 6
+    assert len(units(hw.families.read(LLAMA | {"num_key_value_heads": 1}))["decoder.0.attention"]) == 6
+    one = units(hw.families.read(LLAMA | {"num_key_value_heads": 1}), "group")["decoder.0.attention"]
+    assert [unit.heads for unit in one] == [(0, 1, 2, 3, 4, 5)]
+
+
+def test_worths_are_importance():
+    net = built(GPT2)
+    found = worths(net, scenes(net), By("michel"))
+    wanted = hw.importance(net, scenes(net), method=Michel())
+    assert found.of == {(one.site, one.head): one.value for one in wanted.heads}
+    assert "michel" in found.notes[0]
+
+
+def test_a_plan_says_what_it_keeps():
+    plan = Plan.without(built(GPT2).described, [("decoder.1.attention", 0)], "as asked")
+    assert plan.keep == {"decoder.0.attention": (0, 1, 2), "decoder.1.attention": (1, 2)}
+    assert plan.changes == {"decoder.1.attention": (1, 2)}
+    assert plan.sentence == "5 of 6 heads stay, as asked"
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        (lambda: Keep(1.5), "keep=1.5 is no share of heads; give 0.5, say, or a whole number of them"),
+        (lambda: Keep(0), "keep=0 is no share of heads"),
+        (lambda: Keep(0.5, per="layers"), "per='layers' is unknown; did you mean 'layer'"),
+        (lambda: Keep(0.5, least=-1), "least=-1 is no number of heads"),
+        (lambda: Keep(3, RANDOM), "keep=3 heads of decoder.0.attention are no whole groups of 2; give a multiple"),
+        (lambda: Keep(8, RANDOM), "keep=8 heads of decoder.0.attention, which has 6; give at most 6"),
+        (lambda: Keep(6, RANDOM), "no head would go: 12 of 12 heads stay"),
+        (lambda: Keep(99, RANDOM, per="model"), "keep=99 heads of a model with 12; give at most 11"),
+        (lambda: Keep(0.5, By("loudness")), "heads are ranked by 'loudness' nowhere"),
+        (lambda: Keep(0.5, By("taylor")), "0 texts say nothing of heads by taylor; give at least two"),
+        (lambda: Named((("decoder.0.attention", 6),)), "decoder.0.attention has no head 6; its heads are 0..5"),
+        (lambda: Named((("decoder.0.attention", 1),) * 2), "head 1 of decoder.0.attention is named twice"),
+        (lambda: Named((("decoder.9.attention", 1),)), "no attention 'decoder.9.attention'"),
+        (
+            lambda: Named(tuple((f"decoder.{n}.attention", head) for n in (0, 1) for head in range(6))),
+            "no head would be left in llama; keep at least one",
+        ),
+    ],
+)
+def test_what_cannot_be_chosen_is_told(choice, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        prune(built(LLAMA), choice())
+
+
+def test_what_cannot_be_folded_is_told():
+    net, one = built(GPT2), Named((("decoder.0.attention", 1),))
+    with pytest.raises(hw.SpecError, match="fold='mean' asks for texts"):
+        prune(net, one, fold="mean")
+    with pytest.raises(hw.SpecError, match="fold='median' is unknown; did you mean 'mean'"):
+        prune(net, one, fold="median")
+    with pytest.raises(ValueError, match=r"model is of type Linear; give what hw"):
+        prune(torch.nn.Linear(2, 2), 0.5)  # pyright: ignore[reportArgumentType] - what is refused
