@@ -261,6 +261,10 @@ def test_a_layer_without_heads_counts_tokens(case: str, tmp_path: Path, here: No
     both = [model.generate(ids, use_cache=cached, pad_token_id=0, **how) for cached in (True, False)]
     assert both[0].shape[1] > 6 or case[:2] in ("t5", "ba")
     assert torch.equal(both[0], both[1])
+    if not model.config.is_encoder_decoder:
+        with torch.no_grad():
+            kept = model(ids[:, :4], use_cache=True).past_key_values
+            assert torch.allclose(model(ids[:, 4:], past_key_values=kept).logits, model(ids).logits[:, 4:], atol=1e-5)
 
 
 def test_folders_are_cut_again(tmp_path: Path, here: None):
@@ -389,6 +393,7 @@ def test_without_transformers_nothing_is_claimed(tmp_path: Path, monkeypatch: py
     )  # fmt: skip
     other = folders.write(removed(net, {OWN: A}), tmp_path / "source", tmp_path / "b", {})
     assert (other.kind, "load_model.py" in other.files) == ("resized", False)
+    assert "because layer 1 keeps 4 heads and layer 0 2; " in other.sentence
     assert "so that no loader could be tried" in other.sentence
     assert torch.allclose(said(hw.load(tmp_path / "b"))[1], said(removed(net, {OWN: A}))[1], atol=1e-6)
 
