@@ -1,8 +1,10 @@
-"""A band of weights, as statistics see it."""
+"""A band of weights, as statistics see it; what several of them ask for is found once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,8 +18,9 @@ LEAST = 0.01  # of a row's weight must be left beside sinks for the rest to be l
 class Block:
     """Some queries of one attention over one text: weights [H, T, S], and which pairs may be [T, S] or [H, T, S].
 
-    `start` is the number of the first query. `asks` and `told` are the tokens that ask and are read, the same object
-    where a text reads itself. Of rows only those in `left` [H, T] count, all where nothing is said.
+    `start` is the number of the first query, and `first` of the first key: none of these queries may read a key that
+    is not here. `asks` and `told` are the tokens that ask and are read, the same object where a text reads itself. Of
+    rows only those in `left` [H, T] count, all where nothing is said.
     """
 
     w_HTS: Tensor
@@ -26,14 +29,7 @@ class Block:
     asks: Tokens
     told: Tokens
     left: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        queries, keys = self.start + self.w_HTS.shape[1], self.w_HTS.shape[2]
-        if queries > self.asks.count or keys != self.told.count:
-            fact = (
-                f"the model reads {keys} tokens and asks for {queries}, where {self.told.count} and {self.asks.count}"
-            )
-            raise ValueError(f"{fact} are known; tell of all tokens as the model's tokenizer makes them")
+    first: int = 0
 
     @property
     def itself(self) -> bool:
@@ -46,19 +42,90 @@ class Block:
         return torch.arange(self.start, self.start + self.w_HTS.shape[1], device=self.w_HTS.device)
 
     @property
+    def keys(self) -> Tensor:
+        """The numbers of the keys, [S]."""
+        return torch.arange(self.first, self.first + self.w_HTS.shape[2], device=self.w_HTS.device)
+
+    def here(self, known: Tensor) -> Tensor:
+        """Of what is known of all tokens that are read, that of the keys, [S]."""
+        return known[self.first : self.first + self.w_HTS.shape[2]]
+
+    def on(self, keys: Tensor) -> Tensor:
+        """The weight of each row on some of all tokens, [H, T]."""
+        return self.w_HTS @ self.here(keys).to(self.w_HTS.dtype)
+
+    def may(self, keys: Tensor) -> Tensor:
+        """Which rows count, and may read one of some tokens, [H or 1, T]."""
+        return self.counting(self._flags @ self.here(keys).to(self._flags.dtype) > 0)
+
+    def counting(self, rows: Tensor) -> Tensor:
+        """Of these rows [T] or [H, T] those that count, [H or 1, T]."""
+        rows = rows[None] if rows.dim() == 1 else rows
+        return rows if self.left is None else rows & self.left
+
+    @cached_property
+    def _flags(self) -> Tensor:
+        """`allowed` as numbers, which products add up faster."""
+        return self.allowed.to(self.w_HTS.dtype)
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """How many keys each row may read, [T] or [H, T]."""
+        return self.allowed.sum(-1)
+
+    @cached_property
+    def alive(self) -> Tensor:
+        """Which rows count and have something to read, [H or 1, T]."""
+        return self.counting(self.visible > 0)
+
+    @cached_property
+    def top(self) -> Tensor:
+        """The largest weight of each row, [H, T]."""
+        return self.w_HTS.amax(-1)
+
+    @cached_property
+    def most(self) -> Tensor:
+        """1 at the largest weight of each row, and at every other as large, [H, T, S]; numbers add up faster."""
+        return torch.eq(self.w_HTS, self.top[..., None], out=torch.empty_like(self.w_HTS))
+
+    @cached_property
+    def ties(self) -> Tensor:
+        """How many keys have the largest weight of each row, [H, T]: a hit on one of them is a part of a hit.
+
+        Where a row reads nothing, none of them is one.
+        """
+        return torch.where(self.top == 0, torch.inf, self.most.sum(-1))
+
+    @cached_property
+    def alike(self) -> tuple[Tensor, Tensor]:
+        """Of each pair of a query and a token of the same id, a key or the one before all keys, the two numbers."""
+        before = max(0, self.first - 1)
+        ids = self.told.ids[before : self.first + self.w_HTS.shape[2]]
+        t, s = (self.asks.ids[self.places][:, None] == ids).nonzero(as_tuple=True)
+        return t + self.start, s + before
+
+    def beside(self, offsets: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The weights of each row on what stands so many tokens behind it, [H, T, N], and if it may, [H or 1, T, N]."""
+        at = self.places[:, None] + torch.tensor(offsets, device=self.w_HTS.device) - self.first
+        there = (at >= 0) & (at < self.w_HTS.shape[2])
+        at = torch.where(there, at, 0)
+        allowed = self.allowed if self.allowed.dim() == 3 else self.allowed[None]
+        those, may = (grid.gather(-1, at.expand(len(grid), -1, -1)) for grid in (self.w_HTS, allowed))
+        return torch.where(there, those, 0), there & may
+
+    @property
     def uniform(self) -> Block:
         """The same of one head that reads every key it may alike: what chance is."""
         allowed = self.allowed if self.allowed.dim() == 2 else self.allowed.any(0)
         count = allowed.sum(-1, keepdim=True)
         alike = allowed.to(self.w_HTS.dtype) / count.clamp(min=1)
-        return Block(alike[None], allowed, self.start, self.asks, self.told)
+        return replace(self, w_HTS=alike[None], allowed=allowed, left=None)
 
     def beside_sinks(self) -> Block:
         """What sinks leave of each row, made whole again; rows of which they leave nothing do not count."""
         kept = ~sinks(self.told)
-        mass = (self.w_HTS @ kept.to(self.w_HTS.dtype))[..., None]
+        mass = self.on(kept)
         there = mass >= LEAST
-        whole = self.w_HTS * torch.where(there, 1 / mass.clamp(min=LEAST), 0)
-        whole[..., ~kept] = 0
-        left = there[..., 0] if self.left is None else there[..., 0] & self.left
-        return Block(whole, self.allowed & kept, self.start, self.asks, self.told, left)
+        whole = self.w_HTS * torch.where(there, 1 / mass.clamp(min=LEAST), 0)[..., None]
+        whole *= self.here(kept)
+        return replace(self, w_HTS=whole, allowed=self.allowed & self.here(kept), left=self.counting(there))

@@ -74,7 +74,7 @@ class Adding:
 
     def _chances(self, block: Block) -> dict[str, Sums]:
         """What chance is here: that of the last bands is kept, for most layers let tokens read the same."""
-        here = (block.start, block.asks, block.told)
+        here = (block.start, block.first, block.asks, block.told)
         for place, allowed, told in self._known:
             if place == here and allowed.shape == block.allowed.shape and torch.equal(allowed, block.allowed):
                 return told
