@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .scene import Tokens, sinks
 
+FEW = 32  # of so many keys one is picked, and more are gone through with all others
 LEAST = 0.01  # of a row's weight must be left beside sinks for the rest to be looked at
 
 
@@ -52,6 +53,9 @@ class Block:
 
     def on(self, keys: Tensor) -> Tensor:
         """The weight of each row on some of all tokens, [H, T]."""
+        those = self.here(keys).nonzero()[:, 0]
+        if len(those) * FEW < self.w_HTS.shape[2]:
+            return self.w_HTS[..., those].sum(-1)
         return self.w_HTS @ self.here(keys).to(self.w_HTS.dtype)
 
     def may(self, keys: Tensor) -> Tensor:
@@ -77,6 +81,11 @@ class Block:
     def alive(self) -> Tensor:
         """Which rows count and have something to read, [H or 1, T]."""
         return self.counting(self.visible > 0)
+
+    @cached_property
+    def rest(self) -> Tensor:
+        """The weight that sinks leave of each row, [H, T]."""
+        return self.on(~sinks(self.told))
 
     @cached_property
     def top(self) -> Tensor:
@@ -123,9 +132,6 @@ class Block:
 
     def beside_sinks(self) -> Block:
         """What sinks leave of each row, made whole again; rows of which they leave nothing do not count."""
-        kept = ~sinks(self.told)
-        mass = self.on(kept)
-        there = mass >= LEAST
-        whole = self.w_HTS * torch.where(there, 1 / mass.clamp(min=LEAST), 0)[..., None]
-        whole *= self.here(kept)
-        return replace(self, w_HTS=whole, allowed=self.allowed & self.here(kept), left=self.counting(there))
+        there, kept = self.rest >= LEAST, self.here(~sinks(self.told))
+        whole = self.w_HTS * torch.where(there, 1 / self.rest.clamp(min=LEAST), 0)[..., None]
+        return replace(self, w_HTS=whole.mul_(kept), allowed=self.allowed & kept, left=self.counting(there))

@@ -15,6 +15,7 @@ from .block import Block
 from .scene import Scene
 
 CELLS = 2**22  # weights of a band, at most: 16 MB
+TALL = 8  # times as high as one that reads all keys is a band of few keys, at most
 See = Callable[[str, Block], None]
 
 
@@ -34,8 +35,9 @@ class Looker:
         if (last + queries, keys) != (asks.count, told.count):
             fact = f"the model reads {keys} tokens and asks for {last + queries}, where {told.count} and {asks.count}"
             raise ValueError(f"{fact} are known; tell of all tokens as the model's tokenizer makes them")
-        step = max(1, CELLS // max(1, heads * keys))
-        for start in range(0, asks.count, step):
+        start, least = 0, max(1, CELLS // max(1, heads * keys))
+        step = least
+        while start < asks.count:
             some = slice(start, min(asks.count, start + step))
             allowed = seen.allowed(some)[0]
             read = allowed.flatten(0, -2).any(0).nonzero()
@@ -44,6 +46,8 @@ class Looker:
             allowed = allowed[..., those].expand(-1, w_HTS.shape[1], -1)
             allowed = allowed[0] if len(allowed) == 1 else allowed
             self.see(self.name, Block(w_HTS, allowed, start, asks, told, first=those.start))
+            # the next reads about as many keys; it may read all
+            start, step = some.stop, max(least, min(TALL * least, CELLS // (heads * w_HTS.shape[-1])))
 
     def heads(self, z: Tensor) -> None:
         """Leave it."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .block import Block
-from .scene import sinks
 
 Sums = tuple[Tensor, Tensor]  # of each head: [H] or [H, N], and the number of rows
 Fold = Callable[[Tensor], Tensor]
@@ -93,7 +92,7 @@ def distance(block: Block) -> Sums:
 
 def sink(block: Block) -> Sums:
     """The weight on the first token and on those that stand for no text, and what a learned sink takes."""
-    return mean_of(1 - block.on(~sinks(block.told)), block.alive)
+    return mean_of(1 - block.rest, block.alive)
 
 
 def separator(block: Block) -> Sums:
@@ -164,8 +163,8 @@ def support(block: Block) -> Sums:
     spread = torch.linspace(0, count - 1, min(count, ROWS), device=block.w_HTS.device).round().long() - block.start
     rows = spread[(spread >= 0) & (spread < block.w_HTS.shape[1])]
     held = block.w_HTS[:, rows].sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
-    goals = held[..., -1:, None] * (1 - HAIR) * torch.tensor(SHARES, dtype=torch.float64, device=held.device)
-    keys = (held[..., None] < goals).sum(-2) + 1
+    goals = held[..., -1:] * (1 - HAIR) * torch.tensor(SHARES, dtype=torch.float64, device=held.device)
+    keys = torch.searchsorted(held, goals) + 1
     visible = block.visible[..., rows].expand(keys.shape[:2])
     counted = (visible > 0)[..., None]
     found = torch.where(counted, keys.double() / visible.clamp(min=1)[..., None], 0).sum(1, dtype=torch.float64)
