@@ -130,8 +130,15 @@ class Block:
         alike = allowed.to(self.w_HTS.dtype) / count.clamp(min=1)
         return replace(self, w_HTS=alike[None], allowed=allowed, left=None)
 
+    def with_chance(self) -> Block:
+        """The same with one more head, the uniform one."""
+        chance = self.uniform
+        allowed = self.allowed if self.allowed.dim() == 2 else torch.cat([self.allowed, chance.allowed[None]])
+        return replace(self, w_HTS=torch.cat([self.w_HTS, chance.w_HTS]), allowed=allowed)
+
     def beside_sinks(self) -> Block:
         """What sinks leave of each row, made whole again; rows of which they leave nothing do not count."""
-        there, kept = self.rest >= LEAST, self.here(~sinks(self.told))
+        there, out = self.rest >= LEAST, self.here(sinks(self.told))
         whole = self.w_HTS * torch.where(there, 1 / self.rest.clamp(min=LEAST), 0)[..., None]
-        return replace(self, w_HTS=whole.mul_(kept), allowed=self.allowed & kept, left=self.counting(there))
+        whole.index_fill_(-1, out.nonzero()[:, 0], 0)
+        return replace(self, w_HTS=whole, allowed=self.allowed & ~out, left=self.counting(there))

@@ -74,9 +74,8 @@ def nats(w_HTS: Tensor) -> Tensor:
     >>> nats(torch.tensor([[[0.5, 0.5, 0.0]]]))
     tensor([[0.6931]])
     """
-    least = torch.finfo(w_HTS.dtype).tiny  # logarithms of zeros are slow, and taken no times
-    rows = -w_HTS.clamp(min=least).log_().mul_(w_HTS).sum(-1)
-    return torch.where(w_HTS.amin(-1) < 0, torch.nan, rows)
+    least = torch.finfo(w_HTS.dtype).tiny  # changes no weight but 0, and nothing times its logarithm is nothing
+    return -(w_HTS + least).log_().mul_(w_HTS).sum(-1)
 
 
 def confidence(block: Block) -> Sums:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -55,11 +55,16 @@ class Worked:
     def every(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         """The weights of all heads for some queries, [B, H, T, S]; of `keys` that are all they may read, if not all."""
         if backends.is_plain(self.job):
-            return self._seen(*_sliced(self.sight, self.inputs, queries, keys)).every()
+            return self._seen(*_sliced(self.sight, self._laid, queries, keys)).every()
         job = replace(self.job, wants=frozenset({"weights"}), training=False)
         probe = Probe("weights")
         backends.choose(job).attend(job, *_sliced(self.sight, self.inputs, queries), self.bound, probe)
         return probe.seen["weights"][..., keys]
+
+    @cached_property
+    def _laid(self) -> Inputs:
+        """The same with the keys of each head side by side, which are read again for each band of queries."""
+        return self.inputs._replace(k=self.inputs.k.transpose(1, 2).contiguous().transpose(1, 2))
 
     def allowed(self, queries: slice = slice(None)) -> Tensor:
         """Which keys some queries may read, [B or 1, 1, T, S]."""
