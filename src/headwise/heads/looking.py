@@ -15,7 +15,7 @@ from .block import Block
 from .scene import Scene
 
 CELLS = 2**22  # weights of a band, at most: 16 MB
-TALL = 8  # times as high as one that reads all keys is a band of few keys, at most
+TALL = 4  # times as high as one of all keys is a band of few keys, at most
 See = Callable[[str, Block], None]
 
 
