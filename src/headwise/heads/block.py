@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +31,13 @@ class Block:
     told: Tokens
     left: Tensor | None = None
     first: int = 0
+    _kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What was made under this name, made now if nobody asked before."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
 
     @property
     def itself(self) -> bool:
@@ -67,47 +74,50 @@ class Block:
         rows = rows[None] if rows.dim() == 1 else rows
         return rows if self.left is None else rows & self.left
 
-    @cached_property
+    @property
     def _flags(self) -> Tensor:
         """`allowed` as numbers, which products add up faster."""
-        return self.allowed.to(self.w_HTS.dtype)
+        return self._once("flags", lambda: self.allowed.to(self.w_HTS.dtype))
 
-    @cached_property
+    @property
     def visible(self) -> Tensor:
         """How many keys each row may read, [T] or [H, T]."""
-        return self.allowed.sum(-1)
+        return self._once("visible", lambda: self.allowed.sum(-1))
 
-    @cached_property
+    @property
     def alive(self) -> Tensor:
         """Which rows count and have something to read, [H or 1, T]."""
-        return self.counting(self.visible > 0)
+        return self._once("alive", lambda: self.counting(self.visible > 0))
 
-    @cached_property
+    @property
     def rest(self) -> Tensor:
         """The weight that sinks leave of each row, [H, T]."""
-        return self.on(~sinks(self.told))
+        return self._once("rest", lambda: self.on(~sinks(self.told)))
 
-    @cached_property
+    @property
     def top(self) -> Tensor:
         """The largest weight of each row, [H, T]."""
-        return self.w_HTS.amax(-1)
+        return self._once("top", lambda: self.w_HTS.amax(-1))
 
-    @cached_property
+    @property
     def most(self) -> Tensor:
         """1 at the largest weight of each row, and at every other as large, [H, T, S]; numbers add up faster."""
-        return torch.eq(self.w_HTS, self.top[..., None], out=torch.empty_like(self.w_HTS))
+        return self._once("most", lambda: torch.eq(self.w_HTS, self.top[..., None], out=torch.empty_like(self.w_HTS)))
 
-    @cached_property
+    @property
     def ties(self) -> Tensor:
         """How many keys have the largest weight of each row, [H, T]: a hit on one of them is a part of a hit.
 
         Where a row reads nothing, none of them is one.
         """
-        return torch.where(self.top == 0, torch.inf, self.most.sum(-1))
+        return self._once("ties", lambda: torch.where(self.top == 0, torch.inf, self.most.sum(-1)))
 
-    @cached_property
+    @property
     def alike(self) -> tuple[Tensor, Tensor]:
         """Of each pair of a query and a token of the same id, a key or the one before all keys, the two numbers."""
+        return self._once("alike", self._pairs)
+
+    def _pairs(self) -> tuple[Tensor, Tensor]:
         before = max(0, self.first - 1)
         ids = self.told.ids[before : self.first + self.w_HTS.shape[2]]
         t, s = (self.asks.ids[self.places][:, None] == ids).nonzero(as_tuple=True)

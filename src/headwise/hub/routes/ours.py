@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class Worked:
 
     def __init__(self, job: Job, sight: Sight, inputs: Inputs, bound: Bound) -> None:
         self.job, self.sight, self.inputs, self.bound = job, sight, inputs, bound
+        self._by_head: Inputs | None = None
 
     def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
         """The weights of one head for some queries, [B, T, S]."""
@@ -61,10 +62,12 @@ class Worked:
         backends.choose(job).attend(job, *_sliced(self.sight, self.inputs, queries), self.bound, probe)
         return probe.seen["weights"][..., keys]
 
-    @cached_property
+    @property
     def _laid(self) -> Inputs:
-        """The same with the keys of each head side by side, which are read again for each band of queries."""
-        return self.inputs._replace(k=self.inputs.k.transpose(1, 2).contiguous().transpose(1, 2))
+        """The inputs with the keys of each head side by side, which are read again for each band of queries."""
+        if self._by_head is None:
+            self._by_head = self.inputs._replace(k=self.inputs.k.transpose(1, 2).contiguous().transpose(1, 2))
+        return self._by_head
 
     def allowed(self, queries: slice = slice(None)) -> Tensor:
         """Which keys some queries may read, [B or 1, 1, T, S]."""
