@@ -95,7 +95,7 @@ def test_learning_again_is_told(folders: dict[str, Path], tmp_path: Path, capsys
     )  # fmt: skip
     assert code == 0, err
     done = json.loads((out / "heads.json").read_text())["done"]["uptraining"]
-    assert [at["step"] for at in done["curve"]][0] == 0
+    assert done["curve"][0]["step"] == 0
     kept = {at["step"]: at["held_out"] for at in done["curve"]}
     assert kept[done["step"]] == min(kept.values()) < kept[0]
     assert "uptrained on 40 texts" in told

@@ -143,7 +143,7 @@ def test_what_cannot_be_shared_is_told(way, told):
 
 def test_words_that_are_unknown_are_told():
     for make, told in [
-        (lambda: Pool(2, align="both sides"), "align='both sides' is unknown; use 'both'"),
+        (lambda: Pool(2, align="both sides"), "align='both sides' is unknown; use one of both, keys, none, values"),
         (lambda: Pool(2, grouping="like"), "grouping='like' is unknown; did you mean 'alike'"),
         (lambda: Pool(2, score="angle"), "score='angle' is unknown"),
         (lambda: share(built(GPT2), 1, where="crosses"), "where='crosses' is unknown; did you mean 'cross'"),
@@ -151,5 +151,5 @@ def test_words_that_are_unknown_are_told():
     ]:
         with pytest.raises(hw.SpecError, match=re.escape(told)):
             make()
-    with pytest.raises(ValueError, match="model is of type Linear"):
-        share(torch.nn.Linear(2, 2), 2)  # pyright: ignore[reportArgumentType] - what is refused
+    with pytest.raises(ValueError, match="Linear has no config that says what it is"):
+        share(torch.nn.Linear(2, 2), 2)
