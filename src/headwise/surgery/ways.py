@@ -114,7 +114,7 @@ class Pool(Way):
         assert gathered is not None
         evenly(spec.heads.kv, self.kv)  # which refuses what does not divide
         free, _ = freedom(spec, weights, "v")
-        return alike(likeness(gathered["v"], free, self.score), self.kv, seed=self.seed)
+        return alike(likeness(gathered["v"], free, kind=self.score), self.kv, seed=self.seed)
 
 
 @dataclass(frozen=True)
