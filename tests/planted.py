@@ -21,7 +21,10 @@ import planted_heads_importance  # noqa: F401 - as the first
 import planted_heads_kinds  # noqa: F401 - as the first
 import planted_heads_redundancy  # noqa: F401 - as the first
 import planted_hub  # noqa: F401 - as the first
+import planted_keep  # noqa: F401 - as the first
 import planted_kept  # noqa: F401 - as the first
+import planted_learn  # noqa: F401 - as the first
+import planted_length  # noqa: F401 - as the first
 import planted_models  # noqa: F401 - as the first
 import planted_nets  # noqa: F401 - as the first
 import planted_patches  # noqa: F401 - as the first

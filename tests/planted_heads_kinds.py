@@ -15,14 +15,14 @@ LINKS = f"{ALIGNMENT}::test_links_are_counted_as_sets"
 bug(
     "heads-support-one-key-short",
     "heads/statistics.py",
-    "keys = (held[..., None] < goals).sum(-2) + 1",
-    "keys = (held[..., None] < goals).sum(-2)",
+    "keys = torch.searchsorted(held, goals) + 1",
+    "keys = torch.searchsorted(held, goals)",
     f"{ROWS}[full-0-support50]",
 )
 bug(
     "heads-support-over-all-keys",
     "heads/statistics.py",
-    "    visible = block.allowed[..., rows, :].sum(-1).expand(keys.shape[:2])\n",
+    "    visible = block.visible[..., rows].expand(keys.shape[:2])\n",
     "    visible = torch.ones_like(block.allowed[..., rows, :]).sum(-1).expand(keys.shape[:2])\n",
     f"{ROWS}[causal-0-support90]",
 )
@@ -44,7 +44,7 @@ bug(
 bug(
     "heads-ties-go-to-the-first",
     "heads/statistics.py",
-    "    hits = (block.w_HTS[..., rarest] == top).sum(-1) / ties[..., 0]\n",
+    "    hits = block.most @ block.here(rarest).to(block.most.dtype) / block.ties\n",
     "    hits = rarest[block.w_HTS.argmax(-1)].double()\n",
     f"{STATISTICS}::test_chance_is_what_many_random_heads_do_on_average[rare]",
 )

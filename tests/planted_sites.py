@@ -26,9 +26,8 @@ bug(
 bug(
     "sites-rows-without-bias",
     WATCHING,
-    "        if self.bias is not None:\n            s_BHTS = s_BHTS + _some(self.bias, queries).float()\n"
-    "        s_BHTS = self._barred(s_BHTS, queries)\n",
-    "        s_BHTS = self._barred(s_BHTS, queries)\n",
+    "        for grid in self._added(queries, keys):\n            s_BHTS = s_BHTS + grid\n",
+    "",
     f"{SITES}::test_rows_are_the_models_own[t5]",
 )
 bug(

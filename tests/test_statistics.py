@@ -189,7 +189,8 @@ def test_what_distance_explains_is_what_regression_on_offsets_explains(kind: str
 
 
 def rows_of_given(block: Block, head: int) -> list[Row]:
-    count = [True] * block.w_HTS.shape[1] if block.left is None else block.left.expand(maps.HEADS, -1)[head].tolist()
+    left = torch.ones_like(block.w_HTS[..., 0], dtype=torch.bool) if block.left is None else block.left
+    count = left.expand(len(block.w_HTS), -1)[head].tolist()
     return [Row(block, head, t) for t in range(block.w_HTS.shape[1]) if count[t]]
 
 

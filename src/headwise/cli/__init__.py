@@ -25,6 +25,7 @@ VERBS = {
     "sites": "every attention layer of a model, and what may be done to it",
     "heads": "what every head does over texts, and what it is called",
     "prune": "fewer heads: a smaller model in a new folder, and the proof of it",
+    "share": "keys and values shared or merged: a new folder, and the proof of it",
     "trace": "capture a run into one file that opens without the model",
     "why": "which backend would run a spec, and why each other one refuses",
 }

@@ -56,6 +56,7 @@ def _parser() -> Arguments:
     how.add_argument("--sample", type=int, metavar="COUNT", help="texts that importance reads")
     how.add_argument("--again", type=int, metavar="COUNT", help="with --budget, weigh anew after so many have gone")
     how.add_argument("--state", metavar="FILE", help="with --budget, keep what was done there, and go on from it")
+    how.add_argument("--gates", type=int, metavar="STEPS", help="learn with a gate on each head; --keep of all stay")
     how.add_argument(
         "--fold", default="none", metavar="KIND", help="what heads leave behind: none, their mean, or bias"
     )
@@ -67,6 +68,8 @@ def _check(given: argparse.Namespace) -> None:
     if len(said) != 1:
         both = f"; --{said[0]} and --{said[1]} are two" if len(said) > 1 else ""
         raise Wrong(f"say which heads go by one of {', '.join(f'--{name}' for name in WHICH)}{both}")
+    if given.gates is not None and not given.keep:
+        raise Wrong("--gates learns which heads stay, and --keep says how many; give both")
     for name in ("again", "state"):
         if getattr(given, name) is not None and not given.budget:
             raise Wrong(f"--{name} is for --budget; leave it out, or give one")
@@ -74,8 +77,12 @@ def _check(given: argparse.Namespace) -> None:
 
 def _choice(given: argparse.Namespace, work: Work) -> Choice:
     """What the command line says, as the library has it."""
-    from ..surgery import By, Classes, Clusters, Keep, Named
+    from ..surgery import By, Classes, Clusters, Gated, Gating, Keep, Named
 
+    if given.gates is not None:
+        how = {} if given.rate is None else {"rate": given.rate}
+        unit = "kv" if given.unit == "group" else "head"
+        return Gated(Gating(heads=_share(given.keep), steps=given.gates, unit=unit, seed=given.seed, **how))
     by = By(given.by, given.objective, sample=given.sample, seed=given.seed)
     if given.keep:
         return Keep(_share(given.keep), by, given.per, given.unit, 1 if given.least is None else given.least)

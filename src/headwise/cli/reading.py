@@ -13,17 +13,13 @@ if TYPE_CHECKING:
     from ..tasks import Task
 
 EXAMPLES = 200  # of a task, unless said
-WAYS = ("data", "conllu", "align", "task")
+WAYS = ("data", "conllu", "align_files", "task")
 
 
 def take_texts(parser: argparse.ArgumentParser, task: str) -> None:
     """Let a verb be told of texts; `task` says which tasks will do."""
     parser.add_argument("--data", metavar="FILE", help="texts, one a line; a tab parts a source from its target")
     parser.add_argument("--conllu", metavar="FILE", help="parsed sentences: their texts are read, relations are tried")
-    parser.add_argument(
-        "--align", nargs=3, metavar=("SOURCE", "TARGET", "GOLD"),
-        help="pairs of lines, and links between their words as in 0-0 1-2 2?3",
-    )  # fmt: skip
     parser.add_argument("--task", metavar="NAME", help=task)
     parser.add_argument("--limit", type=int, metavar="COUNT", help="read so many texts")
     parser.add_argument("--tokenizer", metavar="bytes|FILE", help="for a model that carries none: how it reads text")
@@ -31,8 +27,10 @@ def take_texts(parser: argparse.ArgumentParser, task: str) -> None:
 
 def check_texts(given: argparse.Namespace) -> None:
     """Refuse what names no texts, several kinds of them, or too few."""
-    if sum(getattr(given, name) is not None for name in WAYS) != 1:
-        raise Wrong("say what is read: one of --data FILE, --conllu FILE, --align SOURCE TARGET GOLD, --task dates")
+    said = vars(given)
+    if sum(said.get(name) is not None for name in WAYS) != 1:
+        links = ", --align SOURCE TARGET GOLD" if "align_files" in said else ""
+        raise Wrong(f"say what is read: one of --data FILE, --conllu FILE{links}, --task dates")
     if given.limit is not None and given.limit < 2:
         raise Wrong(f"--limit {given.limit} leaves no interval; give at least 2")
 
@@ -66,10 +64,10 @@ def scenes_of(model: Any, given: argparse.Namespace, task: Task | None = None) -
     if given.conllu is not None:
         sentences = sentences_of(sources.lines_of(given.conllu), given.conllu)
         found = sources.of_sentences(model, sentences, given.limit)
-    elif given.align is not None:
-        found = _pairs(model, given)
     elif task is not None:
         found = sources.of_examples(model, task, given.limit or EXAMPLES)
+    elif vars(given).get("align_files") is not None:
+        found = _pairs(model, given)
     elif given.task is not None:
         from ..tasks import task as named
 
@@ -87,7 +85,7 @@ def scenes_of(model: Any, given: argparse.Namespace, task: Task | None = None) -
 def _pairs(model: Any, given: argparse.Namespace) -> Any:
     from ..heads import sources
 
-    source, target, gold = (sources.lines_of(path) for path in given.align)
+    source, target, gold = (sources.lines_of(path) for path in given.align_files)
     if not len(source) == len(target) == len(gold):
         counts = f"{len(source)}, {len(target)} and {len(gold)}"
         raise Wrong(f"the three files of --align have {counts} lines; give as many of each")

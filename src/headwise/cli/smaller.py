@@ -31,6 +31,11 @@ def take_work(parser: Arguments) -> None:
     )
     parser.add_argument("--objective", metavar="NAME", help="what quality is: next-token, translation, label, drift")
     parser.add_argument("--seed", type=int, default=0, metavar="INT", help="of whatever is drawn (0)")
+    learn = parser.add_argument_group("learning again, from the model as it was")
+    learn.add_argument("--uptrain", type=int, metavar="STEPS", help="steps of distillation, on texts that do not prove")
+    learn.add_argument("--learn", metavar="FILE", help="texts to learn from, in the place of those heads are chosen by")
+    learn.add_argument("--lessons", type=int, default=2000, metavar="COUNT", help="examples of a task to learn (2000)")
+    learn.add_argument("--rate", type=float, metavar="NUMBER", help="the highest rate of learning")
     parser.add_argument("--length", type=int, metavar="COUNT", help="tokens that speed and cost are told for")
     parser.add_argument("--seconds", type=float, default=10.0, metavar="NUMBER", help="for measuring speed (10)")
     take_form(parser)
@@ -72,6 +77,37 @@ class Work:
         if sys.stderr.isatty():
             print(f"\r\x1b[K{said[:78]}", end="", file=sys.stderr, flush=True)
 
+    def lessons(self) -> list[Scene]:
+        """Texts to learn from: none of those that prove."""
+        from ..heads.sources import lines_of, of_examples, of_lines
+
+        if self.task is not None:
+            return of_examples(self.net, self.task, self.given.lessons, "train").counted()
+        if self.given.learn is not None:
+            return of_lines(self.net, lines_of(self.given.learn)).counted()
+        return self.chosen_by
+
+    def uptrained(self, after: Transformer) -> tuple[Transformer, dict[str, Any]]:
+        """The model after it has learnt again, if that is asked for, and what there is to tell of it."""
+        from ..surgery.uptraining import Uptraining, uptrain
+
+        if self.given.uptrain is None:
+            return after, {}
+        rate = {} if self.given.rate is None else {"rate": self.given.rate}
+        how = Uptraining(steps=self.given.uptrain, seed=self.given.seed, objective=self.given.objective, **rate)
+        texts = self.lessons()
+        done = uptrain(
+            after, self.net, texts, how, lambda at: self.tell(f"uptraining: step {at.step} of {self.given.uptrain}")
+        )
+        curve = [at._asdict() for at in done.curve]
+        first, kept = (next((at.held_out for at in done.curve if at.step == step), None) for step in (0, done.step))
+        self.notes.append(
+            f"uptrained on {len(texts)} texts: {done.step} of {how.steps} steps are kept, loss of texts held back "
+            f"{_number(first)} -> {_number(kept)}"
+        )
+        self.notes += [*done.notes, *([done.ended] if done.ended else [])]
+        return done.net, {"uptraining": {"said": repr(how), "step": done.step, "curve": curve}}
+
     def done(self, after: Transformer, what: str, record: Mapping[str, Any], **asked: Any) -> int:
         """Write the model, prove what is left of it, and say both."""
         from ..hub.loading import load
@@ -105,3 +141,7 @@ class Work:
             what, objective=given.objective, pace=pace, length=given.length, task=self.task,
             notes=(*self.notes, *notes), command=command, **asked,
         )  # fmt: skip
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

@@ -60,10 +60,16 @@ class Adding:
 
     def see(self, site: str, block: Block) -> None:
         """Add a band of rows, and the same of a head that reads all it may alike."""
-        for name, told in self._sums(block).items():
-            self._add((site, name, OWN), told)
-        for name, told in self._chances(block).items():
-            self._add((site, name, CHANCE), told)
+        chances = self._chances(block)
+        both = self._sums(block if chances is not None else block.with_chance())
+        if chances is None:  # it is the last head
+            chances = {name: (sums[-1:], numbers[-1:]) for name, (sums, numbers) in both.items()}
+            both = {name: (sums[:-1], numbers[:-1]) for name, (sums, numbers) in both.items()}
+            here = (block.start, block.first, block.asks, block.told)
+            self._known = [*self._known[-2:], (here, block.allowed, chances)]
+        for which, told in ((OWN, both), (CHANCE, chances)):
+            for name, one in told.items():
+                self._add((site, name, which), one)
 
     def _sums(self, block: Block) -> dict[str, Sums]:
         left = block.beside_sinks()
@@ -72,15 +78,13 @@ class Adding:
         told = {way: _both(way[0](block if way[1] == "all" else left)) for way in ways}
         return {one.name: told[one.sums, one.of] for one in asked}
 
-    def _chances(self, block: Block) -> dict[str, Sums]:
-        """What chance is here: that of the last bands is kept, for most layers let tokens read the same."""
-        here = (block.start, block.asks, block.told)
+    def _chances(self, block: Block) -> dict[str, Sums] | None:
+        """What chance is here, if it is known: that of the last bands is, for most layers let tokens read the same."""
+        here = (block.start, block.first, block.asks, block.told)
         for place, allowed, told in self._known:
             if place == here and allowed.shape == block.allowed.shape and torch.equal(allowed, block.allowed):
                 return told
-        told = self._sums(block.uniform)
-        self._known = [*self._known[-2:], (here, block.allowed, told)]
-        return told
+        return None
 
     def _add(self, key: tuple[str, str, str], told: Sums) -> None:
         was = self._open.get(key)

@@ -7,14 +7,16 @@ counts once, however many rows may read what is looked at.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from math import log
 
 import torch
 from torch import Tensor
 
 from ..errors import nearest
 from .block import Block
-from .statistics import STATISTICS, Statistic, Sums, largest, mean_of, near, offsets, peak, rare
+from .statistics import STATISTICS, Statistic, Sums, largest, mean_of, nats, offsets, peak, rare
 from .syntax import follows
 from .table import Head, Named
 
@@ -38,14 +40,11 @@ def _rows(block: Block) -> Tensor:
 
 
 def _weight(keys: Callable[[Block], Tensor], block: Block) -> Sums:
-    return _of_text((block.w_HTS * keys(block)).sum(-1), _rows(block), block.asks.count)
+    return _of_text(block.on(keys(block)), _rows(block), block.asks.count)
 
 
 def _at(offset: int, block: Block) -> Sums:
-    at, there = near(block, abs(offset))
-    column = offset + abs(offset)
-    one = block.w_HTS.gather(-1, at[..., column : column + 1].expand(len(block.w_HTS), -1, -1))[..., 0]
-    return _of_text(torch.where(there[:, column], one, 0), _rows(block), block.asks.count)
+    return _of_text(block.beside((offset,))[0][..., 0], _rows(block), block.asks.count)
 
 
 def _first(block: Block) -> Tensor:
@@ -65,13 +64,13 @@ def _ends(block: Block) -> Tensor:
 def _separated(own: str, block: Block) -> Sums:
     """The weight on separators of rows that are such, or of all others."""
     those = block.asks.separator if own == "separator" else ~block.asks.separator
-    rows = (block.w_HTS * block.told.separator).sum(-1)
-    return _of_text(rows, those[block.places], int(those.sum()))
+    return _of_text(block.on(block.told.separator), those[block.places], int(those.sum()))
 
 
 def _smoothed(block: Block) -> Tensor:
-    w_HTS = (1 - SMOOTH) * block.w_HTS + SMOOTH / block.told.count
-    return -torch.special.xlogy(w_HTS, w_HTS).sum(-1)
+    each = SMOOTH / block.told.count
+    elsewhere = (block.told.count - block.w_HTS.shape[-1]) * each * log(each)
+    return nats((1 - SMOOTH) * block.w_HTS + each) - elsewhere
 
 
 def _entropy(block: Block) -> Sums:
@@ -98,15 +97,14 @@ CLARK: tuple[Statistic, ...] = (
 
 def _without_ends(block: Block) -> Block:
     """The same without the tokens that end a text, as keys and as rows; what is left is not made whole."""
-    kept = ~block.told.separator
+    kept = block.here(~block.told.separator)
     allowed = block.allowed & kept & ~block.asks.separator[block.places][:, None]
-    return Block(block.w_HTS * kept, allowed, block.start, block.asks, block.told)
+    return replace(block, w_HTS=block.w_HTS * kept, allowed=allowed)
 
 
 def _confidence(block: Block) -> Sums:
     block = _without_ends(block)
-    alive = block.allowed.any(-1)
-    return mean_of(block.w_HTS.amax(-1), alive if alive.dim() == 2 else alive[None])
+    return mean_of(block.top, block.alive)
 
 
 def _positions(block: Block) -> Sums:

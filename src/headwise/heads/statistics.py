@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .block import Block
-from .scene import sinks
 
 Sums = tuple[Tensor, Tensor]  # of each head: [H] or [H, N], and the number of rows
 Fold = Callable[[Tensor], Tensor]
@@ -45,54 +44,54 @@ def mean_of(rows_HT: Tensor, counted: Tensor) -> Sums:
     return torch.where(counted, rows_HT, 0).sum(-1, dtype=torch.float64), counted.sum(-1, dtype=torch.float64)
 
 
-def _rows(block: Block, may: Tensor) -> Tensor:
-    """Of rows [T] or [H, T] those that count, [H or 1, T]."""
-    may = may[None] if may.dim() == 1 else may
-    return may if block.left is None else may & block.left
-
-
-def _alive(block: Block) -> Tensor:
-    """Rows that have something to read, [H or 1, T]."""
-    return _rows(block, block.allowed.any(-1))
-
-
 def _on(block: Block, keys: Tensor) -> Sums:
-    """The weight on some keys [S] or [T, S], of rows that may read one of them."""
-    rows = block.w_HTS @ keys.to(block.w_HTS.dtype) if keys.dim() == 1 else _at_some(block.w_HTS, keys)
-    return mean_of(rows, _rows(block, (block.allowed & keys).any(-1)))
+    """The weight on some tokens, of rows that may read one of them."""
+    return mean_of(block.on(keys), block.may(keys))
 
 
-def _at_some(w_HTS: Tensor, keys_TS: Tensor) -> Tensor:
-    """The weight of each row on its keys, [H, T]; of texts they are few, and picked one by one."""
-    t, s = keys_TS.nonzero(as_tuple=True)
-    return w_HTS.new_zeros(w_HTS.shape[:2]).index_add_(1, t, w_HTS[:, t, s])
+def _at(block: Block, t: Tensor, s: Tensor) -> Sums:
+    """The weight of each row on the keys it is paired with, which are few and picked one by one."""
+    t, s = t - block.start, s - block.first
+    here = (s >= 0) & (s < block.w_HTS.shape[2])
+    t, s = t[here], s[here]
+    flags = (block.allowed if block.allowed.dim() == 3 else block.allowed[None])[:, t, s].float()
+    rows = block.w_HTS.new_zeros(block.w_HTS.shape[:2]).index_add_(1, t, block.w_HTS[:, t, s])
+    may = flags.new_zeros(len(flags), rows.shape[1]).index_add_(1, t, flags) > 0
+    return mean_of(rows, block.counting(may))
 
 
 def entropies(block: Block) -> Sums:
     """- sum p log p of each row in nats, and exp of it over the number of keys that may be read, [H, 2]."""
-    rows = torch.special.entr(block.w_HTS).sum(-1)
-    rows = torch.where(rows.isneginf(), torch.nan, rows)  # of weights below zero there is none
-    shares = rows.exp() / block.allowed.sum(-1).clamp(min=1)
-    counted = _alive(block)
-    told = [mean_of(one, counted) for one in (rows, shares)]
+    rows = nats(block.w_HTS)
+    shares = rows.exp() / block.visible.clamp(min=1)
+    told = [mean_of(one, block.alive) for one in (rows, shares)]
     return torch.stack([sums for sums, _ in told], -1), torch.stack([numbers for _, numbers in told], -1)
+
+
+def nats(w_HTS: Tensor) -> Tensor:
+    """- sum p log p of each row, [H, T]; of weights below zero there is none.
+
+    >>> nats(torch.tensor([[[0.5, 0.5, 0.0]]]))
+    tensor([[0.6931]])
+    """
+    least = torch.finfo(w_HTS.dtype).tiny  # changes no weight but 0, and nothing times its logarithm is nothing
+    return -(w_HTS + least).log_().mul_(w_HTS).sum(-1)
 
 
 def confidence(block: Block) -> Sums:
     """The largest weight of each row (1905.09418)."""
-    return mean_of(block.w_HTS.amax(-1), _alive(block))
+    return mean_of(block.top, block.alive)
 
 
 def distance(block: Block) -> Sums:
     """How far away keys are, in tokens."""
-    far = (torch.arange(block.told.count, device=block.w_HTS.device) - block.places[:, None]).abs()
-    return mean_of((block.w_HTS * far).sum(-1), _alive(block))
+    far = (block.keys - block.places[:, None]).abs().to(block.w_HTS.dtype)
+    return mean_of((block.w_HTS * far).sum(-1), block.alive)
 
 
 def sink(block: Block) -> Sums:
     """The weight on the first token and on those that stand for no text, and what a learned sink takes."""
-    rows = 1 - block.w_HTS @ (~sinks(block.told)).to(block.w_HTS.dtype)
-    return mean_of(rows, _alive(block))
+    return mean_of(1 - block.rest, block.alive)
 
 
 def separator(block: Block) -> Sums:
@@ -116,52 +115,32 @@ def at_offset(offset: int) -> Callable[[Block], Sums]:
     """The weight on the key so many tokens later, of rows that may read it."""
 
     def sums(block: Block) -> Sums:
-        return _on(block, _offset(block, offset))
+        those, may = block.beside((offset,))
+        return mean_of(those[..., 0], block.counting(may[..., 0]))
 
     return sums
 
 
-def _offset(block: Block, offset: int) -> Tensor:
-    return torch.arange(block.told.count, device=block.w_HTS.device) == block.places[:, None] + offset
-
-
 def offsets(block: Block) -> Sums:
     """How often the largest weight stands at each offset of -8..8, [H, 17] (1905.09418)."""
-    at, there = near(block, REACH)
-    top, ties = _largest(block)
-    hits = ((block.w_HTS.gather(-1, at.expand(len(top), -1, -1)) == top) & there) / ties
-    counted = _alive(block).expand(hits.shape[:2])
+    those, _ = block.beside(range(-REACH, REACH + 1))
+    hits = (those == block.top[..., None]) / block.ties[..., None]
+    counted = block.alive.expand(hits.shape[:2])
     found = torch.where(counted[..., None], hits, 0).sum(1, dtype=torch.float64)
     return found, counted.sum(-1, dtype=torch.float64)[:, None].expand_as(found)
 
 
-def _largest(block: Block) -> tuple[Tensor, Tensor]:
-    """The largest weight of each row and how many keys have it, [H, T, 1]: a hit on one of them is a part of a hit."""
-    top = block.w_HTS.amax(-1, keepdim=True)
-    ties = (block.w_HTS == top).float()
-    return top, ties @ ties.new_ones(ties.shape[-1], 1)  # a product adds faster than a sum of flags
-
-
-def near(block: Block, reach: int) -> tuple[Tensor, Tensor]:
-    """The key at each offset of -reach..reach of each query, [1, T, N], 0 where there is none; and where there is."""
-    at = block.places[:, None] + torch.arange(-reach, reach + 1, device=block.w_HTS.device)
-    there = (at >= 0) & (at < block.told.count)
-    return torch.where(there, at, 0)[None], there
-
-
 def duplicate(block: Block) -> Sums:
     """The weight on other tokens of the same id."""
-    same = block.asks.ids[block.places][:, None] == block.told.ids
-    return _on(block, same & ~_offset(block, 0))
+    t, s = block.alike
+    return _at(block, t[s != t], s[s != t])
 
 
 def induction(block: Block) -> Sums:
     """The weight on tokens behind earlier ones of the same id (Olsson et al. 2022)."""
-    ids = block.told.ids
-    before = torch.cat([ids.new_full((1,), -1), ids[:-1]])
-    earlier = torch.arange(len(ids), device=ids.device) <= block.places[:, None]
-    keys = (block.asks.ids[block.places][:, None] == before) & earlier
-    return _on(block, keys & ~_offset(block, 0))
+    t, s = block.alike
+    earlier = s + 1 < t
+    return _at(block, t[earlier], s[earlier] + 1)
 
 
 def rare(block: Block) -> Sums:
@@ -173,9 +152,8 @@ def rare(block: Block) -> Sums:
         return zero, zero
     least = torch.where(readable, told.common, told.common.max() + 1).min()
     rarest = readable & (told.common == least)
-    top, ties = _largest(block)
-    hits = (block.w_HTS[..., rarest] == top).sum(-1) / ties[..., 0]
-    return mean_of(hits, _rows(block, (block.allowed & rarest).any(-1)))
+    hits = block.most @ block.here(rarest).to(block.most.dtype) / block.ties
+    return mean_of(hits, block.may(rarest))
 
 
 def support(block: Block) -> Sums:
@@ -184,9 +162,9 @@ def support(block: Block) -> Sums:
     spread = torch.linspace(0, count - 1, min(count, ROWS), device=block.w_HTS.device).round().long() - block.start
     rows = spread[(spread >= 0) & (spread < block.w_HTS.shape[1])]
     held = block.w_HTS[:, rows].sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
-    goals = held[..., -1:, None] * (1 - HAIR) * torch.tensor(SHARES, dtype=torch.float64, device=held.device)
-    keys = (held[..., None] < goals).sum(-2) + 1
-    visible = block.allowed[..., rows, :].sum(-1).expand(keys.shape[:2])
+    goals = held[..., -1:] * (1 - HAIR) * torch.tensor(SHARES, dtype=torch.float64, device=held.device)
+    keys = torch.searchsorted(held, goals) + 1
+    visible = block.visible[..., rows].expand(keys.shape[:2])
     counted = (visible > 0)[..., None]
     found = torch.where(counted, keys.double() / visible.clamp(min=1)[..., None], 0).sum(1, dtype=torch.float64)
     return found, counted.expand_as(keys).sum(1, dtype=torch.float64)
@@ -197,18 +175,15 @@ def by_offset(block: Block) -> Sums:
 
     All that the share of their variance that offsets explain is made of, see `explained`.
     """
-    at, there = near(block, FAR)
-    heads = block.w_HTS.shape[0]
-    allowed = block.allowed if block.allowed.dim() == 3 else block.allowed[None]
-    left = torch.ones_like(allowed[..., 0]) if block.left is None else block.left
-    those = torch.where(there, block.w_HTS.gather(-1, at.expand(heads, -1, -1)), 0).sum(1, dtype=torch.float64)
-    pairs = (there & allowed.gather(-1, at.expand(len(allowed), -1, -1)) & left[..., None]).sum(1, dtype=torch.float64)
+    those, may = block.beside(range(-FAR, FAR + 1))
+    left = block.counting(torch.ones_like(block.visible, dtype=torch.bool))
+    those, pairs = those.sum(1, dtype=torch.float64), (may & left[..., None]).sum(1, dtype=torch.float64)
     whole = block.w_HTS.sum(-1).sum(-1, dtype=torch.float64)
-    every = (allowed.sum(-1) * left).sum(-1, dtype=torch.float64)
+    every = (block.visible * left).sum(-1, dtype=torch.float64)
     squares = torch.linalg.vector_norm(block.w_HTS, dim=-1).double().square().sum(-1)
     sums = torch.cat([those, (whole - those.sum(-1))[:, None]], -1)
     numbers = torch.cat([pairs, (every - pairs.sum(-1))[:, None]], -1).expand_as(sums)
-    total = every.expand(heads)[:, None]
+    total = every.expand(len(sums))[:, None]
     return torch.cat([sums, numbers, squares[:, None]], -1), torch.cat([numbers, total.expand(-1, 2 * FAR + 3)], -1)
 
 

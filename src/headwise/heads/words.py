@@ -84,11 +84,11 @@ class ByWord:
         """Take a band of pieces, and hand on the words that are over."""
         asks, told = self.whole(block.asks), self.whole(block.told)
         of = asks.of[block.start : block.start + block.w_HTS.shape[1]]
-        start, last = int(of[0]), int(of[-1])
+        own, start, last = block.here(told.of), int(of[0]), int(of[-1])
         rows, pieces = of - start, torch.bincount(of - start)
-        w_HTS = _summed(_summed(block.w_HTS, told.of, -1, told.tokens.count), rows, 1, last - start + 1)
+        w_HTS = _summed(_summed(block.w_HTS, own, -1, told.tokens.count), rows, 1, last - start + 1)
         allowed = block.allowed if block.allowed.dim() == 3 else block.allowed[None]
-        readable = _summed(_summed(allowed.float(), told.of, -1, told.tokens.count), rows, 1, last - start + 1)
+        readable = _summed(_summed(allowed.float(), own, -1, told.tokens.count), rows, 1, last - start + 1)
         before = self._open.pop(site, None)
         if before is not None:
             w_HTS[:, 0] += before.w_HS

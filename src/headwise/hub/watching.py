@@ -64,7 +64,7 @@ class Seen:
         return head * groups // heads if self.reads is None else self.reads[head]
 
     def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
-        """The weights of one head for some queries, [B, T, S], computed again in float32.
+        """The weights of one head for some queries, [B, T, S], computed again in float32 or finer.
 
         >>> q = torch.zeros(1, 2, 1, 3)
         >>> Seen(q, q, q, 1.0, causal=True).rows(0)
@@ -89,33 +89,66 @@ class Seen:
         reads = tuple(self.reader(head) for head in heads)
         return replace(self, q_BTHK=self.q_BTHK[:, :, those], sinks=sinks, reads=reads, **grids)
 
-    def every(self, queries: slice = slice(None)) -> Tensor:
-        """The weights of all heads for some queries, [B, H, T, S]."""
+    def every(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+        """The weights of all heads for some queries, [B, H, T, S]; of `keys` that are all they may read, if not all."""
         if self.odd:
             raise ValueError(f"weights cannot be computed again: {self.odd}; read them from the model's own")
-        heads = self.q_BTHK.shape[2]
-        q_BHTK = self.q_BTHK[:, queries].transpose(1, 2).float()
-        k_BHSK = self.k_BSGK[:, :, [self.reader(head) for head in range(heads)]].transpose(1, 2).float()
-        s_BHTS = (q_BHTK @ k_BHSK.transpose(2, 3)).mul_(self.scale)
+        s_BHTS = self._compared(queries, keys)
         if self.cap is not None:
             s_BHTS = self.cap * torch.tanh(s_BHTS / self.cap)
-        if self.bias is not None:
-            s_BHTS = s_BHTS + _some(self.bias, queries).float()
-        s_BHTS = self._barred(s_BHTS, queries)
+        for grid in self._added(queries, keys):
+            s_BHTS = s_BHTS + grid
+        for grid in self._barred(queries, keys):
+            some = grid.flatten(0, -2).any(0).nonzero()  # others are not gone through
+            columns = slice(int(some[0]), int(some[-1]) + 1) if len(some) else slice(0)
+            s_BHTS[..., columns].masked_fill_(grid[..., columns], -torch.inf)
         if self.sinks is None:
             none = s_BHTS.amax(-1, keepdim=True) == -torch.inf  # a query that may read nothing reads nothing
-            return s_BHTS.softmax(-1).masked_fill(none, 0)
-        sink = self.sinks.flatten().float()[:, None, None].expand(*s_BHTS.shape[:3], 1)
+            w_BHTS = s_BHTS.softmax(-1)
+            return w_BHTS.masked_fill(none, 0) if bool(none.any()) else w_BHTS
+        sink = self.sinks.flatten().to(s_BHTS.dtype)[:, None, None].expand(*s_BHTS.shape[:3], 1)
         return torch.cat([s_BHTS, sink], -1).softmax(-1)[..., :-1]
 
     def allowed(self, queries: slice = slice(None)) -> Tensor:
         """Which keys some queries may read, [B, H or 1, T, S]."""
         q_BTHK, k_BSGK = self.q_BTHK, self.k_BSGK
         count = len(range(q_BTHK.shape[1])[queries])
-        s_BHTS = torch.zeros(q_BTHK.shape[0], 1, count, k_BSGK.shape[1], device=q_BTHK.device)
-        if self.bias is not None:
-            s_BHTS = s_BHTS + _some(self.bias, queries).float()
-        return self._barred(s_BHTS, queries) > MUTE
+        allowed = torch.ones(q_BTHK.shape[0], 1, count, k_BSGK.shape[1], dtype=torch.bool, device=q_BTHK.device)
+        if added := self._added(queries, slice(None)):
+            allowed = allowed & (sum(added[1:], added[0]) > MUTE)
+        for grid in self._barred(queries, slice(None)):
+            allowed = allowed & ~grid
+        return allowed
+
+    def _compared(self, queries: slice, keys: slice) -> Tensor:
+        """Scaled products; heads that share keys with their neighbours are rows of one product."""
+        q_BHTK = _exact(self.q_BTHK[:, queries].transpose(1, 2)) * self.scale
+        k_BGSK, heads = _exact(self.k_BSGK[:, keys].transpose(1, 2)), q_BHTK.shape[1]
+        if self.reads is not None or heads % k_BGSK.shape[1]:
+            k_BGSK = k_BGSK[:, [self.reader(head) for head in range(heads)]]
+        rows = q_BHTK.unflatten(1, (k_BGSK.shape[1], -1)).flatten(2, 3)
+        return (rows @ k_BGSK.transpose(2, 3)).unflatten(2, (-1, q_BHTK.shape[2])).flatten(1, 2)
+
+    def _added(self, queries: slice, keys: slice) -> list[Tensor]:
+        """What is added to scores."""
+        grids = [self.bias, None if self.mask is None or self.mask.dtype == torch.bool else self.mask]
+        return [_exact(self._some(grid, queries, keys)) for grid in grids if grid is not None]
+
+    def _barred(self, queries: slice, keys: slice) -> list[Tensor]:
+        """Pairs that do not count."""
+        grids = []
+        if self.causal:
+            place, key = (torch.arange(of.shape[1], device=of.device) for of in (self.q_BTHK, self.k_BSGK))
+            grids.append(key[keys] > place[queries, None])
+        if self.mask is not None and self.mask.dtype == torch.bool:
+            grids.append(~self._some(self.mask, queries, keys))
+        return grids
+
+    def _some(self, grid: Tensor, queries: slice, keys: slice) -> Tensor:
+        """[B or 1, heads or 1, T or 1, S or 1] of a tensor of as many axes or fewer, which may know of more keys."""
+        grid = grid[(None,) * (4 - grid.dim())]
+        grid = grid[:, :, queries] if grid.shape[2] > 1 else grid
+        return grid[..., : self.k_BSGK.shape[1]][..., keys] if grid.shape[3] > 1 else grid
 
     def reading(self, head: int) -> Reading:
         """What a head reads, whatever it compares."""
@@ -123,28 +156,16 @@ class Seen:
             raise ValueError(f"what is read is not known: {self.odd}; nothing can stand for it")
         return Reading(head, self.v_BSGV[:, :, self.reader(head)])
 
-    def _barred(self, s_BHTS: Tensor, queries: slice) -> Tensor:
-        if self.causal:
-            place = torch.arange(self.q_BTHK.shape[1], device=s_BHTS.device)[queries]
-            ahead = torch.arange(s_BHTS.shape[-1], device=s_BHTS.device) > place[:, None]
-            s_BHTS = s_BHTS.masked_fill(ahead, -torch.inf)
-        if self.mask is None:
-            return s_BHTS
-        mask = _some(self.mask, queries)[..., : s_BHTS.shape[-1]]
-        return s_BHTS.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s_BHTS + mask.float()
 
-
-def _some(grid: Tensor, queries: slice) -> Tensor:
-    """[B or 1, heads or 1, T or 1, S] of a tensor of as many axes or fewer, for some queries."""
-    grid = grid[(None,) * (4 - grid.dim())]
-    return grid[:, :, queries] if grid.shape[2] > 1 else grid
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class Core(Protocol):
     """What an attention worked with, as far as it can be told; good while the call lasts, for caches write over it."""
 
-    def every(self, queries: slice = slice(None)) -> Tensor:
-        """The weights of all heads for some queries, [B, H, T, S]."""
+    def every(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+        """The weights of all heads for some queries, [B, H, T, S]; of `keys` that are all they may read, if not all."""
         ...
 
     def allowed(self, queries: slice = slice(None)) -> Tensor:

@@ -28,6 +28,10 @@ class Choice(ABC):
     def plan(self, net: Transformer, scenes: Sequence[Scene], tell: Tell) -> Plan:
         """What is kept of this model, judged by these texts; `tell` hears of progress."""
 
+    def ready(self, net: Transformer, scenes: Sequence[Scene], tell: Tell) -> tuple[Transformer, Plan]:
+        """The model that is cut, where choosing changed it, and what is kept of it."""
+        return net, self.plan(net, scenes, tell)
+
 
 @dataclass(frozen=True)
 class Keep(Choice):

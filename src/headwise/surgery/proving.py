@@ -38,7 +38,8 @@ class Asked:
 
     `keep` names the heads that each site kept, `said` what those that are gone say instead of nothing: vectors that
     were folded in. `same` gives models that must say what the model before says, `again` what was written, read anew;
-    they are called as the model is. `length` and `source` are tokens that are priced. `task` scores free answers.
+    they are called as the model is. `cut` are the models with and without the heads that went, if these are not those
+    before and after. `length` and `source` are tokens that are priced. `task` scores free answers.
     targets="own": texts beside sources are what the model before wrote itself. `command` does all of it again.
     """
 
@@ -47,6 +48,7 @@ class Asked:
     said: Mapping[Head, Tensor] = field(default_factory=dict)
     again: Mapping[str, Callable[[], Says]] = field(default_factory=dict)
     same: Mapping[str, Callable[[], Says]] = field(default_factory=dict)
+    cut: tuple[Transformer, Transformer] | None = None
     objective: str | Objective | None = None
     pace: Pace = field(default_factory=Pace)
     length: int | None = None
@@ -82,7 +84,8 @@ def prove(
         tell(f"{len(scenes)} texts, before and after")
         compared = _Compared.of(before, after, scenes, how.objective)
         tell("what was cut, silenced")
-        equal = list(silenced(before, after, scenes, how.keep, how.said)) if how.keep else []
+        whole, less = how.cut or (before, after)
+        equal = list(silenced(whole, less, scenes, how.keep, how.said)) if how.keep else []
         equal += [reloaded(what, before, read(), scenes) for what, read in how.same.items()]
         tell("what was written, read again")
         equal += [reloaded(what, after, read(), scenes) for what, read in how.again.items()]

@@ -19,9 +19,13 @@ from .removing import removed
 
 @dataclass(frozen=True, eq=False)
 class Pruned:
-    """A model before and after, what it keeps and why, and what the heads that went are taken to say from then on."""
+    """A model before and after, what it keeps and why, and what the heads that went are taken to say from then on.
+
+    `ready` is the model that was cut: the one before, unless choosing made it learn.
+    """
 
     before: Transformer
+    ready: Transformer
     after: Transformer
     plan: Plan
     said: Mapping[Head, Tensor]
@@ -55,9 +59,9 @@ def prune(
     if not isinstance(model, Transformer):
         raise ValueError(f"model is of type {type(model).__name__}; give what hw.load or hw.build made")
     chosen = Keep(choice) if isinstance(choice, (int, float)) else choice
-    plan = chosen.plan(model, scenes, tell)
+    ready, plan = chosen.ready(model, scenes, tell)
     if not plan.gone:
         raise SpecError(f"no head would go: {plan.sentence}; choose fewer to keep")
     tell("cutting")
-    left = folded(model, plan, scenes, fold)
-    return Pruned(model, removed(model, plan.changes, left.constants), plan, left.said, fold)
+    left = folded(ready, plan, scenes, fold)
+    return Pruned(model, ready, removed(ready, plan.changes, left.constants), plan, left.said, fold)

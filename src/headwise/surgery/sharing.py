@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..models import Transformer
 from .gathering import gathered
 from .plans import counts
 from .rebuilding import Changed, attention_of, rebuilt, weights_of
-from .ways import Made, Pool, Way
+from .ways import WORDS, Made, Pool, Way
 from .worths import USUAL, By, worths
 
 WHERE = ("all", "self", "cross")
@@ -29,15 +29,21 @@ class Shared:
     after: Transformer
     same: Transformer | None
     way: Way
-    groups: Mapping[str, Sequence[Sequence[int]]]
+    made: Mapping[str, Made]
     notes: tuple[str, ...]
+
+    @property
+    def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Which heads of keys and values were pooled at each site."""
+        return {site: tuple(map(tuple, one.groups)) for site, one in self.made.items() if one.groups}
 
     @property
     def data(self) -> dict[str, Any]:
         """What was done, as plain values."""
         groups = {site: [list(group) for group in own] for site, own in self.groups.items()}
         way = {"name": type(self.way).__name__.lower(), "said": repr(self.way), "sentence": self.way.sentence}
-        return {"done": "share", "way": way, "groups": groups, "notes": list(self.notes)}
+        missed = {site: dict(one.missed) for site, one in self.made.items() if one.missed}
+        return {"done": "share", "way": way, "groups": groups, "missed": missed, "notes": list(self.notes)}
 
 
 def share(
@@ -77,9 +83,17 @@ def share(
     same = {
         site: Changed(attention_of(model, site).spec, one.same) for site, one in made.items() if one.same is not None
     }
-    notes = [f"{site}: {note}" for site, one in made.items() for note in one.notes]
-    groups = {site: one.groups for site, one in made.items() if one.groups}
-    return Shared(model, after, rebuilt(model, same) if same else None, chosen, groups, tuple(notes))
+    notes = [*_missed(made), *(f"{site}: {note}" for site, one in made.items() for note in one.notes)]
+    return Shared(model, after, rebuilt(model, same) if same else None, chosen, made, tuple(notes))
+
+
+def _missed(made: Mapping[str, Made]) -> Iterator[str]:
+    """How much less means miss of what heads say, over all layers."""
+    for side, word in WORDS.items():
+        found = [one.missed[side] for one in made.values() if side in one.missed]
+        if found:
+            (low, high), (least, most) = ((min(lost), max(lost)) for lost in zip(*found, strict=True))
+            yield f"means of {word} miss {least:.0%} to {most:.0%} of what heads say, unaligned {low:.0%} to {high:.0%}"
 
 
 def _made(

@@ -21,18 +21,23 @@ from .groups import Groups, alike, evenly
 from .products import Products, likeness
 
 SIDES = {"none": "", "values": "v", "keys": "k", "both": "kv"}
+WORDS = {"k": "keys", "v": "values"}
 GROUPINGS = ("even", "alike")
 Weights = Mapping[str, Tensor]
 Gathered = Mapping[str, Products] | None
 
 
 class Made(NamedTuple):
-    """A layer in its new form, the same function as before where there is one, and what must be said of it."""
+    """A layer in its new form, the same function as before where there is one, and what must be said of it.
+
+    `missed` is the share of what keys ("k") and values ("v") say that means of groups miss: as they were, and aligned.
+    """
 
     spec: AttentionSpec
     weights: Weights
     same: Weights | None = None
     groups: Groups = ()
+    missed: Mapping[str, tuple[float, float]] = {}
     notes: tuple[str, ...] = ()
 
 
@@ -100,13 +105,10 @@ class Pool(Way):
             found = aligned(spec, weights, groups, gathered, sides=sides)
             if found.stayed.keys() == set(sides):
                 raise SpecError(f"nothing can be aligned: {'; '.join(found.stayed.values())}; leave align out")
-        notes = [f"{side} stay as they are: {why}" for side, why in found.stayed.items()]
-        notes += [
-            f"means of {side} miss {lost[1]:.1%} of what heads say, {lost[0]:.1%} unaligned"
-            for side, lost in found.missed.items() if side not in found.stayed
-        ]  # fmt: skip
+        notes = tuple(f"{WORDS[side]} stay as they are: {why}" for side, why in found.stayed.items())
+        missed = {side: lost for side, lost in found.missed.items() if side not in found.stayed}
         shared, left = neighbours(*axes.share(spec, found.weights, groups))
-        return Made(shared, left, found.weights if sides else None, groups, tuple(notes))
+        return Made(shared, left, found.weights if sides else None, groups, missed, notes)
 
     def _groups(self, spec: AttentionSpec, weights: Weights, gathered: Gathered) -> Groups:
         if self.grouping == "even":

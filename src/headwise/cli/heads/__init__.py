@@ -50,6 +50,10 @@ def _parser() -> Arguments:
     )
     parser.add_argument("model", metavar="MODEL", help="a folder of headwise, or one of transformers")
     take_texts(parser, "examples of a task that knows its links: dates")
+    parser.add_argument(
+        "--align", dest="align_files", nargs=3, metavar=("SOURCE", "TARGET", "GOLD"),
+        help="pairs of lines, and links between their words as in 0-0 1-2 2?3",
+    )  # fmt: skip
     parser.add_argument("--sort", metavar="MEASURE", help="heads with the most of it first")
     parser.add_argument("--criteria", default="ours", metavar="WHOSE", help="ours, clark or voita: what makes a class")
     parser.add_argument("--resamples", type=int, default=1000, metavar="COUNT", help="draws of the bootstrap (1000)")
@@ -83,9 +87,8 @@ def _measured(model: Any, *, scenes: Sequence[Scene], given: argparse.Namespace)
     chosen = Chosen(resamples=given.resamples, seed=given.seed)
     chosen = chosen._replace(statistics=(*chosen.statistics, *published.chosen(given.criteria)))
     theirs = "clark" if given.criteria == "clark" else "ours"
-    more = (
-        [Syntax(convention=theirs)] if given.conllu is not None else [Alignment()] if given.align or given.task else []
-    )
+    links = given.align_files is not None or given.task is not None
+    more = [Syntax(convention=theirs)] if given.conllu is not None else [Alignment()] if links else []
     table = measure(model, scenes, chosen=chosen, more=more, name=name_of(model), tell=tell)
     return classified(table, criteria=given.criteria)
 

@@ -53,13 +53,13 @@ class Given:
         """The weights of one head for some queries, [B, T, S]."""
         return self.weights[:, head, queries]
 
-    def every(self, queries: slice = slice(None)) -> Tensor:
+    def every(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         """The weights of all heads for some queries, [B, H, T, S]."""
-        return self.weights[:, :, queries]
+        return self.weights[:, :, queries, keys]
 
     def allowed(self, queries: slice = slice(None)) -> Tensor:
         """Where any head has a weight: who may read whom was not told."""
-        return (self.weights[:, :, queries] > 0).any(1, keepdim=True)
+        return (self.weights[:, :, queries] != 0).any(1, keepdim=True)
 
     def reading(self, head: int) -> Reading:
         """Refused."""

@@ -47,17 +47,27 @@ class Worked:
 
     def __init__(self, job: Job, sight: Sight, inputs: Inputs, bound: Bound) -> None:
         self.job, self.sight, self.inputs, self.bound = job, sight, inputs, bound
+        self._by_head: Inputs | None = None
 
     def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
         """The weights of one head for some queries, [B, T, S]."""
         return self.every(queries)[:, head]
 
-    def every(self, queries: slice = slice(None)) -> Tensor:
-        """The weights of all heads for some queries, [B, H, T, S]."""
+    def every(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+        """The weights of all heads for some queries, [B, H, T, S]; of `keys` that are all they may read, if not all."""
+        if backends.is_plain(self.job):
+            return self._seen(*_sliced(self.sight, self._laid, queries, keys)).every()
         job = replace(self.job, wants=frozenset({"weights"}), training=False)
         probe = Probe("weights")
         backends.choose(job).attend(job, *_sliced(self.sight, self.inputs, queries), self.bound, probe)
-        return probe.seen["weights"]
+        return probe.seen["weights"][..., keys]
+
+    @property
+    def _laid(self) -> Inputs:
+        """The inputs with the keys of each head side by side, which are read again for each band of queries."""
+        if self._by_head is None:
+            self._by_head = self.inputs._replace(k=self.inputs.k.transpose(1, 2).contiguous().transpose(1, 2))
+        return self._by_head
 
     def allowed(self, queries: slice = slice(None)) -> Tensor:
         """Which keys some queries may read, [B or 1, 1, T, S]."""
@@ -71,14 +81,15 @@ class Worked:
     @property
     def told(self) -> Seen | None:
         """The same as tensors, if softmax of scaled products is all that the layer does with them."""
-        if not backends.is_plain(self.job):
-            return None
-        plain, core = backends.plainly(self.sight, self.inputs, self.bound), self.job.core
-        k, v, reads = self.inputs.k, self.inputs.v, core.keys
+        return self._seen(self.sight, self.inputs) if backends.is_plain(self.job) else None
+
+    def _seen(self, sight: Sight, inputs: Inputs) -> Seen:
+        plain, core = backends.plainly(sight, inputs, self.bound), self.job.core
+        k, v, reads = inputs.k, inputs.v, None if self.job.groups else core.keys
         if core.values != core.keys:  # values are grouped otherwise: each head is given its own of both
             k, v, reads = k[:, :, list(core.keys)], v[:, :, list(core.values)], tuple(range(len(core.keys)))
         return Seen(
-            self.inputs.q, k, v, self.inputs.asked.scale, plain.mask, plain.causal, plain.bias, sinks=plain.sinks,
+            inputs.q, k, v, inputs.asked.scale, plain.mask, plain.causal, plain.bias, sinks=plain.sinks,
             reads=reads, stands=self.stands,
         )  # fmt: skip
 
@@ -97,13 +108,19 @@ def _numbers(keys: Tokens) -> Tensor | None:
     return torch.where(segment[0] < 0, -1, position[0]) if alike and not bool((segment > 0).any()) else None
 
 
-def _sliced(sight: Sight, inputs: Inputs, queries: slice) -> tuple[Sight, Inputs]:
-    """The same call for some of its queries."""
-    at, asked = sight.queries, inputs.asked
+def _sliced(sight: Sight, inputs: Inputs, queries: slice, keys: slice = slice(None)) -> tuple[Sight, Inputs]:
+    """The same call for some of its queries, and of some of its keys if all that happens to scores is additive."""
+    at, told, asked, mask = sight.queries, sight.keys, inputs.asked, sight.mask
     some = Tokens(at.position[:, queries], at.segment[:, queries], checked=True)
-    mask = sight.mask if sight.mask is None or sight.mask.shape[2] == 1 else sight.mask[:, :, queries]
+    if keys != slice(None):
+        filled = None if told.filled is None else len(range(told.filled)[keys])
+        told = Tokens(told.position[:, keys], told.segment[:, keys], checked=True, filled=filled)
+    if mask is not None:
+        mask = mask if mask.shape[2] == 1 else mask[:, :, queries]
+        mask = mask if mask.shape[3] == 1 else mask[..., keys]
     asked = asked._replace(x_BTD=asked.x_BTD[:, queries], q_BTHK=asked.q_BTHK[:, queries], at=some)
-    return Sight(some, sight.keys, sight.pattern, mask), inputs._replace(q=inputs.q[:, queries], asked=asked)
+    inputs = inputs._replace(q=inputs.q[:, queries], k=inputs.k[:, keys], v=inputs.v[:, keys], asked=asked)
+    return Sight(some, told, sight.pattern, mask), inputs
 
 
 def _parts(path: str, number: int) -> tuple[str, int, str]:

@@ -178,7 +178,7 @@ class Unsaid:
         """Refused."""
         return self.every(queries)
 
-    def every(self, queries: slice = slice(None)) -> Tensor:
+    def every(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         """Refused."""
         raise ValueError(f"its weights are not known: {self.why}")
 

@@ -1,0 +1,78 @@
+"""`headwise share`: keys and values shared, split or merged in a new folder, and the proof of what is left."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING, Any
+
+from .screen import Arguments, Wrong
+from .smaller import Work, take_work
+
+if TYPE_CHECKING:
+    from ..surgery import Way
+
+FORMS = ("mha", "latent", "collaborative=WIDTH", "routed=ALWAYS,ACTIVE")
+
+
+def main(argv: list[str]) -> int:
+    """Change who reads whom, write what it makes, and prove it."""
+    given = _parser().parse_args(argv)
+    way = _way(given)
+    work = Work.of(given)
+    from ..surgery.marks import mark_of
+    from ..surgery.sharing import share
+    from ..surgery.worths import By
+
+    by = By(given.by, given.objective, seed=given.seed)
+    done = share(work.net, way, work.chosen_by, where=given.where, by=by, tell=work.tell)
+    after, learnt = work.uptrained(done.after)
+    same: dict[str, Any] = {}
+    if done.same is not None:
+        same["aligned, before heads are pooled"] = lambda: done.same
+    if way.exact:
+        same["the new form, which says the same"] = lambda: done.after
+    record = done.data | {"model": mark_of(work.net)} | learnt
+    return work.done(after, way.sentence, record, same=same)
+
+
+def _parser() -> Arguments:
+    parser = Arguments(
+        "share",
+        "Heads of keys and values are shared among query heads, or brought into another form, and the model is written "
+        "into a new folder with a proof of what was saved and what was lost.",
+        "headwise share path/to/model --kv 2 --align --data texts.txt --out smaller",
+    )
+    take_work(parser)
+    which = parser.add_argument_group("what is made (one of these)")
+    which.add_argument("--kv", type=int, metavar="COUNT", help="so many heads of keys and values in every layer")
+    which.add_argument("--to", metavar="FORM", help="exactly the same as mha or latent; or " + " or ".join(FORMS[2:]))
+    how = parser.add_argument_group("how heads are pooled")
+    how.add_argument(
+        "--align", nargs="?", const="both", default="none", metavar="SIDE",
+        help="map heads as near to each other as the function allows: both, keys or values",
+    )  # fmt: skip
+    how.add_argument("--grouping", default="even", metavar="KIND", help="even takes neighbours, alike the nearest")
+    how.add_argument("--score", default="distance", metavar="KIND", help="nearness for --grouping: distance or cosine")
+    how.add_argument("--where", default="all", metavar="KIND", help="in all attentions, self or cross alone")
+    how.add_argument("--by", default="leave-one-out", metavar="METHOD", help="what --to routed weighs heads by")
+    return parser
+
+
+def _way(given: argparse.Namespace) -> Way:
+    """What the command line says, as the library has it."""
+    from ..surgery import Collaborate, Merged, Pool, Route, Split
+
+    if (given.kv is None) == (given.to is None):
+        raise Wrong(f"say what is made: --kv COUNT, or --to with one of {', '.join(FORMS)}")
+    if given.kv is not None:
+        return Pool(given.kv, given.align, given.grouping, given.score, given.seed)
+    if given.align != "none" or given.grouping != "even":
+        raise Wrong(f"--align and --grouping are for --kv; leave them out of --to {given.to}")
+    if given.to in ("mha", "latent"):
+        return Split() if given.to == "mha" else Merged()
+    if found := re.fullmatch(r"collaborative=(\d+)", given.to):
+        return Collaborate(int(found[1]))
+    if found := re.fullmatch(r"routed=(\d+),(\d+)", given.to):
+        return Route(int(found[1]), int(found[2]))
+    raise Wrong(f"--to {given.to} is no form; give one of {', '.join(FORMS)}")
