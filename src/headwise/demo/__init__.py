@@ -124,12 +124,17 @@ def pages(out: Path | None = None, recipe: Recipe | None = None) -> Iterator[tup
     yield "What runs it", lambda: str(why(spec()))
     yield "A proof in passing", proofs
     if out is not None:
+        from . import beside
+        from .smaller import CHANGES, Smaller
         from .translator import Translator
 
         learned = Translator(out, recipe)
+        half, shared = (Smaller(learned, change) for change in CHANGES)
         yield "A translator learns", learned.told
         yield "What it says", learned.said
         yield "Which head reads what", learned.read
+        yield "Half of its heads", lambda: beside.page(half.data)
+        yield "Keys and values shared", lambda: beside.page(shared.data)
 
 
 def shorter(steps: int) -> Recipe:
@@ -157,9 +162,12 @@ def data(out: Path | None = None, recipe: Recipe | None = None) -> dict[str, Any
     work = counting.work_of(one, batch=1, queries=TOKENS)
     learned: dict[str, Any] = {}
     if out is not None:
+        from .smaller import CHANGES, Smaller
         from .translator import Translator
 
-        learned = {"translator": Translator(out, recipe).data}
+        translator = Translator(out, recipe)
+        smaller = {change.name: Smaller(translator, change) for change in CHANGES}
+        learned = {"translator": translator.data} | {name: one.data for name, one in smaller.items()}
     return learned | {
         "lookup": [asdict(found) for found in lookup.answers()],
         "spec": TEXT,
