@@ -64,7 +64,9 @@ def page(data: Mapping[str, Any]) -> str:
     table = ["".join([one.name.ljust(COLUMNS[0]), *map(str.rjust, one[1:], COLUMNS[1:])]).rstrip() for one in told]
     texts = [f"{line}." for line in (data["proof"]["what"],)]
     heads = [*drawn(data), ""] if data.get("keep") else []
-    return "\n".join([*_wrapped(texts[0]), "", *heads, *table, "", *_wrapped(verdict(data)), *_wrapped(_rest(data, proof))])
+    return "\n".join(
+        [*_wrapped(texts[0]), "", *heads, *table, "", *_wrapped(verdict(data)), *_wrapped(_rest(data, proof))]
+    )
 
 
 def drawn(data: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import SpecError
@@ -43,9 +42,10 @@ class Made(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A way to make a translator smaller, the folder it goes to, and the part of the training it learns again."""
+    """A way to make a translator smaller: its folder, its page, and for what part of the training it learns again."""
 
     name: str
+    title: str
     make: Callable[[Transformer, Sequence[Scene], Tell], Made]
     part: float
 
@@ -79,7 +79,10 @@ def pooled(net: Transformer, texts: Sequence[Scene], tell: Tell) -> Made:
     return Made(done.after, done.way.sentence, done.data, asked)
 
 
-CHANGES = (Change("pruned", halved, 3 / 8), Change("shared", pooled, 3 / 16))
+CHANGES = (
+    Change("pruned", "Half of its heads", halved, 3 / 8),
+    Change("shared", "Keys and values shared", pooled, 3 / 16),
+)
 
 
 class Smaller:
