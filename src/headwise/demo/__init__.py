@@ -20,6 +20,7 @@ from . import lookup
 
 if TYPE_CHECKING:
     from ..training import Recipe
+    from .learned import Learned
 
 # Every layer is described like this; what it does not say is the usual choice.
 TEXT = """\
@@ -114,8 +115,8 @@ def proofs() -> str:
     return "\n".join([*head, *rows])
 
 
-def pages(out: Path | None = None, recipe: Recipe | None = None) -> Iterator[tuple[str, Callable[[], str]]]:
-    """The pages in order: a title, and what makes the page when it is its turn; without `out` nothing is trained."""
+def pages(learned: Learned | None = None) -> Iterator[tuple[str, Callable[[], str]]]:
+    """The pages in order: a title, and what makes the page when it is its turn; without `learned` nothing is trained."""
     yield "Soft look-up", lookup.page
     yield "One layer, described", described
     yield "What it costs", counts
@@ -123,13 +124,15 @@ def pages(out: Path | None = None, recipe: Recipe | None = None) -> Iterator[tup
     yield "Every step it takes", lambda: str(walk(spec(), batch=5, tokens=10))
     yield "What runs it", lambda: str(why(spec()))
     yield "A proof in passing", proofs
-    if out is not None:
-        from .translator import Translator
+    if learned is not None:
+        yield from learned.pages()
 
-        learned = Translator(out, recipe)
-        yield "A translator learns", learned.told
-        yield "What it says", learned.said
-        yield "Which head reads what", learned.read
+
+def _learned(out: Path | None, recipe: Recipe | None) -> Learned | None:
+    """What is trained in the folder `out`, if there is one."""
+    from .learned import Learned
+
+    return None if out is None else Learned(out, recipe)
 
 
 def shorter(steps: int) -> Recipe:
@@ -145,22 +148,22 @@ def run(
     out: Path | None = None,
     recipe: Recipe | None = None,
 ) -> None:
-    """Show every page as soon as it is made; the translator is trained in the folder `out`."""
-    for number, (name, make) in enumerate(pages(out, recipe), 1):
+    """Show every page as soon as it is made; the translator is trained in the folder `out`, with a report of it all."""
+    learned, shown = _learned(out, recipe), list[tuple[str, str]]()
+    for number, (name, make) in enumerate(pages(learned), 1):
         title(f"{f'── {number}  {name} ':─<{WIDTH}}")
-        show(make() + "\n")
+        shown.append((name, make()))
+        show(shown[-1][1] + "\n")
+    if learned is not None:
+        show(f"All of it on one page: {learned.report(shown)}")
 
 
 def data(out: Path | None = None, recipe: Recipe | None = None) -> dict[str, Any]:
     """All numbers of the demo as plain values."""
     one = spec()
     work = counting.work_of(one, batch=1, queries=TOKENS)
-    learned: dict[str, Any] = {}
-    if out is not None:
-        from .translator import Translator
-
-        learned = {"translator": Translator(out, recipe).data}
-    return learned | {
+    learned = _learned(out, recipe)
+    return ({} if learned is None else learned.data) | {
         "lookup": [asdict(found) for found in lookup.answers()],
         "spec": TEXT,
         "counts": {

@@ -95,6 +95,8 @@ class Pool(Way):
         mapped = "" if self.align == "none" else f", after {self.align} were aligned" if self.align != "both" else (
             ", after keys and values were aligned"
         )  # fmt: skip
+        if self.kv == 1:
+            return f"every layer has one head of keys and values, the mean of all{mapped}"
         return f"every layer has {self.kv} heads of keys and values, means of {_those(self.grouping)}{mapped}"
 
     def make(self, spec: AttentionSpec, weights: Weights, gathered: Gathered, worth: Sequence[float]) -> Made:

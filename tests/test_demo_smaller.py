@@ -1,0 +1,186 @@
+"""The demo makes its translator smaller and says what that cost."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import unicodedata
+import xml.dom.minidom
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise.demo import beside
+from headwise.demo.learned import Learned
+from headwise.demo.progress import Progress
+from headwise.demo.smaller import CHANGES, LEARNING, SCORE, Scale, Smaller
+from headwise.demo.translator import RECIPE, Translator
+from headwise.errors import SpecError
+from headwise.models import greedy
+from headwise.surgery.course import Point
+from headwise.surgery.folders import plan_of
+from headwise.surgery.marks import mark_of
+from headwise.training import Recipe
+
+SAID = {"steps": 6, "batch": 8, "evaluate_every": 6, "evaluate_batches": 1, "precision": "fp32", "compile": "off"}
+SMALL = Scale(lessons=96, judges=8, texts=4, examples=4, seconds=0.05)
+NAMES = [change.name for change in CHANGES]
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory: pytest.TempPathFactory) -> Translator:
+    made = Translator(tmp_path_factory.mktemp("demo") / "run", Recipe(**SAID, attention="fused"))
+    assert made.result.steps == 6
+    return made
+
+
+@pytest.fixture(scope="module")
+def made(translator: Translator) -> dict[str, Smaller]:
+    every = {change.name: Smaller(translator, change, SMALL) for change in CHANGES}
+    assert all(one.data for one in every.values())
+    return every
+
+
+def test_half_of_the_heads_are_gone_and_a_layer_has_one_head_of_keys(made: dict[str, Smaller]):
+    """Counted in the tensors that lie in the folders: 24 heads of 32 channels in six attentions 128 wide."""
+    nets = {name: hw.load(one.folder) for name, one in made.items()}
+    tensors = {name: net.state_dict() for name, net in nets.items()}
+    rows = {name: [t.shape[0] for n, t in own.items() if n.endswith("project.v")] for name, own in tensors.items()}
+    assert sum(rows["pruned"]) == 24 // 2 * 32
+    assert rows["shared"] == [32] * 6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_shown_is_what_the_folders_translate(translator: Translator, made: dict[str, Smaller], name: str):
+    """Exact match, before and after, by a loop of its own over held-out examples."""
+    task, batch = translator.task, translator.task.batch(0, 32, "valid").rows(slice(0, SMALL.examples))
+    row, found = beside.scored(made[name].data), []
+    assert batch.source is not None
+    for net in (translator.result.net, hw.load(made[name].folder)):
+        with torch.no_grad():
+            memory = net.eval().encode(batch.source, tokens=batch.source_tokens)
+        said = greedy(net, task.prompt(batch)[0], count=task.answers, end=task.end, memory=memory)
+        found.append(sum(task.text(s) == one.target for s, one in zip(said, batch.gold, strict=True)) / len(batch.gold))
+    assert [row["before"]["value"], row["after"]["value"]] == found
+    assert made[name].data["proof"]["holds"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_translator_learns_again_for_a_part_of_the_training(made: dict[str, Smaller], name: str):
+    data, part = made[name].data, {"pruned": 3 / 8, "shared": 3 / 16}[name]
+    assert data["steps"] == max(1, round(part * SAID["steps"])) == data["curve"][-1]["step"]
+    assert "uptraining" not in data["proof"]["what"]
+    assert made[name].how.seed == LEARNING.seed == 0
+
+
+def test_what_heads_did_is_asked_of_training_alone(translator: Translator, monkeypatch: pytest.MonkeyPatch, tmp_path):
+    """Examples that judge are of the split that nothing was learned from."""
+    asked = []
+    task = type(translator.task)
+    shown = task.batch
+    monkeypatch.setattr(task, "batch", lambda *a: asked.append(a[3] if len(a) > 3 else "train") or shown(*a))
+    shutil.copytree(translator.folder, tmp_path / "run", ignore=shutil.ignore_patterns(*NAMES))
+    other = Translator(tmp_path / "run", translator.recipe)
+    other._result = translator.result
+    assert Smaller(other, CHANGES[0], SMALL).data
+    first = asked.index("valid")
+    assert asked[:first].count("train") >= SMALL.lessons
+    assert set(asked) == {"train", "valid", "test"} - ({"test"} - set(asked))
+    assert "train" not in asked[first:]
+
+
+def test_a_second_look_shows_what_the_first_did(translator: Translator, made: dict[str, Smaller]):
+    files = {path: path.read_bytes() for one in made.values() for path in one.folder.iterdir()}
+    again = {change.name: Smaller(translator, change, SMALL).data for change in CHANGES}
+    assert again == {name: one.data for name, one in made.items()}
+    assert {path: path.read_bytes() for path in files} == files
+
+
+def test_what_was_made_of_another_translator_is_made_anew(translator: Translator, tmp_path: Path):
+    shutil.copytree(translator.folder, tmp_path / "run")
+    other = Translator(tmp_path / "run", translator.recipe)
+    net = hw.load(translator.folder)
+    with torch.no_grad():
+        next(net.parameters()).mul_(1.5)
+    other._result = replace(translator.result, net=net)
+    before = plan_of(tmp_path / "run" / "shared").done["model"]
+    assert before == mark_of(translator.result.net)
+    assert Smaller(other, CHANGES[1], SMALL).data["model"] == mark_of(net) != before
+
+
+def test_a_folder_of_somebody_else_is_refused_before_anything_is_trained(tmp_path: Path):
+    mine = tmp_path / "run" / "pruned"
+    mine.mkdir(parents=True)
+    (mine / "thesis.txt").write_text("mine")
+    with pytest.raises(SpecError, match=r"pruned holds thesis.txt; give a new folder"):
+        Smaller(Translator(tmp_path / "run"), CHANGES[0])
+    assert (mine / "thesis.txt").read_text() == "mine"
+
+
+def wide(line: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in line)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_pages_fit_a_terminal(made: dict[str, Smaller], name: str):
+    page = beside.page(made[name].data)
+    assert max(map(wide, page.splitlines())) <= 80
+    assert str(made[name].folder / "PROOF.md") in " ".join(page.split()).replace("- ", "-") or len(str(made)) > 80
+    for number in ("before", "at once", "learnt again", "exact match", "cache, a token", "decode, tokens/s"):
+        assert number in page
+
+
+def test_the_report_holds_every_page_and_number(translator: Translator, made: dict[str, Smaller]):
+    learned = Learned(translator.folder, translator.recipe, SMALL)
+    path = learned.report([("Soft look-up", "1 < 2"), *((one.change.title, "as text") for one in made.values())])
+    page = path.read_text()
+    assert path == translator.folder / "report.html"
+    assert "1 &lt; 2" in page
+    assert "as text" not in page
+    for one in made.values():
+        for line in beside.lines(one.data):
+            assert "".join(f"<td>{cell}</td>" for cell in line) in page
+        assert beside.verdict(one.data) in page
+    assert "http" not in page  # nothing is fetched
+    xml.dom.minidom.parseString(page[page.index("<body>") : page.index("</html>")])  # every tag is closed
+
+
+@pytest.mark.parametrize(("lost", "said"), [(0.0, "no more"), (0.01, "no more"), (0.02, "MORE"), (-0.01, "no more")])
+def test_the_verdict_is_honest(lost: float, said: str):
+    row = {"name": SCORE, "change": {"value": -lost, "low": -lost - 0.01, "high": -lost + 0.01}}
+    verdict = beside.verdict({"cut": {"name": SCORE}, "proof": {"quality": {"rows": [row]}}})
+    assert f"That is {said} " in verdict
+    assert f"lost: {100 * lost:.1f} points (95% of draws: {100 * lost - 1:.1f} to {100 * lost + 1:.1f})" in verdict
+
+
+def test_progress_is_told_in_lines_where_nothing_moves():
+    heard = io.StringIO()
+    said = Progress("pruned", 300, heard)
+    for step in (0, 1, 2, 300):
+        said.point(Point(step, 0.5 if step else None))
+    assert heard.getvalue().splitlines()[0] == "pruned: step 0 of 300"
+    assert [line.split(",")[0] for line in heard.getvalue().splitlines()] == [
+        "pruned: step 0 of 300",
+        "pruned: step 300 of 300",
+    ]
+
+
+def test_the_numbers_are_plain_values(made: dict[str, Smaller]):
+    for one in made.values():
+        assert json.loads(json.dumps(one.data)) == one.data
+
+
+@pytest.mark.slow
+def test_half_of_the_heads_go_for_a_point_and_keys_are_shared_for_none(tmp_path: Path):
+    """The demo as it is: a translator of its own, half of 24 heads, one head of keys and values for four."""
+    learned = Translator(tmp_path / "run", RECIPE)
+    assert learned.result.metrics[SCORE] >= 0.98
+    for change in CHANGES:
+        data = Smaller(learned, change).data
+        row = beside.scored(data)
+        assert row["before"]["value"] - row["after"]["value"] <= beside.POINT, (change.name, row)
+        assert data["cut"]["after"]["value"] < 0.5  # it is learning that brings it back
