@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .screen import Arguments, Wrong, document, show
-from .smaller import Work, take_work
+from .smaller import Work, take_model
 
 if TYPE_CHECKING:
     from ..surgery.curves import Sweep
@@ -47,7 +46,7 @@ def _parser() -> Arguments:
         "left is written into a new folder as numbers, figures and a page. Nothing is trained, no model is written.",
         "headwise prune path/to/model --sweep --data texts.txt --out curves",
     )
-    take_work(parser)
+    take_model(parser)
     how = parser.add_argument_group("what is swept")
     how.add_argument("--sweep", action="store_true", help="quality against heads left, and no model")
     how.add_argument("--by", nargs="+", default=[], metavar="ORDER",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from math import comb
 from typing import NamedTuple
 
@@ -30,8 +31,8 @@ def answers(curves: Curves) -> list[str]:
         *(_can_go(curves, part) for part in curves.parts),
         *(_against(curves, first, other) for other in curves.orders[1:]),
         *_parts(curves),
-        *_kinds_left(curves),
-        *_classes_left(curves),
+        *_stayed(curves, parts_of(curves), "part"),
+        *_stayed(curves, curves.classes, "class"),
     ]
 
 
@@ -119,15 +120,14 @@ def _can_go(curves: Curves, part: str) -> str:
     heads, told = curves.heads(part), list[str]()
     for order in curves.orders:
         found = [can_go(line, curves.allowed) for line in curves.own(part, order)]
-        gone = sorted(heads - point.left for point in found)
-        if len(gone) > 1:
-            told.append(f"{order} {gone[0]} to {gone[-1]} ({len(gone)} draws)")
+        gone = sorted({heads - point.left for point in found})
+        if len(found) > 1:
+            told.append(f"{' to '.join(map(str, gone[:1] + gone[1:][-1:]))} by {order} ({len(found)} draws)")
         else:
-            told.append(f"{order} {gone[0]} ({_within(found[0].change)})" if gone[0] else f"{order} none shown")
-    whose = "all" if part == ALL else f"the {heads} of {part}"
+            told.append(f"{gone[0]} by {order} ({_within(found[0].change)})" if gone[0] else f"none by {order}")
     return (
-        f"So many heads of {whose if part != ALL else f'all {heads}'} can go while {curves.objective} loss surely grows "
-        f"by less than {curves.allowed:g}, at the counts that were tried: {', '.join(told)}."
+        f"{titled(curves, part)}: {_name(curves)} surely grows by less than {curves.allowed:g} with so many gone, "
+        f"of the counts that were tried: {', '.join(told)}."
     )
 
 
@@ -136,14 +136,14 @@ def _against(curves: Curves, part: str, other: str) -> str:
     own, theirs = _by_left(curves.own(part, ours)), _by_left(curves.own(part, other))
     lefts = [left for left in own if left in theirs][1:]
     draws = len(curves.own(part, other))
-    name = f"{other} (mean of {draws} draws)" if draws > 1 else other
+    name = f"{titled(curves, part)}: {ours} against {other}{f', a mean of {draws} draws' if draws > 1 else ''}"
     if not lefts:
-        return f"{ours} and {name} leave no count of heads that both have."
+        return f"{name}: no count of heads is left by both."
     each = [_sign(apart(own[left], theirs[left], len(lefts))) for left in lefts]
-    every = apart(*([point for left in lefts for point in points[left]] for points in (own, theirs)))
+    every = apart([point for left in lefts for point in own[left]], [p for left in lefts for p in theirs[left]])
     return (
-        f"{ours} against {name}: loss over all counts {_told(every)}; of {len(lefts)} counts lower at "
-        f"{each.count(-1)}, higher at {each.count(1)}, no difference shown at {each.count(0)}."
+        f"{name}: over all counts {_name(curves)} {_told(every)}; of {len(lefts)} counts it is lower at "
+        f"{each.count(-1)}, higher at {each.count(1)}, and no difference is shown at {each.count(0)}."
     )
 
 
@@ -159,51 +159,30 @@ def _parts(curves: Curves) -> Iterator[str]:
     cost = {part: apart(own[part], whole) for part in names}
     names.sort(key=lambda part: cost[part].value)
     told = ", ".join(f"{part} {cost[part].value:+.3f} ({_within(cost[part])})" for part in names)
-    yield f"With the heads of one part gone, a mean over the shares that stay, loss changes by: {told}."
+    yield (
+        f"Heads of one part gone, the others whole, by {curves.orders[0]}: {_name(curves)} changes, a mean over "
+        f"{len(shares)} shares that stay, {told}."
+    )
     tests = len(names) * (len(names) - 1) // 2
-    pairs = [(one, other, apart(own[other], own[one], tests)) for one, other in zip(names, names[1:], strict=False)]
-    for one, other, more in pairs:
-        yield f"{other} costs more than {one}: {_told(more)}."
+    more = [apart(own[other], own[one], tests) for one, other in pairwise(names)]
+    for (one, other), differs in zip(pairwise(names), more, strict=True):
+        yield f"Without heads of {other}, beside without heads of {one}: {_name(curves)} {_told(differs)}."
     if sorted(names) == sorted(CLAIMED):
-        yield f"That the encoder goes first and cross-attention last is {_verdict(names, pairs)}."
+        yield f"That the encoder goes first and cross-attention last: {_verdict(names, more)}."
 
 
-def _verdict(names: Sequence[str], pairs: Sequence[tuple[str, str, Between]]) -> str:
-    sure = all(_sign(more) > 0 for _, _, more in pairs)
+def _verdict(names: Sequence[str], more: Sequence[Between]) -> str:
+    sure = all(_sign(one) > 0 for one in more)
     if tuple(names) == CLAIMED:
-        return "shown" if sure else "what was found, but not shown: intervals hold 0"
-    return f"not what was found: {', '.join(names)}{'' if sure else ', of which not all are told apart'}"
-
-
-def _kinds_left(curves: Curves) -> Iterator[str]:
-    if groups := parts_of(curves):
-        yield from _stayed(curves, groups, "all parts together")
-
-
-def _classes_left(curves: Curves) -> Iterator[str]:
-    if ALL in curves.parts and curves.classes:
-        yield from _stayed(curves, curves.classes, "classes")
+        return "shown" if sure else "so it was found, but not shown, for an interval holds 0"
+    return f"not so; from the cheapest on {', '.join(names)}{'' if sure else ', of which not all are told apart'}"
 
 
 def parts_of(curves: Curves) -> dict[Head, str]:
     """The part of every head; nothing where not all parts were swept, together and apart."""
-    apart = {part: own for part, own in curves.parts.items() if part != ALL}
-    groups = {(site, head): part for part, own in apart.items() for site, n in own.items() for head in range(n)}
-    return groups if ALL in curves.parts and apart and len(groups) == curves.heads(ALL) else {}
-
-
-def _stayed(curves: Curves, groups: Mapping[Head, str], what: str) -> Iterator[str]:
-    ours = curves.own(ALL, curves.orders[0])[0]
-    kept = [[head for head in heads_of(point) if head in groups] for point in ours.points[1:]]
-    found = stayed(groups, kept)
-    sizes = Counter(groups.values())
-    for group, size in sizes.most_common():
-        own = [one for one in found if one.group == group]
-        told = [_counts(own, which) for which in ("more", "fewer") if any(one.sure == which for one in own)]
-        last = next((one.left for one in own if not any(o.own for o in own if o.left <= one.left)), None)
-        ends = "the last one stays to the end" if last is None else f"the last one is gone at {last} left"
-        sure = "; ".join(told) or "no difference from chance shown at any count"
-        yield f"Of {what}, by {curves.orders[0]}, {group} ({size} of {len(groups)}): {sure}; {ends}."
+    alone = {part: own for part, own in curves.parts.items() if part != ALL}
+    groups = {(site, head): part for part, own in alone.items() for site, n in own.items() for head in range(n)}
+    return groups if ALL in curves.parts and alone and len(groups) == curves.heads(ALL) else {}
 
 
 def heads_of(point: Point) -> list[Head]:
@@ -211,14 +190,47 @@ def heads_of(point: Point) -> list[Head]:
     return [(site, head) for site, heads in point.keep.items() for head in heads]
 
 
+def _stayed(curves: Curves, groups: Mapping[Head, str], what: str) -> Iterator[str]:
+    """What stays of each group when all parts lose heads together, by our order."""
+    if not groups or ALL not in curves.parts:
+        return
+    ours, sizes = curves.own(ALL, curves.orders[0])[0], Counter(groups.values())
+    found = stayed(groups, [[head for head in heads_of(point) if head in groups] for point in ours.points[1:]])
+    for group, size in sizes.most_common():
+        own = [one for one in found if one.group == group]
+        told = [_counts(own, which) for which in ("more", "fewer") if any(one.sure == which for one in own)]
+        sure = "; ".join(told) or "no difference from chance is shown at any count"
+        yield f"Of the {size} heads of {what} {group}, by {curves.orders[0]}: {sure}; {_ends(own)}."
+
+
+def _ends(own: Sequence[Left]) -> str:
+    """Where the last one of a group goes; counts fall."""
+    there = max((place for place, one in enumerate(own) if one.own), default=-1)
+    return "some stay to the end" if there + 1 == len(own) else f"the last is gone with {own[there + 1].left} left"
+
+
 def _counts(own: Sequence[Left], which: str) -> str:
     there = [one for one in own if one.sure == which]
     best = min(there, key=lambda one: one.level)
     lefts = ", ".join(str(one.left) for one in there)
     return (
-        f"{which} than chance with {lefts} left (surest {best.own} of {best.left}, by chance {best.chance:.1f}, "
+        f"{which} than by chance with {lefts} left (surest {best.own} of {best.left}, by chance {best.chance:.1f}, "
         f"p {best.level:.1g})"
     )
+
+
+def titled(curves: Curves, part: str) -> str:
+    """What a part is called.
+
+    >>> titled(Curves("small", "translation", 2, 9, {"cross": {"decoder.0.cross": 3}}, (), {}, 0.1), "cross")
+    'The 3 heads of cross alone'
+    """
+    heads = curves.heads(part)
+    return f"All {heads} heads" if part == ALL else f"The {heads} heads of {part} alone"
+
+
+def _name(curves: Curves) -> str:
+    return f"{curves.objective} loss" if LOSS in curves.names else curves.objective
 
 
 def _by_left(lines: Sequence[Line]) -> dict[int, list[Point]]:
@@ -234,7 +246,7 @@ def _sign(one: Between) -> int:
 
 
 def _told(one: Between) -> str:
-    said = {0: "no difference shown", 1: "higher", -1: "lower"}[_sign(one)]
+    said = {0: "is not told apart", 1: "is higher", -1: "is lower"}[_sign(one)]
     return f"{said}, {one.value:+.3f} ({_within(one)})"
 
 

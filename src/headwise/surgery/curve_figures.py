@@ -142,7 +142,7 @@ def columns(
 
 
 def _draw(axes: Axes, strokes: Sequence[Stroke], paper: Paper) -> None:
-    for one in strokes:
+    for one in reversed(strokes):  # ours lies upon the others
         lefts = [mark.left for mark in one.marks]
         axes.fill_between(lefts, [m.low for m in one.marks], [m.high for m in one.marks], color=one.colour, alpha=0.16,
                           lw=0)  # fmt: skip
@@ -152,9 +152,11 @@ def _draw(axes: Axes, strokes: Sequence[Stroke], paper: Paper) -> None:
     axes.set_ylim(low, high)
     ends = [one.marks[-1].value for one in strokes]
     for one, end, place in zip(strokes, ends, spread(ends, low, high), strict=True):
-        axes.annotate(one.name, (one.marks[-1].left, end), xytext=(1.03, (place - low) / (high - low)),
-                      textcoords="axes fraction", va="center", fontsize=7, color=one.colour,
-                      arrowprops={"arrowstyle": "-", "color": one.colour, "lw": 0.5, "shrinkA": 1, "shrinkB": 3})  # fmt: skip
+        leads = {"arrowstyle": "-", "color": one.colour, "lw": 0.5, "shrinkA": 1, "shrinkB": 3}
+        axes.annotate(
+            one.name, (one.marks[-1].left, end), xytext=(1.03, (place - low) / (high - low)), color=one.colour,
+            textcoords="axes fraction", va="center", fontsize=7, arrowprops=leads,
+        )  # fmt: skip
 
 
 def spread(values: Sequence[float], low: float, high: float) -> list[float]:
@@ -180,8 +182,8 @@ def spread(values: Sequence[float], low: float, high: float) -> list[float]:
 
 def _allow(axes: Axes, at: float, paper: Paper) -> None:
     axes.axhline(at, color=paper.faint, lw=0.7, ls=(0, (4, 3)))
-    axes.annotate(f"allowed {at:g}", (0, at), xycoords=("axes fraction", "data"), xytext=(2, 2), textcoords="offset points",
-                  fontsize=6.5, color=paper.faint)  # fmt: skip
+    axes.annotate(f"allowed {at:g}", (0, at), xycoords=("axes fraction", "data"), xytext=(2, 2),
+                  textcoords="offset points", fontsize=6.5, color=paper.faint)  # fmt: skip
 
 
 def _stroke(curves: Curves, part: str, order: str, name: str, paper: Paper) -> Stroke:

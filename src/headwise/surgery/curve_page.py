@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..files import write_atomically
-from .claims import answers
-from .curves import ALL, Curves, Mark
+from .claims import answers, titled
+from .curves import Curves, Mark
 from .page import INSIDE, line, number, table, wrapped
+from .proof import finite
 from .quality import LOSS
 from .worths import RANDOM
 
@@ -31,15 +31,14 @@ def write(curves: Curves, folder: Path) -> None:
 
 def data_of(curves: Curves) -> dict[str, Any]:
     """The numbers with what they answer, as plain values; what is no finite number is None."""
-    return _plain(curves.data | {"answers": answers(curves)})
+    return finite(curves.data | {"answers": answers(curves)})
 
 
 def page(curves: Curves, drawn: list[str]) -> str:
     """What was asked, what was found, every number in tables, and how to see it again."""
     parts = [[f"# {line(curves.model)}: quality against heads left", "", *wrapped(_what(curves))]]
     parts.append(["## What it shows", "", *(row for said in answers(curves) for row in wrapped(line(said, 600), "- "))])
-    for part in curves.parts:
-        parts.append([f"## {_title(curves, part)}", "", *_tables(curves, part)])
+    parts += [[f"## {titled(curves, part)}", "", *_tables(curves, part)] for part in curves.parts]
     parts.append(["## How to see it again", "", *_see(curves)])
     if drawn:
         parts.insert(2, ["## Figures", "", *(f"![{name}]({name}-light.svg)" for name in drawn)])
@@ -49,7 +48,7 @@ def page(curves: Curves, drawn: list[str]) -> str:
 def told(curves: Curves) -> str:
     """A short table and the answers, no wider than a terminal, without colour."""
     first = next(iter(curves.parts))
-    lines = [*wrapped(f"{line(curves.model)}: {_what(curves)}"), "", _title(curves, first), ""]
+    lines = [*wrapped(f"{line(curves.model)}: {_what(curves)}"), "", titled(curves, first), ""]
     lines += [*short(curves, first), ""]
     for said in answers(curves):
         lines += wrapped(said, "  ")
@@ -72,11 +71,6 @@ def _what(curves: Curves) -> str:
         f"{curves.objective} over {curves.texts} texts, {curves.places:,} places, with ever fewer heads; nothing is "
         f"trained anew.{base}{spread}"
     )
-
-
-def _title(curves: Curves, part: str) -> str:
-    heads = curves.heads(part)
-    return f"All {heads} heads" if part == ALL else f"The {heads} heads of {part}, all others whole"
 
 
 def _tables(curves: Curves, part: str) -> Iterator[str]:
@@ -107,11 +101,3 @@ def _see(curves: Curves) -> Iterator[str]:
         yield from wrapped("Of random the mean of all draws is shown, and their range.", "- ")
     for note in curves.notes:
         yield from wrapped(line(note), "- ")
-
-
-def _plain(told: Any) -> Any:
-    if isinstance(told, Mapping):
-        return {name: _plain(one) for name, one in told.items()}
-    if isinstance(told, (list, tuple)):
-        return [_plain(one) for one in told]
-    return None if isinstance(told, float) and not math.isfinite(told) else told

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import SpecError, nearest
+from ..heads.alignment import Alignment
 from ..heads.classes import classified
 from ..heads.inks import group_of
 from ..heads.measuring import More, measure
@@ -21,7 +22,7 @@ from .choices import worth_most
 from .judging import Judge
 from .orders import Ordering, check_order, ordered, usual
 from .plans import Head, Kept, Unit, counts, units
-from .quality import Between, Counts, Row
+from .quality import Between, Counts, Row, check_count
 from .removing import removed
 from .worths import RANDOM, Worths
 
@@ -35,9 +36,9 @@ class Sweep:
     """Which heads are taken away, in which orders, how many, and what is asked of what is left.
 
     `points` are the shares of heads that stay. `parts` are "encoder", "decoder" (what a stack attends to in itself) and
-    "cross", each with the others whole, or "all"; where none is named, all of them. `orders` are as `headwise.surgery.
-    orders` has them; chance is drawn `seeds` times. Models of the orders in `answered` also answer freely, to a
-    `task` where one is given. `least` heads stay in every attention. A loss that grows by less than `allowed` is one that can be borne.
+    "cross", each with the others whole, or "all"; where none is named, all of them. Orders are as `orders.ORDERS` has
+    them, the first is ours; chance is drawn `seeds` times. Models of the orders in `answered` also answer freely, to a
+    `task` where one is given. `least` heads stay in every attention. A loss may grow by less than `allowed`.
     """
 
     ordering: Ordering = field(default_factory=Ordering)
@@ -194,7 +195,7 @@ def swept(
     net: Transformer,
     choose_by: Sequence[Scene],
     prove_with: Sequence[Scene],
-    how: Sweep = Sweep(),  # noqa: B008 - it is frozen
+    how: Sweep = Sweep(),
     tell: Tell = lambda _: None,
 ) -> Curves:
     """Quality against heads left: orders are found once, by the first texts; what is left is judged by the others.
@@ -207,6 +208,7 @@ def swept(
     >>> [(line.part, line.seed, [point.left for point in line.points]) for line in found.lines]
     [('all', 0, [4, 2, 1]), ('all', 1, [4, 2, 1])]
     """
+    check_count(len(choose_by), "texts to choose by")
     those = units(net.described, how.unit)
     parts, orders = _parts(net, how.parts), how.orders or usual(net, choose_by, how.ordering)
     judge = Judge.of(net, prove_with, how.ordering.objective, how.task)
@@ -275,11 +277,15 @@ def _parts(net: Transformer, wanted: Sequence[str]) -> dict[str, dict[str, int]]
 
 def _named(net: Transformer, scenes: Sequence[Scene]) -> tuple[dict[Head, str], list[str]]:
     """Every head by the group of its first class; empty, and why, where texts do not say what heads read."""
-    more: list[More] = [Syntax(stream=next(iter(scenes[0].streams)))] if any(one.arcs for one in scenes) else []
+    more = list[More]()
+    if any(scene.arcs for scene in scenes):
+        more.append(Syntax(stream=next(iter(scenes[0].streams))))
+    if any(scene.links for scene in scenes):
+        more.append(Alignment())
     if not all(scene.streams for scene in scenes):
         return {}, ["heads have no classes: it is not known which tokens they read"]
     table = classified(measure(net, scenes, more=more))
     said = "heads are counted by their first class, the surest"
-    if not more:
+    if not any(scene.arcs for scene in scenes):
         said += "; syntactic ones were not looked for, because the texts are not parsed"
     return {(one.site, one.head): group_of(one.classes[0].name) for one in table.heads}, [said, *table.notes]

@@ -1,4 +1,4 @@
-"""Orders in which the heads of a model are taken away: by what they are worth, by gates that were learned, by chance."""
+"""Orders in which heads are taken away: by what they are worth, by gates that were learned, by chance."""
 
 from __future__ import annotations
 
