@@ -163,7 +163,7 @@ def spread(values: Sequence[float], low: float, high: float) -> list[float]:
     """Where labels stand so that none is upon another: near their values, in their order, between low and high.
 
     >>> [round(place, 3) for place in spread([0.5, 0.5, 0.0], 0.0, 1.0)]
-    [0.462, 0.537, 0.0]
+    [0.463, 0.537, 0.0]
     """
     step = APART * (high - low)
     order = sorted(range(len(values)), key=lambda n: values[n])

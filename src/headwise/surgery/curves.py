@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -141,12 +140,12 @@ class Curves:
     notes: tuple[str, ...] = ()
     command: str = ""
 
-    @cached_property
+    @property
     def orders(self) -> tuple[str, ...]:
         """The orders, the first of which is ours."""
         return tuple(dict.fromkeys(line.order for line in self.lines))
 
-    @cached_property
+    @property
     def names(self) -> tuple[str, ...]:
         """The rows that are there, loss or drift first."""
         return tuple(dict.fromkeys(row.name for line in self.lines for point in line.points for row in point.rows))
@@ -211,7 +210,8 @@ def swept(
     check_count(len(choose_by), "texts to choose by")
     those = units(net.described, how.unit)
     parts, orders = _parts(net, how.parts), how.orders or usual(net, choose_by, how.ordering)
-    judge = Judge.of(net, prove_with, how.ordering.objective, how.task)
+    judge = Judge.of(net, prove_with, how.ordering.objective)
+    judge = judge.freely(how.task) if how.answered else judge
     lines, notes = list[Line](), dict[str, None]()
     for order in orders:
         for seed in range(how.seeds if order == RANDOM else 1):
@@ -244,7 +244,7 @@ class _At:
     def line(self, part: str, own: Mapping[str, tuple[Unit, ...]], found: Worths) -> Line:
         """A part with ever fewer heads."""
         whole = {site: tuple(head for unit in units for head in unit.heads) for site, units in own.items()}
-        heads, points = sum(map(len, whole.values())), [self._point(1.0, whole, None)]
+        heads, points = sum(map(len, whole.values())), [self._point(1.0, whole, self.net)]
         for share in sorted(self.how.points, reverse=True):
             most = worth_most(own, found, max(len(own[next(iter(own))][0].heads), round(share * heads)), self.how.least)
             keep = {site: tuple(sorted(h for one in most if one.site == site for h in one.heads)) for site in own}
@@ -254,11 +254,9 @@ class _At:
                 points.append(self._point(share, keep, removed(self.net, fewer)))
         return Line(part, self.order, self.seed, tuple(points))
 
-    def _point(self, share: float, keep: Kept, left: Transformer | None) -> Point:
-        found, each = self.judge.itself if left is None else self.judge.heard(left)
-        rows = list(found.rows)
-        if self.order in self.how.answered:
-            rows += self.judge.answered(self.net if left is None else left)
+    def _point(self, share: float, keep: Kept, left: Transformer) -> Point:
+        found, each = self.judge.heard(left)
+        rows = [*found.rows, *(self.judge.answered(left) if self.order in self.how.answered else [])]
         return Point(share, sum(map(len, keep.values())), keep, tuple(rows), each)
 
 
