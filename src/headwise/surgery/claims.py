@@ -132,11 +132,11 @@ def _can_go(curves: Curves, part: str) -> str:
 
 
 def _against(curves: Curves, part: str, other: str) -> str:
-    ours = curves.orders[0]
-    own, theirs = _by_left(curves.own(part, ours)), _by_left(curves.own(part, other))
+    first = curves.orders[0]
+    own, theirs = _by_left(curves.own(part, first)), _by_left(curves.own(part, other))
     lefts = [left for left in own if left in theirs][1:]
     draws = len(curves.own(part, other))
-    name = f"{titled(curves, part)}: {ours} against {other}{f', a mean of {draws} draws' if draws > 1 else ''}"
+    name = f"{titled(curves, part)}: {first} against {other}{f', a mean of {draws} draws' if draws > 1 else ''}"
     if not lefts:
         return f"{name}: no count of heads is left by both."
     each = [_sign(apart(own[left], theirs[left], len(lefts))) for left in lefts]
@@ -185,6 +185,11 @@ def parts_of(curves: Curves) -> dict[Head, str]:
     return groups if ALL in curves.parts and alone and len(groups) == curves.heads(ALL) else {}
 
 
+def ours(curves: Curves) -> Line:
+    """The line of all parts together by our order."""
+    return curves.own(ALL, curves.orders[0])[0]
+
+
 def heads_of(point: Point) -> list[Head]:
     """The heads that are left at a point."""
     return [(site, head) for site, heads in point.keep.items() for head in heads]
@@ -194,8 +199,8 @@ def _stayed(curves: Curves, groups: Mapping[Head, str], what: str) -> Iterator[s
     """What stays of each group when all parts lose heads together, by our order."""
     if not groups or ALL not in curves.parts:
         return
-    ours, sizes = curves.own(ALL, curves.orders[0])[0], Counter(groups.values())
-    found = stayed(groups, [[head for head in heads_of(point) if head in groups] for point in ours.points[1:]])
+    sizes = Counter(groups.values())
+    found = stayed(groups, [[head for head in heads_of(point) if head in groups] for point in ours(curves).points[1:]])
     for group, size in sizes.most_common():
         own = [one for one in found if one.group == group]
         told = [_counts(own, which) for which in ("more", "fewer") if any(one.sure == which for one in own)]

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..heads.inks import CLASSES, PAPERS, Paper, ink_of, write
-from .claims import heads_of, parts_of, stayed
+from .claims import heads_of, ours, parts_of, stayed
 from .curves import ALL, Curves, Mark
 from .plans import Head
-from .quality import LOSS
+from .quality import LOSS, PERPLEXITY
 from .worths import RANDOM
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def figures(curves: Curves) -> Iterator[tuple[str, Callable[[Paper], Figure]]]:
     for name in curves.names:
         if name in (LOSS, curves.objective):
             yield "curves", partial(by_order, curves, name)
-        elif name not in ("perplexity",):
+        elif name != PERPLEXITY:
             yield f"curves-{name.lower().replace(' ', '-')}", partial(by_order, curves, name)
     if len(curves.parts) > 2:
         yield "parts", partial(by_part, curves)
@@ -117,8 +117,7 @@ def columns(
     """
     from matplotlib.figure import Figure
 
-    line = curves.own(ALL, curves.orders[0])[0]
-    kept = [[head for head in heads_of(point) if head in groups] for point in line.points]
+    kept = [[head for head in heads_of(point) if head in groups] for point in ours(curves).points]
     told = {(one.group, one.left): one.sure for one in stayed(groups, kept[1:])}
     names = [name for name in inks if name in set(groups.values())]
     figure = Figure(figsize=(max(4.6, 0.62 * len(kept) + 1.6), 4.6), layout="constrained")

@@ -218,7 +218,7 @@ def swept(
             tell(f"{order}: weighing heads")
             ordering = replace(how.ordering, seed=how.ordering.seed + seed)
             found = ordered(net, choose_by, those, order, ordering, tell)
-            notes |= {f"{order}: {note}": None for note in found.notes}
+            notes |= {f"{order}: {note}": None for note in found.notes if note not in judge.before.notes}
             at = _At(net, judge, how, order, seed, tell)
             lines += [at.line(part, {site: those[site] for site in sites}, found) for part, sites in parts.items()]
     tell("naming heads")

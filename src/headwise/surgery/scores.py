@@ -19,6 +19,7 @@ from .quality import RESAMPLES, SEED, Between, Counts, Row, check_count, row_of
 
 BATCH = 32
 EXAMPLES = 100  # of a task
+BLEU = "BLEU"
 ANSWERED = 64  # tokens of a translation
 
 
@@ -107,7 +108,7 @@ def bleu_between(before: Sequence[str], after: Sequence[str], pairs: Sequence[Pa
     check_count(len(pairs), "translations")
     draws = resampled(len(pairs), RESAMPLES, SEED)
     own, other = (_bleus(said, pairs, draws) for said in (after, before))
-    return Row("BLEU", "higher", *(_between(one) for one in (own, other, own - other)))
+    return Row(BLEU, "higher", *(_between(one) for one in (own, other, own - other)))
 
 
 def _between(found: Any) -> Between:
