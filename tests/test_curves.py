@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -18,16 +19,19 @@ from headwise.heads.classes import classified
 from headwise.heads.inks import PAPERS, group_of, paper_of
 from headwise.heads.measuring import measure
 from headwise.heads.scene import Scene
+from headwise.heads.sources import of_examples
 from headwise.models import Transformer
-from headwise.surgery import By
+from headwise.surgery import By, judging
 from headwise.surgery.claims import answers, apart, can_go, stayed
 from headwise.surgery.curve_figures import by_order, columns, figures, spread
 from headwise.surgery.curve_page import page
 from headwise.surgery.curves import ALL, Curves, Line, Point, Sweep, swept
 from headwise.surgery.gates import Gating, gated
 from headwise.surgery.orders import Ordering
-from headwise.surgery.quality import Between, Counts, row_of
+from headwise.surgery.quality import Between, Counts, Row, row_of
+from headwise.surgery.scores import task_rows
 from headwise.surgery.worths import worths
+from headwise.tasks import task
 from headwise.tasks.vocabulary import Bytes
 from scenes import scenes as told_scenes
 from scenes import small
@@ -213,6 +217,34 @@ def test_answers_say_what_is_shown_and_what_is_not():
     assert "cross-attention last: so it was found, but not shown, for an interval holds 0." in "\n".join(answers(vague))
     other = made({"encoder": [0.9] * 4, "decoder": [0.2] * 4, "cross": [2.0] * 4})
     assert "cross-attention last: not so; from the cheapest on decoder, encoder, cross." in "\n".join(answers(other))
+
+
+def test_free_answers_are_told_with_what_was_shown_of_them():
+    curves = made({})
+    falls = {6: Between(-0.2, -0.5, 0.1), 18: Between(-0.4, -0.6, -0.2), 12: Between(0, 0, 0), 36: Between(0, 0, 0)}
+    lines = [
+        line._replace(
+            points=tuple(p._replace(rows=(*p.rows, Row("BLEU", "higher", falls[p.left]))) for p in line.points)
+        )
+        if line.order == "ours" and line.part in (ALL, "cross")
+        else line
+        for line in curves.lines
+    ]
+    told = [said for said in answers(replace(curves, lines=tuple(lines))) if "BLEU" in said]
+    assert told == [
+        "All 36 heads, by ours: BLEU of free answers is surely lower with 18 left.",
+        "The 12 heads of cross alone, by ours: BLEU of free answers is not told apart with 6 left.",
+    ]
+
+
+def test_free_answers_to_a_task_are_asked_for_once_of_the_model_before(monkeypatch: pytest.MonkeyPatch):
+    dates = task("dates")
+    before, after = (hw.build(dates.model(), seed=seed).eval() for seed in (0, 1))
+    monkeypatch.setattr(judging, "EXAMPLES", 3)
+    judge = judging.Judge.of(before, of_examples(before, dates, 2).counted()).freely(dates)
+    wanted = {row.name: row for row in task_rows(before, after, dates, 3) if "/" not in row.name}
+    assert {row.name: row for row in judge.answered(after)} == wanted
+    assert all(row.after == row.before for row in judge.answered(before))
 
 
 # --- figures and files ----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from math import comb
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from ..heads.rating import LEVEL
 from ..heads.significance import corrected
 from .curves import ALL, Curves, Line, Point
 from .plans import Head
-from .quality import LOSS, SEED, Between
+from .quality import ACCURACY, LOSS, PERPLEXITY, SEED, Between
 
 DRAWS = 10_000  # the tails of intervals that are corrected for many tests are thin
 CLAIMED = ("encoder", "decoder", "cross")  # from the first to go to the last
@@ -30,6 +30,7 @@ def answers(curves: Curves) -> list[str]:
     return [
         *(_can_go(curves, part) for part in curves.parts),
         *(_against(curves, first, other) for other in curves.orders[1:]),
+        *_free(curves),
         *_parts(curves),
         *_stayed(curves, parts_of(curves), "part"),
         *_stayed(curves, curves.classes, "class"),
@@ -145,6 +146,23 @@ def _against(curves: Curves, part: str, other: str) -> str:
         f"{name}: over all counts {_name(curves)} {_told(every)}; of {len(lefts)} counts it is lower at "
         f"{each.count(-1)}, higher at {each.count(1)}, and no difference is shown at {each.count(0)}."
     )
+
+
+def _free(curves: Curves) -> Iterator[str]:
+    """What free answers lose, where they were asked for."""
+    for name in curves.names:
+        if name in (LOSS, PERPLEXITY, ACCURACY, curves.objective):
+            continue
+        for part, order in product(curves.parts, curves.orders):
+            marks = curves.marks(part, order, name)[1:]
+            if not marks or len(curves.own(part, order)) > 1:
+                continue
+            told = [
+                f"{said} with {', '.join(str(mark.left) for mark in own)} left"
+                for sign, said in ((-1, "surely lower"), (0, "not told apart"), (1, "surely higher"))
+                if (own := [mark for mark in marks if _sign(Between(*mark[1:])) == sign])
+            ]
+            yield f"{titled(curves, part)}, by {order}: {name} of free answers is {', '.join(told)}."
 
 
 def _parts(curves: Curves) -> Iterator[str]:

@@ -77,15 +77,16 @@ def by_order(curves: Curves, name: str, paper: Paper) -> Figure:
                     fontweight="bold", fontsize=9)  # fmt: skip
     for number, part in enumerate(names, 1):
         axes = figure.add_subplot(down, across, number)
-        strokes = [_stroke(curves, part, order, name, paper) for order in curves.orders]
-        _draw(axes, [one for one in strokes if one.marks], paper)
+        every = [_stroke(curves, part, order, name, paper) for order in curves.orders]
+        strokes = [one for one in every if one.marks]
+        _draw(axes, strokes, paper)
         heads = curves.heads(part)
         axes.set_title(f"all {heads} heads" if part == ALL else f"{heads} of {part}, the others whole")
         axes.set(xlim=(heads, 0), xlabel="heads left")
         axes.set_xticks([mark.left for mark in strokes[0].marks])
         if name in (LOSS, curves.objective):
             _allow(axes, curves.allowed, paper)
-    figure.supxlabel(f"{_band(curves)} {curves.texts} texts", fontsize=6.5, color=paper.faint, x=0.01, ha="left")
+    figure.supxlabel(f"{_band(curves, name)} {curves.texts} texts", fontsize=6.5, color=paper.faint, x=0.01, ha="left")
     return figure
 
 
@@ -241,7 +242,8 @@ def _row(curves: Curves, name: str) -> str:
     return f"{curves.objective} loss" if name == LOSS else name
 
 
-def _band(curves: Curves) -> str:
-    drawn = max(len(curves.own(next(iter(curves.parts)), order)) for order in curves.orders)
-    said = f"; of {RANDOM} the mean and the range of {drawn} draws" if drawn > 1 else ""
+def _band(curves: Curves, name: str) -> str:
+    first = next(iter(curves.parts))
+    drawn = len(curves.own(first, RANDOM)) if curves.marks(first, RANDOM, name) else 0
+    said = f", of {RANDOM} the range of {drawn} draws around their mean" if drawn > 1 else ""
     return f"bands: 95 % of draws of texts{said}; scales differ;"
