@@ -19,6 +19,10 @@ WHICH = ("keep", "heads", "drop", "clusters", "budget", "plan")
 
 def main(argv: list[str]) -> int:
     """Choose heads, cut them, write what is left, and prove it."""
+    if "--sweep" in argv:
+        from .sweep import main as sweep
+
+        return sweep(argv)
     given = _parser().parse_args(argv)
     _check(given)
     work = Work.of(given)
@@ -48,6 +52,7 @@ def _parser() -> Arguments:
         help="those worth least go until parameters=0.8, cache=0.5 or time=0.7 is met, or as long as loss=0.05 is kept",
     )  # fmt: skip
     which.add_argument("--plan", metavar="FOLDER", help="the same as was done before, of which this folder tells")
+    which.add_argument("--sweep", action="store_true", help="no model, but curves: see headwise prune --sweep --help")
     how = parser.add_argument_group("how they are chosen")
     how.add_argument("--by", default="leave-one-out", metavar="METHOD", help="a method of importance, or random")
     how.add_argument("--per", default="layer", metavar="WHERE", help="--keep of each layer, stack (alike), or model")

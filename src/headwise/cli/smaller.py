@@ -22,15 +22,8 @@ if TYPE_CHECKING:
 
 
 def take_work(parser: Arguments) -> None:
-    """Let a verb be told of a model, of texts, and where to leave what it makes."""
-    parser.add_argument("model", metavar="MODEL", help="a folder of headwise or of transformers, or llama2.c's file")
-    parser.add_argument("--out", required=True, metavar="DIR", help="a new folder for the model and the proof")
-    take_texts(parser, "examples of a task, which then says what is right; its fields by --set")
-    parser.add_argument(
-        "--set", dest="changes", action="append", default=[], metavar="KEY=VALUE", help="a field of the task"
-    )
-    parser.add_argument("--objective", metavar="NAME", help="what quality is: next-token, translation, label, drift")
-    parser.add_argument("--seed", type=int, default=0, metavar="INT", help="of whatever is drawn (0)")
+    """Let a verb be told of a model, of texts, where to leave what it makes, and how speed is measured."""
+    take_model(parser)
     learn = parser.add_argument_group("learning again, from the model as it was")
     learn.add_argument("--uptrain", type=int, metavar="STEPS", help="steps of distillation, on texts that do not prove")
     learn.add_argument("--learn", metavar="FILE", help="texts to learn from, in the place of those heads are chosen by")
@@ -38,6 +31,18 @@ def take_work(parser: Arguments) -> None:
     learn.add_argument("--rate", type=float, metavar="NUMBER", help="the highest rate of learning")
     parser.add_argument("--length", type=int, metavar="COUNT", help="tokens that speed and cost are told for")
     parser.add_argument("--seconds", type=float, default=10.0, metavar="NUMBER", help="for measuring speed (10)")
+
+
+def take_model(parser: Arguments) -> None:
+    """Let a verb be told of a model, of texts, and where to leave what it makes."""
+    parser.add_argument("model", metavar="MODEL", help="a folder of headwise or of transformers, or llama2.c's file")
+    parser.add_argument("--out", required=True, metavar="DIR", help="a new folder for what is made")
+    take_texts(parser, "examples of a task, which then says what is right; its fields by --set")
+    parser.add_argument(
+        "--set", dest="changes", action="append", default=[], metavar="KEY=VALUE", help="a field of the task"
+    )
+    parser.add_argument("--objective", metavar="NAME", help="what quality is: next-token, translation, label, drift")
+    parser.add_argument("--seed", type=int, default=0, metavar="INT", help="of whatever is drawn (0)")
     take_form(parser)
 
 

@@ -90,17 +90,11 @@ class Keep(Choice):
                 yield from column
 
     def _whole(self, those: Mapping[str, tuple[Unit, ...]], found: Worths) -> Iterator[Unit]:
-        safe = [unit for own in those.values() for unit in _most(own, found.unit, min(self.least, len(own)))]
-        rest = [unit for own in those.values() for unit in own if unit not in safe]
         heads = sum(len(unit.heads) for own in those.values() for unit in own)
         wanted = self.share if isinstance(self.share, int) else round(self.share * heads)
         if wanted > heads:
             raise SpecError(f"keep={self.share} heads of a model with {heads}; give at most {heads - 1}")
-        kept = list(safe)
-        for unit in sorted(rest, key=found.unit, reverse=True):
-            if sum(len(one.heads) for one in kept) + len(unit.heads) <= wanted:
-                kept.append(unit)
-        yield from kept
+        yield from worth_most(those, found, wanted, self.least)
 
     def _of(self, site: str, own: Sequence[Unit]) -> int:
         """How many units of a site stay."""
@@ -168,6 +162,21 @@ class Clusters(Choice):
         keep = {site: keep.get(site, []) for site in counts(net.described) if site in seen}
         notes = (*found.notes, *alike.notes)
         return Plan.of(net.described, keep, f"the one worth most of each of {len(clusters)} clusters", notes)
+
+
+def worth_most(those: Mapping[str, tuple[Unit, ...]], found: Worths, wanted: int, least: int = 0) -> list[Unit]:
+    """Units of all these sites together that are worth most, so many heads at most; `least` units of every site first.
+
+    >>> those = {"a": (Unit("a", (0,)), Unit("a", (1,))), "b": (Unit("b", (0,)),)}
+    >>> [unit.site for unit in worth_most(those, Worths({("a", 0): 3.0, ("a", 1): 2.0, ("b", 0): 1.0}), 2, least=1)]
+    ['a', 'b']
+    """
+    kept = [unit for own in those.values() for unit in _most(own, found.unit, min(least, len(own)))]
+    rest = [unit for own in those.values() for unit in own if unit not in kept]
+    for unit in sorted(rest, key=found.unit, reverse=True):
+        if sum(len(one.heads) for one in kept) + len(unit.heads) <= wanted:
+            kept.append(unit)
+    return kept
 
 
 def _most(own: Sequence[Unit], worth: Callable[[Unit], float], count: int) -> list[Unit]:

@@ -32,7 +32,7 @@ def page(proof: Proof) -> str:
     return "\n\n".join("\n".join(part).rstrip() for part in parts) + "\n"
 
 
-def line(text: str) -> str:
+def line(text: str, long: int = LONG) -> str:
     """A text on one line, whatever it holds, cut where it is long.
 
     >>> line("a\\x1b[2J\\n b")
@@ -40,7 +40,7 @@ def line(text: str) -> str:
     """
     told = re.sub(r"\s+", " ", text).strip()
     shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in told)
-    return shown if len(shown) <= LONG else f"{shown[: LONG - 1]}…"
+    return shown if len(shown) <= long else f"{shown[: long - 1]}…"
 
 
 def wrapped(text: str, indent: str = "") -> list[str]:

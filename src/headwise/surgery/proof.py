@@ -56,7 +56,7 @@ class Proof:
             "examples": [one.data for one in self.examples],
             "versions": dict(self.versions or {}), "notes": list(self.notes),
         }  # fmt: skip
-        return _plain(told)
+        return finite(told)
 
 
 def write(proof: Proof, folder: Path | str) -> tuple[Path, Path]:
@@ -71,9 +71,14 @@ def write(proof: Proof, folder: Path | str) -> tuple[Path, Path]:
     return paths
 
 
-def _plain(told: Any) -> Any:
+def finite(told: Any) -> Any:
+    """Plain values with None for every number that is not finite.
+
+    >>> finite({"a": [1.5, float("nan")]})
+    {'a': [1.5, None]}
+    """
     if isinstance(told, Mapping):
-        return {name: _plain(one) for name, one in told.items()}
+        return {name: finite(one) for name, one in told.items()}
     if isinstance(told, (list, tuple)):
-        return [_plain(one) for one in told]
+        return [finite(one) for one in told]
     return None if isinstance(told, float) and not math.isfinite(told) else told

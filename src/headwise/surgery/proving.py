@@ -15,7 +15,7 @@ from ..heads.saying import head_of
 from ..heads.scene import Scene
 from ..hub.editing import Head
 from ..models import Transformer
-from ..models.generating import answering, words_of
+from ..models.generating import answering
 from ..tasks import Task
 from .agreement import Agreeing
 from .equality import Says, reloaded, silenced
@@ -25,7 +25,7 @@ from .proof import Proof
 from .quality import Quality, Tallied, check_count, check_drifts
 from .savings import savings
 from .sayings import saying
-from .scores import EXAMPLES, Pair, bleu_row, can_bleu, task_rows
+from .scores import EXAMPLES, bleu_row, can_bleu, pairs_of, task_rows
 from .speeds import speeds
 
 TARGETS = ("given", "own")
@@ -142,15 +142,8 @@ def _scored(
     if how.targets == "own":
         notes.append("the texts beside the sources are what the model before wrote: loss and accuracy are against that")
     elif can_bleu(nets[0]):
-        rows.append(bleu_row(*nets, _pairs(nets[0], scenes)))
+        rows.append(bleu_row(*nets, pairs_of(nets[0], scenes)))
     return replace(found, rows=tuple(rows)), notes
-
-
-def _pairs(net: Transformer, scenes: Sequence[Scene]) -> list[Pair]:
-    words, begin = words_of(net)[1], len(net.usage.begin)
-    return [
-        Pair(one.streams["source"].ids.tolist(), words.text(one.streams["text"].ids.tolist()[begin:])) for one in scenes
-    ]
 
 
 def _check_alike(before: Transformer, after: Transformer) -> None:

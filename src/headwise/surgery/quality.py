@@ -130,15 +130,19 @@ class Tallied:
 
     def take(self, question: Question, own: Tensor, other: Tensor | None) -> float | None:
         """One text more; how much worse it got, None where nothing is asked of it."""
-        if not question.asked:
-            self.silent += 1
-            return None
-        self.after.append(self._counts(question, own, other))
-        if other is None:
-            return 0.0
+        if not self.count(question, own, other) or other is None:
+            return 0.0 if question.asked else None
         if not isinstance(self.objective, Drift):
             self.before.append(self._counts(question, other, other))
         return self.worse
+
+    def count(self, question: Question, own: Tensor, other: Tensor | None) -> bool:
+        """One text more of the model after alone; whether anything is asked of it."""
+        if question.asked:
+            self.after.append(self._counts(question, own, other))
+        else:
+            self.silent += 1
+        return bool(question.asked)
 
     @property
     def worse(self) -> float:

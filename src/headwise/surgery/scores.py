@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..heads.intervals import interval, resampled
+from ..heads.scene import Scene
 from ..models import Transformer, generate, greedy
 from ..models.generating import longest, words_of
 from ..tasks import Batch, Task
@@ -18,6 +19,7 @@ from .quality import RESAMPLES, SEED, Between, Counts, Row, check_count, row_of
 
 BATCH = 32
 EXAMPLES = 100  # of a task
+BLEU = "BLEU"
 ANSWERED = 64  # tokens of a translation
 
 
@@ -40,7 +42,12 @@ def task_rows(before: Transformer, after: Transformer, task: Task, examples: int
     [('exact_match', 0.0, 0.0)]
     """
     check_count(examples, f"examples of {task.name}")
-    both = [list(_scored(net, task, examples)) for net in (before, after)]
+    return rows_between(*(list(scored(net, task, examples)) for net in (before, after)))
+
+
+def rows_between(before: Sequence[Any], after: Sequence[Any]) -> list[Row]:
+    """A row for everything that a task tallied of two models, example by example."""
+    both = (before, after)
     names = dict.fromkeys(name for told in both[0] for name in told)
     found = list[Row]()
     for name in names:
@@ -50,8 +57,8 @@ def task_rows(before: Transformer, after: Transformer, task: Task, examples: int
     return found
 
 
-def _scored(net: Transformer, task: Task, examples: int) -> Iterator[Any]:
-    """The tally of every example."""
+def scored(net: Transformer, task: Task, examples: int) -> Iterator[Any]:
+    """The tally of every example of a task, of a model's free answers where it asks for some."""
     device, whole, index = next(net.parameters()).device, task.batches(BATCH, "valid"), 0
     while examples and (whole is None or index < whole):
         batch = task.batch(index, BATCH, "valid")
@@ -77,6 +84,14 @@ def _logits(net: Transformer, batch: Batch, device: torch.device) -> Any:
     return net(here.x, tokens=here.tokens, source=here.source, source_tokens=here.source_tokens).float().cpu()
 
 
+def pairs_of(net: Transformer, scenes: Sequence[Scene]) -> list[Pair]:
+    """Sources of scenes with the texts that stand beside them, as translations that are wanted."""
+    words, begin = words_of(net)[1], len(net.usage.begin)
+    return [
+        Pair(one.streams["source"].ids.tolist(), words.text(one.streams["text"].ids.tolist()[begin:])) for one in scenes
+    ]
+
+
 def can_bleu(net: Transformer) -> bool:
     """Whether translations of a model can be held to others: it says what begins one, it has words, BLEU is there."""
     told = net.described.kind == "encoder-decoder" and bool(net.usage.begin) and net.usage.tokenizer is not None
@@ -85,10 +100,15 @@ def can_bleu(net: Transformer) -> bool:
 
 def bleu_row(before: Transformer, after: Transformer, pairs: Sequence[Pair]) -> Row:
     """BLEU of what both models say of sources, 0 to 100, as sacreBLEU reckons it; intervals resample pairs."""
+    return bleu_between(translated(before, pairs), translated(after, pairs), pairs)
+
+
+def bleu_between(before: Sequence[str], after: Sequence[str], pairs: Sequence[Pair]) -> Row:
+    """The same of what was said of the sources before and after."""
     check_count(len(pairs), "translations")
     draws = resampled(len(pairs), RESAMPLES, SEED)
-    own, other = (_bleus(_translated(net, pairs), pairs, draws) for net in (after, before))
-    return Row("BLEU", "higher", *(_between(one) for one in (own, other, own - other)))
+    own, other = (_bleus(said, pairs, draws) for said in (after, before))
+    return Row(BLEU, "higher", *(_between(one) for one in (own, other, own - other)))
 
 
 def _between(found: Any) -> Between:
@@ -96,7 +116,8 @@ def _between(found: Any) -> Between:
     return Between(float(found[0]), float(low), float(high))
 
 
-def _translated(net: Transformer, pairs: Sequence[Pair]) -> list[str]:
+def translated(net: Transformer, pairs: Sequence[Pair]) -> list[str]:
+    """What a model says of sources, the likeliest token each time."""
     room = longest(net.described.stacks[-1])
     count = min(ANSWERED, ANSWERED if room is None else max(1, room - len(net.usage.begin)))
     words, found = words_of(net)[1], list[str]()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import SpecError, nearest
+from ..heads.objectives import Objective
 from ..heads.rating import How
 from ..heads.scene import Scene
 from ..heads.weighing import METHODS, importance
@@ -24,7 +25,7 @@ class By(NamedTuple):
     """By what heads are ranked: a method of `hw.importance`, or "random"; of which objective, on how many texts."""
 
     method: str = "leave-one-out"
-    objective: str | None = None
+    objective: str | Objective | None = None
     sample: int | None = None
     budget: float | None = None
     normalised: str = ""
