@@ -34,6 +34,7 @@ import planted_registered  # noqa: F401 - as the first
 import planted_serving  # noqa: F401 - as the first
 import planted_sites  # noqa: F401 - as the first
 import planted_split  # noqa: F401 - as the first
+import planted_surgery  # noqa: F401 - as the first
 import planted_tasks  # noqa: F401 - as the first
 import planted_traces  # noqa: F401 - as the first
 import planted_training  # noqa: F401 - as the first
