@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 DATA = Path("../shared/data")
@@ -42,10 +43,7 @@ SWEEP = [
 ]  # fmt: skip
 ABOUT = """# Heads taken out of a translator, German to English
 
-{model},
-8 heads in every attention. Trained on Multi30k, {planned} steps planned:
-{trained} On held-out pairs it had loss {loss} and accuracy {accuracy}, the
-true text before each token.
+{about}
 
 The claims are those of Voita et al. (1905.09418: most heads of the encoder can
 go, specialised ones stay longest, the encoder goes first and cross-attention
@@ -108,10 +106,12 @@ def translator(places: dict[str, str]) -> str:
     if not (planned and model and trained and loss and accuracy):
         raise SystemExit(f"{places['TRANSLATOR']}/README.md does not say how the translator was trained")
     command = " ".join(SWEEP).replace(" --points", " \\\n        --points").replace(" --draws", " \\\n        --draws")
-    about = ABOUT.format(
-        model=model[1], trained=trained[0], planned=planned[1], loss=loss[1], accuracy=accuracy[1], command=command
+    about = (
+        f"{model[1]}, 8 heads in every attention. Trained on Multi30k, where {planned[1]} steps were planned: "
+        f"{trained[0]} On held-out pairs its loss was {loss[1]}, its accuracy {accuracy[1]}, the true text before each "
+        "token."
     )
-    return about + without_figures(page)
+    return ABOUT.format(about=textwrap.fill(about, 80), command=command) + without_figures(page)
 
 
 def without_figures(page: str) -> str:

@@ -211,8 +211,8 @@ def test_answers_say_what_is_shown_and_what_is_not():
     assert f"The 12 heads of encoder {begun}: 6 by ours (+0.010 to +0.010), 0 by random (2 draws)." in told
     assert f"The 12 heads of cross {begun}: none by ours, 0 by random" in told
     assert "ours against random, a mean of 2 draws: over all counts translation loss is lower, -0.556" in told
-    assert "Of the 12 heads of part encoder, by ours: fewer than by chance with 18 left (surest 0 of 18" in told
-    assert "the last is gone with 18 left" in told
+    assert "What stays by ours, part by part: encoder fewer than by chance with 18 left (surest 0 of 18" in told
+    assert "of decoder no difference from chance is shown; the last is gone of encoder with 18 left." in told
     vague = made({"encoder": [0.3] * 4, "decoder": [0.1, 0.9, 0.1, 0.6], "cross": [2.0] * 4})
     assert "cross-attention last: so it was found, but not shown, for an interval holds 0." in "\n".join(answers(vague))
     other = made({"encoder": [0.9] * 4, "decoder": [0.2] * 4, "cross": [2.0] * 4})
@@ -277,7 +277,7 @@ def test_columns_hold_every_head_and_mark_where_a_group_is_gone():
     kinds = {("e", n): "positional" for n in range(12)} | {("d", n): "broad" for n in range(12)}
     curves = made({}, kinds | {("c", n): "unclear" for n in range(12)})
     inks = {"positional": ("P", "#56B4E9"), "broad": ("B", "#F0E442"), "unclear": ("U", "#F2F2F2")}
-    (axes,) = columns(curves, curves.classes, "class", inks, paper_of("light")).axes
+    (axes,) = columns(curves, "ours", curves.classes, inks, paper_of("light")).axes
     heights = Counter[int]()
     for bar in axes.patches:
         heights[round(bar.get_x() + bar.get_width() / 2)] += round(bar.get_height())

@@ -203,9 +203,10 @@ def parts_of(curves: Curves) -> dict[Head, str]:
     return groups if ALL in curves.parts and alone and len(groups) == curves.heads(ALL) else {}
 
 
-def ours(curves: Curves) -> Line:
-    """The line of all parts together by our order."""
-    return curves.own(ALL, curves.orders[0])[0]
+def alone(curves: Curves) -> dict[str, Line]:
+    """The line of all parts together by each order that is drawn once; nothing where parts were not swept together."""
+    lines = {order: curves.own(ALL, order) for order in curves.orders}
+    return {order: own[0] for order, own in lines.items() if len(own) == 1}
 
 
 def heads_of(point: Point) -> list[Head]:
@@ -214,32 +215,41 @@ def heads_of(point: Point) -> list[Head]:
 
 
 def _stayed(curves: Curves, groups: Mapping[Head, str], what: str) -> Iterator[str]:
-    """What stays of each group when all parts lose heads together, by our order."""
-    if not groups or ALL not in curves.parts:
-        return
-    sizes = Counter(groups.values())
-    found = stayed(groups, [[head for head in heads_of(point) if head in groups] for point in ours(curves).points[1:]])
-    for group, size in sizes.most_common():
-        own = [one for one in found if one.group == group]
-        told = [_counts(own, which) for which in ("more", "fewer") if any(one.sure == which for one in own)]
-        sure = "; ".join(told) or "no difference from chance is shown at any count"
-        yield f"Of the {size} heads of {what} {group}, by {curves.orders[0]}: {sure}; {_ends(own)}."
+    """What stays of each group when all parts lose heads together, by every order that is no chance."""
+    for order, line in alone(curves).items() if groups else ():
+        found = stayed(groups, kept_of(line, groups)[1:])
+        own = {
+            group: [one for one in found if one.group == group] for group, _ in Counter(groups.values()).most_common()
+        }
+        told = [f"{group} {said}" for group, lefts in own.items() for said in _sure(lefts)]
+        vague = [group for group, lefts in own.items() if not any(True for _ in _sure(lefts))]
+        if vague:
+            told.append(f"of {', '.join(vague)} no difference from chance is shown")
+        gone = [f"{group} with {left} left" for group, lefts in own.items() if (left := _end(lefts)) is not None]
+        told.append(f"the last is gone of {', '.join(gone)}" if gone else "of each some stay to the end")
+        yield f"What stays by {order}, {what} by {what}: {'; '.join(told)}."
 
 
-def _ends(own: Sequence[Left]) -> str:
-    """Where the last one of a group goes; counts fall."""
+def kept_of(line: Line, groups: Mapping[Head, str]) -> list[list[Head]]:
+    """The heads at every point that are of any group."""
+    return [[head for head in heads_of(point) if head in groups] for point in line.points]
+
+
+def _end(own: Sequence[Left]) -> int | None:
+    """How many heads are left where the last one of a group has gone; counts fall."""
     there = max((place for place, one in enumerate(own) if one.own), default=-1)
-    return "some stay to the end" if there + 1 == len(own) else f"the last is gone with {own[there + 1].left} left"
+    return None if there + 1 == len(own) else own[there + 1].left
 
 
-def _counts(own: Sequence[Left], which: str) -> str:
-    there = [one for one in own if one.sure == which]
-    best = min(there, key=lambda one: one.level)
-    lefts = ", ".join(str(one.left) for one in there)
-    return (
-        f"{which} than by chance with {lefts} left (surest {best.own} of {best.left}, by chance {best.chance:.1f}, "
-        f"p {best.level:.1g})"
-    )
+def _sure(own: Sequence[Left]) -> Iterator[str]:
+    for which in ("more", "fewer"):
+        there = [one for one in own if one.sure == which]
+        if there:
+            best, lefts = min(there, key=lambda one: one.level), ", ".join(str(one.left) for one in there)
+            yield (
+                f"{which} than by chance with {lefts} left (surest {best.own} of {best.left}, by chance "
+                f"{best.chance:.1f}, p {best.level:.1g})"
+            )
 
 
 def titled(curves: Curves, part: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..heads.inks import CLASSES, PAPERS, Paper, ink_of, write
-from .claims import heads_of, ours, parts_of, stayed
+from .claims import alone, kept_of, parts_of, stayed
 from .curves import ALL, Curves, Mark
 from .plans import Head
 from .quality import LOSS, PERPLEXITY
@@ -57,12 +57,24 @@ def figures(curves: Curves) -> Iterator[tuple[str, Callable[[Paper], Figure]]]:
             yield f"curves-{name.lower().replace(' ', '-')}", partial(by_order, curves, name)
     if len(curves.parts) > 2:
         yield "parts", partial(by_part, curves)
-    if ALL in curves.parts:
-        inks = {part: (LETTERS.get(part, part[0].upper()), colour) for part, colour in _colours(curves).items()}
+    for place, order in enumerate(alone(curves)):
+        ends = f"-{order}" if place else ""
         if parts_of(curves):
-            yield "parts-left", lambda paper: columns(curves, parts_of(curves), "part", inks, paper)
+            yield f"parts-left{ends}", partial(parts_left, curves, order)
         if curves.classes:
-            yield "classes-left", lambda paper: columns(curves, curves.classes, "class", _inks(paper), paper)
+            yield f"classes-left{ends}", partial(classes_left, curves, order)
+
+
+def parts_left(curves: Curves, order: str, paper: Paper) -> Figure:
+    """The heads that stay, part by part."""
+    colours = zip([part for part in curves.parts if part != ALL], LINES["dark"], strict=False)
+    inks = {part: (LETTERS.get(part, part[0].upper()), colour) for part, colour in colours}
+    return columns(curves, order, parts_of(curves), inks, paper)
+
+
+def classes_left(curves: Curves, order: str, paper: Paper) -> Figure:
+    """The heads that stay, class by class."""
+    return columns(curves, order, curves.classes, {name: ink_of(name, paper) for name in CLASSES}, paper)
 
 
 def by_order(curves: Curves, name: str, paper: Paper) -> Figure:
@@ -110,7 +122,7 @@ def by_part(curves: Curves, paper: Paper) -> Figure:
 
 
 def columns(
-    curves: Curves, groups: Mapping[Head, str], what: str, inks: Mapping[str, tuple[str, str]], paper: Paper
+    curves: Curves, order: str, groups: Mapping[Head, str], inks: Mapping[str, tuple[str, str]], paper: Paper
 ) -> Figure:
     """The heads that stay as columns of groups; triangles where surely more or fewer stay than chance leaves.
 
@@ -118,7 +130,7 @@ def columns(
     """
     from matplotlib.figure import Figure
 
-    kept = [[head for head in heads_of(point) if head in groups] for point in ours(curves).points]
+    kept = kept_of(alone(curves)[order], groups)
     told = {(one.group, one.left): one.sure for one in stayed(groups, kept[1:])}
     names = [name for name in inks if name in set(groups.values())]
     figure = Figure(figsize=(max(4.6, 0.62 * len(kept) + 1.6), 4.6), layout="constrained")
@@ -132,7 +144,7 @@ def columns(
     _gone(axes, kept, groups, {name: inks[name] for name in names}, paper)
     axes.set(xlim=(-0.6, len(kept) - 0.4), ylim=(0, len(groups) * 1.02), xlabel="heads left", ylabel="heads")
     axes.set_xticks(range(len(kept)), [str(len(heads)) for heads in kept])
-    axes.set_title(f"{curves.model}: the heads that stay by {curves.orders[0]}, {what} by {what}")
+    axes.set_title(f"{curves.model}: the heads that stay by {order}")
     axes.tick_params(axis="x", length=0)
     _legend(figure, {name: inks[name] for name in names}, paper)
     return figure
@@ -228,14 +240,6 @@ def _legend(figure: Figure, inks: Mapping[str, tuple[str, str]], paper: Paper) -
              for name, (letter, colour) in inks.items()]  # fmt: skip
     figure.legend(handles=marks, loc="outside lower center", ncols=4, fontsize=7, handlelength=1,
                   title="× gone, ▲ surely more, ▼ fewer than chance leaves", title_fontsize=6.5)  # fmt: skip
-
-
-def _inks(paper: Paper) -> dict[str, tuple[str, str]]:
-    return {name: ink_of(name, paper) for name in CLASSES}
-
-
-def _colours(curves: Curves) -> dict[str, str]:
-    return dict(zip([part for part in curves.parts if part != ALL], LINES["dark"], strict=False))
 
 
 def _row(curves: Curves, name: str) -> str:

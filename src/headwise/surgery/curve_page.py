@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..files import write_atomically
-from .claims import answers, heads_of, ours, parts_of, stayed, titled
-from .curves import ALL, Curves, Mark
+from .claims import alone, answers, kept_of, parts_of, stayed, titled
+from .curves import Curves, Mark
 from .page import INSIDE, line, number, table, wrapped
 from .plans import Head
 from .proof import finite
@@ -112,16 +112,16 @@ def _cell(curves: Curves, name: str, mark: Mark) -> str:
 
 def _stay(curves: Curves) -> Iterator[str]:
     """The columns of the figures: of each group, how many are left at every count."""
-    said = f"All parts together, heads gone by {curves.orders[0]}; + and - where surely more or fewer stay"
-    yield from wrapped(f"{said} than chance leaves.")
+    yield from wrapped("All parts together; + and - where surely more or fewer stay than chance leaves.")
     for what, groups in (("part", parts_of(curves)), ("class", curves.classes)):
-        if groups and ALL in curves.parts:
-            yield ""
-            yield from table(*_columns(curves, groups, what))
+        for order, own in alone(curves).items() if groups else ():
+            yield from ("", f"{order}:", "")
+            yield from table(*_columns(kept_of(own, groups), groups, what))
 
 
-def _columns(curves: Curves, groups: Mapping[Head, str], what: str) -> tuple[list[str], list[list[str]]]:
-    kept = [[head for head in heads_of(point) if head in groups] for point in ours(curves).points]
+def _columns(
+    kept: Sequence[Sequence[Head]], groups: Mapping[Head, str], what: str
+) -> tuple[list[str], list[list[str]]]:
     sure = {(one.group, one.left): SURE.get(one.sure, "") for one in stayed(groups, kept[1:])}
     rows = [
         [group, *(f"{sum(groups[head] == group for head in own)}{sure.get((group, len(own)), '')}" for own in kept)]
