@@ -12,6 +12,7 @@ import planted_align  # noqa: F401 - as the first
 import planted_comparing  # noqa: F401 - as the first
 import planted_composition  # noqa: F401 - importing a list plants its bugs
 import planted_core  # noqa: F401 - as the first
+import planted_curves  # noqa: F401 - as the first
 import planted_data  # noqa: F401 - as the first
 import planted_engine  # noqa: F401 - as the first
 import planted_families  # noqa: F401 - as the first
