@@ -53,7 +53,7 @@ class Change(NamedTuple):
 class Scale(NamedTuple):
     """How many examples are learned from, look at heads, prove, and are translated; how long speed is measured."""
 
-    lessons: int = 3000
+    lessons: int = 4000
     judges: int = 128
     texts: int = 64
     examples: int = 400
@@ -80,8 +80,8 @@ def pooled(net: Transformer, texts: Sequence[Scene], tell: Tell) -> Made:
 
 
 CHANGES = (
-    Change("pruned", "Half of its heads", halved, 3 / 8),
-    Change("shared", "Keys and values shared", pooled, 3 / 16),
+    Change("pruned", "Half of its heads", halved, 1 / 2),
+    Change("shared", "Keys and values shared", pooled, 1 / 4),
 )
 
 
