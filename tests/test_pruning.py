@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import headwise as hw
+from foreign import ZOO
 from headwise.heads.methods import Michel
 from headwise.models import Transformer
 from headwise.surgery import By, Clusters, Keep, Named, Plan
@@ -194,5 +195,15 @@ def test_what_cannot_be_folded_is_told():
         prune(net, one, fold="mean")
     with pytest.raises(hw.SpecError, match="fold='median' is unknown; did you mean 'mean'"):
         prune(net, one, fold="median")
-    with pytest.raises(ValueError, match=r"model is of type Linear; give what hw"):
-        prune(torch.nn.Linear(2, 2), 0.5)  # pyright: ignore[reportArgumentType] - what is refused
+    with pytest.raises(ValueError, match=r"Linear has no config that says what it is"):
+        prune(torch.nn.Linear(2, 2), 0.5)
+
+
+def test_a_model_of_transformers_is_cut_as_a_copy():
+    model = ZOO["gpt2"].build("sdpa")
+    done = prune(model, Named((("decoder.0.attention", 1), ("decoder.1.attention", 0))))
+    x = ids(0, 5, 11)
+    with torch.no_grad(), hw.silence(model, [(0, 1), (1, 0)]):
+        silent = model(x).logits
+    with torch.no_grad():
+        torch.testing.assert_close(done.after(x), silent, rtol=1e-5, atol=1e-5)

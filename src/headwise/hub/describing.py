@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .. import families
+from ..blueprint import Model
 from ..errors import SpecError
-from ..site import Site
+from ..site import YES, Ability, Site
 from ..spec import AttentionSpec
+from .maps import map_of
 from .routes.places import UNKNOWN
 
 # Configs inside a config, and how modules that they describe are called.
@@ -26,13 +28,14 @@ class Tower(NamedTuple):
     stacks: tuple[str, ...]
     specs: Mapping[str, AttentionSpec]
     unsaid: Mapping[str, str]
+    whole: Ability
 
     @staticmethod
     def of(words: tuple[str, ...], told: Mapping[str, Any]) -> Tower:
         """Read from these keys; which head stands on the model does not matter here."""
         described = families.read({key: value for key, value in told.items() if key != "architectures"})
         stacks = tuple(stack.name for stack in described.stacks)
-        return Tower(words, stacks, dict(described.specs()), described.unsaid())
+        return Tower(words, stacks, dict(described.specs()), described.unsaid(), _whole(described, words))
 
     def name(self, site: Site) -> str:
         """By what name a site stands in the description: its own, or that of the only stack where paths name none."""
@@ -81,7 +84,22 @@ class Said(NamedTuple):
         if spec is None or name in tower.unsaid:
             return replace(site, unsaid=tower.unsaid.get(name, self.why))
         sizes = {"heads": len(spec.speaks), "q": spec.heads.q, "kv": spec.heads.kv, "dim": spec.heads.dim}
-        return replace(site, **sizes, pattern=spec.pattern.text, spec=spec, unsaid="")
+        able = {"cut": tower.whole, "share": tower.whole}
+        return replace(site, **sizes, pattern=spec.pattern.text, spec=spec, unsaid="", **able)
+
+
+def _whole(described: Model, words: tuple[str, ...]) -> Ability:
+    """Whether the model is read as one of headwise, heads of which are cut and shared."""
+    try:
+        map_of(described.name)
+    except SpecError as error:
+        return Ability(False, str(error))
+    if words:
+        return Ability(False, "it is a part of a model that is not read as a whole")
+    if any(stack.weights_of == "first" for stack in described.stacks):
+        return Ability(False, "all layers read the weights of the first")
+    whys = [*described.unsaid().values(), *(beyond.reason for beyond in described.beyond)]
+    return Ability(False, whys[0]) if whys else YES
 
 
 def _inner(told: Mapping[str, Any]) -> Iterator[Tower]:

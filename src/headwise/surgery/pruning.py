@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..heads.scene import Scene
@@ -14,6 +14,7 @@ from ..models import Transformer
 from .choices import Choice, Keep
 from .constants import folded
 from .plans import Head, Plan
+from .rebuilding import ours
 from .removing import removed
 
 
@@ -38,7 +39,7 @@ class Pruned:
 
 
 def prune(
-    model: Transformer,
+    model: nn.Module,
     choice: Choice | float,
     scenes: Sequence[Scene] = (),
     *,
@@ -48,7 +49,8 @@ def prune(
     """A model without the heads that a choice gives up; a number is the share that every layer keeps.
 
     `scenes` are the texts by which heads are judged, as `hw.Sources` reads them. fold="mean" leaves what the heads said
-    on average over these texts, fold="bias" what their values' bias made them say. The model itself is left alone.
+    on average over these texts, fold="bias" what their values' bias made them say. The model itself is left alone; one
+    of transformers is copied as one of ours first.
 
     >>> import headwise as hw
     >>> net = hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2}), seed=0)
@@ -56,8 +58,7 @@ def prune(
     >>> done.plan.sentence, hw.counting.params(net.described) - hw.counting.params(done.after.described)
     ('7 of 8 heads stay, without those that were named', 70)
     """
-    if not isinstance(model, Transformer):
-        raise ValueError(f"model is of type {type(model).__name__}; give what hw.load or hw.build made")
+    model = ours(model)
     chosen = Keep(choice) if isinstance(choice, (int, float)) else choice
     ready, plan = chosen.ready(model, scenes, tell)
     if not plan.gone:

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..blueprint import Block, Model
 from ..blueprint.stack import ATTENTIONS, runs_of
 from ..errors import SpecError, nearest
+from ..hub.living import copied
 from ..models import Transformer, build
 from ..models.feeds import Normed
 from ..module import Attention
@@ -26,6 +27,11 @@ class Changed(NamedTuple):
 
     spec: AttentionSpec | None
     weights: Mapping[str, Tensor]
+
+
+def ours(model: nn.Module) -> Transformer:
+    """A model of ours as it is, one of transformers as a copy that is."""
+    return model if isinstance(model, Transformer) else copied(model)
 
 
 def weights_of(net: Transformer, site: str) -> dict[str, Tensor]:

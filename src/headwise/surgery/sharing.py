@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from ..errors import SpecError, nearest
 from ..heads.objectives import LABELS
 from ..heads.scene import Scene
 from ..models import Transformer
 from .gathering import gathered
 from .plans import counts
-from .rebuilding import Changed, attention_of, rebuilt, weights_of
+from .rebuilding import Changed, attention_of, ours, rebuilt, weights_of
 from .ways import WORDS, Made, Pool, Way
 from .worths import USUAL, By, worths
 
@@ -47,7 +49,7 @@ class Shared:
 
 
 def share(
-    model: Transformer,
+    model: nn.Module,
     way: Way | int,
     scenes: Sequence[Scene] = (),
     *,
@@ -58,7 +60,7 @@ def share(
     """A model whose heads share keys and values as a way says; a number is how many of these every layer keeps.
 
     `scenes` are texts, for ways that look at what heads say; where="self" or "cross" changes attentions of one kind.
-    The model itself is left alone.
+    The model itself is left alone; one of transformers is copied as one of ours first.
 
     >>> import headwise as hw
     >>> net = hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2}), seed=0)
@@ -66,8 +68,7 @@ def share(
     >>> [spec.heads.kv for _, spec in done.after.described.specs()], done.groups["decoder.0.attention"]
     ([2, 2], ((0, 1), (2, 3)))
     """
-    if not isinstance(model, Transformer):
-        raise ValueError(f"model is of type {type(model).__name__}; give what hw.load or hw.build made")
+    model = ours(model)
     if where not in WHERE:
         raise SpecError(f"where={where!r} is unknown; {nearest(where, WHERE)}")
     chosen = Pool(way) if isinstance(way, int) else way

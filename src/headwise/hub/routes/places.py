@@ -18,7 +18,7 @@ CROSS = re.compile(r"cross|enc_?dec|encoder_attn|multihead_attn", re.IGNORECASE)
 
 
 UNKNOWN = "model"  # a stack of which nobody says what it is
-NOT_BUILT = Ability(False, "headwise cuts and shares heads of its own models; hw.load reads a folder as one")
+NOT_READ = Ability(False, "its weights are not read as a model of headwise, which alone is cut; nothing is guessed")
 
 
 class Sizes(NamedTuple):
@@ -46,7 +46,7 @@ def site(
     return Site(
         name=f"{stack}.{layer}.{kind}", stack=stack, layer=layer, kind=kind, path=path,
         heads=own.q, q=own.q, kv=own.kv, dim=own.dim, pattern=said, spec=None, unsaid="nothing reads it as a spec",
-        see=see, silence=silence, cut=NOT_BUILT, share=NOT_BUILT,
+        see=see, silence=silence, cut=NOT_READ, share=NOT_READ,
     )  # fmt: skip
 
 

@@ -1,0 +1,131 @@
+"""`headwise share` on folders of every kind: what it leaves, what it proves, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import headwise as hw
+from foreign import ZOO
+from headwise import cli
+from headwise.tasks.vocabulary import Bytes
+from test_prune_command import TEXTS
+
+FAST = ("--seconds", "0.05", "--length", "8")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models of ours and of transformers that read bytes, and texts for them."""
+    base = tmp_path_factory.mktemp("models")
+    config = {
+        "model_type": "llama", "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 6,
+        "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": 300, "max_position_embeddings": 64,
+    }  # fmt: skip
+    net = hw.build(hw.families.read(config), seed=0)
+    net.usage = hw.Usage(tokenizer=Bytes().document)
+    hw.save(net, base / "ours")
+    foreign = ZOO["llama"]
+    torch.manual_seed(0)
+    keys = {**foreign.keys, "vocab_size": 300, "eos_token_id": None, "num_key_value_heads": 4, "num_attention_heads": 4}
+    foreign._replace(keys=keys).build("sdpa").save_pretrained(base / "llama")
+    (base / "llama" / "tokenizer.json").write_text(Bytes().document)
+    (base / "texts").write_text(TEXTS)
+    return {path.name: path for path in base.iterdir()}
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    code = cli.main(["share", *map(str, argv)])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.mark.parametrize(("name", "kind"), [("ours", "ours"), ("llama", "transformers")])
+def test_one_command(
+    name: str, kind: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "out"
+    code, told, err = said(
+        capsys, folders[name], "--kv", "2", "--align", "--grouping", "alike", "--data", folders["texts"], "--out", out,
+        *FAST, "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    proof = json.loads(told)
+    assert proof["folder"]["kind"] == kind, proof["folder"]["sentence"]
+    assert {one["what"] for one in proof["equal"]} == {
+        "aligned, before heads are pooled", "headwise.load of what was written"
+    }  # fmt: skip
+    assert proof["holds"] is True
+    assert {spec.heads.kv for _, spec in hw.load(out).described.specs()} == {2}
+    done = json.loads((out / "heads.json").read_text())["done"]
+    assert done["done"] == "share"
+    assert all(len(groups) == 2 for groups in done["groups"].values())
+    assert any(note.startswith("means of values miss") for note in done["notes"])
+
+
+@pytest.mark.parametrize("form", ["mha", "latent", "collaborative=24", "routed=2,2"])
+def test_other_forms(form: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    name, out = "gpt" if form.startswith("coll") else "ours", tmp_path / "out"
+    if name == "gpt":
+        config = {"model_type": "gpt2", "n_embd": 24, "n_head": 4, "n_layer": 1, "vocab_size": 300, "n_positions": 64}
+        net = hw.build(hw.families.read(config), seed=0)
+        net.usage = hw.Usage(tokenizer=Bytes().document)
+        hw.save(net, tmp_path / "gpt")
+    model = folders.get(name, tmp_path / "gpt")
+    code, told, err = said(
+        capsys, model, "--to", form, "--by", "michel", "--data", folders["texts"], "--out", out, *FAST, "--json"
+    )
+    assert code == 0, err
+    quality = json.loads(told)["quality"]["rows"][0]
+    assert abs(quality["change"]["value"]) < 1e-4
+    assert hw.load(out).described != hw.load(model).described or form == "mha"
+
+
+def test_learning_again_is_told(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "out"
+    (tmp_path / "lessons").write_text("\n".join(f"{TEXTS.splitlines()[n % 11]} {n}" for n in range(40)))
+    code, told, err = said(
+        capsys, folders["ours"], "--kv", "1", "--data", folders["texts"], "--learn", tmp_path / "lessons",
+        "--uptrain", "12", "--rate", "0.003", "--out", out, *FAST,
+    )  # fmt: skip
+    assert code == 0, err
+    done = json.loads((out / "heads.json").read_text())["done"]["uptraining"]
+    assert done["curve"][0]["step"] == 0
+    kept = {at["step"]: at["held_out"] for at in done["curve"]}
+    assert kept[done["step"]] == min(kept.values()) < kept[0]
+    assert "uptrained on 40 texts" in told
+
+
+@pytest.mark.parametrize(
+    ("argv", "wrong"),
+    [
+        (["ours", "--data", "texts"], "say what is made: --kv COUNT, or --to with one of mha, latent"),
+        (["ours", "--data", "texts", "--kv", "2", "--to", "mha"], "say what is made"),
+        (
+            ["ours", "--data", "texts", "--kv", "3"],
+            "4 key-value heads do not make 3 equal groups; use one of [1, 2, 4]",
+        ),
+        (["ours", "--data", "texts", "--to", "gqa"], "--to gqa is no form; give one of mha"),
+        (["ours", "--data", "texts", "--to", "latent", "--align"], "--align and --grouping are for --kv"),
+        (["ours", "--data", "texts", "--kv", "2", "--align", "sides"], "align='sides' is unknown"),
+        (["ours", "--data", "texts", "--kv", "2", "--where", "cross"], "has no cross-attention"),
+        (["ours", "--data", "texts", "--kv", "2", "--uptrain", "0"], "steps"),
+        (["ours", "--kv", "2"], "say what is read: one of --data FILE, --conllu FILE, --task dates"),
+        (["ours", "--data", "texts", "--kv", "2", "--out", "texts"], "is a file; give a new folder"),
+        (["ours", "--data", "texts", "--kv", "2", "--learn", "none", "--uptrain", "3"], "cannot be read as text"),
+    ],
+)
+def test_wrong_arguments(
+    argv: list[str], wrong: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out: list[Any] = [] if "--out" in argv else ["--out", tmp_path / "out"]
+    code, told, err = said(capsys, *[folders.get(word, word) for word in argv], *out, *FAST)
+    assert (code, told) == (2, "")
+    assert re.search(re.escape(wrong), err), err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
