@@ -25,7 +25,7 @@ QUICK := not slow and not compile and not anchors and not gpu and not lengthy
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## */\1\t/' | expand -t 10
 
-demo: $(STAMP)  ## a look around, and a translator that learns as you watch: about two minutes
+demo: $(STAMP)  ## a look around, and a translator that learns and is made smaller as you watch: about three minutes
 	@$(BIN)/headwise demo
 
 install: $(STAMP)  ## make .venv with everything in it; says where the command is

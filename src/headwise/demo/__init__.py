@@ -1,4 +1,4 @@
-"""`headwise demo`: one spec and all that follows from it, then a translator that learns as you watch."""
+"""`headwise demo`: one spec and all that follows from it, then a translator that learns, and is made smaller."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def proofs() -> str:
 
 
 def pages(learned: Learned | None = None) -> Iterator[tuple[str, Callable[[], str]]]:
-    """The pages in order: a title, and what makes the page when it is its turn; without `learned` nothing is trained."""
+    """The pages in order: a title, and what makes the page in its turn; without `learned` nothing is trained."""
     yield "Soft look-up", lookup.page
     yield "One layer, described", described
     yield "What it costs", counts

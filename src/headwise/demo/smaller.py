@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import SpecError
@@ -53,7 +52,7 @@ class Change(NamedTuple):
 class Scale(NamedTuple):
     """How many examples are learned from, look at heads, prove, and are translated; how long speed is measured."""
 
-    lessons: int = 3000
+    lessons: int = 4000
     judges: int = 128
     texts: int = 64
     examples: int = 400
@@ -80,8 +79,8 @@ def pooled(net: Transformer, texts: Sequence[Scene], tell: Tell) -> Made:
 
 
 CHANGES = (
-    Change("pruned", "Half of its heads", halved, 3 / 8),
-    Change("shared", "Keys and values shared", pooled, 3 / 16),
+    Change("pruned", "Half of its heads", halved, 1 / 2),
+    Change("shared", "Keys and values shared", pooled, 1 / 4),
 )
 
 
@@ -94,6 +93,7 @@ class Smaller:
     def __init__(self, translator: Translator, change: Change, scale: Scale = USUAL) -> None:
         self.translator, self.change, self.scale = translator, change, scale
         self.folder = translator.folder / change.name
+        self._data: dict[str, Any] | None = None
         if self._known() is None:
             check_free(self.folder)
 
@@ -102,18 +102,25 @@ class Smaller:
         """How it learns again: a part as long as it was trained."""
         return replace(LEARNING, steps=max(1, round(self.change.part * self.translator.recipe.steps)))
 
-    @cached_property
+    @property
     def data(self) -> dict[str, Any]:
         """What was done, and the proof of it, as plain values."""
-        result = self.translator.result
-        asked = {"model": mark_of(result.net), "how": repr(self.how), "scale": list(self.scale)}
+        if self._data is None:
+            self._ready()
+            proof = json.loads((self.folder / JSON).read_text(encoding="utf-8"))
+            self._data = {"folder": str(self.folder), **plan_of(self.folder).done, "proof": proof}
+        return self._data
+
+    def _ready(self) -> None:
+        """See to it that the folder holds what was made of this translator, in this way."""
+        net = self.translator.result.net
+        asked = {"model": mark_of(net), "how": repr(self.how), "scale": list(self.scale)}
         known = self._known()
-        if known is None or {name: known.get(name) for name in asked} != asked or not (self.folder / JSON).is_file():
-            if known is not None:
-                shutil.rmtree(self.folder)
-            self._make(result.net.eval(), asked)
-        proof = json.loads((self.folder / JSON).read_text(encoding="utf-8"))
-        return {"folder": str(self.folder), **plan_of(self.folder).done, "proof": proof}
+        if known is not None and (self.folder / JSON).is_file() and known.items() >= asked.items():
+            return
+        if known is not None:
+            shutil.rmtree(self.folder)
+        self._make(net.eval(), asked)
 
     def _known(self) -> dict[str, Any] | None:
         """What an earlier demo left in the folder; what is not the demo's own is not touched."""
