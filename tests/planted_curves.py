@@ -16,8 +16,10 @@ bug(
 bug(
     "curves-heads-worth-most-go-first",
     "surgery/choices.py",
-    "    for unit in sorted(rest, key=found.unit, reverse=True):\n        if sum(len(one.heads) for one in kept) + len(unit.heads) <= wanted",
-    "    for unit in sorted(rest, key=found.unit):\n        if sum(len(one.heads) for one in kept) + len(unit.heads) <= wanted",
+    "    for unit in sorted(rest, key=found.unit, reverse=True):\n"
+    "        if sum(len(one.heads) for one in kept) + len(unit.heads) <= wanted",
+    "    for unit in sorted(rest, key=found.unit):\n"
+    "        if sum(len(one.heads) for one in kept) + len(unit.heads) <= wanted",
     f"{CURVES}::test_a_part_loses_its_own_heads_and_no_others_by_what_they_are_worth",
 )
 bug(

@@ -155,6 +155,13 @@ def test_worths_are_importance():
     assert "michel" in found.notes[0]
 
 
+def test_the_best_way_to_rank_is_by_slopes_where_there_are_any():
+    net = built(GPT2)
+    assert worths(net, scenes(net)).of == worths(net, scenes(net), By("michel")).of
+    drift = worths(net, scenes(net), By(objective="drift"))
+    assert drift.of == worths(net, scenes(net), By("leave-one-out", objective="drift")).of
+
+
 def test_a_plan_says_what_it_keeps():
     plan = Plan.without(built(GPT2).described, [("decoder.1.attention", 0)], "as asked")
     assert plan.keep == {"decoder.0.attention": (0, 1, 2), "decoder.1.attention": (1, 2)}

@@ -54,7 +54,7 @@ def _parser() -> Arguments:
     which.add_argument("--plan", metavar="FOLDER", help="the same as was done before, of which this folder tells")
     which.add_argument("--sweep", action="store_true", help="no model, but curves: see headwise prune --sweep --help")
     how = parser.add_argument_group("how they are chosen")
-    how.add_argument("--by", default="leave-one-out", metavar="METHOD", help="a method of importance, or random")
+    how.add_argument("--by", default="best", metavar="METHOD", help="a method of importance, or random")
     how.add_argument("--per", default="layer", metavar="WHERE", help="--keep of each layer, stack (alike), or model")
     how.add_argument("--unit", default="auto", metavar="KIND", help="head, group (of one key head), or auto")
     how.add_argument("--least", type=int, metavar="COUNT", help="stay in every layer, with --per model and --budget")

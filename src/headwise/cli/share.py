@@ -55,7 +55,7 @@ def _parser() -> Arguments:
     how.add_argument("--grouping", default="even", metavar="KIND", help="even takes neighbours, alike the nearest")
     how.add_argument("--score", default="distance", metavar="KIND", help="nearness for --grouping: distance or cosine")
     how.add_argument("--where", default="all", metavar="KIND", help="in all attentions, self or cross alone")
-    how.add_argument("--by", default="leave-one-out", metavar="METHOD", help="what --to routed weighs heads by")
+    how.add_argument("--by", default="best", metavar="METHOD", help="what --to routed weighs heads by")
     return parser
 
 

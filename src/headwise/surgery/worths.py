@@ -10,21 +10,25 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import SpecError, nearest
-from ..heads.objectives import Objective
+from ..heads.objectives import Objective, objective_of
 from ..heads.rating import How
 from ..heads.scene import Scene
 from ..heads.weighing import METHODS, importance
 from ..models import Transformer
 from .plans import Head, Unit, counts
 
-RANDOM = "random"
-BY = (*METHODS, RANDOM)
+RANDOM, BEST = "random", "best"
+BY = (*METHODS, RANDOM, BEST)
 
 
 class By(NamedTuple):
-    """By what heads are ranked: a method of `hw.importance`, or "random"; of which objective, on how many texts."""
+    """By what heads are ranked: a method of `hw.importance`, or "random"; of which objective, on how many texts.
 
-    method: str = "leave-one-out"
+    "best" is michel where the objective has a slope, and leave-one-out where it has none: of a trained translator the
+    latter was no better than chance when many heads went at once (docs/findings/translator.md).
+    """
+
+    method: str = "best"
     objective: str | Objective | None = None
     sample: int | None = None
     budget: float | None = None
@@ -63,6 +67,9 @@ def worths(net: Transformer, scenes: Sequence[Scene], by: By = USUAL) -> Worths:
         return Worths({head: float(place) for head, place in zip(heads, order, strict=True)})
     if len(scenes) < 2:
         raise SpecError(f"{len(scenes)} texts say nothing of heads by {by.method}; give at least two, or by='random'")
+    if by.method == BEST:
+        sloped = objective_of(net, by.objective, scenes[0])[0].sloped
+        return worths(net, scenes, by._replace(method="michel" if sloped else "leave-one-out"))
     how = replace(How(), sample=by.sample, budget=by.budget, normalised=by.normalised, seed=by.seed, resamples=1)
     found = importance(net, scenes, method=by.method, objective=by.objective, how=how)
     notes = (f"ranked by {found.method} of {found.objective} over {found.texts} texts", *found.notes)
