@@ -16,9 +16,9 @@ import torch
 
 import headwise as hw
 from headwise.demo import beside, smaller
-from headwise.demo.learned import Learned
 from headwise.demo.progress import Progress
 from headwise.demo.smaller import CHANGES, LEARNING, SCORE, Scale, Smaller
+from headwise.demo.story import Story
 from headwise.demo.translator import RECIPE, Translator
 from headwise.errors import SpecError
 from headwise.models import greedy
@@ -137,8 +137,8 @@ def test_the_pages_fit_a_terminal(made: dict[str, Smaller], name: str):
 
 
 def test_the_report_holds_every_page_and_number(translator: Translator, made: dict[str, Smaller]):
-    learned = Learned(translator.folder, translator.recipe, SMALL)
-    path = learned.report([("Soft look-up", "1 < 2"), *((one.change.title, "as text") for one in made.values())])
+    story = Story(translator.folder, translator.recipe, SMALL)
+    path = story.report([("Soft look-up", "1 < 2"), *((one.change.title, "as text") for one in made.values())])
     page = path.read_text()
     assert path == translator.folder / "report.html"
     assert "1 &lt; 2" in page

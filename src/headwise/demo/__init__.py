@@ -20,7 +20,7 @@ from . import lookup
 
 if TYPE_CHECKING:
     from ..training import Recipe
-    from .learned import Learned
+    from .story import Story
 
 # Every layer is described like this; what it does not say is the usual choice.
 TEXT = """\
@@ -115,8 +115,8 @@ def proofs() -> str:
     return "\n".join([*head, *rows])
 
 
-def pages(learned: Learned | None = None) -> Iterator[tuple[str, Callable[[], str]]]:
-    """The pages in order: a title, and what makes the page in its turn; without `learned` nothing is trained."""
+def pages(story: Story | None = None) -> Iterator[tuple[str, Callable[[], str]]]:
+    """The pages in order: a title, and what makes the page in its turn; without a `story` nothing is trained."""
     yield "Soft look-up", lookup.page
     yield "One layer, described", described
     yield "What it costs", counts
@@ -124,15 +124,15 @@ def pages(learned: Learned | None = None) -> Iterator[tuple[str, Callable[[], st
     yield "Every step it takes", lambda: str(walk(spec(), batch=5, tokens=10))
     yield "What runs it", lambda: str(why(spec()))
     yield "A proof in passing", proofs
-    if learned is not None:
-        yield from learned.pages()
+    if story is not None:
+        yield from story.pages()
 
 
-def _learned(out: Path | None, recipe: Recipe | None) -> Learned | None:
+def _story(out: Path | None, recipe: Recipe | None) -> Story | None:
     """What is trained in the folder `out`, if there is one."""
-    from .learned import Learned
+    from .story import Story
 
-    return None if out is None else Learned(out, recipe)
+    return None if out is None else Story(out, recipe)
 
 
 def shorter(steps: int) -> Recipe:
@@ -149,21 +149,21 @@ def run(
     recipe: Recipe | None = None,
 ) -> None:
     """Show every page as soon as it is made; the translator is trained in the folder `out`, with a report of it all."""
-    learned, shown = _learned(out, recipe), list[tuple[str, str]]()
-    for number, (name, make) in enumerate(pages(learned), 1):
+    story, shown = _story(out, recipe), list[tuple[str, str]]()
+    for number, (name, make) in enumerate(pages(story), 1):
         title(f"{f'── {number}  {name} ':─<{WIDTH}}")
         shown.append((name, make()))
         show(shown[-1][1] + "\n")
-    if learned is not None:
-        show(f"All of it on one page: {learned.report(shown)}")
+    if story is not None:
+        show(f"All of it on one page: {story.report(shown)}")
 
 
 def data(out: Path | None = None, recipe: Recipe | None = None) -> dict[str, Any]:
     """All numbers of the demo as plain values."""
     one = spec()
     work = counting.work_of(one, batch=1, queries=TOKENS)
-    learned = _learned(out, recipe)
-    return ({} if learned is None else learned.data) | {
+    story = _story(out, recipe)
+    return ({} if story is None else story.data) | {
         "lookup": [asdict(found) for found in lookup.answers()],
         "spec": TEXT,
         "counts": {

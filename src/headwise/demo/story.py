@@ -13,7 +13,7 @@ from .smaller import CHANGES, USUAL, Scale, Smaller
 from .translator import Translator
 
 
-class Learned:
+class Story:
     """A translator and what is made of it; a folder that holds something else is refused at once."""
 
     def __init__(self, folder: Path, recipe: Recipe | None = None, scale: Scale = USUAL) -> None:
