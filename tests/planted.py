@@ -14,6 +14,7 @@ import planted_composition  # noqa: F401 - importing a list plants its bugs
 import planted_core  # noqa: F401 - as the first
 import planted_curves  # noqa: F401 - as the first
 import planted_data  # noqa: F401 - as the first
+import planted_demo  # noqa: F401 - as the first
 import planted_engine  # noqa: F401 - as the first
 import planted_families  # noqa: F401 - as the first
 import planted_finding  # noqa: F401 - as the first

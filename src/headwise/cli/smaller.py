@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from ..tasks import Task
 
 
+# Of uptraining: what gave the demo's translator its answers back in the fewest steps, from its teacher alone.
+RATE, BATCH = 1e-3, 64
+
+
 def take_work(parser: Arguments) -> None:
     """Let a verb be told of a model, of texts, where to leave what it makes, and how speed is measured."""
     take_model(parser)
@@ -28,7 +32,7 @@ def take_work(parser: Arguments) -> None:
     learn.add_argument("--uptrain", type=int, metavar="STEPS", help="steps of distillation, on texts that do not prove")
     learn.add_argument("--learn", metavar="FILE", help="texts to learn from, in the place of those heads are chosen by")
     learn.add_argument("--lessons", type=int, default=2000, metavar="COUNT", help="examples of a task to learn (2000)")
-    learn.add_argument("--rate", type=float, metavar="NUMBER", help="the highest rate of learning")
+    learn.add_argument("--rate", type=float, metavar="NUMBER", help=f"the highest rate of learning ({RATE})")
     parser.add_argument("--length", type=int, metavar="COUNT", help="tokens that speed and cost are told for")
     parser.add_argument("--seconds", type=float, default=10.0, metavar="NUMBER", help="for measuring speed (10)")
 
@@ -98,9 +102,11 @@ class Work:
 
         if self.given.uptrain is None:
             return after, {}
-        rate = {} if self.given.rate is None else {"rate": self.given.rate}
-        how = Uptraining(steps=self.given.uptrain, seed=self.given.seed, objective=self.given.objective, **rate)
         texts = self.lessons()
+        how = Uptraining(
+            steps=self.given.uptrain, seed=self.given.seed, objective=self.given.objective, alpha=1.0,
+            rate=RATE if self.given.rate is None else self.given.rate, batch=max(1, min(BATCH, len(texts) // 4)),
+        )  # fmt: skip
         done = uptrain(
             after, self.net, texts, how, lambda at: self.tell(f"uptraining: step {at.step} of {self.given.uptrain}")
         )
