@@ -47,9 +47,9 @@ class Setting:
     layers: int = 2
     base: float = 30.0
     recipe: hw.Recipe = field(default=hw.Recipe(
-        steps=2000, batch=32, lr=0.003, schedule="constant", warmup=0.05, evaluate_every=100, checkpoint_every=25,
-        keep=1000, precision="fp32", compile="off", attention="plain", device="cpu"))  # fmt: skip
-    kept: tuple[int, ...] = (0, 25, 50, 100, 150, 200, 300, 400, 500, 600, 800, 1000, 1250, 1500, 2000)
+        steps=1500, batch=32, lr=0.003, schedule="constant", warmup=0.08, start="gpt2", evaluate_every=100,
+        checkpoint_every=25, keep=1000, precision="fp32", compile="off", attention="plain", device="cpu"))  # fmt: skip
+    kept: tuple[int, ...] = (0, 25, 50, 100, 150, 200, 250, 300, 400, 500, 600, 800, 1000, 1250, 1500)
     texts: int = 100
     seeds: tuple[int, ...] = (0, 1)
 

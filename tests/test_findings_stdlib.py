@@ -155,3 +155,12 @@ def test_halfway_has_an_interval_around_it(parts: Any):
     middle, low, high = parts.curves.when((0, 100, 200, 300, 400), curve)
     assert low < middle < high
     assert 200 < low < 237.5 < high < 275  # 0.5 is 3 / 8 of the way from 0.2 to 1
+
+
+def test_a_head_is_held_to_the_twins_strongest(parts: Any):
+    made = told(parts, 0.3)
+    made.twin.scores["repeated", "induction"][:, 2] += 0.5
+    found = parts.curves.tests(made)
+    assert found["head", 0, 20, "repeated", "induction", 4].mean == pytest.approx(-0.2, abs=0.01)
+    assert found["head", 0, 20, "repeated", "induction", 1].mean == pytest.approx(-0.5, abs=0.01)
+    assert not any(one.above for key, one in found.items() if key[0] == "head")
