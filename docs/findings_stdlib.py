@@ -21,6 +21,7 @@ from findings_stdlib_seen import (
     Seen,
     Setting,
     Story,
+    held_out,
     losses_of,
     repeated_scenes,
     seen,
@@ -59,6 +60,7 @@ def found(setting: Setting, folder: Path, say: Callable[[str], object] = print) 
     told = [(seed, trained(setting, seed, folder / str(seed))) for seed in setting.seeds]
     task, net = setting.task(0), told[0][1](0)
     data = Data(
+        held_out(task, setting.rows),
         source_scenes(net, task, setting.texts),
         *(repeated_scenes(setting.vocab, setting.length, setting.texts, seed) for seed in (0, 1)),
     )
@@ -92,7 +94,7 @@ def ended(seed: int, net: Transformer, steps: Sequence[Seen], data: Data) -> Sto
     quiet: list[Mapping[str, Array]] = []
     for heads in (called, others):
         with hw.silence(net, heads):
-            quiet.append({name: losses_of(net, scenes) for name, scenes in data.kinds.items()})
+            quiet.append(losses_of(net, data))
     return Story(
         seed, tuple(steps), strongest(net, data.choosing), (tuple(called), tuple(others)), (quiet[0], quiet[1])
     )

@@ -67,7 +67,9 @@ def curves(story: Story) -> Mapping[str, Array]:
 
 
 def tests(found: Found) -> Mapping[Key, Test]:
-    """Every head at every step against the twin's strongest, every change, what silence does: corrected together."""
+    """Every head at every step against the twin's strongest, every change, what silence does.
+
+    Corrected are all heads at all steps and seeds together, and all else together."""
     columns: dict[Key, Array] = {}
     for story in found.stories:
         columns |= dict(_against(story, found))
@@ -75,9 +77,22 @@ def tests(found: Found) -> Mapping[Key, Test]:
             for before, step in enumerate(found.setting.kept[1:]):
                 columns["change", story.seed, step, name] = curve[before + 1] - curve[before]
         columns |= dict(_silent(story))
-    told = np.nan_to_num(np.stack(list(columns.values()), -1))
-    p = corrected(p_values(told))
-    return {key: Test(float(mean), float(one)) for key, mean, one in zip(columns, told.mean(0), p, strict=True)}
+    found_of: dict[Key, Test] = {}
+    for heads in (True, False):
+        p = _likely({key: one for key, one in columns.items() if (key[0] == "head") == heads})
+        sure = corrected(np.array(list(p.values())))
+        found_of |= {key: Test(float(np.nanmean(columns[key])), float(q)) for key, q in zip(p, sure, strict=True)}
+    return found_of
+
+
+def _likely(columns: Mapping[Key, Array]) -> dict[Key, float]:
+    """p of each, those with as many texts at once."""
+    found: dict[Key, float] = {}
+    for count in {len(one) for one in columns.values()}:
+        own = [key for key, one in columns.items() if len(one) == count]
+        told = np.nan_to_num(np.stack([columns[key] for key in own], -1))
+        found |= dict(zip(own, p_values(told).tolist(), strict=True))
+    return found
 
 
 def _against(story: Story, found: Found) -> Iterator[tuple[Key, Array]]:

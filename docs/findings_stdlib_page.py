@@ -16,6 +16,10 @@ from headwise.heads.intervals import interval
 
 WIDTH = 120
 MISSING = """\
+Training is short: 900 steps are less than one pass over the text, and all that the processor at hand gave; the rate is
+constant, so that more steps only go on. In the models of 2209.11895 induction appears after 2.5 to 5 billion tokens, a
+thousand times as many. That it does not appear here is no sign that it would not.
+
 Two seeds of one small size. Whether and when induction appears differs between seeds and sizes; intervals here are over
 texts, not over seeds, and the steps are those of these runs. No feed-forwards, no longer rows, no larger model, and no
 step between the kept ones was looked at.
@@ -74,7 +78,12 @@ class Telling:
         followed = curves(story)
         (own, first, last), (theirs, begins, ends) = (when(self.kept, followed[one]) for one in ("induction", CONTEXT))
         if between is None:
-            return f"Seed {story.seed}: no induction head within {self.kept[-1]:,} steps."
+            low, high = interval(spread(followed[CONTEXT]))
+            falls = "falls without one" if high[-1] < 0 else "is not told from 0 either"
+            return (
+                f"Seed {story.seed}: no induction head within {self.kept[-1]:,} steps. The in-context score {falls}: "
+                f"{followed[CONTEXT][-1].mean():.2f} ({low[-1]:.2f} to {high[-1]:.2f}) at the last step."
+            )
         order = "before" if ends < first else "behind" if begins > last else "not told apart from"
         return (
             f"Seed {story.seed}: induction appears between steps {between[0]:,} and {between[1]:,}. Its head is "
@@ -207,9 +216,10 @@ def setting(found: Found) -> Iterator[str]:
         f"{recipe.lr:g} behind a warm-up, one thread; seeds {seeds}, each with weights and an order of its own."
     )
     yield (
-        f"Measured at {len(own.kept)} kept steps, on the same {own.texts} held-out rows spread over the end of the "
-        f'library ("source") and on {own.texts} rows of {own.length // 2} random tokens said twice ("repeated"), where '
-        "all that can be known of the second half is in the first. **Loss** is in nats, on source. The **in-context "
+        f"Measured at {len(own.kept)} kept steps: losses on the same {own.rows} held-out rows spread over the end of "
+        f'the library and heads on {own.texts} of these ("source"), and both on {own.texts} rows of {own.length // 2} '
+        'random tokens said twice ("repeated"), where all that can be known of the second half is in the first. '
+        "**Loss** is in nats, on source. The **in-context "
         "score** is the loss of the last eighth of a row less that of an eighth near its begin (2209.11895 takes token "
         "500 less token 50); the **loss when said again**, that of the second half of the repeated rows less the "
         "first's. Scores of heads are those of `headwise heads`, of what sinks leave; the heads that are followed were "
@@ -229,10 +239,10 @@ def chance(found: Found, name: str) -> float:
 def doubtful(found: Found, told: Mapping[Key, Test]) -> Iterator[str]:
     """How many tests there were, and which of them came to nothing."""
     yield (
-        f"{len(told):,} tests, sign flips of paired differences over texts, all corrected together (Holm): every head "
-        "at every step against the twin's strongest head on the same rows, every change of a curve between kept steps, "
-        f"and what silence does. {sum(not one.sure for one in told.values()):,} of them are not told from chance at "
-        f"{LEVEL:g}."
+        f"{len(told):,} tests, sign flips of paired differences over texts. Corrected together (Holm) are all heads at "
+        "all steps of all seeds, each against the twin's strongest head on the same texts; and together all changes of "
+        f"curves between kept steps and what silence does. {sum(not one.sure for one in told.values()):,} are not told "
+        f"from chance at {LEVEL:g}."
     )
     for data, name in product(("repeated", "source"), TESTED[::-1]):
         heads = [one for key, one in told.items() if key[0] == "head" and key[3:5] == (data, name)]

@@ -30,14 +30,19 @@ from headwise.tasks.text import Text
 
 Array = NDArray[np.float64]
 Place = tuple[str, int]  # a site, and a head of it
+ROWS = 50  # that are run at once
 EVERY = 10**9  # more rows than there are
+SOURCE = ("sink", "separator", "previous", "self", "next", "offset", "peak", "duplicate", "induction", "punctuation",
+          "rare", "breadth")  # fmt: skip
 REPEATED = ("sink", "previous", "duplicate", "induction")  # all that random tokens can be measured for
 TESTED = ("previous", "induction")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained and looked at; `kept` are the steps whose weights are measured, `texts` how many of each kind."""
+    """What is trained and looked at: weights at the `kept` steps, heads on so many `texts` of each kind, losses on so
+    many held-out `rows`.
+    """
 
     path: str = "stdlib"
     vocab: int = 1024
@@ -47,10 +52,11 @@ class Setting:
     layers: int = 2
     base: float = 30.0
     recipe: hw.Recipe = field(default=hw.Recipe(
-        steps=1500, batch=32, lr=0.003, schedule="constant", warmup=0.08, start="gpt2", evaluate_every=100,
+        steps=900, batch=32, lr=0.003, schedule="constant", warmup=120 / 900, start="gpt2", evaluate_every=100,
         checkpoint_every=25, keep=1000, precision="fp32", compile="off", attention="plain", device="cpu"))  # fmt: skip
-    kept: tuple[int, ...] = (0, 25, 50, 100, 150, 200, 250, 300, 400, 500, 600, 800, 1000, 1250, 1500)
-    texts: int = 100
+    kept: tuple[int, ...] = (0, 25, 50, 100, 150, 200, 300, 400, 500, 600, 700, 900)
+    texts: int = 40
+    rows: int = 400
     seeds: tuple[int, ...] = (0, 1)
 
     def task(self, seed: int) -> Text:
@@ -69,9 +75,23 @@ class Setting:
 def source_scenes(net: Transformer, task: Text, count: int) -> list[Scene]:
     """So many held-out texts, evenly spread over all there are: neighbours would be of one file."""
     scenes = of_examples(net, task, EVERY, "valid").scenes
-    chosen = [scenes[at] for at in np.linspace(0, len(scenes) - 1, count).round().astype(int)]
-    counted = Sources(net, chosen).counted()
+    counted = Sources(net, [scenes[at] for at in evenly(len(scenes), count)]).counted()
     return [replace(one, inputs={"x": one.inputs["x"]}) for one in counted]
+
+
+def evenly(count: int, wanted: int) -> list[int]:
+    """So many numbers from 0 to count - 1, from end to end.
+
+    >>> evenly(9, 3)
+    [0, 4, 8]
+    """
+    return np.linspace(0, count - 1, min(count, wanted)).round().astype(int).tolist()
+
+
+def held_out(task: Text, count: int) -> Tensor:
+    """So many held-out rows in the same way, [rows, tokens]."""
+    every = task.batch(0, task.data.sizes["valid"], "valid").x
+    return every[evenly(len(every), count)]
 
 
 def repeated_scenes(vocab: int, length: int, count: int, seed: int) -> list[Scene]:
@@ -125,9 +145,11 @@ def _mean(sums: Array, numbers: Array) -> Array:
 class Data(NamedTuple):
     """What every kept model is held to: the same held-out source, and the same random tokens said twice.
 
-    `choosing` are other random tokens, on which heads are chosen that are then followed.
+    `rows` are more of the first, for losses; `choosing` are other random tokens, on which heads are chosen that are
+    then followed.
     """
 
+    rows: Tensor
     source: list[Scene]
     repeated: list[Scene]
     choosing: list[Scene]
@@ -165,19 +187,30 @@ def seen(net: Transformer, data: Data) -> Seen:
     scores: dict[tuple[str, str], Array] = {}
     for name, scenes in data.kinds.items():
         by_text = ByText(TESTED)
-        chosen = Chosen() if name == "source" else Chosen(REPEATED)
+        chosen = Chosen(SOURCE if name == "source" else REPEATED)
         tables[name] = classified(measure(net, scenes, chosen=chosen, more=[by_text]))
         scores |= {(name, one): by_text.values(one) for one in TESTED}
-    losses = {name: losses_of(net, scenes) for name, scenes in data.kinds.items()}
-    return Seen(tables, scores, losses, composition(net))
+    return Seen(tables, scores, losses_of(net, data), composition(net))
 
 
-def losses_of(net: Transformer, scenes: Sequence[Scene]) -> Array:
+def losses_of(net: Transformer, data: Data) -> Mapping[str, Array]:
+    """What is lost token by token on both."""
+    return {"source": losses(net, data.rows), "repeated": losses(net, ids_of(data.repeated))}
+
+
+def ids_of(scenes: Sequence[Scene]) -> Tensor:
+    """The ids of texts of one length, [texts, tokens]."""
+    return torch.cat([one.inputs["x"] for one in scenes])
+
+
+def losses(net: Transformer, ids: Tensor) -> Array:
     """- log p of each token behind the first, [texts, tokens - 1]."""
-    ids = torch.cat([one.inputs["x"] for one in scenes])
+    found: list[Tensor] = []
     with torch.inference_mode():
-        said = net(ids)[:, :-1].float()
-    return F.cross_entropy(said.transpose(1, 2), ids[:, 1:], reduction="none").double().numpy()
+        for some in ids.split(ROWS):
+            said = net(some)[:, :-1].float()
+            found.append(F.cross_entropy(said.transpose(1, 2), some[:, 1:], reduction="none"))
+    return torch.cat(found).double().numpy()
 
 
 def composition(net: Transformer) -> Array:

@@ -39,7 +39,7 @@ def tiny(parts: Any, tmp_path: Path) -> Any:
     usual = parts.seen.Setting()
     recipe = replace(usual.recipe, steps=4, batch=4, evaluate_every=2, checkpoint_every=2)
     return replace(usual, path=str(text), vocab=270, length=16, width=12, heads=3, recipe=recipe, kept=(0, 2, 4),
-                   texts=5, seeds=(0,))  # fmt: skip
+                   texts=5, rows=7, seeds=(0,))  # fmt: skip
 
 
 def test_examples_are_true(parts: Any):
@@ -85,7 +85,7 @@ def test_losses_are_of_the_next_token(parts: Any, tiny: Any):
     ids = scenes[1].inputs["x"]
     logits = net(ids)[0].detach().double()
     by_hand = [float(logits[at].logsumexp(0) - logits[at, ids[0, at + 1]]) for at in range(15)]
-    np.testing.assert_allclose(parts.seen.losses_of(net, scenes)[1], by_hand, rtol=1e-5)
+    np.testing.assert_allclose(parts.seen.losses(net, parts.seen.ids_of(scenes))[1], by_hand, rtol=1e-5)
 
 
 def test_composition_by_whole_matrices(parts: Any, tiny: Any):
@@ -114,7 +114,7 @@ def test_all_is_trained_measured_and_told(parts: Any, tiny: Any, tmp_path: Path)
     found = parts.script.found(tiny, tmp_path / "runs", said.append)
     assert said == ["seed 0, step 0", "seed 0, step 2", "seed 0, step 4"]
     story = found.stories[0]
-    assert [one.losses["source"].shape for one in story.steps] == [(5, 15)] * 3
+    assert [one.losses["source"].shape for one in story.steps] == [(7, 15)] * 3
     assert story.steps[0].losses["source"].mean() > story.steps[-1].losses["source"].mean()
     text = parts.page.page(found)
     assert [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")] == [
