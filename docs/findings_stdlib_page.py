@@ -9,16 +9,31 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 
 import numpy as np
-from findings_stdlib_curves import AGAIN, CONTEXT, LEVEL, Key, Test, appears, called, curves, spread, tests, when
+from findings_stdlib_curves import (
+    AGAIN,
+    CONTEXT,
+    LEVEL,
+    Key,
+    Test,
+    again,
+    appears,
+    called,
+    curves,
+    in_context,
+    spread,
+    tests,
+    when,
+)
 from findings_stdlib_seen import TESTED, Array, Found, Seen, Story
 
+from headwise.heads.classes import LEAST
 from headwise.heads.intervals import interval
 
 WIDTH = 120
 MISSING = """\
-Training is short: 900 steps are less than one pass over the text, and all that the processor at hand gave; the rate is
-constant, so that more steps only go on. In the models of 2209.11895 induction appears after 2.5 to 5 billion tokens, a
-thousand times as many. That it does not appear here is no sign that it would not.
+Training is short: 900 steps are less than one pass over the text, and all that the processor at hand gave. The rate is
+constant, so that more steps would only go on. In the models of 2209.11895 induction appears after 2.5 to 5 billion
+tokens, hundreds of times as many; that it does not appear here is no sign that it would not.
 
 Two seeds of one small size. Whether and when induction appears differs between seeds and sizes; intervals here are over
 texts, not over seeds, and the steps are those of these runs. No feed-forwards, no longer rows, no larger model, and no
@@ -49,28 +64,32 @@ class Telling:
         followed = curves(story)
         yield (
             f"| step | loss | {CONTEXT} | {AGAIN} | induction of {self.head(story.heads['induction'])} | "
-            f"previous of {self.head(story.heads['previous'])} | the same on source | K-composition | "
+            f"previous of {self.head(story.heads['previous'])} | the same on source | largest K-composition | "
             "called induction | called previous |"
         )
         yield "|---" * 10 + "|"
         for at, (step, one) in enumerate(zip(self.kept, story.steps, strict=True)):
             cells = [self.cell(story, at, name, curve) for name, curve in followed.items()]
             yield self.row(f"{step:,}", one, cells, story.heads)
-        yield self.row("twin", self.found.twin, [""] * 4, story.heads)
+        theirs = self.found.twin
+        plain = [in_context(theirs.losses["source"]), again(theirs.losses["repeated"])]
+        plain += [theirs.scores["repeated", name][:, story.heads[name]] for name in TESTED]
+        cells = [_short(float(one.mean()), name) for one, name in zip(plain, followed, strict=True)]
+        yield self.row("twin", theirs, cells, story.heads)
 
     def row(self, name: str, one: Seen, cells: Sequence[str], heads: Mapping[str, int]) -> str:
         """One model: of the heads that are followed, and how many of all are called so on random tokens and source."""
-        source = " and ".join(f"{np.nanmean(one.scores['source', own][:, heads[own]]):.2f}" for own in TESTED[::-1])
-        pair = one.composition[heads["previous"], heads["induction"]]
-        counts = [" / ".join(str(one.called[data, own]) for data in ("repeated", "source")) for own in TESTED[::-1]]
-        through = "" if np.isnan(pair) else f"{pair:.3f}"
+        source = " and ".join(f"{np.nanmean(one.scores['source', own][:, heads[own]]):.2f}" for own in TESTED)
+        counts = [" / ".join(str(one.called[data, own]) for data in ("repeated", "source")) for own in TESTED]
+        through = f"{np.nanmax(one.composition):.3f}"
         return "| " + " | ".join([name, f"{one.losses['source'].mean():.2f}", *cells, source, through, *counts]) + " |"
 
     def cell(self, story: Story, at: int, name: str, curve: Array) -> str:
         """A mean over texts with its interval."""
         low, high = interval(spread(curve))
         star = "*" if at and self.tests["change", story.seed, self.kept[at], name].sure else ""
-        return f"{curve[at].mean():.2f}{star} ({low[at]:.2f} to {high[at]:.2f})"
+        told = (_short(float(number), name) for number in (curve[at].mean(), low[at], high[at]))
+        return "{}{star} ({} to {})".format(*told, star=star)
 
     def short(self, story: Story) -> str:
         """When induction appeared in one seed, and whether the in-context score fell with it."""
@@ -79,7 +98,7 @@ class Telling:
         (own, first, last), (theirs, begins, ends) = (when(self.kept, followed[one]) for one in ("induction", CONTEXT))
         if between is None:
             low, high = interval(spread(followed[CONTEXT]))
-            falls = "falls without one" if high[-1] < 0 else "is not told from 0 either"
+            falls = "falls without one" if high[-1] < 0 else "has not fallen either"
             return (
                 f"Seed {story.seed}: no induction head within {self.kept[-1]:,} steps. The in-context score {falls}: "
                 f"{followed[CONTEXT][-1].mean():.2f} ({low[-1]:.2f} to {high[-1]:.2f}) at the last step."
@@ -110,6 +129,7 @@ class Telling:
             )
         for name, curve in curves(story).items():
             yield self.half(story, name, curve)
+        yield self.below(story)
         yield self.composed(story)
         yield from self.silence(story)
 
@@ -123,6 +143,9 @@ class Telling:
         whose = f"{name} of {self.head(story.heads[name])}" if name in TESTED else name
         if not sure:
             return f"{_begun(whose)}: no change from one kept step to the next is told from chance."
+        if abs(curve[-1].mean() - curve[0].mean()) < LEAST:
+            first, last = (_short(float(curve[at].mean()), name) for at in (0, -1))
+            return f"{_begun(whose)} goes from {first} to {last}, less than {LEAST:g}; {len(sure)} changes are sure."
         middle, low, high = when(self.kept, curve)
         largest = max(sure, key=lambda one: abs(sure[one]))
         return (
@@ -131,13 +154,27 @@ class Telling:
             f"({sure[largest]:+.2f})."
         )
 
+    def below(self, story: Story) -> str:
+        """How many heads of each layer read the token before: induction is made of what one of a lower layer wrote."""
+        heads = story.steps[-1].tables["repeated"].heads
+        counts = Counter(one.layer for one in heads if "previous" in [own.name for own in one.classes])
+        told = " and ".join(f"{counts[layer]} in layer {layer}" for layer in range(self.found.setting.layers))
+        most = max(one.measures["previous"].value for one in heads if not one.layer)
+        return (
+            f"Called previous at the last step are {told}, the most in layer 0 is {most:.2f}. Induction reads what a "
+            "previous-token head of a lower layer wrote (2209.11895)."
+        )
+
     def composed(self, story: Story) -> str:
         """K-composition of the two heads that are followed, among all pairs."""
         one, two = story.heads["previous"], story.heads["induction"]
         last, first, theirs = (each.composition for each in (story.steps[-1], story.steps[0], self.found.twin))
         if np.isnan(last[one, two]):
+            most, begun, other = (np.nanmax(each) for each in (last, first, theirs))
             return (
-                f"Heads {self.head(one)} and {self.head(two)} are not one behind the other: no K-composition of them."
+                f"The head of most induction, {self.head(two)}, stands in no later layer than {self.head(one)}. The "
+                f"largest K-composition of any two heads is {begun:.3f} at step 0, {most:.3f} at the last and "
+                f"{other:.3f} of the twin."
             )
         every = last[~np.isnan(last)]
         rank = int((every > last[one, two]).sum()) + 1
@@ -156,6 +193,12 @@ class Telling:
                 score, anew = (f"{one.mean:+.2f} ({_likely(one)})" for one in told)
                 who = "heads called induction" if which == "called" else "others of their layers"
                 yield f"With {len(heads)} {who} silent the {CONTEXT} moves by {score}, the {AGAIN} by {anew}."
+
+
+def _short(number: float, name: str = "") -> str:
+    """A number as it stands in a table, scores of heads to a thousandth."""
+    digits = 3 if name in TESTED else 2
+    return f"{round(number, digits) + 0.0:.{digits}f}"
 
 
 def _begun(text: str) -> str:
@@ -191,7 +234,7 @@ def listed(sentences: Iterable[str]) -> str:
 def filled(part: str) -> Iterator[str]:
     """The lines of a part, prose filled to the width of a page."""
     for line in part.splitlines():
-        table = line.startswith(("|", "#", " "))
+        table = not line or line.startswith(("|", "#", " "))
         behind = "  " if line.startswith("- ") else ""
         yield from [line] if table else textwrap.wrap(line, WIDTH, subsequent_indent=behind)
 
@@ -244,12 +287,14 @@ def doubtful(found: Found, told: Mapping[Key, Test]) -> Iterator[str]:
         f"curves between kept steps and what silence does. {sum(not one.sure for one in told.values()):,} are not told "
         f"from chance at {LEVEL:g}."
     )
-    for data, name in product(("repeated", "source"), TESTED[::-1]):
+    for data, name in product(("repeated", "source"), TESTED):
         heads = [one for key, one in told.items() if key[0] == "head" and key[3:5] == (data, name)]
         above, below = sum(one.above for one in heads), sum(one.sure and one.mean < 0 for one in heads)
+        most = max((one.mean for one in heads if one.above), default=0.0)
+        by = f" (by {most:.2f} at most)" if above else ""
         yield (
             f"{_begun(name)} on {data} rows: of {len(heads)} (heads times steps) {above} are surely above the twin's "
-            f"strongest, {below} surely below, {len(heads) - above - below} neither."
+            f"strongest{by}, {below} surely below, {len(heads) - above - below} neither."
         )
     for seed, name in product(found.setting.seeds, (CONTEXT, AGAIN, *TESTED)):
         steps = zip(found.setting.kept, found.setting.kept[1:], strict=False)
