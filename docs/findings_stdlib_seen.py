@@ -1,0 +1,270 @@
+"""What findings_stdlib.py measures of one model: heads, losses by token and composition, all text by text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+import headwise as hw
+from headwise.blueprint import Block as Layer
+from headwise.blueprint import Embedding, Head, Model, Norm, Stack
+from headwise.heads.block import Block
+from headwise.heads.circuits import Factors
+from headwise.heads.classes import classified
+from headwise.heads.measuring import OWN, Adding, Chosen, measure
+from headwise.heads.published import named
+from headwise.heads.scene import Scene, Tokens
+from headwise.heads.sources import Sources, of_examples
+from headwise.heads.table import Table
+from headwise.models import Transformer
+from headwise.presets import design
+from headwise.tasks.text import Text
+
+Array = NDArray[np.float64]
+Place = tuple[str, int]  # a site, and a head of it
+ROWS = 50  # that are run at once
+EVERY = 10**9  # more rows than there are
+SOURCE = ("sink", "separator", "previous", "self", "next", "offset", "peak", "duplicate", "induction", "punctuation",
+          "rare", "breadth")  # fmt: skip
+REPEATED = ("sink", "previous", "duplicate", "induction")  # all that random tokens can be measured for
+TESTED = ("induction", "previous")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained and looked at: weights at the `kept` steps, heads on so many `texts` of each kind, losses on so
+    many held-out `rows`.
+    """
+
+    path: str = "stdlib"
+    vocab: int = 1024
+    length: int = 128
+    width: int = 128
+    heads: int = 8
+    layers: int = 2
+    base: float = 30.0
+    recipe: hw.Recipe = field(default=hw.Recipe(
+        steps=900, batch=32, lr=0.003, schedule="constant", warmup=120 / 900, start="gpt2", evaluate_every=100,
+        checkpoint_every=25, keep=1000, precision="fp32", compile="off", attention="plain", device="cpu"))  # fmt: skip
+    kept: tuple[int, ...] = (0, 25, 50, 100, 150, 200, 300, 400, 500, 600, 700, 900)
+    texts: int = 40
+    rows: int = 400
+    seeds: tuple[int, ...] = (0, 1)
+
+    def task(self, seed: int) -> Text:
+        """The text, in an order of its own for each seed; what is held out is the same."""
+        return Text(self.path, tokens="bpe", vocab=self.vocab, length=self.length, seed=seed)
+
+    def model(self, task: Text) -> Model:
+        """What is trained: attention alone, whose positions turn fast enough to tell neighbours apart."""
+        turns = hw.Rotary(base=self.base)
+        spec = design(model=self.width, heads=self.heads, pattern="causal()", modifiers=(turns,), bias="qkvo")
+        embedding, head = Embedding(task.data.vocabulary.size), Head("tokens", task.data.vocabulary.size)
+        stack = Stack.of("decoder", self.width, [Layer(spec)] * self.layers, embedding=embedding, norm=Norm())
+        return Model("stdlib", "decoder", (stack,), (head,))
+
+
+def source_scenes(net: Transformer, task: Text, count: int) -> list[Scene]:
+    """So many held-out texts, evenly spread over all there are: neighbours would be of one file."""
+    scenes = of_examples(net, task, EVERY, "valid").scenes
+    counted = Sources(net, [scenes[at] for at in evenly(len(scenes), count)]).counted()
+    return [replace(one, inputs={"x": one.inputs["x"]}) for one in counted]
+
+
+def evenly(count: int, wanted: int) -> list[int]:
+    """So many numbers from 0 to count - 1, from end to end.
+
+    >>> evenly(9, 3)
+    [0, 4, 8]
+    """
+    return np.linspace(0, count - 1, min(count, wanted)).round().astype(int).tolist()
+
+
+def held_out(task: Text, count: int) -> Tensor:
+    """So many held-out rows in the same way, [rows, tokens]."""
+    every = task.batch(0, task.data.sizes["valid"], "valid").x
+    return every[evenly(len(every), count)]
+
+
+def repeated_scenes(vocab: int, length: int, count: int, seed: int) -> list[Scene]:
+    """Random tokens, none twice, and the same once more: all that can be known of the second half is in the first.
+
+    >>> repeated_scenes(9, 8, 2, 0)[1].inputs["x"].tolist()
+    [[2, 8, 3, 6, 2, 8, 3, 6]]
+    """
+    draw, none = np.random.default_rng(seed), torch.zeros(length, dtype=torch.bool)
+    scenes: list[Scene] = []
+    for _ in range(count):
+        ids = torch.from_numpy(np.tile(draw.permutation(vocab)[: length // 2], 2))
+        words = tuple(map(str, ids.tolist()))
+        told = Tokens(ids, words, none, none, none, torch.arange(length), torch.zeros_like(ids))
+        scenes.append(Scene({"x": ids[None]}, {"text": told}))
+    return scenes
+
+
+class ByText:
+    """Statistics of every head text by text: what is tested is what differs between texts."""
+
+    def __init__(self, statistics: Sequence[str]) -> None:
+        self.names, self.adding = statistics, Adding([named(one) for one in statistics])
+
+    def open(self, scene: Scene) -> None:
+        """Nothing is to be known of a text beforehand."""
+
+    def see(self, site: str, block: Block) -> None:
+        """Add a band of rows."""
+        self.adding.see(site, block)
+
+    def close(self) -> None:
+        """A text is over."""
+        self.adding.close()
+
+    def measures(self, draws: Array) -> Mapping[tuple[str, int], Mapping[str, object]]:
+        """None: `values` has what was added up."""
+        return {}
+
+    def values(self, name: str, whose: str = OWN) -> Array:
+        """The mean of each text, [texts, heads], sites one after the other; nan where no row of a text counts."""
+        sites = dict.fromkeys(site for site, _, _ in self.adding.kept)
+        found = [np.stack([_mean(*told) for told in self.adding.kept[site, name, whose]]) for site in sites]
+        return np.concatenate(found, -1)
+
+
+def _mean(sums: Array, numbers: Array) -> Array:
+    return np.divide(sums, numbers, out=np.full(sums.shape, np.nan), where=numbers > 0)
+
+
+class Data(NamedTuple):
+    """What every kept model is held to: the same held-out source, and the same random tokens said twice.
+
+    `rows` are more of the first, for losses; `choosing` are other random tokens, on which heads are chosen that are
+    then followed.
+    """
+
+    rows: Tensor
+    source: list[Scene]
+    repeated: list[Scene]
+    choosing: list[Scene]
+
+    @property
+    def kinds(self) -> Mapping[str, list[Scene]]:
+        """What is measured, by name."""
+        return {"source": self.source, "repeated": self.repeated}
+
+
+class Seen(NamedTuple):
+    """One model on all of it: tables of heads with classes, scores and losses text by text, and composition.
+
+    `scores` are [texts, heads] by data and statistic; `losses` [texts, tokens] by data.
+    """
+
+    tables: Mapping[str, Table]
+    scores: Mapping[tuple[str, str], Array]
+    losses: Mapping[str, Array]
+    composition: Array
+
+    @property
+    def called(self) -> Mapping[tuple[str, str], int]:
+        """How many heads are called what, by data and class."""
+        return {
+            (data, kind): sum(kind in [one.name for one in head.classes] for head in table.heads)
+            for data, table in self.tables.items()
+            for kind in TESTED
+        }
+
+
+def seen(net: Transformer, data: Data) -> Seen:
+    """All that is measured of one model."""
+    tables: dict[str, Table] = {}
+    scores: dict[tuple[str, str], Array] = {}
+    for name, scenes in data.kinds.items():
+        by_text = ByText(TESTED)
+        chosen = Chosen(SOURCE if name == "source" else REPEATED)
+        tables[name] = classified(measure(net, scenes, chosen=chosen, more=[by_text]))
+        scores |= {(name, one): by_text.values(one) for one in TESTED}
+    return Seen(tables, scores, losses_of(net, data), composition(net))
+
+
+def losses_of(net: Transformer, data: Data) -> Mapping[str, Array]:
+    """What is lost token by token on both."""
+    return {"source": losses(net, data.rows), "repeated": losses(net, ids_of(data.repeated))}
+
+
+def ids_of(scenes: Sequence[Scene]) -> Tensor:
+    """The ids of texts of one length, [texts, tokens]."""
+    return torch.cat([one.inputs["x"] for one in scenes])
+
+
+def losses(net: Transformer, ids: Tensor) -> Array:
+    """- log p of each token behind the first, [texts, tokens - 1]."""
+    found: list[Tensor] = []
+    with torch.inference_mode():
+        for some in ids.split(ROWS):
+            said = net(some)[:, :-1].float()
+            found.append(F.cross_entropy(said.transpose(1, 2), some[:, 1:], reduction="none"))
+    return torch.cat(found).double().numpy()
+
+
+def composition(net: Transformer) -> Array:
+    """How much of what a head writes enters the keys of a head of a later layer, [heads, heads]; nan of all others.
+
+    |W_QK W_OV^T| / |W_QK| |W_OV|, Frobenius norms (K-composition of Elhage et al. 2021); norms of layers and what turns
+    keys stand outside of it.
+    """
+    every = [(depth, own, head) for depth, own in enumerate(hw.circuits(net).values())
+             for head in range(own.spec.heads.q)]  # fmt: skip
+    carried = [own.ov(head) for _, own, head in every]
+    compared = [own.qk(head) for _, own, head in every]
+    found = np.full((len(every), len(every)), np.nan)
+    for (one, (early, *_)), (two, (late, *_)) in product(enumerate(every), repeat=2):
+        if early < late:
+            found[one, two] = _through(compared[two], carried[one])
+    return found
+
+
+def _through(qk: Factors, ov: Factors) -> float:
+    joined = Factors(qk.left, qk.right @ ov.right.T @ ov.left.T)
+    return float(_size(joined) / (_size(qk) * _size(ov)))
+
+
+def _size(one: Factors) -> Tensor:
+    return one.inner(one).sqrt()
+
+
+def strongest(net: Transformer, scenes: Sequence[Scene]) -> Mapping[str, int]:
+    """The number of the head that does most of each that is tested, counted through all layers."""
+    by_text = ByText(TESTED)
+    measure(net, scenes, chosen=Chosen(TESTED), more=[by_text])
+    return {name: int(by_text.values(name).mean(0).argmax()) for name in TESTED}
+
+
+class Story(NamedTuple):
+    """One seed: what was seen at every kept step; which heads were strongest at the last, on other random tokens.
+
+    `silenced` are the heads called induction there, and as many others of the same layers, of least induction, where
+    there are so many; `quiet` are losses by data without the first and without the second.
+    """
+
+    seed: int
+    steps: tuple[Seen, ...]
+    heads: Mapping[str, int]
+    silenced: tuple[tuple[Place, ...], tuple[Place, ...]]
+    quiet: tuple[Mapping[str, Array], Mapping[str, Array]]
+
+
+class Found(NamedTuple):
+    """All that was found: a story for each seed, and what was seen of a twin."""
+
+    setting: Setting
+    task: Text
+    parameters: int
+    stories: tuple[Story, ...]
+    twin: Seen

@@ -1,0 +1,168 @@
+"""The page of induction over training: what it follows is what it says, on a model small enough for seconds."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import headwise as hw
+from headwise.heads.measuring import Chosen, measure
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = ("seen", "curves", "page")
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The modules of the script."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    own: dict[str, ModuleType] = {name: importlib.import_module(f"findings_stdlib_{name}") for name in NAMES}
+    return SimpleNamespace(**own, script=importlib.import_module("findings_stdlib"))
+
+
+@pytest.fixture
+def tiny(parts: Any, tmp_path: Path) -> Any:
+    """The same in the smallest size, on a text of its own."""
+    text = tmp_path / "text.txt"
+    draw = np.random.default_rng(0)
+    words = ["def", "return", "self", "value", "(x)", ":\n", "other"]
+    text.write_text(" ".join(words[n] for n in draw.integers(0, len(words), 3000)))
+    usual = parts.seen.Setting()
+    recipe = replace(usual.recipe, steps=4, batch=4, evaluate_every=2, checkpoint_every=2)
+    return replace(usual, path=str(text), vocab=270, length=16, width=12, heads=3, recipe=recipe, kept=(0, 2, 4),
+                   texts=5, rows=7, seeds=(0,))  # fmt: skip
+
+
+def test_examples_are_true(parts: Any):
+    for module in vars(parts).values():
+        assert doctest.testmod(module).failed == 0
+
+
+def test_the_second_half_of_repeated_rows_is_in_the_first(parts: Any):
+    rows = torch.cat([one.inputs["x"] for one in parts.seen.repeated_scenes(31, 14, 6, 1)])
+    assert torch.equal(rows[:, :7], rows[:, 7:])
+    assert all(len(set(row)) == 7 for row in rows[:, :7].tolist())
+    other = torch.cat([one.inputs["x"] for one in parts.seen.repeated_scenes(31, 14, 6, 2)])
+    assert not torch.equal(rows, other)
+
+
+def net_of(tiny: Any) -> Any:
+    return hw.build(tiny.model(tiny.task(0)), seed=3).eval()
+
+
+def test_text_by_text_is_the_measure_of_each_text(parts: Any, tiny: Any):
+    net, scenes = net_of(tiny), parts.seen.repeated_scenes(270, 16, 4, 0)
+    by_text = parts.seen.ByText(parts.seen.TESTED)
+    table = measure(net, scenes, chosen=Chosen(parts.seen.TESTED), more=[by_text])
+    for name in parts.seen.TESTED:
+        told = [one.measures[name].value for one in table.heads]
+        np.testing.assert_allclose(by_text.values(name).mean(0), told, rtol=1e-6)  # all texts have as many rows
+        alone = measure(net, [scenes[2], scenes[2]], chosen=Chosen((name,)))
+        np.testing.assert_allclose(
+            by_text.values(name)[2], [one.measures[name].value for one in alone.heads], rtol=1e-6
+        )
+
+
+def test_induction_of_repeated_rows_by_hand(parts: Any, tiny: Any):
+    """A row of the second half may read one token behind its like; a head that reads all alike has 1 of t."""
+    net, scenes = net_of(tiny), parts.seen.repeated_scenes(270, 16, 3, 0)
+    table = measure(net, scenes, chosen=Chosen(("induction",)))
+    by_hand = sum(1 / at for at in range(8, 16)) / 8  # at 8..15, of the keys 1..at: the first is a sink
+    assert math.isclose(table.heads[0].measures["induction"].chance, by_hand, rel_tol=1e-6)
+
+
+def test_losses_are_of_the_next_token(parts: Any, tiny: Any):
+    net, scenes = net_of(tiny), parts.seen.repeated_scenes(270, 16, 2, 0)
+    ids = scenes[1].inputs["x"]
+    logits = net(ids)[0].detach().double()
+    by_hand = [float(logits[at].logsumexp(0) - logits[at, ids[0, at + 1]]) for at in range(15)]
+    np.testing.assert_allclose(parts.seen.losses(net, parts.seen.ids_of(scenes))[1], by_hand, rtol=1e-5)
+
+
+def test_composition_by_whole_matrices(parts: Any, tiny: Any):
+    """|W_QK W_OV^T| / |W_QK| |W_OV| of weights taken from the state by hand."""
+    net = net_of(tiny)
+    found, state = parts.seen.composition(net), {name: one.double() for name, one in net.state_dict().items()}
+    assert np.isnan(found[3:]).all()
+    assert np.isnan(found[:3, :3]).all()
+    q, k = (state[f"decoder.1.attention.project.{side}"].view(3, 4, 12) for side in "qk")
+    v = state["decoder.0.attention.project.v"].view(3, 4, 12)
+    o = state["decoder.0.attention.output.o"]
+    for first in range(3):
+        own = o[:, 4 * first : 4 * first + 4] @ v[first]  # what is written, of what is read
+        for second in range(3):
+            scores = q[second].T @ k[second]
+            told = (
+                torch.linalg.matrix_norm(scores @ own)
+                / torch.linalg.matrix_norm(scores)
+                / torch.linalg.matrix_norm(own)
+            )
+            assert math.isclose(found[first, 3 + second], float(told), rel_tol=1e-5)
+
+
+def test_all_is_trained_measured_and_told(parts: Any, tiny: Any, tmp_path: Path):
+    said: list[str] = []
+    found = parts.script.found(tiny, tmp_path / "runs", said.append)
+    assert said == ["seed 0, step 0", "seed 0, step 2", "seed 0, step 4"]
+    story = found.stories[0]
+    assert [one.losses["source"].shape for one in story.steps] == [(7, 15)] * 3
+    assert story.steps[0].losses["source"].mean() > story.steps[-1].losses["source"].mean()
+    text = parts.page.page(found)
+    assert [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")] == [
+        "step", "---", "0", "2", "4", "twin",
+    ]  # fmt: skip
+    assert "Induction does not appear within 4 steps" in text
+    assert max(map(len, (line for line in text.splitlines() if not line.startswith("|")))) <= 120
+
+
+def told(parts: Any, shift: float) -> Any:
+    """A story made up: noise, and a head whose induction rises by `shift` at the second of three steps."""
+    draw = np.random.default_rng(0)
+    seen = parts.seen.Seen
+
+    def one(rise: float) -> Any:
+        scores = {(data, name): draw.normal(0, 0.01, (40, 6)) for data in ("source", "repeated")
+                  for name in parts.seen.TESTED}  # fmt: skip
+        scores["repeated", "induction"][:, 4] += rise
+        return seen({}, scores, {name: draw.normal(0, 0.1, (40, 15)) for name in ("source", "repeated")}, np.empty(0))
+
+    heads = {"previous": 1, "induction": 4}
+    story = parts.seen.Story(0, (one(0), one(shift), one(shift)), heads, ((), ()), ({}, {}))
+    return parts.seen.Found(parts.seen.Setting(kept=(0, 10, 20), seeds=(0,)), None, 0, (story,), one(0))
+
+
+def test_tests_find_what_is_there_and_nothing_else(parts: Any):
+    found = parts.curves.tests(told(parts, 0.3))
+    rise = {("head", 0, 10, "repeated", "induction", 4), ("head", 0, 20, "repeated", "induction", 4)}
+    assert {key for key, one in found.items() if one.above} == rise | {("change", 0, 10, "induction")}
+    assert len(found) == 2 * 2 * 2 * 6 + 2 * 4
+    # Of 9,999 turns none is as far out, and the least p of 48 heads at steps is 48 times as large.
+    assert found["head", 0, 10, "repeated", "induction", 4].p == pytest.approx(48 / 10_000)
+    nothing = parts.curves.tests(told(parts, 0.0))
+    assert not any(one.above for one in nothing.values())
+
+
+def test_halfway_has_an_interval_around_it(parts: Any):
+    draw = np.random.default_rng(1)
+    curve = np.array([0.0, 0.0, 0.2, 1.0, 1.0])[:, None] + draw.normal(0, 0.1, (5, 50))
+    middle, low, high = parts.curves.when((0, 100, 200, 300, 400), curve)
+    assert low < middle < high
+    assert 200 < low < 237.5 < high < 275  # 0.5 is 3 / 8 of the way from 0.2 to 1
+
+
+def test_a_head_is_held_to_the_twins_strongest(parts: Any):
+    made = told(parts, 0.3)
+    made.twin.scores["repeated", "induction"][:, 2] += 0.5
+    found = parts.curves.tests(made)
+    assert found["head", 0, 20, "repeated", "induction", 4].mean == pytest.approx(-0.2, abs=0.01)
+    assert found["head", 0, 20, "repeated", "induction", 1].mean == pytest.approx(-0.5, abs=0.01)
+    assert not any(one.above for key, one in found.items() if key[0] == "head")
