@@ -105,6 +105,22 @@ def test_images_by_a_task(folders: dict[str, Path], tmp_path: Path, capsys: pyte
         assert half(x).shape == whole(x).shape
 
 
+@pytest.mark.parametrize("which", [("--clusters",), ("--keep", "0.5", "--fold", "mean")], ids=lambda way: way[0])
+def test_examples_of_a_task_choose_in_every_way(
+    which: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    made = task("copy")
+    net = hw.build(made.model(), seed=0)
+    net.usage = made.usage
+    hw.save(net, tmp_path / "net")
+    code, told, err = said(
+        capsys, tmp_path / "net", *which, "--by", "michel", "--task", "copy", "--limit", "10",
+        "--out", tmp_path / "out", "--seconds", "0.05", "--json",
+    )  # fmt: skip
+    assert code in (0, 2), err
+    assert json.loads(told)["holds"] if code == 0 else "no head would go" in err
+
+
 def test_what_a_terminal_shows(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "out"
     code, told, err = said(

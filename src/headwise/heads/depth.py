@@ -101,7 +101,7 @@ def collapse(
 
 def _states(model: nn.Module, scene: Scene, path: Path | None) -> Mapping[str, list[Tensor]]:
     """The states [tokens, model] of each stack before any layer and behind each."""
-    given = readable(model, scene.inputs, 0)
+    given = readable(model, scene.given, 0)
     if isinstance(model, Transformer):
         with torch.inference_mode(), _listening(model) as heard:
             model(*given.places, **given.names)

@@ -59,4 +59,4 @@ def look(
     """Run a model over one text, and hand the weights of these sites on as they come."""
     lookers = {one.site.name: Looker(one.site.name, scene, streams[one.site.name], see) for one in those}
     with torch.inference_mode():
-        Run(model, readable(model, scene.inputs, 0)).watched(those, lookers)
+        Run(model, readable(model, scene.given, 0)).watched(those, lookers)

@@ -16,9 +16,8 @@ from ..errors import nearest
 from ..hub.readable import Readable, readable
 from ..tasks import IGNORED
 from .saying import head_of, ids_name, mask_of, output_of
-from .scene import Scene
+from .scene import LABELS, Scene
 
-LABELS = "labels"  # what inputs may say beside what the model reads: what is wanted at each place of its output
 LOSSES = ("next-token", "translation", "label")
 
 
@@ -206,10 +205,7 @@ def objective_of(model: nn.Module, asked: str | Objective | None, scene: Scene) 
 
 
 def _given(model: nn.Module, scene: Scene) -> Readable:
-    inputs = scene.inputs
-    if isinstance(inputs, Mapping):
-        inputs = {name: one for name, one in inputs.items() if name != LABELS}
-    given = readable(model, inputs, 0)
+    given = readable(model, scene.given, 0)
     if any(len(rows) > 1 for rows in given.rows.values()):
         raise ValueError(f"a scene is one text, but its inputs hold {given.batch} rows; give each row a scene")
     return given

@@ -127,7 +127,7 @@ def score_ranks(
     widths: dict[str, int] = {}
     for number, scene in enumerate(scenes):
         watches = {one.site.name: _Watch() for one in those}
-        Run(model, readable(model, scene.inputs, 0)).watched(those, watches)
+        Run(model, readable(model, scene.given, 0)).watched(those, watches)
         for name, watch in watches.items():
             widths[name] = watch.width
             for stage, ranks in watch.found.items():

@@ -79,7 +79,7 @@ def _others(
 
 
 def _trace(model: nn.Module, scene: Scene) -> Trace:
-    return trace(model, scene.inputs, how=Capture(), tell=lambda _: None)
+    return trace(model, scene.given, how=Capture(), tell=lambda _: None)
 
 
 def _picture(kept: Trace, scene: Scene, one: Head, name: str, title: str) -> Picture:

@@ -108,7 +108,7 @@ def rows_of(
              for one in those}  # fmt: skip
     picks = {name: choice.queries(number, scene.streams[streams[name][0]].count, held) for name, held in cells.items()}
     samplers = {name: Sampler(own) for name, own in picks.items()}
-    Run(model, readable(model, scene.inputs, 0)).watched(those, samplers)
+    Run(model, readable(model, scene.given, 0)).watched(those, samplers)
     found: list[Rows] = []
     for pair in dict.fromkeys(streams[one.site.name] for one in those):
         own = [one for one in those if streams[one.site.name] == pair]
@@ -153,7 +153,7 @@ class Listener:
 def said_in(model: nn.Module, those: Sequence[Found], scene: Scene) -> dict[str, Tensor]:
     """What every head of these sites says while a model reads a text, [tokens, heads, width] by site."""
     listeners = {one.site.name: Listener() for one in those}
-    Run(model, readable(model, scene.inputs, 0)).watched(those, listeners)
+    Run(model, readable(model, scene.given, 0)).watched(those, listeners)
     return {name: one.said for name, one in listeners.items() if one.said is not None}
 
 

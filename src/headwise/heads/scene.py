@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LABELS = "labels"  # what inputs may say beside what the model reads: what is wanted at each place of its output
+
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
@@ -45,6 +47,16 @@ class Scene:
     streams: Mapping[str, Tokens]
     arcs: Sequence[tuple[int, int, str]] = field(default=())
     links: Sequence[tuple[int, int, bool]] = field(default=())
+
+    @property
+    def given(self) -> Any:
+        """What the model reads of its inputs: all but the labels.
+
+        >>> Scene({"x": 3, "labels": 5}, {}).given
+        {'x': 3}
+        """
+        told: Any = self.inputs
+        return {name: one for name, one in told.items() if name != LABELS} if isinstance(told, Mapping) else told
 
 
 def sinks(tokens: Tokens) -> Tensor:

@@ -21,8 +21,7 @@ from ..models.generating import words_of
 from ..tasks import Batch, Task
 from ..traces import Row
 from .conllu import Sentence
-from .objectives import LABELS
-from .scene import Scene, Tokens
+from .scene import LABELS, Scene, Tokens
 
 WORD = re.compile(r"\w+|[^\w\s]")  # of a text that nobody has taken apart
 SPACED = re.compile(r"\S+")

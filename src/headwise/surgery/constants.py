@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..errors import SpecError, nearest
 from ..folding import fold_bias
-from ..heads.objectives import LABELS
 from ..heads.scene import Scene
 from ..hub.means import head_means
 from ..models import Transformer
@@ -45,8 +44,7 @@ def folded(net: Transformer, plan: Plan, scenes: Sequence[Scene], fold: str) -> 
 
 
 def _means(net: Transformer, plan: Plan, scenes: Sequence[Scene]) -> dict[Head, Tensor]:
-    batches = [{name: one for name, one in scene.inputs.items() if name != LABELS} for scene in scenes]
-    means = head_means(net, batches, plan.gone)
+    means = head_means(net, [scene.given for scene in scenes], plan.gone)
     return {(site, head): means[site, head] for site, head in plan.gone}
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..errors import nearest
-from ..heads.objectives import LABELS
 from ..heads.saying import output_of
 from ..heads.scene import Scene
 from ..hub.editing import Head, patch
@@ -132,10 +131,7 @@ def _readables(net: Transformer, scenes: Sequence[Scene]) -> Iterator[Readable]:
     """The texts as a model reads them, its pixels and frames in its precision."""
     dtype = next(net.parameters()).dtype
     for scene in scenes:
-        told = scene.inputs
-        if isinstance(told, Mapping):
-            told = {name: one for name, one in told.items() if name != LABELS}
-        given = readable(net, told, 0)
+        given = readable(net, scene.given, 0)
         yield replace(
             given,
             places=tuple(_exact(one, dtype) for one in given.places),

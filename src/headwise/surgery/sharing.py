@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from ..errors import SpecError, nearest
-from ..heads.objectives import LABELS
 from ..heads.scene import Scene
 from ..models import Transformer
 from .gathering import gathered
@@ -101,7 +100,7 @@ def _made(
     net: Transformer, way: Way, sites: Sequence[str], scenes: Sequence[Scene], how: tuple[By, Callable[[str], Any]]
 ) -> dict[str, Made]:
     by, tell = how
-    batches = [{name: one for name, one in scene.inputs.items() if name != LABELS} for scene in scenes]
+    batches = [scene.given for scene in scenes]
     found, made = worths(net, scenes, by).of if way.weighs else {}, dict[str, Made]()
     for some in _portions(net, sites) if way.gathers else [sites]:
         tell(f"reading {len(batches)} texts for {some[0]} and {len(some) - 1} others")
