@@ -80,6 +80,17 @@ def test_what_is_left_in_a_folder(parsed: dict[str, str], tmp_path: Path, capsys
     points = json.loads((out / "headvis" / "scatter_data.json").read_text())["heads"]
     assert [one["metrics"]["sink"] for one in points] == [one["measures"]["sink"]["value"] for one in table["heads"]]
     one = json.loads((out / "headvis" / "heads" / "L0H1.json").read_text())
+    two = ["encoder.0.attention:1", "encoder.0.attention:0"]
+    drawn = tmp_path / "two"
+    assert said(capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(drawn), "--pair", *two)[0] == 0
+    assert "one: encoder.0.attention 1" in (drawn / "pair-light.svg").read_text()
+    assert "other: encoder.0.attention 0" in (drawn / "pair-light.svg").read_text()
+    assert "most global" in (out / "pair-light.svg").read_text()
+    code, _, told = said(
+        capsys, parsed["net"], "--conllu", parsed["conllu"], "--out", str(tmp_path / "no"), "--pair", two[0],
+        "encoder.0.attention:77",
+    )  # fmt: skip
+    assert (code, "the table has no head 77" in told) == (2, True)
     example = one["examples"][0]
     assert len(example["attention"]) == len(example["tokens"])
     assert sum(weight for _, weight in example["attention"][0]) <= 1 + 1e-5
@@ -97,6 +108,8 @@ def test_what_is_left_in_a_folder(parsed: dict[str, str], tmp_path: Path, capsys
     (["--data", "two", "--criteria", "mine"], "criteria='mine' are unknown"),
     (["--data", "two", "--resamples", "3"], "make no interval"),
     (["--data", "two", "--out", "two"], "two is a file; give a folder"),
+    (["--data", "two", "--pair", "decoder.0.attention:0", "decoder.0.attention:1"], "--pair is drawn into a folder"),
+    (["--data", "two", "--pair", "0", "1", "--out", "drawn"], "--pair 0 1 names no two heads; write SITE:HEAD twice"),
     (["--task", "dates"], "does not read the ids of the task dates"),
     (["--align", "one", "two", "two"], "have 1, 2 and 2 lines; give as many of each"),
 ])  # fmt: skip

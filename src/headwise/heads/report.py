@@ -33,17 +33,23 @@ RELATIONS = 9  # that are shown
 
 
 More = tuple[Importance | None, Redundancy | None]
+Pair = Sequence[tuple[str, int]]
 
 
 def write_all(
-    model: nn.Module, table: Table, scenes: Sequence[Scene], folder: Path, more: More = (None, None)
+    model: nn.Module, table: Table, scenes: Sequence[Scene], folder: Path, more: More = (None, None), pair: Pair = ()
 ) -> Iterator[str]:
-    """The table as JSON, what HeadVis reads, and every figure on light and dark paper, as SVG and PNG."""
+    """The table as JSON, what HeadVis reads, and every figure on light and dark paper, as SVG and PNG.
+
+    `pair` are two heads, (site, number) each, to be laid over each other; the most global and the most local if none.
+    """
+    for site, head in pair:
+        table.head(site, head)  # refuse a head that is not there before anything is written
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "heads.json", json.dumps(table.data, indent=1).encode())
     yield str(folder / "heads.json")
     shown = [scene for scene in scenes if all(one.count in FIT for one in scene.streams.values())] or list(scenes[:1])
-    for name, make in [*_figures(model, table, shown), *_others(table, *more)]:
+    for name, make in [*_figures(model, table, shown, pair), *_others(table, *more)]:
         for paper in PAPERS:
             for suffix in (".svg", ".png"):
                 write(make, folder / f"{name}-{paper}{suffix}", paper)
@@ -51,7 +57,9 @@ def write_all(
     yield from headvis(table, _trace(model, shown[0]), shown[0], folder / "headvis")
 
 
-def _figures(model: nn.Module, table: Table, shown: Sequence[Scene]) -> Iterator[tuple[str, Callable[[Paper], Figure]]]:
+def _figures(
+    model: nn.Module, table: Table, shown: Sequence[Scene], heads: Pair
+) -> Iterator[tuple[str, Callable[[Paper], Figure]]]:
     yield "grid", partial(figures.grid, table)
     yield "entropy", partial(figures.by_layer, table)
     pictures = list(_exemplars(model, table, shown))
@@ -60,7 +68,7 @@ def _figures(model: nn.Module, table: Table, shown: Sequence[Scene]) -> Iterator
     arcs = list(_related(model, table, shown))
     if arcs:
         yield "relations", partial(gallery, arcs, f"{table.model}: the best head of each relation; marked are its arcs")
-    if pair := _pair(model, table, shown[0]):
+    if pair := _pair(model, table, shown[0], heads):
         yield "pair", partial(overlaid, *pair)
 
 
@@ -125,8 +133,12 @@ def _cells(scene: Scene, relation: str, towards: str) -> list[tuple[int, int]]:
     return arcs if towards == "governor" else [(b, a) for a, b in arcs]
 
 
-def _pair(model: nn.Module, table: Table, scene: Scene) -> tuple[Picture, Picture] | None:
-    """The head that reads most broadly and the one that reads most narrowly, of those that read their own text."""
+def _pair(model: nn.Module, table: Table, scene: Scene, heads: Pair) -> tuple[Picture, Picture] | None:
+    """Two heads; else that which reads most broadly and that which reads most narrowly, of those of their own text."""
+    if heads:
+        return _both(
+            model, scene, [(table.head(*one), name) for one, name in zip(heads, ("one", "other"), strict=True)]
+        )
     own = [one for one in table.heads if {"breadth", "distance"} <= set(one.measures) and one.kind == "attention"]
     own = [one for one in own if not np.isnan(one.measures["distance"].value)]
     if len(own) < 2:
@@ -135,7 +147,10 @@ def _pair(model: nn.Module, table: Table, scene: Scene) -> tuple[Picture, Pictur
     own = [one for one in own if one.stack == stack]
     far = max(own, key=lambda one: one.measures["breadth"].value)
     near = min((one for one in own if one is not far), key=lambda one: one.measures["breadth"].value)
+    return _both(model, scene, [(far, "most global"), (near, "most local")])
+
+
+def _both(model: nn.Module, scene: Scene, told: Sequence[tuple[Head, str]]) -> tuple[Picture, Picture]:
     kept = _trace(model, scene)
-    told = [(far, "most global"), (near, "most local")]
     first, second = (_picture(kept, scene, one, "", f"{what}: {one.site} {one.head}") for one, what in told)
     return first, second

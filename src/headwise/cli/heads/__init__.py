@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     if given.out is not None:
         from ...heads.report import write_all
 
-        for name in write_all(model, table, scenes, Path(given.out), (more.weighed, more.alike)):
+        for name in write_all(model, table, scenes, Path(given.out), (more.weighed, more.alike), _pair(given.pair)):
             print(name, file=sys.stderr)
     show(document(table.data | more.data) if given.json else _told(table, given) + told_more(more))
     return 0
@@ -60,6 +60,10 @@ def _parser() -> Arguments:
     parser.add_argument("--seed", type=int, default=0, metavar="INT", help="of the bootstrap (0)")
     take_more(parser)
     parser.add_argument("--out", metavar="DIR", help="write figures there, as SVG and PNG, and the table")
+    parser.add_argument(
+        "--pair", nargs="*", default=[], metavar="SITE:HEAD",
+        help="with --out, two heads laid over each other; the most global and the most local unless named",
+    )  # fmt: skip
     take_form(parser)
     return parser
 
@@ -68,8 +72,18 @@ def _check(given: argparse.Namespace) -> None:
     check_texts(given)
     if given.resamples < 100:
         raise Wrong(f"--resamples {given.resamples} make no interval; give at least 100")
+    if _pair(given.pair) and given.out is None:
+        raise Wrong("--pair is drawn into a folder; say which by --out DIR")
     if given.out is not None and Path(given.out).exists() and not Path(given.out).is_dir():
         raise Wrong(f"{given.out} is a file; give a folder")
+
+
+def _pair(said: list[str]) -> list[tuple[str, int]]:
+    """Two heads that were named, or none."""
+    parted = [one.rpartition(":") for one in said]
+    if len(said) not in (0, 2) or not all(site and head.isdecimal() for site, _, head in parted):
+        raise Wrong(f"--pair {' '.join(said)} names no two heads; write SITE:HEAD twice, as in encoder.0.attention:3")
+    return [(site, int(head)) for site, _, head in parted]
 
 
 def _measured(model: Any, *, scenes: Sequence[Scene], given: argparse.Namespace) -> Table:
