@@ -136,7 +136,7 @@ hw.design(model=10) -> needs heads
 base(head=3) -> 'head' .. did you mean 'heads'
 hw.design(preset="gqq") -> 'gqq' .. did you mean 'gqa'
 base(bias="qx") -> bias='qx' .. 'x' .. 'qkvo'
-base(project=hw.Latent(), bias="q") -> Latent .. no bias
+base(project=hw.Latent(), bias="k") -> Latent(bias='k') is unknown .. 'q', 'kv' or 'qkv'
 base(bias=True) -> bias=True .. 'qkvo'
 base(pattern=3) -> pattern .. 3 is .. int .. Pattern
 base(pattern="windo(3)") -> 'windo' .. did you mean 'window'

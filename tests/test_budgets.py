@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,13 +41,23 @@ def test_caches_go_down_to_what_was_asked():
     assert done.after.cache(batch=1, capacity=9).nbytes * 2 == net.cache(batch=1, capacity=9).nbytes
 
 
-def test_time_goes_down_to_what_was_asked():
-    """Of two heads of 256 channels, one may go: a layer with half of the work takes less than 0.9 of the time."""
-    wide = LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 96, "hidden_size": 64}
-    net = hw.build(hw.families.read(wide), seed=0).eval()
-    pace = Pace(length=96, steps=1, seconds=0.3)
-    done = prune(net, Until(Budget("time", 0.75), RANDOM, least=1, pace=pace))
-    assert 2 <= done.plan.count < 8
+def test_time_goes_down_to_what_was_asked(monkeypatch):
+    """Each head takes a quarter of the time of its layer, however fast the machine is."""
+
+    def timed(before, after, pace):
+        shares = [sum(spec.heads.q for _, spec in net.described.specs()) for net in (before, after)]
+        return SimpleNamespace(phases=[SimpleNamespace(faster=shares[0] / shares[1])])
+
+    monkeypatch.setattr("headwise.surgery.budgets.speeds", timed)
+    net = built(LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 4})
+    done = prune(net, Until(Budget("time", 0.75), RANDOM, least=1))
+    assert done.plan.count == 6
+
+
+def test_time_is_measured():
+    net = built(LLAMA)
+    done = prune(net, Until(Budget("time", 0.999), RANDOM, pace=Pace(length=8, steps=1, seconds=0.05)))
+    assert 1 <= done.plan.count < 12
 
 
 def test_loss_grows_no_further_than_allowed():

@@ -200,7 +200,13 @@ def as_latent(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[Atten
     )
     own = _laid(spec, weights, lay, rest, spec.similarity.factor(spec.core) / shared.similarity.factor(shared.core))
     own |= {f"{name}.{key}": held for key, held in joined.weights.items()} if joined else {}
-    return shared, own | {key: weights[key].clone() for key in shared.shapes() if key not in own}
+    rest_of = {key: shape for key, shape in shared.shapes().items() if key not in own}
+    if counted := [key for key, shape in rest_of.items() if tuple(weights[key].shape) != tuple(shape)]:
+        part = counted[0].partition(".")[0]
+        raise SpecError(
+            f"{part} counts heads of keys and values, of which a latent has one for each query; take it off"
+        )
+    return shared, own | {key: weights[key].clone() for key in rest_of}
 
 
 def _joined(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[str, Turn | None, Joined | None]:
