@@ -10,7 +10,7 @@ from ..surgery.page import sized
 
 POINT = 0.01  # of exact match, that may be lost
 WIDTH = 80
-COLUMNS = (28, 15, 15, 15)
+COLUMNS = (28, 16, 16, 16)
 
 
 class Line(NamedTuple):
