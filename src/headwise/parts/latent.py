@@ -200,13 +200,18 @@ def as_latent(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[Atten
     )
     own = _laid(spec, weights, lay, rest, spec.similarity.factor(spec.core) / shared.similarity.factor(shared.core))
     own |= {f"{name}.{key}": held for key, held in joined.weights.items()} if joined else {}
-    rest_of = {key: shape for key, shape in shared.shapes().items() if key not in own}
-    if counted := [key for key, shape in rest_of.items() if tuple(weights[key].shape) != tuple(shape)]:
+    return shared, own | _others(shared, weights, own)
+
+
+def _others(shared: AttentionSpec, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What other parts hold, refused where one counts the heads of keys and values that were."""
+    left = {key: shape for key, shape in shared.shapes().items() if key not in own}
+    if counted := [key for key, shape in left.items() if tuple(weights[key].shape) != tuple(shape)]:
         part = counted[0].partition(".")[0]
         raise SpecError(
             f"{part} counts heads of keys and values, of which a latent has one for each query; take it off"
         )
-    return shared, own | {key: weights[key].clone() for key in rest_of}
+    return {key: weights[key].clone() for key in left}
 
 
 def _joined(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[str, Turn | None, Joined | None]:
