@@ -1,0 +1,1 @@
+"""Our paths against peers and against the machine's limits, in one run, as ratios."""

@@ -1,0 +1,53 @@
+"""One piece of work done by us and by others: what is timed, what it is held to, and what the machine allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+LIMIT = "limit"  # the machine's own, where an aim names no peer
+
+Run = Callable[[], Any]  # does the work once; what it gives is compared with what ours gives
+
+
+class Absent(NamedTuple):
+    """A peer that cannot run here, and why."""
+
+    why: str
+
+
+class Aim(NamedTuple):
+    """To be at least so many times as fast as a peer; of the machine's limit, to reach at least this share."""
+
+    against: str
+    times: float
+
+
+class Need(NamedTuple):
+    """What the work cannot do without: bytes read from memory, and FLOPs of products in one dtype."""
+
+    reads: int = 0
+    flops: int = 0
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    `tolerance` is how far what a peer gives may be from what ours gives, as a share of its largest number; None where
+    they give nothing that can be compared, as a step of training. `tried` says, where an aim is known to be missed,
+    what was tried and how far it got.
+    """
+
+    name: str
+    ours: Run
+    peers: Mapping[str, Run | Absent]
+    aims: tuple[Aim, ...] = ()
+    need: Need | None = None
+    tolerance: float | None = 1e-3
+    tried: str = ""
+    notes: Mapping[str, str] = field(default_factory=dict)  # more that is worth a line: memory, say
