@@ -79,7 +79,7 @@ class _Put(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _, to, live, _ = ctx.places
         grad = grads[0] if live is None else grads[0].index_select(0, live)
-        return grad.new_zeros(ctx.slots).index_copy(0, to, grad), None, None, None, None
+        return grad.new_zeros(ctx.slots).index_copy_(0, to, grad), None, None, None, None
 
 
 class Plan(NamedTuple):
