@@ -73,7 +73,7 @@ def some_open(batch: int, queries: int, rates, seed: int = 0) -> torch.Tensor:
 
 
 EVEN, UNEVEN = (0.5,) * 6, (1.0, 1.0, 0.7, 0.02, 0.3, 0.33)
-PATTERNS = ["full()", "causal()", "window(70)", "window(9, after=30) | first(2)", "dilated(40, rate=3)"]
+PATTERNS = ["full()", "causal()", "window(70)", "window(40, after=30) | first(2)", "dilated(40, rate=3)"]
 
 
 @pytest.mark.parametrize("rates", [EVEN, UNEVEN], ids=["even", "uneven"])
