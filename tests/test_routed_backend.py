@@ -15,7 +15,7 @@ import cases
 import headwise as hw
 from cases import base, check_close
 from headwise import counting
-from headwise.backends import BACKENDS, Bound, Inputs, Job, packing, routed
+from headwise.backends import BACKENDS, Bound, Inputs, Job, routed, speaking
 from headwise.terms import Asked, Work
 from headwise.tokens import Sight, Tokens
 
@@ -300,8 +300,8 @@ def test_what_is_spent_is_near_what_is_drawn(routing):
     scores[..., :always] = 2.0
     opened = torch.zeros(1, 2048, 6, dtype=torch.bool).scatter(-1, scores.topk(always + active).indices, True)
     at = Tokens.run(0, 2048, "cpu")
-    reading = packing.Reading(Sight(at, at, spec.pattern), torch.float32)
-    pieces = [(pack, piece) for pack in packing.packs(opened, 6) for piece in reading.forth(pack)]
+    reading = speaking.Reading(Sight(at, at, spec.pattern), torch.float32)
+    pieces = [(pack, piece) for pack in speaking.packs(opened, 6) for piece in reading.forth(pack)]
     long = [(len(pack.heads), *(max(s.stop - s.start, 0) for s in piece[:2])) for pack, piece in pieces]
     made = spec.core.flops(sum(map(math.prod, long))) // 6
     assert expected <= made <= 1.2 * expected
@@ -329,3 +329,14 @@ def test_memory_grows_with_length_alone():
             assert call.attend(some_open(1, count, EVEN)).requires_grad
         held[count] = sum(kept.values())
     assert held[1024] <= 2.1 * held[512]
+
+
+@pytest.mark.parametrize("modifiers", [(), (hw.Concrete(),), (hw.HeadGate(),)], ids=repr)
+def test_packed_texts_take_their_gates_with_them(modifiers):
+    layer = layer_of("causal()", *modifiers)
+    x = torch.randn(2, 400, 10, dtype=torch.float64)
+    tokens = hw.Tokens.of(x, lengths=[400, 270])
+    ours = layer(x, tokens=tokens)
+    layer.only = "dense"
+    alone = torch.cat([layer(x[1:, :270]), torch.zeros(1, 130, 10, dtype=torch.float64)], 1)
+    check_close(ours, torch.cat([layer(x[:1]), alone]))

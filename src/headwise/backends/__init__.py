@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import NoBackend, nearest
 from ..terms import Work
-from . import banded, composed, dense, flex, grouped, linear, routed, sdpa
+from . import banded, composed, dense, flex, grouped, linear, packed, ragged, routed, sdpa
 from .blocks import BLOCK
 from .bound import Bound
 from .job import Inputs, Job
@@ -19,6 +19,7 @@ Attend = Callable[..., Any]
 
 # In the order of preference (see `order`): the first that does not refuse runs.
 BACKENDS: dict[str, ModuleType] = {
+    "ragged": ragged,
     "routed": routed,
     "grouped": grouped,
     "banded": banded,
@@ -76,4 +77,4 @@ def _reasons(name: str, job: Job) -> list[str]:
 
 
 __all__ = ["BACKENDS", "Attend", "Bound", "Inputs", "Job", "choose", "forms_again", "heard"]
-__all__ += ["is_plain", "plainly", "why"]
+__all__ += ["is_plain", "packed", "plainly", "why"]

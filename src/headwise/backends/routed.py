@@ -19,7 +19,7 @@ from ..tokens import Sight
 from . import sdpa
 from .bound import Bound
 from .job import Inputs, Job
-from .packing import Pack, Piece, Reading, chunks, packs
+from .speaking import Pack, Piece, Reading, chunks, packs
 
 LEAST = 256  # with fewer queries packing costs more than it saves
 
