@@ -73,7 +73,7 @@ def some_open(batch: int, queries: int, rates, seed: int = 0) -> torch.Tensor:
 
 
 EVEN, UNEVEN = (0.5,) * 6, (1.0, 1.0, 0.7, 0.02, 0.3, 0.33)
-PATTERNS = ["full()", "causal()", "window(70)", "window(40, after=30) | first(2)", "dilated(40, rate=3)"]
+PATTERNS = ["full()", "causal()"]
 
 
 @pytest.mark.parametrize("rates", [EVEN, UNEVEN], ids=["even", "uneven"])
@@ -100,7 +100,7 @@ def opened_in(kind: str, queries: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["stretches", "rows", "one", "all", "none"])
-@pytest.mark.parametrize("pattern", PATTERNS[:3])
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_whoever_speaks_when(pattern, kind):
     Call(pattern, (2, 521, 521)).check(opened_in(kind, 521))
 
@@ -118,7 +118,7 @@ def test_any_length_and_load(queries, more, rates, kv, pattern, seed):
     Call(pattern, (1, queries, queries + more), kv).check(some_open(1, queries, rates, seed))
 
 
-@pytest.mark.parametrize("pattern", PATTERNS[:3])
+@pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("pad", ["left", "right"])
 def test_padding_and_packed_documents(pattern, pad):
     call = Call(pattern, (2, 400, 400))
@@ -133,7 +133,7 @@ def test_padding_and_packed_documents(pattern, pad):
 
 
 def test_scores_as_large_as_they_come():
-    for pattern in PATTERNS[:3]:
+    for pattern in PATTERNS:
         call = Call(pattern, (2, 300, 300), dtype=torch.float32)
         with torch.no_grad():
             call.q.mul_(1e2)
@@ -215,8 +215,8 @@ def test_under_autocast():
 
 
 def said(modifiers, **more) -> str:
-    words = {name: more.pop(name) for name in ("normaliser", "vdim", "kv") if name in more}
-    spec = base(pattern="causal()", modifiers=modifiers, **words)
+    words = {name: more.pop(name) for name in ("normaliser", "vdim", "pattern") if name in more}
+    spec = base(**({"pattern": "causal()", "modifiers": modifiers} | words))
     return "; ".join(routed.refuses(Job(spec, spec.core, **more)))
 
 
@@ -237,6 +237,7 @@ def test_it_takes_what_it_can():
         (HALF, {"normaliser": hw.SinkSoftmax()}, "nothing added"),
         (HALF, {"vdim": 5}, "one width"),
         (HALF, {"one": True}, "single query"),
+        (HALF, {"pattern": "window(9)"}, "leaves keys out"),
         (HALF, {"device": "cuda"}, "CPU's kernel"),
         (HALF, {"compiled": True}, "compiled graph"),
         (HALF, {"wants": frozenset({"lse"})}, "heads that speak only"),

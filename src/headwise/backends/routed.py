@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..parts.softmax import Softmax
-from ..pattern import Causal
+from ..pattern import Causal, Full
 from ..probe import Probe
 from ..seams import Gate, OutputStep, ScoreStep
 from ..terms import Work
@@ -40,6 +40,8 @@ def refuses(job: Job) -> list[str]:
         reasons.append("it reads by a plain softmax over products, with nothing added")
     if any(step.joins or step.sources(spec, frozenset({0})) != {0} for _, step in spec.steps(OutputStep)):
         reasons.append("outputs of several heads are joined before the gates")
+    if spec.pattern not in (Full(), Causal()):
+        reasons.append(f"{spec.pattern.text} leaves keys out, which saves as much without packing")
     if job.one:
         reasons.append("a single query is read for in one call")
     if job.compiled:

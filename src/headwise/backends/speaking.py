@@ -100,15 +100,15 @@ class Piece(NamedTuple):
 
 
 class Reading:
-    """Who reads whom in a call, in places among its queries and places among its keys."""
+    """Who reads whom in a call, in places among its queries and places among its keys: all keys, those that are not
+    later, or whom the tokens let."""
 
     def __init__(self, sight: Sight, dtype: torch.dtype) -> None:
-        asks, told = sight.queries, sight.keys
-        self.sight, self.dtype, self.keys = sight, dtype, told.count
-        self.known = None if asks.start is None or told.start is None else (asks.start, told.start)
-        self.ahead = asks.start - told.start if asks.start is not None and told.start is not None else 0
+        asks, told = sight.queries.start, sight.keys.start
+        self.sight, self.dtype, self.keys = sight, dtype, sight.keys.count
+        self.ahead = -1 if asks is None or told is None else asks - told  # how many keys the first query has before it
         self.full = sight.shape == "full"
-        self.causal = not self.full and self.known is not None and self.ahead >= 0 and sight.pattern == Causal()
+        self.causal = not self.full and self.ahead >= 0 and sight.pattern == Causal()
         self._extents: tuple[Tensor, Tensor] | None = None
 
     def forth(self, pack: Pack) -> Iterator[Piece]:
@@ -145,32 +145,20 @@ class Reading:
 
     def reach(self, first: int, last: int) -> slice:
         """Keys outside of which no query from the first to the last place reads."""
-        if self.known is None:
-            return self._found(first, last)
-        asks, told = self.known
-        spans = self.sight.pattern.reach(range(asks + first, asks + last + 1), range(told, told + self.keys))
-        return slice(spans[0].start - told, spans[-1].stop - told) if spans else slice(0, 0)
-
-    def _found(self, first: int, last: int) -> slice:
-        """The same of tokens that stand who knows where: from the pairs themselves."""
         if self._extents is None:
             some_TS = self.sight.allowed[:, 0].any(0)
             place = torch.arange(self.keys, device=some_TS.device)
             low, high = torch.where(some_TS, place, self.keys).amin(-1), torch.where(some_TS, place + 1, 0).amax(-1)
             self._extents = low, high
-        start, stop = (int(each(t[first : last + 1])) for each, t in zip((torch.min, torch.max), self._extents))
+        low, high = (extent[first : last + 1] for extent in self._extents)
+        start, stop = int(low.min()), int(high.max())
         return slice(start, max(start, stop))
 
     def bars(self, place_BGR: Tensor, keys: slice) -> Tensor:
         """0 where a query at this place may read a key and -inf elsewhere, [B, G, R, S]."""
         if self.causal:
             return self._triangle(place_BGR + self.ahead + 1 - keys.start, keys.stop - keys.start)
-        if self.known is not None:
-            asks, told = self.known
-            there = torch.arange(keys.start + told, keys.stop + told, device=place_BGR.device)
-            allowed = self.sight.pattern.allows(place_BGR[..., None] + asks, there)
-        else:
-            allowed = self._rows(place_BGR)[..., keys]
+        allowed = self._rows(place_BGR)[..., keys]
         return torch.zeros(allowed.shape, dtype=self.dtype, device=allowed.device).masked_fill_(~allowed, -torch.inf)
 
     def _triangle(self, count_BGR: Tensor, wide: int) -> Tensor:
