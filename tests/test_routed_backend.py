@@ -302,12 +302,12 @@ def test_what_is_spent_is_near_what_is_drawn(routing):
     opened = torch.zeros(1, 2048, 6, dtype=torch.bool).scatter(-1, scores.topk(always + active).indices, True)
     at = Tokens.run(0, 2048, "cpu")
     reading = speaking.Reading(Sight(at, at, spec.pattern), torch.float32)
-    pieces = [(pack, piece) for pack in speaking.packs(opened, 6) for piece in reading.forth(pack)]
+    pieces = [(pack, piece) for pack in speaking.packs(opened, 6, True) for piece in reading.forth(pack)]
     long = [(len(pack.heads), *(max(s.stop - s.start, 0) for s in piece[:2])) for pack, piece in pieces]
     made = spec.core.flops(sum(map(math.prod, long))) // 6
     assert expected <= made <= 1.2 * expected
-    share = Fraction(always + active, 6)
-    assert made < float(share) * 1.3 * spec.core.flops(2048 * 2049 // 2)
+    every = Fraction(2 * always, 6) + Fraction(active, 6)  # torch counts a triangle as the square around it
+    assert made < float(every) * 1.3 * spec.core.flops(2048 * 2049 // 2)
 
 
 def test_a_cut_layer_says_what_it_can():

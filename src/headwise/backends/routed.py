@@ -85,7 +85,7 @@ def _by_key(shares: tuple[Fraction, ...], each: int) -> list[Fraction]:
 def _read(rate: Fraction, work: Work, causal: bool) -> Fraction:
     """Pairs of a key head for which so many rows speak at each token."""
     rows = rate * work.queries
-    if not causal or not rows:
+    if not causal or not rows or (rate == 1 and work.keys == work.queries):
         return rows * work.keys
     count = chunks(math.ceil(rows))
     each = Fraction(math.ceil(rows / count))
@@ -100,8 +100,9 @@ def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | 
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
     with torch.no_grad():
-        packed = packs(_open(job, inputs), k.shape[2])
-    o_BTHV: Tensor = _Core.apply(q, k, v, packed, (Reading(sight, q.dtype), inputs.asked.scale))
+        reading = Reading(sight, q.dtype)
+        packed = packs(_open(job, inputs), k.shape[2], reading.plain)
+    o_BTHV: Tensor = _Core.apply(q, k, v, packed, (reading, inputs.asked.scale))
     return o_BTHV
 
 
@@ -154,6 +155,8 @@ class _Call:
         self.k_BGSK, self.v_BGSV = (_some(t.transpose(1, 2), pack.heads) for t in (k, v))
 
     def _packed(self, x_BTHK: Tensor) -> Tensor:
+        if self.pack.whole:
+            return _some(x_BTHK.transpose(1, 2), self.pack.heads)
         line = x_BTHK.reshape(-1, x_BTHK.shape[-1])
         rows = line.index_select(0, self.pack.line.clamp(max=len(line) - 1))
         return rows.view(*self.pack.place_BGR.shape, -1)
@@ -171,7 +174,7 @@ class _Call:
             if piece.keys.start >= piece.keys.stop:
                 continue
             q, k, v = self.q_BGRK[:, :, piece.rows], self.k_BGSK[:, :, piece.keys], self.v_BGSV[:, :, piece.keys]
-            o, lse = kernel(q, k, v, 0.0, False, attn_mask=self._bars(piece), scale=self.scale)
+            o, lse = kernel(q, k, v, 0.0, piece.triangle, attn_mask=self._bars(piece), scale=self.scale)
             if not piece.first:
                 before, o = o_BGRV[:, :, piece.rows].to(exact), o.to(exact)
                 apart = lse - lse_BGR[:, :, piece.rows]
@@ -192,7 +195,7 @@ class _Call:
                 continue
             q, o, lse, to = (t[:, :, rows] for t in (self.q_BGRK, o_BGRV, lse_BGR, to_BGRV))
             k, v = self.k_BGSK[:, :, keys], self.v_BGSV[:, :, keys]
-            found = kernel(to, q, k, v, o, lse, 0.0, False, attn_mask=self._bars(piece), scale=self.scale)
+            found = kernel(to, q, k, v, o, lse, 0.0, piece.triangle, attn_mask=self._bars(piece), scale=self.scale)
             for total, some, part in zip((dq, dk, dv), (rows, keys, keys), found, strict=True):
                 total[:, :, some] += part
         return dq, dk, dv

@@ -24,6 +24,7 @@ class Pack(NamedTuple):
     All heads have as many chunks, each an equal share of its queries, so that chunks of one number are about the same
     tokens. `line` is where each row stands among all (b, t, h) in one line, `place` its t. What fills up is not `live`:
     it stands behind the line, and reads as the row before it does. `spans` is the first and last t of every chunk.
+    `whole` says that the rows are all tokens, as they come.
     """
 
     heads: tuple[int, ...]
@@ -31,6 +32,7 @@ class Pack(NamedTuple):
     place_BGR: Tensor
     live_BGR: Tensor
     spans: tuple[tuple[int, int], ...]
+    whole: bool
 
     @property
     def count(self) -> int:
@@ -38,13 +40,16 @@ class Pack(NamedTuple):
         return self.place_BGR.shape[2]
 
 
-def packs(open_BTH: Tensor, kept: int) -> list[Pack]:
-    """What speaks, packed; heads that have about as many rows stand together."""
+def packs(open_BTH: Tensor, kept: int, plain: bool) -> list[Pack]:
+    """What speaks, packed for so many key heads; heads that have about as many rows stand together.
+
+    In a `plain` call tokens read all keys, or of as many keys those that are not later: what is whole is one chunk.
+    """
     batch, queries, heads = open_BTH.shape
     each = heads // kept
     open_BGX = open_BTH.view(batch, queries, kept, each).transpose(1, 2).flatten(2)
     loads: list[int] = open_BGX.sum(-1).amax(0).tolist()
-    return [_pack(open_BGX[:, list(group)], group, heads, each) for group in alike(loads)]
+    return [_pack(open_BGX[:, list(group)], group, (heads, each), plain) for group in alike(loads)]
 
 
 def alike(loads: Sequence[int]) -> list[tuple[int, ...]]:
@@ -62,14 +67,16 @@ def alike(loads: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(sorted(group)) for group in groups if loads[group[0]]]
 
 
-def _pack(open_BGX: Tensor, group: tuple[int, ...], heads: int, each: int) -> Pack:
+def _pack(open_BGX: Tensor, group: tuple[int, ...], sizes: tuple[int, int], plain: bool) -> Pack:
+    heads, each = sizes
     batch, kept, queries = open_BGX.shape[0], len(group), open_BGX.shape[2] // each
     rank_BGX = open_BGX.cumsum(-1)
     counts_BG = rank_BGX[..., -1]
     most = int(counts_BG.max())
-    count = chunks(most)
-    rows = -(-most // count)
     b, g, x = open_BGX.nonzero(as_tuple=True)
+    whole = plain and each == 1 and len(x) == open_BGX.numel()
+    count = 1 if whole else chunks(most)
+    rows = -(-most // count)
     rank, own = rank_BGX[b, g, x], counts_BG[b, g]
     chunk = (rank * count - 1) // own  # rank is counted from 1
     slot = ((b * kept + g) * count + chunk) * rows + rank - 1 - chunk * own // count
@@ -82,7 +89,7 @@ def _pack(open_BGX: Tensor, group: tuple[int, ...], heads: int, each: int) -> Pa
     firsts = place_BGCR.masked_fill(place_BGCR < 0, queries).amin((0, 1, 3))
     spans = tuple(zip(firsts.tolist(), place_BGCR.amax((0, 1, 3)).tolist(), strict=True))
     place_BGR = place_BGCR.flatten(2)
-    return Pack(group, line, place_BGR.cummax(-1).values.clamp_(min=0), place_BGR >= 0, spans)
+    return Pack(group, line, place_BGR.cummax(-1).values.clamp_(min=0), place_BGR >= 0, spans, whole)
 
 
 def chunks(rows: int) -> int:
@@ -91,12 +98,14 @@ def chunks(rows: int) -> int:
 
 
 class Piece(NamedTuple):
-    """Rows and keys that meet in one call, and whether some of these pairs are barred."""
+    """Rows and keys that meet in one call, whether some of these pairs are barred, and whether it is the `first` of its
+    rows; a `triangle` bars keys that are later than a row, without a table."""
 
     rows: slice
     keys: slice
     barred: bool
     first: bool = False
+    triangle: bool = False
 
 
 class Reading:
@@ -108,13 +117,14 @@ class Reading:
         self.sight, self.dtype, self.keys = sight, dtype, sight.keys.count
         self.ahead = -1 if asks is None or told is None else asks - told  # how many keys the first query has before it
         self.full = sight.shape == "full"
+        self.plain = self.full or sight.shape == "triangle"
         self.causal = not self.full and self.ahead >= 0 and sight.pattern == Causal()
         self._extents: tuple[Tensor, Tensor] | None = None
 
     def forth(self, pack: Pack) -> Iterator[Piece]:
         """The pieces that give what rows read; where a chunk of rows has two, the first of them bars nobody from all."""
-        if self.full:
-            yield Piece(slice(0, pack.count), slice(0, self.keys), False, True)
+        if self._once(pack):
+            yield Piece(slice(0, pack.count), slice(0, self.keys), False, True, not self.full)
             return
         each, before = pack.count // len(pack.spans), 0
         for n, (first, last) in enumerate(pack.spans):
@@ -129,9 +139,13 @@ class Reading:
             if n % MORE == MORE - 1 or n == len(pack.spans) - 1:
                 yield Piece(slice(n // MORE * MORE * each, rows.stop), slice(0, before), False)
 
+    def _once(self, pack: Pack) -> bool:
+        """Whether one call does for all rows."""
+        return self.full or pack.whole
+
     def back(self, pack: Pack) -> Iterator[Piece]:
         """The pieces that give gradients: few keys with many rows, because those of keys are what has to be added up."""
-        if not self.causal:
+        if self._once(pack) or not self.causal:
             yield from self.forth(pack)
             return
         ends = [*range(0, self.keys, KEYS), self.keys]
