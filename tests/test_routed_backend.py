@@ -236,7 +236,7 @@ def test_it_takes_what_it_can():
         ((hw.Alibi(), *HALF), {}, "nothing added"),
         (HALF, {"normaliser": hw.SinkSoftmax()}, "nothing added"),
         (HALF, {"vdim": 5}, "one width"),
-        (HALF, {"one": True}, "single query"),
+        (HALF, {"one": True}, "sooner than one of some"),
         (HALF, {"pattern": "window(9)"}, "leaves keys out"),
         (HALF, {"device": "cuda"}, "CPU's kernel"),
         (HALF, {"compiled": True}, "compiled graph"),

@@ -43,7 +43,7 @@ def refuses(job: Job) -> list[str]:
     if spec.pattern not in (Full(), Causal()):
         reasons.append(f"{spec.pattern.text} leaves keys out, which saves as much without packing")
     if job.one:
-        reasons.append("a single query is read for in one call")
+        reasons.append("a single query of all heads is answered sooner than one of some")
     if job.compiled:
         reasons.append("how many queries a head has is for the data to say, which a compiled graph cannot ask")
     if "lse" in job.wants:
