@@ -151,9 +151,10 @@ class Attention(Peered, nn.Module):
             q_BTHK, k_BSGK, v_BSGV = probe("q", q_BTHK), probe("k", k_BSGK), probe("v", v_BSGV)
         asked = Asked(x, q_BTHK, plan.scale, at)
         sight = Sight(at, told, self.spec.pattern, mask)
-        job_inputs = Inputs(self._lift(q_BTHK, "q"), self._lift(k_BSGK, "k"), v_BSGV, asked, entry, state)
+        lifted = self._lift(q_BTHK, "q"), self._lift(k_BSGK, "k")
         with self.peers.apart(self.training):
             gates = self._opened(asked, probe)
+            job_inputs = Inputs(*lifted, v_BSGV, asked, entry, state, gates)
             o_BTHV = plan.attend(plan.job, sight, job_inputs, self._bound, probe)
         if isinstance(cache, StateCache):
             cache.fold(self._folded(plan.job, job_inputs, told))
@@ -238,8 +239,8 @@ class Attention(Peered, nn.Module):
 
     def _plan(self, x: Tensor, stated: bool, masked: bool, apart: bool, probe: Probe | None) -> Plan:
         wants = NOTHING if probe is None else inputs.checked_probe(probe).wants
-        grad, one = torch.is_grad_enabled(), x.shape[1] == 1
-        key = (self.only, x.device.type, x.dtype, grad, one, stated, masked, self.training, wants, apart)
+        grad, one, compiled = torch.is_grad_enabled(), x.shape[1] == 1, torch.compiler.is_compiling()
+        key = (self.only, x.device.type, x.dtype, grad, one, stated, masked, self.training, wants, compiled, apart)
         if key not in self._plans:
             project = self._forms[one]
             job = Job(self.spec, self.spec.core_of(project), *key[1:-1])

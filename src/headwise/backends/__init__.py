@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import NoBackend, nearest
 from ..terms import Work
-from . import banded, composed, dense, flex, grouped, linear, packed, ragged, sdpa
+from . import banded, composed, dense, flex, grouped, linear, packed, ragged, routed, sdpa
 from .blocks import BLOCK
 from .bound import Bound
 from .job import Inputs, Job
@@ -20,6 +20,7 @@ Attend = Callable[..., Any]
 # In the order of preference (see `order`): the first that does not refuse runs.
 BACKENDS: dict[str, ModuleType] = {
     "ragged": ragged,
+    "routed": routed,
     "grouped": grouped,
     "banded": banded,
     "sdpa": sdpa,
