@@ -28,6 +28,7 @@ class Plan(NamedTuple):
     project: Project
     job: Job
     attend: Attend
+    raw: bool  # it reads a cache in the form in which that keeps
     scale: float
     voices: tuple[int, ...]
 
@@ -136,12 +137,14 @@ class Attention(Peered, nn.Module):
         if mask is not None:
             inputs.check_mask(self.spec, mask, x, source, cache, self.peers.spans)
         state = {} if cache is None else cache.state
-        plan = self._plan(x, bool(state), mask is not None, probe)  # may refuse, before anything is remembered
+        plan = self._plan(x, cache, mask is not None, probe)  # may refuse, before anything is remembered
         at = tokens or (Tokens.run(0, x.shape[1], x.device) if cache is None else cache.next(x.shape[1]))
         if self._limit is not None:
             inputs.check_positions(self._limit, at)
         x, turning = self.peers.enter(x), Turning(self._turns, at.position)
         entry, told = self._remembered(x, at, turning, source, cache)
+        if cache is not None and x.shape[1] == 1 and not plan.raw:
+            entry = cache.opened(entry)
         p = self._p["project"]
         q_BTHK = plan.project.ask(x, turning, p)
         k_BSGK, v_BSGV = plan.project.recall(entry, Turning(self._turns, told.position), p)
@@ -184,10 +187,10 @@ class Attention(Peered, nn.Module):
         """The weights of each part by its name, its own and those it shares."""
         return self._p
 
-    def cache(self, *, batch: int, capacity: int) -> Cache:
-        """A fresh cache for this layer, in its dtype and on its device."""
-        like = self._like
-        return Cache.of(self.spec, batch=batch, capacity=capacity, dtype=like.dtype, device=str(like.device))
+    def cache(self, *, batch: int, capacity: int, store: str | None = None) -> Cache:
+        """A fresh cache for this layer, in its dtype and on its device; store="int8" keeps keys and values in 8 bits."""
+        like, device = self._like, str(self._like.device)
+        return Cache.of(self.spec, batch=batch, capacity=capacity, dtype=like.dtype, device=device, store=store)
 
     @property
     def _like(self) -> Tensor:
@@ -226,15 +229,17 @@ class Attention(Peered, nn.Module):
         folder, p = self._bound.folder
         return folder.fold(given.state, *backends.heard(given, job), told.live, p)
 
-    def _plan(self, x: Tensor, stated: bool, masked: bool, probe: Probe | None) -> Plan:
+    def _plan(self, x: Tensor, cache: Cache | None, masked: bool, probe: Probe | None) -> Plan:
         wants = NOTHING if probe is None else inputs.checked_probe(probe).wants
-        grad, one = torch.is_grad_enabled(), x.shape[1] == 1
-        key = (self.only, x.device.type, x.dtype, grad, one, stated, masked, self.training, wants)
+        grad, one, store = torch.is_grad_enabled(), x.shape[1] == 1, None if cache is None else cache.store
+        stated = cache is not None and bool(cache.state)
+        key = (self.only, x.device.type, x.dtype, grad, one, stated, masked, self.training, wants, store)
         if key not in self._plans:
             project = self._forms[one]
             job = Job(self.spec, self.spec.core_of(project), *key[1:])
             backend, scale = backends.choose(job, self.only), self.spec.similarity.factor(job.core)
-            self._plans[key] = Plan(project, job, backend.attend, scale, self.spec.voices)
+            raw = backends.reads_stored(backend, job)
+            self._plans[key] = Plan(project, job, backend.attend, raw, scale, self.spec.voices)
         return self._plans[key]
 
 
