@@ -29,6 +29,7 @@ class Plan(NamedTuple):
     project: Project
     job: Job
     attend: Attend
+    raw: bool  # it reads a cache in the form in which that keeps
     scale: float
     voices: tuple[int, ...]
 
@@ -139,11 +140,13 @@ class Attention(Peered, nn.Module):
         state = {} if cache is None else cache.state
         at = tokens or (Tokens.run(0, x.shape[1], x.device) if cache is None else cache.next(x.shape[1]))
         apart = cache is None and mask is None and self._apart(x, at, source, probe)
-        plan = self._plan(x, bool(state), mask is not None, apart, probe)  # may refuse before anything is remembered
+        plan = self._plan(x, cache, mask is not None, apart, probe)  # may refuse before anything is remembered
         if self._limit is not None:
             inputs.check_positions(self._limit, at)
         x, turning = self.peers.enter(x), Turning(self._turns, at.position)
         entry, told = self._remembered(x, at, turning, source, cache)
+        if cache is not None and x.shape[1] == 1 and not plan.raw:
+            entry = cache.opened(entry)
         p = self._p["project"]
         q_BTHK = plan.project.ask(x, turning, p)
         k_BSGK, v_BSGV = plan.project.recall(entry, Turning(self._turns, told.position), p)
@@ -187,10 +190,10 @@ class Attention(Peered, nn.Module):
         """The weights of each part by its name, its own and those it shares."""
         return self._p
 
-    def cache(self, *, batch: int, capacity: int) -> Cache:
-        """A fresh cache for this layer, in its dtype and on its device."""
-        like = self._like
-        return Cache.of(self.spec, batch=batch, capacity=capacity, dtype=like.dtype, device=str(like.device))
+    def cache(self, *, batch: int, capacity: int, store: str | None = None) -> Cache:
+        """A fresh cache for this layer, in its dtype and on its device; store="int8" keeps keys and values in 8 bits."""
+        like, device = self._like, str(self._like.device)
+        return Cache.of(self.spec, batch=batch, capacity=capacity, dtype=like.dtype, device=device, store=store)
 
     @property
     def _like(self) -> Tensor:
@@ -237,16 +240,19 @@ class Attention(Peered, nn.Module):
         told = source.tokens if isinstance(source, Remembered) else at if source is None else None
         return seen and packed.apart(at, told, x.shape[0])
 
-    def _plan(self, x: Tensor, stated: bool, masked: bool, apart: bool, probe: Probe | None) -> Plan:
+    def _plan(self, x: Tensor, cache: Cache | None, masked: bool, apart: bool, probe: Probe | None) -> Plan:
         wants = NOTHING if probe is None else inputs.checked_probe(probe).wants
         grad, one, compiled = torch.is_grad_enabled(), x.shape[1] == 1, torch.compiler.is_compiling()
-        key = (self.only, x.device.type, x.dtype, grad, one, stated, masked, self.training, wants, compiled, apart)
+        stated, store = cache is not None and bool(cache.state), None if cache is None else cache.store
+        facts = (x.device.type, x.dtype, grad, one, stated, masked, self.training, wants, compiled, store)
+        key = (self.only, apart, *facts)
         if key not in self._plans:
             project = self._forms[one]
-            job = Job(self.spec, self.spec.core_of(project), *key[1:-1])
+            job = Job(self.spec, self.spec.core_of(project), *facts)
             backend, scale = backends.choose(job, self.only), self.spec.similarity.factor(job.core)
             attend = partial(packed.attend, backend.attend) if apart else backend.attend
-            self._plans[key] = Plan(project, job, attend, scale, self.spec.voices)
+            raw = backends.reads_stored(backend, job)
+            self._plans[key] = Plan(project, job, attend, raw, scale, self.spec.voices)
         return self._plans[key]
 
 

@@ -28,6 +28,7 @@ class Job:
     training: bool = False
     wants: frozenset[str] = field(default_factory=frozenset)
     compiled: bool = False  # traced into a graph, which cannot ask the data
+    store: str | None = None  # the form in which past tokens are kept, where it is not `dtype`
 
     straight: bool = field(init=False)  # every score head reads values for itself, in order
     groups: int = field(init=False)  # score heads to a key head when all groups are equal neighbours, else 0
