@@ -11,9 +11,9 @@ import sys
 
 import torch
 
-from . import registered, step_overhead, training_step
+from . import registered, training_step
 
-BENCHMARKS = {"step_overhead": step_overhead, "training_step": training_step, "registered": registered}
+BENCHMARKS = {"training_step": training_step, "registered": registered}
 
 
 def main() -> int:

@@ -101,12 +101,7 @@ class Recipe(Spoken):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, (low, high) in RANGES.items():
-            if not low <= (value := getattr(self, name)) <= high:
-                raise SpecError(f"Recipe({name}={value!r}) cannot be meant; give {low:g} to {high:g}")
-        for name, known in CHOICES.items():
-            if (value := getattr(self, name)) not in known:
-                raise SpecError(f"Recipe({name}={value!r}) is unknown; {nearest(value, known)}")
+        self.within(RANGES, CHOICES)
         if len(self.betas) != 2 or not all(_number(beta) and 0 <= beta < 1 for beta in self.betas):
             raise SpecError(f"Recipe(betas={self.betas!r}) must be two numbers from 0 to below 1, as in (0.9, 0.98)")
         for row in self.terms:
