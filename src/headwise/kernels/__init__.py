@@ -3,6 +3,6 @@
 Importing this package compiles nothing; `decode` does when it first runs.
 """
 
-from .decode import decode, plainly
+from .decode import Beside, decode, plainly
 
-__all__ = ["decode", "plainly"]
+__all__ = ["Beside", "decode", "plainly"]

@@ -10,24 +10,8 @@ import math
 
 from numba import njit
 
-from .lanes import (
-    WIDE,
-    ahead,
-    exp,
-    fma,
-    larger,
-    largest,
-    lies,
-    load,
-    load_one,
-    minus,
-    number,
-    plus,
-    put,
-    read,
-    read_one,
-)
-from .lanes import size, splat, times, total, whole
+from .lanes import WIDE, exp, fma, larger, largest, minus, plus, splat, times, total
+from .memory import ahead, lies, load, load_one, number, put, read, read_one, size, whole
 from .told import BLOCK, LINE, At
 from .told import wide as _wide
 
@@ -76,12 +60,12 @@ def four_dots(f, q, k, dim, tail, to):
 
 
 @njit
-def compare(f, told, q, desk, count, tail):
+def compare(f, told, q, desk, count):
     """The scores of a block, key by key as they lie in memory; values are asked for on the way."""
     heads, groups, dim = whole(told + At.HEADS), whole(told + At.GROUPS), whole(told + At.DIM)
     each, apart, step = heads // groups, size(f) * BLOCK, size(f) * wide(dim)
     k_head, v_head = whole(told + At.K_HEAD), whole(told + At.V_HEAD)
-    held = lies(f) * whole(told + At.VDIM)
+    held, tail = lies(f) * whole(told + At.VDIM), desk + SCORES + size(f) * (heads * BLOCK + wide(heads))
     for i in range(count):
         k, v, scores = whole(desk + KEYS + 8 * i), whole(desk + VALUES + 8 * i), desk + SCORES + size(f) * i
         for g in range(groups):
@@ -123,8 +107,9 @@ def altered(f, told, row, desk, count):
 
 
 @njit
-def weigh(f, told, desk, factors, part, count):
+def weigh(f, told, desk, part, count):
     """Scores to shares of the largest so far, and by which factor what was read before shrinks."""
+    factors = desk + SCORES + size(f) * whole(told + At.HEADS) * BLOCK
     step, lowest = size(f) * (wide(whole(told + At.VDIM)) + 2), number(f, -math.inf)
     for h in range(whole(told + At.HEADS)):
         x, ends = desk + SCORES + size(f) * BLOCK * h, part + step * (h + 1) - 2 * size(f)
@@ -179,8 +164,9 @@ def kept(f, to, a):
 
 
 @njit
-def by_four(f, values, offset, scores, factors, to, step, count):
+def by_four(f, at, count, step):
     """Sixty-four channels of the values of a block, read by four heads."""
+    values, offset, scores, factors, to = at
     apart, b = size(f) * BLOCK, size(f)
     a0, a1 = begun(f, to, read_one(f, factors)), begun(f, to + step, read_one(f, factors + b))
     a2 = begun(f, to + 2 * step, read_one(f, factors + 2 * b))
@@ -196,42 +182,55 @@ def by_four(f, values, offset, scores, factors, to, step, count):
 
 
 @njit
-def by_one(f, values, offset, scores, factor, to, count):
+def by_one(f, at, count):
     """Sixty-four channels of the values of a block, read by one head."""
-    a = begun(f, to, factor)
+    values, offset, scores, factors, to = at
+    a = begun(f, to, read_one(f, factors))
     for i in range(count):
         a = added(four(f, whole(values + 8 * i) + offset), read_one(f, scores + size(f) * i), a)
     kept(f, to, a)
 
 
 @njit
-def by_bits(f, values, offset, scores, factor, to, left, count, tail):
-    """The last channels, fewer than sixty-four."""
+def by_bits(f, at, count, left, tail):
+    """The last channels, fewer than sixty-four, read by one head."""
+    values, offset, scores, factors, to = at
     for b in range(0, left, WIDE):
-        a = times(read(f, to + size(f) * b), splat(factor))
+        a = times(read(f, to + size(f) * b), splat(read_one(f, factors)))
         for i in range(count):
-            at = whole(values + 8 * i) + offset + lies(f) * b
-            x = load(f, at) if b + WIDE <= left else rest(f, at, left - b, tail)
+            here = whole(values + 8 * i) + offset + lies(f) * b
+            x = load(f, here) if b + WIDE <= left else rest(f, here, left - b, tail)
             a = fma(x, splat(read_one(f, scores + size(f) * i)), a)
         put(to + size(f) * b, a)
 
 
 @njit
-def gather(f, told, desk, factors, part, count, tail):
+def channels(f, at, count, each, span):
+    """Up to sixty-four channels of the values of a block, read by the heads of one group."""
+    values, offset, scores, factors, to = at
+    step, left, tail = span
+    h = 0
+    while h < each:
+        here = values, offset, scores + size(f) * BLOCK * h, factors + size(f) * h, to + step * h
+        if left >= 4 * WIDE and h + 4 <= each:
+            by_four(f, here, count, step)
+            h += 3
+        elif left >= 4 * WIDE:
+            by_one(f, here, count)
+        else:
+            by_bits(f, here, count, left, tail)
+        h += 1
+
+
+@njit
+def gather(f, told, desk, part, count):
     """What every head reads of the values of a block, added to what it has read before."""
     heads, groups, vdim = whole(told + At.HEADS), whole(told + At.GROUPS), whole(told + At.VDIM)
-    each, step, apart, values = heads // groups, size(f) * (wide(vdim) + 2), size(f) * BLOCK, desk + VALUES
+    each, step, factors = heads // groups, size(f) * (wide(vdim) + 2), desk + SCORES + size(f) * heads * BLOCK
+    tail = factors + size(f) * wide(heads)
     for g in range(groups):
+        h = g * each
+        scores, own, to = desk + SCORES + size(f) * BLOCK * h, factors + size(f) * h, part + step * h
         for c in range(0, vdim, 4 * WIDE):
-            h, end, full = g * each, (g + 1) * each, c + 4 * WIDE <= vdim
-            offset, scores, to = g * whole(told + At.V_HEAD) + lies(f) * c, desk + SCORES, part + size(f) * c
-            while full and h + 4 <= end:
-                by_four(f, values, offset, scores + apart * h, factors + size(f) * h, to + step * h, step, count)
-                h += 4
-            while h < end:
-                own, factor = scores + apart * h, read_one(f, factors + size(f) * h)
-                if full:
-                    by_one(f, values, offset, own, factor, to + step * h, count)
-                else:
-                    by_bits(f, values, offset, own, factor, to + step * h, vdim - c, count, tail)
-                h += 1
+            at = desk + VALUES, g * whole(told + At.V_HEAD) + lies(f) * c, scores, own, to + size(f) * c
+            channels(f, at, count, each, (step, vdim - c, tail))

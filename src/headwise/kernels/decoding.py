@@ -15,40 +15,47 @@ from typing import Any
 
 from numba import cfunc, njit, types
 
-from . import lanes
-from .blocks import COLUMNS, KEYS, SCALES, SCORES, VALUES, altered, compare, gather, scaled, weigh, wide
-from .lanes import WIDE, number, put, read_one, size, splat, take, whole
+from . import memory
+from .blocks import COLUMNS, KEYS, SCALES, VALUES, altered, compare, gather, scaled, weigh, wide
+from .lanes import WIDE, splat
+from .memory import number, put, read_one, size, take, whole
 from .told import BLOCK, PIECE, At
 
 ENTRY = types.void(types.int64)
 
 
 @njit
+def cut(told, row, n):
+    """Note the pieces of one row from number n on, with where each begins; the number behind them."""
+    entry, count, held = whole(told + At.PLAN), whole(told + At.SPAN_COUNT), 0
+    span = whole(told + At.SPANS) + 24 * row * count
+    put(entry + 32 * n + 24, 0)
+    for index in range(count):
+        slot, end = whole(span + 24 * index + 8), whole(span + 24 * index + 16)
+        while slot < end:
+            if held % PIECE == 0:
+                this = entry + 32 * (n + held // PIECE)
+                put(this + 8, index)
+                put(this + 16, slot)
+            step = min(end - slot, PIECE - held % PIECE)
+            slot, held = slot + step, held + step
+            put(entry + 32 * (n + (held - 1) // PIECE) + 24, (held - 1) % PIECE + 1)
+    end = n + max(1, (held + PIECE - 1) // PIECE)
+    for this in range(n, end):
+        put(entry + 32 * this, row)
+    return end
+
+
+@njit
 def plan(told):
     """Cut the keys of every row into pieces; a row without keys is one empty piece."""
-    entry, n, table = whole(told + At.PLAN), 0, whole(told + At.ROWS)
+    n, table = 0, whole(told + At.ROWS)
     for row in range(whole(told + At.BATCH)):
-        first, end = n, whole(told + At.SPAN_COUNT)
-        span, held = whole(told + At.SPANS) + 24 * row * end, 0
-        for index in range(end):
-            slot = whole(span + 24 * index + 8)
-            while slot < whole(span + 24 * index + 16):
-                if held == 0:
-                    put(entry + 32 * n, row)
-                    put(entry + 32 * n + 8, index)
-                    put(entry + 32 * n + 16, slot)
-                step = min(whole(span + 24 * index + 16) - slot, PIECE - held)
-                slot, held = slot + step, held + step
-                put(entry + 32 * n + 24, held)
-                if held == PIECE:
-                    n, held = n + 1, 0
-        if held == 0 and n == first:
-            put(entry + 32 * n, row)
-            put(entry + 32 * n + 24, 0)
-        n += int(held > 0 or n == first)
-        put(table + 24 * row, first)
-        put(table + 24 * row + 8, n - first)
+        end = cut(told, row, n)
+        put(table + 24 * row, n)
+        put(table + 24 * row + 8, end - n)
         put(table + 24 * row + 16, 0)
+        n = end
     put(told + At.PIECES, n)
     put(told + At.NEXT, 0)
     put(told + At.THREAD, 0)
@@ -87,21 +94,19 @@ def piece(f, told, this, desk):
         put(part + step * (h + 1) - size(f), number(f, 0.0))
     row, n, slot, left = whole(entry), whole(entry + 8), whole(entry + 16), whole(entry + 24)
     q = whole(told + At.Q) + row * heads * size(f) * wide(whole(told + At.DIM))
-    factors = desk + SCORES + size(f) * heads * BLOCK
-    tail = factors + size(f) * wide(heads)
     k_scale, v_scale = whole(told + At.K_SCALE), whole(told + At.V_SCALE)
     while left > 0:
         count = min(left, BLOCK)
         n, slot = lay(told, row, n, slot, desk, count)
-        compare(f, told, q, desk, count, tail)
+        compare(f, told, q, desk, count)
         if k_scale:
             scaled(f, told, k_scale, desk, count)
         if whole(told + At.CAP) or whole(told + At.BIAS):
             altered(f, told, row, desk, count)
-        weigh(f, told, desk, factors, part, count)
+        weigh(f, told, desk, part, count)
         if v_scale:
             scaled(f, told, v_scale, desk, count)
-        gather(f, told, desk, factors, part, count, tail)
+        gather(f, told, desk, part, count)
         left -= count
     return row
 
@@ -147,52 +152,47 @@ def work(f, told):
         this = take(told + At.NEXT)
 
 
-def _entries(source: str) -> dict[str, Any]:
-    """A C function for each form. Numba keeps what it compiles under their code and what they close over: `source`,
-    a mark of all files that they are made of."""
+def _entries(source: int) -> dict[str, Any]:
+    """A C function for each form. Numba keeps compiled ones by their code and what they close over: so all close over
+    `source`, a mark of every file that they are made of, which is never 0."""
 
-    def plans(told):
-        source  # noqa: B018
-        plan(told)
+    def cuts(told):
+        if source:
+            plan(told)
 
     def float32(told):
-        source  # noqa: B018
-        work(lanes.float32(), told)
+        if source:
+            work(memory.float32(), told)
 
     def float64(told):
-        source  # noqa: B018
-        work(lanes.float64(), told)
+        if source:
+            work(memory.float64(), told)
 
     def bfloat16(told):
-        source  # noqa: B018
-        work(lanes.bfloat16(), told)
+        if source:
+            work(memory.bfloat16(), told)
 
     def int8(told):
-        source  # noqa: B018
-        work(lanes.int8(), told)
+        if source:
+            work(memory.int8(), told)
 
-    return {"plan": plans, "float32": float32, "float64": float64, "bfloat16": bfloat16, "int8": int8}
+    return {"plan": cuts, "float32": float32, "float64": float64, "bfloat16": bfloat16, "int8": int8}
 
 
-def _mark() -> str:
-    return sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()
+def _mark() -> int:
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return 1 + int(sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12], 16)
 
 
 ENTRIES = _entries(_mark())
-_compiled: dict[str, int] = {}
+_compiled: dict[str, Any] = {}
 
 
 def entry(name: str) -> int:
     """The address of a kernel, compiled when it is first asked for and kept on disk where that can be."""
     if name not in _compiled:
-        function = ENTRIES[name]
         try:
-            made = cfunc(ENTRY, cache=True)(function)
-        except RuntimeError:  # neither the package's folder nor the user's own can be written
-            made = cfunc(ENTRY)(function)
-        _kept.append(made)
-        _compiled[name] = made.address
-    return _compiled[name]
-
-
-_kept: list[Any] = []
+            _compiled[name] = cfunc(ENTRY, cache=True)(ENTRIES[name])
+        except RuntimeError:  # neither the folder of the package nor the user's own can be written
+            _compiled[name] = cfunc(ENTRY)(ENTRIES[name])
+    return _compiled[name].address

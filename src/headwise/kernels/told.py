@@ -13,11 +13,11 @@ LINE = 64  # bytes that memory brings at once
 class At(IntEnum):
     """The place of each number, as bytes from the start. Addresses and strides count bytes; 0 where there is none.
 
-    A key lies at `K + number of its page x K_PAGE + head x K_HEAD + slot x K_SLOT`, its value and their scales likewise;
-    what is added to its score at `BIAS + row x BIAS_ROW + head x BIAS_HEAD + column x BIAS_KEY`.
+    A key lies at `K + number of its page x K_PAGE + head x K_HEAD + slot x K_SLOT`, its value and their scales
+    likewise; what is added to its score at `BIAS + row x BIAS_ROW + head x BIAS_HEAD + column x BIAS_KEY`.
     """
 
-    def _generate_next_value_(name, start, count, last_values):  # noqa: N805
+    def _generate_next_value_(name, start, count, last_values):
         return 8 * count
 
     NEXT = auto()  # counters: the next piece, the next thread
