@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import backends, inputs
 from .backends import Attend, Bound, Inputs, Job
-from .cache import Cache, Remembered, StateCache
+from .cache import Cache, Entry, PagedCache, Remembered, StateCache
 from .peers import Peered
 from .probe import Probe
 from .seams import Gate, Mix, OutputStep, Project, Turn
@@ -20,6 +20,7 @@ from .tokens import Sight, Tokens
 from .weights import NO_WEIGHTS, Weights, check_shared
 
 NOTHING: frozenset[str] = frozenset()
+Append = Callable[[Entry, Tokens], tuple[Entry, Tokens]]  # of a cache: remember these, tell what may be read
 
 
 class Plan(NamedTuple):
@@ -30,6 +31,7 @@ class Plan(NamedTuple):
     attend: Attend
     scale: float
     voices: tuple[int, ...]
+    placed: bool  # keys stay where they lie
 
 
 class Turning:
@@ -136,12 +138,15 @@ class Attention(Peered, nn.Module):
         if mask is not None:
             inputs.check_mask(self.spec, mask, x, source, cache, self.peers.spans)
         state = {} if cache is None else cache.state
-        plan = self._plan(x, bool(state), mask is not None, probe)  # may refuse, before anything is remembered
+        plan = self._plan(x, cache, mask is not None, probe)  # may refuse, before anything is remembered
         at = tokens or (Tokens.run(0, x.shape[1], x.device) if cache is None else cache.next(x.shape[1]))
         if self._limit is not None:
             inputs.check_positions(self._limit, at)
         x, turning = self.peers.enter(x), Turning(self._turns, at.position)
-        entry, told = self._remembered(x, at, turning, source, cache)
+        append = None if cache is None else cache.append
+        if plan.placed and isinstance(cache, PagedCache):
+            append = cache.append_in_place
+        entry, told = self._remembered(x, at, turning, source, append)
         p = self._p["project"]
         q_BTHK = plan.project.ask(x, turning, p)
         k_BSGK, v_BSGV = plan.project.recall(entry, Turning(self._turns, told.position), p)
@@ -194,16 +199,16 @@ class Attention(Peered, nn.Module):
         return self._p["project"].first
 
     def _remembered(
-        self, x_BTD: Tensor, at: Tokens, turning: Turning, source: Tensor | Remembered | None, cache: Cache | None
+        self, x_BTD: Tensor, at: Tokens, turning: Turning, source: Tensor | Remembered | None, append: Append | None
     ) -> tuple[dict[str, Tensor], Tokens]:
         if isinstance(source, Tensor):
             source = self.remember(source)
         if source is not None:
             return source.entry, source.tokens
         entry, told = self.peers.gather(self._entry(x_BTD, turning), at)
-        if cache is None:
+        if append is None:
             return entry, told
-        entry, told = cache.append(entry, told)
+        entry, told = append(entry, told)
         if told.filled is None or torch.compiler.is_compiling():  # a compiled step keeps its shapes
             return entry, told
         return {name: held[:, : told.filled] for name, held in entry.items()}, told.narrowed()
@@ -226,15 +231,16 @@ class Attention(Peered, nn.Module):
         folder, p = self._bound.folder
         return folder.fold(given.state, *backends.heard(given, job), told.live, p)
 
-    def _plan(self, x: Tensor, stated: bool, masked: bool, probe: Probe | None) -> Plan:
+    def _plan(self, x: Tensor, cache: Cache | None, masked: bool, probe: Probe | None) -> Plan:
         wants = NOTHING if probe is None else inputs.checked_probe(probe).wants
         grad, one = torch.is_grad_enabled(), x.shape[1] == 1
-        key = (self.only, x.device.type, x.dtype, grad, one, stated, masked, self.training, wants)
+        stated, paged = cache is not None and bool(cache.state), isinstance(cache, PagedCache)
+        key = (self.only, x.device.type, x.dtype, grad, one, stated, paged, masked, self.training, wants)
         if key not in self._plans:
             project = self._forms[one]
             job = Job(self.spec, self.spec.core_of(project), *key[1:])
             backend, scale = backends.choose(job, self.only), self.spec.similarity.factor(job.core)
-            self._plans[key] = Plan(project, job, backend.attend, scale, self.spec.voices)
+            self._plans[key] = Plan(project, job, backend.attend, scale, self.spec.voices, backend is backends.paged)
         return self._plans[key]
 
 

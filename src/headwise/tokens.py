@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .pattern import Causal, Pattern
+
+
+class Spans(NamedTuple):
+    """Where tokens lie that were not gathered: row b's are slots `begin` to before `end` of a page, for each n.
+
+    The table is [B, N, 3]: page, begin, end; the token in column n x slots + slot of a row lies in that slot of the n-th
+    page. `whole` says that the newest token of each row reads every one of them.
+    """
+
+    table: Tensor
+    whole: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -17,8 +29,8 @@ class Tokens:
 
     Both tensors are [B, T], or [1, T] when all rows are alike. `start` is set when every row is known, without
     looking at the device, to hold the neighbouring positions start, start + 1, ... of segment 0. `filled`, set by a
-    cache, says that the newest token reads exactly the first `filled` of these. `checked` spares what the library
-    made itself a second look.
+    cache, says that the newest token reads exactly the first `filled` of these. `spans`, set by a cache of pages, says
+    where they lie in place of rows. `checked` spares what the library made itself a second look.
 
     >>> Tokens.of(torch.zeros(2, 3, 8), lengths=[3, 2]).segment.tolist()
     [[0, 0, 0], [0, 0, -1]]
@@ -29,12 +41,13 @@ class Tokens:
     start: int | None = None
     checked: bool = field(default=False, repr=False)
     filled: int | None = None
+    spans: Spans | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not self.checked:
             _check(self.position, self.segment)
             self.position, self.segment = self.position.long(), self.segment.long()
-            self.start = self.filled = None  # whoever knows more has checked it
+            self.start = self.filled = self.spans = None  # whoever knows more has checked it
 
     @staticmethod
     def of(

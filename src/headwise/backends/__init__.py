@@ -8,17 +8,19 @@ from typing import Any
 
 from ..errors import NoBackend, nearest
 from ..terms import Work
-from . import banded, composed, dense, flex, grouped, linear, sdpa
+from . import banded, composed, dense, flex, grouped, linear, paged, sdpa
 from .blocks import BLOCK
 from .bound import Bound
 from .job import Inputs, Job
 from .linear import heard
+from .paged import gathered
 from .sdpa import is_plain, plainly
 
 Attend = Callable[..., Any]
 
 # In the order of preference (see `order`): the first that does not refuse runs.
 BACKENDS: dict[str, ModuleType] = {
+    "paged": paged,
     "grouped": grouped,
     "banded": banded,
     "sdpa": sdpa,
@@ -74,5 +76,5 @@ def _reasons(name: str, job: Job) -> list[str]:
     return list(dict.fromkeys(BACKENDS[name].refuses(job)))
 
 
-__all__ = ["BACKENDS", "Attend", "Bound", "Inputs", "Job", "choose", "forms_again", "heard"]
-__all__ += ["is_plain", "plainly", "why"]
+__all__ = ["BACKENDS", "Attend", "Bound", "Inputs", "Job", "choose", "forms_again", "gathered", "heard"]
+__all__ += ["is_plain", "paged", "plainly", "why"]

@@ -12,6 +12,7 @@ from ..pattern import Causal, First, Pattern, Window
 from ..spec import AttentionSpec
 from ..tokens import Tokens
 from .base import Cache, Entry
+from .reach import Reach
 
 
 class Slots(Cache):
@@ -24,7 +25,7 @@ class Slots(Cache):
         self.entry: Entry = {n: torch.zeros(batch, slots, *s, dtype=dtype, device=device) for n, s in shapes}
         empty = torch.full((batch, slots), -1, dtype=torch.int64, device=device)
         self.tokens = Tokens(torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True)
-        self._known, self._all = 0, False
+        self._reach = Reach(spec.pattern, self._rule, slots)
 
     @abstractmethod
     def _rule(self) -> Pattern:
@@ -42,11 +43,7 @@ class Slots(Cache):
     @property
     def _reads_all(self) -> bool:
         """Whether the pattern allows exactly what is held, found by counting pairs, ahead of need."""
-        if self.used > self._known and (self._all or not self._known):  # once unequal they stay so
-            self._known = 64 * max(self.used, self.slots)
-            span = range(self._known)
-            self._all = (self.spec.pattern & Causal()).pairs(span, span) == self._rule().pairs(span, span)
-        return self._all
+        return self._reach.all(self.used)
 
     def rows(self, index: Tensor) -> None:
         self._take(index)
