@@ -299,13 +299,13 @@ def answered(net: hw.Transformer, patch: pytest.MonkeyPatch, sizes: list[int]) -
 
     patch.setattr(net, "hidden", called)
     patch.setattr(Pool, "gather", lambda *told: gathered.append(told) or gather(*told))
-    streams = [engine.submit([n % 13 for n in range(size)], max_new_tokens=4) for size in sizes]
+    streams = [engine.submit([n * size % 13 for n in range(size)], max_new_tokens=4) for size in sizes]
     engine.step()
     before, rows[:] = len(gathered), []
     engine.run()
     told = rows[:], len(gathered) - before
     for stream, size in zip(streams, sizes, strict=True):
-        assert stream.ids == hw.greedy(net, torch.tensor([[n % 13 for n in range(size)]]), count=4)[0]
+        assert stream.ids == hw.greedy(net, torch.tensor([[n * size % 13 for n in range(size)]]), count=4)[0]
     return engine, *told
 
 
@@ -339,6 +339,20 @@ def test_an_engine_says_which_layers_gather(monkeypatch: pytest.MonkeyPatch):
         "  for 1 they are gathered: it normalises by softmax, not Entmax",
         "  for 1 they are gathered: the layer asks for dense",
     ]
+
+
+def test_reach_is_asked_again_where_rows_are_longer():
+    """A pattern that reads all of a short text may leave keys out of a long one."""
+    asked: list[int] = []
+
+    def rule() -> Causal:
+        asked.append(1)
+        return Causal()
+
+    reach = Reach(hw.Window(500), rule)
+    assert [reach.all(used) for used in (2, 7, 8, 2000)] == [True, True, True, False]
+    assert len(asked) == 2  # ahead of need, and not at every step
+    assert [reach.all(used) for used in (1, 10**6)] == [False, False]
 
 
 def test_what_a_cache_holds_is_what_its_pattern_still_reads():
