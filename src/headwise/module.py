@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import backends, inputs
 from .backends import Attend, Bound, Inputs, Job, packed
-from .cache import Cache, Remembered, StateCache
+from .cache import Cache, Entry, PagedCache, Remembered, StateCache
 from .peers import Peered
 from .probe import Probe
 from .seams import Gate, Mix, OutputStep, Project, Turn
@@ -21,6 +21,7 @@ from .tokens import Sight, Tokens
 from .weights import NO_WEIGHTS, Weights, check_shared
 
 NOTHING: frozenset[str] = frozenset()
+Append = Callable[[Entry, Tokens], tuple[Entry, Tokens]]  # of a cache: remember these, tell what may be read
 
 
 class Plan(NamedTuple):
@@ -29,7 +30,7 @@ class Plan(NamedTuple):
     project: Project
     job: Job
     attend: Attend
-    raw: bool  # it reads a cache in the form in which that keeps
+    raw: bool  # it reads a cache as that keeps it, where it lies
     scale: float
     voices: tuple[int, ...]
 
@@ -144,7 +145,10 @@ class Attention(Peered, nn.Module):
         if self._limit is not None:
             inputs.check_positions(self._limit, at)
         x, turning = self.peers.enter(x), Turning(self._turns, at.position)
-        entry, told = self._remembered(x, at, turning, source, cache)
+        append = None if cache is None else cache.append
+        if plan.raw and isinstance(cache, PagedCache):
+            append = cache.append_in_place
+        entry, told = self._remembered(x, at, turning, source, append)
         if cache is not None and x.shape[1] == 1 and not plan.raw:
             entry = cache.opened(entry)
         p = self._p["project"]
@@ -200,16 +204,16 @@ class Attention(Peered, nn.Module):
         return self._p["project"].first
 
     def _remembered(
-        self, x_BTD: Tensor, at: Tokens, turning: Turning, source: Tensor | Remembered | None, cache: Cache | None
+        self, x_BTD: Tensor, at: Tokens, turning: Turning, source: Tensor | Remembered | None, append: Append | None
     ) -> tuple[dict[str, Tensor], Tokens]:
         if isinstance(source, Tensor):
             source = self.remember(source)
         if source is not None:
             return source.entry, source.tokens
         entry, told = self.peers.gather(self._entry(x_BTD, turning), at)
-        if cache is None:
+        if append is None:
             return entry, told
-        entry, told = cache.append(entry, told)
+        entry, told = append(entry, told)
         if told.filled is None or torch.compiler.is_compiling():  # a compiled step keeps its shapes
             return entry, told
         return {name: held[:, : told.filled] for name, held in entry.items()}, told.narrowed()
@@ -244,7 +248,8 @@ class Attention(Peered, nn.Module):
         wants = NOTHING if probe is None else inputs.checked_probe(probe).wants
         grad, one, compiled = torch.is_grad_enabled(), x.shape[1] == 1, torch.compiler.is_compiling()
         stated, store = cache is not None and bool(cache.state), None if cache is None else cache.store
-        facts = (x.device.type, x.dtype, grad, one, stated, masked, self.training, wants, compiled, store)
+        paged = isinstance(cache, PagedCache)
+        facts = (x.device.type, x.dtype, grad, one, stated, paged, masked, self.training, wants, compiled, store)
         key = (self.only, apart, *facts)
         if key not in self._plans:
             project = self._forms[one]

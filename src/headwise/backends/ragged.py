@@ -79,13 +79,20 @@ def _other(job: Job) -> ModuleType:
 
 def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
     """Per-head outputs o_B1HV."""
-    cap = capped(job.spec)
     if small(job, len(inputs.q), sight.keys.count):
         return _other(job).attend(job, sight, inputs, bound, probe)
+    return read(job, sight, inputs, bound, probe, spans(sight, len(inputs.q)))
+
+
+def read(
+    job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None, told: tuple[Tensor, Tensor | None]
+) -> Tensor:
+    """The same of keys in pages, told by their spans, [B, N, 3], and which of their columns are hidden, if some are."""
+    cap, (spans_BN3, hidden) = capped(job.spec), told
     if cap is not None:
         bound = replace(bound, scores=bound.scores[1:])
-    spans_BN3, hidden = spans(sight, len(inputs.q))
-    bias = bound.bias(sight, inputs)[:, :, 0] if bound.scores else None
+    exact = torch.promote_types(inputs.q.dtype, torch.float32)
+    bias = bound.bias(sight, inputs._replace(q=inputs.q.to(exact)))[:, :, 0] if bound.scores else None
     if hidden is not None:
         zero = inputs.q.new_zeros(()) if bias is None else bias
         bias = torch.where(hidden, -torch.inf, zero)

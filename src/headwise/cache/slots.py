@@ -12,6 +12,7 @@ from ..pattern import Causal, First, Pattern, Window
 from ..spec import AttentionSpec
 from ..tokens import Tokens
 from .base import Cache, Entry
+from .reach import Reach
 from .stored import opened, rounded
 
 
@@ -36,7 +37,7 @@ class Slots(Cache):
         self.entry: Entry = {n: kind.new_zeros(batch, slots, *kind.shape[2:]) for n, kind in kinds.items()}
         empty = torch.full((batch, slots), -1, dtype=torch.int64, device=device)
         self.tokens = Tokens(torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True)
-        self._known, self._all = 0, False
+        self._reach = Reach(spec.pattern, self._rule, slots)
 
     @abstractmethod
     def _rule(self) -> Pattern:
@@ -54,11 +55,7 @@ class Slots(Cache):
     @property
     def _reads_all(self) -> bool:
         """Whether the pattern allows exactly what is held, found by counting pairs, ahead of need."""
-        if self.used > self._known and (self._all or not self._known):  # once unequal they stay so
-            self._known = 64 * max(self.used, self.slots)
-            span = range(self._known)
-            self._all = (self.spec.pattern & Causal()).pairs(span, span) == self._rule().pairs(span, span)
-        return self._all
+        return self._reach.all(self.used)
 
     @property
     def store(self) -> str | None:
