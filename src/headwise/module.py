@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -244,7 +243,7 @@ class Attention(Peered, nn.Module):
             project = self._forms[one]
             job = Job(self.spec, self.spec.core_of(project), *key[1:-1])
             backend, scale = backends.choose(job, self.only), self.spec.similarity.factor(job.core)
-            attend = partial(packed.attend, backend.attend) if apart else backend.attend
+            attend = packed.Runner.of(backend, job, self.only).attend if apart else backend.attend
             self._plans[key] = Plan(project, job, attend, scale, self.spec.voices)
         return self._plans[key]
 
