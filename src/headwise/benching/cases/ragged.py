@@ -131,7 +131,9 @@ class Theirs(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits [B, T, words]."""
-        assert batch.source is not None and batch.source_tokens is not None and batch.tokens is not None
+        assert batch.source is not None
+        assert batch.source_tokens is not None
+        assert batch.tokens is not None
         asks, told = ~batch.tokens.live, ~batch.source_tokens.live
         ahead = nn.Transformer.generate_square_subsequent_mask(batch.x.shape[1], dtype=torch.bool)
         more = {"src_key_padding_mask": told, "memory_key_padding_mask": told, "tgt_key_padding_mask": asks}
