@@ -19,6 +19,7 @@ from headwise.spread.rows import share
 from headwise.spread.world import World
 from headwise.tasks import IGNORED, Batch
 from headwise.tasks.packing import Unpackable, filled, packed, texts_of
+from headwise.tasks.pairs import Corpus, Making, Pair, Pairs
 from headwise.tasks.sizes import translator
 from headwise.tokens import Tokens
 from headwise.training import Recipe, probing, train
@@ -135,6 +136,27 @@ def test_what_cannot_be_packed_says_why():
     for said, batch in cases.items():
         with pytest.raises(Unpackable, match=said):
             packed(batch)
+
+
+def test_rows_of_several_pairs_know_their_lengths():
+    words = [Pair(f"a b c d {n}" * (1 + n % 3), f"e f {n}" * (1 + n % 2)) for n in range(40)]
+    data = Pairs(Corpus.of(words, (0.1, 0.1), {}), Making(vocab=40, longest=64, form="packed"))
+    batch = data.batch(0, 3, "train", seed=0)
+    assert max(map(len, batch.tokens.lengths)) > 1
+    for side in (batch.tokens, batch.source_tokens):
+        alike = Tokens.packed(side.lengths)
+        assert torch.equal(alike.position, side.position)
+        assert torch.equal(alike.segment, side.segment)
+    net = hw.build(data.model(), seed=0).double()
+    unknown = replace(batch, tokens=masked(batch.tokens), source_tokens=masked(batch.source_tokens))
+    check_same(gradients(net, batch, "padded"), gradients(net, unknown, "padded"))
+    check_same(gradients(net, batch, "packed"), gradients(net, unknown, "padded"))
+    assert data.batch(0, 3, "valid", seed=0).tokens.lengths is None
+
+
+def masked(tokens: Tokens) -> Tokens:
+    """The same tokens, of whom nobody knows where texts begin."""
+    return Tokens(tokens.position, tokens.segment)
 
 
 def test_how_much_is_no_padding():
