@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import headwise as hw
-from headwise.families import read
+from headwise.blueprint import Block, Embedding, Head, Model, Stack
 from headwise.heads import looking
 from headwise.heads.looking import look
 from headwise.heads.received import Received
@@ -14,7 +14,9 @@ from headwise.hub.finding import found
 
 
 def test_columns_are_those_of_all_weights(monkeypatch):
-    net = hw.build(read({"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 17}), seed=0)
+    blocks = [Block(hw.design(model=12, heads=3, pattern=pattern)) for pattern in ("causal", "window(3)")]
+    stack = Stack.of("decoder", 12, blocks, embedding=Embedding(17))
+    net = hw.build(Model("seen", "decoder", (stack,), (Head("tokens", 17),)), seed=0)
     ids, none = torch.arange(13) % 17, torch.zeros(13, dtype=torch.bool)
     scene = Scene(ids[None], {"text": Tokens(ids, ("",) * 13, none, none, none, torch.arange(13), ids)})
     those, received, bands = found(net.eval()), Received(), []

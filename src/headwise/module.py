@@ -28,6 +28,7 @@ class Plan(NamedTuple):
     project: Project
     job: Job
     attend: Attend
+    raw: bool  # it reads a cache in the form in which that keeps
     scale: float
     voices: tuple[int, ...]
 
@@ -138,11 +139,13 @@ class Attention(Peered, nn.Module):
         state = {} if cache is None else cache.state
         at = tokens or (Tokens.run(0, x.shape[1], x.device) if cache is None else cache.next(x.shape[1]))
         apart = cache is None and mask is None and self._apart(x, at, source, probe)
-        plan = self._plan(x, bool(state), mask is not None, apart, probe)  # may refuse before anything is remembered
+        plan = self._plan(x, cache, mask is not None, apart, probe)  # may refuse before anything is remembered
         if self._limit is not None:
             inputs.check_positions(self._limit, at)
         x, turning = self.peers.enter(x), Turning(self._turns, at.position)
         entry, told = self._remembered(x, at, turning, source, cache)
+        if cache is not None and x.shape[1] == 1 and not plan.raw:
+            entry = cache.opened(entry)
         p = self._p["project"]
         q_BTHK = plan.project.ask(x, turning, p)
         k_BSGK, v_BSGV = plan.project.recall(entry, Turning(self._turns, told.position), p)
@@ -150,18 +153,22 @@ class Attention(Peered, nn.Module):
             q_BTHK, k_BSGK, v_BSGV = probe("q", q_BTHK), probe("k", k_BSGK), probe("v", v_BSGV)
         asked = Asked(x, q_BTHK, plan.scale, at)
         sight = Sight(at, told, self.spec.pattern, mask)
-        job_inputs = Inputs(self._lift(q_BTHK, "q"), self._lift(k_BSGK, "k"), v_BSGV, asked, entry, state)
+        lifted = self._lift(q_BTHK, "q"), self._lift(k_BSGK, "k")
         with self.peers.apart(self.training):
             gates = self._opened(asked, probe)
+            job_inputs = Inputs(*lifted, v_BSGV, asked, entry, state, gates)
             o_BTHV = plan.attend(plan.job, sight, job_inputs, self._bound, probe)
         if isinstance(cache, StateCache):
             cache.fold(self._folded(plan.job, job_inputs, told))
-        o_BTOV = plan.project.deliver(o_BTHV, plan.voices, p)
+        o_BTOV = self._finished(plan.project.deliver(o_BTHV, plan.voices, p), x, gates)
+        return (o_BTOV if probe is None else probe("heads", o_BTOV)), gates
+
+    def _finished(self, o_BTOV: Tensor, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
         for step, own in self._outputs:
             o_BTOV = step.finish(o_BTOV, x, own)
         for gate in gates:
             o_BTOV = o_BTOV * gate
-        return (o_BTOV if probe is None else probe("heads", o_BTOV)), gates
+        return o_BTOV
 
     def merge(self, o_BTOV: Tensor) -> Tensor:
         """y_BTD from per-head outputs."""
@@ -185,10 +192,10 @@ class Attention(Peered, nn.Module):
         """The weights of each part by its name, its own and those it shares."""
         return self._p
 
-    def cache(self, *, batch: int, capacity: int) -> Cache:
-        """A fresh cache for this layer, in its dtype and on its device."""
-        like = self._like
-        return Cache.of(self.spec, batch=batch, capacity=capacity, dtype=like.dtype, device=str(like.device))
+    def cache(self, *, batch: int, capacity: int, store: str | None = None) -> Cache:
+        """A fresh cache for this layer, in its dtype and on its device; store="int8" keeps keys and values in 8 bits."""
+        like, device = self._like, str(self._like.device)
+        return Cache.of(self.spec, batch=batch, capacity=capacity, dtype=like.dtype, device=device, store=store)
 
     @property
     def _like(self) -> Tensor:
@@ -235,16 +242,19 @@ class Attention(Peered, nn.Module):
         told = source.tokens if isinstance(source, Remembered) else at if source is None else None
         return seen and packed.apart(at, told, x.shape[0])
 
-    def _plan(self, x: Tensor, stated: bool, masked: bool, apart: bool, probe: Probe | None) -> Plan:
+    def _plan(self, x: Tensor, cache: Cache | None, masked: bool, apart: bool, probe: Probe | None) -> Plan:
         wants = NOTHING if probe is None else inputs.checked_probe(probe).wants
-        grad, one = torch.is_grad_enabled(), x.shape[1] == 1
-        key = (self.only, x.device.type, x.dtype, grad, one, stated, masked, self.training, wants, apart)
+        grad, one, compiled = torch.is_grad_enabled(), x.shape[1] == 1, torch.compiler.is_compiling()
+        stated, store = cache is not None and bool(cache.state), None if cache is None else cache.store
+        facts = (x.device.type, x.dtype, grad, one, stated, masked, self.training, wants, compiled, store)
+        key = (self.only, apart, *facts)
         if key not in self._plans:
             project = self._forms[one]
-            job = Job(self.spec, self.spec.core_of(project), *key[1:-1])
+            job = Job(self.spec, self.spec.core_of(project), *facts)
             backend, scale = backends.choose(job, self.only), self.spec.similarity.factor(job.core)
             attend = packed.Runner.of(backend, job, self.only).attend if apart else backend.attend
-            self._plans[key] = Plan(project, job, attend, scale, self.spec.voices)
+            raw = backends.reads_stored(backend, job)
+            self._plans[key] = Plan(project, job, attend, raw, scale, self.spec.voices)
         return self._plans[key]
 
 

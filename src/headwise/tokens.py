@@ -18,9 +18,9 @@ class Tokens:
 
     Both tensors are [B, T], or [1, T] when all rows are alike. `start` is set when every row is known, without
     looking at the device, to hold the neighbouring positions start, start + 1, ... of segment 0. `filled`, set by a
-    cache, says that the newest token reads exactly the first `filled` of these. `lengths`, set by `packed`, are those
-    of the texts of each row, known without looking at the device. `checked` spares what the library made itself a
-    second look.
+    cache, says that the newest token reads exactly the first `filled` of these, and `held` [B] how many it reads in
+    each row where they differ. `lengths`, set by `packed`, are those of the texts of each row, known without looking at
+    the device. `checked` spares what the library made itself a second look.
 
     >>> Tokens.of(torch.zeros(2, 3, 8), lengths=[3, 2]).segment.tolist()
     [[0, 0, 0], [0, 0, -1]]
@@ -31,6 +31,7 @@ class Tokens:
     start: int | None = None
     checked: bool = field(default=False, repr=False)
     filled: int | None = None
+    held: Tensor | None = None
     lengths: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
     plans: list[Any] = field(default_factory=list[Any], init=False, repr=False)  # what a backend made of them once
 
@@ -38,7 +39,7 @@ class Tokens:
         if not self.checked:
             _check(self.position, self.segment)
             self.position, self.segment = self.position.long(), self.segment.long()
-            self.start = self.filled = self.lengths = None  # whoever knows more has checked it
+            self.start = self.filled = self.held = self.lengths = None  # whoever knows more has checked it
 
     @staticmethod
     def of(

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import NoBackend, nearest
 from ..terms import Work
-from . import banded, composed, dense, flex, grouped, linear, packed, sdpa
+from . import banded, composed, dense, flex, grouped, linear, packed, ragged, routed, sdpa
 from .blocks import BLOCK
 from .bound import Bound
 from .job import Inputs, Job
@@ -19,6 +19,8 @@ Attend = Callable[..., Any]
 
 # In the order of preference (see `order`): the first that does not refuse runs.
 BACKENDS: dict[str, ModuleType] = {
+    "ragged": ragged,
+    "routed": routed,
     "grouped": grouped,
     "banded": banded,
     "sdpa": sdpa,
@@ -64,6 +66,11 @@ def order(job: Job) -> list[str]:
     return sorted(BACKENDS, key=lambda name: name == "flex" and job.device == "cpu")
 
 
+def reads_stored(backend: ModuleType, job: Job) -> bool:
+    """Whether it reads keys and values as a cache keeps them; others are handed numbers in full."""
+    return backend is ragged and ragged.reads_stored(job)
+
+
 def why(job: Job) -> dict[str, list[str]]:
     """Every backend, in order of preference, with its reasons to refuse; none means it takes the job."""
     return {name: _reasons(name, job) for name in order(job)}
@@ -75,4 +82,4 @@ def _reasons(name: str, job: Job) -> list[str]:
 
 
 __all__ = ["BACKENDS", "Attend", "Bound", "Inputs", "Job", "choose", "forms_again", "heard"]
-__all__ += ["is_plain", "packed", "plainly", "why"]
+__all__ += ["is_plain", "packed", "plainly", "reads_stored", "why"]
