@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -15,6 +15,9 @@ from ..spec import AttentionSpec
 from ..terms import Phase, Weighted
 from ..tokens import Sight
 from .job import Inputs
+
+
+WITHIN = (Similarity, Normaliser, ScoreStep, Mix, WeightStep, ValueStep)
 
 
 @runtime_checkable
@@ -38,6 +41,7 @@ class Bound:
     values: Sequence[tuple[ValueStep, Weighted]]
     elementwise: Sequence[tuple[ScoreStep, Weighted]]
     selected: tuple[int, ...] | None  # the rows of weights that read values, when some do not
+    weighted: Sequence[Weighted]  # of every part in here
 
     @staticmethod
     def of(spec: AttentionSpec, p: Mapping[str, Weighted]) -> Bound:
@@ -63,7 +67,17 @@ class Bound:
             values=[(step, p[name]) for name, step in spec.steps(ValueStep)],
             elementwise=[(step, p[name]) for name, step in spec.steps(ScoreStep)],
             selected=None if every else spec.voices,
+            weighted=[p[name] for name, part in spec.parts() if isinstance(part, WITHIN)],
         )
+
+    def fused(self) -> Bound:
+        """The same with heads mixed by kernels where parts have some."""
+        return replace(self, scores=[*map(_fused, self.scores)], weights=[*map(_fused, self.weights)])
+
+    @property
+    def learned(self) -> list[Tensor]:
+        """Every parameter that is read in here."""
+        return [t for p in self.weighted for t in p.learned()]
 
     def bias(self, sight: Sight, inputs: Inputs) -> Tensor:
         """What additive score steps add, as scores over which they were run on zero."""
@@ -93,6 +107,15 @@ def _act(spec: AttentionSpec, name: str, part: Part, p: Weighted) -> Act:
         return partial(_score, part, p)
     assert isinstance(part, WeightStep)
     return partial(_weigh, part, p)
+
+
+def _fused(act: Act) -> Act:
+    return partial(_mix_fused, *act.args) if isinstance(act, partial) and act.func is _mix else act
+
+
+def _mix_fused(part: Mix, p: Weighted, names: Mapping[str, str], a: Tensor, sight: Sight, inputs: Inputs) -> Tensor:
+    kept = {key: inputs.entry[name] for key, name in names.items()}
+    return part.fused(a, part.ask(inputs.asked.x_BTD, p), kept, p)
 
 
 def _mix(part: Mix, p: Weighted, names: Mapping[str, str], a: Tensor, sight: Sight, inputs: Inputs) -> Tensor:
