@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -37,6 +37,7 @@ class Bound:
     scores: Sequence[Act]
     normaliser: Normaliser
     normaliser_p: Weighted
+    normalise: Callable[[Tensor, Tensor, Weighted], Tensor]
     weights: Sequence[Act]
     values: Sequence[tuple[ValueStep, Weighted]]
     elementwise: Sequence[tuple[ScoreStep, Weighted]]
@@ -63,6 +64,7 @@ class Bound:
             scores=acts[Phase.SCORES],
             normaliser=spec.normaliser,
             normaliser_p=p["normaliser"],
+            normalise=spec.normaliser.normalise,
             weights=acts[Phase.WEIGHTS],
             values=[(step, p[name]) for name, step in spec.steps(ValueStep)],
             elementwise=[(step, p[name]) for name, step in spec.steps(ScoreStep)],
@@ -71,8 +73,9 @@ class Bound:
         )
 
     def fused(self) -> Bound:
-        """The same with heads mixed by kernels where parts have some."""
-        return replace(self, scores=[*map(_fused, self.scores)], weights=[*map(_fused, self.weights)])
+        """The same with heads mixed, and scores normalised, by kernels where parts have some."""
+        acts = {phase: [*map(_fused, getattr(self, phase))] for phase in ("scores", "weights")}
+        return replace(self, **acts, normalise=self.normaliser.fused)
 
     @property
     def learned(self) -> list[Tensor]:

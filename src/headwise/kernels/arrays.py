@@ -29,12 +29,17 @@ class Kernels:
         self.made: dict[Any, Any] = {}
 
     def launch(self, name: Any, units: int, *told: Tensor | int) -> None:
-        """Run one over so many units: it is told the next to take, how many there are, then addresses and numbers."""
+        """Run one over so many units: it is told counters, how many there are, then addresses and numbers."""
         if name not in self.made:
             self.made[name] = _compiled(self.functions[name])
-        numbers = [0, units, *(t.data_ptr() if isinstance(t, Tensor) else t for t in told)]
+        numbers = [0, 0, units, *(t.data_ptr() if isinstance(t, Tensor) else t for t in told)]
         table = np.array(numbers, dtype=np.int64)
-        team.run(self.made[name].address, table.ctypes.data, min(units, team.most()))
+        team.run(self.made[name].address, table.ctypes.data, threads(units))
+
+
+def threads(units: int) -> int:
+    """How many threads take so many units on."""
+    return max(1, min(units, team.most()))
 
 
 def _compiled(function: Callable[[Any], None]) -> Any:

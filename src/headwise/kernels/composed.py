@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
+from .arrays import threads
 from .composing import KERNELS, NUMBERS, TILE, desk
-from .lanes import WIDE
+from .vectors import WIDE
 
 
 def takes(a_BHTS: Tensor) -> bool:
@@ -68,9 +70,9 @@ def _launch(which: str, given: list[Tensor], each: int, *made: Tensor) -> None:
     qs, ks, kg, a, own = given[0], given[3], given[5], given[6], given[7]
     (batch, heads, queries, keys), out = a.shape, own.shape[0]
     units = batch * -(-keys // TILE)
-    numbers = a.new_empty(units, desk(heads, out, qs.shape[2], ks.shape[1]))
+    numbers = a.new_empty(threads(units), desk(heads, out, qs.shape[2], ks.shape[1]))
     sizes = (heads, out, queries, keys, qs.shape[2], ks.shape[1], kg.shape[1] * out, each)
-    KERNELS.launch((which, a.dtype), units, *given, *sizes, numbers, numbers.nbytes // max(units, 1), *made)
+    KERNELS.launch((which, a.dtype), units, *given, *sizes, numbers, numbers.nbytes // len(numbers), *made)
 
 
 @composed.register_fake
@@ -88,6 +90,7 @@ def _kept(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(a, own, *factors)
 
 
+@once_differentiable
 def _back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     a, own, *factors = ctx.saved_tensors
     d_a, *d_factors = composed_backward(grad, a, own, ctx.each, factors)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from numba import njit
 
-from . import lanes
+from . import vectors as lanes
 from .arrays import Kernels, mark
-from .lanes import WIDE, ahead, fma, plus, put, read, read_one, splat, take, times, total, whole
+from .vectors import WIDE, ahead, fma, plus, put, read, read_one, splat, take, times, total, whole
 
 TILE = 64
 LINE = 64  # bytes that memory brings at once
@@ -26,6 +26,7 @@ class At(IntEnum):
     """Where each number lies in what a kernel is told: an array of int64. Addresses count bytes, sizes numbers."""
 
     NEXT = 0  # the next unit of work: a tile of keys of one row
+    THREAD = auto()  # the next thread to begin
     UNITS = auto()
     Q_SOURCE = auto()  # [B, T, R, H]; of a side without factors there are no ranks
     Q_TARGET = auto()  # [B, T, R, O]
@@ -43,7 +44,7 @@ class At(IntEnum):
     K_RANKS = auto()
     GATES = auto()  # O, or 0 where keys have no factors
     EACH = auto()  # heads to a group
-    DESK = auto()  # of all units, and how many bytes each has
+    DESK = auto()  # of all threads, and how many bytes each has
     DESK_SIZE = auto()
     MADE = auto()  # [B, O, T, S] forward, the gradient of what was given backward
     GRAD = auto()  # [B, O, T, S]
@@ -182,11 +183,11 @@ def forward(form, table):
     size, step = lanes.size(form), lanes.size(form) * TILE
     H, O, T, S = told(table, At.H), told(table, At.O), told(table, At.T), told(table, At.S)
     tiles = -(-S // TILE)
+    desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
     unit = take(table)
     while unit < told(table, At.UNITS):
         b, begin = unit // tiles, unit % tiles * TILE
-        x = told(table, At.DESK) + told(table, At.DESK_SIZE) * unit
-        count, y, keys = min(TILE, S - begin), x + step * H, x + step * (H + O)
+        x, y, keys, count = desk, desk + step * H, desk + step * (H + O), min(TILE, S - begin)
         laid(form, table, keys, b, begin)
         for t in range(T):
             given = told(table, At.GIVEN) + size * ((b * H * T + t) * S + begin)
@@ -302,11 +303,11 @@ def backward(form, table):
     step = lanes.size(form) * TILE
     H, O, held = told(table, At.H), told(table, At.O), told(table, At.K_RANKS)
     tiles, factors = -(-told(table, At.S) // TILE), held * (H + O) + told(table, At.GATES)
+    desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
     unit = take(table)
     while unit < told(table, At.UNITS):
         b, begin = unit // tiles, unit % tiles * TILE
-        x = told(table, At.DESK) + told(table, At.DESK_SIZE) * unit
-        keys = x + step * (H + O)
+        x, keys = desk, desk + step * (H + O)
         d_x = keys + step * factors
         d_keys = d_x + step * H
         laid(form, table, keys, b, begin)

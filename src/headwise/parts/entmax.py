@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..kernels import rows
 from ..layout import Layout
 from ..registry import part
 from ..seams import Normaliser
@@ -71,6 +72,8 @@ class Entmax(Normaliser):
         if s_BHTS.shape[-1] == 0:
             return s_BHTS
         exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
+        if self.kind == "fixed" and self.alpha in rows.ALPHAS and rows.takes(exact):
+            return rows.entmax(exact, allowed, self.alpha, _steps(exact.dtype, self.alpha)).to(s_BHTS.dtype)
         alpha = _learned(p.spread()["a"].to(exact.dtype)) if self.kind == "learned" else self.alpha
         w_BHTS: Any = _Entmax.apply(exact, allowed, alpha)
         return w_BHTS.to(s_BHTS.dtype)

@@ -1,0 +1,290 @@
+"""Rows of scores as weights, and their gradients: softmax, and entmax by Newton's method (1905.05702, 1909.00015).
+
+A thread takes a few rows at a time and lays each on its desk, which fits the nearest cache, before it goes over it as
+often as it has to.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum, auto
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from . import vectors as lanes
+from .arrays import Kernels, mark
+from .vectors import LONG, WIDE, exp, fma, larger, largest, minus, plus, put, read, read_one, splat, take, times, total, where_below, whole
+
+ROWS = 8  # that a thread takes at a time
+
+
+class At(IntEnum):
+    """Where each number lies in what a kernel is told: an array of int64. Addresses count bytes, sizes numbers."""
+
+    NEXT = 0
+    THREAD = auto()  # the next thread to begin
+    UNITS = auto()
+    GIVEN = auto()  # [B, H, T, S]: scores forward, weights backward
+    MADE = auto()
+    GRAD = auto()  # backward, of the weights
+    ALLOWED = auto()  # [1 or B, 1, 1 or T, S], a byte each; 0 where all are
+    ALLOWED_ROW = auto()  # numbers to the next row of the batch, and to the next query
+    ALLOWED_QUERY = auto()
+    TWICE = auto()  # alpha: 3 or 4
+    STEPS = auto()  # at most so many
+    H = auto()
+    T = auto()
+    S = auto()
+    COUNT = auto()  # rows in all
+    DESK = auto()
+    DESK_SIZE = auto()  # bytes of each thread
+
+
+@intrinsic
+def _allowed(typing: Any, form: Any, address: Any, x: Any, low: Any) -> Any:
+    """x where the byte at its place is set, else `low`."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.VectorType(ir.IntType(8), WIDE)
+        place = builder.inttoptr(args[1], kind.as_pointer())
+        found = builder.load(place, align=1)
+        return builder.select(builder.icmp_unsigned("!=", found, ir.Constant(kind, [0] * WIDE)), args[2], args[3])
+
+    return x(form, address, x, low), code
+
+
+@intrinsic
+def _set(typing: Any, address: Any) -> Any:
+    """Whether the byte at an address is set."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte = ir.IntType(8)
+        return builder.zext(builder.load(builder.inttoptr(args[0], byte.as_pointer()), align=1), LONG)
+
+    return types.int64(types.int64), code
+
+
+@intrinsic
+def root(typing: Any, a: Any) -> Any:
+    """The square root of each."""
+    return a(a), lanes._called("sqrt", 1)
+
+
+@njit
+def told(table, at):
+    """The number that a kernel is told at this place."""
+    return whole(table + 8 * at)
+
+
+@njit
+def wide(count):
+    """The next multiple of a vector's numbers."""
+    return (count + WIDE - 1) // WIDE * WIDE
+
+
+@njit
+def lay(form, table, row, desk):
+    """Lay the scores of a row on the desk, those that are not allowed and those behind the end as -inf; the largest."""
+    size, S, T = lanes.size(form), told(table, At.S), told(table, At.T)
+    low = lanes.number(form, -math.inf)
+    source, top, end = told(table, At.GIVEN) + size * row * S, splat(low), S // WIDE * WIDE
+    seen = told(table, At.ALLOWED)
+    if seen:
+        batch = row // (told(table, At.H) * T)
+        seen += batch * told(table, At.ALLOWED_ROW) + row % T * told(table, At.ALLOWED_QUERY)
+    for c in range(0, end, WIDE):
+        x = read(form, source + size * c)
+        if seen:
+            x = _allowed(form, seen + c, x, splat(low))
+        put(desk + size * c, x)
+        top = larger(top, x)
+    if end < S:
+        put(desk + size * end, splat(low))
+        for c in range(end, S):
+            if seen == 0 or _set(seen + c):
+                put(desk + size * c, read_one(form, source + size * c))
+        top = larger(top, read(form, desk + size * end))
+    return largest(top)
+
+
+@njit
+def hand(form, table, row, desk, factor):
+    """Bring a row from the desk to where it belongs, times a factor."""
+    size, S = lanes.size(form), told(table, At.S)
+    to, end = told(table, At.MADE) + size * row * S, S // WIDE * WIDE
+    for c in range(0, end, WIDE):
+        put(to + size * c, times(read(form, desk + size * c), splat(factor)))
+    for c in range(end, S):
+        put(to + size * c, read_one(form, desk + size * c) * factor)
+
+
+@njit
+def softmax_row(form, table, row, desk):
+    """exp(s - top) over their sum; nothing where nothing is allowed."""
+    size, S = lanes.size(form), told(table, At.S)
+    top = lay(form, table, row, desk)
+    zero, one = lanes.number(form, 0), lanes.number(form, 1)
+    if top == lanes.number(form, -math.inf):
+        for c in range(0, S, WIDE):
+            put(desk + size * c, splat(zero))
+        hand(form, table, row, desk, one)
+        return
+    sums = splat(zero)
+    for c in range(0, S, WIDE):
+        e = exp(minus(read(form, desk + size * c), splat(top)))
+        put(desk + size * c, e)
+        sums = plus(sums, e)
+    hand(form, table, row, desk, one / total(sums))
+
+
+@njit
+def half_steps(form, desk, S, steps):
+    """tau such that the [x - tau]_+ squared sum to one, by Newton's method on their norm from tau = -1."""
+    size, zero, one = lanes.size(form), lanes.number(form, 0), lanes.number(form, 1)
+    tau = -one
+    for _ in range(steps):
+        falls, sums, at = splat(zero), splat(zero), splat(tau)
+        for c in range(0, S, WIDE):
+            r = larger(minus(read(form, desk + size * c), at), splat(zero))
+            falls, sums = plus(falls, r), fma(r, r, sums)
+        fall, sum_ = total(falls), total(sums)
+        before, tau = tau, tau + (sum_ - lanes.number(form, math.sqrt(sum_))) / fall
+        if tau == before:
+            break
+    return tau
+
+
+@njit
+def whole_steps(form, desk, S, steps):
+    """tau such that the [x - tau]_+ sum to one; a step goes as far as the keys read now would allow."""
+    size, zero, one = lanes.size(form), lanes.number(form, 0), lanes.number(form, 1)
+    tau = -one
+    for _ in range(steps):
+        falls, sums, at = splat(zero), splat(zero), splat(tau)
+        for c in range(0, S, WIDE):
+            r = larger(minus(read(form, desk + size * c), at), splat(zero))
+            falls, sums = plus(falls, where_below(splat(zero), r, splat(one), splat(zero))), plus(sums, r)
+        fall, sum_ = total(falls), total(sums)
+        before, tau = tau, tau + (sum_ - one) / fall
+        if tau == before:
+            break
+    return tau
+
+
+@njit
+def entmax_row(form, table, row, desk):
+    """[(alpha - 1)(s - top) - tau]_+ ^ (1 / (alpha - 1)) over their sum, alpha 1.5 or 2."""
+    size, S = lanes.size(form), told(table, At.S)
+    top = lay(form, table, row, desk)
+    zero, one = lanes.number(form, 0), lanes.number(form, 1)
+    squares = told(table, At.TWICE) == 3
+    by = lanes.number(form, 0.5) if squares else one
+    if top == lanes.number(form, -math.inf):
+        for c in range(0, S, WIDE):
+            put(desk + size * c, splat(zero))
+        hand(form, table, row, desk, one)
+        return
+    for c in range(0, S, WIDE):
+        put(desk + size * c, times(minus(read(form, desk + size * c), splat(top)), splat(by)))
+    steps = told(table, At.STEPS)
+    tau = half_steps(form, desk, S, steps) if squares else whole_steps(form, desk, S, steps)
+    sums = splat(zero)
+    for c in range(0, S, WIDE):
+        r = larger(minus(read(form, desk + size * c), splat(tau)), splat(zero))
+        if squares:
+            r = times(r, r)
+        put(desk + size * c, r)
+        sums = plus(sums, r)
+    hand(form, table, row, desk, one / total(sums))
+
+
+@njit
+def slope(form, w, squares):
+    """w^(2 - alpha) over the keys that are read."""
+    zero = splat(lanes.number(form, 0))
+    return root(w) if squares else where_below(zero, w, splat(lanes.number(form, 1)), zero)
+
+
+@njit
+def back_row(form, table, row, desk):
+    """slope (g - the mean of g by slopes)."""
+    size, S = lanes.size(form), told(table, At.S)
+    zero, low = lanes.number(form, 0), lanes.number(form, 0.5)
+    squares = told(table, At.TWICE) == 3
+    end, g = S // WIDE * WIDE, told(table, At.GRAD) + size * row * S
+    w, to = told(table, At.GIVEN) + size * row * S, told(table, At.MADE) + size * row * S
+    put(desk, splat(zero))
+    put(desk + size * WIDE, splat(zero))
+    for c in range(end, S):
+        put(desk + size * (c - end), read_one(form, w + size * c))
+        put(desk + size * (WIDE + c - end), read_one(form, g + size * c))
+    slopes = slope(form, read(form, desk), squares)
+    sums = times(slopes, read(form, desk + size * WIDE))
+    for c in range(0, end, WIDE):
+        here = slope(form, read(form, w + size * c), squares)
+        slopes, sums = plus(slopes, here), fma(here, read(form, g + size * c), sums)
+    over = total(slopes)
+    mean = splat(total(sums) / (over if over > low else low))
+    for c in range(0, end, WIDE):
+        here = slope(form, read(form, w + size * c), squares)
+        put(to + size * c, times(here, minus(read(form, g + size * c), mean)))
+    put(desk, times(slope(form, read(form, desk), squares), minus(read(form, desk + size * WIDE), mean)))
+    for c in range(end, S):
+        put(to + size * c, read_one(form, desk + size * (c - end)))
+
+
+@njit
+def over_rows(form, table, way):
+    """Rows by the few."""
+    desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
+    unit = take(table)
+    while unit < told(table, At.UNITS):
+        for row in range(unit * ROWS, min(unit * ROWS + ROWS, told(table, At.COUNT))):
+            if way == 0:
+                softmax_row(form, table, row, desk)
+            elif way == 1:
+                entmax_row(form, table, row, desk)
+            else:
+                back_row(form, table, row, desk)
+        unit = take(table)
+
+
+def _entries(source: str) -> dict[tuple[str, torch.dtype], Any]:
+    """What is called from outside. The source of all that they are made of is part of what they are kept under."""
+
+    def softmax32(table):
+        source  # noqa: B018
+        over_rows(lanes.float32(), table, 0)
+
+    def softmax64(table):
+        source  # noqa: B018
+        over_rows(lanes.float64(), table, 0)
+
+    def entmax32(table):
+        source  # noqa: B018
+        over_rows(lanes.float32(), table, 1)
+
+    def entmax64(table):
+        source  # noqa: B018
+        over_rows(lanes.float64(), table, 1)
+
+    def back32(table):
+        source  # noqa: B018
+        over_rows(lanes.float32(), table, 2)
+
+    def back64(table):
+        source  # noqa: B018
+        over_rows(lanes.float64(), table, 2)
+
+    single, double = torch.float32, torch.float64
+    ways = {("softmax", single): softmax32, ("softmax", double): softmax64}
+    ways |= {("entmax", single): entmax32, ("entmax", double): entmax64}
+    return ways | {("entmax back", single): back32, ("entmax back", double): back64}
+
+
+KERNELS = Kernels(_entries(mark()))
+NUMBERS = (torch.float32, torch.float64)
