@@ -54,9 +54,8 @@ gpu: $(STAMP)  ## the tests that need CUDA
 mutate: $(STAMP)  ## plant every known bug in a copy; the tests it names must catch it
 	@$(BIN)/python tests/planted.py
 
-bench: $(STAMP)  ## our paths against peers and the machine's limits
-	@test -d benchmarks || { echo "there is no benchmarks/ folder in this checkout" >&2; exit 1; }
-	@$(BIN)/python -m benchmarks
+bench: $(STAMP)  ## our paths against peers and the machine's limits: `headwise bench`
+	@$(BIN)/headwise bench
 
 docs: $(STAMP)  ## write the generated parts of README.md and docs/ again
 	@$(BIN)/python docs/build.py

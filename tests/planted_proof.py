@@ -174,3 +174,25 @@ bug(
     "replace(usage, end=(BEGIN,)",
     f"{WORDS}::test_a_document_and_pieces_with_scores_are_read_as_they_are_meant",
 )
+COMMAND = "test_prune_command.py::test_wrong_arguments"
+bug(
+    "command-a-length-is-looked-at-when-all-is-written",
+    "cli/smaller.py",
+    "        fitting(net, _pace(given))\n",
+    "        pass\n",
+    COMMAND,
+)
+bug(
+    "command-an-objective-is-looked-at-when-all-is-written",
+    "cli/smaller.py",
+    "    objective_of(net, given.objective, scene)\n",
+    "",
+    COMMAND,
+)
+bug(
+    "plan-written-by-hand-is-believed",
+    "surgery/plans.py",
+    "        if not isinstance(keep, dict) or not all(isinstance(heads, list) for heads in keep.values()):\n",
+    "        if False:\n",
+    "test_prune_command.py::test_the_same_plan_again_and_not_for_another_model",
+)

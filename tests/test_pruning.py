@@ -12,7 +12,7 @@ import headwise as hw
 from foreign import ZOO
 from headwise.heads.methods import Michel
 from headwise.models import Transformer
-from headwise.surgery import By, Clusters, Keep, Named, Plan
+from headwise.surgery import By, Clusters, Keep, Named, Plan, Pool
 from headwise.surgery.plans import units
 from headwise.surgery.pruning import prune
 from headwise.surgery.rebuilding import attention_of
@@ -189,6 +189,8 @@ def test_a_plan_says_what_it_keeps():
             lambda: Named(tuple((f"decoder.{n}.attention", head) for n in (0, 1) for head in range(6))),
             "no head would be left in llama; keep at least one",
         ),
+        (lambda: "0.5", "choice='0.5' chooses no heads; give a share such as 0.5"),
+        (lambda: Pool(2), "chooses no heads; give a share"),
     ],
 )
 def test_what_cannot_be_chosen_is_told(choice, told):

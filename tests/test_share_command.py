@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import headwise as hw
+from commands import refused
 from foreign import ZOO
 from headwise import cli
 from headwise.tasks.vocabulary import Bytes
@@ -123,9 +122,4 @@ def test_learning_again_is_told(folders: dict[str, Path], tmp_path: Path, capsys
 def test_wrong_arguments(
     argv: list[str], wrong: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    out: list[Any] = [] if "--out" in argv else ["--out", tmp_path / "out"]
-    code, told, err = said(capsys, *[folders.get(word, word) for word in argv], *out, *FAST)
-    assert (code, told) == (2, "")
-    assert re.search(re.escape(wrong), err), err
-    assert err.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+    assert wrong in refused(capsys, "share", argv, folders, tmp_path)

@@ -133,6 +133,7 @@ def test_texts_are_read_as_often_as_sums_need_room(monkeypatch):
         (0, "6 key-value heads do not make 0 equal groups"),
         (Pool(2, grouping="alike"), "0 texts say little of what heads say; give at least two"),
         (Collaborate(0), "width"),
+        ("2", "way='2' says nothing of what is shared; give a number of heads"),
         (Route(9, 1), "9 of 6 heads cannot always speak; give at most 6"),
     ],
 )

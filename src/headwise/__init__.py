@@ -112,6 +112,7 @@ _HOMES = {
     "train": "training",
     "Spread": "spread",
     "walk": "steps",
+    "bench": "benching.running",
     "why": "reasons",
     "REGISTRY": "parts",
 }

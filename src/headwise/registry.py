@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
 from types import UnionType
 from typing import Any, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
@@ -58,6 +59,16 @@ class Spoken:
                 raise SpecError(
                     f"{type(self).__name__}({field.name}={value!r}) is of type {type(value).__name__}; give {wanted}"
                 )
+
+    def within(self, ranges: Mapping[str, tuple[float, float]], choices: Mapping[str, Collection[str]]) -> None:
+        """Refuse numbers out of their range, and words that are none of those known."""
+        own = type(self).__name__
+        for name, (low, high) in ranges.items():
+            if not low <= (value := getattr(self, name)) <= high:
+                raise SpecError(f"{own}({name}={value!r}) cannot be meant; give {low:g} to {high:g}")
+        for name, known in choices.items():
+            if (value := getattr(self, name)) not in known:
+                raise SpecError(f"{own}({name}={value!r}) is unknown; {nearest(value, known)}")
 
     def __repr__(self) -> str:
         usual = defaults(type(self))

@@ -43,6 +43,7 @@ class Bound:
     elementwise: Sequence[tuple[ScoreStep, Weighted]]
     selected: tuple[int, ...] | None  # the rows of weights that read values, when some do not
     weighted: Sequence[Weighted]  # of every part in here
+    pattern: str  # who reads whom, as text: what a kernel that torch knows by name can be told
 
     @staticmethod
     def of(spec: AttentionSpec, p: Mapping[str, Weighted]) -> Bound:
@@ -70,6 +71,7 @@ class Bound:
             elementwise=[(step, p[name]) for name, step in spec.steps(ScoreStep)],
             selected=None if every else spec.voices,
             weighted=[p[name] for name, part in spec.parts() if isinstance(part, WITHIN)],
+            pattern=spec.pattern.text,
         )
 
     def fused(self) -> Bound:

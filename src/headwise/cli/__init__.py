@@ -27,6 +27,7 @@ VERBS = {
     "prune": "fewer heads: a smaller model in a new folder, and the proof of it",
     "share": "keys and values shared or merged: a new folder, and the proof of it",
     "trace": "capture a run into one file that opens without the model",
+    "bench": "our paths beside those of others, and this machine's limits",
     "why": "which backend would run a spec, and why each other one refuses",
 }
 TOO_BIG = "this does not fit into memory; make something smaller"

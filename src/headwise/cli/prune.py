@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .screen import Arguments, Wrong
 from .smaller import Work, take_work
@@ -117,17 +117,14 @@ def _planned(given: argparse.Namespace, work: Work) -> Choice:
     from ..surgery import Named
     from ..surgery.folders import plan_of
     from ..surgery.marks import mark_of
+    from ..surgery.plans import Plan
 
     done = plan_of(given.plan).done
     if done.get("done") != "prune":
         raise Wrong(f"{given.plan} does not say which heads went; give a folder that headwise prune wrote")
     if done.get("model") != mark_of(work.net):
         raise Wrong(f"the plan in {given.plan} was made for another checkpoint than {given.model}; choose anew")
-    there: dict[str, Any] = done["there"]
-    keep: dict[str, list[int]] = done["keep"]
-    return Named(
-        tuple((site, head) for site, count in there.items() for head in range(count) if head not in keep[site])
-    )
+    return Named(Plan.told(work.net.described, done).gone)
 
 
 def _share(said: str) -> float | int:

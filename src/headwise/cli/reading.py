@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .screen import Wrong, value_of
@@ -98,8 +97,3 @@ def halves(scenes: list[Scene], least: int = 8) -> tuple[list[Scene], list[Scene
     if len(scenes) < least:
         return scenes, scenes, f"heads were chosen by the {len(scenes)} texts that prove: they are too few to part"
     return scenes[::2], scenes[1::2], f"heads were chosen by {len(scenes[::2])} other texts than those that prove"
-
-
-def plain(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What was said of options, as far as it was."""
-    return {name: value for name, value in said.items() if value is not None}

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .reading import check_texts, halves, scenes_of, spoken, take_texts, task_of
-from .screen import WIDTH, Arguments, document, show, take_form
+from .screen import WIDTH, Arguments, Wrong, document, show, take_form
 
 if TYPE_CHECKING:
     from ..heads.scene import Scene
     from ..models import Transformer
+    from ..surgery.phases import Pace
     from ..surgery.proving import Asked
     from ..tasks import Task
 
@@ -73,6 +74,7 @@ class Work:
         spoken(net, given)
         task = None if given.task is None else task_of(given, given.changes)
         scenes, left_out = scenes_of(net, given, task)
+        _check(net, given, scenes[0])
         one, other, said = halves(scenes)
         return Work(given, net, one, other, task, [said, *left_out])
 
@@ -143,15 +145,31 @@ class Work:
         return 0 if proof.holds else 1
 
     def _asked(self, what: str, notes: Sequence[str], **asked: Any) -> Asked:
-        from ..surgery.phases import Pace
         from ..surgery.proving import Asked
 
         given, command = self.given, shlex.join(["headwise", *sys.argv[1:]])
-        pace = Pace(length=given.length, seconds=given.seconds)
         return Asked(
-            what, objective=given.objective, pace=pace, length=given.length, task=self.task,
+            what, objective=given.objective, pace=_pace(given), length=given.length, task=self.task,
             notes=(*self.notes, *notes), command=command, **asked,
         )  # fmt: skip
+
+
+def _pace(given: argparse.Namespace) -> Pace:
+    from ..surgery.phases import Pace
+
+    return Pace(length=given.length, seconds=given.seconds)
+
+
+def _check(net: Transformer, given: argparse.Namespace, scene: Scene) -> None:
+    """Refuse what would be refused only in the proof, when the model is written already."""
+    from ..heads.objectives import objective_of
+    from ..surgery.phases import fitting
+
+    objective_of(net, given.objective, scene)
+    if "seconds" in given:
+        fitting(net, _pace(given))
+        if given.lessons < 2:
+            raise Wrong(f"--lessons {given.lessons} teaches nothing; give at least 2")
 
 
 def _number(value: float | None) -> str:

@@ -78,10 +78,11 @@ def _machine() -> str:
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     threads = torch.get_num_threads()
-    return f"{_processor()}, {threads} thread{'s' if threads > 1 else ''}, torch {torch.__version__}"
+    return f"{processor()}, {threads} thread{'s' if threads > 1 else ''}, torch {torch.__version__}"
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of the processor, as the system says it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -146,12 +147,12 @@ def _products(dtype: torch.dtype) -> float:
 def seconds(run: Callable[[], Any], most: float) -> float:
     """Seconds of one run, at best of as many as the time allows, after one that does not count."""
     run()
-    _wait()
+    wait()
     begun, best = time.perf_counter(), math.inf
     while True:
         start = time.perf_counter()
         run()
-        _wait()
+        wait()
         now = time.perf_counter()
         best = min(best, max(now - start, 1e-9))
         if now - begun >= most:
@@ -163,7 +164,8 @@ def where() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _wait() -> None:
+def wait() -> None:
+    """Until a GPU has done all it was asked for; others have."""
     if where() == "cuda":
         torch.cuda.synchronize()
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .arrays import threads
 from .composing import KERNELS, NUMBERS, TILE, desk
-from .vectors import WIDE
+from .lanes import WIDE
 
 
 def takes(a_BHTS: Tensor) -> bool:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from numba import njit
 
-from . import vectors as lanes
+from . import memory
 from .arrays import Kernels, mark
-from .vectors import WIDE, ahead, fma, plus, put, read, read_one, splat, take, times, total, whole
+from .lanes import WIDE, fma, plus, splat, times, total
+from .memory import ahead, put, read, read_one, take, whole
 
 TILE = 64
 LINE = 64  # bytes that memory brings at once
@@ -71,13 +72,13 @@ def told(table, at):
 def clear(form, to, count):
     """So many zeros."""
     for n in range(0, count, WIDE):
-        put(to + lanes.size(form) * n, splat(lanes.number(form, 0)))
+        put(to + memory.size(form) * n, splat(memory.number(form, 0)))
 
 
 @njit
 def lay(form, to, to_step, source, step, rows, count):
     """Copy so many numbers of each row."""
-    size = lanes.size(form)
+    size = memory.size(form)
     for n in range(rows):
         for c in range(0, count, WIDE):
             put(to + to_step * n + size * c, read(form, source + step * n + size * c))
@@ -86,7 +87,7 @@ def lay(form, to, to_step, source, step, rows, count):
 @njit
 def asked(form, source, step, rows, count):
     """Ask for so many numbers of each row, which are soon read or written."""
-    size = lanes.size(form)
+    size = memory.size(form)
     for n in range(rows):
         for c in range(0, count * size, LINE):
             ahead(source + step * n + c)
@@ -101,8 +102,8 @@ def add(form, to, a, b):
 @njit
 def by_query(form, x, factor, first, last):
     """A sum over heads, by one number for each."""
-    size, step = lanes.size(form), lanes.size(form) * TILE
-    a = splat(lanes.number(form, 0))
+    size, step = memory.size(form), memory.size(form) * TILE
+    a = splat(memory.number(form, 0))
     for h in range(first, last):
         a = fma(read(form, x + step * h), splat(read_one(form, factor + size * h)), a)
     return a
@@ -111,8 +112,8 @@ def by_query(form, x, factor, first, last):
 @njit
 def by_key(form, x, factor, first, last):
     """A sum over heads, by a number for each key."""
-    step = lanes.size(form) * TILE
-    a = splat(lanes.number(form, 0))
+    step = memory.size(form) * TILE
+    a = splat(memory.number(form, 0))
     for h in range(first, last):
         a = fma(read(form, x + step * h), read(form, factor + step * h), a)
     return a
@@ -130,7 +131,7 @@ def group(table, n):
 def laid(form, table, to, b, begin):
     """Lay the factors of a tile of keys on the desk."""
     H, O, S, ranks = told(table, At.H), told(table, At.O), told(table, At.S), told(table, At.K_RANKS)
-    size, count = lanes.size(form), min(TILE, S - begin)
+    size, count = memory.size(form), min(TILE, S - begin)
     for n in range(3):
         rows = ranks * H if n == 0 else ranks * O if n == 1 else told(table, At.GATES)
         source = told(table, At.K_SOURCE + n) + size * (b * rows * S + begin)
@@ -142,7 +143,7 @@ def laid(form, table, to, b, begin):
 def handed(form, table, source, b, begin):
     """Bring the gradients of a tile's factors from the desk to where they belong."""
     H, O, S, ranks = told(table, At.H), told(table, At.O), told(table, At.S), told(table, At.K_RANKS)
-    size, count = lanes.size(form), min(TILE, S - begin)
+    size, count = memory.size(form), min(TILE, S - begin)
     for n in range(3):
         rows = ranks * H if n == 0 else ranks * O if n == 1 else told(table, At.GATES)
         to = told(table, At.D_K_SOURCE + n) + size * (b * rows * S + begin)
@@ -153,7 +154,7 @@ def handed(form, table, source, b, begin):
 @njit
 def compose(form, table, row, c, x, y, keys):
     """What sixteen pairs of all heads come to: of each output head's own, and of ranks."""
-    size, step = lanes.size(form), lanes.size(form) * TILE
+    size, step = memory.size(form), memory.size(form) * TILE
     H, O, ranks, held = told(table, At.H), told(table, At.O), told(table, At.Q_RANKS), told(table, At.K_RANKS)
     gate = told(table, At.Q_GATE) + size * row * O
     source, target = told(table, At.Q_SOURCE) + size * row * ranks * H, told(table, At.Q_TARGET) + size * row * ranks * O
@@ -180,7 +181,7 @@ def compose(form, table, row, c, x, y, keys):
 @njit
 def forward(form, table):
     """Unit by unit: lay out, compose, bring back."""
-    size, step = lanes.size(form), lanes.size(form) * TILE
+    size, step = memory.size(form), memory.size(form) * TILE
     H, O, T, S = told(table, At.H), told(table, At.O), told(table, At.T), told(table, At.S)
     tiles = -(-S // TILE)
     desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
@@ -204,12 +205,12 @@ def forward(form, table):
 @njit
 def back_own(form, table, row, x, keys, d_x, d_keys, sums):
     """The gradients of heads as their own output heads', and of gates."""
-    size, step = lanes.size(form), lanes.size(form) * TILE
+    size, step = memory.size(form), memory.size(form) * TILE
     H, O, held = told(table, At.H), told(table, At.O), told(table, At.K_RANKS)
     gate, g = told(table, At.Q_GATE) + size * row * O, x + step * H
     of_gate, d_gate = keys + step * held * (H + O), d_keys + step * held * (H + O)
     for h in range(H):
-        put(d_x + step * h, splat(lanes.number(form, 0)))
+        put(d_x + step * h, splat(memory.number(form, 0)))
     for o in range(O):
         h = whole(told(table, At.OWN) + 8 * o)
         a, b, factor = read(form, x + step * h), read(form, g + step * o), splat(read_one(form, gate + size * o))
@@ -223,7 +224,7 @@ def back_own(form, table, row, x, keys, d_x, d_keys, sums):
 @njit
 def back_queries(form, table, row, heads, x, d_x, sums):
     """The gradients by way of the query's ranks; those of its factors as vectors, still to be summed."""
-    size, step = lanes.size(form), lanes.size(form) * TILE
+    size, step = memory.size(form), memory.size(form) * TILE
     H, O, ranks = told(table, At.H), told(table, At.O), told(table, At.Q_RANKS)
     first, last, begin, end = heads
     g = x + step * H
@@ -243,7 +244,7 @@ def back_queries(form, table, row, heads, x, d_x, sums):
 @njit
 def back_keys(form, table, heads, x, keys, d_x, d_keys):
     """The gradients by way of the keys' ranks."""
-    step = lanes.size(form) * TILE
+    step = memory.size(form) * TILE
     H, O, ranks = told(table, At.H), told(table, At.O), told(table, At.K_RANKS)
     first, last, begin, end = heads
     g = x + step * H
@@ -261,7 +262,7 @@ def back_keys(form, table, heads, x, keys, d_x, d_keys):
 @njit
 def summed(form, table, row, sums):
     """The gradients of one query's factors over a tile, from the vectors of its sums."""
-    size, vector = lanes.size(form), lanes.size(form) * WIDE
+    size, vector = memory.size(form), memory.size(form) * WIDE
     H, O, ranks = told(table, At.H), told(table, At.O), told(table, At.Q_RANKS)
     for n in range(O):
         put(told(table, At.D_Q_GATE) + size * (row * O + n), total(read(form, sums + vector * n)))
@@ -276,7 +277,7 @@ def summed(form, table, row, sums):
 def back_query(form, table, b, t, begin, desk):
     """All gradients of one query's pairs with a tile of keys."""
     x, keys, d_x, d_keys, sums = desk
-    size, step = lanes.size(form), lanes.size(form) * TILE
+    size, step = memory.size(form), memory.size(form) * TILE
     H, O, T, S = told(table, At.H), told(table, At.O), told(table, At.T), told(table, At.S)
     at, count, apart = size * ((b * H * T + t) * S + begin), min(TILE, S - begin), size * T * S
     lay(form, x, step, told(table, At.GIVEN) + at, apart, H, count)
@@ -300,7 +301,7 @@ def back_query(form, table, b, t, begin, desk):
 @njit
 def backward(form, table):
     """Unit by unit: lay out, go back, bring the gradients of keys home."""
-    step = lanes.size(form) * TILE
+    step = memory.size(form) * TILE
     H, O, held = told(table, At.H), told(table, At.O), told(table, At.K_RANKS)
     tiles, factors = -(-told(table, At.S) // TILE), held * (H + O) + told(table, At.GATES)
     desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
@@ -318,24 +319,24 @@ def backward(form, table):
         unit = take(table)
 
 
-def _entries(source: str) -> dict[tuple[str, torch.dtype], Any]:
-    """What is called from outside. The source of all that they are made of is part of what they are kept under."""
+def _entries(source: int) -> dict[tuple[str, torch.dtype], Any]:
+    """What is called from outside. `source` marks what all are made of: Numba keeps them by it."""
 
     def forward32(table):
-        source  # noqa: B018
-        forward(lanes.float32(), table)
+        if source:
+            forward(memory.float32(), table)
 
     def forward64(table):
-        source  # noqa: B018
-        forward(lanes.float64(), table)
+        if source:
+            forward(memory.float64(), table)
 
     def backward32(table):
-        source  # noqa: B018
-        backward(lanes.float32(), table)
+        if source:
+            backward(memory.float32(), table)
 
     def backward64(table):
-        source  # noqa: B018
-        backward(lanes.float64(), table)
+        if source:
+            backward(memory.float64(), table)
 
     single, double = torch.float32, torch.float64
     ways = {("forward", single): forward32, ("forward", double): forward64}

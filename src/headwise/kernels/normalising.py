@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic
 
-from . import vectors as lanes
+from . import memory
 from .arrays import Kernels, mark
-from .vectors import LONG, WIDE, exp, fma, larger, largest, minus, plus, put, read, read_one, splat, take, times, total, where_below, whole
+from .lanes import LONG, WIDE, called, exp, fma, intrinsic, larger, largest, minus, plus, splat, times, total, where_below
+from .memory import put, read, read_one, take, whole
 
 ROWS = 8  # that a thread takes at a time
 
@@ -71,7 +71,7 @@ def _set(typing: Any, address: Any) -> Any:
 @intrinsic
 def root(typing: Any, a: Any) -> Any:
     """The square root of each."""
-    return a(a), lanes._called("sqrt", 1)
+    return a(a), called("sqrt", 1)
 
 
 @njit
@@ -89,8 +89,8 @@ def wide(count):
 @njit
 def lay(form, table, row, desk):
     """Lay the scores of a row on the desk, those that are not allowed and those behind the end as -inf; the largest."""
-    size, S, T = lanes.size(form), told(table, At.S), told(table, At.T)
-    low = lanes.number(form, -math.inf)
+    size, S, T = memory.size(form), told(table, At.S), told(table, At.T)
+    low = memory.number(form, -math.inf)
     source, top, end = told(table, At.GIVEN) + size * row * S, splat(low), S // WIDE * WIDE
     seen = told(table, At.ALLOWED)
     if seen:
@@ -114,7 +114,7 @@ def lay(form, table, row, desk):
 @njit
 def hand(form, table, row, desk, factor):
     """Bring a row from the desk to where it belongs, times a factor."""
-    size, S = lanes.size(form), told(table, At.S)
+    size, S = memory.size(form), told(table, At.S)
     to, end = told(table, At.MADE) + size * row * S, S // WIDE * WIDE
     for c in range(0, end, WIDE):
         put(to + size * c, times(read(form, desk + size * c), splat(factor)))
@@ -125,10 +125,10 @@ def hand(form, table, row, desk, factor):
 @njit
 def softmax_row(form, table, row, desk):
     """exp(s - top) over their sum; nothing where nothing is allowed."""
-    size, S = lanes.size(form), told(table, At.S)
+    size, S = memory.size(form), told(table, At.S)
     top = lay(form, table, row, desk)
-    zero, one = lanes.number(form, 0), lanes.number(form, 1)
-    if top == lanes.number(form, -math.inf):
+    zero, one = memory.number(form, 0), memory.number(form, 1)
+    if top == memory.number(form, -math.inf):
         for c in range(0, S, WIDE):
             put(desk + size * c, splat(zero))
         hand(form, table, row, desk, one)
@@ -144,7 +144,7 @@ def softmax_row(form, table, row, desk):
 @njit
 def half_steps(form, desk, S, steps):
     """tau such that the [x - tau]_+ squared sum to one, by Newton's method on their norm from tau = -1."""
-    size, zero, one = lanes.size(form), lanes.number(form, 0), lanes.number(form, 1)
+    size, zero, one = memory.size(form), memory.number(form, 0), memory.number(form, 1)
     tau = -one
     for _ in range(steps):
         falls, sums, at = splat(zero), splat(zero), splat(tau)
@@ -152,7 +152,7 @@ def half_steps(form, desk, S, steps):
             r = larger(minus(read(form, desk + size * c), at), splat(zero))
             falls, sums = plus(falls, r), fma(r, r, sums)
         fall, sum_ = total(falls), total(sums)
-        before, tau = tau, tau + (sum_ - lanes.number(form, math.sqrt(sum_))) / fall
+        before, tau = tau, tau + (sum_ - memory.number(form, math.sqrt(sum_))) / fall
         if tau == before:
             break
     return tau
@@ -161,7 +161,7 @@ def half_steps(form, desk, S, steps):
 @njit
 def whole_steps(form, desk, S, steps):
     """tau such that the [x - tau]_+ sum to one; a step goes as far as the keys read now would allow."""
-    size, zero, one = lanes.size(form), lanes.number(form, 0), lanes.number(form, 1)
+    size, zero, one = memory.size(form), memory.number(form, 0), memory.number(form, 1)
     tau = -one
     for _ in range(steps):
         falls, sums, at = splat(zero), splat(zero), splat(tau)
@@ -178,12 +178,12 @@ def whole_steps(form, desk, S, steps):
 @njit
 def entmax_row(form, table, row, desk):
     """[(alpha - 1)(s - top) - tau]_+ ^ (1 / (alpha - 1)) over their sum, alpha 1.5 or 2."""
-    size, S = lanes.size(form), told(table, At.S)
+    size, S = memory.size(form), told(table, At.S)
     top = lay(form, table, row, desk)
-    zero, one = lanes.number(form, 0), lanes.number(form, 1)
+    zero, one = memory.number(form, 0), memory.number(form, 1)
     squares = told(table, At.TWICE) == 3
-    by = lanes.number(form, 0.5) if squares else one
-    if top == lanes.number(form, -math.inf):
+    by = memory.number(form, 0.5) if squares else one
+    if top == memory.number(form, -math.inf):
         for c in range(0, S, WIDE):
             put(desk + size * c, splat(zero))
         hand(form, table, row, desk, one)
@@ -205,15 +205,15 @@ def entmax_row(form, table, row, desk):
 @njit
 def slope(form, w, squares):
     """w^(2 - alpha) over the keys that are read."""
-    zero = splat(lanes.number(form, 0))
-    return root(w) if squares else where_below(zero, w, splat(lanes.number(form, 1)), zero)
+    zero = splat(memory.number(form, 0))
+    return root(w) if squares else where_below(zero, w, splat(memory.number(form, 1)), zero)
 
 
 @njit
 def back_row(form, table, row, desk):
     """slope (g - the mean of g by slopes)."""
-    size, S = lanes.size(form), told(table, At.S)
-    zero, low = lanes.number(form, 0), lanes.number(form, 0.5)
+    size, S = memory.size(form), told(table, At.S)
+    zero, low = memory.number(form, 0), memory.number(form, 0.5)
     squares = told(table, At.TWICE) == 3
     end, g = S // WIDE * WIDE, told(table, At.GRAD) + size * row * S
     w, to = told(table, At.GIVEN) + size * row * S, told(table, At.MADE) + size * row * S
@@ -253,32 +253,32 @@ def over_rows(form, table, way):
         unit = take(table)
 
 
-def _entries(source: str) -> dict[tuple[str, torch.dtype], Any]:
-    """What is called from outside. The source of all that they are made of is part of what they are kept under."""
+def _entries(source: int) -> dict[tuple[str, torch.dtype], Any]:
+    """What is called from outside. `source` marks what all are made of: Numba keeps them by it."""
 
     def softmax32(table):
-        source  # noqa: B018
-        over_rows(lanes.float32(), table, 0)
+        if source:
+            over_rows(memory.float32(), table, 0)
 
     def softmax64(table):
-        source  # noqa: B018
-        over_rows(lanes.float64(), table, 0)
+        if source:
+            over_rows(memory.float64(), table, 0)
 
     def entmax32(table):
-        source  # noqa: B018
-        over_rows(lanes.float32(), table, 1)
+        if source:
+            over_rows(memory.float32(), table, 1)
 
     def entmax64(table):
-        source  # noqa: B018
-        over_rows(lanes.float64(), table, 1)
+        if source:
+            over_rows(memory.float64(), table, 1)
 
     def back32(table):
-        source  # noqa: B018
-        over_rows(lanes.float32(), table, 2)
+        if source:
+            over_rows(memory.float32(), table, 2)
 
     def back64(table):
-        source  # noqa: B018
-        over_rows(lanes.float64(), table, 2)
+        if source:
+            over_rows(memory.float64(), table, 2)
 
     single, double = torch.float32, torch.float64
     ways = {("softmax", single): softmax32, ("softmax", double): softmax64}

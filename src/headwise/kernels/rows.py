@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from .arrays import threads
 from .normalising import KERNELS, NUMBERS, ROWS
-from .vectors import WIDE
+from .lanes import WIDE
 
 
 ALPHAS = (1.5, 2.0)  # whose powers are products and roots

@@ -17,20 +17,19 @@ NAMES = ("libgomp*.so*", "libomp*.so*", "libiomp5*.so*", "libomp*.dylib")
 
 def _runtime() -> ctypes.CDLL | None:
     """The OpenMP runtime that lies beside torch, where it can be asked."""
-    if not torch.backends.openmp.is_available():
-        return None
     root = Path(torch.__file__).parent
-    for folder in (root / "lib", root.parent / "torch.libs"):
-        for name in NAMES:
-            for path in sorted(folder.glob(name)):
-                library = ctypes.CDLL(str(path))
-                try:
-                    library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-                except AttributeError:
-                    continue
-                library.GOMP_parallel.restype = None
-                return library
-    return None
+    found = [
+        path for folder in (root / "lib", root.parent / "torch.libs") for name in NAMES for path in folder.glob(name)
+    ]
+    if not found or not torch.backends.openmp.is_available():
+        return None
+    library = ctypes.CDLL(str(found[0]))
+    try:
+        library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    except AttributeError:  # a runtime of other compilers, which has no such entry
+        return None
+    library.GOMP_parallel.restype = None
+    return library
 
 
 RUNTIME = _runtime()

@@ -136,8 +136,8 @@ def sources(source: Path | None) -> dict[str, str]:
 def _filled(net: Transformer, source: Path | None, fresh: Path) -> tuple[str, str, dict[str, Any]]:
     """Write the first kind that holds what the model is: the kind, the sentence, and what heads.json says of it."""
     if source is None or not (source / CONFIG).is_file() or (source / MANIFEST).is_file():
-        why = "the source was not a folder of transformers" if source else "the model came from memory"
-        return _ours(net, fresh, f"A folder of headwise, because {why}; load it with headwise.load.")
+        like = "as the source was" if source else "because the model came from memory"
+        return _ours(net, fresh, f"A folder of headwise, {like}; load it with headwise.load.")
     form = plain(net)
     way = Rewriting.of(source, read(source), form)
     config = said(form.described, json.loads((source / CONFIG).read_text(encoding="utf-8")))

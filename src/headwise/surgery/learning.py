@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import Diverged, SpecError, nearest
+from ..errors import Diverged, SpecError
 from ..heads.objectives import Objective
 from ..models import Transformer
 from ..registry import Spoken
@@ -65,13 +65,7 @@ class Learning(Spoken, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        own = type(self).__name__
-        for name, (low, high) in self.ranges.items():
-            if not low <= (value := getattr(self, name)) <= high:
-                raise SpecError(f"{own}({name}={value!r}) cannot be meant; give {low:g} to {high:g}")
-        for name, known in self.choices.items():
-            if (value := getattr(self, name)) not in known:
-                raise SpecError(f"{own}({name}={value!r}) is unknown; {nearest(value, known)}")
+        self.within(self.ranges, self.choices)
 
     @property
     def recipe(self) -> Recipe:

@@ -38,7 +38,7 @@ class Plan:
             raise SpecError(f"{described.name} has no attention {wrong[0]!r}; {nearest(wrong[0], there)}")
         whole = {site: tuple(keep.get(site, range(count))) for site, count in there.items()}
         for site, heads in whole.items():
-            _check(site, heads, there[site])
+            check_heads(site, heads, there[site])
         if not any(whole.values()):
             raise SpecError(f"no head would be left in {described.name}; keep at least one")
         return Plan({site: tuple(sorted(heads)) for site, heads in whole.items()}, there, why, tuple(notes))
@@ -53,9 +53,23 @@ class Plan:
         for site, numbers in gone.items():
             if site not in there:
                 raise SpecError(f"{described.name} has no attention {site!r}; {nearest(site, there)}")
-            _check(site, numbers, there[site])
+            check_heads(site, numbers, there[site])
         keep = {site: [head for head in range(there[site]) if head not in own] for site, own in gone.items()}
         return Plan.of(described, keep, why, notes)
+
+    @staticmethod
+    def told(described: Model, said: Mapping[str, Any]) -> Plan:
+        """The plan whose `data` this is.
+
+        >>> import headwise as hw
+        >>> gpt2 = hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 1})
+        >>> Plan.told(gpt2, {"keep": {"decoder.0.attention": [1, 2]}, "why": "by hand"}).sentence
+        '2 of 4 heads stay, by hand'
+        """
+        keep = said.get("keep")
+        if not isinstance(keep, dict) or not all(isinstance(heads, list) for heads in keep.values()):
+            raise SpecError(f"keep={keep!r} does not say which heads stay; give a list of heads for each site")
+        return Plan.of(described, keep, str(said.get("why", "as was planned")))
 
     @property
     def gone(self) -> tuple[Head, ...]:
@@ -92,7 +106,8 @@ def counts(described: Model) -> dict[str, int]:
     return {site: len(spec.speaks) for site, spec in described.specs()}
 
 
-def _check(site: str, heads: Sequence[int], there: int) -> None:
+def check_heads(site: str, heads: Sequence[int], there: int) -> None:
+    """Refuse heads that a site has not, or that are named twice."""
     if wrong := [head for head in heads if type(head) is not int or not 0 <= head < there]:
         raise SpecError(f"{site} has no head {wrong[0]!r}; its heads are 0..{there - 1}")
     if len(set(heads)) < len(heads):

@@ -60,6 +60,8 @@ def prune(
     """
     model = ours(model)
     chosen = Keep(choice) if isinstance(choice, (int, float)) else choice
+    if not isinstance(chosen, Choice):
+        raise SpecError(f"choice={choice!r} chooses no heads; give a share such as 0.5, or hw.surgery.Named(...)")
     ready, plan = chosen.ready(model, scenes, tell)
     if not plan.gone:
         raise SpecError(f"no head would go: {plan.sentence}; choose fewer to keep")

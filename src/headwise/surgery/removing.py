@@ -13,6 +13,7 @@ from ..errors import SpecError
 from ..models import Transformer
 from ..registry import defaults
 from ..spec import AttentionSpec
+from .plans import check_heads
 from .rebuilding import Changed, attention_of, rebuilt, weights_of
 
 NONE: Mapping[str, Tensor] = {}
@@ -42,7 +43,7 @@ def removed(net: Transformer, keep: Mapping[str, Sequence[int]], constants: Mapp
 
 def _changed(net: Transformer, site: str, heads: Sequence[int], constant: Tensor | None) -> Changed:
     spec, weights = attention_of(net, site).spec, weights_of(net, site)
-    check_heads(site, spec, heads)
+    check_heads(site, heads, len(spec.speaks))
     _check_form(net, site)
     if not heads:
         said = at_rest(spec, weights, next(net.parameters()))
@@ -53,16 +54,6 @@ def _changed(net: Transformer, site: str, heads: Sequence[int], constant: Tensor
         if constant is None
         else with_constant(smaller, left, constant.to(next(net.parameters())))
     )
-
-
-def check_heads(site: str, spec: AttentionSpec, heads: Sequence[int]) -> None:
-    """Refuse heads that a site has not, or that are named twice."""
-    there = len(spec.speaks)
-    if wrong := [head for head in heads if type(head) is not int or not 0 <= head < there]:
-        raise SpecError(f"{site} has no head {wrong[0]!r}; its heads are 0..{there - 1}")
-    if len(set(heads)) < len(heads):
-        twice = next(head for head in heads if list(heads).count(head) > 1)
-        raise SpecError(f"head {twice} of {site} is named twice; name it once")
 
 
 def _check_form(net: Transformer, site: str) -> None:

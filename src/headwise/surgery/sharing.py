@@ -71,6 +71,8 @@ def share(
     if where not in WHERE:
         raise SpecError(f"where={where!r} is unknown; {nearest(where, WHERE)}")
     chosen = Pool(way) if isinstance(way, int) else way
+    if not isinstance(chosen, Way):
+        raise SpecError(f"way={way!r} says nothing of what is shared; give a number of heads, or hw.surgery.Pool(...)")
     sites = [
         site for site in counts(model.described) if where in ("all", "cross" if site.endswith("cross") else "self")
     ]

@@ -45,7 +45,7 @@ class Speed:
         if self.rounds < FEWEST:
             return f"none: {self.rounds} rounds in the time, {FEWEST} are needed"
         if self.spread > SURE:
-            return f"none: rounds spread {self.spread:.0%}, more than {SURE:.0%}"
+            return f"no verdict: rounds spread {self.spread:.0%}, more than {SURE:.0%}"
         return "faster" if self.low > 1 else "slower" if self.high < 1 else "as fast"
 
     @property

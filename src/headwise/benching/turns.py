@@ -1,0 +1,132 @@
+"""Runs timed in turns within one process, so that all of them meet the same machine."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from .case import Run
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Seconds of one call, by sample; a sample is so many calls in a row."""
+
+    seconds: tuple[float, ...]
+    calls: int = 1
+
+    @property
+    def median(self) -> float:
+        """Seconds of a call in the middle sample.
+
+        >>> Samples((3.0, 1.0, 2.0)).median
+        2.0
+        """
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """How far apart the middle half of the samples lies, as a share of the median.
+
+        >>> Samples((1.0, 2.0, 3.0, 4.0, 5.0)).spread  # from 2 to 4
+        0.6666666666666666
+        """
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return (high - low) / self.median
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a sample lasts at least, how many are taken, and the seconds that those of one case may take.
+
+    The seconds are shared out evenly: what is slow is sampled less often, but `least` times whatever it takes.
+    """
+
+    sample: float = 0.02
+    least: int = 3
+    most: int = 15
+    budget: float = 20.0
+
+    def calls(self, seconds: float) -> int:
+        """How many calls of so many seconds are a sample.
+
+        >>> Pace(sample=0.02).calls(0.003)
+        7
+        """
+        return max(1, math.ceil(self.sample / seconds))
+
+    def repeats(self, seconds: float, runs: int) -> int:
+        """How many samples are taken of one of so many runs, when a sample takes so many seconds.
+
+        >>> [Pace(budget=10).repeats(seconds, runs=2) for seconds in (0.02, 1.0, 7.0)]
+        [15, 5, 3]
+        """
+        return max(self.least, min(self.most, int(self.budget / runs / seconds)))
+
+
+def once(run: Run, clock: Clock, least: float) -> float:
+    """Seconds of a call that is warm: the shortest of as many as take `least` seconds together."""
+    begun, best = clock(), math.inf
+    while True:
+        start = clock()
+        run()
+        now = clock()
+        best = min(best, max(now - start, 1e-9))
+        if now - begun >= least:
+            return best
+
+
+def in_turns(runs: Mapping[str, Run], pace: Pace, clock: Clock, seed: int = 0) -> dict[str, Samples]:
+    """Samples of every run, each of which is warm; their order is drawn anew in every round."""
+    calls: dict[str, int] = {}
+    repeats: dict[str, int] = {}
+    with no_collector():
+        for name, run in runs.items():
+            seconds = once(run, clock, pace.sample)
+            calls[name] = pace.calls(seconds)
+            repeats[name] = pace.repeats(seconds * calls[name], len(runs))
+        taken: dict[str, list[float]] = {name: [] for name in runs}
+        for name in turns(repeats, seed):
+            taken[name].append(timed(runs[name], calls[name], clock))
+    return {name: Samples(tuple(seconds), calls[name]) for name, seconds in taken.items()}
+
+
+def turns(repeats: Mapping[str, int], seed: int) -> Iterator[str]:
+    """Whose turn it is, round by round: whoever is sampled less often is in evenly spaced rounds.
+
+    >>> "".join(turns({"a": 4, "b": 2}, seed=0))
+    'aabaab'
+    """
+    draw, rounds = random.Random(seed), max(repeats.values())
+    for number in range(rounds):
+        those = [name for name, count in repeats.items() if (number + 1) * count // rounds > number * count // rounds]
+        draw.shuffle(those)
+        yield from those
+
+
+def timed(run: Run, calls: int, clock: Clock) -> float:
+    """Seconds of one of so many calls in a row."""
+    begun = clock()
+    for _ in range(calls):
+        run()
+    return (clock() - begun) / calls
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Python looks for garbage before, and not within."""
+    gc.collect()
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

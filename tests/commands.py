@@ -1,0 +1,29 @@
+"""Commands as tests run them: what was refused, in one line, with nothing left behind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from headwise import cli
+
+FAST = ("--seconds", "0.05", "--length", "8")
+
+
+def refused(
+    capsys: pytest.CaptureFixture[str], verb: str, argv: Sequence[str], names: Mapping[str, Path], room: Path
+) -> str:
+    """The line that a verb refuses these words with; names of folders stand for their paths, nothing is written."""
+    out = [] if "--out" in argv else ["--out", str(room / "out")]
+    said = [str(names.get(word, word)) for word in argv]
+    usual = [] if "--length" in argv else FAST
+    code = cli.main([verb, *said, *out, *usual])
+    told = capsys.readouterr()
+    assert (code, told.out) == (2, "")
+    assert len(re.findall("\n", told.err)) == 1
+    assert not (room / "out").exists()
+    assert not [path for path in room.iterdir() if path.name.startswith(".")]
+    return told.err

@@ -1,0 +1,461 @@
+"""The bench on runs that take what they are told by a clock of their own: nothing here is timed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import headwise as hw
+from headwise import cli
+from headwise.benching import agreeing, bars, limits, machine, rows, running
+from headwise.benching.case import LIMIT, Absent, Aim, Case, Need
+from headwise.benching.limits import PRODUCTS, READ, Last, Limits
+from headwise.benching.report import Report, timed
+from headwise.benching.turns import Pace, Samples, in_turns, once, turns
+
+SAME = torch.arange(7.0)
+LAST = Last(2**10, True)
+
+
+class Clock:
+    """Time that passes only while a fake run runs."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.order: list[str] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def run(self, name: str, *seconds: float, gives: Any = SAME) -> Callable[[], Any]:
+        """A run that takes these seconds, one after the other, and the last of them from then on."""
+        left = list(seconds)
+
+        def go() -> Any:
+            self.order.append(name)
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+            return gives
+
+        return go
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+class Fixed(Limits):
+    """A machine that reads and multiplies by the fake clock."""
+
+    def runs(self, need: Need | None) -> dict[str, Any]:
+        made = super().runs(need)
+        return {name: CLOCKS[-1].run(name, {READ: 0.125, PRODUCTS: 0.5}[name]) for name in made}
+
+
+CLOCKS: list[Clock] = []
+
+
+@pytest.fixture
+def bench(clock: Clock) -> rows.Bench:
+    CLOCKS.append(clock)
+    return rows.Bench(Pace(sample=0.02, least=3, most=5, budget=100.0), Fixed(LAST), clock)
+
+
+def row(bench: rows.Bench, case: Case) -> dict[str, Any]:
+    return bench.row(case, "fake") | {"title": "Fake work"}
+
+
+# --- turns ---------------------------------------------------------------------------------------------
+
+
+def test_a_sample_lasts_long_enough_and_says_seconds_of_one_call(clock: Clock):
+    taken = in_turns({"a": clock.run("a", 0.25), "b": clock.run("b", 0.0078125)}, Pace(most=4), clock)
+    assert taken["a"] == Samples((0.25,) * 4, 1)
+    assert taken["b"].calls == 3  # 0.02 seconds and no less
+    assert taken["b"].seconds == pytest.approx((0.0078125,) * 4, rel=1e-12)
+
+
+def test_what_is_slow_is_sampled_less_often_but_often_enough(clock: Clock):
+    pace = Pace(least=3, most=15, budget=30.0)
+    taken = in_turns({"slow": clock.run("slow", 60.0), "some": clock.run("some", 2.5), "fast": clock.run("fast", 0.1)},
+                     pace, clock)  # fmt: skip
+    assert [len(taken[name].seconds) for name in ("slow", "some", "fast")] == [3, 4, 15]
+
+
+def test_turns_are_mixed_the_same_way_every_time():
+    told = list(turns({"a": 40, "b": 40, "c": 20}, seed=0))
+    assert told == list(turns({"a": 40, "b": 40, "c": 20}, seed=0))
+    assert told != list(turns({"a": 40, "b": 40, "c": 20}, seed=1))
+    assert {name: told.count(name) for name in "abc"} == {"a": 40, "b": 40, "c": 20}
+    halves = told[: len(told) // 2]
+    assert halves.count("c") == 10  # spread over the rounds, not at one end
+    firsts = [told.index("a", 2 * n) < told.index("b", 2 * n) for n in range(20)]
+    assert True in firsts
+    assert False in firsts
+
+
+def test_the_warm_estimate_is_the_shortest_of_some(clock: Clock):
+    assert once(clock.run("a", 0.015625, 0.00390625, 0.0078125), clock, 0.02) == 0.00390625
+    assert len(clock.order) == 3  # as many as take 0.02 seconds together
+
+
+def test_the_collector_rests_while_runs_are_timed(clock: Clock):
+    import gc
+
+    seen = []
+    in_turns({"a": lambda: (seen.append(gc.isenabled()), clock.run("a", 1.0)())}, Pace(most=3), clock)
+    assert set(seen) == {False}
+    assert gc.isenabled()
+
+
+def test_median_and_spread_are_of_the_middle():
+    samples = Samples((1.0, 100.0, 2.0, 3.0, 4.0))
+    assert samples.median == 3.0
+    assert samples.spread == pytest.approx((4.0 - 2.0) / 3.0)
+
+
+# --- agreement -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "same"),
+    [
+        (torch.tensor([0.0, 1000.0]), torch.tensor([0.9, 1000.0]), True),
+        (torch.tensor([0.0, 1000.0]), torch.tensor([1.1, 1000.0]), False),
+        ((SAME, SAME[:3]), (SAME, SAME[:3]), True),
+        ((SAME, SAME[:3]), (SAME, SAME[:3] + 1), False),
+        ((SAME, SAME), SAME, False),
+        (SAME, SAME[:6], False),
+        (torch.tensor([1.0, -torch.inf]), torch.tensor([1.0, -torch.inf]), True),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.nan]), False),
+        (torch.tensor([torch.nan]), torch.tensor([1.0]), False),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0], dtype=torch.bfloat16), True),
+        (torch.zeros(3), torch.full((3,), 0.01), False),
+        (torch.empty(0, 3), torch.empty(0, 3), True),
+        (3.5, 3.5, True),
+    ],
+)
+def test_results_are_held_to_their_largest_number(ours: Any, theirs: Any, same: bool):
+    assert (agreeing.difference(ours, theirs, 1e-3) == "") is same
+
+
+# --- verdicts ------------------------------------------------------------------------------------------
+
+
+def test_a_row_has_medians_ratios_the_limit_and_verdicts(bench: rows.Bench, clock: Clock):
+    case = Case(
+        "a case", clock.run("ours", 0.5), {"one": clock.run("one", 1.5), "two": clock.run("two", 0.25)},
+        aims=(Aim("one", 3.0), Aim("two", 1.0), Aim(LIMIT, 0.5)), need=Need(reads=2**15), notes={"memory": "7 MB"},
+        tried="everything.",
+    )  # fmt: skip
+    got = row(bench, case)
+    assert got["ours_s"] == 0.5
+    assert got["peers"] == {"one": 1.5, "two": 0.25}
+    assert got["ratio"] == {"one": 3.0, "two": 0.5}
+    # 2^15 bytes where 2^13 (8 times the cache) take an eighth of a second: half a second
+    assert (got["limit"]["seconds"], got["limit"]["share"]) == (0.5, 1.0)
+    assert [(one["against"], one["reached"], one["met"]) for one in got["aim"]] == [
+        ("one", 3.0, True), ("two", 0.5, False), (LIMIT, 1.0, True)
+    ]  # fmt: skip
+    assert got["met"] is False
+    assert (got["notes"], got["tried"], got["kind"]) == ({"memory": "7 MB"}, "everything.", "fake")
+    json.dumps(got, allow_nan=False)
+
+
+def test_a_limit_is_the_longer_of_reading_and_products(bench: rows.Bench, clock: Clock):
+    need = Need(reads=2**14, flops=2 * 2048**3 * 3, dtype=torch.float64)
+    taken = {READ: Samples((0.125,) * 3), PRODUCTS: Samples((0.5,) * 3)}
+    got = Limits(LAST).of(need, taken)
+    assert (got["seconds"], got["waits_for"]) == (1.5, "compute")
+    assert got["bytes_per_second"] == 2**13 / 0.125
+    assert got["flops_per_second"] == 2 * 2048**3 / 0.5
+    assert Limits(LAST).of(Need(reads=2**17), taken)["waits_for"] == "memory"
+
+
+def test_the_machine_reads_more_than_its_cache_holds_and_multiplies_in_the_dtype(clock: Clock):
+    runs = Limits(Last(2**12, True)).runs(Need(reads=1, flops=1, dtype=torch.bfloat16))
+    assert set(runs) == {READ, PRODUCTS}
+    assert runs[READ]().item() == 8 * 2**12 / 4  # ones, four bytes each
+    assert runs[PRODUCTS]().dtype == torch.bfloat16
+    assert Limits(LAST).runs(None) == {}
+
+
+def test_who_is_absent_is_named(bench: rows.Bench, clock: Clock):
+    def broken() -> Any:
+        raise RuntimeError("no\ncompiler")
+
+    peers = {"gone": Absent("gone is not installed"), "broken": broken, "there": clock.run("there", 1.0)}
+    got = row(bench, Case("a case", clock.run("ours", 0.5), peers, aims=(Aim("gone", 2.0), Aim("there", 2.0))))
+    assert got["absent"] == {"gone": "gone is not installed", "broken": "failed: RuntimeError: no compiler"}
+    assert list(got["peers"]) == ["there"]
+    assert [one["met"] for one in got["aim"]] == [None, True]
+    assert got["met"] is None
+    said = str(Report(MACHINE, [got]))
+    assert "gone: gone is not installed" in said
+    assert "broken: failed: RuntimeError: no compiler" in said
+
+
+def test_other_results_give_no_verdict(bench: rows.Bench, clock: Clock):
+    peers = {"liar": clock.run("liar", 9.0, gives=SAME + 1), "one": clock.run("one", 9.0)}
+    got = row(bench, Case("a case", clock.run("ours", 0.5), peers, aims=(Aim("one", 2.0),)))
+    assert list(got["differs"]) == ["liar"]
+    assert (got["met"], got["aim"][0]["why"]) == (None, "not the same results")
+    report = Report(MACHINE, [got])
+    assert not report.sound
+    assert "liar says something else" in str(report)
+    lenient = Case("a case", clock.run("ours", 0.5), peers, aims=(Aim("one", 2.0),), tolerance=None)
+    assert row(bench, lenient)["met"] is True
+
+
+def test_a_loose_spread_gives_no_verdict(bench: rows.Bench, clock: Clock):
+    shaky = clock.run("shaky", 1.0, 1.0, 1.0, 1.5, 2.0, 2.5, 3.0)
+    got = row(bench, Case("a case", clock.run("ours", 0.5), {"shaky": shaky, "calm": clock.run("calm", 1.0)},
+                          aims=(Aim("shaky", 0.1), Aim("calm", 2.0))))  # fmt: skip
+    assert got["spread"]["shaky"] > 0.2
+    assert [one["met"] for one in got["aim"]] == [None, True]
+    assert "spread of shaky above 20%" in got["aim"][0]["why"]
+    loose = row(bench, Case("a case", clock.run("ours", 0.5, 0.5, 0.5, 0.8, 1.1, 1.4, 1.7),
+                            {"calm": clock.run("calm", 1.0)}, aims=(Aim("calm", 0.1),)))  # fmt: skip
+    assert loose["met"] is None
+
+
+def test_what_fails_of_ours_is_said_and_is_not_sound(bench: rows.Bench):
+    def ours() -> Any:
+        raise ValueError("this is new")
+
+    got = row(bench, Case("a case", ours, {}, aims=(Aim(LIMIT, 0.5),), need=Need(reads=1)))
+    assert (got["ours_s"], got["failed"], got["met"]) == (None, "ValueError: this is new", None)
+    report = Report(MACHINE, [got])
+    assert not report.sound
+    assert "ours failed: ValueError: this is new" in str(report)
+    assert bars.bars(got) == []
+
+
+def test_an_aim_at_nobody_is_a_mistake(bench: rows.Bench, clock: Clock):
+    with pytest.raises(ValueError, match="aims at 'nobody', and has no such peer"):
+        bench.row(Case("a case", clock.run("ours", 1.0), {}, aims=(Aim("nobody", 1.0),)), "fake")
+    with pytest.raises(ValueError, match="aims at a limit, and says no need"):
+        bench.row(Case("a case", clock.run("ours", 1.0), {}, aims=(Aim(LIMIT, 1.0),)), "fake")
+
+
+def test_no_aims_no_verdict_and_all_met_is_met(bench: rows.Bench, clock: Clock):
+    assert row(bench, Case("a", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}))["met"] is None
+    assert row(bench, Case("a", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}, (Aim("one", 2.0),)))["met"]
+
+
+# --- the machine ---------------------------------------------------------------------------------------
+
+MACHINE = {
+    "processor": "some processor", "threads": 2, "processors": 2, "last_level_cache_bytes": 2**25,
+    "buffer_bytes": 2**28, "versions": {"torch": "2.13.0", "x-transformers": "2.31.10"},
+    "read_bytes_per_second": 3.2e10, "copy_bytes_per_second": 3e10, "fp32_flops_per_second": 1.5e11,
+    "bf16_flops_per_second": 7.5e11, "labels": [], "quick": False, "interrupted": False,
+}  # fmt: skip
+
+
+def caches(folder: Path, *told: tuple[int, str, str, str]) -> Path:
+    for n, (cpu, level, size, shared) in enumerate(told):
+        index = folder / f"cpu{cpu}" / "cache" / f"index{n}"
+        index.mkdir(parents=True)
+        for name, value in (("level", level), ("size", size), ("shared_cpu_list", shared)):
+            (index / name).write_text(value + "\n")
+    return folder
+
+
+def test_the_last_level_is_that_of_all_processors_once(tmp_path: Path):
+    told = [(0, "1", "48K", "0"), (0, "3", "32768K", "0-1"), (1, "3", "32768K", "0-1"), (2, "3", "16M", "2-3")]
+    assert limits.last_level(caches(tmp_path / "a", *told)) == (48 * 2**20, True)
+    assert limits.last_level(tmp_path / "nothing") == (2**25, False)
+    damaged = caches(tmp_path / "b", (0, "3", "unknown", "0-1"), (1, "2", "2M", "1"))
+    assert limits.last_level(damaged) == (2 * 2**20, True)
+
+
+def test_odd_machines_are_labelled(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Limits, "header", lambda self: {})
+    assert machine.machine(Limits(LAST), 2)["labels"] == []
+    monkeypatch.setattr(machine, "version", lambda name: {"torch": "2.13.0", "entmax": None}.get(name, "1"))
+    labels = machine.machine(Limits(Last(2**25, False)), 1)["labels"]
+    assert labels == ["1 thread: others use more", "entmax: unknown version",
+                      "the size of the last-level cache is assumed"]  # fmt: skip
+
+
+def test_who_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> str:
+        raise machine.PackageNotFoundError(name)
+
+    monkeypatch.setattr(machine, "version", missing)
+    assert machine.versions() == {}
+
+
+def test_threads_are_as_before_afterwards(monkeypatch: pytest.MonkeyPatch):
+    before = torch.get_num_threads()
+    with machine.on_threads(1):
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+# --- the whole -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> dict[str, Any]:
+    """Two kinds of work that take no time, on a machine that nobody measures."""
+
+    def slow(quick: bool) -> Iterator[Case]:
+        yield Case(
+            "slow, forward", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}, (Aim("one", 3.0), Aim("one", 2.0))
+        )
+        yield Case("slow, backward", clock.run("ours", 0.5), {"gone": Absent("gone is not installed")})
+
+    def other(quick: bool) -> Iterator[Case]:
+        yield Case("other", clock.run("ours", 0.5), {"liar": clock.run("liar", 1.0, gives=SAME + 1)})
+
+    made = {"slow": SimpleNamespace(cases=slow, TITLE="Slow work"),
+            "other": SimpleNamespace(cases=other, TITLE="Other work")}  # fmt: skip
+    monkeypatch.setattr(running, "kinds", lambda: made)
+    monkeypatch.setattr(running, "machine", lambda limits, threads: MACHINE | {"threads": threads})
+    bench = rows.Bench
+    monkeypatch.setattr(running, "Bench", lambda pace, limits: bench(pace, limits, clock))
+    return made
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(["bench", *argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_json_is_the_machine_and_the_rows(capsys, fakes):
+    code, out, err = run(capsys, "slow", "--json")
+    told = json.loads(out)
+    assert (code, err, list(told)) == (0, "", ["machine", "rows"])  # an aim that is missed is no failure
+    wanted = {"name", "ours_s", "peers", "ratio", "limit", "aim", "met"}
+    assert all(wanted <= set(row) for row in told["rows"])
+    assert [(row["name"], row["met"]) for row in told["rows"]] == [("slow, forward", False), ("slow, backward", None)]
+
+
+def test_the_table_fits_a_terminal(capsys, fakes):
+    code, out, _ = run(capsys)
+    assert code == 1  # somebody says something else
+    assert max(map(len, out.splitlines())) <= 80
+    for word in (
+        "Slow work",
+        "slow, forward",
+        "3.00 x: missed",
+        "2.00 x: met",
+        "gone is not installed",
+        "something else",
+        "2.00 x",
+    ):
+        assert word in out
+    assert "1 met, 1 missed" in out
+
+
+def test_the_widest_line_fits_too(bench: rows.Bench, clock: Clock):
+    name = "somebody whose name is long, as published (plain PyTorch, compiled)"
+    shaky = clock.run(name, 1.0, 1.0, 1.0, 1.5, 2.0, 2.5, 3.0)
+    aims = (Aim(name, 20.0), Aim(LIMIT, 0.8), Aim(name, 200.0))
+    got = row(
+        bench, Case(3 * name, clock.run("ours", 0.5), {name: shaky}, aims, need=Need(reads=2**14), tried=9 * name)
+    )
+    lines = str(Report(MACHINE | {"labels": [2 * name], "quick": True}, [got])).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[-2:] for line in lines if "20.0 x:" in line] == [["no", "verdict"]]
+
+
+def test_rows_are_chosen_by_any_piece_of_a_name(capsys, fakes):
+    def names(*argv: str) -> list[str]:
+        return [row["name"] for row in json.loads(run(capsys, *argv, "--json")[1])["rows"]]
+
+    assert names("Backward") == ["slow, backward"]
+    assert names("slow, for", "other") == ["slow, forward", "other"]
+    assert names("backward", "slow") == ["slow, forward", "slow, backward"]
+    assert names("slow", "backward") == ["slow, forward", "slow, backward"]
+
+
+def test_rows_are_listed(capsys, fakes):
+    assert run(capsys, "--list")[1].splitlines() == ["slow", "  slow, forward", "  slow, backward", "other", "  other"]
+    assert json.loads(run(capsys, "--list", "--json")[1])["other"] == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("slo",), None),
+        (("decade",), "there is no kind of work or row 'decade'; use one of"),
+        (("oter",), "did you mean 'other'?"),
+        (("--threads", "0"), "threads=0 are not between 1 and the"),
+        (("--threads", "1000"), "threads=1000 are not between 1 and the"),
+        (("--threads", "two"), "invalid int value: 'two'"),
+        (("--out", "FILE"), "is no folder; give one that is, or a new name"),
+        (("--fast",), "unrecognized arguments: --fast"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, fakes, tmp_path: Path, argv: tuple[str, ...], said: str | None):
+    (tmp_path / "file").write_text("mine")
+    code, out, err = run(capsys, *(str(tmp_path / "file") if word == "FILE" else word for word in argv))
+    assert (code == 0) if said is None else (code, out) == (2, "")
+    assert said is None or (said in err and len(err.splitlines()) == 1)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_an_interrupt_shows_what_is_done(capsys, fakes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def stopped(quick: bool) -> Iterator[Case]:
+        raise KeyboardInterrupt
+        yield
+
+    fakes["other"] = SimpleNamespace(cases=stopped, TITLE="Other work")
+    code, out, _ = run(capsys, "--out", str(tmp_path / "new"))
+    assert code == 130
+    assert "slow, forward" in out
+    assert "interrupted: not every row is here" in out
+    assert Report.read(tmp_path / "new" / "bench.json").machine["interrupted"]
+
+
+def test_a_kind_that_cannot_be_made_is_a_row(capsys, fakes):
+    def broken(quick: bool) -> Iterator[Case]:
+        yield from fakes["slow"].cases(quick)
+        raise RuntimeError("not here")
+
+    fakes["other"] = SimpleNamespace(cases=broken, TITLE="Other work")
+    code, out, _ = run(capsys, "other", "--json")
+    told = json.loads(out)["rows"]
+    assert (code, [row["name"] for row in told]) == (1, ["slow, forward", "slow, backward", "other"])
+    assert told[-1]["failed"] == "RuntimeError: not here"
+
+
+def test_the_folder_holds_numbers_and_a_drawing(fakes, tmp_path: Path):
+    report = hw.bench("slow", out=tmp_path / "new")
+    assert {path.name for path in (tmp_path / "new").iterdir()} >= {"bench.json", "bench.svg"}
+    assert Report.read(tmp_path / "new" / "bench.json") == report
+    drawing = (tmp_path / "new" / "bench.svg").read_bytes()
+    assert ElementTree.fromstring(drawing).tag.endswith("svg")
+    assert drawing == bars.drawn(report.rows)  # the same rows are the same file
+
+
+def test_a_drawing_shows_every_peer_and_the_limit(bench: rows.Bench, clock: Clock):
+    case = Case("a case", clock.run("ours", 0.5), {"one": clock.run("one", 1.5)}, need=Need(reads=2**14))
+    assert bars.bars(row(bench, case)) == [
+        ("a case", None, "ours 500 ms"), ("one", 3.0, "3.00 x"), ("limit: memory", 0.5, "50 %")
+    ]  # fmt: skip
+    assert b"<svg" in bars.drawn([])
+
+
+def test_drawing_of_random_states_and_seeds_leaves_none_behind(fakes):
+    before = torch.random.get_rng_state()
+    hw.bench("slow")
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(1e-6, "1.0 us"), (0.00099, "990 us"), (0.1234, "123 ms"), (75, "75.0 s")]
+)
+def test_seconds_are_told_in_three_figures(seconds: float, said: str):
+    assert timed(seconds) == said
