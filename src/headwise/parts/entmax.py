@@ -72,11 +72,15 @@ class Entmax(Normaliser):
         if s_BHTS.shape[-1] == 0:
             return s_BHTS
         exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
-        if self.kind == "fixed" and self.alpha in rows.ALPHAS and rows.takes(exact):
-            return rows.entmax(exact, allowed, self.alpha, _steps(exact.dtype, self.alpha)).to(s_BHTS.dtype)
         alpha = _learned(p.spread()["a"].to(exact.dtype)) if self.kind == "learned" else self.alpha
         w_BHTS: Any = _Entmax.apply(exact, allowed, alpha)
         return w_BHTS.to(s_BHTS.dtype)
+
+    def fused(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
+        exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
+        if self.kind != "fixed" or self.alpha not in rows.ALPHAS or not rows.takes(exact):
+            return self.normalise(s_BHTS, allowed, p)
+        return rows.entmax(exact, allowed, self.alpha, _steps(exact.dtype, self.alpha)).to(s_BHTS.dtype)
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
