@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...registry import REGISTRY
+from ...presets import design
 from ..case import Absent, Aim, Case, Need, Run
 from ..others import given
 
@@ -21,7 +21,7 @@ Weigh = Callable[[Tensor], Tensor]
 
 def cases(quick: bool) -> Iterator[Case]:
     """Forward, and forward with backward: by the kernel, in plain tensor operations, and these compiled."""
-    part = REGISTRY["Entmax"](alpha=1.5)
+    part = design(preset="entmax", model=64, heads=1).normaliser
     allowed = torch.ones(1, 1, 1, KEYS, dtype=torch.bool)
     ways: list[tuple[str, Weigh, float]] = [
         ("kernel", lambda s: part.fused(s, allowed, None), 20.0),
