@@ -59,7 +59,7 @@ def _given(a: Tensor, own: Tensor, factors: Sequence[Tensor]) -> list[Tensor]:
 def _padded(t: Tensor) -> Tensor:
     """Keys in whole vectors."""
     lacking = -t.shape[-1] % WIDE
-    return F.pad(t, (0, lacking)) if lacking else t.contiguous()
+    return (F.pad(t, (0, lacking)) if lacking else t).contiguous()  # padding keeps strides of other orders
 
 
 def _narrowed(t: Tensor, keys: int) -> Tensor:
