@@ -128,6 +128,16 @@ def test_far_scores_are_numbers(dtype):
         assert torch.autograd.grad(made.square().sum(), s)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("keys", [1, 16, 21])
+def test_what_is_no_number_is_seen(keys):
+    s, seen = numbers(1, 2, 3, keys), torch.ones(1, 1, 1, keys, dtype=torch.bool)
+    s[0, 0, 1, -1] = torch.nan
+    for made in (rows.softmax(s, seen), rows.entmax(s, seen, 1.5, 10), rows.entmax(s, seen, 2.0, 14)):
+        assert made[0, 0, 1].isnan().all()
+        assert made.isnan().sum() == keys
+    assert not rows.softmax(s, seen.index_fill(3, torch.tensor(keys - 1), False)).isnan().any()
+
+
 def test_softmax_errs_no_more_than_twice_as_torchs():
     s = torch.randn(1, 4, 64, 1021) * 5
     truth = s.double().softmax(-1)

@@ -88,9 +88,11 @@ def wide(count):
 
 @njit
 def lay(form, table, row, desk):
-    """Lay the scores of a row on the desk, those that are not allowed and those behind the end as -inf; the largest."""
+    """Lay the scores of a row on the desk, -inf where none is allowed and behind the end; the largest, NaN if one is."""
     size, S, T = memory.size(form), told(table, At.S), told(table, At.T)
     low = memory.number(form, -math.inf)
+    high, zero = splat(memory.number(form, math.inf)), splat(memory.number(form, 0))
+    odd, nan = zero, splat(memory.number(form, math.nan))
     source, top, end = told(table, At.GIVEN) + size * row * S, splat(low), S // WIDE * WIDE
     seen = told(table, At.ALLOWED)
     if seen:
@@ -101,14 +103,15 @@ def lay(form, table, row, desk):
         if seen:
             x = _allowed(form, seen + c, x, splat(low))
         put(desk + size * c, x)
-        top = larger(top, x)
+        top, odd = larger(top, x), plus(odd, where_below(x, high, zero, nan))
     if end < S:
         put(desk + size * end, splat(low))
         for c in range(end, S):
             if seen == 0 or _set(seen + c):
                 put(desk + size * c, read_one(form, source + size * c))
-        top = larger(top, read(form, desk + size * end))
-    return largest(top)
+        x = read(form, desk + size * end)
+        top, odd = larger(top, x), plus(odd, where_below(x, high, zero, nan))
+    return largest(top) + total(odd)
 
 
 @njit
@@ -183,9 +186,9 @@ def entmax_row(form, table, row, desk):
     zero, one = memory.number(form, 0), memory.number(form, 1)
     squares = told(table, At.TWICE) == 3
     by = memory.number(form, 0.5) if squares else one
-    if top == memory.number(form, -math.inf):
+    if top == memory.number(form, -math.inf) or top != top:
         for c in range(0, S, WIDE):
-            put(desk + size * c, splat(zero))
+            put(desk + size * c, splat(zero if top == top else top))
         hand(form, table, row, desk, one)
         return
     for c in range(0, S, WIDE):
