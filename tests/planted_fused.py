@@ -19,27 +19,27 @@ bug(
 bug(
     "mixed-over-all-groups",
     "kernels/composing.py",
-    "return first, last, first, told(table, At.O) if each == told(table, At.H) else last",
-    "return first, last, 0, told(table, At.O)",
+    "return first, last, first, told(table, At.OUT) if each == told(table, At.H) else last",
+    "return first, last, 0, told(table, At.OUT)",
     BLOCK,
 )
 bug(
     "mixed-tiles-share-a-sum",
-    "kernels/composing.py",
+    "kernels/decomposing.py",
     "summed(form, table, (b * tiles + tile) * T + t, sums)",
     "summed(form, table, b * tiles * T + t, sums)",
     BLOCK,
 )
 bug(
     "mixed-gradients-of-keys-of-the-last-query",
-    "kernels/composing.py",
+    "kernels/decomposing.py",
     "        clear(form, d_keys, TILE * factors)\n        for t in range(told(table, At.T)):\n",
     "        for t in range(told(table, At.T)):\n            clear(form, d_keys, TILE * factors)\n",
     BLOCK,
 )
 bug(
     "mixed-gradient-of-ranks-twice",
-    "kernels/composing.py",
+    "kernels/decomposing.py",
     "            add(form, of_target + size * WIDE * o, read(form, g + step * o), a)\n",
     "            add(form, of_target + size * WIDE * o, read(form, g + step * o), back)\n",
     BLOCK,
@@ -61,17 +61,16 @@ bug(
 bug(
     "rows-end-with-the-last-vector",
     "kernels/normalising.py",
-    "            if seen == 0 or _set(seen + c):\n",
-    "            if seen == 0 or _set(seen + end):\n",
+    "            if seen == 0 or marked(seen + c):\n",
+    "            if seen == 0 or marked(seen + end):\n",
     f"{ROWS}[17-torch.float64]",
     f"{ROWS}[15-torch.float64]",
 )
 bug(
     "rows-without-keys-are-divided",
     "kernels/normalising.py",
-    "    if top == memory.number(form, -math.inf):\n        for c in range(0, S, WIDE):\n            put(desk + size * c, splat(zero))\n"
-    "        hand(form, table, row, desk, one)\n        return\n    sums",
-    "    sums",
+    "    if top == memory.number(form, -math.inf):\n",
+    "    if top == memory.number(form, math.inf):\n",
     f"{ROWS}[16-torch.float64]",
 )
 bug(

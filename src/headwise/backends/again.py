@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -50,8 +50,8 @@ def _with(inputs: Inputs, tensors: Sequence[Tensor]) -> Inputs:
 class _Again(torch.autograd.Function):
     """Forward without a graph; backward block by block, each with a graph of its own that is gone before the next.
 
-    The gradients of keys are added up in one tensor for all blocks: a slice's own would be zeros of the full length from
-    every block, and so a cost that grows with the square of the length.
+    The gradients of keys are added up in one tensor for all blocks: a slice's own would be zeros of the full length
+    from every block, and so a cost that grows with the square of the length.
     """
 
     @staticmethod

@@ -16,7 +16,6 @@ from ..terms import Phase, Weighted
 from ..tokens import Sight
 from .job import Inputs
 
-
 WITHIN = (Similarity, Normaliser, ScoreStep, Mix, WeightStep, ValueStep)
 
 

@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from .arrays import threads
-from .composing import KERNELS, NUMBERS, TILE, desk
+from .composing import TILE, desk
+from .decomposing import KERNELS, NUMBERS
 from .lanes import WIDE
 
 
@@ -22,16 +23,14 @@ def takes(a_BHTS: Tensor) -> bool:
 
 
 @torch.library.custom_op("headwise::composed", mutates_args=())
-def composed(
-    a: Tensor, own: Tensor, each: int, qs: Tensor, qt: Tensor, qg: Tensor, ks: Tensor, kt: Tensor, kg: Tensor
-) -> Tensor:
+def composed(a: Tensor, own: Tensor, each: int, factors: list[Tensor]) -> Tensor:
     """[B, O, T, S] of a [B, H, T, S]: a[own] (qg + kg) + sum_r (a.qs_r) qt_r, and the same with factors of keys.
 
     The factors of queries are [B, T, R, H], [B, T, R, O] and [B, T, O], those of keys [B, R, H, S], [B, R, O, S] and
     [B, 1, O, S]; a side without factors has R = 0, and 0 for 1. `each` heads are a group.
     """
     keys = a.shape[3]
-    given = _given(a, own, (qs, qt, qg, ks, kt, kg))
+    given = _given(a, own, factors)
     a = given[6]
     out = a.new_empty(a.shape[0], own.shape[0], *a.shape[2:])
     _launch("forward", given, each, out)
@@ -76,7 +75,7 @@ def _launch(which: str, given: list[Tensor], each: int, *made: Tensor) -> None:
 
 
 @composed.register_fake
-def _(a: Tensor, own: Tensor, *more: Any) -> Tensor:
+def _(a: Tensor, own: Tensor, each: int, factors: list[Tensor]) -> Tensor:
     return a.new_empty(a.shape[0], own.shape[0], *a.shape[2:])
 
 
@@ -86,7 +85,7 @@ def _(grad: Tensor, a: Tensor, own: Tensor, each: int, factors: list[Tensor]) ->
 
 
 def _kept(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, own, ctx.each, *factors = inputs
+    a, own, ctx.each, factors = inputs
     ctx.save_for_backward(a, own, *factors)
 
 
@@ -94,21 +93,20 @@ def _kept(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     a, own, *factors = ctx.saved_tensors
     d_a, *d_factors = composed_backward(grad, a, own, ctx.each, factors)
-    return d_a, None, None, *d_factors
+    return d_a, None, None, d_factors
 
 
 composed.register_autograd(_back, setup_context=_kept)
 
 
 @register_flop_formula(torch.ops.headwise.composed)
-def _flops(a: Any, own: Any, each: int, qs: Any, qt: Any, qg: Any, ks: Any, *more: Any, **said: Any) -> int:
+def _flops(a: Any, own: Any, each: int, factors: Any, **said: Any) -> int:
     batch, heads, queries, keys = a
-    return 2 * batch * queries * keys * (qs[2] + ks[1]) * (heads + own[0])
+    return 2 * batch * queries * keys * (factors[0][2] + factors[3][1]) * (heads + own[0])
 
 
 @register_flop_formula(torch.ops.headwise.composed_backward)
 def _flops_back(grad: Any, a: Any, own: Any, each: int, factors: Any, **said: Any) -> int:
+    """The ranks once more; of each product with factors, the gradients of both."""
     batch, heads, queries, keys = a
-    qs, _, _, ks, *_ = factors
-    # The ranks once more; of each product with factors, the gradients of both.
-    return 2 * batch * queries * keys * (qs[2] + ks[1]) * (3 * heads + 2 * own[0])
+    return 2 * batch * queries * keys * (factors[0][2] + factors[3][1]) * (3 * heads + 2 * own[0])

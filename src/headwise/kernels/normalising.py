@@ -11,12 +11,24 @@ from enum import IntEnum, auto
 from typing import Any
 
 import torch
-from llvmlite import ir
-from numba import njit, types
+from numba import njit
 
 from . import memory
 from .arrays import Kernels, mark
-from .lanes import LONG, WIDE, called, exp, fma, intrinsic, larger, largest, minus, plus, splat, times, total, where_below
+from .lanes import (
+    WIDE,
+    exp,
+    fma,
+    larger,
+    largest,
+    minus,
+    plus,
+    splat,
+    times,
+    total,
+    where_below,
+)
+from .masks import allowed, marked, root
 from .memory import put, read, read_one, take, whole
 
 ROWS = 8  # that a thread takes at a time
@@ -44,36 +56,6 @@ class At(IntEnum):
     DESK_SIZE = auto()  # bytes of each thread
 
 
-@intrinsic
-def _allowed(typing: Any, form: Any, address: Any, x: Any, low: Any) -> Any:
-    """x where the byte at its place is set, else `low`."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.VectorType(ir.IntType(8), WIDE)
-        place = builder.inttoptr(args[1], kind.as_pointer())
-        found = builder.load(place, align=1)
-        return builder.select(builder.icmp_unsigned("!=", found, ir.Constant(kind, [0] * WIDE)), args[2], args[3])
-
-    return x(form, address, x, low), code
-
-
-@intrinsic
-def _set(typing: Any, address: Any) -> Any:
-    """Whether the byte at an address is set."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte = ir.IntType(8)
-        return builder.zext(builder.load(builder.inttoptr(args[0], byte.as_pointer()), align=1), LONG)
-
-    return types.int64(types.int64), code
-
-
-@intrinsic
-def root(typing: Any, a: Any) -> Any:
-    """The square root of each."""
-    return a(a), called("sqrt", 1)
-
-
 @njit
 def told(table, at):
     """The number that a kernel is told at this place."""
@@ -88,7 +70,7 @@ def wide(count):
 
 @njit
 def lay(form, table, row, desk):
-    """Lay the scores of a row on the desk, -inf where none is allowed and behind the end; the largest, NaN if one is."""
+    """Lay the scores of a row on the desk, -inf where none is allowed and behind the end; the largest, or NaN."""
     size, S, T = memory.size(form), told(table, At.S), told(table, At.T)
     low = memory.number(form, -math.inf)
     high, zero = splat(memory.number(form, math.inf)), splat(memory.number(form, 0))
@@ -101,13 +83,13 @@ def lay(form, table, row, desk):
     for c in range(0, end, WIDE):
         x = read(form, source + size * c)
         if seen:
-            x = _allowed(form, seen + c, x, splat(low))
+            x = allowed(form, seen + c, x, splat(low))
         put(desk + size * c, x)
         top, odd = larger(top, x), plus(odd, where_below(x, high, zero, nan))
     if end < S:
         put(desk + size * end, splat(low))
         for c in range(end, S):
-            if seen == 0 or _set(seen + c):
+            if seen == 0 or marked(seen + c):
                 put(desk + size * c, read_one(form, source + size * c))
         x = read(form, desk + size * end)
         top, odd = larger(top, x), plus(odd, where_below(x, high, zero, nan))

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .arrays import threads
-from .normalising import KERNELS, NUMBERS, ROWS
 from .lanes import WIDE
-
+from .normalising import KERNELS, NUMBERS, ROWS
 
 ALPHAS = (1.5, 2.0)  # whose powers are products and roots
 

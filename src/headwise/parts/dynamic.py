@@ -194,7 +194,8 @@ class Dynamic(Mix):
         heads, on_weights = a_BHTS.shape[1], self.on == "weights"
         own = torch.searchsorted(p["name"], p["own"]) if on_weights else torch.arange(heads)
         to = own if self._target == "out" else torch.arange(heads)
-        mixed = composing.composed(a_BHTS, to, self._each(heads), *_by_query(a_BHTS, to, asked), *_by_key(a_BHTS, to, kept))
+        factors = [*_by_query(a_BHTS, to, asked), *_by_key(a_BHTS, to, kept)]
+        mixed = composing.composed(a_BHTS, to, self._each(heads), factors)
         if "static" in p:
             mixed = mixed + self._by_all(a_BHTS, p)
         return mixed.index_select(1, own) if on_weights and self._target == "q" else mixed

@@ -38,7 +38,9 @@ def cases(quick: bool) -> Iterator[Case]:
 def _case(name: str, ours: Weigh, times: float, backward: bool) -> Case:
     torch.manual_seed(0)
     s, grad = torch.randn(1, 1, ROWS, KEYS), torch.randn(1, 1, ROWS, KEYS)
-    how: Callable[[Weigh], Run] = (lambda weigh: _both(weigh, s, grad)) if backward else (lambda weigh: lambda: weigh(s))
+    how: Callable[[Weigh], Run] = (
+        (lambda weigh: _both(weigh, s, grad)) if backward else (lambda weigh: lambda: weigh(s))
+    )
     peers: dict[str, Run | Absent] = {
         PACKAGE: given("entmax", lambda library: how(lambda s: library.entmax15(s, dim=-1))),
         "entmax package (entmax_bisect)": given("entmax", lambda library: how(lambda s: library.entmax_bisect(s, 1.5))),
