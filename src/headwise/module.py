@@ -196,6 +196,16 @@ class Attention(Peered, nn.Module):
         """The weights of each part by its name, its own and those it shares."""
         return self._p
 
+    @property
+    def mixes(self) -> list[tuple[str, Mix, Weighted]]:
+        """What mixes heads, by its name, with its weights."""
+        return self._mixes
+
+    @property
+    def bound(self) -> Bound:
+        """What a backend runs between queries, keys and values and the per-head outputs."""
+        return self._bound
+
     def cache(self, *, batch: int, capacity: int, store: str | None = None) -> Cache:
         """A fresh cache for this layer, in its dtype and on its device; store="int8" keeps keys and values in 8 bits."""
         like, device = self._like, str(self._like.device)
