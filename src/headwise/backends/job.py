@@ -24,10 +24,12 @@ class Job:
     grad: bool = False
     one: bool = False  # a single query per row
     stated: bool = False  # past tokens are a state
+    paged: bool = False  # they lie in pages that rows may share
     masked: bool = False  # the caller hands a mask of their own
     training: bool = False
     wants: frozenset[str] = field(default_factory=frozenset)
     compiled: bool = False  # traced into a graph, which cannot ask the data
+    store: str | None = None  # the form in which past tokens are kept, where it is not `dtype`
 
     straight: bool = field(init=False)  # every score head reads values for itself, in order
     groups: int = field(init=False)  # score heads to a key head when all groups are equal neighbours, else 0
@@ -44,6 +46,7 @@ class Inputs(NamedTuple):
     """The tensors of one call: q_BTHK, k_BSGK, v_BSGV, what queries bring, and what was remembered beside.
 
     `gates` are those of the spec in their order, [B, T, O, V] or broadcast to it: outputs are multiplied with them.
+    Where the keys of a call were not gathered from pages (`Tokens.spans`), k and v have a row for each page.
     """
 
     q: Tensor

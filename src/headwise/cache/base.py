@@ -48,8 +48,11 @@ class Cache(ABC):
         capacity: int,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        store: str | None = None,
     ) -> Cache:
         """The cache this spec needs: a state, a ring of what its pattern still reads, or every token.
+
+        With store="int8" keys and values are kept in 8 bits, and each head of each token has a scale.
 
         >>> import headwise as hw
         >>> hw.Cache.of(hw.design(model=8, heads=2, pattern="window(3) | first(2)"), batch=1, capacity=100).slots
@@ -60,14 +63,17 @@ class Cache(ABC):
         check_forward(spec)
         from .slots import PlainCache, RingCache
         from .state import StateCache
+        from .stored import check_store
+
+        check_store(spec, store)
 
         where = torch.empty(0, device=device).device  # "cuda" is some card, and knows which
         if spec.stateful:
             return StateCache(spec, batch, dtype, where)
         first, last = spec.pattern.memory
         if last is not None and first + last < capacity:
-            return RingCache(spec, batch, first, last, dtype, where)
-        return PlainCache(spec, batch, capacity, dtype, where)
+            return RingCache(spec, (batch, first, last), dtype, where, store)
+        return PlainCache(spec, (batch, capacity), dtype, where, store)
 
     @abstractmethod
     def append(self, entry: Entry, at: Tokens) -> tuple[Entry, Tokens]:
@@ -81,6 +87,15 @@ class Cache(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """The bytes held for remembered tokens."""
+
+    @property
+    def store(self) -> str | None:
+        """In which form keys and values are kept, where that is not the layer's own."""
+        return None
+
+    def opened(self, entry: Entry) -> Entry:
+        """What `append` gave of a single token, in the layer's own numbers."""
+        return entry
 
     @property
     def state(self) -> Mapping[str, Tensor]:
