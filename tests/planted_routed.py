@@ -68,8 +68,8 @@ bug(
 bug(
     "routed-reads-neighbours-of-its-heads",
     FILE,
-    "return x_BGSK[:, heads[0] : heads[-1] + 1 : step]",
-    "return x_BGSK[:, heads[0] : heads[0] + len(heads)]",
+    "return x_BGSK[:, regular.start : regular.stop : step]",
+    "return x_BGSK[:, regular.start : regular.start + len(heads)]",
     f"{TESTS}::test_any_length_and_load",
 )
 bug(
