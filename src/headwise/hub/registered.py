@@ -118,12 +118,28 @@ def _fused(seen: Seen, qkv: tuple[Tensor, Tensor, Tensor], dropped: float) -> Te
     if one and each > 1:
         if bias is not None and bias.shape[1] > 1:
             bias = as_rows(bias, each)
-        o = F.scaled_dot_product_attention(as_rows(q, each), k, v, bias, dropped, scale=seen.scale)
+        rows = as_rows(q, each)
+        if _slow(rows) and not dropped:
+            return _multiplied((rows, k, v), bias, seen.scale).flatten(1, 2)[:, None]
+        o = F.scaled_dot_product_attention(rows, k, v, bias, dropped, scale=seen.scale)
         return o.flatten(1, 2)[:, None]
     if each > 1 and bias is not None:  # torch's fused CUDA kernels take groups or a bias, not both
         k, v, each = k.repeat_interleave(each, 1), v.repeat_interleave(each, 1), 1
     o = F.scaled_dot_product_attention(q, k, v, bias, dropped, causal, scale=seen.scale, enable_gqa=each > 1)
     return o.transpose(1, 2).contiguous()
+
+
+def _slow(rows: Tensor) -> bool:
+    """Whether torch's fused call takes longer than its two products: in bfloat16 on the CPU, where rows are few."""
+    return rows.device.type == "cpu" and rows.dtype == torch.bfloat16 and not torch.is_grad_enabled()
+
+
+def _multiplied(qkv: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, scale: float) -> Tensor:
+    """What rows [B, G, R, K] read, softmax in single precision between two products."""
+    q, k, v = qkv
+    s = (q @ k.transpose(2, 3)).to(torch.float32) * scale
+    s = s if bias is None else s + bias
+    return s.softmax(-1).to(v.dtype) @ v
 
 
 def _weighed(seen: Seen, qkv: tuple[Tensor, Tensor, Tensor], dropped: float) -> tuple[Tensor, Tensor]:
