@@ -1,0 +1,8 @@
+"""Kernels that torch has no operation for, compiled by Numba and handed to torch as operations of its own.
+
+Importing this package compiles nothing; `decode` does when it first runs.
+"""
+
+from .decode import Beside, decode, plainly
+
+__all__ = ["Beside", "decode", "plainly"]

@@ -1,0 +1,196 @@
+"""`decode`: one query of each row reads keys wherever they lie. A custom operation of torch."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from . import team
+
+KINDS = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.int8: "int8"}
+
+
+class Beside(NamedTuple):
+    """What only some calls have: `bias` [B or 1, H or 1, N x S] is added to the score of the key in each column, where
+    -inf hides it; `sink` [H] is one score more, without a value (2508.10925); `scales` of keys and of values, both
+    [P, G, S] in float32, are what pages of int8 are multiplied with; scores saturate at +-`cap` (2408.00118), if not 0.
+    """
+
+    bias: Tensor | None = None
+    sink: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    cap: float = 0.0
+
+
+PLAIN, NOTHING = Beside(), torch.empty(0)
+
+
+def decode(
+    q_BHK: Tensor, k_PGSK: Tensor, v_PGSV: Tensor, spans_BN3: Tensor, *, scale: float, beside: Beside = PLAIN
+) -> tuple[Tensor, Tensor]:
+    """What one query of every head of every row reads, o [B, H, V], and the log-sum-exp of its scores, [B, H].
+
+    Keys lie in pages: `k_PGSK` and `v_PGSV` are P pages with S slots for each of G key heads, in any strides whose last
+    is 1. `Pool.views[layer]["k"]` is such a tensor as it stands, and a dense cache [B, S, G, K] is one when transposed:
+    a page for each row. H is a multiple of G, and neighbouring heads share a key head. V may differ from K.
+
+    `spans_BN3` (int64) is the table: for each n, row b reads the slots from `begin` to before `end` of a page, told as
+    `page, begin, end`. A page may stand in several rows. A span with begin >= end is nothing, and a row that has nothing
+    else reads zero. Spans are read in order, and the column of a key is n x S + its slot.
+
+    The query is of the dtype of the pages (with int8, float32 or bfloat16), and so is what it reads; sums are float32,
+    of float64 float64. Results do not depend on the number of threads, bit for bit. Gradients reach the query, pages,
+    bias and sink by a second pass in plain operations, which keeps every score.
+
+    >>> import torch
+    >>> k, v = torch.randn(5, 2, 4, 16), torch.randn(5, 2, 4, 16)  # five pages of four slots, two key heads
+    >>> table = torch.tensor([[[3, 0, 4], [1, 0, 2]], [[3, 0, 4], [0, 0, 0]]])  # six keys and four; page 3 is shared
+    >>> o, lse = decode(torch.randn(2, 6, 16), k, v, table, scale=0.25)
+    >>> o.shape, lse.shape
+    (torch.Size([2, 6, 16]), torch.Size([2, 6]))
+    """
+    exact = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
+    o, lse = _decode(q_BHK.to(exact) * scale, k_PGSK, v_PGSV, spans_BN3, _told(beside), beside.cap)
+    return o.to(q_BHK.dtype), lse
+
+
+def _told(beside: Beside) -> list[Tensor]:
+    """The tensors of it; nothing stands for those that it does not have, as an operation's list has no gaps."""
+    return [NOTHING if t is None else t for t in beside[:4]]
+
+
+@torch.library.custom_op("headwise::decode", mutates_args=(), device_types="cpu")
+def _decode(
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, more: Sequence[Tensor], cap: float
+) -> tuple[Tensor, Tensor]:
+    from .decoding import entry  # here: Numba takes a second to import
+    from .told import At, desk, pieces, wide
+
+    (batch, heads, dim), (_, groups, page, vdim), size = q.shape, v.shape, q.itemsize
+    out, lse = q.new_empty(batch, heads, vdim), q.new_empty(batch, heads)
+    if not out.numel():
+        return out, lse.fill_(-torch.inf)
+    q, k, v = F.pad(q, (0, wide(dim) - dim)).contiguous(), _steady(k), _steady(v)
+    spans, columns = spans.contiguous(), spans.shape[1] * page
+    most = batch * pieces(columns)
+    threads, own = min(team.most(), most), desk(heads, size)
+    notes = torch.empty(4 * most + 3 * batch, dtype=torch.int64)
+    parts = q.new_empty(most * heads * (wide(vdim) + 2))
+    desks = torch.empty(threads * own, dtype=torch.uint8)
+    told = array("q", bytes(8 * len(At)))
+    kept = _extras(told, more, cap, q.dtype)
+    for at, tensor in ((At.Q, q), (At.K, k), (At.V, v), (At.SPANS, spans), (At.OUT, out), (At.LSE, lse)):
+        told[at // 8] = tensor.data_ptr()
+    told[At.PLAN // 8], told[At.ROWS // 8] = notes.data_ptr(), notes.data_ptr() + 32 * most
+    told[At.PARTS // 8], told[At.DESK // 8], told[At.DESK_SIZE // 8] = parts.data_ptr(), desks.data_ptr(), own
+    told[At.BATCH // 8 : At.PAGE // 8 + 1] = array("q", (batch, heads, groups, dim, vdim, spans.shape[1], page))
+    told[At.K_PAGE // 8 : At.V_SLOT // 8 + 1] = array("q", [t.stride(n) * t.itemsize for t in (k, v) for n in range(3)])
+    address = told.buffer_info()[0]
+    team.run(entry("plan"), address, 1)
+    team.run(entry(KINDS[k.dtype]), address, threads)
+    del kept  # till here what it holds had to live
+    return out, lse
+
+
+def _extras(told: array[int], more: Sequence[Tensor], cap: float, exact: torch.dtype) -> list[Tensor]:
+    """Write down what only some calls have; the tensors that are pointed to."""
+    from .told import At
+
+    bias, sink, k_scale, v_scale = more
+    kept: list[Tensor] = []
+    if bias.numel():
+        kept.append(bias := bias.to(exact))
+        strides = [0 if bias.shape[n] == 1 else bias.stride(n) * bias.itemsize for n in range(3)]
+        told[At.BIAS // 8], told[At.BIAS_ROW // 8 : At.BIAS_KEY // 8 + 1] = bias.data_ptr(), array("q", strides)
+    if sink.numel():
+        kept.append(sink := sink.to(exact).contiguous())
+        told[At.SINK // 8] = sink.data_ptr()
+    if cap:
+        kept.append(limit := torch.tensor([cap], dtype=exact))
+        told[At.CAP // 8] = limit.data_ptr()
+    if k_scale.numel():
+        if k_scale.stride() != v_scale.stride():
+            k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
+        kept += [k_scale, v_scale]
+        told[At.K_SCALE // 8], told[At.V_SCALE // 8] = k_scale.data_ptr(), v_scale.data_ptr()
+        told[At.SCALE_PAGE // 8 : At.SCALE_SLOT // 8 + 1] = array("q", [k_scale.stride(n) * 4 for n in range(3)])
+    return kept
+
+
+def _steady(t: Tensor) -> Tensor:
+    """The same with its channels side by side."""
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
+
+
+@_decode.register_fake
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2])
+
+
+@register_flop_formula(torch.ops.headwise.decode)
+def _flops(q: Any, k: Any, v: Any, spans: Any, *rest: Any, out_shape: Any = None, **more: Any) -> int:
+    """Both products over all slots that the table names, read or not: what a span leaves out only the data say."""
+    return 2 * q[0] * q[1] * spans[1] * k[2] * (q[2] + v[3])
+
+
+def plainly(
+    q_BHK: Tensor, k_PGSK: Tensor, v_PGSV: Tensor, spans_BN3: Tensor, *, scale: float, beside: Beside = PLAIN
+) -> tuple[Tensor, Tensor]:
+    """The same in plain operations: every slot of the table is gathered, every score formed."""
+    exact = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
+    o, lse = _plainly(q_BHK.to(exact) * scale, k_PGSK, v_PGSV, spans_BN3, _told(beside), beside.cap)
+    return o.to(q_BHK.dtype), lse
+
+
+def _plainly(
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, more: Sequence[Tensor], cap: float
+) -> tuple[Tensor, Tensor]:
+    bias, sink, k_scale, v_scale = more
+    slot = torch.arange(k.shape[2], device=k.device)
+    allowed = ((slot >= spans[..., 1:2]) & (slot < spans[..., 2:3])).flatten(1)[:, None]
+    keys, values = (_laid(t, scale, spans[..., 0], q.dtype) for t, scale in ((k, k_scale), (v, v_scale)))
+    each = q.shape[1] // k.shape[1]
+    s_BHS = (q.unflatten(1, (-1, each)) @ keys.transpose(-1, -2)).flatten(1, 2)
+    if cap:
+        s_BHS = torch.tanh(s_BHS / cap) * cap
+    if bias.numel():
+        s_BHS = s_BHS + bias.to(q.dtype)
+    s_BHS = s_BHS.masked_fill(~allowed, -torch.inf)
+    ends = s_BHS if not sink.numel() else torch.cat([s_BHS, sink.to(q.dtype)[:, None].expand(len(q), -1, 1)], -1)
+    lse = ends.logsumexp(-1)
+    w_BHS = (s_BHS - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+    return (w_BHS.unflatten(1, (-1, each)) @ values).flatten(1, 2), lse
+
+
+def _laid(t: Tensor, scale: Tensor, pages: Tensor, exact: torch.dtype) -> Tensor:
+    """[B, G, N x S, K]: the pages of each row, one after the other."""
+    told = t.to(exact) if not scale.numel() else t.to(exact) * scale[..., None]
+    return told[pages].transpose(1, 2).flatten(2, 3)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, k, v, spans, more, ctx.cap = inputs
+    ctx.save_for_backward(q, k, v, spans, *more)
+
+
+def _back(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[Any, ...]:
+    """The gradient of the plain form, formed anew."""
+    q, k, v, spans, *more = ctx.saved_tensors
+    needed = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4]]
+    given = [t.detach().requires_grad_(need) for t, need in zip([q, k, v, *more], needed, strict=True)]
+    with torch.enable_grad():
+        found = _plainly(*given[:3], spans, given[3:], ctx.cap)
+    wanted = [t for t in given if t.requires_grad]
+    grads = iter(torch.autograd.grad(found, wanted, [o_grad, lse_grad], allow_unused=True))
+    each = [next(grads) if t.requires_grad else None for t in given]
+    return *each[:3], None, each[3:], None
+
+
+_decode.register_autograd(_back, setup_context=_keep)

@@ -1,0 +1,198 @@
+"""One query of a row reads the keys of that row, wherever they lie: the kernel.
+
+Keys of a row are cut into pieces; the pieces of all rows are handed out to threads one by one, so that a long row is
+shared and a short one costs what it holds. A piece is read in blocks with an online softmax (1805.02867), all heads of a
+block together, because their keys lie together; whoever finishes the last piece of a row joins them by their log-sum-exp
+(Flash-Decoding, Dao and others, 2023). How keys are cut does not depend on threads, and so neither does what comes out.
+"""
+
+from __future__ import annotations
+
+import math
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from numba import cfunc, njit, types
+
+from . import memory
+from .blocks import COLUMNS, KEYS, SCALES, VALUES, altered, compare, gather, scaled, weigh, wide
+from .lanes import WIDE, splat
+from .memory import number, put, read_one, size, take, whole
+from .told import BLOCK, PIECE, At
+
+ENTRY = types.void(types.int64)
+
+
+@njit
+def cut(told, row, n):
+    """Note the pieces of one row from number n on, with where each begins; the number behind them."""
+    entry, count, held = whole(told + At.PLAN), whole(told + At.SPAN_COUNT), 0
+    span = whole(told + At.SPANS) + 24 * row * count
+    put(entry + 32 * n + 24, 0)
+    for index in range(count):
+        slot, end = whole(span + 24 * index + 8), whole(span + 24 * index + 16)
+        while slot < end:
+            if held % PIECE == 0:
+                this = entry + 32 * (n + held // PIECE)
+                put(this + 8, index)
+                put(this + 16, slot)
+            step = min(end - slot, PIECE - held % PIECE)
+            slot, held = slot + step, held + step
+            put(entry + 32 * (n + (held - 1) // PIECE) + 24, (held - 1) % PIECE + 1)
+    end = n + max(1, (held + PIECE - 1) // PIECE)
+    for this in range(n, end):
+        put(entry + 32 * this, row)
+    return end
+
+
+@njit
+def plan(told):
+    """Cut the keys of every row into pieces; a row without keys is one empty piece."""
+    n, table = 0, whole(told + At.ROWS)
+    for row in range(whole(told + At.BATCH)):
+        end = cut(told, row, n)
+        put(table + 24 * row, n)
+        put(table + 24 * row + 8, end - n)
+        put(table + 24 * row + 16, 0)
+        n = end
+    put(told + At.PIECES, n)
+    put(told + At.NEXT, 0)
+    put(told + At.THREAD, 0)
+
+
+@njit
+def lay(told, row, n, slot, desk, count):
+    """The addresses of so many keys of a row from one slot on, of their values and scales, and their columns."""
+    spans, page = whole(told + At.SPANS) + 24 * row * whole(told + At.SPAN_COUNT), whole(told + At.PAGE)
+    k, v = whole(told + At.K), whole(told + At.V)
+    k_page, v_page, s_page = whole(told + At.K_PAGE), whole(told + At.V_PAGE), whole(told + At.SCALE_PAGE)
+    k_slot, v_slot, s_slot = whole(told + At.K_SLOT), whole(told + At.V_SLOT), whole(told + At.SCALE_SLOT)
+    for i in range(count):
+        while slot >= whole(spans + 24 * n + 16):
+            n += 1
+            slot = whole(spans + 24 * n + 8)
+        held, to = whole(spans + 24 * n), desk + 8 * i
+        put(to + KEYS, k + held * k_page + slot * k_slot)
+        put(to + VALUES, v + held * v_page + slot * v_slot)
+        put(to + SCALES, held * s_page + slot * s_slot)
+        put(to + COLUMNS, n * page + slot)
+        slot += 1
+    return n, slot
+
+
+@njit
+def piece(f, told, this, desk):
+    """Read one piece, block by block; the row it belongs to."""
+    heads, vdim = whole(told + At.HEADS), whole(told + At.VDIM)
+    step, entry = size(f) * (wide(vdim) + 2), whole(told + At.PLAN) + 32 * this
+    part = whole(told + At.PARTS) + this * heads * step
+    for h in range(heads):
+        for c in range(0, vdim, WIDE):
+            put(part + step * h + size(f) * c, splat(number(f, 0.0)))
+        put(part + step * (h + 1) - 2 * size(f), number(f, -math.inf))
+        put(part + step * (h + 1) - size(f), number(f, 0.0))
+    row, n, slot, left = whole(entry), whole(entry + 8), whole(entry + 16), whole(entry + 24)
+    q = whole(told + At.Q) + row * heads * size(f) * wide(whole(told + At.DIM))
+    k_scale, v_scale = whole(told + At.K_SCALE), whole(told + At.V_SCALE)
+    while left > 0:
+        count = min(left, BLOCK)
+        n, slot = lay(told, row, n, slot, desk, count)
+        compare(f, told, q, desk, count)
+        if k_scale:
+            scaled(f, told, k_scale, desk, count)
+        if whole(told + At.CAP) or whole(told + At.BIAS):
+            altered(f, told, row, desk, count)
+        weigh(f, told, desk, part, count)
+        if v_scale:
+            scaled(f, told, v_scale, desk, count)
+        gather(f, told, desk, part, count)
+        left -= count
+    return row
+
+
+@njit
+def join(f, told, row):
+    """What all pieces of a row read, by their shares of the whole; and how much there was to read."""
+    heads, vdim, b = whole(told + At.HEADS), whole(told + At.VDIM), size(f)
+    step, table, lowest = b * (wide(vdim) + 2), whole(told + At.ROWS) + 24 * row, number(f, -math.inf)
+    first, count, sink = whole(table), whole(table + 8), whole(told + At.SINK)
+    for h in range(heads):
+        part, apart = whole(told + At.PARTS) + (first * heads + h) * step, heads * step
+        rest = read_one(f, sink + b * h) if sink else lowest
+        top = rest
+        for n in range(count):
+            top = max(top, read_one(f, part + n * apart + step - 2 * b))
+        base = top if top > lowest else number(f, 0.0)
+        sums = number(f, math.exp(rest - base))
+        for n in range(count):
+            ends = part + n * apart + step - 2 * b
+            share = number(f, math.exp(read_one(f, ends) - base))
+            sums += read_one(f, ends + b) * share
+            put(ends, share)
+        over = number(f, 1.0) / (sums if sums != 0 else number(f, 1.0))  # who may read nothing reads zero
+        to = whole(told + At.OUT) + (row * heads + h) * b * vdim
+        for d in range(vdim):
+            a = number(f, 0.0)
+            for n in range(count):
+                a += read_one(f, part + n * apart + b * d) * read_one(f, part + n * apart + step - 2 * b)
+            put(to + b * d, a * over)
+        put(whole(told + At.LSE) + (row * heads + h) * b, number(f, math.log(sums)) + base)
+
+
+@njit
+def work(f, told):
+    """What every thread does: take a piece, read it, until there are no more."""
+    desk = whole(told + At.DESK) + take(told + At.THREAD) * whole(told + At.DESK_SIZE)
+    pieces, table, this = whole(told + At.PIECES), whole(told + At.ROWS), take(told + At.NEXT)
+    while this < pieces:
+        row = piece(f, told, this, desk)
+        if take(table + 24 * row + 16) + 1 == whole(table + 24 * row + 8):
+            join(f, told, row)
+        this = take(told + At.NEXT)
+
+
+def _entries(source: int) -> dict[str, Any]:
+    """A C function for each form. Numba keeps compiled ones by their code and what they close over: so all close over
+    `source`, a mark of every file that they are made of, which is never 0."""
+
+    def cuts(told):
+        if source:
+            plan(told)
+
+    def float32(told):
+        if source:
+            work(memory.float32(), told)
+
+    def float64(told):
+        if source:
+            work(memory.float64(), told)
+
+    def bfloat16(told):
+        if source:
+            work(memory.bfloat16(), told)
+
+    def int8(told):
+        if source:
+            work(memory.int8(), told)
+
+    return {"plan": cuts, "float32": float32, "float64": float64, "bfloat16": bfloat16, "int8": int8}
+
+
+def _mark() -> int:
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return 1 + int(sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12], 16)
+
+
+ENTRIES = _entries(_mark())
+_compiled: dict[str, Any] = {}
+
+
+def entry(name: str) -> int:
+    """The address of a kernel, compiled when it is first asked for and kept on disk where that can be."""
+    if name not in _compiled:
+        try:
+            _compiled[name] = cfunc(ENTRY, cache=True)(ENTRIES[name])
+        except RuntimeError:  # neither the folder of the package nor the user's own can be written
+            _compiled[name] = cfunc(ENTRY)(ENTRIES[name])
+    return _compiled[name].address

@@ -1,0 +1,148 @@
+"""Memory by its address: what kernels read and write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import extending, types
+from numba.core import cgutils
+from numba.core.datamodel import models
+
+from .lanes import F32, F64, INT, LONG, WIDE, Lanes, intrinsic, scalar
+
+BYTE = ir.IntType(8)
+RAW = {"float32": ir.FloatType(), "float64": ir.DoubleType(), "bfloat16": ir.IntType(16), "int8": BYTE}
+SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "int8": 1}
+
+
+def _pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> Any:
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def _widened(builder: ir.IRBuilder, raw: Any, kind: str, told: ir.Type) -> Any:
+    """Numbers as they lie in memory, as numbers to compute with: one, or a vector of them."""
+    if kind in ("float32", "float64"):
+        return raw
+    if kind == "int8":
+        return builder.sitofp(raw, told)
+    many = isinstance(told, ir.VectorType)
+    wide, shift = (ir.VectorType(INT, WIDE), [16] * WIDE) if many else (INT, 16)
+    # bfloat16 is the upper half of float32
+    return builder.bitcast(builder.shl(builder.zext(raw, wide), ir.Constant(wide, shift)), told)
+
+
+class Form(types.Type):
+    """As what kind of numbers keys lie in memory. A kernel is handed one, and is compiled for each."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(name=f"form of {kind}")
+        self.kind, self.lanes = kind, F64 if kind == "float64" else F32
+
+
+@extending.register_model(Form)
+class FormModel(models.OpaqueModel):
+    """There is nothing to hold: all that it says is in its type."""
+
+
+def _form(kind: str) -> Any:
+    @intrinsic
+    def form(typing: Any) -> Any:
+        return Form(kind)(), lambda context, builder, signature, args: context.get_dummy_value()
+
+    return form
+
+
+float32, float64, bfloat16, int8 = _form("float32"), _form("float64"), _form("bfloat16"), _form("int8")
+
+
+@intrinsic
+def lies(typing: Any, form: Any) -> Any:
+    """The bytes of a number as it lies in memory."""
+    return types.int64(form), lambda context, builder, signature, args: LONG(SIZES[form.kind])
+
+
+@intrinsic
+def size(typing: Any, form: Any) -> Any:
+    """The bytes of a number to compute with."""
+    return types.int64(form), lambda context, builder, signature, args: LONG(8 if form.lanes == F64 else 4)
+
+
+@intrinsic
+def number(typing: Any, form: Any, value: Any) -> Any:
+    """A number to compute with."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.cast(builder, args[1], value, form.lanes.number)
+
+    return form.lanes.number(form, value), code
+
+
+def _reader(many: bool, memory: bool) -> Any:
+    """How to read numbers from an address on: sixteen or one, as they lie in memory or as they are computed with."""
+
+    @intrinsic
+    def read(typing: Any, form: Any, address: Any) -> Any:
+        lanes = form.lanes
+        kind = form.kind if memory else "float64" if lanes == F64 else "float32"
+        told = lanes.kind if many else scalar(lanes.number)
+        raw = ir.VectorType(RAW[kind], WIDE) if many else RAW[kind]
+
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            found = builder.load(_pointer(builder, args[1], raw), align=SIZES[kind])
+            return _widened(builder, found, kind, told)
+
+        return (lanes if many else lanes.number)(form, types.int64), code
+
+    return read
+
+
+load, load_one = _reader(True, True), _reader(False, True)
+read, read_one = _reader(True, False), _reader(False, False)
+
+
+@intrinsic
+def whole(typing: Any, address: Any) -> Any:
+    """The int64 at an address."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(_pointer(builder, args[0], LONG))
+
+    return types.int64(types.int64), code
+
+
+@intrinsic
+def put(typing: Any, address: Any, value: Any) -> Any:
+    """Write one number, or sixteen."""
+    kind = value.kind if isinstance(value, Lanes) else scalar(value)
+    align = 4 if value in (F32, types.float32) else 8
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[1], _pointer(builder, args[0], kind), align=align)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, value), code
+
+
+@intrinsic
+def take(typing: Any, address: Any) -> Any:
+    """The int64 at an address, to which one is added; no two threads are given the same."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", _pointer(builder, args[0], LONG), LONG(1), "acq_rel")
+
+    return types.int64(types.int64), code
+
+
+@intrinsic
+def ahead(typing: Any, address: Any) -> Any:
+    """Ask for the memory at an address, which is soon read."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        byte = BYTE.as_pointer()
+        told = ir.FunctionType(ir.VoidType(), [byte, INT, INT, INT])
+        ask = cgutils.get_or_insert_function(builder.module, told, "llvm.prefetch.p0")
+        builder.call(ask, [builder.inttoptr(args[0], byte), INT(0), INT(2), INT(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), code

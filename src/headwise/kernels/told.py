@@ -1,0 +1,76 @@
+"""What a kernel is told: an array of int64, and where in it each number lies."""
+
+from __future__ import annotations
+
+from enum import IntEnum, auto
+
+from .lanes import WIDE
+
+BLOCK, PIECE = 64, 256  # keys that are read at once; keys that one thread takes on at a time
+LINE = 64  # bytes that memory brings at once
+
+
+class At(IntEnum):
+    """The place of each number, as bytes from the start. Addresses and strides count bytes; 0 where there is none.
+
+    A key lies at `K + number of its page x K_PAGE + head x K_HEAD + slot x K_SLOT`, its value and their scales
+    likewise; what is added to its score at `BIAS + row x BIAS_ROW + head x BIAS_HEAD + column x BIAS_KEY`.
+    """
+
+    def _generate_next_value_(name, start, count, last_values):
+        return 8 * count
+
+    NEXT = auto()  # counters: the next piece, the next thread
+    THREAD = auto()
+    PIECES = auto()
+    Q = auto()  # [B, H, dim wide], scaled
+    K = auto()
+    V = auto()
+    SPANS = auto()  # [B, N, 3]: page, first slot, end
+    BIAS = auto()
+    SINK = auto()  # [H]
+    K_SCALE = auto()
+    V_SCALE = auto()
+    CAP = auto()  # a number: scores saturate there
+    OUT = auto()  # [B, H, V]
+    LSE = auto()  # [B, H]
+    PLAN = auto()  # [pieces, 4]: row, span, slot in it, keys
+    ROWS = auto()  # [B, 3]: first piece, pieces, pieces done
+    PARTS = auto()  # [pieces, H, vdim wide + 2]: what each piece reads, its top and its total
+    DESK = auto()  # where threads write, and how many bytes each has there
+    DESK_SIZE = auto()
+    BATCH = auto()
+    HEADS = auto()
+    GROUPS = auto()
+    DIM = auto()
+    VDIM = auto()
+    SPAN_COUNT = auto()
+    PAGE = auto()
+    K_PAGE = auto()
+    K_HEAD = auto()
+    K_SLOT = auto()
+    V_PAGE = auto()
+    V_HEAD = auto()
+    V_SLOT = auto()
+    BIAS_ROW = auto()
+    BIAS_HEAD = auto()
+    BIAS_KEY = auto()
+    SCALE_PAGE = auto()
+    SCALE_HEAD = auto()
+    SCALE_SLOT = auto()
+
+
+def wide(count: int) -> int:
+    """The next multiple of a vector's numbers."""
+    return (count + WIDE - 1) // WIDE * WIDE
+
+
+def desk(heads: int, size: int) -> int:
+    """Bytes that a thread writes on: addresses of a block's keys, their scores and factors by head, one vector."""
+    lists = 4 * 8 * BLOCK
+    return (lists + (heads * BLOCK + wide(heads) + WIDE) * size + LINE - 1) // LINE * LINE
+
+
+def pieces(keys: int) -> int:
+    """Into how many pieces so many keys of a row are cut; none are one empty piece."""
+    return max(1, -(-keys // PIECE))
