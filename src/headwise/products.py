@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .kernels.thin import KINDS, LANES, thin
+
 FEW = 4  # tokens at most, beyond which torch's product is as fast
 LARGE = 2**19  # bytes of a matrix at least: a kernel takes a second to be made, which small ones never bring in
-LANES = 16  # numbers that the kernel reads at once
-KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 PLAIN = (Tensor, nn.Parameter)
-
 KERNELS = find_spec("numba") is not None
-_MADE: dict[str, Any] = {}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -32,7 +29,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     11.0
     """
     if bias is None and is_thin(x, (weight,)):
-        return torch.ops.headwise.thin(x.reshape(-1, x.shape[-1]), [weight]).view(*x.shape[:-1], weight.shape[0])
+        return thin(x.reshape(-1, x.shape[-1]), [weight]).view(*x.shape[:-1], weight.shape[0])
     return F.linear(x, weight, bias)
 
 
@@ -44,7 +41,7 @@ def abreast(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """
     if not is_thin(x, weights):
         return [F.linear(x, weight) for weight in weights]
-    y = torch.ops.headwise.thin(x.reshape(-1, x.shape[-1]), list(weights))
+    y = thin(x.reshape(-1, x.shape[-1]), list(weights))
     return y.view(*x.shape[:-1], -1).split([weight.shape[0] for weight in weights], -1)
 
 
@@ -62,45 +59,3 @@ def is_thin(x: Tensor, weights: Sequence[Tensor]) -> bool:
         and all(type(w) in PLAIN and w.dtype == x.dtype and w.is_contiguous() for w in weights)
         and not torch.is_autocast_enabled("cpu")
     )
-
-
-def _thin(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    """[M, all rows of all matrices]."""
-    from .kernels import team
-    from .kernels.thin import BLOCK, At, built
-
-    kind = KINDS[x_MK.dtype]
-    if kind not in _MADE:
-        _MADE[kind] = built(kind)
-    tokens, width = x_MK.shape
-    rows = [matrix.shape[0] for matrix in matrices]
-    blocks = sum(-(-count // BLOCK) for count in rows)
-    x = x_MK.to(torch.float32).view(tokens, -1, LANES).transpose(0, 1).contiguous()
-    y = torch.zeros(tokens, sum(rows))
-    table = [number for matrix in matrices for number in (matrix.data_ptr(), matrix.shape[0])]
-    told = torch.tensor([0, blocks, x.data_ptr(), y.data_ptr(), tokens, width, sum(rows), *table])
-    assert told.numel() == At.TABLE + len(table)
-    team.run(_MADE[kind].address, told.data_ptr(), min(blocks, team.most()))
-    return y.to(x_MK.dtype)
-
-
-def _shape(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    return x_MK.new_empty(x_MK.shape[0], sum(matrix.shape[0] for matrix in matrices))
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0], *inputs[1])
-
-
-def _back(ctx: Any, dy: Tensor) -> tuple[Tensor, list[Tensor]]:
-    x, *matrices = ctx.saved_tensors
-    parts = dy.split([matrix.shape[0] for matrix in matrices], 1)
-    dx = sum((part @ matrix for part, matrix in zip(parts, matrices, strict=True)), torch.zeros_like(x))
-    return dx, [part.T @ x for part in parts]
-
-
-_LIBRARY = torch.library.Library("headwise", "FRAGMENT")
-_LIBRARY.define("thin(Tensor x, Tensor[] matrices) -> Tensor")
-_LIBRARY.impl("thin", _thin, "CPU")
-torch.library.register_fake("headwise::thin", _shape, lib=_LIBRARY)
-torch.library.register_autograd("headwise::thin", _back, setup_context=_remember, lib=_LIBRARY)
