@@ -17,8 +17,8 @@ class Tokens:
 
     Both tensors are [B, T], or [1, T] when all rows are alike. `start` is set when every row is known, without
     looking at the device, to hold the neighbouring positions start, start + 1, ... of segment 0. `filled`, set by a
-    cache, says that the newest token reads exactly the first `filled` of these. `checked` spares what the library
-    made itself a second look.
+    cache, says that the newest token reads exactly the first `filled` of these, and `lengths` [B] how many it reads in
+    each row where they differ. `checked` spares what the library made itself a second look.
 
     >>> Tokens.of(torch.zeros(2, 3, 8), lengths=[3, 2]).segment.tolist()
     [[0, 0, 0], [0, 0, -1]]
@@ -29,12 +29,13 @@ class Tokens:
     start: int | None = None
     checked: bool = field(default=False, repr=False)
     filled: int | None = None
+    lengths: Tensor | None = None
 
     def __post_init__(self) -> None:
         if not self.checked:
             _check(self.position, self.segment)
             self.position, self.segment = self.position.long(), self.segment.long()
-            self.start = self.filled = None  # whoever knows more has checked it
+            self.start = self.filled = self.lengths = None  # whoever knows more has checked it
 
     @staticmethod
     def of(

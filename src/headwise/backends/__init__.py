@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import NoBackend, nearest
 from ..terms import Work
-from . import banded, composed, dense, flex, grouped, linear, sdpa
+from . import banded, composed, dense, flex, grouped, linear, ragged, sdpa
 from .blocks import BLOCK
 from .bound import Bound
 from .job import Inputs, Job
@@ -19,6 +19,7 @@ Attend = Callable[..., Any]
 
 # In the order of preference (see `order`): the first that does not refuse runs.
 BACKENDS: dict[str, ModuleType] = {
+    "ragged": ragged,
     "grouped": grouped,
     "banded": banded,
     "sdpa": sdpa,

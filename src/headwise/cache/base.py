@@ -35,6 +35,7 @@ class Cache(ABC):
         self._opening = spec.pattern.opening
         self.used = 0  # tokens appended, padding included
         self.uniform = True  # every row holds positions 0 .. used - 1 of segment 0, known without asking the device
+        self.single = True  # no row has held another segment than 0
         self._last = torch.full((batch,), -1, dtype=torch.int64, device=device)
         self._zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._segment = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -116,6 +117,7 @@ class Cache(ABC):
         last = torch.full_like(self._last, self.used - 1) if self.uniform else self._last
         self._ordered(last, at)
         self._last, self.uniform = last, False
+        self.single = self.single and not bool((at.segment > 0).any())
         self.used += at.count
         if at.count:
             self._follow(at)

@@ -99,7 +99,7 @@ class PlainCache(Slots):
             self._filled = self._filled + at.live.expand(self.batch, -1).sum(1)
         self._bound += at.count
         if at.count == 1:
-            return self.entry, self._held()
+            return self.entry, self._held() if self.uniform else self._ragged(at)
         if alone:
             return entry, at
         if self.uniform:
@@ -107,6 +107,13 @@ class PlainCache(Slots):
         filled = {name: held[:, : self._bound] for name, held in self.entry.items()}
         position, segment = self.tokens.position[:, : self._bound], self.tokens.segment[:, : self._bound]
         return filled, Tokens(position, segment, 0 if self.uniform else None, checked=True)
+
+    def _ragged(self, at: Tokens) -> Tokens:
+        """All slots of rows that differ, with how many the newest token of each reads where that is all that it holds."""
+        if not (self.single and self._reads_all):
+            return self.tokens
+        lengths = torch.where(at.live.expand(self.batch, -1)[:, 0], self._filled, 0)
+        return Tokens(self.tokens.position, self.tokens.segment, checked=True, lengths=lengths)
 
     def _settle(self, used: int) -> None:
         # While all rows run alike a slot's position is its index and its segment 0; nobody needs that written

@@ -91,19 +91,30 @@ def scaled(f, told, scale, desk, count):
 
 
 @njit
-def altered(f, told, row, desk, count):
-    """Scores with their ceiling, and with what is added to them."""
-    cap, bias, key = whole(told + At.CAP), whole(told + At.BIAS), whole(told + At.BIAS_KEY)
+def capped(f, told, desk, count):
+    """Scores with their ceiling."""
+    cap = whole(told + At.CAP)
+    for h in range(whole(told + At.HEADS)):
+        x = desk + SCORES + size(f) * BLOCK * h
+        for i in range(count):
+            share = math.tanh(read_one(f, x + size(f) * i) / read_one(f, cap))
+            put(x + size(f) * i, number(f, share) * read_one(f, cap))
+
+
+@njit
+def biased(f, told, row, desk, count):
+    """Scores with what is added to them; sixteen at once where columns follow each other."""
+    bias, key, first = whole(told + At.BIAS), whole(told + At.BIAS_KEY), whole(desk + COLUMNS)
+    joined = key == size(f) and whole(desk + COLUMNS + 8 * count - 8) == first + count - 1
+    full = count // WIDE * WIDE if joined else 0
     for h in range(whole(told + At.HEADS)):
         x = desk + SCORES + size(f) * BLOCK * h
         own = bias + row * whole(told + At.BIAS_ROW) + h * whole(told + At.BIAS_HEAD)
-        for i in range(count):
-            s = read_one(f, x + size(f) * i)
-            if cap:
-                s = number(f, math.tanh(s / read_one(f, cap))) * read_one(f, cap)
-            if bias:
-                s += read_one(f, own + whole(desk + COLUMNS + 8 * i) * key)
-            put(x + size(f) * i, s)
+        for i in range(0, full, WIDE):
+            put(x + size(f) * i, plus(read(f, x + size(f) * i), read(f, own + size(f) * (first + i))))
+        for i in range(full, count):
+            more = read_one(f, own + whole(desk + COLUMNS + 8 * i) * key)
+            put(x + size(f) * i, read_one(f, x + size(f) * i) + more)
 
 
 @njit

@@ -42,8 +42,8 @@ def decode(
     a page for each row. H is a multiple of G, and neighbouring heads share a key head. V may differ from K.
 
     `spans_BN3` (int64) is the table: for each n, row b reads the slots from `begin` to before `end` of a page, told as
-    `page, begin, end`. A page may stand in several rows. A span with begin >= end is nothing, and a row that has nothing
-    else reads zero. Spans are read in order, and the column of a key is n x S + its slot.
+    `page, begin, end`. A page may stand in several rows. A span with begin >= end is nothing, and a row that has
+    nothing else reads zero. Spans are read in order, and the column of a key is n x S + its slot.
 
     The query is of the dtype of the pages (with int8, float32 or bfloat16), and so is what it reads; sums are float32,
     of float64 float64. Results do not depend on the number of threads, bit for bit. Gradients reach the query, pages,
@@ -186,7 +186,7 @@ def _back(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[Any, ...]:
     needed = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4]]
     given = [t.detach().requires_grad_(need) for t, need in zip([q, k, v, *more], needed, strict=True)]
     with torch.enable_grad():
-        found = _plainly(*given[:3], spans, given[3:], ctx.cap)
+        found = _plainly(given[0], given[1], given[2], spans, given[3:], ctx.cap)
     wanted = [t for t in given if t.requires_grad]
     grads = iter(torch.autograd.grad(found, wanted, [o_grad, lse_grad], allow_unused=True))
     each = [next(grads) if t.requires_grad else None for t in given]

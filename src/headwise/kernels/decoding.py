@@ -1,9 +1,10 @@
 """One query of a row reads the keys of that row, wherever they lie: the kernel.
 
 Keys of a row are cut into pieces; the pieces of all rows are handed out to threads one by one, so that a long row is
-shared and a short one costs what it holds. A piece is read in blocks with an online softmax (1805.02867), all heads of a
-block together, because their keys lie together; whoever finishes the last piece of a row joins them by their log-sum-exp
-(Flash-Decoding, Dao and others, 2023). How keys are cut does not depend on threads, and so neither does what comes out.
+shared and a short one costs what it holds. A piece is read in blocks with an online softmax (1805.02867), all heads of
+a block together, because their keys lie together; whoever finishes the last piece of a row joins them by their
+log-sum-exp (Flash-Decoding, Dao and others, 2023). How keys are cut does not depend on threads, and so neither does
+what comes out.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from numba import cfunc, njit, types
 
 from . import memory
-from .blocks import COLUMNS, KEYS, SCALES, VALUES, altered, compare, gather, scaled, weigh, wide
+from .blocks import COLUMNS, KEYS, SCALES, VALUES, biased, capped, compare, gather, scaled, weigh, wide
 from .lanes import WIDE, splat
 from .memory import number, put, read_one, size, take, whole
 from .told import BLOCK, PIECE, At
@@ -101,8 +102,10 @@ def piece(f, told, this, desk):
         compare(f, told, q, desk, count)
         if k_scale:
             scaled(f, told, k_scale, desk, count)
-        if whole(told + At.CAP) or whole(told + At.BIAS):
-            altered(f, told, row, desk, count)
+        if whole(told + At.CAP):
+            capped(f, told, desk, count)
+        if whole(told + At.BIAS):
+            biased(f, told, row, desk, count)
         weigh(f, told, desk, part, count)
         if v_scale:
             scaled(f, told, v_scale, desk, count)

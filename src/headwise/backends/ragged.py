@@ -1,0 +1,111 @@
+"""One query per row on the CPU: a kernel reads the keys that each row holds, where they lie, and no others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..kernels import Beside, decode
+from ..parts.sink_softmax import SinkSoftmax
+from ..parts.softcap import Softcap
+from ..probe import Probe
+from ..seams import ScoreStep
+from ..spec import AttentionSpec
+from ..terms import Work
+from ..tokens import Sight
+from . import dense, grouped, sdpa
+from .bound import Bound
+from .job import Inputs, Job
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+COMPILER = find_spec("numba") is not None
+LEAST = 0
+
+
+def refuses(job: Job) -> list[str]:
+    """Why this job cannot run here."""
+    cap = capped(job.spec)
+    core = sdpa.refuses_core(replace(job, wants=job.wants - {"lse"}))
+    reasons = [reason for reason in core if cap is None or reason != f"{type(cap).__name__} is not additive"]
+    if not job.one:
+        reasons.append("there is more than one query per row")
+    if not job.groups:
+        reasons.append("no equal groups of heads share a key head")
+    if job.device != "cpu":
+        reasons.append(f"its kernel is for the CPU, not {job.device}")
+    if job.dtype not in DTYPES:
+        reasons.append(f"its kernel does not know {job.dtype}")
+    if not COMPILER:
+        reasons.append("Numba, which compiles its kernel, is not installed")
+    return reasons
+
+
+def capped(spec: AttentionSpec) -> Softcap | None:
+    """The ceiling that scores have before anything is added to them, where there is one."""
+    steps = [step for _, step in spec.steps(ScoreStep)]
+    return steps[0] if steps and isinstance(steps[0], Softcap) else None
+
+
+def spent(job: Job, work: Work) -> int:
+    """The products with every slot there is, read or not."""
+    if small(job, work.batch, work.keys) and _other(job) is sdpa:
+        return sdpa.spent(job, work)
+    return job.core.flops(work.batch * work.queries * work.keys)
+
+
+def small(job: Job, batch: int, keys: int) -> bool:
+    """Whether there is so little to read that torch's own call is done before."""
+    return batch * keys * (job.core.dim + job.core.vdim) * (max(job.core.keys) + 1) * job.dtype.itemsize < LEAST
+
+
+def _other(job: Job) -> ModuleType:
+    """Who reads what is small."""
+    if job.groups == 1 and capped(job.spec) is None:
+        return sdpa
+    return dense if capped(job.spec) or isinstance(job.spec.normaliser, SinkSoftmax) else grouped
+
+
+def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
+    """Per-head outputs o_B1HV."""
+    cap = capped(job.spec)
+    if small(job, len(inputs.q), sight.keys.count):
+        return _other(job).attend(job, sight, inputs, bound, probe)
+    if cap is not None:
+        bound = replace(bound, scores=bound.scores[1:])
+    spans_BN3, hidden = spans(sight, len(inputs.q))
+    bias = bound.bias(sight, inputs)[:, :, 0] if bound.scores else None
+    if hidden is not None:
+        zero = inputs.q.new_zeros(()) if bias is None else bias
+        bias = torch.where(hidden, -torch.inf, zero)
+    sink = bound.normaliser_p.spread()["sink"].flatten() if isinstance(bound.normaliser, SinkSoftmax) else None
+    beside = Beside(bias, sink, cap=0.0 if cap is None else cap.limit)
+    k, v = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
+    o_BHV, lse_BH = decode(inputs.q[:, 0], k, v, spans_BN3, scale=inputs.asked.scale, beside=beside)
+    if probe is not None and "lse" in probe.wants:
+        probe("lse", lse_BH[..., None])
+    return o_BHV[:, None]
+
+
+def spans(sight: Sight, batch: int) -> tuple[Tensor, Tensor | None]:
+    """Which slots each row reads, [B, 1, 3]; and which among these are hidden, [B or 1, 1, S], where some are."""
+    keys, device = sight.keys, sight.keys.position.device
+    row, hidden = torch.arange(batch, device=device), None
+    begin = torch.zeros_like(row)
+    if sight.shape == "full":
+        end = torch.full_like(row, keys.count)
+    elif keys.lengths is not None:
+        end = keys.lengths
+    elif keys.filled is not None:
+        end = torch.full_like(row, keys.filled)
+    else:
+        allowed = sight.allowed[:, 0, 0].expand(batch, -1)
+        slot = torch.arange(keys.count, device=device)
+        end = torch.where(allowed, slot + 1, 0).amax(1) if keys.count else begin
+        begin = torch.where(allowed, slot, keys.count).amin(1) if keys.count else begin
+        if torch.compiler.is_compiling() or bool((allowed.sum(1) < end - begin).any()):
+            hidden = ~allowed[:, None]
+    return torch.stack([row, begin, end], -1)[:, None], hidden
