@@ -241,6 +241,8 @@ def test_what_fails_of_ours_is_said_and_is_not_sound(bench: rows.Bench):
 def test_an_aim_at_nobody_is_a_mistake(bench: rows.Bench, clock: Clock):
     with pytest.raises(ValueError, match="aims at 'nobody', and has no such peer"):
         bench.row(Case("a case", clock.run("ours", 1.0), {}, aims=(Aim("nobody", 1.0),)), "fake")
+    with pytest.raises(ValueError, match="aims at a limit, and says no need"):
+        bench.row(Case("a case", clock.run("ours", 1.0), {}, aims=(Aim(LIMIT, 1.0),)), "fake")
 
 
 def test_no_aims_no_verdict_and_all_met_is_met(bench: rows.Bench, clock: Clock):
@@ -307,7 +309,9 @@ def fakes(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> dict[str, Any]:
     """Two kinds of work that take no time, on a machine that nobody measures."""
 
     def slow(quick: bool) -> Iterator[Case]:
-        yield Case("slow, forward", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}, (Aim("one", 3.0),))
+        yield Case(
+            "slow, forward", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}, (Aim("one", 3.0), Aim("one", 2.0))
+        )
         yield Case("slow, backward", clock.run("ours", 0.5), {"gone": Absent("gone is not installed")})
 
     def other(quick: bool) -> Iterator[Case]:
@@ -341,9 +345,29 @@ def test_the_table_fits_a_terminal(capsys, fakes):
     code, out, _ = run(capsys)
     assert code == 1  # somebody says something else
     assert max(map(len, out.splitlines())) <= 80
-    for word in ("Slow work", "slow, forward", "3.00 x: missed", "gone is not installed", "something else", "2.00 x"):
+    for word in (
+        "Slow work",
+        "slow, forward",
+        "3.00 x: missed",
+        "2.00 x: met",
+        "gone is not installed",
+        "something else",
+        "2.00 x",
+    ):
         assert word in out
-    assert "1 missed" in out
+    assert "1 met, 1 missed" in out
+
+
+def test_the_widest_line_fits_too(bench: rows.Bench, clock: Clock):
+    name = "somebody whose name is long, as published (plain PyTorch, compiled)"
+    shaky = clock.run(name, 1.0, 1.0, 1.0, 1.5, 2.0, 2.5, 3.0)
+    aims = (Aim(name, 20.0), Aim(LIMIT, 0.8), Aim(name, 200.0))
+    got = row(
+        bench, Case(3 * name, clock.run("ours", 0.5), {name: shaky}, aims, need=Need(reads=2**14), tried=9 * name)
+    )
+    lines = str(Report(MACHINE | {"labels": [2 * name], "quick": True}, [got])).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[-2:] for line in lines if "20.0 x:" in line] == [["no", "verdict"]]
 
 
 def test_rows_are_chosen_by_any_piece_of_a_name(capsys, fakes):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from . import backends, inputs
-from .backends import Attend, Bound, Inputs, Job
+from .backends import Attend, Bound, Inputs, Job, packed
 from .cache import Cache, Remembered, StateCache
 from .peers import Peered
 from .probe import Probe
@@ -136,8 +137,9 @@ class Attention(Peered, nn.Module):
         if mask is not None:
             inputs.check_mask(self.spec, mask, x, source, cache, self.peers.spans)
         state = {} if cache is None else cache.state
-        plan = self._plan(x, bool(state), mask is not None, probe)  # may refuse, before anything is remembered
         at = tokens or (Tokens.run(0, x.shape[1], x.device) if cache is None else cache.next(x.shape[1]))
+        apart = cache is None and mask is None and self._apart(x, at, source, probe)
+        plan = self._plan(x, bool(state), mask is not None, apart, probe)  # may refuse before anything is remembered
         if self._limit is not None:
             inputs.check_positions(self._limit, at)
         x, turning = self.peers.enter(x), Turning(self._turns, at.position)
@@ -226,15 +228,24 @@ class Attention(Peered, nn.Module):
         folder, p = self._bound.folder
         return folder.fold(given.state, *backends.heard(given, job), told.live, p)
 
-    def _plan(self, x: Tensor, stated: bool, masked: bool, probe: Probe | None) -> Plan:
+    def _apart(self, x: Tensor, at: Tokens, source: Tensor | Remembered | None, probe: Probe | None) -> bool:
+        """Whether every packed text runs by itself; compiled, whose shapes may not follow the lengths, none does."""
+        if torch.compiler.is_compiling() or self.peers.spans > 1 or at.lengths is None:
+            return False
+        seen = probe is None or inputs.checked_probe(probe).wants <= packed.SHOWN
+        told = source.tokens if isinstance(source, Remembered) else at if source is None else None
+        return seen and packed.apart(at, told, x.shape[0])
+
+    def _plan(self, x: Tensor, stated: bool, masked: bool, apart: bool, probe: Probe | None) -> Plan:
         wants = NOTHING if probe is None else inputs.checked_probe(probe).wants
         grad, one = torch.is_grad_enabled(), x.shape[1] == 1
-        key = (self.only, x.device.type, x.dtype, grad, one, stated, masked, self.training, wants)
+        key = (self.only, x.device.type, x.dtype, grad, one, stated, masked, self.training, wants, apart)
         if key not in self._plans:
             project = self._forms[one]
-            job = Job(self.spec, self.spec.core_of(project), *key[1:])
+            job = Job(self.spec, self.spec.core_of(project), *key[1:-1])
             backend, scale = backends.choose(job, self.only), self.spec.similarity.factor(job.core)
-            self._plans[key] = Plan(project, job, backend.attend, scale, self.spec.voices)
+            attend = partial(packed.attend, backend.attend) if apart else backend.attend
+            self._plans[key] = Plan(project, job, attend, scale, self.spec.voices)
         return self._plans[key]
 
 

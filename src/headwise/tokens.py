@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ class Tokens:
 
     Both tensors are [B, T], or [1, T] when all rows are alike. `start` is set when every row is known, without
     looking at the device, to hold the neighbouring positions start, start + 1, ... of segment 0. `filled`, set by a
-    cache, says that the newest token reads exactly the first `filled` of these, and `lengths` [B] how many it reads in
-    each row where they differ. `checked` spares what the library made itself a second look.
+    cache, says that the newest token reads exactly the first `filled` of these, and `held` [B] how many it reads in
+    each row where they differ. `lengths`, set by `packed`, are those of the texts of each row, known without looking at
+    the device. `checked` spares what the library made itself a second look.
 
     >>> Tokens.of(torch.zeros(2, 3, 8), lengths=[3, 2]).segment.tolist()
     [[0, 0, 0], [0, 0, -1]]
@@ -29,13 +31,15 @@ class Tokens:
     start: int | None = None
     checked: bool = field(default=False, repr=False)
     filled: int | None = None
-    lengths: Tensor | None = None
+    held: Tensor | None = None
+    lengths: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
+    plans: list[Any] = field(default_factory=list[Any], init=False, repr=False)  # what a backend made of them once
 
     def __post_init__(self) -> None:
         if not self.checked:
             _check(self.position, self.segment)
             self.position, self.segment = self.position.long(), self.segment.long()
-            self.start = self.filled = self.lengths = None  # whoever knows more has checked it
+            self.start = self.filled = self.held = self.lengths = None  # whoever knows more has checked it
 
     @staticmethod
     def of(
@@ -73,6 +77,38 @@ class Tokens:
         """Every row the same: positions start .. start + count - 1 of segment 0."""
         position = torch.arange(start, start + count, device=device)[None]
         return Tokens(position, torch.zeros_like(position), start, checked=True)
+
+    @staticmethod
+    def packed(lengths: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tokens:
+        """Rows of texts of these lengths, one behind the other; a row that holds less is filled up behind them.
+
+        Attention then runs text by text, and a source that is packed too is read text by text: text k of a row reads
+        text k of the same row of the source.
+
+        >>> told = Tokens.packed([[2, 3], [1]])
+        >>> told.segment.tolist(), told.position.tolist()
+        ([[0, 0, 1, 1, 1], [0, -1, -1, -1, -1]], [[0, 1, 0, 1, 2], [0, 0, 0, 0, 0]])
+        """
+        rows = tuple(tuple(row) for row in lengths)
+        if not rows or any(type(length) is not int or length < 0 for row in rows for length in row):
+            raise ValueError(f"lengths={lengths!r} are no texts in rows; give whole numbers from 0, as in [[5, 3], [8]]")
+        count = max(map(sum, rows))
+        position, segment = (torch.full((len(rows), count), fill) for fill in (0, -1))
+        for n, row in enumerate(rows):
+            if row:
+                position[n, : sum(row)] = torch.cat([torch.arange(length) for length in row])
+                segment[n, : sum(row)] = torch.arange(len(row)).repeat_interleave(torch.tensor(row))
+        return Tokens(position.to(device), segment.to(device), checked=True, lengths=rows)
+
+    def to(self, device: torch.device | str) -> Tokens:
+        """The same tokens over there."""
+        position, segment = self.position.to(device), self.segment.to(device)
+        return Tokens(position, segment, self.start, checked=True, lengths=self.lengths)
+
+    def rows(self, own: slice) -> Tokens:
+        """Those of some rows."""
+        lengths = None if self.lengths is None else self.lengths[own]
+        return Tokens(self.position[own], self.segment[own], self.start, checked=True, lengths=lengths)
 
     @property
     def count(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import NoBackend, nearest
 from ..terms import Work
-from . import banded, composed, dense, flex, grouped, linear, ragged, sdpa
+from . import banded, composed, dense, flex, grouped, linear, packed, ragged, sdpa
 from .blocks import BLOCK
 from .bound import Bound
 from .job import Inputs, Job
@@ -76,4 +76,4 @@ def _reasons(name: str, job: Job) -> list[str]:
 
 
 __all__ = ["BACKENDS", "Attend", "Bound", "Inputs", "Job", "choose", "forms_again", "heard"]
-__all__ += ["is_plain", "plainly", "why"]
+__all__ += ["is_plain", "packed", "plainly", "why"]

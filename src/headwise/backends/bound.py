@@ -38,6 +38,7 @@ class Bound:
     values: Sequence[tuple[ValueStep, Weighted]]
     elementwise: Sequence[tuple[ScoreStep, Weighted]]
     selected: tuple[int, ...] | None  # the rows of weights that read values, when some do not
+    pattern: str  # who reads whom, as text: what a kernel that torch knows by name can be told
 
     @staticmethod
     def of(spec: AttentionSpec, p: Mapping[str, Weighted]) -> Bound:
@@ -63,6 +64,7 @@ class Bound:
             values=[(step, p[name]) for name, step in spec.steps(ValueStep)],
             elementwise=[(step, p[name]) for name, step in spec.steps(ScoreStep)],
             selected=None if every else spec.voices,
+            pattern=spec.pattern.text,
         )
 
     def bias(self, sight: Sight, inputs: Inputs) -> Tensor:

@@ -97,8 +97,8 @@ def spans(sight: Sight, batch: int) -> tuple[Tensor, Tensor | None]:
     begin = torch.zeros_like(row)
     if sight.shape == "full":
         end = torch.full_like(row, keys.count)
-    elif keys.lengths is not None:
-        end = keys.lengths
+    elif keys.held is not None:
+        end = keys.held
     elif keys.filled is not None:
         end = torch.full_like(row, keys.filled)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +15,9 @@ from .case import LIMIT
 from .rows import LOOSE, OURS, Row
 
 WIDTH = 80
-NAMED, NUMBER = 38, 11  # letters of a name, and of a number behind it
+NAMED, NUMBER = 33, 11  # letters of a name, and of a number behind it
 KEPT, DRAWN = "bench.json", "bench.svg"
+EDGE = NAMED + 2 * NUMBER + 7  # where aims stand
 SCALES = ((1.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "us"))
 VERDICT = {True: "met", False: "missed", None: "no verdict"}
 
@@ -98,13 +99,14 @@ class Line(NamedTuple):
     seconds: float
     reached: str
     spread: str
-    aim: str
+    aims: Sequence[str] = ()
 
     def __str__(self) -> str:
         first, *rest = textwrap.wrap(self.name, NAMED - 2)
         numbers = f"{timed(self.seconds):>{NUMBER}}{self.reached:>{NUMBER - 2}}{self.spread:>7}"
-        said = f"  {first:<{NAMED - 2}}{numbers}  {self.aim}".rstrip()
-        return "\n".join([said, *(f"    {more}" for more in rest)])
+        aim, *more = self.aims or [""]
+        said = f"  {first:<{NAMED - 2}}{numbers}  {aim}".rstrip()
+        return "\n".join([said, *(f"    {part}" for part in rest), *(f"{'':{EDGE}}{each}" for each in more)])
 
 
 def lines(row: Row) -> Iterator[str]:
@@ -131,7 +133,7 @@ def seconds_of(row: Row) -> Iterator[Line]:
     """Ours, every peer, and the limit."""
     if row["ours_s"] is None:
         return
-    yield Line(OURS, row["ours_s"], "", share(row["spread"][OURS]), "")
+    yield Line(OURS, row["ours_s"], "", share(row["spread"][OURS]))
     for name, seconds in row["peers"].items():
         yield Line(name, seconds, times(row["ratio"][name]), share(row["spread"][name]), aims(row, name))
     if limit := row["limit"]:
@@ -139,9 +141,9 @@ def seconds_of(row: Row) -> Iterator[Line]:
         yield Line(name, limit["seconds"], share(limit["share"]), share(limit["spread"]), aims(row, LIMIT))
 
 
-def aims(row: Row, against: str) -> str:
+def aims(row: Row, against: str) -> list[str]:
     """What is aimed at against somebody, and what came of it."""
-    return ", ".join(f"{wanted(one)}: {VERDICT[one['met']]}" for one in row["aim"] if one["against"] == against)
+    return [f"{wanted(one)}: {VERDICT[one['met']]}" for one in row["aim"] if one["against"] == against]
 
 
 def wanted(aim: Mapping[str, Any]) -> str:

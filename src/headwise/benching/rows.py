@@ -28,9 +28,7 @@ class Bench:
 
     def row(self, case: Case, kind: str) -> Row:
         """Everybody who can run it, warm and agreeing, timed in turns."""
-        for aim in case.aims:
-            if aim.against != LIMIT and aim.against not in case.peers:
-                raise ValueError(f"{case.name!r} aims at {aim.against!r}, and has no such peer")
+        _check(case)
         found = _Found(case)
         runs = found.warmed({name: _waited(run) for name, run in _runs(case).items()})
         if OURS not in runs:
@@ -40,6 +38,15 @@ class Bench:
             limit = self.limits.of(case.need, found.taken)
             found.limit = limit | {"share": limit["seconds"] / found.taken[OURS].median}
         return found.row(kind)
+
+
+def _check(case: Case) -> None:
+    """Every aim is at somebody."""
+    for aim in case.aims:
+        if aim.against == LIMIT and case.need is None:
+            raise ValueError(f"{case.name!r} aims at a limit, and says no need")
+        if aim.against not in (LIMIT, *case.peers):
+            raise ValueError(f"{case.name!r} aims at {aim.against!r}, and has no such peer")
 
 
 def failed(kind: str, name: str, error: Exception) -> Row:

@@ -112,8 +112,8 @@ class PlainCache(Slots):
         """All slots of rows that differ, with how many the newest token of each reads where that is all that it holds."""
         if not (self.single and self._reads_all):
             return self.tokens
-        lengths = torch.where(at.live.expand(self.batch, -1)[:, 0], self._filled, 0)
-        return Tokens(self.tokens.position, self.tokens.segment, checked=True, lengths=lengths)
+        held = torch.where(at.live.expand(self.batch, -1)[:, 0], self._filled, 0)
+        return Tokens(self.tokens.position, self.tokens.segment, checked=True, held=held)
 
     def _settle(self, used: int) -> None:
         # While all rows run alike a slot's position is its index and its segment 0; nobody needs that written

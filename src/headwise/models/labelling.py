@@ -42,7 +42,7 @@ def classify(net: Transformer, inputs: Sequence[str] | Tensor, tokens: Tokens | 
     if not isinstance(inputs, Tensor):
         inputs, tokens = side_by_side([read(net, text) for text in inputs], device)
     if tokens is not None:
-        tokens = Tokens(tokens.position.to(device), tokens.segment.to(device), tokens.start, checked=True)
+        tokens = tokens.to(device)
     with answering(net):
         shares = net(inputs.to(device), tokens=tokens).float().softmax(-1)
     return [_ranked(names, row) for row in shares]

@@ -57,14 +57,12 @@ def _rows(value: Any, own: slice) -> Any:
     if isinstance(value, Tokens):
         if value.segment.shape[0] == 1:  # all rows are alike
             return value
-        return Tokens(value.position[own], value.segment[own], value.start, checked=True)
+        return value.rows(own)
     return None if value is None else value[own]
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:
-    if isinstance(value, Tokens):
-        return Tokens(value.position.to(device), value.segment.to(device), value.start, checked=True)
-    return value.to(device) if isinstance(value, Tensor) else value
+    return value.to(device) if isinstance(value, (Tensor, Tokens)) else value
 
 
 @dataclass(frozen=True)

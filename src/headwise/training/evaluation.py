@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch import Tensor
 
 from ..errors import SpecError
 from ..models import Transformer, greedy
@@ -14,6 +15,7 @@ from ..spread.ranks import whole_rows
 from ..spread.rows import Share
 from ..spread.world import World
 from ..tasks import Batch, Tally, Task
+from ..tasks.packing import packed
 from .choosing import Choice
 from .loss import asked, cross_entropy
 from .recipe import Recipe
@@ -71,10 +73,17 @@ class Examiner:
         for own in self._shares(split):
             here = own.batch.to(self.device)
             with torch.no_grad(), autocast(self.choice, self.device), whole_rows(path):
-                logits = path(here).float()
+                logits = self._said(path, own.batch).float()
             check_fits(logits, here.labels)
             loss = {"loss": (float(cross_entropy(logits, here.labels)), asked(here))}
             yield loss | dict(self.task.measure(logits, here)) if own.rows else {}
+
+    def _said(self, path: Path, batch: Batch) -> Tensor:
+        """What a model says of a batch, in its rows, however these are laid out on the way."""
+        if self.choice.rows == "padded":
+            return path(batch.to(self.device))
+        row = packed(batch)
+        return row.unpacked(path(row.batch.to(self.device)))
 
 
 def sums(tallies: Iterable[Tally]) -> dict[str, tuple[float, int]]:

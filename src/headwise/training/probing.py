@@ -13,11 +13,13 @@ from ..models import Transformer
 from ..spread.holding import alone
 from ..spread.path import Path
 from ..tasks import Batch
-from .choosing import PROBE, Choice, fastest, kept, worth_compiling
+from ..tasks.packing import Unpackable, filled, packed
+from .choosing import PROBE, Choice, fastest, kept, laid, worth_compiling
 from .recipe import Recipe
 from .stepping import Stepper
 
 SHORT = 512  # tokens of a row, up to which plain attention is tried
+FULL = 0.95  # of rows that are no padding, from which packing has nothing to gain
 SHARE = 0.05  # of the run's own time, that trying may take at most
 
 
@@ -31,32 +33,55 @@ class Trial:
     def choose(self) -> Choice:
         """How to step: as the recipe says; where it says "auto", as is fastest here, with the reasons."""
         (precision, attention), reasons, seconds = self._way()
+        plain = Choice(precision, "off", reasons, attention, "packed" if self.recipe.rows == "packed" else "padded")
+        if self.recipe.rows == "auto" and self.recipe.compile != "on":
+            plain, seconds = self._packed(plain, seconds)
         if self.recipe.compile != "auto":
             told = f"compile {self.recipe.compile}, as asked"
-            return Choice(precision, self.recipe.compile, (*reasons, told), attention)
-        plain = Choice(precision, "off", reasons, attention)
+            return replace(plain, compile=self.recipe.compile, reasons=(*plain.reasons, told))
+        reasons = plain.reasons
         if seconds is None:
             seconds = self._seconds(self._stepper(plain))
         shapes = {(batch.x.shape, batch.source.shape if batch.source is not None else None) for batch in self.batches}
         worth, told = worth_compiling(seconds, self.recipe.steps, len(shapes))
         if not worth:
             return replace(plain, reasons=(*reasons, told))
-        took, failed = self._tried(self._stepper(replace(plain, compile="on")))
+        if self.recipe.rows == "packed":
+            return replace(plain, reasons=(*reasons, "not compiled, for packed rows have another shape in every batch"))
+        compiled = replace(plain, compile="on", rows="padded")
+        took, failed = self._tried(self._stepper(compiled))
         if took is None:
             return replace(plain, reasons=(*reasons, f"not compiled, it fails: {failed}"))
         compile_, told = kept(seconds, took, self.recipe.steps)
-        return replace(plain, compile=compile_, reasons=(*reasons, told))
+        return replace(compiled if compile_ == "on" else plain, reasons=(*reasons, told))
+
+    def _packed(self, padded: Choice, seconds: float | None) -> tuple[Choice, float | None]:
+        """The same with texts one behind the other, where enough is padding and that is faster; its seconds a step."""
+        full = sum(map(filled, self.batches)) / len(self.batches)
+        if full > FULL:
+            return padded, seconds
+        try:
+            for batch in self.batches:
+                packed(batch)
+        except Unpackable as why:
+            return replace(padded, reasons=(*padded.reasons, f"rows are filled up: {why}")), seconds
+        if seconds is None:
+            seconds = self._seconds(self._stepper(padded))
+        ways = {attention: replace(padded, attention=attention, rows="packed") for attention in self._attentions()}
+        taken = {way: took for way, one in ways.items() if (took := self._tried(self._stepper(one))[0]) is not None}
+        return laid(padded, seconds, {ways[way]: took for way, took in taken.items()}, full)
 
     def _way(self) -> tuple[tuple[str, str], tuple[str, ...], float | None]:
         """A precision and how to attend, the reasons, and the seconds of a step where they were measured."""
         ways = [(p, a) for p in self._precisions() for a in self._attentions()]
+        rows = "packed" if self.recipe.rows == "packed" else "padded"
         if len(ways) == 1:
             asked = self.recipe.precision, self.recipe.attention
             return ways[0], tuple(f"{said}, as asked" for said in asked if said not in ("auto", "fused")), None
         seconds: dict[tuple[str, str], float] = {}
         failures: list[str] = []
         for way in ways:
-            taken, failed = self._tried(self._stepper(Choice(way[0], "off", attention=way[1])))
+            taken, failed = self._tried(self._stepper(Choice(way[0], "off", attention=way[1], rows=rows)))
             if taken is None:
                 failures.append(f"a step in {way[0]} fails: {failed}")
             else:

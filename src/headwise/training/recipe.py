@@ -19,6 +19,7 @@ CHOICES = {
     "precision": ("auto", "fp32", "bf16"),
     "compile": ("auto", "on", "off"),
     "attention": ("auto", "fused", "plain"),
+    "rows": ("auto", "padded", "packed"),
     "activations": ("keep", "recompute"),
 }
 # The smallest and the largest value that can be meant. What lies beyond is a slip, not a wish.
@@ -56,10 +57,10 @@ class Recipe(Spoken):
 
     Every `evaluate_every` steps `evaluate_batches` held-out batches are measured; after `patience` of these without
     a lower loss training ends, with 0 it never ends early. Every `checkpoint_every` steps a checkpoint is written; the
-    last `keep` stay, and the best. `start` is how fresh tensors are drawn, as `build` knows it. precision, attention
-    and compile are chosen by measuring where they are "auto"; attention="plain" runs its operations one by one, "fused"
-    as each layer chooses; activations="recompute" keeps none inside a block, and computes them again
-    when gradients need them. `spread` says what the ranks that torchrun started divide among themselves, "data=2" or
+    last `keep` stay, and the best. `start` is how fresh tensors are drawn, as `build` knows it. precision, attention,
+    rows and compile are chosen by measuring where they are "auto"; attention="plain" runs its operations one by one,
+    "fused" as each layer chooses; rows="packed" lays the texts of a batch one behind the other, "padded" fills its rows
+    up; activations="recompute" keeps none inside a block, and computes them again when gradients need them. `spread` says what the ranks that torchrun started divide among themselves, "data=2" or
     "data=2,shards=2"; "auto" divides the data.
 
     >>> Recipe(steps=600, lr=0.003)
@@ -95,6 +96,7 @@ class Recipe(Spoken):
     precision: str = "auto"
     compile: str = "auto"
     attention: str = "auto"
+    rows: str = "auto"
     activations: str = "keep"
     device: str = "auto"
     spread: str = "auto"
@@ -127,6 +129,9 @@ class Recipe(Spoken):
             more = -(-self.batch // self.accumulate) * self.accumulate
             fact = f"a batch of {self.batch} cannot be taken in {self.accumulate} equal parts"
             raise SpecError(f"{fact}; use accumulate={fits} or batch={more}")
+        if self.rows == "packed" and self.compile == "on":
+            fact = "packed rows have another shape in every batch, for which each would be compiled anew"
+            raise SpecError(f"{fact}; use rows='padded', or compile='off'")
         if self.schedule == "wsd" and self.warmup + self.decay > 1:
             both = f"warmup={self.warmup} and decay={self.decay}"
             raise SpecError(f"{both} are more than all steps; use decay={1 - self.warmup:g} or less")

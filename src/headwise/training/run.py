@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import Diverged
 from ..models import Transformer, save
 from ..tasks import Batch, Task
+from ..tasks.packing import packed, texts_of
 from .blame import first_bad
 from .checkpoint import Checkpoint, Checkpoints, Damaged, read
 from .evaluation import Examiner
@@ -165,16 +166,24 @@ class Run:
             torch.cuda.set_rng_state(cuda, self.device)
 
     def _speed(self, batch: Batch, seconds: float) -> dict[str, float]:
-        shape = (batch.x.shape, None if batch.source is None else batch.source.shape)
-        if shape not in self._flops:
-            self._flops[shape] = step_flops(self.holding.described, batch)
         self._pace = seconds if self._pace is None else SMOOTH * self._pace + (1 - SMOOTH) * seconds
         return {
             "seconds": seconds,
             "tokens_per_second": tokens_in(self.net.described, batch) / seconds,
-            "mfu": self._flops[shape] / seconds / self.peak / self.world.size,
+            "mfu": self._asked(batch) / seconds / self.peak / self.world.size,
             "left": self._pace * (self.recipe.steps - self.progress.step),
         }
+
+    def _asked(self, batch: Batch) -> int:
+        """The FLOPs of a step on this batch, of packed rows those of every text by itself."""
+        each = [batch] if self.stepper.choice.rows == "padded" else texts_of(packed(batch).batch)
+        return sum(self._flops_of(one) for one in each)
+
+    def _flops_of(self, batch: Batch) -> int:
+        shape = (batch.x.shape, None if batch.source is None else batch.source.shape)
+        if shape not in self._flops:
+            self._flops[shape] = step_flops(self.holding.described, batch)
+        return self._flops[shape]
 
     def _diverge(self, step: int, batch: Batch, loss: Tensor) -> None:
         own = self.holding.share(batch).batch

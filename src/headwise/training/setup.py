@@ -108,12 +108,14 @@ class Setup:
     def _run(self, net: Transformer, choice: Choice) -> Run:
         """A run of this model, as far as this rank is to hold it; slices are not compiled, whatever was chosen."""
         possible = choice if self.world.spread.shards == 1 else replace(choice, compile="off")
+        possible = possible if self.world.spread.context == 1 else replace(possible, rows="padded")
         return Run(self.task, Stepper(hold(net, self.world), self.recipe, possible), self.folder)
 
     @property
     def _tried(self) -> Recipe:
-        """The recipe, with what cannot be compiled not tried."""
-        return replace(self.recipe, compile="off") if _talks(self.world.spread) else self.recipe
+        """The recipe, with what cannot be compiled, or packed, not tried."""
+        said = replace(self.recipe, compile="off") if _talks(self.world.spread) else self.recipe
+        return replace(said, rows="padded") if self.world.spread.context > 1 else said
 
     def _net(self) -> Transformer:
         said = self.recipe
@@ -166,6 +168,8 @@ def check_ranks(recipe: Recipe, world: World) -> None:
     """Refuse parts of a batch that do not give every worker a row, and what ranks cannot do together."""
     if _talks(world.spread) and recipe.compile == "on":
         raise SpecError(f"layers whose ranks talk to each other ({world.spread}) are not compiled; give compile='off'")
+    if world.spread.context > 1 and recipe.rows == "packed":
+        raise SpecError(f"rows whose tokens are divided ({world.spread}) are not packed; give rows='padded'")
     rows = recipe.batch // recipe.accumulate
     if rows < world.takers:
         part = f"a batch of {recipe.batch}" + (f" in {recipe.accumulate} parts" if recipe.accumulate > 1 else "")

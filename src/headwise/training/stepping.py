@@ -14,6 +14,7 @@ from ..module import Attention
 from ..probe import Probe
 from ..spread.holding import Holding
 from ..tasks import IGNORED, Batch
+from ..tasks.packing import packed
 from ..terms import Ledger
 from .choosing import Choice
 from .loss import asked, cross_entropy, parts_of, weighed
@@ -53,6 +54,7 @@ class Stepper:
 
     def loss(self, part: Batch) -> Tensor:
         """The summed cross entropy of a part."""
+        part = packed(part).batch if self.choice.rows == "packed" else part
         index, labels = self._asking(part)
         self._terms.clear()
         with autocast(self.choice, self.device):

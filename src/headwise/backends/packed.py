@@ -1,0 +1,204 @@
+"""Texts that lie one behind the other in a row, each by itself: in groups of about one length, by any backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..probe import Probe
+from ..tokens import Sight, Tokens
+from .bound import Bound
+from .job import Inputs, Job
+
+SLACK = 0.25  # of the pairs that are read, as many more may be formed so that texts of two lengths share a call
+SPARE = 4096  # pairs that are formed in less time than another call takes
+SHOWN = frozenset({"q", "k", "v", "heads"})  # what can be seen of texts that run apart
+HELD = 2  # plans of one set of tokens: of a text that reads itself, and a source
+Ints = NDArray[np.int64]
+Places = tuple[Tensor, Tensor, Tensor | None, int]
+
+
+class Slots(NamedTuple):
+    """Where tokens of rows go when texts are put into groups: `of[slot]` is the token there, `to[n]` the slot of the
+    n-th live token, `live` which these are unless it is every one, of `count`. What a slot too many holds is the first
+    token of its text, which nobody reads there."""
+
+    of: Tensor
+    to: Tensor
+    live: Tensor | None
+    count: int
+    shapes: tuple[tuple[int, int], ...]  # of each group: texts, tokens
+
+    def taken(self, x: Tensor) -> list[Tensor]:
+        """x [B, T, ...] as [texts, tokens, ...] of each group."""
+        slots = cast(Tensor, _Take.apply(x.flatten(0, 1), *self[:4]))
+        parts = slots.split([texts * tokens for texts, tokens in self.shapes])
+        return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def put(self, groups: Sequence[Tensor]) -> Tensor:
+        """Tokens [B x T, ...] again; zeros where there is none."""
+        return cast(Tensor, _Put.apply(torch.cat([group.flatten(0, 1) for group in groups]), *self[:4]))
+
+
+class _Take(torch.autograd.Function):
+    """Every slot takes its token; backwards a token has the gradient of its own slot alone, for no other is read."""
+
+    @staticmethod
+    def forward(x: Tensor, *places: *Places) -> Tensor:
+        return x.index_select(0, places[0])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, *Places], output: Tensor) -> None:
+        ctx.places = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return cast(Tensor, _Put.apply(grads[0], *ctx.places)), None, None, None, None
+
+
+class _Put(torch.autograd.Function):
+    """Every live token takes its slot; backwards a slot that is none's has no gradient."""
+
+    @staticmethod
+    def forward(slots: Tensor, *places: *Places) -> Tensor:
+        _, to, live, count = places
+        found = slots.index_select(0, to)
+        return found if live is None else found.new_zeros(count, *found.shape[1:]).index_copy_(0, live, found)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, *Places], output: Tensor) -> None:
+        ctx.places, ctx.slots = inputs[1:], inputs[0].shape
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _, to, live, _ = ctx.places
+        grad = grads[0] if live is None else grads[0].index_select(0, live)
+        return grad.new_zeros(ctx.slots).index_copy_(0, to, grad), None, None, None, None
+
+
+class Plan(NamedTuple):
+    """The groups of one call: who asks and who is told in each, and where tokens go."""
+
+    groups: tuple[tuple[Tokens, Tokens], ...]
+    queries: Slots
+    keys: Slots
+
+
+def apart(at: Tokens, told: Tokens | None, rows: int) -> bool:
+    """Whether the texts of such a call are known apart: of queries, and of the keys they read, in each of the rows."""
+    known = [tokens.lengths for tokens in (at, told) if tokens is not None]
+    return told is not None and all(one is not None and len(one) == rows and sum(map(sum, one)) for one in known)
+
+
+def attend(
+    run: Callable[..., Tensor], job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None
+) -> Tensor:
+    """Per-head outputs o_BTHV: each group of texts as a batch of its own, run by a backend."""
+    plan = planned(sight)
+    given = zip(plan.groups, _apart(plan, inputs, bound), strict=True)
+    o = [run(job, Sight(asks, told, sight.pattern), own, bound, None) for (asks, told), own in given]
+    return plan.queries.put(o).unflatten(0, inputs.q.shape[:2])
+
+
+def _apart(plan: Plan, inputs: Inputs, bound: Bound) -> Iterator[Inputs]:
+    """What each group is handed: beside q, k and v only what some part will ask for."""
+    q, k, v, asked, entry, state = inputs
+    asks = bool(bound.scores or bound.weights)
+    own = [plan.queries.taken(q), plan.keys.taken(k), plan.keys.taken(v)]
+    before = own[0] if asked.q_BTHK is q or not asks else plan.queries.taken(asked.q_BTHK)
+    x = plan.queries.taken(asked.x_BTD) if asks else before
+    kept = {name: plan.keys.taken(held) for name, held in entry.items()} if asks else {}
+    for n, (at, _) in enumerate(plan.groups):
+        told = asked._replace(x_BTD=x[n], q_BTHK=before[n], at=at)
+        yield Inputs(own[0][n], own[1][n], own[2][n], told, {name: held[n] for name, held in kept.items()}, state)
+
+
+def planned(sight: Sight) -> Plan:
+    """The plan of a call, made once for all layers that are told the same tokens."""
+    at, told = sight.queries, sight.keys
+    itself, ahead = told is at, sight.pattern.opening != 0
+    for other, looks, plan in at.plans:
+        if (other is None if itself else other is told) and looks == ahead:
+            return plan
+    plan = _planned(at, told, ahead)
+    at.plans[:] = [(None if itself else told, ahead, plan), *at.plans[: HELD - 1]]  # of itself none: no cycle
+    return plan
+
+
+def _planned(at: Tokens, told: Tokens, ahead: bool) -> Plan:
+    asks, keys = _texts(at), _texts(told, at)
+    chosen = [np.array(group) for group in grouped(asks[0].tolist(), keys[0].tolist())]
+    device, itself, groups = at.position.device, told is at, list[tuple[Tokens, Tokens]]()
+    for own in chosen:
+        queries = Tokens.run(0, int(asks[0][own].max()), device)
+        lengths = keys[0][own]
+        longest = max(1, int(lengths.max()))
+        # A key too many stands behind all that are real, where who never looks ahead does not see it.
+        if (lengths == longest).all() or (itself and not ahead):
+            groups.append((queries, queries if itself else Tokens.run(0, longest, device)))
+        else:
+            place = torch.arange(longest)[None]
+            live = place < torch.from_numpy(lengths)[:, None]
+            groups.append((queries, Tokens(place.expand(live.shape), live.long() - 1, checked=True).to(device)))
+    slots = _slots(asks, chosen, at)
+    return Plan(tuple(groups), slots, slots if itself else _slots(keys, chosen, told))
+
+
+def _texts(tokens: Tokens, like: Tokens | None = None) -> tuple[Ints, Ints]:
+    """The length of every text, and which token of all rows it begins with; as many in each row as another has."""
+    assert tokens.lengths is not None
+    wanted = tokens.lengths if like is None or like.lengths is None else like.lengths
+    lengths, begins = list[int](), list[int]()
+    for n, (row, other) in enumerate(zip(tokens.lengths, wanted, strict=True)):
+        row = (*row, *[0] * len(other))[: len(other)]
+        lengths += row
+        begins += [n * tokens.count + before for before in accumulate(row, initial=0)][: len(row)]
+    return np.array(lengths, np.int64), np.array(begins, np.int64)
+
+
+def grouped(asks: Sequence[int], keys: Sequence[int]) -> Iterator[list[int]]:
+    """Texts that share a call, as long as little is formed that nobody reads: the longest first, none without queries.
+
+    >>> list(grouped([900, 100, 899, 0], [900, 100, 899, 5]))
+    [[0, 2], [1]]
+    """
+    own, wide, deep, read = list[int](), 0, 0, 0
+    for n in sorted(range(len(asks)), key=lambda n: (-asks[n], -keys[n])):
+        if not asks[n]:
+            continue
+        wider, more = max(wide, asks[n]), read + asks[n] * keys[n]
+        deeper = max(deep, keys[n], 1)
+        if own and (len(own) + 1) * wider * deeper - more > max(SPARE, SLACK * more):
+            yield own
+            own, wider, deeper, more = [], asks[n], max(keys[n], 1), asks[n] * keys[n]
+        own, wide, deep, read = [*own, n], wider, deeper, more
+    if own:
+        yield own
+
+
+def _slots(texts: tuple[Ints, Ints], chosen: Sequence[Ints], tokens: Tokens) -> Slots:
+    lengths, begins = texts
+    of, live, slots, shapes, at = list[Ints](), list[Ints](), list[Ints](), list[tuple[int, int]](), 0
+    total = len(tokens.position) * tokens.count
+    for own in chosen:
+        longest = max(1, int(lengths[own].max()))
+        first, place = begins[own][:, None], np.arange(longest)[None]
+        real = place < lengths[own][:, None]
+        those = np.where(real, first + place, np.minimum(first, total - 1))
+        of.append(those.ravel())
+        live.append(those[real])
+        slots.append(at + np.flatnonzero(real))
+        shapes.append((len(own), longest))
+        at += those.size
+    which = np.concatenate(live)
+    order = np.argsort(which)
+    every = None if len(which) == total else torch.from_numpy(which[order]).to(tokens.position.device)
+    there, back = (torch.from_numpy(np.concatenate(one)) for one in (of, slots))
+    device = tokens.position.device
+    return Slots(there.to(device), back[torch.from_numpy(order)].to(device), every, total, tuple(shapes))

@@ -1,0 +1,43 @@
+"""Where the tokens of each row stand, looked up: neighbours of one text that lie side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .banding import Axis
+
+Run = tuple[int, Axis]  # a segment, and tokens of it
+
+
+def runs(tokens: Sequence[Tensor], batch: int) -> Iterator[tuple[Sequence[int], Axis, tuple[Axis, ...]]]:
+    """Queries that stand together, with all keys of their segment, for each row of the batch or for all alike.
+
+    `tokens` are position and segment of queries and of keys, each [B, T], or [1, T] where all rows are alike.
+    """
+    asks, told = (_found(*some) for some in (tokens[:2], tokens[2:]))
+    alike = len(asks) == len(told) == 1
+    for row in range(1 if alike else batch):
+        rows = range(batch) if alike else (row,)
+        keys = told[row % len(told)]
+        for segment, axis in asks[row % len(asks)]:
+            yield rows, axis, tuple(other for same, other in keys if same == segment)
+
+
+def _found(position_BT: Tensor, segment_BT: Tensor) -> list[list[Run]]:
+    """The runs of each row, without padding."""
+    if not position_BT.shape[1]:
+        return [[] for _ in position_BT]
+    begins = torch.ones_like(position_BT, dtype=torch.bool)
+    begins[:, 1:] = (position_BT.diff() != 1) | (segment_BT.diff() != 0)
+    row, slot = begins.nonzero(as_tuple=True)
+    listed = zip(*(t.tolist() for t in (row, slot, position_BT[row, slot], segment_BT[row, slot])), strict=True)
+    found: list[list[Run]] = [[] for _ in position_BT]
+    ends: list[tuple[int, int]] = [*zip(row.tolist()[1:], slot.tolist()[1:], strict=True), (-1, 0)]
+    for (here, first, place, segment), (other, end) in zip(listed, ends, strict=True):
+        count = (end if other == here else position_BT.shape[1]) - first
+        if segment >= 0:
+            found[here].append((segment, Axis(range(place, place + count), first)))
+    return found
