@@ -240,13 +240,16 @@ class Attention(Peered, nn.Module):
         wants = NOTHING if probe is None else inputs.checked_probe(probe).wants
         grad, one = torch.is_grad_enabled(), x.shape[1] == 1
         key = (self.only, x.device.type, x.dtype, grad, one, stated, masked, self.training, wants, apart)
-        if key not in self._plans:
-            project = self._forms[one]
-            job = Job(self.spec, self.spec.core_of(project), *key[1:-1])
-            backend, scale = backends.choose(job, self.only), self.spec.similarity.factor(job.core)
-            attend = partial(packed.attend, backend.attend) if apart else backend.attend
-            self._plans[key] = Plan(project, job, attend, scale, self.spec.voices)
-        return self._plans[key]
+        if key in self._plans:
+            return self._plans[key]
+        project = self._forms[one]
+        job = Job(self.spec, self.spec.core_of(project), *key[1:-1])
+        backend, scale = backends.choose(job, self.only), self.spec.similarity.factor(job.core)
+        attend = partial(packed.attend, backend.attend) if apart else backend.attend
+        plan = Plan(project, job, attend, scale, self.spec.voices)
+        if not torch.compiler.is_compiling():  # a graph that saw none would be made anew once there is one
+            self._plans[key] = plan
+        return plan
 
 
 def _within(shares: Mapping[str, Weights], part: str) -> dict[str, Weights]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pattern import Causal, Pattern
+from .pattern import Causal, Full, Pattern
 
 
 @dataclass(eq=False, slots=True)
@@ -33,7 +33,7 @@ class Tokens:
     filled: int | None = None
     held: Tensor | None = None
     lengths: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
-    plans: list[Any] = field(default_factory=list[Any], init=False, repr=False)  # what a backend made of them once
+    plans: list[Any] = field(default_factory=list, init=False, repr=False)  # what a backend made of them once
 
     def __post_init__(self) -> None:
         if not self.checked:
@@ -171,6 +171,8 @@ class Sight:
             return "full"
         if self.mask is not None or first is None or second is None:
             return "any"
+        if isinstance(self.pattern, Full):  # before positions are looked at, on which a graph would then depend
+            return "full"
         asks = range(first, first + self.queries.count)
         told = range(second, second + self.keys.count)
         pairs = self.pattern.pairs(asks, told)

@@ -25,6 +25,7 @@ class Slots(Cache):
         empty = torch.full((batch, slots), -1, dtype=torch.int64, device=device)
         self.tokens = Tokens(torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True)
         self._known, self._all = 0, False
+        self._settles, self._alike = 1, range(0)
 
     @abstractmethod
     def _rule(self) -> Pattern:
@@ -42,10 +43,12 @@ class Slots(Cache):
     @property
     def _reads_all(self) -> bool:
         """Whether the pattern allows exactly what is held, found by counting pairs, ahead of need."""
-        if self.used > self._known and (self._all or not self._known):  # once unequal they stay so
-            self._known = 64 * max(self.used, self.slots)
+        if self.used > self._known:
+            known, self._known = self._known, 64 * max(self.used, self.slots)
+            self._alike = range(self._settles, self._known)
             span = range(self._known)
-            self._all = (self.spec.pattern & Causal()).pairs(span, span) == self._rule().pairs(span, span)
+            if self._all or not known:  # once unequal they stay so
+                self._all = (self.spec.pattern & Causal()).pairs(span, span) == self._rule().pairs(span, span)
         return self._all
 
     def rows(self, index: Tensor) -> None:
@@ -154,6 +157,7 @@ class RingCache(Slots):
     ) -> None:
         super().__init__(spec, batch, first + last, dtype, device)
         self.first, self.last = first, last
+        self._settles = self.slots  # from then on every token takes the place of another
 
     def append(self, entry: Entry, at: Tokens) -> tuple[Entry, Tokens]:
         alone, old_entry, old = self.used == 0, self.entry, self.tokens
