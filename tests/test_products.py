@@ -1,4 +1,4 @@
-"""A few tokens that meet large matrices, against the product in float64; who takes them, and that nothing is remembered."""
+"""A few tokens that meet large matrices, against the product in float64; and who takes them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def test_every_number_is_the_sum_of_its_products(width, dtype):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 9), st.integers(1, 60), st.lists(st.integers(1, 3 * BLOCK), min_size=1, max_size=4), st.booleans())
+@given(
+    st.integers(1, 9), st.integers(1, 60), st.lists(st.integers(1, 3 * BLOCK), min_size=1, max_size=4), st.booleans()
+)
 def test_any_shape_is_its_product(tokens, lanes, rows, single):
     dtype = torch.float32 if single else torch.bfloat16
     x = drawn(0, tokens, 16 * lanes, dtype=dtype)
@@ -104,7 +106,7 @@ def test_few_tokens_and_much_to_read_are_for_the_kernel():
 
 
 @pytest.mark.parametrize(
-    "x, w",
+    ("x", "w"),
     [
         (drawn(1, FEW + 1, WIDE), drawn(0, TALL, WIDE)),
         (drawn(1, 1, WIDE), drawn(0, TALL - 1, WIDE)),
@@ -136,7 +138,7 @@ def test_without_numba_torch_does_all(monkeypatch):
 
 
 def test_what_changed_is_read_anew():
-    """Matrices are read as they lie: written to in place, behind autograd's back, replaced, or moved to another type."""
+    """Matrices are read as they lie: written to in place, behind autograd's back, or replaced."""
     net = torch.nn.Linear(WIDE, TALL, bias=False)
     x = drawn(1, 2, WIDE)
     with torch.no_grad():

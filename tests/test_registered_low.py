@@ -1,4 +1,4 @@
-"""transformers' models on headwise in bfloat16, one token at a time: against float64, no further off than torch's own."""
+"""transformers' models on headwise in bfloat16, one token at a time, against float64."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Products of tokens with matrices: torch's, or a kernel's where a few tokens meet much that has to be read.
 
-Of one token in each of a few rows a product takes as long as reading its matrix does. torch's own reads a third of what
-memory can bring (bfloat16, 2 cores); the kernel reads matrices as they lie, so that nothing has to be laid out anew when
-they change.
+Of one token in each of a few rows a product takes as long as reading its matrix does, and torch's own reads a third of
+what memory can bring (bfloat16, 2 cores). The kernel reads matrices as they lie: nothing is laid out anew when they
+change.
 """
 
 from __future__ import annotations

@@ -91,7 +91,9 @@ class Tokens:
         """
         rows = tuple(tuple(row) for row in lengths)
         if not rows or any(type(length) is not int or length < 0 for row in rows for length in row):
-            raise ValueError(f"lengths={lengths!r} are no texts in rows; give whole numbers from 0, as in [[5, 3], [8]]")
+            raise ValueError(
+                f"lengths={lengths!r} are no texts in rows; give whole numbers from 0, as in [[5, 3], [8]]"
+            )
         count = max(map(sum, rows))
         position, segment = (torch.full((len(rows), count), fill) for fill in (0, -1))
         for n, row in enumerate(rows):

@@ -27,4 +27,4 @@ def address(function: Callable[[Any], None]) -> int:
     except RuntimeError:  # neither the folder of the package nor the user's own can be written
         made = cfunc(ENTRY)(function)
     _held.append(made)
-    return made.address
+    return int(made.address or 0)

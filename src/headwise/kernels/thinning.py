@@ -76,7 +76,7 @@ def met(f, w, x, a):
 
 @njit
 def four(f, w, x, count, apart, places, next_):
-    """A piece of a row meets four tokens; `places` are where the first one's sum goes, and how far on the next one's."""
+    """A piece of a row meets four tokens; `places`: where the sum of the first goes, and how far on the next."""
     zero = splat(number(f, 0.0))
     a0 = a1 = a2 = a3 = (zero, zero, zero, zero)
     end, full = w + lies(f) * count, w + lies(f) * (count // STEP * STEP)

@@ -27,8 +27,7 @@ class Choice:
 
 
 def chosen(net: Transformer, how: str, count: int) -> Choice:
-    """Whether up to `count` steps of a model are compiled, if it is asked "on", "off" or "auto"; "on" is refused where it
-    cannot be.
+    """Whether up to `count` steps of a model are compiled, as asked by "on", "off" or "auto"; "on" may be refused.
 
     >>> import headwise as hw
     >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
