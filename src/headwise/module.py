@@ -197,7 +197,7 @@ class Attention(Peered, nn.Module):
         return self._p
 
     @property
-    def mixes(self) -> list[tuple[str, Mix, Weighted]]:
+    def mixes(self) -> Sequence[tuple[str, Mix, Weighted]]:
         """What mixes heads, by its name, with its weights."""
         return self._mixes
 

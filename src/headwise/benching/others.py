@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
-from .case import Absent, Run
+from .case import Absent
+
+T = TypeVar("T")
 
 
-def given(library: str, make: Callable[[Any], Run]) -> Run | Absent:
+def given(library: str, make: Callable[[Any], T]) -> T | Absent:
     """What `make` makes of an imported library; where that cannot be imported, the reason.
 
     >>> given("no_such_library", lambda library: library.run)

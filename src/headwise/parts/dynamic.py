@@ -241,8 +241,8 @@ def _by_query(a_BHTS: Tensor, to: Tensor, asked: Mapping[str, Tensor]) -> tuple[
     """The factors of queries as the kernel takes them; none are no ranks, and a head's own as it is."""
     batch, heads, queries, _ = a_BHTS.shape
     if not asked:
-        ranks = [a_BHTS.new_zeros(batch, queries, 0, n) for n in (heads, len(to))]
-        return *ranks, a_BHTS.new_ones(batch, queries, len(to))
+        source, target = (a_BHTS.new_zeros(batch, queries, 0, n) for n in (heads, len(to)))
+        return source, target, a_BHTS.new_ones(batch, queries, len(to))
     source, target, gate = (asked[name].to(a_BHTS.dtype).expand(batch, *asked[name].shape[1:]) for name in _FACTORS)
     return source, target, gate + 1
 
@@ -251,6 +251,7 @@ def _by_key(a_BHTS: Tensor, to: Tensor, kept: Mapping[str, Tensor]) -> tuple[Ten
     """The factors of keys, [B, R, heads, S]."""
     batch, heads, _, keys = a_BHTS.shape
     if not kept:
-        return tuple(a_BHTS.new_zeros(batch, 0, n, keys) for n in (heads, len(to), len(to)))
+        source, target, gate = (a_BHTS.new_zeros(batch, 0, n, keys) for n in (heads, len(to), len(to)))
+        return source, target, gate
     source, target, gate = (kept[name].to(a_BHTS.dtype).expand(batch, *kept[name].shape[1:]) for name in _FACTORS)
     return source.permute(0, 2, 3, 1), target.permute(0, 2, 3, 1), gate[:, None].transpose(2, 3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -139,7 +139,7 @@ def _published(core: Core) -> Tensor:
     return published.attention(core.qkv, pairs[0], pairs[1])
 
 
-def _talked(core: Core, mixing: list[Tensor]) -> Tensor:
+def _talked(core: Core, mixing: Sequence[Tensor]) -> Tensor:
     """a' = P^T a on the scores, and again on the weights (2003.02436)."""
     q, k, v = (t.transpose(1, 2) for t in core.qkv)
     a = torch.einsum("bgts,gh->bhts", q @ k.mT * DIM**-0.5, mixing[0])

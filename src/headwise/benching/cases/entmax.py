@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...module import Attention
 from ...presets import design
 from ..case import Absent, Aim, Case, Need, Run
 from ..others import given
@@ -21,15 +22,16 @@ Weigh = Callable[[Tensor], Tensor]
 
 def cases(quick: bool) -> Iterator[Case]:
     """Forward, and forward with backward: by the kernel, in plain tensor operations, and these compiled."""
-    part = design(preset="entmax", model=64, heads=1).normaliser
+    layer = Attention(design(preset="entmax", model=64, heads=1))
+    part, p = layer.spec.normaliser, layer.weights["normaliser"]
     allowed = torch.ones(1, 1, 1, KEYS, dtype=torch.bool)
     ways: list[tuple[str, Weigh, float]] = [
-        ("kernel", lambda s: part.fused(s, allowed, None), 20.0),
-        ("plain tensor operations", lambda s: part.normalise(s, allowed, None), 2.0),
+        ("kernel", lambda s: part.fused(s, allowed, p), 20.0),
+        ("plain tensor operations", lambda s: part.normalise(s, allowed, p), 2.0),
     ]
     if not quick and any(map(shutil.which, ("c++", "g++", "clang++"))):
         plain: Any = torch.compile(part.normalise, dynamic=False)
-        ways.append(("plain tensor operations compiled", lambda s: plain(s, allowed, None), 20.0))
+        ways.append(("plain tensor operations compiled", lambda s: plain(s, allowed, p), 20.0))
     for name, weigh, times in ways:
         for backward in (False, True):
             yield _case(name, weigh, times, backward)

@@ -101,10 +101,10 @@ def weights(layer: Attention) -> list[Tensor]:
     return [own[name].detach() for name in ("project.q", "project.k", "project.v", "output.o")]
 
 
-def quietly(run: Callable[..., Tensor], *given: Tensor) -> Run:
+def quietly(run: Callable[..., Any], *given: Tensor) -> Run:
     """The same without gradients."""
 
-    def quiet() -> Tensor:
+    def quiet() -> Any:
         with torch.no_grad():
             return run(*given)
 
