@@ -18,6 +18,7 @@ import planted_data  # noqa: F401 - as the first
 import planted_demo  # noqa: F401 - as the first
 import planted_engine  # noqa: F401 - as the first
 import planted_families  # noqa: F401 - as the first
+import planted_fast_models  # noqa: F401 - as the first
 import planted_finding  # noqa: F401 - as the first
 import planted_fused  # noqa: F401 - as the first
 import planted_generation  # noqa: F401 - as the first

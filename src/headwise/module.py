@@ -263,14 +263,17 @@ class Attention(Peered, nn.Module):
         paged = isinstance(cache, PagedCache)
         facts = (x.device.type, x.dtype, grad, one, stated, paged, masked, self.training, wants, compiled, store)
         key = (self.only, apart, *facts)
-        if key not in self._plans:
-            project = self._forms[one]
-            job = Job(self.spec, self.spec.core_of(project), *facts)
-            backend, scale = backends.choose(job, self.only), self.spec.similarity.factor(job.core)
-            attend = packed.Runner.of(backend, job, self.only).attend if apart else backend.attend
-            raw = backends.reads_stored(backend, job)
-            self._plans[key] = Plan(project, job, attend, raw, scale, self.spec.voices)
-        return self._plans[key]
+        if key in self._plans:
+            return self._plans[key]
+        project = self._forms[one]
+        job = Job(self.spec, self.spec.core_of(project), *facts)
+        backend, scale = backends.choose(job, self.only), self.spec.similarity.factor(job.core)
+        attend = packed.Runner.of(backend, job, self.only).attend if apart else backend.attend
+        raw = backends.reads_stored(backend, job)
+        plan = Plan(project, job, attend, raw, scale, self.spec.voices)
+        if not compiled:  # a graph that saw none would be made anew once there is one
+            self._plans[key] = plan
+        return plan
 
 
 def _within(shares: Mapping[str, Weights], part: str) -> dict[str, Weights]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .pattern import Causal, Pattern
+from .pattern import Causal, Full, Pattern
 
 
 class Spans(NamedTuple):
@@ -185,6 +185,8 @@ class Sight:
             return "full"
         if self.mask is not None or first is None or second is None:
             return "any"
+        if isinstance(self.pattern, Full):  # before positions are looked at, on which a graph would then depend
+            return "full"
         asks = range(first, first + self.queries.count)
         told = range(second, second + self.keys.count)
         pairs = self.pattern.pairs(asks, told)
