@@ -29,7 +29,7 @@ def attend(plan: Plan, inputs: Inputs, learned: Sequence[Tensor]) -> Tensor:
     wanted = [*_listed(inputs), *learned]
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
         return torch.cat([plan.run(block, portion(inputs, block)) for block in plan.blocks], 1)
-    empty = _with(inputs, [inputs.q.detach()[:0]] * (len(wanted) - len(learned)))
+    empty = _with(inputs._replace(gates=()), [inputs.q.detach()[:0]] * (len(wanted) - len(learned)))
     made: Any = _Again.apply(plan, empty, *wanted)
     return made
 
