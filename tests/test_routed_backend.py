@@ -206,9 +206,14 @@ def test_under_autocast():
     found = []
     for backend in ("routed", "sdpa"):
         layer.only = backend
-        with torch.autocast("cpu", torch.bfloat16):
-            found.append(layer(x).float())
-    check_close(*found, rtol=2e-2, atol=2e-2)
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():  # what is cached is float32
+            found.append([layer(x).float(), layer(x, cache=layer.cache(batch=2, capacity=300)).float()])
+    for ours, theirs in zip(*found, strict=True):
+        check_close(ours, theirs, rtol=2e-2, atol=2e-2)
+    call = Call("causal()", (1, 300, 300), dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        o = call.attend(some_open(1, 300, EVEN))
+    assert (o == o.bfloat16()).all()
 
 
 # --- who is refused --------------------------------------------------------------------------------------
@@ -335,9 +340,8 @@ def test_memory_grows_with_length_alone():
 @pytest.mark.parametrize("modifiers", [(), (hw.Concrete(),), (hw.HeadGate(),)], ids=repr)
 def test_packed_texts_take_their_gates_with_them(modifiers):
     layer = layer_of("causal()", *modifiers)
-    x = torch.randn(2, 400, 10, dtype=torch.float64)
-    tokens = hw.Tokens.of(x, lengths=[400, 270])
-    ours = layer(x, tokens=tokens)
+    x = torch.randn(2, 700, 10, dtype=torch.float64)
+    ours = layer(x, tokens=hw.Tokens.packed([[300, 400], [700]]))
     layer.only = "dense"
-    alone = torch.cat([layer(x[1:, :270]), torch.zeros(1, 130, 10, dtype=torch.float64)], 1)
-    check_close(ours, torch.cat([layer(x[:1]), alone]))
+    check_close(ours[:1], torch.cat([layer(x[:1, :300]), layer(x[:1, 300:])], 1))
+    check_close(ours[1:], layer(x[1:]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -165,12 +164,15 @@ class Attention(Peered, nn.Module):
             o_BTHV = plan.attend(plan.job, sight, job_inputs, self._bound, probe)
         if isinstance(cache, StateCache):
             cache.fold(self._folded(plan.job, job_inputs, told))
-        o_BTOV = plan.project.deliver(o_BTHV, plan.voices, p)
+        o_BTOV = self._finished(plan.project.deliver(o_BTHV, plan.voices, p), x, gates)
+        return (o_BTOV if probe is None else probe("heads", o_BTOV)), gates
+
+    def _finished(self, o_BTOV: Tensor, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
         for step, own in self._outputs:
             o_BTOV = step.finish(o_BTOV, x, own)
         for gate in gates:
             o_BTOV = o_BTOV * gate
-        return (o_BTOV if probe is None else probe("heads", o_BTOV)), gates
+        return o_BTOV
 
     def merge(self, o_BTOV: Tensor) -> Tensor:
         """y_BTD from per-head outputs."""
@@ -193,6 +195,16 @@ class Attention(Peered, nn.Module):
     def weights(self) -> Mapping[str, Weights]:
         """The weights of each part by its name, its own and those it shares."""
         return self._p
+
+    @property
+    def mixes(self) -> list[tuple[str, Mix, Weighted]]:
+        """What mixes heads, by its name, with its weights."""
+        return self._mixes
+
+    @property
+    def bound(self) -> Bound:
+        """What a backend runs between queries, keys and values and the per-head outputs."""
+        return self._bound
 
     def cache(self, *, batch: int, capacity: int, store: str | None = None) -> Cache:
         """A fresh cache for this layer, in its dtype and on its device; store="int8" keeps keys and values in 8 bits."""
@@ -251,14 +263,17 @@ class Attention(Peered, nn.Module):
         paged = isinstance(cache, PagedCache)
         facts = (x.device.type, x.dtype, grad, one, stated, paged, masked, self.training, wants, compiled, store)
         key = (self.only, apart, *facts)
-        if key not in self._plans:
-            project = self._forms[one]
-            job = Job(self.spec, self.spec.core_of(project), *facts)
-            backend, scale = backends.choose(job, self.only), self.spec.similarity.factor(job.core)
-            attend = partial(packed.attend, backend.attend) if apart else backend.attend
-            raw = backends.reads_stored(backend, job)
-            self._plans[key] = Plan(project, job, attend, raw, scale, self.spec.voices)
-        return self._plans[key]
+        if key in self._plans:
+            return self._plans[key]
+        project = self._forms[one]
+        job = Job(self.spec, self.spec.core_of(project), *facts)
+        backend, scale = backends.choose(job, self.only), self.spec.similarity.factor(job.core)
+        attend = packed.Runner.of(backend, job, self.only).attend if apart else backend.attend
+        raw = backends.reads_stored(backend, job)
+        plan = Plan(project, job, attend, raw, scale, self.spec.voices)
+        if not compiled:  # a graph that saw none would be made anew once there is one
+            self._plans[key] = plan
+        return plan
 
 
 def _within(shares: Mapping[str, Weights], part: str) -> dict[str, Weights]:

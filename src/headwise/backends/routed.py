@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -201,9 +202,10 @@ class _Call:
         return dq, dk, dv
 
 
-def _some(x_BGSK: Tensor, heads: tuple[int, ...]) -> Tensor:
+def _some(x_BGSK: Tensor, heads: Sequence[int]) -> Tensor:
     """These heads: a view where they stand at equal distances."""
     step = heads[1] - heads[0] if len(heads) > 1 else 1
-    if heads == tuple(range(heads[0], heads[-1] + 1, step)):
-        return x_BGSK[:, heads[0] : heads[-1] + 1 : step]
+    regular = range(heads[0], heads[-1] + 1, step)
+    if list(heads) == list(regular):
+        return x_BGSK[:, regular.start : regular.stop : step]
     return x_BGSK[:, list(heads)]

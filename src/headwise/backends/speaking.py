@@ -122,7 +122,7 @@ class Reading:
         self._extents: tuple[Tensor, Tensor] | None = None
 
     def forth(self, pack: Pack) -> Iterator[Piece]:
-        """The pieces that give what rows read; where a chunk of rows has two, the first of them bars nobody from all."""
+        """The pieces that give what rows read; of several for some rows, the first bars none of these from all keys."""
         if self._once(pack):
             yield Piece(slice(0, pack.count), slice(0, self.keys), False, True, not self.full)
             return
@@ -144,7 +144,7 @@ class Reading:
         return self.full or pack.whole
 
     def back(self, pack: Pack) -> Iterator[Piece]:
-        """The pieces that give gradients: few keys with many rows, because those of keys are what has to be added up."""
+        """The pieces that give gradients: few keys with many rows, so that little has to be added up for keys."""
         if self._once(pack) or not self.causal:
             yield from self.forth(pack)
             return

@@ -1,4 +1,4 @@
-"""Mixture of heads as its paper and released code have it, in plain PyTorch: every head is asked, then most are shut."""
+"""Mixture of heads as its paper and released code have it, in plain PyTorch: all heads are asked, then many shut."""
 
 from __future__ import annotations
 
