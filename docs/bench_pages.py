@@ -72,6 +72,8 @@ def missed(told: Sequence[Mapping[str, Any]]) -> str:
 
 def scales() -> str:
     """What every backend is, takes and refuses, what it costs as calls grow, and who is fastest where."""
+    if not SCALED.exists():
+        return f"{takes()}\n\nNo measurements are kept here yet."
     told = Scaling.read(SCALED)
     return "\n\n".join([takes(), machine(told.machine), *(kind(told, one) for one in told.order), powers(told)])
 

@@ -280,11 +280,17 @@ def test_the_last_level_is_that_of_all_processors_once(tmp_path: Path):
 
 def test_odd_machines_are_labelled(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Limits, "header", lambda self: {})
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.5, 9.0, 9.0))
     assert machine.machine(Limits(LAST), 2)["labels"] == []
     monkeypatch.setattr(machine, "version", lambda name: {"torch": "2.13.0", "entmax": None}.get(name, "1"))
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (3.25, 0.0, 0.0))
     labels = machine.machine(Limits(Last(2**25, False)), 1)["labels"]
-    assert labels == ["1 thread: others use more", "entmax: unknown version",
-                      "the size of the last-level cache is assumed"]  # fmt: skip
+    assert labels == [
+        "1 thread: others use more",
+        "entmax: unknown version",
+        "other work ran too: a load of 3.2 before",
+        "the size of the last-level cache is assumed",
+    ]
 
 
 def test_who_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch):

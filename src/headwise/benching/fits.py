@@ -66,7 +66,7 @@ def fastest(points: Mapping[int, Mapping[str, float]]) -> dict[int, str]:
     >>> fastest({8: {"a": 1.0, "b": 2.0}, 16: {"a": 3.0, "b": 2.5}})
     {8: 'a', 16: 'b'}
     """
-    return {size: min(told, key=lambda name: told[name]) for size, told in sorted(points.items())}
+    return {size: min(told, key=lambda name: told[name]) for size, told in sorted(points.items()) if told}
 
 
 def crossings(points: Mapping[int, Mapping[str, float]]) -> list[Crossing]:

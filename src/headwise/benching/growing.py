@@ -88,14 +88,13 @@ def measured(bench: Bench, kind: str) -> Iterator[dict[str, Any]]:
             if not names:
                 break
             row = bench.row(_case(kind, spec, size, names), kind)
-            if row["failed"]:
-                raise RuntimeError(f"{kind}, {at} {axis}, {names[0]}: {row['failed']}")
-            seconds = {names[0]: row["ours_s"], **row["peers"]}
-            slow |= {name for name, took in seconds.items() if took > SLOW}
+            seconds = {names[0]: row["ours_s"], **row["peers"]} if row["ours_s"] else {}
+            broken = ({names[0]: row["failed"]} if row["failed"] else {}) | row["absent"]
+            slow |= {name for name, took in seconds.items() if took > SLOW} | set(broken)
             spread = {names[0] if name == OURS else name: wide for name, wide in row["spread"].items()}
             yield {
                 "kind": kind, "axis": axis, "at": at, "seconds": seconds, "spread": spread, "runs": takes[0],
-                "absent": row["absent"], "differs": row["differs"],
+                "absent": broken, "differs": row["differs"],
             }  # fmt: skip
 
 

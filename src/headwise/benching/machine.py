@@ -18,6 +18,7 @@ from .limits import Limits
 # Whoever a row may be compared with, by the name under which it is installed.
 PACKAGES = ("torch", "numpy", "numba", "transformers", "x-transformers", "entmax", "local-attention", "ctranslate2")
 UNKNOWN = "unknown"
+BUSY = 1.0  # a load that is more than this process starting
 
 
 def machine(limits: Limits, threads: int) -> dict[str, Any]:
@@ -26,6 +27,8 @@ def machine(limits: Limits, threads: int) -> dict[str, Any]:
     told = limits.last.told
     labels = ["1 thread: others use more"] if threads == 1 else []
     labels += [f"{name}: unknown version" for name, which in said.items() if which == UNKNOWN]
+    load = os.getloadavg()[0]  # of the last minute, in processes that want to run
+    labels += [f"other work ran too: a load of {load:.1f} before"] if load > BUSY else []
     labels += [] if told else ["the size of the last-level cache is assumed"]
     name = torch.cuda.get_device_name() if limits.kind == "cuda" else processor()
     return {

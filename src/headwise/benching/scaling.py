@@ -35,8 +35,8 @@ class Scaling:
 
     @property
     def sound(self) -> bool:
-        """Whether all backends gave the same."""
-        return not any(point["differs"] for point in self.points)
+        """Whether all backends that take a call ran it, and gave the same."""
+        return not any(point["differs"] or point["absent"] for point in self.points)
 
     @property
     def powers(self) -> list[dict[str, Any]]:
@@ -86,7 +86,8 @@ class Scaling:
         for one in self.order:
             said += ["", one["kind"], *_table(self.line(one["kind"], "tokens")), *_told(one)]
             said += [f"  {line}" for line in _powers(self.powers, one["kind"])]
-        return "\n".join(said)
+        faults = {f"{point['kind']}, {name}: {why}" for point in self.points for name, why in _faults(point).items()}
+        return "\n".join([*said, *(line for fault in sorted(faults) for line in wrapped(f"! {fault}"))])
 
 
 def scaling(
@@ -118,6 +119,11 @@ def scaling(
     if out is not None:
         found.write(out)
     return found
+
+
+def _faults(point: Mapping[str, Any]) -> dict[str, str]:
+    """Who failed where it does not refuse, and who gives something else."""
+    return point["absent"] | {name: f"something else ({how})" for name, how in point["differs"].items()}
 
 
 def _table(points: Mapping[int, Mapping[str, float]]) -> list[str]:
