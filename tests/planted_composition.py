@@ -41,7 +41,7 @@ bug(
     "backends/blocks.py",
     "torch.cat(index) if index",
     "index[0] if index",
-    "contract/test_edges.py::test_sparse_patterns_touch_what_they_read[banded-bigbird(300, block=16, random=2)]",
+    "contract/test_edges.py::test_sparse_patterns_touch_what_they_read[composed-bigbird(300, block=16, random=2)]",
 )
 bug(
     "blocks-keep-their-scores",
