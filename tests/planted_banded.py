@@ -14,7 +14,7 @@ bug(
     "backends/banding.py",
     "        return len(self.queries), widths, rows\n",
     "        return len(self.queries), widths\n",
-    f"{ONCE}[bigbird(300, block=16, random=2)]",
+    f"{ONCE}[blocks(50)]",
 )
 bug(
     "pieces-of-one-residue",
