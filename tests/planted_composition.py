@@ -55,7 +55,7 @@ bug(
     "backends/blocks.py",
     "return len(self.queries) * sum(map(len, self.keys))",
     "return len(self.queries) * self.keys[-1].stop",
-    "contract/test_edges.py::test_blocks_are_counted_as_torch_counts_them[SinkSoftmax0-banded]",
+    "contract/test_edges.py::test_blocks_are_counted_as_torch_counts_them[SinkSoftmax0-composed]",
 )
 bug(
     "padding-counts-in-the-average",
