@@ -41,7 +41,7 @@ bug(
     "backends/blocks.py",
     "torch.cat(index) if index",
     "index[0] if index",
-    "contract/test_edges.py::test_sparse_patterns_touch_what_they_read[banded-bigbird(300, block=16, random=2)]",
+    "contract/test_edges.py::test_sparse_patterns_touch_what_they_read[composed-bigbird(300, block=16, random=2)]",
 )
 bug(
     "blocks-keep-their-scores",
@@ -55,7 +55,7 @@ bug(
     "backends/blocks.py",
     "return len(self.queries) * sum(map(len, self.keys))",
     "return len(self.queries) * self.keys[-1].stop",
-    "contract/test_edges.py::test_blocks_are_counted_as_torch_counts_them[SinkSoftmax0-banded]",
+    "contract/test_edges.py::test_blocks_are_counted_as_torch_counts_them[SinkSoftmax0-composed]",
 )
 bug(
     "padding-counts-in-the-average",

@@ -78,10 +78,12 @@ class _Core:
 def cases(quick: bool) -> Iterator[Case]:
     """A window with everybody who has one, then other patterns against the mask."""
     for backward in (False, True):
-        core = _Core(WINDOW)
+        core, how = _Core(WINDOW), _backward if backward else _forward
         others = {
-            "local-attention": given("local_attention", lambda library: _local(library)),
-            "FlexAttention, compiled": Absent("it has no backward pass on the CPU") if backward else _flex(core),
+            "local-attention": given("local_attention", lambda library, how=how, core=core: how(_local(library), core)),
+            "FlexAttention, compiled": Absent("it has no backward pass on the CPU")
+            if backward
+            else how(_flex(core), core),
         }
         yield _case("window of 256", core, backward, others, (Aim(MASKED, 15.0),))
     for name, pattern in (
@@ -93,12 +95,9 @@ def cases(quick: bool) -> Iterator[Case]:
             yield _case(name, _Core(pattern), backward, {}, ())
 
 
-def _case(name: str, core: _Core, backward: bool, others: dict[str, Any], aims: tuple[Aim, ...]) -> Case:
+def _case(name: str, core: _Core, backward: bool, others: dict[str, Run | Absent], aims: tuple[Aim, ...]) -> Case:
     how = _backward if backward else _forward
-    peers = {
-        peer: run if isinstance(run, Absent) else how(run, core)
-        for peer, run in {MASKED: core.masked(), **others}.items()
-    }
+    peers = {MASKED: how(core.masked(), core), **others}
     title = f"{name}, {'forward and backward' if backward else 'forward'}"
     ours = how(core.ours(backward), core)
     return Case(title, ours, peers, aims, core.need(backward), notes=_growth(core.pattern, backward))
