@@ -145,12 +145,7 @@ class Attention(Peered, nn.Module):
         if self._limit is not None:
             inputs.check_positions(self._limit, at)
         x, turning = self.peers.enter(x), Turning(self._turns, at.position)
-        append = None if cache is None else cache.append
-        if plan.raw and isinstance(cache, PagedCache):
-            append = cache.append_in_place
-        entry, told = self._remembered(x, at, turning, source, append)
-        if cache is not None and x.shape[1] == 1 and not plan.raw:
-            entry = cache.opened(entry)
+        entry, told = self._read(x, at, turning, source, cache, plan.raw)
         p = self._p["project"]
         q_BTHK = plan.project.ask(x, turning, p)
         k_BSGK, v_BSGV = plan.project.recall(entry, Turning(self._turns, told.position), p)
@@ -166,10 +161,7 @@ class Attention(Peered, nn.Module):
         if isinstance(cache, StateCache):
             cache.fold(self._folded(plan.job, job_inputs, told))
         o_BTOV = plan.project.deliver(o_BTHV, plan.voices, p)
-        for step, own in self._outputs:
-            o_BTOV = step.finish(o_BTOV, x, own)
-        for gate in gates:
-            o_BTOV = o_BTOV * gate
+        o_BTOV = self._finished(o_BTOV, x, gates)
         return (o_BTOV if probe is None else probe("heads", o_BTOV)), gates
 
     def merge(self, o_BTOV: Tensor) -> Tensor:
@@ -202,6 +194,31 @@ class Attention(Peered, nn.Module):
     @property
     def _like(self) -> Tensor:
         return self._p["project"].first
+
+    def _finished(self, o_BTOV: Tensor, x_BTD: Tensor, gates: Sequence[Tensor]) -> Tensor:
+        for step, own in self._outputs:
+            o_BTOV = step.finish(o_BTOV, x_BTD, own)
+        for gate in gates:
+            o_BTOV = o_BTOV * gate
+        return o_BTOV
+
+    def _read(
+        self,
+        x: Tensor,
+        at: Tokens,
+        turning: Turning,
+        source: Tensor | Remembered | None,
+        cache: Cache | None,
+        raw: bool,
+    ) -> tuple[dict[str, Tensor], Tokens]:
+        """What there is to read and where it stands; `raw` as the cache holds it, else opened for a single query."""
+        append = None if cache is None else cache.append
+        if raw and isinstance(cache, PagedCache):
+            append = cache.append_in_place
+        entry, told = self._remembered(x, at, turning, source, append)
+        if cache is not None and x.shape[1] == 1 and not raw:
+            entry = cache.opened(entry)
+        return entry, told
 
     def _remembered(
         self, x_BTD: Tensor, at: Tokens, turning: Turning, source: Tensor | Remembered | None, append: Append | None
