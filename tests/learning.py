@@ -20,7 +20,14 @@ from headwise.training.choosing import Choice
 from headwise.training.stepping import Stepper
 
 IDS, LONGEST = 11, 7
-QUICK = {"precision": "fp32", "compile": "off", "attention": "fused", "rows": "padded", "device": "cpu", "evaluate_batches": 1}
+QUICK = {
+    "precision": "fp32",
+    "compile": "off",
+    "attention": "fused",
+    "rows": "padded",
+    "device": "cpu",
+    "evaluate_batches": 1,
+}
 
 
 @dataclass(frozen=True)

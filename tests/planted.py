@@ -18,7 +18,9 @@ import planted_data  # noqa: F401 - as the first
 import planted_demo  # noqa: F401 - as the first
 import planted_engine  # noqa: F401 - as the first
 import planted_families  # noqa: F401 - as the first
+import planted_fast_models  # noqa: F401 - as the first
 import planted_finding  # noqa: F401 - as the first
+import planted_fused  # noqa: F401 - as the first
 import planted_generation  # noqa: F401 - as the first
 import planted_heads_importance  # noqa: F401 - as the first
 import planted_heads_kinds  # noqa: F401 - as the first
@@ -31,6 +33,7 @@ import planted_length  # noqa: F401 - as the first
 import planted_models  # noqa: F401 - as the first
 import planted_nets  # noqa: F401 - as the first
 import planted_paged  # noqa: F401 - as the first
+import planted_packing  # noqa: F401 - as the first
 import planted_patches  # noqa: F401 - as the first
 import planted_pricing  # noqa: F401 - as the first
 import planted_proof  # noqa: F401 - as the first

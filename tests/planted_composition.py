@@ -45,9 +45,9 @@ bug(
 )
 bug(
     "blocks-keep-their-scores",
-    "backends/composed.py",
-    "if torch.is_grad_enabled():",
-    "if job.training and job.masked:",
+    "backends/again.py",
+    "if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):",
+    "if plan.blocks:",
     "contract/test_edges.py::test_mixing_heads_keeps_no_square[(TalkingHeads(),)]",
 )
 bug(
@@ -750,8 +750,8 @@ bug(
 bug(
     "dynamic-static-turned-round",
     "parts/dynamic.py",
-    'p["static"].to(own.dtype), 0).mT @',
-    'p["static"].to(own.dtype), 0) @',
+    "return (static.mT @ ",
+    "return (static @ ",
     DYNAMIC + "test_one_matrix_for_every_pair",
 )
 

@@ -289,7 +289,7 @@ def language(*specs: hw.AttentionSpec) -> hw.Transformer:
 
 
 def answered(net: hw.Transformer, patch: pytest.MonkeyPatch, sizes: list[int]) -> tuple[hw.Engine, list[int], int]:
-    """An engine that has answered prompts of these lengths; rows of each call of one token, and pages gathered there."""
+    """An engine that has answered such prompts; rows of each call of one token, and how often pages were gathered."""
     engine = hw.Engine(net, budget=4_000_000, batching=hw.Batching(page=4, chunk=512))
     rows, gathered, hidden, gather = [], [], net.hidden, Pool.gather
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -145,7 +144,12 @@ class Attention(Peered, nn.Module):
         if self._limit is not None:
             inputs.check_positions(self._limit, at)
         x, turning = self.peers.enter(x), Turning(self._turns, at.position)
-        entry, told = self._read(x, at, turning, source, cache, plan.raw)
+        append = None if cache is None else cache.append
+        if plan.raw and isinstance(cache, PagedCache):
+            append = cache.append_in_place
+        entry, told = self._remembered(x, at, turning, source, append)
+        if cache is not None and x.shape[1] == 1 and not plan.raw:
+            entry = cache.opened(entry)
         p = self._p["project"]
         q_BTHK = plan.project.ask(x, turning, p)
         k_BSGK, v_BSGV = plan.project.recall(entry, Turning(self._turns, told.position), p)
@@ -160,9 +164,15 @@ class Attention(Peered, nn.Module):
             o_BTHV = plan.attend(plan.job, sight, job_inputs, self._bound, probe)
         if isinstance(cache, StateCache):
             cache.fold(self._folded(plan.job, job_inputs, told))
-        o_BTOV = plan.project.deliver(o_BTHV, plan.voices, p)
-        o_BTOV = self._finished(o_BTOV, x, gates)
+        o_BTOV = self._finished(plan.project.deliver(o_BTHV, plan.voices, p), x, gates)
         return (o_BTOV if probe is None else probe("heads", o_BTOV)), gates
+
+    def _finished(self, o_BTOV: Tensor, x: Tensor, gates: Sequence[Tensor]) -> Tensor:
+        for step, own in self._outputs:
+            o_BTOV = step.finish(o_BTOV, x, own)
+        for gate in gates:
+            o_BTOV = o_BTOV * gate
+        return o_BTOV
 
     def merge(self, o_BTOV: Tensor) -> Tensor:
         """y_BTD from per-head outputs."""
@@ -186,6 +196,16 @@ class Attention(Peered, nn.Module):
         """The weights of each part by its name, its own and those it shares."""
         return self._p
 
+    @property
+    def mixes(self) -> list[tuple[str, Mix, Weighted]]:
+        """What mixes heads, by its name, with its weights."""
+        return self._mixes
+
+    @property
+    def bound(self) -> Bound:
+        """What a backend runs between queries, keys and values and the per-head outputs."""
+        return self._bound
+
     def cache(self, *, batch: int, capacity: int, store: str | None = None) -> Cache:
         """A fresh cache for this layer, in its dtype and on its device; store="int8" keeps keys and values in 8 bits."""
         like, device = self._like, str(self._like.device)
@@ -194,31 +214,6 @@ class Attention(Peered, nn.Module):
     @property
     def _like(self) -> Tensor:
         return self._p["project"].first
-
-    def _finished(self, o_BTOV: Tensor, x_BTD: Tensor, gates: Sequence[Tensor]) -> Tensor:
-        for step, own in self._outputs:
-            o_BTOV = step.finish(o_BTOV, x_BTD, own)
-        for gate in gates:
-            o_BTOV = o_BTOV * gate
-        return o_BTOV
-
-    def _read(
-        self,
-        x: Tensor,
-        at: Tokens,
-        turning: Turning,
-        source: Tensor | Remembered | None,
-        cache: Cache | None,
-        raw: bool,
-    ) -> tuple[dict[str, Tensor], Tokens]:
-        """What there is to read and where it stands; `raw` as the cache holds it, else opened for a single query."""
-        append = None if cache is None else cache.append
-        if raw and isinstance(cache, PagedCache):
-            append = cache.append_in_place
-        entry, told = self._remembered(x, at, turning, source, append)
-        if cache is not None and x.shape[1] == 1 and not raw:
-            entry = cache.opened(entry)
-        return entry, told
 
     def _remembered(
         self, x_BTD: Tensor, at: Tokens, turning: Turning, source: Tensor | Remembered | None, append: Append | None
@@ -268,14 +263,17 @@ class Attention(Peered, nn.Module):
         paged = isinstance(cache, PagedCache)
         facts = (x.device.type, x.dtype, grad, one, stated, paged, masked, self.training, wants, compiled, store)
         key = (self.only, apart, *facts)
-        if key not in self._plans:
-            project = self._forms[one]
-            job = Job(self.spec, self.spec.core_of(project), *facts)
-            backend, scale = backends.choose(job, self.only), self.spec.similarity.factor(job.core)
-            attend = partial(packed.attend, backend.attend) if apart else backend.attend
-            raw = backends.reads_stored(backend, job)
-            self._plans[key] = Plan(project, job, attend, raw, scale, self.spec.voices)
-        return self._plans[key]
+        if key in self._plans:
+            return self._plans[key]
+        project = self._forms[one]
+        job = Job(self.spec, self.spec.core_of(project), *facts)
+        backend, scale = backends.choose(job, self.only), self.spec.similarity.factor(job.core)
+        attend = packed.Runner.of(backend, job, self.only).attend if apart else backend.attend
+        raw = backends.reads_stored(backend, job)
+        plan = Plan(project, job, attend, raw, scale, self.spec.voices)
+        if not compiled:  # a graph that saw none would be made anew once there is one
+            self._plans[key] = plan
+        return plan
 
 
 def _within(shares: Mapping[str, Weights], part: str) -> dict[str, Weights]:

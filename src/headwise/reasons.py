@@ -50,7 +50,13 @@ class Call:
         """The same as plain values."""
         job = self.job
         told = {"tokens": self.tokens, "device": job.device, "dtype": str(job.dtype).removeprefix("torch.")}
-        told |= {"grad": job.grad, "training": job.training, "mask": job.masked, "state": job.stated, "paged": job.paged}
+        told |= {
+            "grad": job.grad,
+            "training": job.training,
+            "mask": job.masked,
+            "state": job.stated,
+            "paged": job.paged,
+        }
         told |= {"want": sorted(job.wants), "form": self.form, "runs": self.runs}
         return told | {"backends": [{"name": name, "refuses": said} for name, said in self.refusals.items()]}
 

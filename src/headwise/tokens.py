@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .pattern import Causal, Pattern
+from .pattern import Causal, Full, Pattern
 
 
 class Spans(NamedTuple):
     """Where tokens lie that were not gathered: row b's are slots `begin` to before `end` of a page, for each n.
 
-    The table is [B, N, 3]: page, begin, end; the token in column n x slots + slot of a row lies in that slot of the n-th
-    page. `whole` says that the newest token of each row reads every one of them.
+    The table is [B, N, 3]: page, begin, end; the token in column n x slots + slot of a row lies there, in its n-th page. `whole` says that the newest token of each row reads every one of them.
     """
 
     table: Tensor
@@ -46,7 +45,7 @@ class Tokens:
     held: Tensor | None = None
     spans: Spans | None = field(default=None, repr=False)
     lengths: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
-    plans: list[Any] = field(default_factory=list[Any], init=False, repr=False)  # what a backend made of them once
+    plans: list[Any] = field(default_factory=list, init=False, repr=False)  # what a backend made of them once
 
     def __post_init__(self) -> None:
         if not self.checked:
@@ -104,7 +103,9 @@ class Tokens:
         """
         rows = tuple(tuple(row) for row in lengths)
         if not rows or any(type(length) is not int or length < 0 for row in rows for length in row):
-            raise ValueError(f"lengths={lengths!r} are no texts in rows; give whole numbers from 0, as in [[5, 3], [8]]")
+            raise ValueError(
+                f"lengths={lengths!r} are no texts in rows; give whole numbers from 0, as in [[5, 3], [8]]"
+            )
         count = max(map(sum, rows))
         position, segment = (torch.full((len(rows), count), fill) for fill in (0, -1))
         for n, row in enumerate(rows):
@@ -184,6 +185,8 @@ class Sight:
             return "full"
         if self.mask is not None or first is None or second is None:
             return "any"
+        if isinstance(self.pattern, Full):  # before positions are looked at, on which a graph would then depend
+            return "full"
         asks = range(first, first + self.queries.count)
         told = range(second, second + self.keys.count)
         pairs = self.pattern.pairs(asks, told)

@@ -65,6 +65,11 @@ class Weights(nn.Module):
         assert tensor is not None
         return tensor
 
+    def learned(self) -> list[Tensor]:
+        """Its parameters, those that it borrows among them."""
+        own = [t for t in self._parameters.values() if t is not None]
+        return own + [owner[name] for name, owner in self._borrowed.items()]
+
     @property
     def first(self) -> Tensor:
         """Any one parameter, to know dtype and device by."""

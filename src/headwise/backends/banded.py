@@ -101,9 +101,16 @@ def _one_by_one(job: Job, sight: Sight, inputs: Inputs, bound: Bound) -> Tensor:
     cut = Blocks(sight, inputs)
     if len(cut.all) == 1:
         return sdpa.attend(job, sight, inputs, bound, None)
-    keys, values = (slices(x, [block.keys for block in cut.all]) for x in (inputs.k, inputs.v))
+    read, asking = [block.keys for block in cut.all], [(block.queries,) for block in cut.all]
+    queries, keys, values = (slices(x, some) for x, some in ((inputs.q, asking), (inputs.k, read), (inputs.v, read)))
+    asked = (slices(x, asking) for x in (inputs.asked.x_BTD, inputs.asked.q_BTHK))
     parts = [
-        sdpa.attend(job, cut.seen(block), cut.handed(block)._replace(k=k, v=v), bound, None)
-        for block, k, v in zip(cut.all, keys, values, strict=True)
+        sdpa.attend(job, cut.seen(block), _handed(cut.handed(block), *given), bound, None)
+        for block, *given in zip(cut.all, queries, keys, values, *asked, strict=True)
     ]
     return torch.cat(parts, 1)
+
+
+def _handed(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, x_BTD: Tensor, q_BTHK: Tensor) -> Inputs:
+    """The tensors of a block, those that learn in the slices made for all blocks."""
+    return inputs._replace(q=q, k=k, v=v, asked=inputs.asked._replace(x_BTD=x_BTD, q_BTHK=q_BTHK))

@@ -105,8 +105,7 @@ class Call:
         return sum(piece.pairs * len(rows) for piece, rows in self.pieces)
 
 
-@torch.library.custom_op("headwise::banded", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor)")
-def banded(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *said: Any) -> tuple[Tensor, Tensor]:
+def read(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *said: Any) -> tuple[Tensor, Tensor]:
     """o_BTHV and the log-sum-exp l_BTH, of queries q_BTHK that read k_BSGK and v_BSGV; the rest is `How`.
 
     `sinks` are one more score in every row of a head, whose value is nothing.
@@ -127,14 +126,7 @@ def banded(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *said: Any) ->
     return o * (lse - every).exp()[..., None].to(o.dtype), every
 
 
-@torch.library.custom_op(
-    "headwise::banded_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad, Tensor o, Tensor lse, {INPUTS}) -> (Tensor, Tensor, Tensor)",
-)
-def banded_backward(
-    grad: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, *said: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(grad: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, *said: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
     v, _, how = said[0], said[1], How(*said[2:])
     grad, q, k, v = (_straight(x) for x in (grad, q, k, v))
@@ -152,6 +144,16 @@ def banded_backward(
 def _straight(x: Tensor) -> Tensor:
     """The same with the channels of a head side by side, as the kernel wants them."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+# Their names are how compilers and counters know them; what happens inside is not theirs to see.
+banded = torch.library.custom_op("headwise::banded", read, mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor)")
+banded_backward = torch.library.custom_op(
+    "headwise::banded_backward",
+    gradients,
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor o, Tensor lse, {INPUTS}) -> (Tensor, Tensor, Tensor)",
+)
 
 
 @banded.register_fake

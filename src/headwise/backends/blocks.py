@@ -104,16 +104,21 @@ class Blocks:
 
     def handed(self, block: Block) -> Inputs:
         """The tensors of one block."""
-        q, k, v, asked, entry, state, _ = self.inputs
-        rows = block.queries
-        asked = asked._replace(
-            x_BTD=asked.x_BTD[:, rows.start : rows.stop],
-            q_BTHK=asked.q_BTHK[:, rows.start : rows.stop],
-            at=_some(asked.at, (rows,)),
-        )
-        kept = {name: _rows(held, block.keys) for name, held in entry.items()}
-        q = q[:, rows.start : rows.stop]
-        return Inputs(q, _rows(k, block.keys), _rows(v, block.keys), asked, kept, state)
+        return portion(self.inputs, block)
+
+
+def portion(inputs: Inputs, block: Block) -> Inputs:
+    """Of a call's tensors those of one block."""
+    q, k, v, asked, entry, state, _ = inputs
+    rows = block.queries
+    asked = asked._replace(
+        x_BTD=asked.x_BTD[:, rows.start : rows.stop],
+        q_BTHK=asked.q_BTHK[:, rows.start : rows.stop],
+        at=_some(asked.at, (rows,)),
+    )
+    kept = {name: _rows(held, block.keys) for name, held in entry.items()}
+    q = q[:, rows.start : rows.stop]
+    return Inputs(q, _rows(k, block.keys), _rows(v, block.keys), asked, kept, state)
 
 
 def _some(tokens: Tokens, ranges: Sequence[range]) -> Tokens:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -15,6 +15,8 @@ from ..spec import AttentionSpec
 from ..terms import Phase, Weighted
 from ..tokens import Sight
 from .job import Inputs
+
+WITHIN = (Similarity, Normaliser, ScoreStep, Mix, WeightStep, ValueStep)
 
 
 @runtime_checkable
@@ -34,10 +36,12 @@ class Bound:
     scores: Sequence[Act]
     normaliser: Normaliser
     normaliser_p: Weighted
+    normalise: Callable[[Tensor, Tensor, Weighted], Tensor]
     weights: Sequence[Act]
     values: Sequence[tuple[ValueStep, Weighted]]
     elementwise: Sequence[tuple[ScoreStep, Weighted]]
     selected: tuple[int, ...] | None  # the rows of weights that read values, when some do not
+    weighted: Sequence[Weighted]  # of every part in here
     pattern: str  # who reads whom, as text: what a kernel that torch knows by name can be told
 
     @staticmethod
@@ -60,12 +64,24 @@ class Bound:
             scores=acts[Phase.SCORES],
             normaliser=spec.normaliser,
             normaliser_p=p["normaliser"],
+            normalise=spec.normaliser.normalise,
             weights=acts[Phase.WEIGHTS],
             values=[(step, p[name]) for name, step in spec.steps(ValueStep)],
             elementwise=[(step, p[name]) for name, step in spec.steps(ScoreStep)],
             selected=None if every else spec.voices,
+            weighted=[p[name] for name, part in spec.parts() if isinstance(part, WITHIN)],
             pattern=spec.pattern.text,
         )
+
+    def fused(self) -> Bound:
+        """The same with heads mixed, and scores normalised, by kernels where parts have some."""
+        acts = {phase: [*map(_fused, getattr(self, phase))] for phase in ("scores", "weights")}
+        return replace(self, **acts, normalise=self.normaliser.fused)
+
+    @property
+    def learned(self) -> list[Tensor]:
+        """Every parameter that is read in here."""
+        return [t for p in self.weighted for t in p.learned()]
 
     def bias(self, sight: Sight, inputs: Inputs) -> Tensor:
         """What additive score steps add, as scores over which they were run on zero."""
@@ -95,6 +111,15 @@ def _act(spec: AttentionSpec, name: str, part: Part, p: Weighted) -> Act:
         return partial(_score, part, p)
     assert isinstance(part, WeightStep)
     return partial(_weigh, part, p)
+
+
+def _fused(act: Act) -> Act:
+    return partial(_mix_fused, *act.args) if isinstance(act, partial) and act.func is _mix else act
+
+
+def _mix_fused(part: Mix, p: Weighted, names: Mapping[str, str], a: Tensor, sight: Sight, inputs: Inputs) -> Tensor:
+    kept = {key: inputs.entry[name] for key, name in names.items()}
+    return part.fused(a, part.ask(inputs.asked.x_BTD, p), kept, p)
 
 
 def _mix(part: Mix, p: Weighted, names: Mapping[str, str], a: Tensor, sight: Sight, inputs: Inputs) -> Tensor:

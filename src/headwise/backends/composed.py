@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ..probe import Probe
 from ..terms import Work
 from ..tokens import Sight
-from . import dense
+from . import again, dense
 from .blocks import EDGES, Block, Blocks, formed
 from .bound import Bound
 from .job import Inputs, Job
@@ -41,15 +42,16 @@ def spent(job: Job, work: Work) -> int:
 
 def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
     """Per-head outputs o_BTHV. Backwards, the scores of a block are formed once more, so that none is kept."""
-    cut = Blocks(sight, inputs)
+    cut, bound = Blocks(sight, inputs), bound.fused()
     if len(cut.all) == 1:
         return dense.attend(job, sight, inputs, bound, None)
-    run = partial(_block, job, cut, bound)
-    if torch.is_grad_enabled():
-        again = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=job.training)
-        return torch.cat([again(block) for block in cut.all], 1)
-    return torch.cat([run(block) for block in cut.all], 1)
+    run = partial(_block, job, cut.seen, bound)
+    if torch.compiler.is_compiling():  # which traces no gradient inside a gradient, but knows checkpoints
+        run_again = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=job.training)
+        made = run_again if torch.is_grad_enabled() else run
+        return torch.cat([made(block, cut.handed(block)) for block in cut.all], 1)
+    return again.attend(again.Plan(cut.all, run, job.training), inputs, bound.learned)
 
 
-def _block(job: Job, cut: Blocks, bound: Bound, block: Block) -> Tensor:
-    return dense.attend(job, cut.seen(block), cut.handed(block), bound, None)
+def _block(job: Job, seen: Callable[[Block], Sight], bound: Bound, block: Block, handed: Inputs) -> Tensor:
+    return dense.attend(job, seen(block), handed, bound, None)

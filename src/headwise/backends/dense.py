@@ -34,7 +34,7 @@ def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | 
         s_BHTS = probe("scores", s_BHTS)
         if "lse" in probe.wants:
             probe("lse", s_BHTS.masked_fill(~allowed, -torch.inf).logsumexp(-1))
-    w_BHTS = bound.normaliser.normalise(s_BHTS, allowed, bound.normaliser_p)
+    w_BHTS = bound.normalise(s_BHTS, allowed, bound.normaliser_p)
     for act in bound.weights:
         w_BHTS = act(w_BHTS, sight, inputs)
     if bound.selected is not None:

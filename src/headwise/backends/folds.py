@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .banding import Piece, Ranges
 
-ROOM = 2**25  # bytes of keys and values that are copied at once, where blocks read several ranges
+ROOM = 2**24  # bytes of keys and values that one call reads: more would be written and read again from far away
 
 
 class Fold(NamedTuple):
@@ -77,9 +77,7 @@ def folds(piece: Piece, rows: Sequence[int], nbytes: int) -> Iterator[Fold]:
     if 1 < len(rows) >= len(blocks):  # several are all
         yield from (Fold(None, [queries], [keys]) for queries, keys in blocks)
         return
-    most = len(blocks)
-    if len(blocks[0][1]) > 1:
-        most = max(1, ROOM // (nbytes * sum(map(len, blocks[0][1]))))
+    most = max(1, ROOM // (nbytes * sum(map(len, blocks[0][1]))))
     even = min((_even(order) for order in (blocks, sorted(blocks, key=_start))), key=len)
     for row in rows:
         for run in even:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -13,12 +14,14 @@ from torch import Tensor
 
 from ..probe import Probe
 from ..tokens import Sight, Tokens
+from . import banded, dense, sdpa
 from .bound import Bound
 from .job import Inputs, Job
 
 SLACK = 0.25  # of the pairs that are read, as many more may be formed so that texts of two lengths share a call
 SPARE = 4096  # pairs that are formed in less time than another call takes
 SHOWN = frozenset({"q", "k", "v", "heads"})  # what can be seen of texts that run apart
+SHORT = 32  # tokens of a text, up to which plain operations take less time on a CPU than a fused call for each head
 HELD = 2  # plans of one set of tokens: of a text that reads itself, and a source
 Ints = NDArray[np.int64]
 Places = tuple[Tensor, Tensor, Tensor | None, int]
@@ -50,12 +53,9 @@ class _Take(torch.autograd.Function):
     """Every slot takes its token; backwards a token has the gradient of its own slot alone, for no other is read."""
 
     @staticmethod
-    def forward(x: Tensor, *places: *Places) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *places: *Places) -> Tensor:
+        ctx.places = places
         return x.index_select(0, places[0])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, *Places], output: Tensor) -> None:
-        ctx.places = inputs[1:]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -66,14 +66,11 @@ class _Put(torch.autograd.Function):
     """Every live token takes its slot; backwards a slot that is none's has no gradient."""
 
     @staticmethod
-    def forward(slots: Tensor, *places: *Places) -> Tensor:
+    def forward(ctx: Any, slots: Tensor, *places: *Places) -> Tensor:
         _, to, live, count = places
+        ctx.places, ctx.slots = places, slots.shape
         found = slots.index_select(0, to)
         return found if live is None else found.new_zeros(count, *found.shape[1:]).index_copy_(0, live, found)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, *Places], output: Tensor) -> None:
-        ctx.places, ctx.slots = inputs[1:], inputs[0].shape
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -96,14 +93,25 @@ def apart(at: Tokens, told: Tokens | None, rows: int) -> bool:
     return told is not None and all(one is not None and len(one) == rows and sum(map(sum, one)) for one in known)
 
 
-def attend(
-    run: Callable[..., Tensor], job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None
-) -> Tensor:
-    """Per-head outputs o_BTHV: each group of texts as a batch of its own, run by a backend."""
-    plan = planned(sight)
-    given = zip(plan.groups, _apart(plan, inputs, bound), strict=True)
-    o = [run(job, Sight(asks, told, sight.pattern), own, bound, None) for (asks, told), own in given]
-    return plan.queries.put(o).unflatten(0, inputs.q.shape[:2])
+class Runner(NamedTuple):
+    """What runs a call whose texts are apart: a backend, or plain operations for texts that are short."""
+
+    backend: ModuleType
+    short: int
+
+    @staticmethod
+    def of(backend: ModuleType, job: Job, only: str | None) -> Runner:
+        """With the backend alone where the caller insists on it, or another than a fused one was chosen."""
+        fused = only is None and job.device == "cpu" and backend in (sdpa, banded)
+        return Runner(backend, SHORT if fused else 0)
+
+    def attend(self, job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
+        """Per-head outputs o_BTHV: each group of texts as a batch of its own."""
+        plan, o = planned(sight), list[Tensor]()
+        for (asks, told), own in zip(plan.groups, _apart(plan, inputs, bound), strict=True):
+            how = dense if max(asks.count, told.count) <= self.short else self.backend
+            o.append(how.attend(job, Sight(asks, told, sight.pattern), own, bound, None))
+        return plan.queries.put(o).unflatten(0, inputs.q.shape[:2])
 
 
 def _apart(plan: Plan, inputs: Inputs, bound: Bound) -> Iterator[Inputs]:

@@ -40,7 +40,7 @@ class Case:
 
     `tolerance` is how far what a peer gives may be from what ours gives, as a share of its largest number; None where
     they give nothing that can be compared, as a step of training. `tried` says, where an aim is known to be missed,
-    what was tried and how far it got.
+    what was tried and how far it got. `beside` names peers that do other work and stand for scale.
     """
 
     name: str
@@ -50,4 +50,5 @@ class Case:
     need: Need | None = None
     tolerance: float | None = 1e-3
     tried: str = ""
+    beside: tuple[str, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)  # more that is worth a line: memory, say

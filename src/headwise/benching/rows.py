@@ -105,7 +105,7 @@ class _Found:
                 self.absent[name] = f"failed: {_said(error)}"
                 continue
             going[name] = run
-            tolerance = self.case.tolerance
+            tolerance = None if name in self.case.beside else self.case.tolerance
             if tolerance is not None and (said := difference(ours, theirs, tolerance)):
                 self.differs[name] = said
         return going

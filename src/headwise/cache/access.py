@@ -108,7 +108,9 @@ class Held:
     def _piece(self, begins: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Of each row from one position to another: pages with their slots, and the position of each page's first."""
         page, asks = self.keep.page, self.counts
-        numbers = [range(b // page, -(-e // page) if n else b // page) for b, e, n in zip(begins, ends, asks, strict=True)]
+        numbers = [
+            range(b // page, -(-e // page) if n else b // page) for b, e, n in zip(begins, ends, asks, strict=True)
+        ]
         most = max((len(own) for own in numbers), default=0)
         held = [
             [*[table[n] for n in own], *[self.empty] * (most - len(own))]

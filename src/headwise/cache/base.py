@@ -36,6 +36,7 @@ class Cache(ABC):
         self.used = 0  # tokens appended, padding included
         self.uniform = True  # every row holds positions 0 .. used - 1 of segment 0, known without asking the device
         self.single = True  # no row has held another segment than 0
+        self._alike = range(1, 2**62)  # at how many tokens a step does what the one before it did
         self._last = torch.full((batch,), -1, dtype=torch.int64, device=device)
         self._zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._segment = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -101,6 +102,11 @@ class Cache(ABC):
     def state(self) -> Mapping[str, Tensor]:
         """The state of all past tokens, for similarities that have one."""
         return {}
+
+    @property
+    def foreseen(self) -> bool:
+        """Whether the next token of every row does only what those before it did: then one graph serves all of them."""
+        return self.uniform and self.used in self._alike
 
     def next(self, count: int) -> Tokens:
         """Where the next tokens stand when nobody says otherwise: after the last one of each row."""

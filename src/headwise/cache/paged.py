@@ -92,7 +92,9 @@ class Pool:
                 self._buffer = self.numbers.new_empty(2 * end)
             found = self._buffer[begin:end].view(index.numel(), piece)
             torch.index_select(self.numbers.view(-1, piece), 0, index + place.start // piece, out=found)
-            slots = found.view(rows, place.heads, pages * tokens, place.width).transpose(1, 2)[:, : held.gathered.filled]
+            slots = found.view(rows, place.heads, pages * tokens, place.width).transpose(1, 2)[
+                :, : held.gathered.filled
+            ]
             entry[name], begin = slots.reshape(*slots.shape[:2], *place.shape), end
         return entry
 
@@ -127,7 +129,9 @@ class PagedCache(Cache):
             raise ValueError(f"{at.count} tokens of a row read pages gathered; append them")
         held = self._take_in(entry, at)
         assert held is not None, "of one token there is a past: itself"
-        return self._pool.place(self._layer), held.placed(self._pool.reaches[self._layer].all(max(held.ends, default=0)))
+        return self._pool.place(self._layer), held.placed(
+            self._pool.reaches[self._layer].all(max(held.ends, default=0))
+        )
 
     def _take_in(self, entry: Entry, at: Tokens) -> Held | None:
         """Write these tokens into their pages; what there is to read of each row."""

@@ -17,14 +17,15 @@ class Reach:
 
     def __init__(self, pattern: Pattern, rule: Callable[[], Pattern], least: int = 0) -> None:
         self._pattern, self._rule, self._least = pattern, rule, least
-        self._known, self._all = 0, False
+        self.known, self._all = 0, False  # up to how many tokens it has been counted
 
     def all(self, used: int) -> bool:
         """Of each of so many tokens."""
-        if used > self._known and (self._all or not self._known):  # once unequal they stay so
-            self._known = 64 * max(used, self._least)
-            span = range(self._known)
-            self._all = (self._pattern & Causal()).pairs(span, span) == self._rule().pairs(span, span)
+        if used > self.known:
+            first, self.known = not self.known, 64 * max(used, self._least)
+            span = range(self.known)
+            if self._all or first:  # once unequal they stay so
+                self._all = (self._pattern & Causal()).pairs(span, span) == self._rule().pairs(span, span)
         return self._all
 
 

@@ -47,7 +47,7 @@ class Report:
     """Tokens a second, seconds until the first token and between tokens, and memory against the budget.
 
     `computed` are the tokens of prompts that were read, `shared` those that were remembered already, `sources` those
-    that another stack has read; `layers` keep pages, and `gathers` says for which of them a step gathers these, and why.
+    that another stack has read; so many `layers` keep pages, and `gathers` says why some of them have these gathered.
     """
 
     requests: int

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backends.bound import as_heads, as_rows
+from ..kernels import Beside, decode
+from ..products import KERNELS
 from .routes.interface import NAME, reading
 from .watching import Seen
 
@@ -37,7 +39,7 @@ def attend(
     """What each head reads, [B, T, heads, width], and the weights [B, heads, T, S] that `output_attentions` asks for.
 
     Weights are formed where something stands between the scores and their softmax, a cap or a sink; else torch's fused
-    call is made, with the heads of a group as its rows where there is one query.
+    call is made, with the heads of a group as its rows where there is one query, or a kernel where that is faster.
     """
     seen = reading(NAME, module, (query, key, value, attention_mask), told)
     queries, keys = query.shape[2], key.shape[2]
@@ -115,6 +117,8 @@ def _fused(seen: Seen, qkv: tuple[Tensor, Tensor, Tensor], dropped: float) -> Te
         causal = not one
     elif seen.bias is not None or seen.mask is not None:
         causal, bias = False, _bias(seen)
+    if one and not dropped and _has_kernel(q):
+        return _by_kernel(qkv, bias, seen.scale)
     if one and each > 1:
         if bias is not None and bias.shape[1] > 1:
             bias = as_rows(bias, each)
@@ -124,6 +128,20 @@ def _fused(seen: Seen, qkv: tuple[Tensor, Tensor, Tensor], dropped: float) -> Te
         k, v, each = k.repeat_interleave(each, 1), v.repeat_interleave(each, 1), 1
     o = F.scaled_dot_product_attention(q, k, v, bias, dropped, causal, scale=seen.scale, enable_gqa=each > 1)
     return o.transpose(1, 2).contiguous()
+
+
+def _has_kernel(q: Tensor) -> bool:
+    """Whether a kernel of ours reads faster than torch's fused call: bfloat16 on the CPU, one query in each row."""
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and not torch.is_grad_enabled() and KERNELS
+
+
+def _by_kernel(qkv: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, scale: float) -> Tensor:
+    """[B, 1, heads, width]: every row reads all keys of a page of its own."""
+    q, k, v = qkv
+    row = torch.arange(len(k), device=k.device)
+    spans_BN3 = torch.stack([row, torch.zeros_like(row), torch.full_like(row, k.shape[2])], -1)[:, None]
+    beside = Beside() if bias is None else Beside(bias[:, :, 0])
+    return decode(q[:, :, 0], k, v, spans_BN3, scale=scale, beside=beside)[0][:, None]
 
 
 def _weighed(seen: Seen, qkv: tuple[Tensor, Tensor, Tensor], dropped: float) -> tuple[Tensor, Tensor]:

@@ -67,7 +67,7 @@ def splat(typing: Any, value: Any) -> Any:
     return lanes(value), code
 
 
-def _called(name: str, count: int) -> Any:
+def called(name: str, count: int) -> Any:
     """LLVM's operation of this name on so many vectors."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -98,13 +98,13 @@ def _reduced(name: str, start: bool) -> Any:
 @intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """a b + c."""
-    return a(a, b, c), _called("fma", 3)
+    return a(a, b, c), called("fma", 3)
 
 
 @intrinsic
 def larger(typing: Any, a: Any, b: Any) -> Any:
     """The larger of each two; NaN is never the larger."""
-    return a(a, b), _called("maxnum", 2)
+    return a(a, b), called("maxnum", 2)
 
 
 @intrinsic
@@ -161,7 +161,7 @@ def power(typing: Any, shifted: Any) -> Any:
 
 @intrinsic
 def _each_exp(typing: Any, a: Any) -> Any:
-    return a(a), _called("exp", 1)
+    return a(a), called("exp", 1)
 
 
 _LOG2E, _SHIFT, _LEAST = np.float32(1 / math.log(2)), np.float32(1.5 * 2**23), np.float32(-87.0)

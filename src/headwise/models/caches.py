@@ -53,6 +53,11 @@ class Caches:
         """The bytes held for remembered tokens."""
         return sum(cache.nbytes for cache in self._each())
 
+    @property
+    def foreseen(self) -> bool:
+        """Whether the next token of every row does only what those before it did."""
+        return all(cache.foreseen for cache in self._each())
+
     def next(self, count: int) -> Tokens:
         """Where the next tokens stand when nobody says otherwise."""
         return self.one.next(count)

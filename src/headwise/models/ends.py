@@ -13,6 +13,7 @@ from ..dropping import dropped
 from ..errors import SpecError
 from ..peers import Peered
 from ..positions import sinusoidal
+from ..products import linear
 from ..tokens import Tokens
 from .activations import activation
 from .feeds import Declared, Normed
@@ -168,7 +169,7 @@ class Reading(Peered, Declared):
         h = h if told.scale == 1 else h * told.scale
         owner = self._owner[0]
         weight = cast(Tensor, self.weight) if owner is None else owner.table
-        y = F.linear(h, weight, self.maybe("bias"))
+        y = linear(h, weight, self.maybe("bias"))
         return y if told.cap is None else told.cap * torch.tanh(y / told.cap)
 
 

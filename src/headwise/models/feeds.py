@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..blueprint import Dense, Experts, Norm, Weight
 from ..dropping import dropped
 from ..peers import Peered
+from ..products import linear
 from .activations import joined
 from .starts import usual
 
@@ -31,7 +32,7 @@ class Declared(nn.Module):
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         """x through the matrix of this name, with its bias if it has one."""
-        return F.linear(x, getattr(self, name), self.maybe(f"{name}_bias"))
+        return linear(x, getattr(self, name), self.maybe(f"{name}_bias"))
 
     def maybe(self, name: str) -> Tensor | None:
         """The tensor of this name, if there is one."""
@@ -84,7 +85,7 @@ class Feed(Peered, Declared):
         with self.peers.apart(self.training):
             inner = dropped(inner, self.dropout, self.training)
         bias = self.maybe("down_bias") if self.peers.first else None  # it is added once
-        return self.peers.leave(F.linear(inner, cast(Tensor, self.down), bias))
+        return self.peers.leave(linear(inner, cast(Tensor, self.down), bias))
 
 
 class Each(Peered, Declared):

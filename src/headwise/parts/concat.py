@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..layout import Layout
+from ..products import linear
 from ..registry import part
 from ..seams import Merge
 from ..spec import AttentionSpec
@@ -47,7 +47,7 @@ class Concat(Merge):
         return {"output.o": torch.einsum("dov,ovw->dow", told, matrix).flatten(1)}
 
     def merge(self, o_BTOV: Tensor, p: Weighted) -> Tensor:
-        return F.linear(o_BTOV.flatten(2), p["o"].to(o_BTOV.dtype), p["o_bias"] if self.bias else None)
+        return linear(o_BTOV.flatten(2), p["o"].to(o_BTOV.dtype), p["o_bias"] if self.bias else None)
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:

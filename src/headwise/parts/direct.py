@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..layout import Layout
+from ..products import abreast, linear
 from ..registry import part
 from ..seams import Project
 from ..spec import AttentionSpec
@@ -78,17 +78,20 @@ class Direct(Project):
         return turn(self._project(x_BTD, "q", ("q", "dim"), p), "q")
 
     def remember(self, z_BSE: Tensor, turn: Turning, p: Weighted) -> dict[str, Tensor]:
-        k = turn(self._project(z_BSE, "k", ("kv", "dim"), p), "k")
-        v = turn(self._project(z_BSE, "v", ("v", "vdim"), p), "v")
-        return {"k": k, "v": v}
+        axes = {"k": ("kv", "dim"), "v": ("v", "vdim")}
+        if set(self.bias) & set("kv"):
+            told = [self._project(z_BSE, side, axes[side], p) for side in axes]
+        else:  # both are read in one go
+            flat = abreast(z_BSE, (p["k"], p["v"]))
+            told = [_by_head(y, axes[side], p) for side, y in zip(axes, flat, strict=True)]
+        return {side: turn(y, side) for side, y in zip(axes, told, strict=True)}
 
     def recall(self, entry: Mapping[str, Tensor], turn: Turning, p: Weighted) -> tuple[Tensor, Tensor]:
         return entry["k"], entry["v"]
 
     def _project(self, x: Tensor, side: str, axes: tuple[str, str], p: Weighted) -> Tensor:
         bias = p[f"{side}_bias"] if side in self.bias else None
-        heads, width = p.sizes[axes[0]], p.sizes[axes[1]]
-        return F.linear(x, p[side], bias).view(x.shape[0], x.shape[1], heads, width)
+        return _by_head(linear(x, p[side], bias), axes, p)
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:
@@ -96,6 +99,10 @@ class Direct(Project):
         yield base(kv=2, vdim=5, bias="qkvo")
         yield base(kv=3, project=cls(bias="v"))
         yield base(kv=1, source=13, project=cls(bias="q"))
+
+
+def _by_head(y: Tensor, axes: tuple[str, str], p: Weighted) -> Tensor:
+    return y.view(y.shape[0], y.shape[1], p.sizes[axes[0]], p.sizes[axes[1]])
 
 
 def absorbed(weights: Mapping[str, Tensor], names: Iterable[str], matrix: Tensor) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import composed as composing
 from ..layout import Layout
 from ..registry import part
 from ..seams import Mix
@@ -19,6 +20,7 @@ from ..terms import Applied, Base, Param, Phase, Weighted, Work
 from .start import constant, normal, zeros
 
 _EPS = 1e-6
+_FACTORS = ("source", "target", "gate")
 # The width that the factors of each side grow out of, and the tokens that bring them.
 _SIDES: dict[str, tuple[str, Applied]] = {"query": ("model", "query"), "key": ("source", "source")}
 
@@ -183,9 +185,25 @@ class Dynamic(Mix):
             by_key = self._composed(a_BHTS.permute(0, 3, 1, 2), kept).permute(0, 2, 3, 1)
             mixed = mixed + by_key + own * kept["gate"].transpose(1, 2)[..., None, :].to(own.dtype)
         if "static" in p:
-            by_all = self._grouped(p["static"].to(own.dtype), 0).mT @ self._grouped(a_BHTS.flatten(2), 1)
-            mixed = mixed + by_all.flatten(1, 2).unflatten(2, own.shape[2:])
+            mixed = mixed + self._by_all(a_BHTS, p)
         return self._owned(mixed, p) if self._target == "q" and self.on == "weights" else mixed
+
+    def fused(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: Weighted) -> Tensor:
+        if not composing.takes(a_BHTS):
+            return self.mix(a_BHTS, asked, kept, p)
+        heads, on_weights = a_BHTS.shape[1], self.on == "weights"
+        own = torch.searchsorted(p["name"], p["own"]) if on_weights else torch.arange(heads)
+        to = own if self._target == "out" else torch.arange(heads)
+        factors = [*_by_query(a_BHTS, to, asked), *_by_key(a_BHTS, to, kept)]
+        mixed = composing.composed(a_BHTS, to, self._each(heads), factors)
+        if "static" in p:
+            mixed = mixed + self._by_all(a_BHTS, p)
+        return mixed.index_select(1, own) if on_weights and self._target == "q" else mixed
+
+    def _by_all(self, a_BHTS: Tensor, p: Weighted) -> Tensor:
+        """What the part that is alike at all pairs adds."""
+        static = self._grouped(p["static"].to(a_BHTS.dtype), 0)
+        return (static.mT @ self._grouped(a_BHTS.flatten(2), 1)).flatten(1, 2).unflatten(2, a_BHTS.shape[2:])
 
     def _composed(self, a: Tensor, factors: Mapping[str, Tensor]) -> Tensor:
         """Heads to ranks to heads, within groups: [B, T, H, N] to [B, T, O, N]."""
@@ -217,3 +235,22 @@ def _grown(hidden: Tensor, weight: Tensor, rank: int) -> Tensor:
     each = weight.view(rank, groups, -1, units).permute(1, 3, 0, 2)  # groups units rank heads
     grown = hidden.flatten(0, 1).transpose(0, 1) @ each.flatten(2)
     return grown.view(groups, batch, count, *each.shape[2:]).permute(1, 2, 3, 0, 4)
+
+
+def _by_query(a_BHTS: Tensor, to: Tensor, asked: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The factors of queries as the kernel takes them; none are no ranks, and a head's own as it is."""
+    batch, heads, queries, _ = a_BHTS.shape
+    if not asked:
+        ranks = [a_BHTS.new_zeros(batch, queries, 0, n) for n in (heads, len(to))]
+        return *ranks, a_BHTS.new_ones(batch, queries, len(to))
+    source, target, gate = (asked[name].to(a_BHTS.dtype).expand(batch, *asked[name].shape[1:]) for name in _FACTORS)
+    return source, target, gate + 1
+
+
+def _by_key(a_BHTS: Tensor, to: Tensor, kept: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The factors of keys, [B, R, heads, S]."""
+    batch, heads, _, keys = a_BHTS.shape
+    if not kept:
+        return tuple(a_BHTS.new_zeros(batch, 0, n, keys) for n in (heads, len(to), len(to)))
+    source, target, gate = (kept[name].to(a_BHTS.dtype).expand(batch, *kept[name].shape[1:]) for name in _FACTORS)
+    return source.permute(0, 2, 3, 1), target.permute(0, 2, 3, 1), gate[:, None].transpose(2, 3)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..kernels import rows
 from ..layout import Layout
 from ..registry import part
 from ..seams import Normaliser
@@ -74,6 +75,12 @@ class Entmax(Normaliser):
         alpha = _learned(p.spread()["a"].to(exact.dtype)) if self.kind == "learned" else self.alpha
         w_BHTS: Any = _Entmax.apply(exact, allowed, alpha)
         return w_BHTS.to(s_BHTS.dtype)
+
+    def fused(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
+        exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
+        if self.kind != "fixed" or self.alpha not in rows.ALPHAS or not rows.takes(exact):
+            return self.normalise(s_BHTS, allowed, p)
+        return rows.entmax(exact, allowed, self.alpha, _steps(exact.dtype, self.alpha)).to(s_BHTS.dtype)
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:

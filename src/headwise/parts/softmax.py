@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels import rows
 from ..registry import part
 from ..seams import Normaliser
 from ..spec import AttentionSpec
@@ -33,6 +34,9 @@ class Softmax(Normaliser):
     def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
         lowest = torch.finfo(s_BHTS.dtype).min
         return s_BHTS.masked_fill(~allowed, lowest).softmax(-1).masked_fill(~allowed, 0.0)
+
+    def fused(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
+        return rows.softmax(s_BHTS, allowed) if rows.takes(s_BHTS) else self.normalise(s_BHTS, allowed, p)
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:

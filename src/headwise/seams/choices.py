@@ -112,6 +112,10 @@ class Normaliser(Foldable):
     @abstractmethod
     def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor: ...
 
+    def fused(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
+        """The same in one pass over each row, where there is a kernel for it."""
+        return self.normalise(s_BHTS, allowed, p)
+
 
 class Merge(Part):
     """Per-head outputs to the model's width."""

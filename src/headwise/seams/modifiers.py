@@ -116,6 +116,10 @@ class Mix(Modifier):
     @abstractmethod
     def mix(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: Weighted) -> Tensor: ...
 
+    def fused(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: Weighted) -> Tensor:
+        """The same in one pass over all pairs, where there is a kernel for it."""
+        return self.mix(a_BHTS, asked, kept, p)
+
 
 class WeightStep(Modifier):
     """Changes weights one at a time after normalising, in training only or always."""

@@ -1,4 +1,4 @@
-"""The texts of a batch one behind the other in one row, so that none is filled up, and what is said of them put back."""
+"""The texts of a batch in one row, so that none is filled up, and what is said of them put back where they stood."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def filled(batch: Batch) -> float:
 def texts_of(row: Batch) -> Iterator[Batch]:
     """Every text of a packed row as a batch of its own, without its tokens: each stands from 0 on."""
     own, other = row.tokens, row.source_tokens
-    assert own is not None and own.lengths is not None
+    assert own is not None
+    assert own.lengths is not None
     sources = None if other is None else other.lengths
     asks = row.x.split(own.lengths[0], 1)
     labels = row.labels.split(own.lengths[0], 1)

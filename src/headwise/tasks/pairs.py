@@ -219,5 +219,7 @@ def _joined(rows: list[list[list[int]]], rest: int = 0) -> tuple[Tensor, Tokens]
         ids[n, : len(flat)] = flat
         position[n, : len(flat)] = [at for text in row for at in range(len(text))]
         segment[n, : len(flat)] = [k for k, text in enumerate(row) for _ in text]
-    tokens = Tokens(torch.from_numpy(position), torch.from_numpy(segment), checked=True)
+    # Of texts alone in their rows nobody asks: filled up to one length they are one call.
+    lengths = tuple(tuple(map(len, row)) for row in rows) if any(len(row) > 1 for row in rows) else None
+    tokens = Tokens(torch.from_numpy(position), torch.from_numpy(segment), checked=True, lengths=lengths)
     return torch.from_numpy(ids), tokens

@@ -60,8 +60,9 @@ class Recipe(Spoken):
     last `keep` stay, and the best. `start` is how fresh tensors are drawn, as `build` knows it. precision, attention,
     rows and compile are chosen by measuring where they are "auto"; attention="plain" runs its operations one by one,
     "fused" as each layer chooses; rows="packed" lays the texts of a batch one behind the other, "padded" fills its rows
-    up; activations="recompute" keeps none inside a block, and computes them again when gradients need them. `spread` says what the ranks that torchrun started divide among themselves, "data=2" or
-    "data=2,shards=2"; "auto" divides the data.
+    up; activations="recompute" keeps none inside a block, and computes them again when gradients need them. `spread`
+    says what the ranks that torchrun started divide among themselves, "data=2" or "data=2,shards=2"; "auto" divides
+    the data.
 
     >>> Recipe(steps=600, lr=0.003)
     Recipe(steps=600, lr=0.003)

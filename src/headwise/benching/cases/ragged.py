@@ -24,9 +24,10 @@ from ...training.optimiser import Optimiser, grouped
 from ...training.stepping import Stepper
 from ..case import Absent, Aim, Case, Run
 
-TITLE = "Ragged batches: 128 pairs of sentences in four batches"
+TITLE = "Ragged batches: 256 pairs of sentences in four batches"
 WORDS, WIDTH, LAYERS = 8000, 256, 2
-PAIRS, SIZE, COUNT = 29_000, 32, 4
+PAIRS, SIZE, COUNT = 29_000, 64, 4
+CLOSE = 0.005  # by which the tokens of two ways to fill batches may differ, as a share
 # Lengths of the 29,000 pairs of Multi30k (German, English) in 8,000 pieces, with an end: one more than what is normal
 # in its logarithm, of these means, deviations and correlation. Percentiles 1, 5, 25, 50, 75, 95, 99 come out the same.
 MEANS, DEVIATIONS, TOGETHER = (2.636, 2.611), (0.354, 0.317), 0.858
@@ -46,29 +47,30 @@ def cases(quick: bool) -> Iterator[Case]:
     net = build(translator((WORDS, WORDS), WIDTH, LAYERS, "one"), seed=0).eval()
     runs = {"ours": _scoring(net, mixed, packs=True), PADDED: _scoring(net, mixed, packs=False)}
     runs[BUCKETED] = _scoring(net, alike, packs=False)
-    yield _case("loss of every text, fp32", runs, (mixed, alike), 1e-3)
+    yield _case("loss of every text, fp32", runs, (mixed, alike), 1e-2)
 
 
 def _case(name: str, runs: dict[str, Run], both: tuple[Batches, Batches], tolerance: float | None) -> Case:
     ours = runs.pop("ours")
     full = {who: f"{np.mean([filled(one) for one in some]):.0%} of rows" for who, some in zip(runs, both, strict=False)}
     notes = {"no padding": ", ".join(f"{share} where {who}" for who, share in full.items())}
-    live = sum(int(t.live.sum()) for one in both[0] for t in (one.tokens, one.source_tokens) if t is not None)
-    notes["tokens"] = f"{live}, of both sides"
+    told = [t for one in both[0] for t in (one.tokens, one.source_tokens) if t is not None]
+    notes["tokens"] = f"{sum(int(t.live.sum()) for t in told)}, of both sides"
     peers: dict[str, Run | Absent] = {**runs}
     return Case(name, ours, peers, (Aim(PADDED, 1.5), Aim(BUCKETED, 1.0)), tolerance=tolerance, notes=notes)
 
 
 def batches() -> tuple[Batches, Batches]:
-    """The same pairs in batches as they come, and in some of those that a corpus is cut into by length."""
+    """Pairs in batches as they come, and as many tokens in batches of about one length that a corpus is cut into."""
     draw, each = drawn(0), (1.0, TOGETHER)
     normal = draw.multivariate_normal([0, 0], [each, each[::-1]], PAIRS)
     lengths = np.rint(np.exp(normal * DEVIATIONS + MEANS)).astype(np.int64) + 1
-    plan = bucketed(lengths.max(1), SIZE)
-    units = [int((n + draw.random()) * plan.batches / COUNT) for n in range(COUNT)]  # one of each quarter of lengths
-    order = np.argsort(plan.levels, kind="stable")
-    alike = [order[[place for (place,) in plan.units[unit]]] for unit in units]
-    mixed = np.array_split(draw.permutation(np.concatenate(alike)), COUNT)
+    mixed = np.array_split(draw.permutation(PAIRS)[: COUNT * SIZE], COUNT)
+    plan, wanted = bucketed(lengths.max(1), SIZE), lengths[np.concatenate(mixed)].sum()
+    order, alike = np.argsort(plan.levels, kind="stable"), list[Numbers]()
+    while not alike or abs(lengths[np.concatenate(alike)].sum() / wanted - 1) > CLOSE:
+        units = [int((n + draw.random()) * plan.batches / COUNT) for n in range(COUNT)]  # one of each part by length
+        alike = [order[[place for (place,) in plan.units[unit]]] for unit in units]
     return [_batch(lengths, some) for some in mixed], [_batch(lengths, some) for some in alike]
 
 
@@ -103,13 +105,14 @@ def _training(choice: Choice, some: Batches, rows: str) -> Run:
 
 
 def _scoring(net: Transformer, some: Batches, *, packs: bool) -> Run:
-    """The loss of all batches together."""
+    """The loss of a token, over all batches; of other texts it is nearly the same, for nothing was learnt."""
     path = Path(net)
 
     def run() -> Tensor:
         with torch.no_grad():
             rows = [packed(batch).batch if packs else batch for batch in some]
-            return torch.stack([cross_entropy(path(row), row.labels) for row in rows]).sum()
+            losses = [cross_entropy(path(row), row.labels) for row in rows]
+            return torch.stack(losses).sum() / sum(map(asked, some))
 
     return run
 
@@ -128,7 +131,9 @@ class Theirs(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """Logits [B, T, words]."""
-        assert batch.source is not None and batch.source_tokens is not None and batch.tokens is not None
+        assert batch.source is not None
+        assert batch.source_tokens is not None
+        assert batch.tokens is not None
         asks, told = ~batch.tokens.live, ~batch.source_tokens.live
         ahead = nn.Transformer.generate_square_subsequent_mask(batch.x.shape[1], dtype=torch.bool)
         more = {"src_key_padding_mask": told, "memory_key_padding_mask": told, "tgt_key_padding_mask": asks}

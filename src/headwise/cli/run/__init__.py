@@ -25,6 +25,7 @@ DECODING: dict[str, tuple[type, str, str]] = {
     "length-penalty": (float, "POWER", "sums of beams are over length to this power (1)"),
     "best": (int, "COUNT", "tell so many of the beams, with their scores"),
     "window": (int, "TOKENS", "read the last tokens of a text alone"),
+    "compile": (str, "WHEN", "compile steps of one token: off (usual), on, or auto where it pays"),
 }
 # Options that every kind of work knows, by the names that argparse gives them.
 SHARED = ("model", "text", "batch", "device", "tokenizer", "json", "top_k")

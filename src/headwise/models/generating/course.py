@@ -15,6 +15,8 @@ from ..caches import Memory
 from ..ends import last
 from ..transformer import Transformer
 from .answers import Answer
+from .compiling import chosen, compiled
+from .how import USUAL, Decoding
 from .picking import Past
 
 WORTH = 0.75  # rows are left out of the caches once no more than this share of them goes on: copying costs a few steps
@@ -25,7 +27,8 @@ class Course:
     """Rows of several lengths behind which tokens are said. `logits` [rows, tokens] are of what comes next.
 
     `rows` are the numbers of the prompts that are still there, `texts` all ids of each. The model takes them as far as
-    it knows positions; at the last one a row goes on from its last `window` tokens.
+    it knows positions; at the last one a row goes on from its last `how.window` tokens. `choice` says whether steps are
+    compiled, and why; rows of several lengths never are.
     """
 
     def __init__(
@@ -36,8 +39,12 @@ class Course:
         count: int,
         tokens: Tokens | None = None,
         memory: Memory | None = None,
-        window: int | None = None,
+        how: Decoding = USUAL,
     ) -> None:
+        window = how.window
+        self.choice = chosen(net, how.compile, count)
+        self._graph = compiled(net) if self.choice.compiled else None
+        self._first = True  # no step was made yet that found out what a graph takes for granted
         self.net, self.memory, self.count, self.window = net, memory, count, window
         self.texts = _live(prompt, tokens)
         self.rows = list(range(len(self.texts)))
@@ -62,7 +69,9 @@ class Course:
             self._again(self._longest)
             return
         x = torch.tensor(ids, device=self.logits.device)[:, None]
-        self.logits = self.net.read(self.net.hidden(x, source=self.memory, cache=self.cache))[:, -1]
+        graph = None if self._first or not self.cache.foreseen else self._graph
+        self._first = False
+        self.logits = (graph or self.net)(x, source=self.memory, cache=self.cache)[:, -1]
 
     def _again(self, longest: int) -> None:
         """Rows beyond the last position begin with the end of their text; the others with what they had."""

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import SpecError
+from ...errors import SpecError, nearest
+
+COMPILE = ("off", "auto", "on")
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Decoding:
     of log-likelihoods, each over its length to the power of `length_penalty`, its end included (1609.08144 has
     another). An answer stops before a text or an id of `stop`, and before `end`: what the model's usage says, where
     that is None; () for never. Of a prompt only the last `window` tokens are read, and where an answer reaches the
-    last position that a model knows, it goes on from its last `window` tokens.
+    last position that a model knows, it goes on from its last `window` tokens. Steps of one token are compiled, "on",
+    "off", or "auto" where so many are asked for that it pays.
 
     >>> Decoding(top_p=0.0)
     Traceback (most recent call last):
@@ -38,6 +41,7 @@ class Decoding:
     stop: tuple[str | int, ...] = ()
     end: tuple[int, ...] | None = None
     window: int | None = None
+    compile: str = "off"
 
     def __post_init__(self) -> None:
         for name in ("top_k", "window"):
@@ -55,6 +59,8 @@ class Decoding:
             _check_count(name, getattr(self, name) or 0, f"give {name}=1 for one answer")
         if self.best > self.beams:
             raise SpecError(f"best={self.best} of beams={self.beams} answers cannot be told; give beams={self.best}")
+        if self.compile not in COMPILE:
+            raise SpecError(f"compile={self.compile!r} is unknown; {nearest(str(self.compile), COMPILE)}")
         object.__setattr__(self, "stop", _stops(self.stop))
         if self.end is not None:
             object.__setattr__(self, "end", _ids("end", self.end))

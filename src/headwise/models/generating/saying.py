@@ -164,7 +164,7 @@ class Asked:
 
     def _course(self, given: Given) -> Course:
         prompt = begun(self.net, given.rows, next(self.net.parameters()).device)
-        told = {"tokens": prompt.tokens, "memory": prompt.memory, "window": self.how.window}
+        told = {"tokens": prompt.tokens, "memory": prompt.memory, "how": self.how}
         return Course(self.net, prompt.ids, count=self.count, **told)
 
     def _choose(self, course: Course, streams: Sequence[Stream]) -> Choose:

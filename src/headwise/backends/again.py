@@ -1,0 +1,140 @@
+"""Blocks that are run once more on the way back, so that nothing is kept of them but what they were handed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .blocks import Block, portion
+from .job import Inputs
+
+BY_QUERY = 3  # of what a block is handed, the first so many have a row for each query, the others for each key
+
+
+class Plan(NamedTuple):
+    """The blocks of a call, what runs one of them, and whether that draws random numbers."""
+
+    blocks: Sequence[Block]
+    run: Callable[[Block, Inputs], Tensor]
+    draws: bool
+
+
+def attend(plan: Plan, inputs: Inputs, learned: Sequence[Tensor]) -> Tensor:
+    """o_BTHV of all blocks; gradients reach what they were handed, and the parameters that they read."""
+    wanted = [*_listed(inputs), *learned]
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
+        return torch.cat([plan.run(block, portion(inputs, block)) for block in plan.blocks], 1)
+    empty = _with(inputs, [inputs.q.detach()[:0]] * (len(wanted) - len(learned)))
+    made: Any = _Again.apply(plan, empty, *wanted)
+    return made
+
+
+def _listed(inputs: Inputs) -> list[Tensor]:
+    """What may have a gradient; queries before keys."""
+    q, k, v, asked, entry, _ = inputs
+    return [q, asked.x_BTD, asked.q_BTHK, k, v, *entry.values()]
+
+
+def _with(inputs: Inputs, tensors: Sequence[Tensor]) -> Inputs:
+    """The same with other tensors in their place."""
+    q, x, asking, k, v, *kept = tensors
+    asked = inputs.asked._replace(x_BTD=x, q_BTHK=asking)
+    return inputs._replace(q=q, k=k, v=v, asked=asked, entry=dict(zip(inputs.entry, kept, strict=True)))
+
+
+class _Again(torch.autograd.Function):
+    """Forward without a graph; backward block by block, each with a graph of its own that is gone before the next.
+
+    The gradients of keys are added up in one tensor for all blocks: a slice's own would be zeros of the full length
+    from every block, and so a cost that grows with the square of the length.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, empty: Inputs, *wanted: Tensor) -> Tensor:
+        ctx.plan, ctx.empty = plan, empty
+        ctx.save_for_backward(*wanted)
+        device = wanted[0].device
+        ctx.autocast = device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+        ctx.drawn, made = [], []
+        inputs = _with(empty, wanted[: len(_listed(empty))])
+        for block in plan.blocks:
+            ctx.drawn.append(_drawn(device) if plan.draws else ())
+            made.append(plan.run(block, portion(inputs, block)))
+        return torch.cat(made, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        count = len(_listed(ctx.empty))
+        given, learned = list(ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
+        sums = _Sums(given, learned, ctx.needs_input_grad[2:])
+        device, dtype, on = ctx.autocast
+        inputs = _with(ctx.empty, [t.detach() for t in given])
+        for block, drawn in zip(ctx.plan.blocks, ctx.drawn, strict=True):
+            part = portion(inputs, block)
+            with torch.enable_grad(), torch.autocast(device, dtype, enabled=on), _redrawn(given[0].device, drawn):
+                leaves = sums.leaves(_listed(part))
+                o_BTHV = ctx.plan.run(block, _with(part, leaves))
+            sums.add(block, o_BTHV, leaves, grads[0][:, block.queries.start : block.queries.stop])
+        return None, None, *sums.all
+
+
+class _Sums:
+    """The gradients of all that blocks were handed, and of what they read, as far as they are needed."""
+
+    def __init__(self, given: Sequence[Tensor], learned: Sequence[Tensor], needed: Sequence[bool]) -> None:
+        self.given, self.learned, self.needed = given, learned, needed
+        self.all: list[Tensor | None] = [None] * len(needed)
+
+    def leaves(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """What a block is handed, so that its gradients can be asked for."""
+        return [part.detach().requires_grad_(need) for part, need in zip(parts, self.needed, strict=False)]
+
+    def add(self, block: Block, o_BTHV: Tensor, leaves: Sequence[Tensor], grad_BTHV: Tensor) -> None:
+        """Add the gradients of one block."""
+        if not o_BTHV.requires_grad:
+            return
+        wanted = [n for n, need in enumerate(self.needed) if need]
+        asked = [leaves[n] if n < len(leaves) else self.learned[n - len(leaves)] for n in wanted]
+        found = torch.autograd.grad(o_BTHV, asked, grad_BTHV, allow_unused=True)
+        for n, grad in zip(wanted, found, strict=True):
+            if grad is not None:
+                ranges = None if n >= len(leaves) else (block.queries,) if n < BY_QUERY else block.keys
+                self._add(n, grad, ranges)
+
+    def _add(self, n: int, grad: Tensor, ranges: Sequence[range] | None) -> None:
+        if ranges is None:
+            before = self.all[n]
+            self.all[n] = grad if before is None else before.add_(grad)
+            return
+        total = self.all[n]
+        if total is None:
+            total = self.all[n] = torch.zeros_like(self.given[n])
+        done = 0
+        for r in ranges:
+            total[:, r.start : r.stop] += grad[:, done : done + len(r)]
+            done += len(r)
+
+
+def _drawn(device: torch.device) -> tuple[Tensor, ...]:
+    """Where the random numbers stand that a block may draw."""
+    own = () if device.type == "cpu" else (torch.get_device_module(device).get_rng_state(device),)
+    return torch.get_rng_state(), *own
+
+
+@contextmanager
+def _redrawn(device: torch.device, drawn: tuple[Tensor, ...]) -> Iterator[None]:
+    """Random numbers as they were drawn before, and afterwards as if they had not been."""
+    if not drawn:
+        yield
+        return
+    with torch.random.fork_rng([device] if drawn[1:] else [], device_type=device.type if drawn[1:] else "cuda"):
+        torch.set_rng_state(drawn[0])
+        for state in drawn[1:]:
+            torch.get_device_module(device).set_rng_state(state, device)
+        yield

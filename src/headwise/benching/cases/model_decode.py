@@ -1,0 +1,108 @@
+"""One more token of a whole model: the same checkpoint decoded by us and by others."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from copy import deepcopy
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...hub import load
+from ..case import Absent, Aim, Case, Need, Run
+from ..ctranslated import Stepped, converted
+from ..others import given
+
+TITLE = "One-token step of a whole model"
+# The shape of a Llama of 107.2 million parameters, one table for both ends.
+SHAPE = {
+    "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
+    "intermediate_size": 2304, "vocab_size": 32_000, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+CONTEXT, MOST = 2048, 500  # tokens that are read before, and steps that are made at most
+SDPA, EAGER, ALONE, CTRANSLATE = "transformers sdpa", "transformers eager", "transformers on headwise", "CTranslate2"
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """Four rows and one, in bfloat16; CTranslate2 in float32, for it has no bfloat16 on this kind of machine."""
+    try:
+        theirs = import_module("transformers")
+    except ImportError as error:
+        yield Case("107M Llama", lambda: None, {SDPA: Absent(str(error))}, tolerance=None)
+        return
+    with tempfile.TemporaryDirectory(prefix="headwise-bench-") as made:
+        folder = Path(made) / "llama"
+        theirs.LlamaForCausalLM(theirs.LlamaConfig(**SHAPE)).to(torch.bfloat16).save_pretrained(folder)
+        for rows in (4, 1):
+            yield from _rows(theirs, folder, rows)
+
+
+def _rows(theirs: Any, folder: Path, rows: int) -> Iterator[Case]:
+    """The same step with the interface of transformers alone, and with our model."""
+    ids = torch.randint(SHAPE["vocab_size"], (rows, CONTEXT + 1))
+    prompt, last = ids[:, :-1], ids[:, -1:]
+    with torch.no_grad():
+        model = theirs.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        read = _read(theirs, model, prompt)
+    need = Need(reads=sum(p.nbytes for p in model.parameters()) + _bytes(read))
+    name, notes = f"107M Llama, bf16, batch {rows}, {CONTEXT} tokens", {"a step is": f"{rows} tokens"}
+    aims = (Aim(SDPA, 3.0),) if rows > 1 else ()
+    alone, sdpa = (_step(model, attention, read, last) for attention in ("headwise", "sdpa"))
+    yield Case(f"{name}, {ALONE}", alone, {SDPA: sdpa}, aims, need, 0.05, notes=notes)
+    peers: dict[str, Run | Absent] = {
+        SDPA: _step(model, "sdpa", read, last),
+        EAGER: _step(model, "eager", read, last),
+        f"{CTRANSLATE} (float32)": given("ctranslate2", lambda library: _ctranslate(library, folder, ids)),
+    }
+    aims = (Aim(SDPA, 5.0),) if rows > 1 else ()
+    yield Case(f"{name}, headwise", _ours(folder, prompt, last), peers, aims, need, 0.05, notes=notes)
+
+
+def _read(theirs: Any, model: Any, prompt: Tensor) -> Any:
+    """What transformers remembers of a prompt."""
+    cache = theirs.DynamicCache(config=model.config)
+    model.set_attn_implementation("sdpa")
+    model.model(prompt, past_key_values=cache)
+    return cache
+
+
+def _bytes(cache: Any) -> int:
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def _step(model: Any, attention: str, read: Any, last: Tensor) -> Run:
+    """A step of transformers' model on this function for attention, behind a cache of its own."""
+    cache: list[Any] = []
+
+    def step() -> Tensor:
+        if not cache:
+            cache.append(deepcopy(read))
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            return model(last, past_key_values=cache[0]).logits[:, -1]
+
+    return step
+
+
+def _ours(folder: Path, prompt: Tensor, last: Tensor) -> Run:
+    """A step of the same checkpoint as our own model."""
+    net = load(folder).eval()
+    cache = net.cache(batch=len(prompt), capacity=CONTEXT + MOST)
+    with torch.no_grad():
+        net.hidden(prompt, cache=cache)
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            return net(last, cache=cache)[:, -1]
+
+    return step
+
+
+def _ctranslate(library: Any, folder: Path, ids: Tensor) -> Run:
+    """A step of CTranslate2, which goes on with tokens of its own."""
+    made = converted(library, folder, SHAPE["vocab_size"])
+    return Stepped(library, made, ids.tolist(), MOST, torch.get_num_threads())

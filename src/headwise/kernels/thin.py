@@ -1,0 +1,63 @@
+"""`thin`: a few tokens meet matrices, and reading these is all that takes time. A custom operation of torch."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from . import team
+
+KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+LANES = 16  # numbers that are read at once: a row is a multiple of them
+
+
+@torch.library.custom_op("headwise::thin", mutates_args=(), device_types="cpu")
+def thin(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    """x W^T of tokens x [M, K] with each of several matrices [N, K], side by side: [M, all rows of all matrices].
+
+    All are float32 or all bfloat16, matrices lie whole, and K is a multiple of 16; sums are float32. What comes of a
+    token depends neither on those beside it nor on threads, bit for bit.
+
+    >>> thin(torch.ones(2, 16), [torch.eye(16)[:1], torch.ones(2, 16)]).tolist()
+    [[1.0, 16.0, 16.0], [1.0, 16.0, 16.0]]
+    """
+    from .thinning import BLOCK, At, entry  # here: Numba takes a second to import
+
+    tokens, width = x_MK.shape
+    rows = [matrix.shape[0] for matrix in matrices]
+    blocks = sum(-(-count // BLOCK) for count in rows)
+    x = x_MK.to(torch.float32).reshape(tokens, -1, LANES).transpose(0, 1).contiguous()
+    y = torch.zeros(tokens, sum(rows))
+    table = (number for matrix in matrices for number in (matrix.data_ptr(), matrix.shape[0]))
+    told = array("q", (0, blocks, x.data_ptr(), y.data_ptr(), tokens, width, sum(rows), *table))
+    assert 8 * (len(told) - 2 * len(rows)) == At.TABLE
+    team.run(entry(KINDS[x_MK.dtype]), told.buffer_info()[0], min(blocks, team.most()))
+    return y.to(x_MK.dtype)
+
+
+@thin.register_fake
+def _shape(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    return x_MK.new_empty(x_MK.shape[0], sum(matrix.shape[0] for matrix in matrices))
+
+
+@register_flop_formula(torch.ops.headwise.thin)
+def _flops(x: Any, matrices: Any, *rest: Any, out_shape: Any = None, **more: Any) -> int:
+    return 2 * x[0] * x[1] * sum(matrix[0] for matrix in matrices)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], *inputs[1])
+
+
+def _back(ctx: Any, dy: Tensor) -> tuple[Tensor, list[Tensor]]:
+    x, *matrices = ctx.saved_tensors
+    parts = dy.split([matrix.shape[0] for matrix in matrices], 1)
+    return dy @ torch.cat(matrices), [part.T @ x for part in parts]
+
+
+thin.register_autograd(_back, setup_context=_keep)

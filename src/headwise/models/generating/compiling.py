@@ -1,0 +1,76 @@
+"""Steps of one token as one graph, compiled where so many are asked for that it pays."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import SpecError
+from ..transformer import Transformer
+
+Step = Callable[..., Tensor]
+COMPILERS = ("c++", "g++", "clang++")
+COMPILING = 12.0, 1.5  # seconds that a graph takes on few cores, and for each layer
+GAIN = 0.15e-3  # seconds a step that a graph saves for each layer: what Python takes to ask for its operations
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Whether steps are compiled, and why."""
+
+    compiled: bool
+    reason: str
+
+
+def chosen(net: Transformer, how: str, count: int) -> Choice:
+    """Whether up to `count` steps of a model are compiled, as asked by "on", "off" or "auto"; "on" may be refused.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}
+    >>> chosen(hw.build(hw.families.read(config)), "off", 64)
+    Choice(compiled=False, reason='not compiled: nobody asked for it')
+    """
+    if how == "off":
+        return Choice(False, "not compiled: nobody asked for it")
+    if reason := hindered(net):
+        if how == "on":
+            raise SpecError(f"steps cannot be compiled: {reason}; leave compile out, or give compile='auto'")
+        return Choice(False, f"not compiled: {reason}")
+    if how == "on":
+        return Choice(True, "compiled: it was asked for")
+    return worth(len(list(net.stacks.values())[-1].blocks), count)
+
+
+def hindered(net: Transformer) -> str:
+    """Why steps of this model cannot be compiled here; nothing where they can."""
+    if next(net.parameters()).device.type == "cpu" and not any(shutil.which(name) for name in COMPILERS):
+        return "there is no C++ compiler"
+    if net.probes:
+        return "probes look into its attentions"
+    return ""
+
+
+def worth(layers: int, count: int) -> Choice:
+    """Whether so many steps of a model of so many layers pay for being compiled.
+
+    >>> worth(12, 64)
+    Choice(compiled=False, reason='not compiled: 64 steps could gain about 0.1 s, compiling takes about 30 s')
+    >>> worth(12, 100_000).compiled
+    True
+    """
+    gain, cost = count * layers * GAIN, COMPILING[0] + COMPILING[1] * layers
+    told = f"{count} steps could gain about {gain:.1f} s, compiling takes about {cost:.0f} s"
+    return Choice(gain > cost, f"{'compiled' if gain > cost else 'not compiled'}: {told}")
+
+
+def compiled(net: Transformer) -> Step:
+    """The model for one token of each row behind caches: a graph for any position, any room and any rows above one.
+
+    It may be asked only where `cache.foreseen` says so, behind a step that was not compiled: then what a layer finds
+    out when it first runs is known, and nothing is compiled again.
+    """
+    return torch.compile(net.forward, dynamic=True, fullgraph=True)

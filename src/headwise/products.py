@@ -1,0 +1,61 @@
+"""Products of tokens with matrices: torch's, or a kernel's where a few tokens meet much that has to be read.
+
+Of one token in each of a few rows a product takes as long as reading its matrix does, and torch's own reads a third of
+what memory can bring (bfloat16, 2 cores). The kernel reads matrices as they lie: nothing is laid out anew when they
+change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .kernels.thin import KINDS, LANES, thin
+
+FEW = 4  # tokens at most, beyond which torch's product is as fast
+LARGE = 2**19  # bytes of a matrix at least: a kernel takes a second to be made, which small ones never bring in
+PLAIN = (Tensor, nn.Parameter)
+KERNELS = find_spec("numba") is not None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b, of x [..., K] and W [N, K].
+
+    >>> linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])).item()
+    11.0
+    """
+    if bias is None and is_thin(x, (weight,)):
+        return thin(x.reshape(-1, x.shape[-1]), [weight]).view(*x.shape[:-1], weight.shape[0])
+    return F.linear(x, weight, bias)
+
+
+def abreast(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """x W^T with each of several matrices that x meets.
+
+    >>> [y.item() for y in abreast(torch.tensor([[1.0, 2.0]]), [torch.tensor([[3.0, 4.0]]), torch.ones(1, 2)])]
+    [11.0, 3.0]
+    """
+    if not is_thin(x, weights):
+        return [F.linear(x, weight) for weight in weights]
+    y = thin(x.reshape(-1, x.shape[-1]), list(weights))
+    return y.view(*x.shape[:-1], -1).split([weight.shape[0] for weight in weights], -1)
+
+
+def is_thin(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether the kernel takes these: a few tokens, much to read, no gradient asked."""
+    width = x.shape[-1]
+    if torch.is_grad_enabled() or x.numel() > FEW * width or x.dtype not in KINDS or not KERNELS:
+        return False
+    return (
+        x.device.type == "cpu"
+        and x.numel() > 0
+        and type(x) is Tensor
+        and width % LANES == 0
+        and sum(weight.shape[0] for weight in weights) * width * x.dtype.itemsize >= LARGE
+        and all(type(w) in PLAIN and w.dtype == x.dtype and w.is_contiguous() for w in weights)
+        and not torch.is_autocast_enabled("cpu")
+    )

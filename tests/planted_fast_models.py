@@ -1,0 +1,144 @@
+"""Bugs in steps of whole models: thin products, and one query of transformers' models in bfloat16."""
+
+from __future__ import annotations
+
+from planting import bug
+
+# For tests/planted.py; `bug` as there.
+PRODUCTS = "test_products.py"
+SUM = f"{PRODUCTS}::test_every_number_is_the_sum_of_its_products"
+OTHERS = f"{PRODUCTS}::test_everything_else_is_for_torch"
+LOW = "test_registered_low.py"
+bug(
+    "thin-forgets-the-end-of-a-row",
+    "kernels/thinning.py",
+    "    while w < end:\n        a0 = met(",
+    "    while w < end - 2 * by:\n        a0 = met(",
+    f"{SUM}[48-dtype0]",
+)
+bug(
+    "thin-begins-every-piece-anew",
+    "kernels/thinning.py",
+    "    put(y, read_one(f, y) + total(plus(plus(a0, a1), plus(a2, a3))))\n\n\n@njit\ndef met",
+    "    put(y, total(plus(plus(a0, a1), plus(a2, a3))))\n\n\n@njit\ndef met",
+    f"{SUM}[784-dtype0]",
+)
+bug(
+    "thin-reads-the-first-tokens-again",
+    "kernels/thinning.py",
+    "four(f, w, x + LINE * m, count",
+    "four(f, w, x, count",
+    f"{SUM}[16-dtype1]",
+)
+bug(
+    "thin-loses-a-block-between-matrices",
+    "kernels/thinning.py",
+    "left -= (rows + BLOCK - 1) // BLOCK",
+    "left -= rows // BLOCK",
+    f"{SUM}[16-dtype0]",
+)
+bug(
+    "thin-writes-where-the-matrix-before-wrote",
+    "kernels/thinning.py",
+    "whole(told + At.Y) + 4 * (before + first)",
+    "whole(told + At.Y) + 4 * first",
+    f"{SUM}[16-dtype0]",
+)
+bug(
+    "thin-piece-reads-the-beginning-of-the-token",
+    "kernels/thinning.py",
+    "whole(told + At.X) + 4 * first * tokens",
+    "whole(told + At.X)",
+    f"{SUM}[784-dtype1]",
+)
+bug(
+    "thin-starts-from-what-lay-there",
+    "kernels/thin.py",
+    "y = torch.zeros(tokens, sum(rows))",
+    "y = torch.ones(tokens, sum(rows))",
+    f"{SUM}[16-dtype0]",
+)
+bug(
+    "thin-lays-tokens-one-after-the-other",
+    "kernels/thin.py",
+    ".reshape(tokens, -1, LANES).transpose(0, 1).contiguous()",
+    ".reshape(tokens, -1, LANES).contiguous()",
+    f"{PRODUCTS}::test_a_token_does_not_see_those_beside_it_nor_the_threads[dtype0]",
+)
+bug(
+    "thin-gradient-of-the-first-matrix-for-all",
+    "kernels/thin.py",
+    "return dy @ torch.cat(matrices), [part.T @ x for part in parts]",
+    "return dy @ torch.cat(matrices), [parts[0].T @ x for part in parts]",
+    f"{PRODUCTS}::test_gradients_are_those_of_the_product",
+)
+bug(
+    "thin-counts-one-matrix",
+    "kernels/thin.py",
+    "2 * x[0] * x[1] * sum(matrix[0] for matrix in matrices)",
+    "2 * x[0] * x[1] * matrices[0][0]",
+    f"{PRODUCTS}::test_torch_is_told_of_its_shape_and_flops",
+)
+bug(
+    "thin-takes-turned-matrices",
+    "products.py",
+    "w.dtype == x.dtype and w.is_contiguous()",
+    "w.dtype == x.dtype",
+    f"{OTHERS}[turned]",
+)
+bug(
+    "thin-takes-another-type-of-matrix",
+    "products.py",
+    "type(w) in PLAIN and w.dtype == x.dtype and",
+    "type(w) in PLAIN and",
+    f"{OTHERS}[mixed]",
+)
+bug(
+    "thin-under-gradients",
+    "products.py",
+    "if torch.is_grad_enabled() or x.numel()",
+    "if x.numel()",
+    f"{PRODUCTS}::test_gradients_and_autocast_are_for_torch",
+)
+bug(
+    "thin-takes-many-tokens",
+    "products.py",
+    "x.numel() > FEW * width or",
+    "",
+    f"{OTHERS}[tokens]",
+)
+bug(
+    "products-forget-the-bias",
+    "products.py",
+    "if bias is None and is_thin(",
+    "if is_thin(",
+    f"{PRODUCTS}::test_a_bias_is_added_and_views_are_those_of_each_matrix",
+)
+bug(
+    "registered-low-without-its-bias",
+    "hub/registered.py",
+    "Beside() if bias is None else Beside(bias[:, :, 0])",
+    "Beside()",
+    f"{LOW}::test_one_query_reads_what_it_reads_in_double[7-by head]",
+)
+bug(
+    "registered-low-misses-the-newest-key",
+    "hub/registered.py",
+    "torch.full_like(row, k.shape[2])",
+    "torch.full_like(row, k.shape[2] - 1)",
+    f"{LOW}::test_one_query_reads_what_it_reads_in_double[7-all]",
+)
+bug(
+    "registered-low-rows-read-the-first-page",
+    "hub/registered.py",
+    "torch.stack([row, torch.zeros_like(row)",
+    "torch.stack([torch.zeros_like(row), torch.zeros_like(row)",
+    f"{LOW}::test_one_query_reads_what_it_reads_in_double[130-all]",
+)
+bug(
+    "registered-low-keeps-scores-for-gradients",
+    "hub/registered.py",
+    "q.dtype == torch.bfloat16 and not torch.is_grad_enabled() and",
+    "q.dtype == torch.bfloat16 and",
+    f"{LOW}::test_no_key_is_repeated_and_no_fused_call_is_made",
+)

@@ -1,0 +1,244 @@
+"""Batches whose texts lie in one row: the same loss, gradients and measures as with rows filled up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import headwise as hw
+from headwise.errors import SpecError
+from headwise.spread import Launch, Spread
+from headwise.spread.holding import alone
+from headwise.spread.mesh import Spread as Mesh
+from headwise.spread.path import Path
+from headwise.spread.rows import share
+from headwise.spread.world import World
+from headwise.tasks import IGNORED, Batch
+from headwise.tasks.packing import Unpackable, filled, packed, texts_of
+from headwise.tasks.pairs import Corpus, Making, Pair, Pairs
+from headwise.tasks.sizes import translator
+from headwise.tokens import Tokens
+from headwise.training import Recipe, probing, train
+from headwise.training.choosing import Choice, laid
+from headwise.training.evaluation import Examiner
+from headwise.training.probing import Trial
+from headwise.training.stepping import Stepper
+from learning import Echo, Routed, quick
+
+IDS = 23
+LENGTHS = [(5, 3), (1, 7), (4, 4), (9, 2), (2, 6)]
+
+
+def pairs(lengths=LENGTHS) -> Batch:
+    """Pairs of texts of these lengths, the source first."""
+    draw = torch.Generator().manual_seed(7)
+    ids = [torch.randint(IDS, (len(lengths), max(each)), generator=draw) for each in zip(*lengths, strict=True)]
+    source, x = ids
+    told = [Tokens.of(one, lengths=list(each)) for one, each in zip(ids, zip(*lengths, strict=True), strict=True)]
+    labels = torch.randint(IDS, x.shape, generator=draw).where(told[1].live, IGNORED)
+    return Batch(x, labels, told[1], source, told[0])
+
+
+def net_of_pairs():
+    return hw.build(translator((IDS, IDS), 64, 2, "one"), seed=1).double()
+
+
+def gradients(net, batch, rows, **said):
+    recipe = Recipe(batch=len(batch.labels), device="cpu", **said)
+    net.zero_grad(set_to_none=True)
+    loss = Stepper(alone(net.train()), recipe, Choice("fp32", "off", rows=rows)).gradients(batch)
+    return {"loss": loss} | {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+def check_same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, one in ours.items():
+        torch.testing.assert_close(one, theirs[name], rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("accumulate", [1, 5])
+def test_packed_pairs_teach_the_same(accumulate):
+    net = net_of_pairs()
+    expected = gradients(net, pairs(), "padded")
+    check_same(gradients(net, pairs(), "packed", accumulate=accumulate), expected)
+
+
+@pytest.mark.parametrize("task", [Echo(), Routed()], ids=["text", "terms"])
+def test_packed_texts_teach_the_same(task):
+    net = hw.build(task.model(), seed=1).double()
+    terms = (("balance", 0.3),) if isinstance(task, Routed) else ()
+    expected = gradients(net, task.batch(0, 6), "padded", terms=terms)
+    check_same(gradients(net, task.batch(0, 6), "packed", terms=terms), expected)
+
+
+def test_shares_of_ranks_are_packed_apart():
+    net, recipe = net_of_pairs(), Recipe(batch=5, device="cpu")
+    stepper = Stepper(alone(net), recipe, Choice("fp32", "off", rows="packed"))
+    own = [stepper.loss(share(pairs(), rank, 2).batch).item() for rank in range(2)]
+    assert sum(own) == pytest.approx(stepper.loss(pairs()).item(), rel=1e-12)
+    idle = share(pairs(), 6, 7)
+    assert (idle.rows, stepper.loss(idle.batch).item()) == (0, 0)
+
+
+@pytest.mark.parametrize("task", [Echo(), Routed()], ids=["text", "terms"])
+def test_what_is_measured_is_the_same(task):
+    net = hw.build(task.model(), seed=1).double().eval()
+    world = World(Launch(), Spread(), "cpu")
+    told = [Examiner(task, quick(), Choice("fp32", "off", rows=rows), world) for rows in ("padded", "packed")]
+    first, second = (one.measures(Path(net), "valid") for one in told)
+    assert first.keys() == second.keys()
+    assert all(first[name] == pytest.approx(second[name], rel=1e-10) for name in first)
+
+
+ROWS = st.lists(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=4), min_size=1, max_size=4
+)
+
+
+@given(rows=ROWS)
+def test_rows_of_any_texts_come_back(rows):
+    told = [Tokens.packed([[text[side] for text in row] for row in rows]) for side in (0, 1)]
+    x, source = (torch.randint(1, IDS, t.position.shape) for t in told)
+    batch = Batch(x, x.where(told[0].live, IGNORED), told[0], source, told[1])
+    row = packed(batch)
+    own = row.batch.tokens
+    assert own.live.all()
+    assert row.batch.source_tokens.live.all()
+    assert torch.equal(row.unpacked(row.batch.x), x.where(told[0].live, 0))
+    each = [text for one in rows for text in one if any(text)]
+    assert own.lengths == (tuple(text[0] for text in each),)
+    assert row.batch.source_tokens.lengths == (tuple(text[1] for text in each),)
+    apart = [[text[0], text[1]] for text in each if text[0]]
+    assert [[one.x.shape[1], one.source.shape[1]] for one in texts_of(row.batch)] == apart
+
+
+def test_padding_on_the_left_is_left_out_too():
+    ids = torch.tensor([[0, 5, 6], [7, 8, 9]])
+    row = packed(Batch(ids, ids.where(ids > 0, IGNORED), Tokens.of(ids, lengths=[2, 3], pad="left")))
+    assert row.batch.x.tolist() == [[5, 6, 7, 8, 9]]
+    assert row.batch.tokens.position.tolist() == [[0, 1, 0, 1, 2]]
+
+
+def test_what_cannot_be_packed_says_why():
+    whole = pairs()
+    cases = {
+        "of whole rows": replace(whole, labels=whole.labels[:, 0]),
+        "no ids": Batch(torch.randn(2, 3), torch.zeros(2, 3)),
+        "asked where": replace(whole, labels=torch.zeros_like(whole.labels)),
+        "from position 0": Batch(whole.x, whole.x, Tokens.run(3, whole.x.shape[1], "cpu")),
+    }
+    mixed = Tokens(torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 0, 1]]))
+    cases["one behind the other"] = Batch(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4), mixed)
+    for said, batch in cases.items():
+        with pytest.raises(Unpackable, match=said):
+            packed(batch)
+
+
+def test_rows_of_several_pairs_know_their_lengths():
+    words = [Pair(f"a b c d {n}" * (1 + n % 3), f"e f {n}" * (1 + n % 2)) for n in range(40)]
+    data = Pairs(Corpus.of(words, (0.1, 0.1), {}), Making(vocab=40, longest=64, form="packed"))
+    batch = data.batch(0, 3, "train", seed=0)
+    assert max(map(len, batch.tokens.lengths)) > 1
+    for side in (batch.tokens, batch.source_tokens):
+        alike = Tokens.packed(side.lengths)
+        assert torch.equal(alike.position, side.position)
+        assert torch.equal(alike.segment, side.segment)
+    net = hw.build(data.model(), seed=0).double()
+    unknown = replace(batch, tokens=masked(batch.tokens), source_tokens=masked(batch.source_tokens))
+    check_same(gradients(net, batch, "padded"), gradients(net, unknown, "padded"))
+    check_same(gradients(net, batch, "packed"), gradients(net, unknown, "padded"))
+    assert data.batch(0, 3, "valid", seed=0).tokens.lengths is None
+
+
+def masked(tokens: Tokens) -> Tokens:
+    """The same tokens, of whom nobody knows where texts begin."""
+    return Tokens(tokens.position, tokens.segment)
+
+
+def test_how_much_is_no_padding():
+    assert filled(pairs()) == pytest.approx((21 + 22) / (5 * (9 + 7)), rel=1e-6)
+    assert filled(Batch(torch.zeros(2, 3), torch.zeros(2, 3))) == 1
+
+
+def trial(monkeypatch, seconds, task=None, **said):
+    """What is chosen when steps take these seconds, by rows and attention."""
+    task = task or Echo()
+    batches = [task.batch(0, 8)]
+    made = Trial(hw.build(task.model(), seed=0), quick(**({"rows": "auto"} | said)), torch.device("cpu"), batches)
+    monkeypatch.setattr(Trial, "_seconds", lambda self, stepper: seconds[stepper.choice.rows, stepper.choice.attention])
+    return made.choose()
+
+
+def test_rows_are_packed_where_that_is_faster(monkeypatch):
+    fast = {("padded", "fused"): 0.2, ("packed", "fused"): 0.1}
+    chosen = trial(monkeypatch, fast)
+    assert chosen.rows == "packed"
+    assert any(said.startswith("packed: 0.1000 s a step instead of 0.2000 s") for said in chosen.reasons)
+    slow = trial(monkeypatch, {("padded", "fused"): 0.2, ("packed", "fused"): 0.199})
+    assert slow.rows == "padded"
+    assert any("rows are filled up: 0.2000 s a step, packed 0.1990 s" in said for said in slow.reasons)
+    both = fast | {("padded", "plain"): 0.19, ("packed", "plain"): 0.05}
+    assert (both := trial(monkeypatch, both, attention="auto")).rows == "packed"
+    assert both.attention == "plain"
+
+
+def test_rows_without_padding_are_not_tried(monkeypatch):
+    monkeypatch.setattr(probing, "FULL", 0.1)
+    assert trial(monkeypatch, {}, compile="off").rows == "padded"
+
+
+def test_rows_are_what_was_asked_for(monkeypatch):
+    assert trial(monkeypatch, {("packed", "fused"): 0.1}, rows="packed").rows == "packed"
+    assert trial(monkeypatch, {}, rows="padded").rows == "padded"
+    assert trial(monkeypatch, {}, compile="on").rows == "padded"
+
+
+def test_what_cannot_be_compiled_is_refused():
+    with pytest.raises(SpecError, match="another shape in every batch"):
+        Recipe(rows="packed", compile="on")
+
+
+def test_a_step_that_fails_is_no_way():
+    chosen, seconds = laid(Choice("fp32", "off"), 0.2, {}, 0.5)
+    assert (chosen.rows, seconds) == ("padded", 0.2)
+    assert "fails" in chosen.reasons[0]
+
+
+def test_rows_divided_by_tokens_are_not_packed():
+    from headwise.training.setup import check_ranks
+
+    world = World(Launch(), Mesh(), "cpu")
+    world.spread = Mesh(context=2)
+    with pytest.raises(SpecError, match="not packed"):
+        check_ranks(Recipe(rows="packed"), world)
+
+
+def test_a_packed_run_goes_on_with_the_same_bits(tmp_path):
+    said = quick(steps=6, batch=6, rows="packed", checkpoint_every=2, evaluate_every=3)
+    whole = train(Echo(), recipe=said, out=tmp_path / "whole")
+    padded = train(Echo(), recipe=replace(said, rows="padded"), out=tmp_path / "padded")
+    assert whole.metrics["loss"] == pytest.approx(padded.metrics["loss"], rel=1e-4)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            train(Echo(), recipe=said, out=tmp_path / "parts")
+    again = train(Echo(), recipe=said, out=tmp_path / "parts", resume="allowed")
+    for name, tensor in whole.net.state_dict().items():
+        assert torch.equal(tensor, again.net.state_dict()[name]), name
+
+
+def stop_at(patch, step):
+    from headwise.training.run import Run
+
+    before = Run.step
+
+    def stepping(self):
+        if self.progress.step == step:
+            raise KeyboardInterrupt
+        return before(self)
+
+    patch.setattr(Run, "step", stepping)

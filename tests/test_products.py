@@ -1,0 +1,174 @@
+"""A few tokens that meet large matrices, against the product in float64; and who takes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import headwise as hw
+from headwise import products
+from headwise.kernels import thin
+from headwise.kernels.thinning import BLOCK, PIECE, STEP
+from headwise.products import FEW, LARGE, abreast, is_thin, linear
+
+WIDTHS = (16, STEP - 16, STEP, STEP + 16, PIECE, PIECE + 16, 3 * PIECE + 48)
+ROWS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3)
+EPS = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
+
+
+def drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check_product(y: Tensor, x: Tensor, matrices: list[Tensor], eps: float) -> None:
+    truth = torch.cat([x.double() @ w.double().T for w in matrices], 1)
+    size = torch.cat([x.double().abs() @ w.double().abs().T for w in matrices], 1)
+    assert y.dtype == x.dtype
+    assert ((y.double() - truth).abs() <= eps * (truth.abs() + size / 16)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_number_is_the_sum_of_its_products(width, dtype):
+    for tokens in range(1, 10):
+        x = drawn(tokens, tokens, width, dtype=dtype)
+        matrices = [drawn(n, rows, width, dtype=dtype) for n, rows in enumerate(ROWS)]
+        check_product(thin(x, matrices), x, matrices, EPS[dtype])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 9), st.integers(1, 60), st.lists(st.integers(1, 3 * BLOCK), min_size=1, max_size=4), st.booleans()
+)
+def test_any_shape_is_its_product(tokens, lanes, rows, single):
+    dtype = torch.float32 if single else torch.bfloat16
+    x = drawn(0, tokens, 16 * lanes, dtype=dtype)
+    matrices = [drawn(n, count, 16 * lanes, dtype=dtype) for n, count in enumerate(rows)]
+    check_product(thin(x, matrices), x, matrices, EPS[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_does_not_see_those_beside_it_nor_the_threads(dtype):
+    x, w = drawn(0, 7, 1040, dtype=dtype), [drawn(1, 131, 1040, dtype=dtype), drawn(2, 67, 1040, dtype=dtype)]
+    together, threads = thin(x, w), torch.get_num_threads()
+    alone = torch.cat([thin(x[n : n + 1], w) for n in range(7)])
+    assert torch.equal(together, alone)
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(thin(x, w), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_infinities_stay_in_their_token():
+    x, w = drawn(0, 5, 48), [drawn(1, 67, 48)]
+    clean = thin(x, w)
+    x[3, 17] = torch.nan
+    y = thin(x, w)
+    assert y[3].isnan().all()
+    assert torch.equal(y[[0, 1, 2, 4]], clean[[0, 1, 2, 4]])
+
+
+def test_gradients_are_those_of_the_product():
+    x, w = drawn(0, 3, 48).requires_grad_(), [drawn(n, 5 + n, 48).requires_grad_() for n in (1, 2)]
+    told = drawn(9, 3, 13)
+    ours = torch.autograd.grad(thin(x, w), [x, *w], told)
+    theirs = torch.autograd.grad(torch.cat([F.linear(x, one) for one in w], 1), [x, *w], told)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_torch_is_told_of_its_shape_and_flops():
+    x, w = drawn(0, 3, 48), [drawn(1, 5, 48), drawn(2, 7, 48)]
+    torch.library.opcheck(torch.ops.headwise.thin.default, (x, w), test_utils=("test_schema", "test_faketensor"))
+    with FlopCounterMode(display=False) as counted:
+        thin(x, w)
+    assert counted.get_total_flops() == 2 * 3 * 48 * 12
+
+
+# --- who takes what ------------------------------------------------------------------------------------
+
+
+WIDE = 1024
+TALL = LARGE // (4 * WIDE)
+
+
+def test_few_tokens_and_much_to_read_are_for_the_kernel():
+    w = drawn(0, TALL, WIDE)
+    with torch.no_grad():
+        assert is_thin(drawn(1, FEW, 1, WIDE), [w])
+        assert is_thin(drawn(1, 1, WIDE), [w[: TALL // 2], w[TALL // 2 :]])
+
+
+@pytest.mark.parametrize(
+    ("x", "w"),
+    [
+        (drawn(1, FEW + 1, WIDE), drawn(0, TALL, WIDE)),
+        (drawn(1, 1, WIDE), drawn(0, TALL - 1, WIDE)),
+        (drawn(1, 0, WIDE), drawn(0, TALL, WIDE)),
+        (drawn(1, 1, WIDE + 8), drawn(0, TALL, WIDE + 8)),
+        (drawn(1, 1, WIDE), drawn(0, WIDE, TALL).T),
+        (drawn(1, 1, WIDE).double(), drawn(0, TALL, WIDE).double()),
+        (drawn(1, 1, WIDE), drawn(0, 2 * TALL, WIDE).bfloat16()),
+    ],
+    ids=["tokens", "small", "none", "width", "turned", "double", "mixed"],
+)
+def test_everything_else_is_for_torch(x, w):
+    with torch.no_grad():
+        assert not is_thin(x, [w])
+
+
+def test_gradients_and_autocast_are_for_torch():
+    x, w = drawn(1, 1, WIDE), drawn(0, TALL, WIDE)
+    assert not is_thin(x, [w])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert not is_thin(x, [w])
+        assert linear(x, w).dtype == torch.bfloat16
+
+
+def test_without_numba_torch_does_all(monkeypatch):
+    monkeypatch.setattr(products, "KERNELS", False)
+    with torch.no_grad():
+        assert not is_thin(drawn(1, 1, WIDE), [drawn(0, TALL, WIDE)])
+
+
+def test_what_changed_is_read_anew():
+    """Matrices are read as they lie: written to in place, behind autograd's back, or replaced."""
+    net = torch.nn.Linear(WIDE, TALL, bias=False)
+    x = drawn(1, 2, WIDE)
+    with torch.no_grad():
+        before = linear(x, net.weight)
+        net.weight.data.mul_(2)
+        torch.testing.assert_close(linear(x, net.weight), 2 * before)
+        net.load_state_dict({"weight": torch.zeros(TALL, WIDE)})
+        assert not linear(x, net.weight).any()
+
+
+def test_a_bias_is_added_and_views_are_those_of_each_matrix():
+    x, w = drawn(1, 2, 2, WIDE), [drawn(0, TALL, WIDE), drawn(2, 3, WIDE)]
+    bias = drawn(3, TALL)
+    with torch.no_grad():
+        torch.testing.assert_close(linear(x, w[0], bias), F.linear(x, w[0], bias), rtol=1e-4, atol=1e-4)
+        for y, one in zip(abreast(x, w), w, strict=True):
+            torch.testing.assert_close(y, F.linear(x, one), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_of_a_model_whose_matrices_are_large_are_one_pass(dtype):
+    config = {
+        "model_type": "llama", "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "intermediate_size": 1040, "vocab_size": 1100, "max_position_embeddings": 64,
+    }  # fmt: skip
+    net = hw.build(hw.families.read(config), seed=0).to(dtype).eval()
+    ids = torch.randint(1100, (3, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole, cache = net(ids), net.cache(batch=3, capacity=16)
+        steps = [net(ids[:, t : t + 1], cache=cache) for t in range(9)]
+        truth = hw.build(hw.families.read(config), seed=0).to(dtype).double().eval()(ids)
+    off, theirs = (torch.cat(steps, 1) - truth).abs().max(), (whole - truth).abs().max()
+    assert off <= 2 * theirs + 1e-6
