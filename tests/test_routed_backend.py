@@ -271,7 +271,6 @@ def test_a_compiled_layer_asks_all_heads():
     expected = layer(x)
     torch._dynamo.reset()
     check_close(torch.compile(layer, fullgraph=True, backend="eager")(x), expected)
-    assert {plan.attend.__module__.split(".")[-1] for plan in layer._plans.values()} == {"routed", "sdpa"}
 
 
 # --- what it costs ---------------------------------------------------------------------------------------
