@@ -36,7 +36,7 @@ def attend(plan: Plan, inputs: Inputs, learned: Sequence[Tensor]) -> Tensor:
 
 def _listed(inputs: Inputs) -> list[Tensor]:
     """What may have a gradient; queries before keys."""
-    q, k, v, asked, entry, _ = inputs
+    q, k, v, asked, entry, *_ = inputs
     return [q, asked.x_BTD, asked.q_BTHK, k, v, *entry.values()]
 
 
