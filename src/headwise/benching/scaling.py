@@ -62,9 +62,8 @@ class Scaling:
 
     def line(self, kind: str, axis: str) -> dict[int, dict[str, float]]:
         """Seconds of every backend by size."""
-        return {
-            point["at"]: point["seconds"] for point in self.points if (point["kind"], point["axis"]) == (kind, axis)
-        }
+        those = [point for point in self.points if (point["kind"], point["axis"]) == (kind, axis)]
+        return {point["at"]: point["seconds"] for point in those if point["seconds"]}
 
     def _lines(self) -> Iterator[tuple[str, str, dict[int, dict[str, float]]]]:
         for kind, axis in dict.fromkeys((point["kind"], point["axis"]) for point in self.points):
