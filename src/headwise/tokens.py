@@ -33,7 +33,7 @@ class Tokens:
     filled: int | None = None
     held: Tensor | None = None
     lengths: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
-    plans: list[Any] = field(default_factory=list[Any], init=False, repr=False)  # what a backend made of them once
+    plans: list[Any] = field(default_factory=list, init=False, repr=False)  # what a backend made of them once
 
     def __post_init__(self) -> None:
         if not self.checked:
