@@ -140,7 +140,7 @@ def test_what_cannot_be_packed_says_why():
 
 def test_rows_of_several_pairs_know_their_lengths():
     words = [Pair(f"a b c d {n}" * (1 + n % 3), f"e f {n}" * (1 + n % 2)) for n in range(40)]
-    data = Pairs(Corpus.of(words, (0.1, 0.1), {}), Making(vocab=40, longest=64, form="packed"))
+    data = Pairs(Corpus.of(words, (0.1, 0.1), {}), Making(vocab=300, longest=64, form="packed"))
     batch = data.batch(0, 3, "train", seed=0)
     assert max(map(len, batch.tokens.lengths)) > 1
     for side in (batch.tokens, batch.source_tokens):

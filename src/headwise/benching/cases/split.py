@@ -11,7 +11,7 @@ from torch import Tensor
 from ...module import Attention, Turning
 from ...presets import design
 from ..case import Case, Run
-from .overhead import quietly, weights
+from .overhead import weights
 
 TITLE = "Queries, keys and values: one product or several"
 MODEL, HEADS, TOKENS = 512, 8, 2048
@@ -34,7 +34,8 @@ def _case(tokens: int, model: int, *, backward: bool) -> Case:
     runs = {"ours": _Ways(list(layer.parameters())[:3], layer), "one fused matrix": _Ways([torch.cat(three)])}
     runs["three matrices"] = _Ways([own.clone() for own in three])
     runs[f"{3 * heads} matrices, three a head"] = _Ways([row.clone() for own in three for row in own.split(DIM)])
-    made = {name: _both(way, x) if backward else quietly(way, x) for name, way in runs.items()}
+    how = _both if backward else _forward
+    made = {name: how(way, x) for name, way in runs.items()}
     what = f"{tokens:,} token{'s' * (tokens > 1)}, {heads} heads of {DIM}"
     return Case(f"{what}, {'forward and backward' if backward else 'forward'}", made.pop("ours"), made)
 
@@ -59,6 +60,14 @@ class _Ways:
             stacked = [torch.stack(parts[n * each : (n + 1) * each], 2) for n in range(3)]
             return tuple(stacked)
         return tuple(part.unflatten(-1, (-1, DIM)) for part in parts)
+
+
+def _forward(way: _Ways, x: Tensor) -> Run:
+    def forward() -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return way(x)
+
+    return forward
 
 
 def _both(way: _Ways, x: Tensor) -> Run:
