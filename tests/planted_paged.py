@@ -54,8 +54,8 @@ bug(
 bug(
     "rows-that-have-ended-read-on",
     "cache/access.py",
-    "range(b // page, -(-e // page) if n else b // page) for",
-    "range(b // page, -(-e // page)) for",
+    "[end if count else 0 for",
+    "[end for",
     f"{READ}[grouped]",
 )
 bug(
