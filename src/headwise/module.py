@@ -33,6 +33,12 @@ class Plan(NamedTuple):
     voices: tuple[int, ...]
     placed: bool  # keys stay where they lie
 
+    def append(self, cache: Cache | None) -> Append | None:
+        """How the cache is to remember, if there is one."""
+        if self.placed and isinstance(cache, PagedCache):
+            return cache.append_in_place
+        return None if cache is None else cache.append
+
 
 class Turning:
     """The turns of each side, at the positions in hand; what they need of these is worked out once."""
@@ -143,10 +149,7 @@ class Attention(Peered, nn.Module):
         if self._limit is not None:
             inputs.check_positions(self._limit, at)
         x, turning = self.peers.enter(x), Turning(self._turns, at.position)
-        append = None if cache is None else cache.append
-        if plan.placed and isinstance(cache, PagedCache):
-            append = cache.append_in_place
-        entry, told = self._remembered(x, at, turning, source, append)
+        entry, told = self._remembered(x, at, turning, source, plan.append(cache))
         p = self._p["project"]
         q_BTHK = plan.project.ask(x, turning, p)
         k_BSGK, v_BSGV = plan.project.recall(entry, Turning(self._turns, told.position), p)
