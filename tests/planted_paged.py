@@ -6,8 +6,7 @@ from planting import bug
 
 # For tests/planted.py; `bug` as there.
 PAGED = "test_paged.py"
-READ = f"{PAGED}::test_rows_read_their_pages_as_one_pass_reads"
-ENDED = f"{PAGED}::test_a_row_that_has_ended_reads_nothing"
+READ = f"{PAGED}::test_a_row_that_has_ended_reads_nothing"
 ENGINE = f"{PAGED}::test_an_engine_whose_layers_read_in_place_gathers_nothing"
 SAYS = f"{PAGED}::test_an_engine_says_which_layers_gather"
 bug(
@@ -50,19 +49,19 @@ bug(
     "cache/access.py",
     "first = self._numbers([own.start * page for own in numbers])[:, None]\n",
     "first = self._numbers([own.start * page for own in numbers])[:, None] * 0\n",
-    f"{READ}[window]",
+    f"{READ}[t5 in a window]",
 )
 bug(
     "rows-that-have-ended-read-on",
     "cache/access.py",
-    "[range(b // page, -(-e // page) if n else b // page) for",
-    "[range(b // page, -(-e // page)) for",
-    f"{ENDED}[grouped]",
+    "[end if count else 0 for",
+    "[end for",
+    f"{READ}[grouped]",
 )
 bug(
     "all-is-read-of-what-some-may-not-read",
     "cache/paged.py",
-    "held.placed(self._pool.reaches[self._layer].all(max(held.ends, default=0)))",
+    "held.placed(whole)",
     "held.placed(True)",
     f"{READ}[gaps]",
 )

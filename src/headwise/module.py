@@ -33,6 +33,12 @@ class Plan(NamedTuple):
     scale: float
     voices: tuple[int, ...]
 
+    def append(self, cache: Cache | None) -> Append | None:
+        """How the cache is to remember, if there is one."""
+        if self.raw and isinstance(cache, PagedCache):
+            return cache.append_in_place
+        return None if cache is None else cache.append
+
 
 class Turning:
     """The turns of each side, at the positions in hand; what they need of these is worked out once."""
@@ -144,11 +150,8 @@ class Attention(Peered, nn.Module):
         if self._limit is not None:
             inputs.check_positions(self._limit, at)
         x, turning = self.peers.enter(x), Turning(self._turns, at.position)
-        append = None if cache is None else cache.append
-        if plan.raw and isinstance(cache, PagedCache):
-            append = cache.append_in_place
-        entry, told = self._remembered(x, at, turning, source, append)
-        if cache is not None and x.shape[1] == 1 and not plan.raw:
+        entry, told = self._remembered(x, at, turning, source, plan.append(cache))
+        if cache is not None and at.count == 1 and not plan.raw:
             entry = cache.opened(entry)
         p = self._p["project"]
         q_BTHK = plan.project.ask(x, turning, p)

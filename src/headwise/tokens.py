@@ -15,7 +15,8 @@ from .pattern import Causal, Full, Pattern
 class Spans(NamedTuple):
     """Where tokens lie that were not gathered: row b's are slots `begin` to before `end` of a page, for each n.
 
-    The table is [B, N, 3]: page, begin, end; the token in column n x slots + slot of a row lies there, in its n-th page. `whole` says that the newest token of each row reads every one of them.
+    The table is [B, N, 3]: page, begin, end; column n x slots + slot of a row is that slot of its n-th page. `whole`
+    says that the newest token of each row reads every one of them.
     """
 
     table: Tensor

@@ -107,10 +107,9 @@ class Held:
 
     def _piece(self, begins: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Of each row from one position to another: pages with their slots, and the position of each page's first."""
-        page, asks = self.keep.page, self.counts
-        numbers = [
-            range(b // page, -(-e // page) if n else b // page) for b, e, n in zip(begins, ends, asks, strict=True)
-        ]
+        page = self.keep.page
+        ends = [end if count else 0 for end, count in zip(ends, self.counts, strict=True)]
+        numbers = [range(begin // page, -(-end // page)) for begin, end in zip(begins, ends, strict=True)]
         most = max((len(own) for own in numbers), default=0)
         held = [
             [*[table[n] for n in own], *[self.empty] * (most - len(own))]
@@ -119,7 +118,7 @@ class Held:
         first = self._numbers([own.start * page for own in numbers])[:, None]
         start = first + torch.arange(most, device=self.device) * page
         low = (self._numbers(begins)[:, None] - start).clamp(0, page)
-        high = (self._numbers([e if n else 0 for e, n in zip(ends, asks, strict=True)])[:, None] - start).clamp(0, page)
+        high = (self._numbers(ends)[:, None] - start).clamp(0, page)
         return torch.stack([self._numbers(held).view(len(held), most), low, high], -1), start
 
     def _numbers(self, told: Sequence[object]) -> Tensor:

@@ -129,9 +129,8 @@ class PagedCache(Cache):
             raise ValueError(f"{at.count} tokens of a row read pages gathered; append them")
         held = self._take_in(entry, at)
         assert held is not None, "of one token there is a past: itself"
-        return self._pool.place(self._layer), held.placed(
-            self._pool.reaches[self._layer].all(max(held.ends, default=0))
-        )
+        whole = self._pool.reaches[self._layer].all(max(held.ends, default=0))
+        return self._pool.place(self._layer), held.placed(whole)
 
     def _take_in(self, entry: Entry, at: Tokens) -> Held | None:
         """Write these tokens into their pages; what there is to read of each row."""
