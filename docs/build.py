@@ -153,6 +153,22 @@ def served() -> str:
     return engine_page.page()
 
 
+@generates
+def benched() -> str:
+    """What `headwise bench` measured last."""
+    import bench_pages
+
+    return bench_pages.rows()
+
+
+@generates
+def scaled() -> str:
+    """Every backend: what it takes, and what it costs as calls grow."""
+    import bench_pages
+
+    return bench_pages.scales()
+
+
 def alone() -> dict[type, list[str]]:
     """What each part, as it comes, refuses of the usual choices."""
     return {cls: refusals(cls) for cls in registered_parts()}

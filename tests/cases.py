@@ -101,7 +101,8 @@ def batches(x: Tensor) -> dict[str, hw.Tokens]:
 
 
 def takers(spec: AttentionSpec, *, dtype: torch.dtype = torch.float64, one: bool = False, **more) -> list[str]:
-    """The backends that run this spec on the CPU; `more` is more of the job."""
+    """The backends that run this spec on the CPU; `more` is more of the job, with gradients as a call here would."""
+    more = {"grad": torch.is_grad_enabled()} | more
     job = Job(spec, spec.form(one).core(spec), "cpu", dtype, one=one, **more)
     return [name for name, backend in BACKENDS.items() if name != "flex" and not backend.refuses(job)]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 import planted_align  # noqa: F401 - as the first
+import planted_bench  # noqa: F401 - as the first
 import planted_comparing  # noqa: F401 - as the first
 import planted_composition  # noqa: F401 - importing a list plants its bugs
 import planted_core  # noqa: F401 - as the first
@@ -30,6 +31,7 @@ import planted_learn  # noqa: F401 - as the first
 import planted_length  # noqa: F401 - as the first
 import planted_models  # noqa: F401 - as the first
 import planted_nets  # noqa: F401 - as the first
+import planted_paged  # noqa: F401 - as the first
 import planted_patches  # noqa: F401 - as the first
 import planted_pricing  # noqa: F401 - as the first
 import planted_proof  # noqa: F401 - as the first

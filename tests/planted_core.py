@@ -109,7 +109,7 @@ bug(
 )
 bug(
     "held-is-taken-for-allowed",
-    "cache/slots.py",
+    "cache/reach.py",
     "return self._all",
     "return True",
     "contract/test_any.py::test_any_spec_decodes",

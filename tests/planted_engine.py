@@ -94,9 +94,9 @@ bug(
 )
 bug(
     "pages-slots-of-a-window-stand-from-nought",
-    "cache/seats.py",
-    "[*[n * keep.page for n in table], *",
-    "[*[n * keep.page for n in range(len(table))], *",
+    "cache/access.py",
+    "[*[n * keep.page for n in t], *",
+    "[*[n * keep.page for n in range(len(t))], *",
     f"{PAGES}::test_chunks_with_padding",
 )
 bug(

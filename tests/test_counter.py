@@ -153,7 +153,7 @@ def test_gradients_under_the_fused_kernel(preset):
 
 def again(plain, job, sight, inputs, bound, probe):
     """The dense core as a checkpoint of its own, handed every tensor by itself, so that hooks see what it holds."""
-    q, k, v, asked, entry, state = inputs
+    q, k, v, asked, entry, state, _ = inputs
 
     def run(q, k, v, x, own, *held):
         told = asked._replace(x_BTD=x, q_BTHK=own)

@@ -219,5 +219,6 @@ def bends(pattern: Spanned, queries: range, keys: range) -> Sequence[int]:
     columns = pattern.lines(queries, meet(keys, near)).columns | {keys.start, keys.stop}
     if len(rows) + len(columns) * len(diagonals) < len(queries):
         crossings = rows | {column - diagonal for column in columns for diagonal in diagonals}
-        return sorted({queries.start, queries.stop}.union(at for at in crossings if at in queries))
+        # No generator is handed to `union`: traced for a compiler, it would lose what it gives.
+        return sorted({queries.start, queries.stop} | {at for at in crossings if at in queries})
     return range(queries.start, queries.stop + 1)

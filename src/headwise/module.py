@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import backends, inputs
 from .backends import Attend, Bound, Inputs, Job, packed
-from .cache import Cache, Remembered, StateCache
+from .cache import Cache, Entry, PagedCache, Remembered, StateCache
 from .peers import Peered
 from .probe import Probe
 from .seams import Gate, Mix, OutputStep, Project, Turn
@@ -21,6 +21,7 @@ from .tokens import Sight, Tokens
 from .weights import NO_WEIGHTS, Weights, check_shared
 
 NOTHING: frozenset[str] = frozenset()
+Append = Callable[[Entry, Tokens], tuple[Entry, Tokens]]  # of a cache: remember these, tell what may be read
 
 
 class Plan(NamedTuple):
@@ -29,6 +30,7 @@ class Plan(NamedTuple):
     project: Project
     job: Job
     attend: Attend
+    raw: bool  # it reads a cache as that keeps it, where it lies
     scale: float
     voices: tuple[int, ...]
 
@@ -139,11 +141,16 @@ class Attention(Peered, nn.Module):
         state = {} if cache is None else cache.state
         at = tokens or (Tokens.run(0, x.shape[1], x.device) if cache is None else cache.next(x.shape[1]))
         apart = cache is None and mask is None and self._apart(x, at, source, probe)
-        plan = self._plan(x, bool(state), mask is not None, apart, probe)  # may refuse before anything is remembered
+        plan = self._plan(x, cache, mask is not None, apart, probe)  # may refuse before anything is remembered
         if self._limit is not None:
             inputs.check_positions(self._limit, at)
         x, turning = self.peers.enter(x), Turning(self._turns, at.position)
-        entry, told = self._remembered(x, at, turning, source, cache)
+        append = None if cache is None else cache.append
+        if plan.raw and isinstance(cache, PagedCache):
+            append = cache.append_in_place
+        entry, told = self._remembered(x, at, turning, source, append)
+        if cache is not None and x.shape[1] == 1 and not plan.raw:
+            entry = cache.opened(entry)
         p = self._p["project"]
         q_BTHK = plan.project.ask(x, turning, p)
         k_BSGK, v_BSGV = plan.project.recall(entry, Turning(self._turns, told.position), p)
@@ -151,9 +158,10 @@ class Attention(Peered, nn.Module):
             q_BTHK, k_BSGK, v_BSGV = probe("q", q_BTHK), probe("k", k_BSGK), probe("v", v_BSGV)
         asked = Asked(x, q_BTHK, plan.scale, at)
         sight = Sight(at, told, self.spec.pattern, mask)
-        job_inputs = Inputs(self._lift(q_BTHK, "q"), self._lift(k_BSGK, "k"), v_BSGV, asked, entry, state)
+        lifted = self._lift(q_BTHK, "q"), self._lift(k_BSGK, "k")
         with self.peers.apart(self.training):
             gates = self._opened(asked, probe)
+            job_inputs = Inputs(*lifted, v_BSGV, asked, entry, state, gates)
             o_BTHV = plan.attend(plan.job, sight, job_inputs, self._bound, probe)
         if isinstance(cache, StateCache):
             cache.fold(self._folded(plan.job, job_inputs, told))
@@ -186,26 +194,26 @@ class Attention(Peered, nn.Module):
         """The weights of each part by its name, its own and those it shares."""
         return self._p
 
-    def cache(self, *, batch: int, capacity: int) -> Cache:
-        """A fresh cache for this layer, in its dtype and on its device."""
-        like = self._like
-        return Cache.of(self.spec, batch=batch, capacity=capacity, dtype=like.dtype, device=str(like.device))
+    def cache(self, *, batch: int, capacity: int, store: str | None = None) -> Cache:
+        """A fresh cache for this layer, in its dtype and on its device; store="int8" keeps keys and values in 8 bits."""
+        like, device = self._like, str(self._like.device)
+        return Cache.of(self.spec, batch=batch, capacity=capacity, dtype=like.dtype, device=device, store=store)
 
     @property
     def _like(self) -> Tensor:
         return self._p["project"].first
 
     def _remembered(
-        self, x_BTD: Tensor, at: Tokens, turning: Turning, source: Tensor | Remembered | None, cache: Cache | None
+        self, x_BTD: Tensor, at: Tokens, turning: Turning, source: Tensor | Remembered | None, append: Append | None
     ) -> tuple[dict[str, Tensor], Tokens]:
         if isinstance(source, Tensor):
             source = self.remember(source)
         if source is not None:
             return source.entry, source.tokens
         entry, told = self.peers.gather(self._entry(x_BTD, turning), at)
-        if cache is None:
+        if append is None:
             return entry, told
-        entry, told = cache.append(entry, told)
+        entry, told = append(entry, told)
         if told.filled is None or torch.compiler.is_compiling():  # a compiled step keeps its shapes
             return entry, told
         return {name: held[:, : told.filled] for name, held in entry.items()}, told.narrowed()
@@ -236,18 +244,21 @@ class Attention(Peered, nn.Module):
         told = source.tokens if isinstance(source, Remembered) else at if source is None else None
         return seen and packed.apart(at, told, x.shape[0])
 
-    def _plan(self, x: Tensor, stated: bool, masked: bool, apart: bool, probe: Probe | None) -> Plan:
+    def _plan(self, x: Tensor, cache: Cache | None, masked: bool, apart: bool, probe: Probe | None) -> Plan:
         wants = NOTHING if probe is None else inputs.checked_probe(probe).wants
-        grad, one = torch.is_grad_enabled(), x.shape[1] == 1
-        key = (self.only, x.device.type, x.dtype, grad, one, stated, masked, self.training, wants, apart)
+        grad, one, compiled = torch.is_grad_enabled(), x.shape[1] == 1, torch.compiler.is_compiling()
+        stated, store = cache is not None and bool(cache.state), None if cache is None else cache.store
+        paged = isinstance(cache, PagedCache)
+        facts = (x.device.type, x.dtype, grad, one, stated, paged, masked, self.training, wants, compiled, store)
+        key = (self.only, apart, *facts)
         if key in self._plans:
             return self._plans[key]
         project = self._forms[one]
-        job = Job(self.spec, self.spec.core_of(project), *key[1:-1])
+        job = Job(self.spec, self.spec.core_of(project), *facts)
         backend, scale = backends.choose(job, self.only), self.spec.similarity.factor(job.core)
         attend = partial(packed.attend, backend.attend) if apart else backend.attend
-        plan = Plan(project, job, attend, scale, self.spec.voices)
-        if not torch.compiler.is_compiling():  # a graph that saw none would be made anew once there is one
+        plan = Plan(project, job, attend, backends.reads_stored(backend, job), scale, self.spec.voices)
+        if not compiled:  # a graph that saw no plan would be made anew once there is one
             self._plans[key] = plan
         return plan
 

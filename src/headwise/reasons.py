@@ -27,7 +27,7 @@ DTYPES = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
-STATES = ("grad", "training", "mask")
+STATES = ("grad", "training", "mask", "paged")
 CALLS = {"many": "several queries per row", "one": "one query per row"}
 
 
@@ -50,7 +50,7 @@ class Call:
         """The same as plain values."""
         job = self.job
         told = {"tokens": self.tokens, "device": job.device, "dtype": str(job.dtype).removeprefix("torch.")}
-        told |= {"grad": job.grad, "training": job.training, "mask": job.masked, "state": job.stated}
+        told |= {"grad": job.grad, "training": job.training, "mask": job.masked, "state": job.stated, "paged": job.paged}
         told |= {"want": sorted(job.wants), "form": self.form, "runs": self.runs}
         return told | {"backends": [{"name": name, "refuses": said} for name, said in self.refusals.items()]}
 
@@ -88,6 +88,7 @@ class Reasons:
         job = self.asked.job
         said = [CALLS[self.asked.tokens], str(job.dtype).removeprefix("torch."), f"on {job.device}"]
         states = {"training": job.training, "with gradient": job.grad, "with a mask of its own": job.masked}
+        states |= {"of past tokens in pages": job.paged}
         said += [state for state, holds in states.items() if holds]
         said += [f"showing {', '.join(sorted(job.wants))}"] if job.wants else []
         name = max(map(len, self.refusals))
@@ -110,7 +111,8 @@ def why(
     """Which backend would run this spec, and why each other one refuses; nothing is run, no device is needed.
 
     `want` names what a probe asks to see, `tokens` is "many" or "one" query per row, `when` any of "grad",
-    "training" and "mask" (a mask of the caller's own). One query per row means decoding from a cache.
+    "training", "mask" (a mask of the caller's own) and "paged" (past tokens lie in pages, as an engine keeps them). One
+    query per row means decoding from a cache.
 
     >>> import headwise as hw
     >>> reasons = why(hw.design(model=512, heads=8, pattern="causal"), want=["weights"])
@@ -128,6 +130,7 @@ def why(
         device=_device(device),
         dtype=DTYPES[dtype],
         grad="grad" in when,
+        paged="paged" in when,
         masked="mask" in when,
         training="training" in when,
         wants=frozenset(want),

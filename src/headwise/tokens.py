@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .pattern import Causal, Full, Pattern
+
+
+class Spans(NamedTuple):
+    """Where tokens lie that were not gathered: row b's are slots `begin` to before `end` of a page, for each n.
+
+    The table is [B, N, 3]: page, begin, end; the token in column n x slots + slot of a row lies in that slot of the n-th
+    page. `whole` says that the newest token of each row reads every one of them.
+    """
+
+    table: Tensor
+    whole: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -19,8 +30,9 @@ class Tokens:
     Both tensors are [B, T], or [1, T] when all rows are alike. `start` is set when every row is known, without
     looking at the device, to hold the neighbouring positions start, start + 1, ... of segment 0. `filled`, set by a
     cache, says that the newest token reads exactly the first `filled` of these, and `held` [B] how many it reads in
-    each row where they differ. `lengths`, set by `packed`, are those of the texts of each row, known without looking at
-    the device. `checked` spares what the library made itself a second look.
+    each row where they differ; `spans`, set by a cache of pages, where they lie in place of rows. `lengths`, set by
+    `packed`, are those of the texts of each row, known without looking at the device. `checked` spares what the library
+    made itself a second look.
 
     >>> Tokens.of(torch.zeros(2, 3, 8), lengths=[3, 2]).segment.tolist()
     [[0, 0, 0], [0, 0, -1]]
@@ -32,6 +44,7 @@ class Tokens:
     checked: bool = field(default=False, repr=False)
     filled: int | None = None
     held: Tensor | None = None
+    spans: Spans | None = field(default=None, repr=False)
     lengths: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
     plans: list[Any] = field(default_factory=list, init=False, repr=False)  # what a backend made of them once
 
@@ -39,7 +52,7 @@ class Tokens:
         if not self.checked:
             _check(self.position, self.segment)
             self.position, self.segment = self.position.long(), self.segment.long()
-            self.start = self.filled = self.held = self.lengths = None  # whoever knows more has checked it
+            self.start = self.filled = self.held = self.spans = self.lengths = None  # who knows more has checked it
 
     @staticmethod
     def of(

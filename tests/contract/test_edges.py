@@ -62,6 +62,8 @@ def test_blocks_are_counted_as_torch_counts_them(name, backend):
     spec = EXAMPLES[name]
     if backend not in cases.takers(spec, dtype=torch.float32) or spec.source is not None:
         pytest.skip(f"{backend} refuses it" if spec.source is None else "counted with one block in test_counts.py")
+    if backend == "routed":
+        pytest.skip("what it runs is for the gates to say; counted where these are known, in test_routed_backend.py")
     layer = cases.layer(spec, torch.float32, backend)
     for count in lengths(spec, backend):
         x = torch.randn(2, count, spec.model)

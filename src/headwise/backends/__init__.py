@@ -8,18 +8,21 @@ from typing import Any
 
 from ..errors import NoBackend, nearest
 from ..terms import Work
-from . import banded, composed, dense, flex, grouped, linear, packed, ragged, sdpa
+from . import banded, composed, dense, flex, grouped, linear, packed, paged, ragged, routed, sdpa
 from .blocks import BLOCK
 from .bound import Bound
 from .job import Inputs, Job
 from .linear import heard
+from .paged import gathered
 from .sdpa import is_plain, plainly
 
 Attend = Callable[..., Any]
 
 # In the order of preference (see `order`): the first that does not refuse runs.
 BACKENDS: dict[str, ModuleType] = {
+    "paged": paged,
     "ragged": ragged,
+    "routed": routed,
     "grouped": grouped,
     "banded": banded,
     "sdpa": sdpa,
@@ -65,6 +68,11 @@ def order(job: Job) -> list[str]:
     return sorted(BACKENDS, key=lambda name: name == "flex" and job.device == "cpu")
 
 
+def reads_stored(backend: ModuleType, job: Job) -> bool:
+    """Whether it reads keys and values as a cache keeps them; others are handed numbers in full."""
+    return backend is paged or (backend is ragged and ragged.reads_stored(job))
+
+
 def why(job: Job) -> dict[str, list[str]]:
     """Every backend, in order of preference, with its reasons to refuse; none means it takes the job."""
     return {name: _reasons(name, job) for name in order(job)}
@@ -75,5 +83,5 @@ def _reasons(name: str, job: Job) -> list[str]:
     return list(dict.fromkeys(BACKENDS[name].refuses(job)))
 
 
-__all__ = ["BACKENDS", "Attend", "Bound", "Inputs", "Job", "choose", "forms_again", "heard"]
-__all__ += ["is_plain", "packed", "plainly", "why"]
+__all__ = ["BACKENDS", "Attend", "Bound", "Inputs", "Job", "choose", "forms_again", "gathered", "heard"]
+__all__ += ["is_plain", "packed", "plainly", "reads_stored", "why"]

@@ -16,6 +16,7 @@ from .bands import banded
 from .blocks import BLOCK, Blocks
 from .bound import Bound, spread_heads
 from .job import Inputs, Job
+from .slices import slices
 
 
 def edges() -> tuple[int, ...]:
@@ -100,4 +101,9 @@ def _one_by_one(job: Job, sight: Sight, inputs: Inputs, bound: Bound) -> Tensor:
     cut = Blocks(sight, inputs)
     if len(cut.all) == 1:
         return sdpa.attend(job, sight, inputs, bound, None)
-    return torch.cat([sdpa.attend(job, cut.seen(b), cut.handed(b), bound, None) for b in cut.all], 1)
+    keys, values = (slices(x, [block.keys for block in cut.all]) for x in (inputs.k, inputs.v))
+    parts = [
+        sdpa.attend(job, cut.seen(block), cut.handed(block)._replace(k=k, v=v), bound, None)
+        for block, k, v in zip(cut.all, keys, values, strict=True)
+    ]
+    return torch.cat(parts, 1)

@@ -124,7 +124,7 @@ _HEIGHTS: dict[str, int] = {}
 
 
 def height(pattern: Pattern) -> int:
-    """How many queries a block has: the more, the better its products run, and the more keys are read by few of them."""
+    """How many queries a block has: the more, the better its products run, and more keys are read by few of them."""
     if (told := pattern.text) not in _HEIGHTS:
         thin = Thin(pattern, rate(pattern), 0)
         costs = {rows: each * _each(thin, *PROBE, rows) for rows, each in HEIGHTS.items()}

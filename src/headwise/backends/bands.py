@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ..pattern import parse
 from .banding import Axis, Piece, formed, pieces
+from .blocks import BLOCK
 from .folds import Fold, folds
 from .rows import runs
 
@@ -52,22 +53,26 @@ class Call:
     """The calls of the kernel that make up one attention."""
 
     def __init__(self, q: Tensor, k: Tensor, how: How) -> None:
-        self.q, self.k, self.how = q, k, how
+        self.q, self.k, self.how, self.pattern = q, k, how, parse(how.pattern)
+        self.pieces = self._pieces()
 
-    def pieces(self) -> Iterator[tuple[Piece, Sequence[int]]]:
-        """Each piece, with the rows of the batch that have it."""
+    def _pieces(self) -> list[tuple[Piece, Sequence[int]]] | None:
+        """Each piece, with the rows of the batch that have it; None where tokens stand anywhere."""
         (batch, queries), keys = self.q.shape[:2], self.k.shape[1]
         if self.how.starts:
             asks, told = (Axis(range(at, at + n)) for at, n in zip(self.how.starts, (queries, keys), strict=True))
-            yield from ((piece, range(batch)) for piece in planned(self.how.pattern, asks, (told,)))
-            return
-        for rows, asks, axes in runs(self.how.tokens, batch):
-            yield from ((piece, rows) for piece in planned(self.how.pattern, asks, axes))
+            return [(piece, range(batch)) for piece in planned(self.how.pattern, asks, (told,))]
+        if (found := runs(self.how.tokens, batch)) is None:
+            return None
+        return [(piece, rows) for rows, asks, told in found for piece in planned(self.how.pattern, asks, told)]
 
     def __iter__(self) -> Iterator[tuple[Fold, Tensor | None]]:
         """What each call reads, and what it adds to its scores."""
+        if self.pieces is None:
+            yield from self._anywhere()
+            return
         nbytes = 2 * self.k.shape[2] * self.k.shape[3] * self.k.element_size()
-        for piece, rows in self.pieces():
+        for piece, rows in self.pieces:
             mask = self._mask(piece)
             yield from ((fold, mask) for fold in folds(piece, rows, nbytes))
 
@@ -77,13 +82,27 @@ class Call:
         asks, told = piece.places
         i = torch.arange(asks.start, asks.stop, asks.step)
         j = torch.cat([torch.arange(some.start, some.stop, some.step) for some in told])
-        allowed = parse(self.how.pattern).allows(i[:, None], j)
-        return self.q.new_zeros(1, 1, *allowed.shape).masked_fill(~allowed, -torch.inf)
+        allowed = self.pattern.allows(i[:, None], j)
+        return self._added(allowed[None, None])
+
+    def _anywhere(self) -> Iterator[tuple[Fold, Tensor]]:
+        """Blocks of queries that may each read every key."""
+        place, segment, other, same = (t[:, None, None] for t in self.how.tokens)
+        for start in range(0, self.q.shape[1], BLOCK):
+            asks = range(start, min(start + BLOCK, self.q.shape[1]))
+            i, own = (t.transpose(2, 3)[:, :, asks.start : asks.stop] for t in (place, segment))
+            allowed = (own == same) & (own >= 0) & self.pattern.allows(i, other)
+            yield Fold(None, [asks], [(range(self.k.shape[1]),)]), self._added(allowed)
+
+    def _added(self, allowed: Tensor) -> Tensor:
+        return self.q.new_zeros(allowed.shape).masked_fill(~allowed, -torch.inf)
 
     @property
     def pairs(self) -> int:
         """The scores that all rows form for each head."""
-        return sum(piece.pairs * len(rows) for piece, rows in self.pieces())
+        if self.pieces is None:
+            return self.q.shape[0] * self.q.shape[1] * self.k.shape[1]
+        return sum(piece.pairs * len(rows) for piece, rows in self.pieces)
 
 
 @torch.library.custom_op("headwise::banded", mutates_args=(), schema=f"({INPUTS}) -> (Tensor, Tensor)")

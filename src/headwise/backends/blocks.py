@@ -104,7 +104,7 @@ class Blocks:
 
     def handed(self, block: Block) -> Inputs:
         """The tensors of one block."""
-        q, k, v, asked, entry, state = self.inputs
+        q, k, v, asked, entry, state, _ = self.inputs
         rows = block.queries
         asked = asked._replace(
             x_BTD=asked.x_BTD[:, rows.start : rows.stop],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,9 +24,12 @@ class Job:
     grad: bool = False
     one: bool = False  # a single query per row
     stated: bool = False  # past tokens are a state
+    paged: bool = False  # they lie in pages that rows may share
     masked: bool = False  # the caller hands a mask of their own
     training: bool = False
     wants: frozenset[str] = field(default_factory=frozenset)
+    compiled: bool = False  # traced into a graph, which cannot ask the data
+    store: str | None = None  # the form in which past tokens are kept, where it is not `dtype`
 
     straight: bool = field(init=False)  # every score head reads values for itself, in order
     groups: int = field(init=False)  # score heads to a key head when all groups are equal neighbours, else 0
@@ -40,7 +43,11 @@ class Job:
 
 
 class Inputs(NamedTuple):
-    """The tensors of one call: q_BTHK, k_BSGK, v_BSGV, what queries bring, and what was remembered beside."""
+    """The tensors of one call: q_BTHK, k_BSGK, v_BSGV, what queries bring, and what was remembered beside.
+
+    `gates` are those of the spec in their order, [B, T, O, V] or broadcast to it: outputs are multiplied with them.
+    Where the keys of a call were not gathered from pages (`Tokens.spans`), k and v have a row for each page.
+    """
 
     q: Tensor
     k: Tensor
@@ -48,3 +55,4 @@ class Inputs(NamedTuple):
     asked: Asked
     entry: Mapping[str, Tensor]
     state: Mapping[str, Tensor]
+    gates: Sequence[Tensor] = ()

@@ -108,15 +108,17 @@ def attend(
 
 def _apart(plan: Plan, inputs: Inputs, bound: Bound) -> Iterator[Inputs]:
     """What each group is handed: beside q, k and v only what some part will ask for."""
-    q, k, v, asked, entry, state = inputs
+    q, k, v, asked, entry, state, gates = inputs
     asks = bool(bound.scores or bound.weights)
     own = [plan.queries.taken(q), plan.keys.taken(k), plan.keys.taken(v)]
     before = own[0] if asked.q_BTHK is q or not asks else plan.queries.taken(asked.q_BTHK)
     x = plan.queries.taken(asked.x_BTD) if asks else before
     kept = {name: plan.keys.taken(held) for name, held in entry.items()} if asks else {}
+    opened = [plan.queries.taken(gate.detach()) if gate.dim() > 3 else [gate] * len(plan.groups) for gate in gates]
     for n, (at, _) in enumerate(plan.groups):
         told = asked._replace(x_BTD=x[n], q_BTHK=before[n], at=at)
-        yield Inputs(own[0][n], own[1][n], own[2][n], told, {name: held[n] for name, held in kept.items()}, state)
+        beside = {name: held[n] for name, held in kept.items()}
+        yield Inputs(own[0][n], own[1][n], own[2][n], told, beside, state, [gate[n] for gate in opened])
 
 
 def planned(sight: Sight) -> Plan:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import Beside, decode
+from ..parts.direct import Direct
 from ..parts.sink_softmax import SinkSoftmax
 from ..parts.softcap import Softcap
 from ..probe import Probe
@@ -57,8 +58,15 @@ def spent(job: Job, work: Work) -> int:
     return job.core.flops(work.batch * work.queries * work.keys)
 
 
+def reads_stored(job: Job) -> bool:
+    """Whether it reads keys and values in 8 bits, which they are where a project hands on what it remembered."""
+    return job.store == "int8" and isinstance(job.spec.project, Direct) and job.dtype != torch.float64
+
+
 def small(job: Job, batch: int, keys: int) -> bool:
     """Whether there is so little to read that torch's own call is done before."""
+    if reads_stored(job):
+        return False
     return batch * keys * (job.core.dim + job.core.vdim) * (max(job.core.keys) + 1) * job.dtype.itemsize < LEAST
 
 
@@ -71,18 +79,26 @@ def _other(job: Job) -> ModuleType:
 
 def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
     """Per-head outputs o_B1HV."""
-    cap = capped(job.spec)
     if small(job, len(inputs.q), sight.keys.count):
         return _other(job).attend(job, sight, inputs, bound, probe)
+    return read(job, sight, inputs, bound, probe, spans(sight, len(inputs.q)))
+
+
+def read(
+    job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None, told: tuple[Tensor, Tensor | None]
+) -> Tensor:
+    """The same of keys in pages, told by their spans, [B, N, 3], and which of their columns are hidden, if some are."""
+    cap, (spans_BN3, hidden) = capped(job.spec), told
     if cap is not None:
         bound = replace(bound, scores=bound.scores[1:])
-    spans_BN3, hidden = spans(sight, len(inputs.q))
-    bias = bound.bias(sight, inputs)[:, :, 0] if bound.scores else None
+    exact = torch.promote_types(inputs.q.dtype, torch.float32)
+    bias = bound.bias(sight, inputs._replace(q=inputs.q.to(exact)))[:, :, 0] if bound.scores else None
     if hidden is not None:
         zero = inputs.q.new_zeros(()) if bias is None else bias
         bias = torch.where(hidden, -torch.inf, zero)
     sink = bound.normaliser_p.spread()["sink"].flatten() if isinstance(bound.normaliser, SinkSoftmax) else None
-    beside = Beside(bias, sink, cap=0.0 if cap is None else cap.limit)
+    scales = [inputs.entry[f"{side}.scale"].transpose(1, 2) for side in "kv"] if reads_stored(job) else [None, None]
+    beside = Beside(bias, sink, *scales, cap=0.0 if cap is None else cap.limit)
     k, v = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2)
     o_BHV, lse_BH = decode(inputs.q[:, 0], k, v, spans_BN3, scale=inputs.asked.scale, beside=beside)
     if probe is not None and "lse" in probe.wants:

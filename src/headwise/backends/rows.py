@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .banding import Axis
 
+FEW = 16  # tokens that are neighbours at least, on average, or else nothing is gained by looking for neighbours
+
 Run = tuple[int, Axis]  # a segment, and tokens of it
 
 
-def runs(tokens: Sequence[Tensor], batch: int) -> Iterator[tuple[Sequence[int], Axis, tuple[Axis, ...]]]:
+def runs(tokens: Sequence[Tensor], batch: int) -> list[tuple[Sequence[int], Axis, tuple[Axis, ...]]] | None:
     """Queries that stand together, with all keys of their segment, for each row of the batch or for all alike.
 
-    `tokens` are position and segment of queries and of keys, each [B, T], or [1, T] where all rows are alike.
+    `tokens` are position and segment of queries and of keys, each [B, T], or [1, T] where all rows are alike. None
+    where they stand so much anywhere that each would be on its own.
     """
     asks, told = (_found(*some) for some in (tokens[:2], tokens[2:]))
+    if any(
+        len(row) > FEW + some.shape[1] // FEW for every, some in ((asks, tokens[0]), (told, tokens[2])) for row in every
+    ):
+        return None
     alike = len(asks) == len(told) == 1
-    for row in range(1 if alike else batch):
-        rows = range(batch) if alike else (row,)
-        keys = told[row % len(told)]
-        for segment, axis in asks[row % len(asks)]:
-            yield rows, axis, tuple(other for same, other in keys if same == segment)
+    return [
+        (range(batch) if alike else (row,), axis, tuple(other for same, other in told[row % len(told)] if same == own))
+        for row in range(1 if alike else batch)
+        for own, axis in asks[row % len(asks)]
+    ]
 
 
 def _found(position_BT: Tensor, segment_BT: Tensor) -> list[list[Run]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import SpecError
 from ..spec import AttentionSpec
 from ..tokens import Tokens
+from .reach import Reach
 
 Entry = dict[str, Tensor]
 
@@ -36,7 +37,8 @@ class Cache(ABC):
         self.used = 0  # tokens appended, padding included
         self.uniform = True  # every row holds positions 0 .. used - 1 of segment 0, known without asking the device
         self.single = True  # no row has held another segment than 0
-        self._alike = range(1, 2**62)  # at how many tokens a step does what the one before it did
+        self._settles = 1  # behind so many tokens a step does what the one before it did
+        self._reach: Reach | None = None
         self._last = torch.full((batch,), -1, dtype=torch.int64, device=device)
         self._zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._segment = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -49,8 +51,11 @@ class Cache(ABC):
         capacity: int,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        store: str | None = None,
     ) -> Cache:
         """The cache this spec needs: a state, a ring of what its pattern still reads, or every token.
+
+        With store="int8" keys and values are kept in 8 bits, and each head of each token has a scale.
 
         >>> import headwise as hw
         >>> hw.Cache.of(hw.design(model=8, heads=2, pattern="window(3) | first(2)"), batch=1, capacity=100).slots
@@ -61,14 +66,17 @@ class Cache(ABC):
         check_forward(spec)
         from .slots import PlainCache, RingCache
         from .state import StateCache
+        from .stored import check_store
+
+        check_store(spec, store)
 
         where = torch.empty(0, device=device).device  # "cuda" is some card, and knows which
         if spec.stateful:
             return StateCache(spec, batch, dtype, where)
         first, last = spec.pattern.memory
         if last is not None and first + last < capacity:
-            return RingCache(spec, batch, first, last, dtype, where)
-        return PlainCache(spec, batch, capacity, dtype, where)
+            return RingCache(spec, (batch, first, last), dtype, where, store)
+        return PlainCache(spec, (batch, capacity), dtype, where, store)
 
     @abstractmethod
     def append(self, entry: Entry, at: Tokens) -> tuple[Entry, Tokens]:
@@ -84,6 +92,15 @@ class Cache(ABC):
         """The bytes held for remembered tokens."""
 
     @property
+    def store(self) -> str | None:
+        """In which form keys and values are kept, where that is not the layer's own."""
+        return None
+
+    def opened(self, entry: Entry) -> Entry:
+        """What `append` gave of a single token, in the layer's own numbers."""
+        return entry
+
+    @property
     def state(self) -> Mapping[str, Tensor]:
         """The state of all past tokens, for similarities that have one."""
         return {}
@@ -91,7 +108,8 @@ class Cache(ABC):
     @property
     def foreseen(self) -> bool:
         """Whether the next token of every row does only what those before it did: then one graph serves all of them."""
-        return self.uniform and self.used in self._alike
+        counted = self._reach is None or self.used < self._reach.known
+        return self.uniform and self.used >= self._settles and counted
 
     def next(self, count: int) -> Tokens:
         """Where the next tokens stand when nobody says otherwise: after the last one of each row."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import gcd
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 from ..errors import SpecError
 from ..spec import AttentionSpec
 from ..tokens import Tokens
+from .access import Access, Held
 from .base import Cache, Entry, check_forward
 from .paging import Book, Paging, Place, Row
-from .seats import Access, Seats
+from .reach import Reach, kept
+from .seats import Seats
 
 
 class Pool:
@@ -47,6 +50,7 @@ class Pool:
         # One page more, never handed out: what a row does not have is read there, and is finite.
         self.numbers = torch.zeros(pages + 1, self.paging.numbers, dtype=dtype, device=device)
         self.views = [{name: self._view(place) for name, place in places.items()} for places in self.paging.layers]
+        self.reaches = [Reach(spec.pattern, partial(kept, spec.pattern)) for spec in specs]
         self._buffer = self.numbers.new_zeros(0)
 
     @property
@@ -72,26 +76,34 @@ class Pool:
         """Make the buffer now for so many pages of any layer."""
         self._buffer = self.numbers.new_zeros(pages * self.paging.widest)
 
-    def gather(self, layer: int, access: Access) -> Entry:
+    def gather(self, layer: int, held: Held) -> Entry:
         """What one layer keeps of the pages of every row, in a buffer: good until the next call.
 
-        Each head's tokens lie together, as the core reads them. A kernel that reads pages where they lie takes
-        `views[layer]` and the numbers of the pages instead.
+        Each head's tokens lie together, as the core reads them.
         """
+        rows, pages = held.gathered.pages.shape
         entry, begin = Entry(), 0
         for name, place in self.paging.layers[layer].items():
             tokens = self.paging.keeps[place.group].page
             piece = gcd(tokens * place.width, place.start, self.paging.numbers)
-            index = access.index(place.heads, tokens * place.width // piece, self.paging.numbers // piece)
+            index = held.index(place.heads, tokens * place.width // piece, self.paging.numbers // piece)
             end = begin + index.numel() * piece
             if end > self._buffer.numel():
                 self._buffer = self.numbers.new_empty(2 * end)
             found = self._buffer[begin:end].view(index.numel(), piece)
             torch.index_select(self.numbers.view(-1, piece), 0, index + place.start // piece, out=found)
-            rows, pages = access.shape
-            slots = found.view(rows, place.heads, pages * tokens, place.width).transpose(1, 2)[:, : access.filled]
+            slots = found.view(rows, place.heads, pages * tokens, place.width).transpose(1, 2)[
+                :, : held.gathered.filled
+            ]
             entry[name], begin = slots.reshape(*slots.shape[:2], *place.shape), end
         return entry
+
+    def place(self, layer: int) -> Entry:
+        """What one layer keeps in all pages, as it lies: a row for each page."""
+        return {
+            name: view.transpose(1, 2).unflatten(2, place.shape[:-1])
+            for (name, view), place in zip(self.views[layer].items(), self.paging.layers[layer].values(), strict=True)
+        }
 
 
 class PagedCache(Cache):
@@ -105,6 +117,24 @@ class PagedCache(Cache):
         self.uniform, self._last = False, seats.last
 
     def append(self, entry: Entry, at: Tokens) -> tuple[Entry, Tokens]:
+        held = self._take_in(entry, at)
+        return (entry, at) if held is None else (self._pool.gather(self._layer, held), held.gathered.told)
+
+    def append_in_place(self, entry: Entry, at: Tokens) -> tuple[Entry, Tokens]:
+        """Remember one token of each row; the pages of all rows as they lie, and `Tokens.spans` of them.
+
+        For a layer that reads "k" and "v" as they were remembered.
+        """
+        if at.count != 1:
+            raise ValueError(f"{at.count} tokens of a row read pages gathered; append them")
+        held = self._take_in(entry, at)
+        assert held is not None, "of one token there is a past: itself"
+        return self._pool.place(self._layer), held.placed(
+            self._pool.reaches[self._layer].all(max(held.ends, default=0))
+        )
+
+    def _take_in(self, entry: Entry, at: Tokens) -> Held | None:
+        """Write these tokens into their pages; what there is to read of each row."""
         if torch.is_grad_enabled() and any(new.requires_grad for new in entry.values()):
             raise ValueError("pages keep no gradients; decode under torch.no_grad()")
         if self._calls == self._seats.calls:
@@ -114,9 +144,7 @@ class PagedCache(Cache):
         self.used += at.count
         self._last = self._seats.last
         self._write(entry, access)
-        if access.pages is None:
-            return entry, at
-        return self._pool.gather(self._layer, access), access.told
+        return access.held
 
     def rows(self, index: Tensor) -> None:
         self._take(index)

@@ -3,42 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..tokens import Tokens
+from .access import Access, Held
 from .paging import Book, Keep, Row
-
-
-@dataclass(frozen=True, eq=False)
-class Access:
-    """What one call does to the pages of one group: where it writes its live tokens, and what it reads."""
-
-    page: Tensor
-    offset: Tensor
-    live: tuple[Tensor, Tensor] | None  # which tokens of the call these are; none when all are
-    pages: Tensor | None  # none when there is no past
-    filled: int | None  # how many slots are read, where all rows have as many
-    told: Tokens
-    _indices: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """How many rows there are, and how many pages are read of each."""
-        rows, pages = (0, 0) if self.pages is None else self.pages.shape
-        return rows, pages
-
-    def index(self, heads: int, pieces: int, stride: int) -> Tensor:
-        """The pieces of all pages in the order of rows, heads and pages, of so many to a head and so many to a page."""
-        key = heads, pieces, stride
-        if key not in self._indices:
-            assert self.pages is not None, "there is no past"
-            pages = self.pages[:, None, :, None] * stride
-            head = torch.arange(heads, device=pages.device)[None, :, None, None] * pieces
-            self._indices[key] = (pages + head + torch.arange(pieces, device=pages.device)).flatten()
-        return self._indices[key]
 
 
 class Seats:
@@ -125,39 +96,21 @@ class Seats:
 
     def _access(self, group: int, keep: Keep, columns: list[list[int]], at: Tokens) -> Access:
         """Rows still have the lengths from before."""
-        numbers = self.numbers
+        device = self.numbers.device
         each = [(row, n) for row, live in zip(self.rows, columns, strict=True) for n in range(len(live))]
         spots = [divmod(row.length + n, keep.page) for row, n in each]
         page = [row.tables[group][number] for (row, _), (number, _) in zip(each, spots, strict=True)]
         whole = all(len(live) == at.count for live in columns)
-        live = None if whole else _index([(b, t) for b, own in enumerate(columns) for t in own], numbers.device)
+        live = None if whole else _index([(b, t) for b, own in enumerate(columns) for t in own], device)
         write = (
-            torch.tensor(page, dtype=torch.int64, device=numbers.device),
-            torch.tensor([offset for _, offset in spots], dtype=torch.int64, device=numbers.device),
+            torch.tensor(page, dtype=torch.int64, device=device),
+            torch.tensor([offset for _, offset in spots], dtype=torch.int64, device=device),
         )
-        if at.count > 1 and not any(row.length for row in self.rows):
-            return Access(*write, live, None, None, at)
-        return Access(*write, live, *self._read(group, keep, [len(own) for own in columns]))
-
-    def _read(self, group: int, keep: Keep, counts: list[int]) -> tuple[Tensor, int | None, Tokens]:
-        """The pages of every row, those that it does not have being the empty one; and where what they hold stands."""
-        device = self.numbers.device
+        past = at.count == 1 or any(row.length for row in self.rows)
         tables = [row.tables[group] for row in self.rows]
+        counts = [len(live) for live in columns]
         ends = [row.length + count for row, count in zip(self.rows, counts, strict=True)]
-        most = max((len(table) for table in tables), default=0)
-        empty = self.book.pages.count
-        held = [[*table.values(), *[empty] * (most - len(table))] for table in tables]
-        pages = torch.tensor(held, dtype=torch.int64, device=device)
-        alike = [*tables[0]] if tables and len(set(ends)) == 1 and all([*t] == [*tables[0]] for t in tables) else None
-        if alike and alike == list(range(alike[0], alike[0] + most)):
-            start = alike[0] * keep.page
-            run = Tokens.run(start, ends[0] - start, device)
-            return pages, run.count, run
-        begins = [[*[n * keep.page for n in table], *[-keep.page] * (most - len(table))] for table in tables]
-        inside = torch.arange(keep.page, device=device)
-        position = (torch.tensor(begins, dtype=torch.int64, device=device)[..., None] + inside).flatten(1)
-        live = (position >= 0) & (position < torch.tensor(ends, dtype=torch.int64, device=device)[:, None])
-        return pages, None, Tokens(position.clamp(min=0), live.long() - 1, checked=True)
+        return Access(*write, live, Held(keep, tables, counts, ends, self.book.pages.count, device) if past else None)
 
 
 def _index(pairs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:

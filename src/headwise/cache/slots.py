@@ -12,20 +12,32 @@ from ..pattern import Causal, First, Pattern, Window
 from ..spec import AttentionSpec
 from ..tokens import Tokens
 from .base import Cache, Entry
+from .reach import Reach
+from .stored import opened, rounded
 
 
 class Slots(Cache):
     """Tokens in a fixed number of slots; a slot that holds nothing is of segment -1."""
 
-    def __init__(self, spec: AttentionSpec, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        store: str | None = None,
+    ) -> None:
+        batch, slots = shape
         super().__init__(spec, batch, dtype, device)
-        self.slots = slots
+        self.slots, self._store = slots, store
+        self._names = [*spec.project.entry(spec)] if store else []
         shapes = spec.entry().items()
-        self.entry: Entry = {n: torch.zeros(batch, slots, *s, dtype=dtype, device=device) for n, s in shapes}
+        nothing = {n: torch.zeros(batch, 0, *s, dtype=dtype, device=device) for n, s in shapes}
+        kinds = rounded(nothing, self._names)
+        self.entry: Entry = {n: kind.new_zeros(batch, slots, *kind.shape[2:]) for n, kind in kinds.items()}
         empty = torch.full((batch, slots), -1, dtype=torch.int64, device=device)
         self.tokens = Tokens(torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True)
-        self._known, self._all = 0, False
-        self._settles, self._alike = 1, range(0)
+        self._reach = Reach(spec.pattern, self._rule, slots)
 
     @abstractmethod
     def _rule(self) -> Pattern:
@@ -43,13 +55,14 @@ class Slots(Cache):
     @property
     def _reads_all(self) -> bool:
         """Whether the pattern allows exactly what is held, found by counting pairs, ahead of need."""
-        if self.used > self._known:
-            known, self._known = self._known, 64 * max(self.used, self.slots)
-            self._alike = range(self._settles, self._known)
-            span = range(self._known)
-            if self._all or not known:  # once unequal they stay so
-                self._all = (self.spec.pattern & Causal()).pairs(span, span) == self._rule().pairs(span, span)
-        return self._all
+        return self._reach.all(self.used)
+
+    @property
+    def store(self) -> str | None:
+        return self._store
+
+    def opened(self, entry: Entry) -> Entry:
+        return opened(entry, self._names, self.dtype) if self._names else entry
 
     def rows(self, index: Tensor) -> None:
         self._take(index)
@@ -65,15 +78,18 @@ class Slots(Cache):
         keep = slot_BT < self.slots
         row = torch.arange(self.batch, device=self.device)[:, None].expand_as(slot_BT)[keep]
         slot = slot_BT[keep]
-        for name, new in entry.items():
-            self.entry[name][row, slot] = new[keep].to(self.dtype)  # autocast projects in a dtype of its own
+        for name, new in self._kept(entry).items():
+            self.entry[name][row, slot] = new[keep].to(self.entry[name].dtype)  # autocast projects in one of its own
         for held, new in ((self.tokens.position, at.position), (self.tokens.segment, at.segment)):
             held[row, slot] = new.expand(self.batch, -1)[keep]
 
     def _write_entry(self, entry: Entry, first: int, count: int) -> None:
         """Put tokens into neighbouring slots of all rows at once."""
-        for name, new in entry.items():
+        for name, new in self._kept(entry).items():
             self.entry[name][:, first : first + count] = new
+
+    def _kept(self, entry: Entry) -> Entry:
+        return rounded(entry, self._names) if self._names else entry
 
     @abstractmethod
     def _settle(self, used: int) -> None:
@@ -83,9 +99,16 @@ class Slots(Cache):
 class PlainCache(Slots):
     """Every token has a slot of its own, until there are no more."""
 
-    def __init__(self, spec: AttentionSpec, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(spec, batch, slots, dtype, device)
-        self._filled = torch.zeros(batch, dtype=torch.int64, device=device)
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        store: str | None = None,
+    ) -> None:
+        super().__init__(spec, shape, dtype, device, store)
+        self._filled = torch.zeros(self.batch, dtype=torch.int64, device=device)
         self._bound = 0  # no row has filled more slots than this
 
     def append(self, entry: Entry, at: Tokens) -> tuple[Entry, Tokens]:
@@ -107,7 +130,7 @@ class PlainCache(Slots):
             return entry, at
         if self.uniform:
             self._settle(self.used)
-        filled = {name: held[:, : self._bound] for name, held in self.entry.items()}
+        filled = self.opened({name: held[:, : self._bound] for name, held in self.entry.items()})
         position, segment = self.tokens.position[:, : self._bound], self.tokens.segment[:, : self._bound]
         return filled, Tokens(position, segment, 0 if self.uniform else None, checked=True)
 
@@ -153,9 +176,15 @@ class RingCache(Slots):
     """The first tokens of a segment for ever, and of the others the latest: what the pattern can still read."""
 
     def __init__(
-        self, spec: AttentionSpec, batch: int, first: int, last: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: AttentionSpec,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        store: str | None = None,
     ) -> None:
-        super().__init__(spec, batch, first + last, dtype, device)
+        batch, first, last = shape
+        super().__init__(spec, (batch, first + last), dtype, device, store)
         self.first, self.last = first, last
         self._settles = self.slots  # from then on every token takes the place of another
 
@@ -164,7 +193,8 @@ class RingCache(Slots):
         told, where = entry, at
         if at.count != 1 and not alone:
             order, start = self._in_turn(at)
-            told = {name: torch.cat([held[:, order], entry[name]], 1) for name, held in old_entry.items()}
+            past = self.opened({name: held[:, order] for name, held in old_entry.items()})
+            told = {name: torch.cat([held, entry[name]], 1) for name, held in past.items()}
             position, segment = (
                 torch.cat([held[:, order], new.expand(self.batch, -1)], 1)
                 for held, new in ((old.position, at.position), (old.segment, at.segment))

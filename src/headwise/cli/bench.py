@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from typing import TYPE_CHECKING
 
-from .screen import Arguments, document, show, take_form
+from .screen import Arguments, Wrong, document, show, take_form
+
+if TYPE_CHECKING:
+    from ..benching.report import Report
+    from ..benching.scaling import Scaling
 
 INTERRUPTED = 130
 
@@ -12,17 +18,30 @@ INTERRUPTED = 130
 def main(argv: list[str]) -> int:
     """Time what is named, or everything."""
     given = _parser().parse_args(argv)
-    from ..benching import running
-
     if given.list:
-        listed = running.listed(given.quick)
-        show(document(listed) if given.json else "\n".join(_lines(listed)))
+        from ..benching.running import listed
+
+        rows = listed(given.quick)
+        show(document(rows) if given.json else "\n".join(_lines(rows)))
         return 0
-    report = running.bench(*given.names, quick=given.quick, threads=given.threads, out=given.out, tell=_tell)
-    show(document(report.data) if given.json else str(report))
-    if report.machine["interrupted"]:
+    found = _measured(given)
+    show(document(found.data) if given.json else str(found))
+    if found.machine["interrupted"]:
         return INTERRUPTED
-    return 0 if report.sound else 1
+    return 0 if found.sound else 1
+
+
+def _measured(given: argparse.Namespace) -> Report | Scaling:
+    """Every row that is named, or what every backend costs as calls grow."""
+    if not given.scaling:
+        from ..benching.running import bench
+
+        return bench(*given.names, quick=given.quick, threads=given.threads, out=given.out, tell=_tell)
+    from ..benching.scaling import scaling
+
+    if given.quick:
+        raise Wrong("--scaling is as quick as it can be; leave out --quick")
+    return scaling(*given.names, threads=given.threads, out=given.out, tell=_tell)
 
 
 def _parser() -> Arguments:
@@ -34,9 +53,10 @@ def _parser() -> Arguments:
         "headwise bench decode --threads 2 --out runs/bench",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="kinds of work, or rows by any piece of their names")
+    parser.add_argument("--scaling", action="store_true", help="what every backend costs as calls grow, and no rows")
     parser.add_argument("--quick", action="store_true", help="fewer samples of each: minutes for all")
     parser.add_argument("--threads", type=int, metavar="COUNT", help="of torch and of numba (as many as processors)")
-    parser.add_argument("--out", metavar="DIR", help="a folder for bench.json and bench.svg")
+    parser.add_argument("--out", metavar="DIR", help="a folder for bench.json and bench.svg, or scaling.json")
     parser.add_argument("--list", action="store_true", help="the rows by name, and no more")
     take_form(parser)
     return parser

@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", default="many", help="many queries per row, or one (decoding from a cache)")
     parser.add_argument(
         "--when", action="append", default=[], metavar="STATE",
-        help="grad, training, or mask (a mask of the caller's own); may be repeated",
+        help="grad, training, mask (a mask of the caller's own), or paged (as an engine remembers); may be repeated",
     )  # fmt: skip
     take_form(parser)
     given = parser.parse_args(argv)

@@ -36,10 +36,13 @@ def cache_numbers(spec: AttentionSpec) -> int:
     return 0 if spec.stateful else sum(math.prod(shape) for shape in spec.entry().values())
 
 
-def cache_bytes(spec: AttentionSpec, *, batch: int, capacity: int, bytes_each: int = 4) -> int:
+def cache_bytes(
+    spec: AttentionSpec, *, batch: int, capacity: int, bytes_each: int = 4, store: str | None = None
+) -> int:
     """Bytes that a cache of this capacity holds: a ring of what the pattern still reads, or a state.
 
-    A state adds up thousands of tokens and so keeps at least 4 bytes a number.
+    A state adds up thousands of tokens and so keeps at least 4 bytes a number. With store="int8" what the project
+    remembers takes a byte a number, and 4 for the scale of each vector.
 
     >>> import headwise as hw
     >>> cache_bytes(hw.design(model=512, heads=8, kv=2, pattern="window(256) | first(4)"), batch=1, capacity=9999)
@@ -51,7 +54,11 @@ def cache_bytes(spec: AttentionSpec, *, batch: int, capacity: int, bytes_each: i
         return batch * max(bytes_each, 4) * sum(layout.numel(sizes) for layout in part.state(spec).values())
     first, last = spec.pattern.memory
     slots = capacity if last is None else min(capacity, first + last)
-    return batch * slots * cache_numbers(spec) * bytes_each
+    each = cache_numbers(spec) * bytes_each
+    if store == "int8":
+        shapes = [layout.opened(spec.sizes_of(spec.project)) for layout in spec.project.entry(spec).values()]
+        each -= sum(math.prod(shape) * (bytes_each - 1) - 4 * math.prod(shape[:-1]) for shape in shapes)
+    return batch * slots * each
 
 
 def asked(spec: AttentionSpec, work: Work) -> int:

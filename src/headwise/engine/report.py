@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ class Report:
     """Tokens a second, seconds until the first token and between tokens, and memory against the budget.
 
     `computed` are the tokens of prompts that were read, `shared` those that were remembered already, `sources` those
-    that another stack has read.
+    that another stack has read; `layers` keep pages, and `gathers` says for which of them a step gathers these, and why.
     """
 
     requests: int
@@ -60,6 +60,8 @@ class Report:
     each: Spread
     peak_bytes: int
     budget: int
+    layers: int
+    gathers: Mapping[str, str]
     steps: tuple[Stepped, ...] = field(repr=False)
 
     @staticmethod
@@ -78,6 +80,8 @@ class Report:
             each=Spread.of(timing.each for timing in told if timing.tokens > 1),
             peak_bytes=stepping.peak,
             budget=room.budget,
+            layers=room.reading.layers,
+            gathers=room.reading.gathers,
             steps=steps,
         )
 
@@ -102,6 +106,8 @@ class Report:
             _spread("until the first token", self.wait),
             _spread("from token to token", self.each),
             _said("bytes in use at most, of", f"{self.peak_bytes:,}, {self.budget:,}"),
+            _said("layers that read pages where they lie, of", f"{self.layers - len(self.gathers)}, {self.layers}"),
+            *(f"  for {count} they are gathered: {why}" for why, count in Counter(self.gathers.values()).items()),
         ]
         return "\n".join(lines)
 

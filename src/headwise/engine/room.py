@@ -16,6 +16,7 @@ from ..errors import SpecError, nearest
 from ..models import Caches, Memory, Transformer
 from ..spec import AttentionSpec
 from ..tokens import Tokens
+from .reading import Reading
 
 ORDERS = ("arrival", "shortest")
 
@@ -66,6 +67,7 @@ class Room:
 
     def __init__(self, net: Transformer, budget: int, batching: Batching) -> None:
         self.batching, self.budget = batching, budget
+        self.reading = Reading.of(net)
         layers = net.cache(batch=1, capacity=1).layers
         self._names = [[*layer] for layer in layers]
         caches = [cache for layer in layers for cache in layer.values()]

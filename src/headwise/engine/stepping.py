@@ -17,7 +17,7 @@ from .room import Room
 
 BESIDE = 2**25  # bytes that could have been moved in the time that a call takes beside its weights and pages
 TOKENS = 32  # that could have been computed in the time that a call takes to read its weights
-PASSES = 3  # a page is read, written where it is gathered, and read there
+PASSES = 3  # a page that is gathered is read, written, and read again
 KEPT = 2**16  # steps of which is remembered what they were
 
 Part = tuple[Request, int]  # so many tokens of a request
@@ -114,8 +114,14 @@ class Stepping:
     # --- the calls -----------------------------------------------------------------------------------------
 
     def _calls(self, parts: Sequence[Part]) -> None:
-        """All of these, those of like length together: by their new tokens, and where all have one, by their pages."""
+        """All of these, those of like length together: by their new tokens, and where all have one, by their pages.
+
+        Where no page is gathered for one token, a long row costs the others nothing.
+        """
         one = all(count == 1 for _, count in parts)
+        if one and parts and not self.room.reading.gathers:
+            self._call(parts)
+            return
         size = {request.number: self._pages((request, count)) if one else count for request, count in parts}
         ordered = sorted(parts, key=lambda part: -size[part[0].number])
         for count in divided([size[request.number] for request, _ in ordered], self._worth if one else TOKENS):

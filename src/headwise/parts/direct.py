@@ -32,6 +32,7 @@ class Direct(Project):
 
     paper = "1706.03762"
     plain: ClassVar[bool] = True
+    handed: ClassVar[bool] = True
     bias: str = ""
 
     def clashes(self, spec: AttentionSpec) -> Iterable[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import ClassVar, Self
 
 import torch
@@ -112,6 +113,17 @@ class Routed(Gate):
         if sizes["routed"] and sizes["shared"]:
             params["kind"] = Param(Layout.parse("kind model"), xavier, "query")
         return params
+
+    def shares(self, spec: AttentionSpec) -> tuple[Fraction, ...] | None:
+        routed, own = self.sizes(spec)["routed"], len(spec.speaks)
+        if self.active == routed:
+            return None
+        if own < self.always + routed:  # of a layer that was cut only its weights know who is left
+            return (Fraction(self.always + self.active, self.always + routed),) * own
+        return (Fraction(1),) * self.always + (Fraction(self.active, routed),) * routed
+
+    def seals(self) -> bool:
+        return self.router != "norm"
 
     def sources(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         return frozenset(range(spec.heads.q)) if self.router == "norm" else heads

@@ -20,6 +20,7 @@ class Project(Part):
 
     plain: ClassVar[bool] = False  # whether heads compare, read and are remembered dim and vdim wide, in every form
     grouped: ClassVar[bool] = True  # whether score heads may share keys and values
+    handed: ClassVar[bool] = False  # whether what is recalled are the entry's "k" and "v" just as they were remembered
 
     @abstractmethod
     def core(self, spec: AttentionSpec) -> Core: ...

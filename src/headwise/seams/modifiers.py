@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from ..terms import Asked, Cell, Freedom, Ledger, Phase, Weighted
@@ -179,6 +180,14 @@ class Gate(Modifier):
 
     @abstractmethod
     def gate(self, asked: Asked, p: Weighted, ledger: Ledger | None) -> Tensor: ...
+
+    def shares(self, spec: AttentionSpec) -> tuple[Fraction, ...] | None:
+        """The share of tokens for which each output head speaks, if it shuts them for all others: exactly zero."""
+        return None
+
+    def seals(self) -> bool:
+        """Whether no gradient passes where it is zero: what sets it learns nothing from heads that it shuts."""
+        return False
 
     def chances(self, p: Weighted) -> Tensor | None:
         """How likely each output head is to speak, where that is learned whatever is read; None otherwise."""

@@ -46,7 +46,8 @@ class Worked:
     """What an attention of ours worked with: any rows of its weights are computed again, as its definition says."""
 
     def __init__(self, job: Job, sight: Sight, inputs: Inputs, bound: Bound) -> None:
-        self.job, self.sight, self.inputs, self.bound = job, sight, inputs, bound
+        self.job, self.bound = job, bound
+        self.sight, self.inputs = backends.gathered(sight, inputs)
         self._by_head: Inputs | None = None
 
     def rows(self, head: int, queries: slice = slice(None)) -> Tensor:

@@ -1,0 +1,140 @@
+"""What `docs/build.py` writes into docs/benchmarks.md and docs/backends.md: what `headwise bench` measured last.
+
+`headwise bench --out docs` and `headwise bench --scaling --out docs` leave the numbers here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import headwise as hw
+from headwise import backends
+from headwise.benching import report
+from headwise.benching.case import LIMIT
+from headwise.benching.growing import KINDS, Size, designed
+from headwise.benching.report import Report, timed
+from headwise.benching.scaling import Scaling
+
+HERE = Path(__file__).resolve().parent
+MEASURED, SCALED = HERE / "bench.json", HERE / "scaling.json"
+
+
+def rows() -> str:
+    """The machine, and every row with its peers."""
+    told = Report.read(MEASURED)
+    return "\n\n".join([machine(told.machine), *chapters(told.rows), missed(told.rows)])
+
+
+def machine(told: Mapping[str, Any]) -> str:
+    """One line each, as the table of the command has it."""
+    lines = [" ".join(line.split()) for line in "\n".join(report.heading(told)).replace("\n  ", " ").split("\n")]
+    return "\n".join(f"- {line.removeprefix('! ')}" for line in lines)
+
+
+def chapters(told: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """One chapter for each kind of work."""
+    for title in dict.fromkeys(row["title"] for row in told):
+        those = [row for row in told if row["title"] == title]
+        yield f"## {title}\n\n" + "\n\n".join(chapter(row) for row in those)
+
+
+def chapter(row: Mapping[str, Any]) -> str:
+    """One row: a table of everybody in it, and a line for everybody who is not."""
+    lines = [
+        (line.name, timed(line.seconds), line.reached, line.spread, "; ".join(line.aims))
+        for line in report.seconds_of(dict(row))
+    ]
+    told = [f"**{row['name']}**", table(["", "a call", "ours is", "spread", "aim"], lines)] if lines else []
+    told += [] if lines else [f"**{row['name']}**: {row['failed']}"]
+    notes = [f"{name}: {why}" for name, why in row["absent"].items()]
+    notes += [f"{name} says something else, {how}: no verdict" for name, how in row["differs"].items()]
+    notes += [f"{name}: {note}" for name, note in row["notes"].items()]
+    notes += [f"Tried: {row['tried']}"] if row["tried"] else []
+    return "\n\n".join([*told, *(["\n".join(f"- {note}" for note in notes)] if notes else [])])
+
+
+def missed(told: Sequence[Mapping[str, Any]]) -> str:
+    """Every aim that is not met, or could not be told, in one table."""
+    found = []
+    for row in told:
+        for one in row["aim"]:
+            if one["met"] is not True:
+                reached = "-" if one["reached"] is None else report.wanted({**one, "times": one["reached"]})
+                against = "the limit" if one["against"] == LIMIT else one["against"]
+                said = one["why"] or "missed"
+                found.append((row["name"], against, report.wanted(one), reached, said))
+    count = sum(len(row["aim"]) for row in told)
+    head = f"## Aims\n\n{count - len(found)} of {count} aims are met."
+    return f"{head} The others:\n\n{table(['row', 'against', 'aim', 'reached', ''], found)}" if found else head
+
+
+def scales() -> str:
+    """What every backend is, takes and refuses, what it costs as calls grow, and who is fastest where."""
+    told = Scaling.read(SCALED)
+    return "\n\n".join([takes(), machine(told.machine), *(kind(told, one) for one in told.order), powers(told)])
+
+
+def takes() -> str:
+    """Every backend in order of preference on the CPU: its definition, and the presets that it runs or could run."""
+    specs = {name: hw.design(preset=name, model=512, heads=8) for name in hw.PRESETS}
+    whole = {name: hw.why(spec) for name, spec in specs.items()}
+    step = {name: hw.why(spec, tokens="one") for name, spec in specs.items() if spec.pattern.opening == 0}
+    lines, refusals = [], []
+    for name in next(iter(whole.values())).refusals:
+        said = (backends.BACKENDS[name].__doc__ or "").strip().split("\n")[0]
+        lines.append((f"`{name}`", said, taken(whole, name), taken(step, name)))
+        reasons = [why for one in (*whole.values(), *step.values()) for why in one.refusals[name]]
+        refusals.append(f"- `{name}`: {'; '.join(dict.fromkeys(reasons))}")
+    head = ["backend", "what it is", "texts of these presets", "single tokens of these"]
+    return (
+        f"{table(head, lines)}\n\nIn bold where it is the one that runs, on the CPU in float32 without gradients. "
+        "What each says to the presets that it refuses:\n\n" + "\n".join(refusals)
+    )
+
+
+def taken(reasons: Mapping[str, Any], backend: str) -> str:
+    """The presets that a backend could run, those that it does run in bold."""
+    those = {preset: one.runs for preset, one in reasons.items() if not one.refusals[backend]}
+    return ", ".join(f"**{preset}**" if runs == backend else preset for preset, runs in those.items()) or "-"
+
+
+def kind(told: Scaling, one: Mapping[str, Any]) -> str:
+    """One kind of layer: seconds by tokens, and what follows for the order of preference."""
+    points = told.line(one["kind"], "tokens")
+    names = list(dict.fromkeys(name for each in points.values() for name in each))
+    lines = [
+        (f"{size:,}", *(cell(each, name, one["fastest"][str(size)]) for name in names)) for size, each in points.items()
+    ]
+    how = KINDS[one["kind"]]
+    runs = hw.why(designed(one["kind"], Size()), tokens="one" if how.one else "many", when=["grad"] * how.grad).runs
+    changes = [f"`{each['to']}` overtakes `{each['from']}` at {each['at']:,.0f} tokens" for each in one["crossings"]]
+    said = f"`{runs}` runs it" + "".join(f"; {change}" for change in changes) + "."
+    return f"### {one['kind'].capitalize()}\n\n{said}\n\n{table(['tokens', *names], lines)}"
+
+
+def cell(each: Mapping[str, float], name: str, first: str) -> str:
+    """Seconds, in bold for the fastest."""
+    told = timed(each[name]) if name in each else "-"
+    return f"**{told}**" if name == first else told
+
+
+def powers(told: Scaling) -> str:
+    """By which power seconds grow with every axis."""
+    axes = list(dict.fromkeys(one["axis"] for one in told.powers))
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for one in told.powers:
+        wide = (one["high"] - one["low"]) / 2
+        found.setdefault((one["kind"], one["backend"]), {})[one["axis"]] = f"{one['power']:.2f} ± {wide:.2f}"
+    lines = [(name, f"`{backend}`", *(each.get(axis, "-") for axis in axes)) for (name, backend), each in found.items()]
+    return (
+        "### Powers\n\nSeconds grow as a power of the size: least squares of logarithms over the larger half of the "
+        "sizes, with 95 % intervals.\n\n" + table(["kind", "backend", *axes], lines)
+    )
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    every = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(one.replace("|", "\\|") for one in line) + " |" for line in every)

@@ -1,0 +1,191 @@
+"""Queries that speak, packed for each key head in the order of tokens, and the rectangles in which they read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..pattern import Causal
+from ..tokens import Sight
+
+SOME = 64  # about so many queries of a key head read at once what only some of them may
+MORE = 4  # and so many times as many what all of them may
+KEYS = 256  # keys whose gradients are formed at once
+ALIKE = 0.8  # heads packed together are filled up to the longest: each has at least this share of it
+
+
+class Pack(NamedTuple):
+    """The queries of some key heads that speak, [B, heads, rows], in chunks of equal length.
+
+    All heads have as many chunks, each an equal share of its queries, so that chunks of one number are about the same
+    tokens. `line` is where each row stands among all (b, t, h) in one line, `place` its t. What fills up is not `live`:
+    it stands behind the line, and reads as the row before it does. `spans` is the first and last t of every chunk.
+    `whole` says that the rows are all tokens, as they come.
+    """
+
+    heads: tuple[int, ...]
+    line: Tensor
+    place_BGR: Tensor
+    live_BGR: Tensor
+    spans: tuple[tuple[int, int], ...]
+    whole: bool
+
+    @property
+    def count(self) -> int:
+        """The rows of each head."""
+        return self.place_BGR.shape[2]
+
+
+def packs(open_BTH: Tensor, kept: int, plain: bool) -> list[Pack]:
+    """What speaks, packed for so many key heads; heads that have about as many rows stand together.
+
+    In a `plain` call tokens read all keys, or of as many keys those that are not later: what is whole is one chunk.
+    """
+    batch, queries, heads = open_BTH.shape
+    each = heads // kept
+    open_BGX = open_BTH.view(batch, queries, kept, each).transpose(1, 2).flatten(2)
+    loads: list[int] = open_BGX.sum(-1).amax(0).tolist()
+    return [_pack(open_BGX[:, list(group)], group, (heads, each), plain) for group in alike(loads)]
+
+
+def alike(loads: Sequence[int]) -> list[tuple[int, ...]]:
+    """Heads with about equal numbers of rows, without those that have none.
+
+    >>> alike([1024, 300, 0, 990, 310])
+    [(0, 3), (1, 4)]
+    """
+    groups: list[list[int]] = []
+    for head in sorted(range(len(loads)), key=lambda head: -loads[head]):
+        if groups and loads[head] >= ALIKE * loads[groups[-1][0]]:
+            groups[-1].append(head)
+        elif loads[head]:
+            groups.append([head])
+    return [tuple(sorted(group)) for group in groups if loads[group[0]]]
+
+
+def _pack(open_BGX: Tensor, group: tuple[int, ...], sizes: tuple[int, int], plain: bool) -> Pack:
+    heads, each = sizes
+    batch, kept, queries = open_BGX.shape[0], len(group), open_BGX.shape[2] // each
+    rank_BGX = open_BGX.cumsum(-1)
+    counts_BG = rank_BGX[..., -1]
+    most = int(counts_BG.max())
+    b, g, x = open_BGX.nonzero(as_tuple=True)
+    whole = plain and each == 1 and len(x) == open_BGX.numel()
+    count = 1 if whole else chunks(most)
+    rows = -(-most // count)
+    rank, own = rank_BGX[b, g, x], counts_BG[b, g]
+    chunk = (rank * count - 1) // own  # rank is counted from 1
+    slot = ((b * kept + g) * count + chunk) * rows + rank - 1 - chunk * own // count
+    head = torch.tensor(group, device=x.device)[g] * each + x % each
+    line = torch.full((batch * kept * count * rows,), batch * queries * heads, device=x.device)
+    line[slot] = (b * queries + x // each) * heads + head
+    place = torch.full_like(line, -1)
+    place[slot] = x // each
+    place_BGCR = place.view(batch, kept, count, rows)
+    firsts = place_BGCR.masked_fill(place_BGCR < 0, queries).amin((0, 1, 3))
+    spans = tuple(zip(firsts.tolist(), place_BGCR.amax((0, 1, 3)).tolist(), strict=True))
+    place_BGR = place_BGCR.flatten(2)
+    return Pack(group, line, place_BGR.cummax(-1).values.clamp_(min=0), place_BGR >= 0, spans, whole)
+
+
+def chunks(rows: int) -> int:
+    """How many chunks so many rows make."""
+    return max(1, round(rows / SOME))
+
+
+class Piece(NamedTuple):
+    """Rows and keys that meet in one call, whether some of these pairs are barred, and whether it is the `first` of its
+    rows; a `triangle` bars keys that are later than a row, without a table."""
+
+    rows: slice
+    keys: slice
+    barred: bool
+    first: bool = False
+    triangle: bool = False
+
+
+class Reading:
+    """Who reads whom in a call, in places among its queries and places among its keys: all keys, those that are not
+    later, or whom the tokens let."""
+
+    def __init__(self, sight: Sight, dtype: torch.dtype) -> None:
+        asks, told = sight.queries.start, sight.keys.start
+        self.sight, self.dtype, self.keys = sight, dtype, sight.keys.count
+        self.ahead = -1 if asks is None or told is None else asks - told  # how many keys the first query has before it
+        self.full = sight.shape == "full"
+        self.plain = self.full or sight.shape == "triangle"
+        self.causal = not self.full and self.ahead >= 0 and sight.pattern == Causal()
+        self._extents: tuple[Tensor, Tensor] | None = None
+
+    def forth(self, pack: Pack) -> Iterator[Piece]:
+        """The pieces that give what rows read; where a chunk of rows has two, the first of them bars nobody from all."""
+        if self._once(pack):
+            yield Piece(slice(0, pack.count), slice(0, self.keys), False, True, not self.full)
+            return
+        each, before = pack.count // len(pack.spans), 0
+        for n, (first, last) in enumerate(pack.spans):
+            rows = slice(n * each, (n + 1) * each)
+            if not self.causal:
+                yield Piece(rows, self.reach(first, last), True, True)
+                continue
+            own = min(first + self.ahead, self.keys - 1)  # every row may read what is before; its own key is behind
+            before = before if n % MORE else own
+            yield Piece(rows, slice(own, min(last + self.ahead + 1, self.keys)), True, True)
+            yield Piece(rows, slice(before, own), False)
+            if n % MORE == MORE - 1 or n == len(pack.spans) - 1:
+                yield Piece(slice(n // MORE * MORE * each, rows.stop), slice(0, before), False)
+
+    def _once(self, pack: Pack) -> bool:
+        """Whether one call does for all rows."""
+        return self.full or pack.whole
+
+    def back(self, pack: Pack) -> Iterator[Piece]:
+        """The pieces that give gradients: few keys with many rows, because those of keys are what has to be added up."""
+        if self._once(pack) or not self.causal:
+            yield from self.forth(pack)
+            return
+        ends = [*range(0, self.keys, KEYS), self.keys]
+        asked = torch.tensor([end - self.ahead for end in ends], device=pack.place_BGR.device)
+        asked = asked.expand(*pack.place_BGR.shape[:2], -1).contiguous()
+        least: list[int] = torch.searchsorted(pack.place_BGR, asked).amin((0, 1)).tolist()
+        most: list[int] = torch.searchsorted(pack.place_BGR, asked - 1).amax((0, 1)).tolist()
+        for (start, stop), some, every in zip(pairwise(ends), least, most[1:], strict=False):
+            yield Piece(slice(some, every), slice(start, stop), True)
+            yield Piece(slice(every, pack.count), slice(start, stop), False)
+
+    def reach(self, first: int, last: int) -> slice:
+        """Keys outside of which no query from the first to the last place reads."""
+        if self._extents is None:
+            some_TS = self.sight.allowed[:, 0].any(0)
+            place = torch.arange(self.keys, device=some_TS.device)
+            low, high = torch.where(some_TS, place, self.keys).amin(-1), torch.where(some_TS, place + 1, 0).amax(-1)
+            self._extents = low, high
+        low, high = (extent[first : last + 1] for extent in self._extents)
+        start, stop = int(low.min()), int(high.max())
+        return slice(start, max(start, stop))
+
+    def bars(self, place_BGR: Tensor, keys: slice) -> Tensor:
+        """0 where a query at this place may read a key and -inf elsewhere, [B, G, R, S]."""
+        if self.causal:
+            return self._triangle(place_BGR + self.ahead + 1 - keys.start, keys.stop - keys.start)
+        allowed = self._rows(place_BGR)[..., keys]
+        return torch.zeros(allowed.shape, dtype=self.dtype, device=allowed.device).masked_fill_(~allowed, -torch.inf)
+
+    def _triangle(self, count_BGR: Tensor, wide: int) -> Tensor:
+        """Rows whose first so many keys may be read: windows into a line of zeros followed by -inf."""
+        line = torch.zeros(2 * wide, dtype=self.dtype, device=count_BGR.device)
+        line[wide:] = -torch.inf
+        starts = wide - count_BGR.clamp(0, wide)
+        rows = line.as_strided((wide + 1, wide), (1, 1)).contiguous().index_select(0, starts.flatten())
+        return rows.view(*count_BGR.shape, wide)
+
+    def _rows(self, place_BGR: Tensor) -> Tensor:
+        """Which keys each may read, from all pairs."""
+        allowed_BTS = self.sight.allowed[:, 0]
+        row = torch.arange(place_BGR.shape[0], device=place_BGR.device) % allowed_BTS.shape[0]
+        flat = (row[:, None, None] * allowed_BTS.shape[1] + place_BGR).flatten()
+        return allowed_BTS.flatten(0, 1).index_select(0, flat).view(*place_BGR.shape, self.keys)

@@ -1,0 +1,37 @@
+"""Whether the newest token may read whatever a cache still holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..pattern import Causal, First, Pattern, Window
+
+
+class Reach:
+    """Whether a pattern allows exactly what is held by a rule, found by counting pairs, ahead of need.
+
+    >>> from headwise.pattern import Dilated
+    >>> [Reach(pattern, Causal).all(1000) for pattern in (Causal(), Dilated(keys=5, rate=2))]
+    [True, False]
+    """
+
+    def __init__(self, pattern: Pattern, rule: Callable[[], Pattern], least: int = 0) -> None:
+        self._pattern, self._rule, self._least = pattern, rule, least
+        self.known, self._all = 0, False  # up to how many tokens pairs were counted
+
+    def all(self, used: int) -> bool:
+        """Of each of so many tokens."""
+        if used > self.known:
+            first, self.known = not self.known, 64 * max(used, self._least)
+            span = range(self.known)
+            if first or self._all:  # once unequal they stay so
+                self._all = (self._pattern & Causal()).pairs(span, span) == self._rule().pairs(span, span)
+        return self._all
+
+
+def kept(pattern: Pattern) -> Pattern:
+    """What is held of all tokens so far: those that later queries may still read, as far as a pattern can say."""
+    first, last = pattern.memory
+    if last is None:
+        return Causal()
+    return Window(last) | First(first) if first else Window(last)

@@ -1,0 +1,141 @@
+"""Bugs in how runs are timed, held to each other and to the machine, and in what follows from seconds that grow."""
+
+from __future__ import annotations
+
+from planting import bug
+
+# For tests/planted.py; `bug` as there.
+BENCH, SCALING = "test_benching.py", "test_scaling.py"
+bug(
+    "bench-a-sample-too-short",
+    "benching/turns.py",
+    "math.ceil(self.sample / seconds)",
+    "math.floor(self.sample / seconds)",
+    f"{BENCH}::test_a_sample_lasts_long_enough_and_says_seconds_of_one_call",
+)
+bug(
+    "bench-turns-in-one-order",
+    "benching/turns.py",
+    "        draw.shuffle(those)\n",
+    "",
+    f"{BENCH}::test_turns_are_mixed_the_same_way_every_time",
+)
+bug(
+    "bench-the-slow-at-the-end",
+    "benching/turns.py",
+    "if (number + 1) * count // rounds > number * count // rounds",
+    "if rounds - number <= count",
+    f"{BENCH}::test_turns_are_mixed_the_same_way_every_time",
+)
+bug(
+    "bench-collector-stays-off",
+    "benching/turns.py",
+    "        if was:\n            gc.enable()",
+    "        if not was:\n            gc.enable()",
+    f"{BENCH}::test_the_collector_rests_while_runs_are_timed",
+)
+bug(
+    "bench-differences-of-single-numbers",
+    "benching/agreeing.py",
+    "size = float(mine.abs().max())",
+    "size = 1.0",
+    f"{BENCH}::test_results_are_held_to_their_largest_number",
+)
+bug(
+    "bench-nan-is-the-same",
+    "benching/agreeing.py",
+    "    if not math.isfinite(most):\n        return math.inf\n",
+    "",
+    f"{BENCH}::test_results_are_held_to_their_largest_number",
+)
+bug(
+    "bench-ratio-upside-down",
+    "benching/rows.py",
+    "reached, spreads = peers[aim.against] / ours,",
+    "reached, spreads = ours / peers[aim.against],",
+    f"{BENCH}::test_a_row_has_medians_ratios_the_limit_and_verdicts",
+)
+bug(
+    "bench-verdict-on-other-results",
+    "benching/rows.py",
+    "if reached is not None and self.differs:",
+    "if reached is not None and aim.against in self.differs:",
+    f"{BENCH}::test_other_results_give_no_verdict",
+)
+bug(
+    "bench-spread-of-ours-forgotten",
+    "benching/rows.py",
+    "spreads = {OURS: self.taken[OURS].spread} if OURS in self.taken else {}",
+    "spreads: dict[str, float] = {}",
+    f"{BENCH}::test_a_loose_spread_gives_no_verdict",
+)
+bug(
+    "bench-the-absent-are-silent",
+    "benching/rows.py",
+    '                self.absent[name] = f"failed: {_said(error)}"\n                continue\n',
+    "                continue\n",
+    f"{BENCH}::test_who_is_absent_is_named",
+)
+bug(
+    "bench-limit-by-the-shorter",
+    "benching/limits.py",
+    "longest = max(least,",
+    "longest = min(least,",
+    f"{BENCH}::test_a_limit_is_the_longer_of_reading_and_products",
+)
+bug(
+    "bench-a-buffer-that-fits-the-cache",
+    "benching/limits.py",
+    "return BEYOND * self.last.size",
+    "return self.last.size",
+    f"{BENCH}::test_the_machine_reads_more_than_its_cache_holds_and_multiplies_in_the_dtype",
+)
+bug(
+    "bench-caches-counted-for-every-processor",
+    "benching/limits.py",
+    'found[f"{level} {shared}"]',
+    "found[str(index)]",
+    f"{BENCH}::test_the_last_level_is_that_of_all_processors_once",
+)
+bug(
+    "bench-missed-where-one-cannot-be-told",
+    "benching/rows.py",
+    "return None if None in verdicts or not verdicts else True",
+    "return True if verdicts else None",
+    f"{BENCH}::test_who_is_absent_is_named",
+)
+bug(
+    "bench-interrupts-lose-what-is-done",
+    "benching/running.py",
+    '            report.machine["interrupted"] = True\n',
+    "            raise\n",
+    f"{BENCH}::test_an_interrupt_shows_what_is_done",
+)
+bug(
+    "scaling-powers-of-short-calls",
+    "benching/fits.py",
+    "used = sizes[-max(LEAST, -(-len(sizes) // 2)) :]",
+    "used = sizes",
+    f"{SCALING}::test_a_power_is_found_and_its_interval_holds_it",
+)
+bug(
+    "scaling-intervals-of-the-normal",
+    "benching/fits.py",
+    "(STUDENT[free - 1] if free <= len(STUDENT) else NORMAL)",
+    "NORMAL",
+    f"{SCALING}::test_a_power_is_found_and_its_interval_holds_it",
+)
+bug(
+    "scaling-crossings-half-way",
+    "benching/fits.py",
+    "share = before / (before + after) if before + after else 0.5",
+    "share = 0.5",
+    f"{SCALING}::test_crossings_are_between_the_points_where_the_fastest_changes",
+)
+bug(
+    "scaling-a-cache-that-grows",
+    "benching/growing.py",
+    "self._now = copy.deepcopy(self._full)\n        return",
+    "self._now = self._full\n        return",
+    f"{SCALING}::test_a_cache_begins_anew",
+)

@@ -1,0 +1,361 @@
+"""Pages are read where they lie: as one pass reads, whatever their order, and whoever else holds them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+import cases
+import headwise as hw
+from headwise import backends
+from headwise import blueprint as bp
+from headwise.backends import Inputs, Job
+from headwise.cache import Pool
+from headwise.cache.reach import Reach, kept
+from headwise.engine.reading import Reading
+from headwise.pattern import Causal
+from headwise.reasons import why
+from headwise.tokens import Sight
+
+MODEL, LONGEST = 14, 300
+FEW = settings(max_examples=max(1, settings().max_examples // 4), deadline=None)
+MODIFIERS = {"alibi": (hw.Alibi(),), "t5": (hw.T5Bias(buckets=8, reach=90, looking="back"),)}
+SPECS = {
+    "grouped": {"heads": 6, "kv": 2},
+    "one key head": {"heads": 5, "kv": 1, "vdim": 7},
+    "each its own": {"heads": 3, "modifiers": (hw.Rotary(),), "dim": 4},
+    "window": {"heads": 4, "kv": 2, "pattern": "window(11)"},
+    "sinks": {"heads": 4, "kv": 2, "pattern": "window(9) | first(5)"},
+    "gaps": {"heads": 4, "kv": 2, "pattern": "dilated(7, 3)"},
+    "prefix": {"heads": 4, "kv": 2, "pattern": "prefix(3)"},
+    "alibi": {"heads": 6, "kv": 3, "modifiers": MODIFIERS["alibi"]},
+    "t5 in a window": {"heads": 4, "kv": 2, "modifiers": MODIFIERS["t5"], "pattern": "window(33) | first(2)"},
+    "cap": {"heads": 4, "kv": 2, "modifiers": (hw.Softcap(0.7), hw.Alibi())},
+    "sink": {"heads": 4, "kv": 2, "normaliser": hw.SinkSoftmax()},
+}
+
+
+def built(name: str, dtype: torch.dtype = torch.float64) -> hw.Attention:
+    """A layer whose scores are far apart, so that every key matters or none does."""
+    said = {"model": MODEL, "pattern": "causal()", "dim": 5} | SPECS[name]
+    torch.manual_seed(3)
+    layer = hw.Attention(hw.design(**said))
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.6)
+    return layer.to(dtype).eval()
+
+
+def pooled(spec: hw.AttentionSpec, dtype: torch.dtype, page: int, pages: int, order: int) -> Pool:
+    """Pages in some order; what nobody has written there is not a number."""
+    pool = Pool([spec], pages=pages, page=page, dtype=dtype)
+    pool.numbers[:-1].fill_(torch.nan)  # the last is read for what is not there, where pages are gathered
+    taken = [pool.book.pages.take() for _ in range(pages)]
+    for n in torch.randperm(pages, generator=torch.Generator().manual_seed(order)).tolist():
+        pool.book.pages.give(taken[n])
+    return pool
+
+
+def step(layer: hw.Attention, cache: hw.Cache, x: torch.Tensor, only: str | None = None, **said) -> torch.Tensor:
+    """One token of each row, by one backend."""
+    layer.only = only
+    with torch.no_grad():
+        y = layer(x, cache=cache, **said)
+    layer.only = None
+    return y
+
+
+def begun(layer: hw.Attention, pool: Pool, x: torch.Tensor, lengths: list[int]) -> hw.Cache:
+    """Rows of these lengths, gone on with by whoever takes several tokens at once."""
+    cache = pool.caches(pool.seat([pool.book.fresh() for _ in lengths]))[0]
+    if most := max(lengths):
+        with torch.no_grad():
+            layer(x[:, :most], cache=cache, tokens=hw.Tokens.of(x[:, :most], lengths=lengths))
+    return cache
+
+
+def one_pass(layer: hw.Attention, x: torch.Tensor) -> torch.Tensor:
+    """What the last token of one row reads, with every score formed."""
+    layer.only = "dense"
+    with torch.no_grad():
+        y = layer(x[None])[0, -1:]
+    layer.only = None
+    return y
+
+
+# --- as one pass ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SPECS)
+@FEW
+@given(
+    lengths=st.lists(st.one_of(st.integers(0, 12), st.integers(0, LONGEST)), min_size=1, max_size=4),
+    page=st.sampled_from([1, 2, 3, 5, 7, 13, 16, 31]),
+    taken=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+    order=st.integers(0, 9),
+)
+def test_rows_read_their_pages_as_one_pass_reads(name: str, lengths, page: int, taken, order: int):
+    """Of any lengths; then some rows leave, some are taken twice and share what they have until they part."""
+    layer = built(name)
+    if name == "prefix":
+        lengths = [max(3, length) for length in lengths]
+    taken = [n % len(lengths) for n in taken]
+    each = -(-(max(lengths) + 4) // page) + 2
+    pool = pooled(layer.spec, torch.float64, page, each * (len(lengths) + len(taken)), order)
+    x = torch.randn(len(lengths), max(lengths) + 1, MODEL, dtype=torch.float64)
+    cache = begun(layer, pool, x, lengths)
+    texts, held = [row[:length] for row, length in zip(x, lengths, strict=True)], pool.nbytes
+    for turn in range(3):
+        new = torch.randn(len(texts), 1, MODEL, dtype=torch.float64)
+        texts = [torch.cat(told) for told in zip(texts, new, strict=True)]
+        ours = step(layer, cache, new, "paged")
+        for row, text in zip(ours, texts, strict=True):
+            cases.check_close(row, one_pass(layer, text))
+        if turn == 0:
+            cache.rows(torch.tensor(taken))
+            texts = [texts[n] for n in taken]
+    assert pool.nbytes == held  # no step has gathered a page
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_row_that_has_ended_reads_nothing(name: str):
+    layer = built(name)
+    pool = pooled(layer.spec, torch.float64, 3, 60, 1)
+    x = torch.randn(3, 21, MODEL, dtype=torch.float64)
+    cache = begun(layer, pool, x, [20, 7, 13])
+    position = torch.tensor([[20], [0], [13]])
+    at = hw.Tokens(position, torch.tensor([[0], [-1], [0]]))
+    ours = step(layer, cache, x[:, 20:], "paged", tokens=at)
+    assert not ours[1].any()
+    cases.check_close(ours[0], one_pass(layer, x[0]))
+    cases.check_close(ours[2], one_pass(layer, torch.cat([x[2, :13], x[2, 20:]])))
+
+
+@pytest.mark.parametrize("name", ["grouped", "sinks", "gaps", "alibi", "cap", "sink"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_errors_are_those_of_what_is_gathered(name: str, dtype: torch.dtype):
+    layer, exact = built(name, dtype), built(name)
+    lengths = [287, 16, 130]
+    x = torch.randn(3, 288, MODEL).to(dtype)
+    new = x[:, 287:]
+    far = {}
+    for only in ("paged", "dense"):
+        cache = begun(layer, pooled(layer.spec, dtype, 16, 60, 2), x, lengths)
+        far[only] = step(layer, cache, new, only).double()
+    exact.load_state_dict({name: held.double() for name, held in layer.state_dict().items()})
+    truth = torch.stack([one_pass(exact, torch.cat([x[b, :n], new[b]]).double()) for b, n in enumerate(lengths)])
+    error = {only: (y - truth).abs().max().item() for only, y in far.items()}
+    assert error["paged"] <= 2 * error["dense"] + 1e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_threads_do_not_change_a_bit(dtype: torch.dtype):
+    layer = built("sinks", dtype)
+    other = built("grouped", dtype)
+    x, threads, told = torch.randn(4, 900, MODEL).to(dtype), torch.get_num_threads(), []
+    lengths = [899, 3, 411, 0]
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(1)
+            caches = [begun(each, pooled(each.spec, dtype, 16, 300, 4), x, lengths) for each in (layer, other)]
+            torch.set_num_threads(count)
+            each = zip((layer, other), caches, strict=True)
+            told.append([step(one, cache, x[:, 899:], "paged") for one, cache in each])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*told, strict=True))
+
+
+def test_scores_that_are_huge_stay_numbers():
+    layer = built("grouped")
+    x = torch.randn(2, 40, MODEL, dtype=torch.float64) * 3e3
+    cache = begun(layer, pooled(layer.spec, torch.float64, 3, 60, 5), x, [39, 5])
+    assert step(layer, cache, x[:, 39:], "paged").isfinite().all()
+
+
+def test_layers_that_remember_alike_read_what_each_may():
+    """One table for both, all of which only one of them reads."""
+    specs = [hw.design(model=MODEL, heads=2, dim=3, pattern=text) for text in ("causal()", "causal() & dilated(40, 3)")]
+    assert [Reach(spec.pattern, lambda spec=spec: kept(spec.pattern)).all(30) for spec in specs] == [True, False]
+    layers = [hw.Attention(spec).double() for spec in specs]
+    pool = Pool(specs, pages=20, page=4, dtype=torch.float64)
+    caches = pool.caches(pool.seat([pool.book.fresh(), pool.book.fresh()]))
+    x = torch.randn(2, 14, MODEL, dtype=torch.float64)
+    for layer, cache in zip(layers, caches, strict=True):
+        step(layer, cache, x[:, :9], None)
+    for t in range(9, 14):
+        for layer, cache in zip(layers, caches, strict=True):
+            ours = step(layer, cache, x[:, t : t + 1], "paged")
+            cases.check_close(ours, torch.stack([one_pass(layer, row[: t + 1]) for row in x]))
+
+
+# --- what is read where it lies, and what is gathered ----------------------------------------------------
+
+
+def test_who_hands_on_what_was_remembered_really_does():
+    for name, spec in cases.EXAMPLES.items():
+        form = spec.form(one=True)
+        if form.handed:
+            entry = {key: torch.randn(2, 3, *shape) for key, shape in spec.entry().items()}
+            p = hw.Attention(spec).weights["project"]
+            k, v = form.recall(entry, lambda x, side: x + 1, p)
+            assert k is entry["k"], name
+            assert v is entry["v"], name
+
+
+def said(spec: hw.AttentionSpec, **more) -> list[str]:
+    return backends.why(Job(spec, spec.core_of(spec.form(one=True)), **{"one": True, "paged": True} | more))["paged"]
+
+
+def test_the_reasons_to_gather():
+    plain = hw.design(model=12, heads=4, kv=2)
+    assert said(plain) == []
+    assert said(plain, paged=False) == ["keys do not lie in pages"]
+    assert said(plain, one=False) == ["there is more than one query per row"]
+    assert said(plain, grad=True) == ["pages keep no gradients"]
+    assert said(plain, device="cuda") == ["its kernel is for the CPU, not cuda"]
+    assert said(plain, wants=frozenset({"k", "v"})) == ["it never has the k, v of each row side by side"]
+    latent = hw.design(model=12, heads=4, project=hw.Latent(rank=6, rope=2), modifiers=(hw.Rotary(),))
+    assert said(latent) == ["Latent makes keys and values of what is remembered"]
+    sinks = hw.design(model=12, heads=4, normaliser=hw.SinkSoftmax())
+    assert said(sinks, wants=frozenset({"lse"})) == ["its lse is of scores and sinks together"]
+    assert said(sinks) == []
+
+
+def test_why_says_it():
+    spec = hw.design(model=12, heads=4, kv=2, pattern="causal()")
+    assert why(spec, tokens="one", when="paged").runs == "paged"
+    assert why(spec, tokens="one").runs != "paged"
+    assert why(spec, tokens="one", when="paged").data["paged"]
+
+
+def test_several_tokens_of_a_row_are_gathered():
+    layer = built("grouped")
+    pool = pooled(layer.spec, torch.float64, 4, 20, 0)
+    x = torch.randn(2, 9, MODEL, dtype=torch.float64)
+    cache = begun(layer, pool, x, [5, 5])
+    with pytest.raises(ValueError, match="2 tokens of a row read pages gathered"):
+        cache.append_in_place({}, hw.Tokens.run(5, 2, "cpu"))
+    cases.check_close(step(layer, cache, x[:, 5:8])[:, -1:], torch.stack([one_pass(layer, row[:8]) for row in x]))
+    assert pool.nbytes > pool.numbers.nbytes
+
+
+def test_what_is_looked_at_is_gathered_on_the_way():
+    """Whoever looks at keys of a call has those of each row side by side, zero where a row has none."""
+    layer, seen = built("sinks"), []
+    pool = pooled(layer.spec, torch.float64, 4, 20, 0)
+    x = torch.randn(2, 31, MODEL, dtype=torch.float64)
+    cache = begun(layer, pool, x, [30, 8])
+    attend = backends.paged.attend
+
+    def watched(job: Job, sight: Sight, inputs: Inputs, *rest: object) -> torch.Tensor:
+        seen.append((sight, inputs))
+        return attend(job, sight, inputs, *rest)
+
+    layer._plans.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends.paged, "attend", watched)
+        ours = step(layer, cache, x[:, 30:], "paged")
+    layer._plans.clear()
+    sight, inputs = backends.gathered(*seen[0])
+    assert inputs.k.isfinite().all()
+    job = Job(layer.spec, layer.spec.core, dtype=torch.float64, one=True)
+    o = backends.BACKENDS["dense"].attend(job, sight, inputs, layer._bound, None)
+    cases.check_close(layer.merge(o), ours)
+
+
+def test_products_are_counted():
+    layer = built("grouped")
+    pool = pooled(layer.spec, torch.float64, 4, 20, 0)
+    x = torch.randn(2, 9, MODEL, dtype=torch.float64)
+    cache = begun(layer, pool, x, [7, 7])
+    with FlopCounterMode(display=False) as counter:
+        step(layer, cache, x[:, 7:8], "paged")
+    job = Job(layer.spec, layer.spec.core, one=True, paged=True)
+    core = backends.paged.spent(job, hw.Work(2, 1, 1, 8))
+    assert counter.get_flop_counts()["Global"][torch.ops.headwise.decode] == core == 2 * 2 * 6 * 8 * 10
+
+
+# --- the engine ----------------------------------------------------------------------------------------
+
+
+def language(*specs: hw.AttentionSpec) -> hw.Transformer:
+    blocks = [bp.Block(spec, feed=bp.Dense(18), norm=bp.Norm("rms")) for spec in specs]
+    stack = bp.Stack.of("decoder", 16, blocks, embedding=bp.Embedding(13), norm=bp.Norm("rms"))
+    return hw.build(bp.Model("tiny", "decoder", (stack,), heads=(bp.Head("tokens", 13),)), seed=1).eval()
+
+
+def answered(net: hw.Transformer, patch: pytest.MonkeyPatch, sizes: list[int]) -> tuple[hw.Engine, list[int], int]:
+    """An engine that has answered prompts of these lengths; rows of each call of one token, and pages gathered there."""
+    engine = hw.Engine(net, budget=4_000_000, batching=hw.Batching(page=4, chunk=512))
+    rows, gathered, hidden, gather = [], [], net.hidden, Pool.gather
+
+    def called(x: torch.Tensor, **how):
+        rows.extend([len(x)] if x.shape[1] == 1 else [])
+        return hidden(x, **how)
+
+    patch.setattr(net, "hidden", called)
+    patch.setattr(Pool, "gather", lambda *told: gathered.append(told) or gather(*told))
+    streams = [engine.submit([n * size % 13 for n in range(size)], max_new_tokens=4) for size in sizes]
+    engine.step()
+    before, rows[:] = len(gathered), []
+    engine.run()
+    told = rows[:], len(gathered) - before
+    for stream, size in zip(streams, sizes, strict=True):
+        assert stream.ids == hw.greedy(net, torch.tensor([[n * size % 13 for n in range(size)]]), count=4)[0]
+    return engine, *told
+
+
+def test_an_engine_whose_layers_read_in_place_gathers_nothing(monkeypatch: pytest.MonkeyPatch):
+    near, far = (hw.design(model=16, heads=4, kv=2, pattern=text) for text in ("window(9) | first(2)", "causal()"))
+    net = language(near, far)
+    monkeypatch.setattr(hw.engine.stepping, "BESIDE", -(10**9))  # a call of its own would cost nothing
+    engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])
+    assert engine.room.reading == Reading(2, {})
+    assert rows == [3] * 2
+    assert gathered == 0
+    assert "layers that read pages where they lie, of" in str(engine.report())
+    assert str(engine.report()).splitlines()[-1].endswith(" 2, 2")
+
+
+def test_an_engine_says_which_layers_gather(monkeypatch: pytest.MonkeyPatch):
+    far = hw.design(model=16, heads=4, kv=2, pattern="causal()")
+    net = language(far, hw.design(model=16, heads=4, pattern="causal()", normaliser=hw.Entmax()), far)
+    net.stacks["decoder"].blocks[2].attentions["attention"].only = "dense"
+    monkeypatch.setattr(hw.engine.stepping, "BESIDE", -(10**9))
+    engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])
+    gathers = engine.room.reading.gathers
+    assert gathers["decoder.1.attention"] == "it normalises by softmax, not Entmax"
+    assert gathers["decoder.2.attention"] == "the layer asks for dense"
+    assert set(rows) == {1}  # each row in a call of its own, as that costs nothing here
+    assert gathered == 2 * 3 * 2  # layers, rows, steps
+    report = engine.report()
+    assert report.data["layers"] == 3
+    assert report.data["gathers"] == gathers
+    assert str(report).splitlines()[-2:] == [
+        "  for 1 they are gathered: it normalises by softmax, not Entmax",
+        "  for 1 they are gathered: the layer asks for dense",
+    ]
+
+
+def test_reach_is_asked_again_where_rows_are_longer():
+    """A pattern that reads all of a short text may leave keys out of a long one."""
+    asked: list[int] = []
+
+    def rule() -> Causal:
+        asked.append(1)
+        return Causal()
+
+    reach = Reach(hw.Window(500), rule)
+    assert [reach.all(used) for used in (2, 7, 8, 2000)] == [True, True, True, False]
+    assert len(asked) == 2  # ahead of need, and not at every step
+    assert [reach.all(used) for used in (1, 10**6)] == [False, False]
+
+
+def test_what_a_cache_holds_is_what_its_pattern_still_reads():
+    assert kept(Causal()) == Causal()
+    for text, first, last in (("window(5)", 0, 5), ("window(5) | first(2)", 2, 5)):
+        assert hw.design(model=4, heads=1, pattern=text).pattern.memory == (first, last)

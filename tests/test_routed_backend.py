@@ -1,0 +1,343 @@
+"""Heads that are shut are not asked: against all heads asked, gated afterwards, written out in float64."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_counts import torch_counts
+
+import cases
+import headwise as hw
+from cases import base, check_close
+from headwise import counting
+from headwise.backends import BACKENDS, Bound, Inputs, Job, routed, speaking
+from headwise.terms import Asked, Work
+from headwise.tokens import Sight, Tokens
+
+HALF = (hw.Routed(always=0, active=3),)
+
+
+class Call:
+    """One call of the core with gates of the caller's own."""
+
+    def __init__(self, pattern: str, sizes, kv: int = 6, dtype: torch.dtype = torch.float64) -> None:
+        self.spec = base(pattern=pattern, kv=kv, modifiers=HALF)
+        batch, queries, keys = sizes
+        make = torch.Generator().manual_seed(batch + 7 * queries + 11 * keys)
+
+        def some(count: int, heads: int) -> torch.Tensor:
+            return torch.randn(batch, count, heads, 4, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
+
+        self.q, self.k, self.v = some(queries, 6), some(keys, kv), some(keys, kv)
+        self.asks, self.told = Tokens.run(keys - queries, queries, "cpu"), Tokens.run(0, keys, "cpu")
+        self.way = some(queries, 6).detach()
+
+    def attend(self, opened: torch.Tensor) -> torch.Tensor:
+        job = Job(self.spec, self.spec.core, grad=True)
+        layer = hw.Attention(self.spec)
+        bound = Bound.of(self.spec, layer.weights)
+        asked = Asked(self.q, self.q, 0.5, self.asks)
+        gate = opened.to(self.q.dtype)[..., None]
+        given = Inputs(self.q, self.k, self.v, asked, {}, {}, (gate,))
+        return gate * routed.attend(job, Sight(self.asks, self.told, self.spec.pattern), given, bound, None)
+
+    def expected(self, opened: torch.Tensor) -> torch.Tensor:
+        """Every pair, from the definition."""
+        each = 6 // self.k.shape[2]
+        q, k, v = (t.double() for t in (self.q, self.k.repeat_interleave(each, 2), self.v.repeat_interleave(each, 2)))
+        s = torch.einsum("bthk,bshk->bhts", q, k) * 0.5
+        asks, told = self.asks, self.told
+        fits = self.spec.pattern.allows(asks.position[:, None, :, None], told.position[:, None, None, :])
+        same = asks.segment[:, None, :, None] == told.segment[:, None, None, :]
+        allowed = fits & same & (asks.segment >= 0)[:, None, :, None]
+        w = s.masked_fill(~allowed, -torch.inf).softmax(-1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+        return torch.einsum("bhts,bshv->bthv", w, v) * opened[..., None]
+
+    def check(self, opened: torch.Tensor, **tolerance: float) -> None:
+        found = {}
+        for name, run in {"ours": self.attend, "theirs": self.expected}.items():
+            o = run(opened)
+            found[name] = (o, *torch.autograd.grad((o * self.way).sum(), (self.q, self.k, self.v)))
+        for ours, theirs in zip(found["ours"], found["theirs"], strict=True):
+            check_close(ours, theirs.to(ours.dtype), **tolerance)
+
+
+def some_open(batch: int, queries: int, rates, seed: int = 0) -> torch.Tensor:
+    make = torch.Generator().manual_seed(seed)
+    return torch.rand(batch, queries, 6, generator=make) < torch.tensor(rates)
+
+
+EVEN, UNEVEN = (0.5,) * 6, (1.0, 1.0, 0.7, 0.02, 0.3, 0.33)
+PATTERNS = ["full()", "causal()"]
+
+
+@pytest.mark.parametrize("rates", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("kv", [6, 2])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_open_heads_read_as_if_all_were_asked(pattern, kv, rates):
+    for batch, queries, keys in [(2, 257, 257), (1, 613, 613), (2, 300, 641)]:
+        Call(pattern, (batch, queries, keys), kv).check(some_open(batch, queries, rates))
+
+
+def opened_in(kind: str, queries: int) -> torch.Tensor:
+    """Heads that speak for a stretch of tokens, one at a time, never, or for all but one token."""
+    opened = torch.zeros(2, queries, 6, dtype=torch.bool)
+    if kind == "stretches":
+        for head in range(6):
+            opened[:, head * queries // 6 : (head + 2) * queries // 6, head] = True
+    elif kind == "rows":
+        opened[1] = some_open(1, queries, EVEN)[0]
+    elif kind == "one":
+        opened[0, queries - 1, 4] = opened[1, 0, 4] = True
+    elif kind == "all":
+        opened[:] = True
+    return opened
+
+
+@pytest.mark.parametrize("kind", ["stretches", "rows", "one", "all", "none"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_whoever_speaks_when(pattern, kind):
+    Call(pattern, (2, 521, 521)).check(opened_in(kind, 521))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    queries=st.integers(256, 700),
+    more=st.integers(0, 90),
+    rates=st.tuples(*[st.sampled_from([0.0, 0.03, 0.3, 0.5, 0.55, 1.0])] * 6),
+    kv=st.sampled_from([1, 2, 6]),
+    pattern=st.sampled_from(PATTERNS),
+    seed=st.integers(0, 99),
+)
+def test_any_length_and_load(queries, more, rates, kv, pattern, seed):
+    Call(pattern, (1, queries, queries + more), kv).check(some_open(1, queries, rates, seed))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pad", ["left", "right"])
+def test_padding_and_packed_documents(pattern, pad):
+    call = Call(pattern, (2, 400, 400))
+    told = torch.zeros(2, 400, 1)
+    call.asks = call.told = hw.Tokens.of(told, lengths=[400, 150], pad=pad)
+    call.check(some_open(2, 400, EVEN))
+    segments = torch.zeros(2, 400, dtype=torch.int64)
+    segments[0, 130:] = 1
+    segments[1, 390:] = -1
+    call.asks = call.told = hw.Tokens.of(told, segments=segments)
+    call.check(some_open(2, 400, UNEVEN))
+
+
+def test_scores_as_large_as_they_come():
+    for pattern in PATTERNS:
+        call = Call(pattern, (2, 300, 300), dtype=torch.float32)
+        with torch.no_grad():
+            call.q.mul_(1e2)
+            call.k.mul_(2e2)
+        opened = some_open(2, 300, EVEN)
+        o = call.attend(opened)
+        check_close(o, call.expected(opened).float(), rtol=1e-2, atol=1e-2)
+        for grad in torch.autograd.grad((o * call.way).sum(), (call.q, call.k, call.v)):
+            assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_errs_no_more_than_twice_as_all_heads_asked(dtype):
+    call = Call("causal()", (1, 1000, 1000), dtype=dtype)
+    opened = some_open(1, 1000, EVEN)
+    truth = call.expected(opened)
+    ours = call.attend(opened).double()
+    dense = BACKENDS["sdpa"].attend(
+        Job(call.spec, call.spec.core),
+        Sight(call.asks, call.told, call.spec.pattern),
+        Inputs(call.q, call.k, call.v, Asked(call.q, call.q, 0.5, call.asks), {}, {}, ()),
+        Bound.of(call.spec, hw.Attention(call.spec).weights),
+        None,
+    )
+    theirs = dense.double() * opened[..., None]
+    assert (ours - truth).abs().max() <= 2 * (theirs - truth).abs().max()
+
+
+def layer_of(pattern: str = "causal()", *modifiers, **words) -> hw.Attention:
+    return cases.layer(base(pattern=pattern, modifiers=(*modifiers, hw.Routed(always=1, active=2)), **words))
+
+
+@pytest.mark.parametrize(
+    "modifiers", [(), (hw.Rotary(),), (hw.HeadGate(),), (hw.HeadNorm(scope="head"),), (hw.OutputGate(),)], ids=repr
+)
+def test_a_whole_layer_is_the_same(modifiers):
+    layer = layer_of("causal()", *modifiers, kv=3)
+    x = torch.randn(2, 333, 10, dtype=torch.float64, requires_grad=True)
+    found = {}
+    for backend in ("dense", "routed"):
+        layer.only = backend
+        y = layer(x)
+        loss = (y * torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view_as(y)).sum()
+        found[backend] = [y, *torch.autograd.grad(loss, [x, *layer.parameters()])]
+    for ours, theirs in zip(found["routed"], found["dense"], strict=True):
+        check_close(ours, theirs, rtol=1e-8, atol=1e-9)
+
+
+def test_a_long_prompt_behind_what_is_cached():
+    layer = layer_of()
+    x = torch.randn(2, 700, 10, dtype=torch.float64)
+    expected = layer(x)
+    with torch.no_grad():
+        for chunks in [(700,), (100, 300, 300), (1, 699)]:
+            cache = layer.cache(batch=2, capacity=720)
+            check_close(torch.cat([layer(part, cache=cache) for part in x.split(list(chunks), 1)], 1), expected)
+
+
+def test_a_source_is_read_by_those_that_speak():
+    layer = cases.layer(base(source=13, modifiers=HALF), backend="routed")
+    x, z = torch.randn(2, 300, 10, dtype=torch.float64), torch.randn(2, 411, 13, dtype=torch.float64)
+    ours = layer(x, source=z)
+    layer.only = "dense"
+    check_close(ours, layer(x, source=z))
+
+
+def test_under_autocast():
+    layer = hw.Attention(base(pattern="causal", modifiers=(hw.Rotary(), *HALF)))
+    x = torch.randn(2, 300, 10)
+    found = []
+    for backend in ("routed", "sdpa"):
+        layer.only = backend
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(layer(x).float())
+    check_close(*found, rtol=2e-2, atol=2e-2)
+
+
+# --- who is refused --------------------------------------------------------------------------------------
+
+
+def said(modifiers, **more) -> str:
+    words = {name: more.pop(name) for name in ("normaliser", "vdim", "pattern") if name in more}
+    spec = base(**({"pattern": "causal()", "modifiers": modifiers} | words))
+    return "; ".join(routed.refuses(Job(spec, spec.core, **more)))
+
+
+def test_it_takes_what_it_can():
+    assert said(HALF) == said(HALF, grad=True) == said((hw.Rotary(), *HALF), training=True) == ""
+    by_norm = (hw.Routed(always=2, active=2, router="norm"),)
+    assert said(by_norm) == ""
+    assert "gradients pass the gates" in said(by_norm, grad=True)
+
+
+@pytest.mark.parametrize(
+    ("modifiers", "more", "reason"),
+    [
+        ((hw.HeadGate(),), {}, "no gate promises"),
+        ((hw.Routed(always=6, active=0),), {}, "no gate promises"),
+        ((hw.Routed(always=2, active=4),), {}, "no gate promises"),
+        ((hw.Alibi(), *HALF), {}, "nothing added"),
+        (HALF, {"normaliser": hw.SinkSoftmax()}, "nothing added"),
+        (HALF, {"vdim": 5}, "one width"),
+        (HALF, {"one": True}, "sooner than one of some"),
+        (HALF, {"pattern": "window(9)"}, "leaves keys out"),
+        (HALF, {"device": "cuda"}, "CPU's kernel"),
+        (HALF, {"compiled": True}, "compiled graph"),
+        (HALF, {"wants": frozenset({"lse"})}, "heads that speak only"),
+        ((hw.TalkingHeads(), *HALF), {}, "mixes heads"),
+        ((hw.WeightDropout(0.1), *HALF), {"training": True}, "drops weights"),
+    ],
+    ids=repr,
+)
+def test_what_it_cannot_is_refused(modifiers, more, reason):
+    assert reason in said(modifiers, **more)
+
+
+def test_heads_that_are_joined_need_those_that_are_shut():
+    spec = base(pattern="causal()", modifiers=(hw.DifferentialV2(), hw.Routed(always=1, active=1)))
+    assert "joined before the gates" in "; ".join(routed.refuses(Job(spec, spec.core)))
+
+
+def test_it_is_the_first_choice():
+    assert hw.why(base(pattern="causal()", modifiers=HALF), when=["grad"]).runs == "routed"
+
+
+@pytest.mark.compile
+def test_a_compiled_layer_asks_all_heads():
+    layer = layer_of()
+    x = torch.randn(1, 300, 10, dtype=torch.float64)
+    expected = layer(x)
+    torch._dynamo.reset()
+    check_close(torch.compile(layer, fullgraph=True, backend="eager")(x), expected)
+    assert {plan.attend.__module__.split(".")[-1] for plan in layer._plans.values()} == {"routed", "sdpa"}
+
+
+# --- what it costs ---------------------------------------------------------------------------------------
+
+
+def evenly(spec, count: int) -> torch.Tensor:
+    """Gates where every other token is open for the first three heads, and the rest for the others."""
+    token = torch.arange(count)[:, None]
+    return ((token + torch.arange(6) // 3) % 2 == 0)[None]
+
+
+@pytest.mark.parametrize("pattern", ["causal()", "full()"])
+@pytest.mark.parametrize("count", [256, 512, 768, 255])
+def test_it_spends_what_torch_counts(count, pattern, monkeypatch):
+    spec = base(pattern=pattern, modifiers=HALF)
+    layer = cases.layer(spec, torch.float32, "routed")
+    gate = evenly(spec, count).float()[..., None]
+    monkeypatch.setattr(layer, "_opened", lambda asked, probe: [gate])
+    work = counting.work_of(spec, batch=1, queries=count)
+    router = 2 * count * spec.model * 6
+    core = routed.spent(Job(spec, spec.core), work)
+    assert torch_counts(layer, torch.randn(1, count, 10)) == counting.spent(spec, work, core) - router
+
+
+@pytest.mark.parametrize("routing", [(0, 3), (2, 2), (1, 1)])
+def test_what_is_spent_is_near_what_is_drawn(routing):
+    spec = hw.design(model=10, heads=6, dim=4, pattern="causal", modifiers=(hw.Routed(*routing),))
+    work = Work(1, 2048, 2048, 2048)
+    expected = routed.spent(Job(spec, spec.core), work)
+    always, active = routing
+    scores = torch.rand(1, 2048, 6, generator=torch.Generator().manual_seed(3))
+    scores[..., :always] = 2.0
+    opened = torch.zeros(1, 2048, 6, dtype=torch.bool).scatter(-1, scores.topk(always + active).indices, True)
+    at = Tokens.run(0, 2048, "cpu")
+    reading = speaking.Reading(Sight(at, at, spec.pattern), torch.float32)
+    pieces = [(pack, piece) for pack in speaking.packs(opened, 6, True) for piece in reading.forth(pack)]
+    long = [(len(pack.heads), *(max(s.stop - s.start, 0) for s in piece[:2])) for pack, piece in pieces]
+    made = spec.core.flops(sum(map(math.prod, long))) // 6
+    assert expected <= made <= 1.2 * expected
+    every = Fraction(2 * always, 6) + Fraction(active, 6)  # torch counts a triangle as the square around it
+    assert made < float(every) * 1.3 * spec.core.flops(2048 * 2049 // 2)
+
+
+def test_a_cut_layer_says_what_it_can():
+    assert hw.Routed(always=1, active=2).shares(base()) == (1, *[Fraction(2, 5)] * 5)
+    assert hw.Routed(always=1, active=2, heads=9).shares(base()) == (Fraction(1, 3),) * 6
+    assert hw.Routed(always=3, active=3).shares(base()) is None
+
+
+def test_memory_grows_with_length_alone():
+    held = {}
+    for count in (512, 1024):
+        call = Call("causal()", (1, count, count))
+        kept: dict[int, int] = {}
+
+        def keep(tensor, kept=kept):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            assert call.attend(some_open(1, count, EVEN)).requires_grad
+        held[count] = sum(kept.values())
+    assert held[1024] <= 2.1 * held[512]
+
+
+@pytest.mark.parametrize("modifiers", [(), (hw.Concrete(),), (hw.HeadGate(),)], ids=repr)
+def test_packed_texts_take_their_gates_with_them(modifiers):
+    layer = layer_of("causal()", *modifiers)
+    x = torch.randn(2, 400, 10, dtype=torch.float64)
+    tokens = hw.Tokens.of(x, lengths=[400, 270])
+    ours = layer(x, tokens=tokens)
+    layer.only = "dense"
+    alone = torch.cat([layer(x[1:, :270]), torch.zeros(1, 130, 10, dtype=torch.float64)], 1)
+    check_close(ours, torch.cat([layer(x[:1]), alone]))
