@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import SpecError
 from ..spec import AttentionSpec
 from ..tokens import Tokens
+from .reach import Reach
 
 Entry = dict[str, Tensor]
 
@@ -36,7 +37,8 @@ class Cache(ABC):
         self.used = 0  # tokens appended, padding included
         self.uniform = True  # every row holds positions 0 .. used - 1 of segment 0, known without asking the device
         self.single = True  # no row has held another segment than 0
-        self._alike = range(1, 2**62)  # at how many tokens a step does what the one before it did
+        self._settles = 1  # behind so many tokens a step does what the one before it did
+        self._reach: Reach | None = None
         self._last = torch.full((batch,), -1, dtype=torch.int64, device=device)
         self._zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._segment = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -106,7 +108,8 @@ class Cache(ABC):
     @property
     def foreseen(self) -> bool:
         """Whether the next token of every row does only what those before it did: then one graph serves all of them."""
-        return self.uniform and self.used in self._alike
+        counted = self._reach is None or self.used < self._reach.known
+        return self.uniform and self.used >= self._settles and counted
 
     def next(self, count: int) -> Tokens:
         """Where the next tokens stand when nobody says otherwise: after the last one of each row."""

@@ -38,7 +38,6 @@ class Slots(Cache):
         empty = torch.full((batch, slots), -1, dtype=torch.int64, device=device)
         self.tokens = Tokens(torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True)
         self._reach = Reach(spec.pattern, self._rule, slots)
-        self._settles, self._alike = 1, range(0)
 
     @abstractmethod
     def _rule(self) -> Pattern:
@@ -56,10 +55,7 @@ class Slots(Cache):
     @property
     def _reads_all(self) -> bool:
         """Whether the pattern allows exactly what is held, found by counting pairs, ahead of need."""
-        known, every = self._reach.known, self._reach.all(self.used)
-        if self._reach.known > known:
-            self._alike = range(self._settles, self._reach.known)
-        return every
+        return self._reach.all(self.used)
 
     @property
     def store(self) -> str | None:
@@ -139,7 +135,7 @@ class PlainCache(Slots):
         return filled, Tokens(position, segment, 0 if self.uniform else None, checked=True)
 
     def _ragged(self, at: Tokens) -> Tokens:
-        """All slots of rows that differ; with how many the newest token of each reads, where that is all it holds."""
+        """All slots of rows that differ, with how many the newest token of each reads where that is all that it holds."""
         if not (self.single and self._reads_all):
             return self.tokens
         held = torch.where(at.live.expand(self.batch, -1)[:, 0], self._filled, 0)
