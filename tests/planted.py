@@ -32,6 +32,7 @@ import planted_nets  # noqa: F401 - as the first
 import planted_patches  # noqa: F401 - as the first
 import planted_pricing  # noqa: F401 - as the first
 import planted_proof  # noqa: F401 - as the first
+import planted_ragged  # noqa: F401 - as the first
 import planted_registered  # noqa: F401 - as the first
 import planted_serving  # noqa: F401 - as the first
 import planted_sites  # noqa: F401 - as the first

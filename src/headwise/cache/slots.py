@@ -138,7 +138,7 @@ class PlainCache(Slots):
         return filled, Tokens(position, segment, 0 if self.uniform else None, checked=True)
 
     def _ragged(self, at: Tokens) -> Tokens:
-        """All slots of rows that differ, with how many the newest token of each reads where that is all that it holds."""
+        """All slots of rows that differ; and how many the newest token of each reads, where that is all it holds."""
         if not (self.single and self._reads_all):
             return self.tokens
         lengths = torch.where(at.live.expand(self.batch, -1)[:, 0], self._filled, 0)
