@@ -33,11 +33,12 @@ import planted_learn  # noqa: F401 - as the first
 import planted_length  # noqa: F401 - as the first
 import planted_models  # noqa: F401 - as the first
 import planted_nets  # noqa: F401 - as the first
-import planted_paged  # noqa: F401 - as the first
 import planted_packing  # noqa: F401 - as the first
+import planted_paged  # noqa: F401 - as the first
 import planted_patches  # noqa: F401 - as the first
 import planted_pricing  # noqa: F401 - as the first
 import planted_proof  # noqa: F401 - as the first
+import planted_ragged  # noqa: F401 - as the first
 import planted_registered  # noqa: F401 - as the first
 import planted_routed  # noqa: F401 - as the first
 import planted_serving  # noqa: F401 - as the first

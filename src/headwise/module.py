@@ -210,7 +210,8 @@ class Attention(Peered, nn.Module):
         return self._bound
 
     def cache(self, *, batch: int, capacity: int, store: str | None = None) -> Cache:
-        """A fresh cache for this layer, in its dtype and on its device; store="int8" keeps keys and values in 8 bits."""
+        """A fresh cache for this layer, in its dtype and on its device; store="int8" keeps keys and values in 8 bits
+        each."""
         like, device = self._like, str(self._like.device)
         return Cache.of(self.spec, batch=batch, capacity=capacity, dtype=like.dtype, device=device, store=store)
 

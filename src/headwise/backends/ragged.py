@@ -24,7 +24,7 @@ from .job import Inputs, Job
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 COMPILER = find_spec("numba") is not None
-LEAST = 0
+LEAST = 2**21  # bytes of keys and values from which on the kernel is faster than torch's own call: see log/
 
 
 def refuses(job: Job) -> list[str]:

@@ -37,7 +37,7 @@ class Slots(Cache):
         self.entry: Entry = {n: kind.new_zeros(batch, slots, *kind.shape[2:]) for n, kind in kinds.items()}
         empty = torch.full((batch, slots), -1, dtype=torch.int64, device=device)
         self.tokens = Tokens(torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True)
-        self._reach = Reach(spec.pattern, self._rule, slots)
+        self._reach = self._every = Reach(spec.pattern, self._rule, slots)
 
     @abstractmethod
     def _rule(self) -> Pattern:
@@ -55,7 +55,7 @@ class Slots(Cache):
     @property
     def _reads_all(self) -> bool:
         """Whether the pattern allows exactly what is held, found by counting pairs, ahead of need."""
-        return self._reach.all(self.used)
+        return self._every.all(self.used)
 
     @property
     def store(self) -> str | None:
@@ -135,7 +135,7 @@ class PlainCache(Slots):
         return filled, Tokens(position, segment, 0 if self.uniform else None, checked=True)
 
     def _ragged(self, at: Tokens) -> Tokens:
-        """All slots of rows that differ, with how many the newest token of each reads where that is all that it holds."""
+        """All slots of rows that differ; and how many the newest token of each reads, where that is all it holds."""
         if not (self.single and self._reads_all):
             return self.tokens
         held = torch.where(at.live.expand(self.batch, -1)[:, 0], self._filled, 0)

@@ -24,7 +24,8 @@ def check_store(spec: AttentionSpec, store: str | None) -> None:
         raise SpecError(f"store={store!r} is unknown; {nearest(str(store), STORES)}")
     if spec.stateful:
         raise SpecError(
-            f"this layer remembers all past tokens as one state, and sums of thousands do not fit {store}; leave store out"
+            f"this layer remembers all past tokens as one state, whose sums of thousands do not fit {store}; "
+            "leave store out"
         )
 
 

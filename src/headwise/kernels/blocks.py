@@ -1,7 +1,9 @@
 """A block of keys, read by one query of every head: scores, their shares, and what is read of the values.
 
 `f` is the form in which keys lie in memory. A desk is what a thread writes on: addresses of the block's keys, of their
-values and of their scales, their columns, scores [H, BLOCK], factors [H] and one vector.
+values and of their scales, their columns; the same of the next block; scores [H, BLOCK], factors [H] and one vector.
+Memory is kept busy throughout: while keys are compared their values are asked for, and while values are read, the keys
+of the next block.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from .told import BLOCK, LINE, At
 from .told import wide as _wide
 
 wide = njit(_wide)
-KEYS, VALUES, SCALES, COLUMNS, SCORES = (8 * BLOCK * n for n in range(5))
+KEYS, VALUES, SCALES, COLUMNS, NEXT = (8 * BLOCK * n for n in range(5))
+SCORES = 2 * NEXT
 
 
 @njit
@@ -175,14 +178,17 @@ def kept(f, to, a):
 
 
 @njit
-def by_four(f, at, count, step):
-    """Sixty-four channels of the values of a block, read by four heads."""
+def by_four(f, at, count, step, after):
+    """Sixty-four channels of the values of a block, read by four heads; as many of the next keys are asked for."""
     values, offset, scores, factors, to = at
     apart, b = size(f) * BLOCK, size(f)
     a0, a1 = begun(f, to, read_one(f, factors)), begun(f, to + step, read_one(f, factors + b))
     a2 = begun(f, to + 2 * step, read_one(f, factors + 2 * b))
     a3 = begun(f, to + 3 * step, read_one(f, factors + 3 * b))
     for i in range(count):
+        if after >= 0:
+            for line in range(0, 4 * WIDE * lies(f), LINE):
+                ahead(whole(values - VALUES + NEXT + 8 * i) + after + line)
         x, s = four(f, whole(values + 8 * i) + offset), scores + b * i
         a0, a1 = added(x, read_one(f, s), a0), added(x, read_one(f, s + apart), a1)
         a2, a3 = added(x, read_one(f, s + 2 * apart), a2), added(x, read_one(f, s + 3 * apart), a3)
@@ -219,12 +225,12 @@ def by_bits(f, at, count, left, tail):
 def channels(f, at, count, each, span):
     """Up to sixty-four channels of the values of a block, read by the heads of one group."""
     values, offset, scores, factors, to = at
-    step, left, tail = span
+    step, left, tail, after = span
     h = 0
     while h < each:
         here = values, offset, scores + size(f) * BLOCK * h, factors + size(f) * h, to + step * h
         if left >= 4 * WIDE and h + 4 <= each:
-            by_four(f, here, count, step)
+            by_four(f, here, count, step, after if h == 0 else -1)
             h += 3
         elif left >= 4 * WIDE:
             by_one(f, here, count)
@@ -234,8 +240,8 @@ def channels(f, at, count, each, span):
 
 
 @njit
-def gather(f, told, desk, part, count):
-    """What every head reads of the values of a block, added to what it has read before."""
+def gather(f, told, desk, part, count, more):
+    """What every head reads of the values of a block, added to what it has read before; `more` if a block follows."""
     heads, groups, vdim = whole(told + At.HEADS), whole(told + At.GROUPS), whole(told + At.VDIM)
     each, step, factors = heads // groups, size(f) * (wide(vdim) + 2), desk + SCORES + size(f) * heads * BLOCK
     tail = factors + size(f) * wide(heads)
@@ -244,4 +250,5 @@ def gather(f, told, desk, part, count):
         scores, own, to = desk + SCORES + size(f) * BLOCK * h, factors + size(f) * h, part + step * h
         for c in range(0, vdim, 4 * WIDE):
             at = desk + VALUES, g * whole(told + At.V_HEAD) + lies(f) * c, scores, own, to + size(f) * c
-            channels(f, at, count, each, (step, vdim - c, tail))
+            after = g * whole(told + At.K_HEAD) + lies(f) * c if c < whole(told + At.DIM) and more else -1
+            channels(f, at, count, each, (step, vdim - c, tail, after))

@@ -164,9 +164,9 @@ def _plainly(
         s_BHS = s_BHS + bias.to(q.dtype)
     s_BHS = s_BHS.masked_fill(~allowed, -torch.inf)
     ends = s_BHS if not sink.numel() else torch.cat([s_BHS, sink.to(q.dtype)[:, None].expand(len(q), -1, 1)], -1)
-    lse = ends.logsumexp(-1)
-    w_BHS = (s_BHS - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
-    return (w_BHS.unflatten(1, (-1, each)) @ values).flatten(1, 2), lse
+    whole = ends.logsumexp(-1)
+    w_BHS = (s_BHS - whole.masked_fill(whole == -torch.inf, 0.0)[..., None]).exp()
+    return (w_BHS.unflatten(1, (-1, each)) @ values).flatten(1, 2), s_BHS.logsumexp(-1)
 
 
 def _laid(t: Tensor, scale: Tensor, pages: Tensor, exact: torch.dtype) -> Tensor:

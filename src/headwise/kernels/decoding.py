@@ -17,7 +17,7 @@ from typing import Any
 from numba import cfunc, njit, types
 
 from . import memory
-from .blocks import COLUMNS, KEYS, SCALES, VALUES, biased, capped, compare, gather, scaled, weigh, wide
+from .blocks import COLUMNS, KEYS, NEXT, SCALES, VALUES, biased, capped, compare, gather, scaled, weigh, wide
 from .lanes import WIDE, splat
 from .memory import number, put, read_one, size, take, whole
 from .told import BLOCK, PIECE, At
@@ -83,8 +83,15 @@ def lay(told, row, n, slot, desk, count):
 
 
 @njit
-def piece(f, told, this, desk):
-    """Read one piece, block by block; the row it belongs to."""
+def ready(told, this, desk):
+    """Lay out the first block of a piece, as the one that comes next."""
+    entry = whole(told + At.PLAN) + 32 * this
+    lay(told, whole(entry), whole(entry + 8), whole(entry + 16), desk + NEXT, min(whole(entry + 24), BLOCK))
+
+
+@njit
+def piece(f, told, this, following, desk):
+    """Read one piece, block by block, while the next is fetched; the row it belongs to."""
     heads, vdim = whole(told + At.HEADS), whole(told + At.VDIM)
     step, entry = size(f) * (wide(vdim) + 2), whole(told + At.PLAN) + 32 * this
     part = whole(told + At.PARTS) + this * heads * step
@@ -99,6 +106,11 @@ def piece(f, told, this, desk):
     while left > 0:
         count = min(left, BLOCK)
         n, slot = lay(told, row, n, slot, desk, count)
+        left -= count
+        if left > 0:
+            lay(told, row, n, slot, desk + NEXT, min(left, BLOCK))
+        elif following < whole(told + At.PIECES):
+            ready(told, following, desk)
         compare(f, told, q, desk, count)
         if k_scale:
             scaled(f, told, k_scale, desk, count)
@@ -109,9 +121,14 @@ def piece(f, told, this, desk):
         weigh(f, told, desk, part, count)
         if v_scale:
             scaled(f, told, v_scale, desk, count)
-        gather(f, told, desk, part, count)
-        left -= count
+        gather(f, told, desk, part, count, left > 0 or following < whole(told + At.PIECES))
     return row
+
+
+@njit
+def finite(f, top):
+    """What scores are measured from: their largest, or 0 where all are -inf."""
+    return top if top > number(f, -math.inf) else number(f, 0.0)
 
 
 @njit
@@ -122,12 +139,16 @@ def join(f, told, row):
     first, count, sink = whole(table), whole(table + 8), whole(told + At.SINK)
     for h in range(heads):
         part, apart = whole(told + At.PARTS) + (first * heads + h) * step, heads * step
-        rest = read_one(f, sink + b * h) if sink else lowest
-        top = rest
+        top, own = lowest, number(f, 0.0)
         for n in range(count):
             top = max(top, read_one(f, part + n * apart + step - 2 * b))
-        base = top if top > lowest else number(f, 0.0)
-        sums = number(f, math.exp(rest - base))
+        for n in range(count):
+            ends = part + n * apart + step - 2 * b
+            own += read_one(f, ends + b) * number(f, math.exp(read_one(f, ends) - finite(f, top)))
+        put(whole(told + At.LSE) + (row * heads + h) * b, number(f, math.log(own)) + finite(f, top))
+        top = max(top, read_one(f, sink + b * h)) if sink else top
+        base = finite(f, top)
+        sums = number(f, math.exp(read_one(f, sink + b * h) - base)) if sink else number(f, 0.0)
         for n in range(count):
             ends = part + n * apart + step - 2 * b
             share = number(f, math.exp(read_one(f, ends) - base))
@@ -140,7 +161,6 @@ def join(f, told, row):
             for n in range(count):
                 a += read_one(f, part + n * apart + b * d) * read_one(f, part + n * apart + step - 2 * b)
             put(to + b * d, a * over)
-        put(whole(told + At.LSE) + (row * heads + h) * b, number(f, math.log(sums)) + base)
 
 
 @njit
@@ -149,10 +169,11 @@ def work(f, told):
     desk = whole(told + At.DESK) + take(told + At.THREAD) * whole(told + At.DESK_SIZE)
     pieces, table, this = whole(told + At.PIECES), whole(told + At.ROWS), take(told + At.NEXT)
     while this < pieces:
-        row = piece(f, told, this, desk)
+        following = take(told + At.NEXT)
+        row = piece(f, told, this, following, desk)
         if take(table + 24 * row + 16) + 1 == whole(table + 24 * row + 8):
             join(f, told, row)
-        this = take(told + At.NEXT)
+        this = following
 
 
 def _entries(source: int) -> dict[str, Any]:

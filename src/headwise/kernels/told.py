@@ -66,8 +66,8 @@ def wide(count: int) -> int:
 
 
 def desk(heads: int, size: int) -> int:
-    """Bytes that a thread writes on: addresses of a block's keys, their scores and factors by head, one vector."""
-    lists = 4 * 8 * BLOCK
+    """Bytes that a thread writes on: addresses for two blocks, scores and factors by head, one vector."""
+    lists = 2 * 4 * 8 * BLOCK
     return (lists + (heads * BLOCK + wide(heads) + WIDE) * size + LINE - 1) // LINE * LINE
 
 

@@ -1,0 +1,102 @@
+"""Bugs in the kernel of single queries, in its backend and in caches of 8 bits."""
+
+from __future__ import annotations
+
+from planting import bug
+
+# For tests/planted.py; `bug` as there.
+RAGGED = "test_ragged.py"
+ENDS = f"{RAGGED}::test_blocks_and_pieces_end_where_they_should"
+BESIDE = f"{RAGGED}::test_what_stands_beside_counts"
+READS = f"{RAGGED}::test_it_reads_what_the_definition_reads"
+bug(
+    "ragged-a-piece-forgets-its-last-block",
+    "kernels/decoding.py",
+    "    while left > 0:\n        count = min(left, BLOCK)\n",
+    "    while left > 1:\n        count = min(left, BLOCK)\n",
+    f"{ENDS}[65]",
+)
+bug(
+    "ragged-pieces-without-their-share",
+    "kernels/decoding.py",
+    "            share = number(f, math.exp(read_one(f, ends) - base))\n",
+    "            share = number(f, 1.0)\n",
+    f"{ENDS}[257]",
+)
+bug(
+    "ragged-blocks-without-their-factor",
+    "kernels/blocks.py",
+    "        factor, sums = number(f, math.exp(old - base)), splat(number(f, 0.0))\n",
+    "        factor, sums = number(f, 1.0), splat(number(f, 0.0))\n",
+    f"{ENDS}[65]",
+)
+bug(
+    "ragged-the-fourth-head-reads-as-the-third",
+    "kernels/blocks.py",
+    "    put(to + 3 * apart, total(a3))\n",
+    "    put(to + 3 * apart, total(a2))\n",
+    f"{READS}[64-64-5-1-dtype0]",
+)
+bug(
+    "ragged-a-sink-without-weight",
+    "kernels/decoding.py",
+    "        sums = number(f, math.exp(read_one(f, sink + b * h) - base)) if sink else number(f, 0.0)\n",
+    "        sums = number(f, 0.0)\n",
+    f"{BESIDE}[dtype1]",
+)
+bug(
+    "ragged-no-ceiling",
+    "kernels/decoding.py",
+    "        if whole(told + At.CAP):\n            capped(f, told, desk, count)\n",
+    "",
+    f"{BESIDE}[dtype1]",
+)
+bug(
+    "ragged-a-bias-one-key-late",
+    "kernels/blocks.py",
+    "            more = read_one(f, own + whole(desk + COLUMNS + 8 * i) * key)\n",
+    "            more = read_one(f, own + (whole(desk + COLUMNS + 8 * i) - 1) * key)\n",
+    f"{BESIDE}[dtype1]",
+)
+bug(
+    "ragged-nan-is-nothing",
+    "kernels/lanes.py",
+    "    return where_below(x, splat(_LEAST), splat(np.float32(0.0)), times(e, power(shifted)))\n",
+    "    return larger(splat(np.float32(0.0)), times(e, power(shifted)))\n",
+    f"{RAGGED}::test_large_scores_make_no_nan[1e4-dtype0]",
+)
+bug(
+    "ragged-values-without-their-scale",
+    "kernels/decoding.py",
+    "        if v_scale:\n            scaled(f, told, v_scale, desk, count)\n",
+    "",
+    f"{RAGGED}::test_the_kernel_reads_8_bits_as_they_lie[causal]",
+)
+bug(
+    "ragged-rows-that-ask-nothing-read-all",
+    "cache/slots.py",
+    "        lengths = torch.where(at.live.expand(self.batch, -1)[:, 0], self._filled, 0)\n",
+    "        lengths = self._filled\n",
+    f"{RAGGED}::test_a_cache_says_how_much_each_row_holds",
+)
+bug(
+    "ragged-packed-documents-meet",
+    "cache/slots.py",
+    "        if not (self.single and self._reads_all):\n",
+    "        if not self._reads_all:\n",
+    f"{RAGGED}::test_packed_documents_do_not_meet_in_a_cache",
+)
+bug(
+    "stored-8-bits-of-one-scale-too-many",
+    "counting/__init__.py",
+    "- 4 * math.prod(shape[:-1])",
+    "- 4 * math.prod(shape)",
+    f"{RAGGED}::test_a_cache_of_8_bits_is_near_and_as_large_as_counted[Direct0]",
+)
+bug(
+    "stored-8-bits-cut-instead-of-rounded",
+    "cache/stored.py",
+    ".nan_to_num(0.0).round().clamp(",
+    ".nan_to_num(0.0).trunc().clamp(",
+    f"{RAGGED}::test_8_bits_are_off_by_half_a_step",
+)
