@@ -26,8 +26,8 @@ bug(
 bug(
     "thin-reads-the-first-tokens-again",
     "kernels/thinning.py",
-    "four(f, w, x + LINE * m, count",
-    "four(f, w, x, count",
+    "four(f, w, x + LINE * m, (count",
+    "four(f, w, x, (count",
     f"{SUM}[16-dtype1]",
 )
 bug(

@@ -68,8 +68,8 @@ bug(
 bug(
     "reach-is-known-once-for-ever",
     "cache/reach.py",
-    "if used > self._known and (self._all or not self._known)",
-    "if not self._known",
+    "        if used > self.known:\n            first",
+    "        if not self.known:\n            first",
     f"{PAGED}::test_reach_is_asked_again_where_rows_are_longer",
 )
 bug(

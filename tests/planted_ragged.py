@@ -75,8 +75,8 @@ bug(
 bug(
     "ragged-rows-that-ask-nothing-read-all",
     "cache/slots.py",
-    "        lengths = torch.where(at.live.expand(self.batch, -1)[:, 0], self._filled, 0)\n",
-    "        lengths = self._filled\n",
+    "        held = torch.where(at.live.expand(self.batch, -1)[:, 0], self._filled, 0)\n",
+    "        held = self._filled\n",
     f"{RAGGED}::test_a_cache_says_how_much_each_row_holds",
 )
 bug(

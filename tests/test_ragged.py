@@ -176,7 +176,10 @@ def test_who_may_read_nothing_reads_zero_and_nan_stays_nan():
     assert o[2, :3].isnan().all()
     assert o[2, 3:].isfinite().all()
     hidden = Beside(bias=torch.full((1, 1, k.shape[1]), -torch.inf))
-    assert (decode(q, k[:2].transpose(1, 2), v.transpose(1, 2), table, scale=1.0, beside=hidden)[0] == 0).all()
+    table = torch.tensor([[[0, 0, 5]], [[1, 2, 4]]])
+    o, lse = decode(q[:2], k.transpose(1, 2), v.transpose(1, 2), table, scale=1.0, beside=hidden)
+    assert (o == 0).all()
+    assert (lse == -torch.inf).all()
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

@@ -60,7 +60,7 @@ def checked(threads: int | None) -> int:
 
     >>> checked(0)
     Traceback (most recent call last):
-    headwise.errors.SpecError: threads=0 are not between 1 and ...; leave it out to use all of them
+    headwise.errors.SpecError: threads=0 are not between 1 and ...; leave it out to use all
     """
     most = processors()
     if threads is not None and not 1 <= threads <= most:

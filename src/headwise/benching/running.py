@@ -31,16 +31,18 @@ def silent(said: str) -> None:
 def bench(
     *names: str, quick: bool = False, threads: int | None = None, out: Path | str | None = None, tell: Tell = silent
 ) -> Report:
-    """Time our paths beside those of others and the machine's limits, in one run; `names` are kinds of work or rows.
+    """Time our paths beside those of others and the machine's limits, in one run.
+
+    `names` are kinds of work; "decode:paged" are the rows of one with that in their names.
 
     What was measured before an interrupt is kept, and the report says so. `out` is a folder for the numbers and a
-    drawing of them. No row is called so:
+    drawing of them.
 
     >>> bench("attentoin")
     Traceback (most recent call last):
-    headwise.errors.SpecError: there is no kind of work or row 'attentoin'; ...
+    headwise.errors.SpecError: there is no kind of work 'attentoin'; ...
     """
-    wanted = chosen(names, quick)
+    wanted = chosen(names)
     count = checked(threads)
     if out is not None:
         Report.check(out)
@@ -65,46 +67,46 @@ def kinds() -> dict[str, ModuleType]:
     return {name: import_module(f"{cases.__name__}.{name}") for name in names}
 
 
-def listed(quick: bool = False) -> dict[str, list[str]]:
-    """The rows of every kind of work, by name; to know them they have to be made."""
-    return {kind: [case.name for case in _made(module, quick)] for kind, module in kinds().items()}
+def listed() -> dict[str, str]:
+    """Every kind of work, with a few words of what it is."""
+    return {kind: module.TITLE for kind, module in kinds().items()}
 
 
-def chosen(names: Sequence[str], quick: bool) -> dict[str, set[str] | None]:
-    """The kinds that are asked for, and which of their rows: all of them where None.
-
-    A row is meant by its name, or by any piece of it.
-    """
+def chosen(names: Sequence[str]) -> dict[str, list[str]]:
+    """The kinds that are asked for, each with the pieces of names by which its rows are chosen; all where none is."""
     every = list(kinds())
-    rows = {} if all(name in every for name in names) else listed(quick)
-    wanted: dict[str, set[str] | None] = {} if names else dict.fromkeys(every)
+    wanted = dict[str, list[str]]() if names else {kind: [""] for kind in every}
     for name in names:
-        if name in every:
-            wanted[name] = None
-            continue
-        meant = {kind: {row for row in those if name.lower() in row.lower()} for kind, those in rows.items()}
-        if not any(meant.values()):
-            known = [*every, *(row for those in rows.values() for row in those)]
-            raise SpecError(f"there is no kind of work or row {name!r}; {nearest(name, known)}")
-        for kind, those in meant.items():
-            if those and wanted.get(kind, those) is not None:
-                wanted[kind] = (wanted.get(kind) or set()) | those
+        kind, _, piece = name.partition(":")
+        if kind not in every:
+            raise SpecError(f"there is no kind of work {kind!r}; {nearest(kind, every)}")
+        wanted.setdefault(kind, []).append(piece.lower())
     return wanted
 
 
-def _rows(how: Bench, wanted: dict[str, set[str] | None], quick: bool, tell: Tell) -> Iterator[Row]:
-    for kind, rows in wanted.items():
+def _rows(how: Bench, wanted: dict[str, list[str]], quick: bool, tell: Tell) -> Iterator[Row]:
+    for kind, pieces in wanted.items():
         tell(kind)
-        module = kinds()[kind]
+        title = {"title": kinds()[kind].TITLE}
         try:
-            for case in _made(module, quick):
-                if rows is None or case.name in rows:
-                    tell(f"{kind}: {case.name}")
-                    yield how.row(case, kind) | {"title": module.TITLE}
-                del case  # or it would live until the next is made
-                gc.collect()
+            yield from (row | title for row in _of_kind(how, kind, pieces, quick, tell))
+        except SpecError:
+            raise
         except Exception as error:
-            yield failed(kind, kind, error) | {"title": module.TITLE}
+            yield failed(kind, kind, error) | title
+
+
+def _of_kind(how: Bench, kind: str, pieces: list[str], quick: bool, tell: Tell) -> Iterator[Row]:
+    known = list[str]()
+    for case in _made(kinds()[kind], quick):
+        known.append(case.name)
+        if any(piece in case.name.lower() for piece in pieces):
+            tell(f"{kind}: {case.name}")
+            yield how.row(case, kind)
+        del case  # or it would live until the next is made
+        gc.collect()
+    if wrong := [piece for piece in pieces if not any(piece in name.lower() for name in known)]:
+        raise SpecError(f"no row of {kind} has {wrong[0]!r} in its name; its rows are: {'; '.join(known)}")
 
 
 def _made(module: ModuleType, quick: bool) -> Iterator[Case]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from .limits import Limits
 from .machine import checked, machine, on_threads
 from .report import Report, heading, timed, wrapped
 from .rows import Bench
+from .running import Tell, silent
 
 KEPT = "scaling.json"
 
@@ -89,9 +91,7 @@ class Scaling:
         return "\n".join([*said, *(line for fault in sorted(faults) for line in wrapped(f"! {fault}"))])
 
 
-def scaling(
-    *names: str, threads: int | None = None, out: Path | str | None = None, tell: Callable[[str], None] | None = None
-) -> Scaling:
+def scaling(*names: str, threads: int | None = None, out: Path | str | None = None, tell: Tell = silent) -> Scaling:
     """Time every backend that takes a kind of layer, in turns, at growing sizes; `names` are kinds by any piece.
 
     >>> scaling("anything else")
@@ -106,15 +106,12 @@ def scaling(
         limits = Limits.here()
         found = Scaling(machine(limits, count) | {"quick": False, "interrupted": False}, [])
         try:
-            for kind in kinds:
-                for point in measured(Bench(PACE, limits), kind):
-                    found.points.append(point)
-                    if tell is not None:
-                        tell(f"{kind}: {point['at']} {point['axis']}")
+            for point in chain.from_iterable(measured(Bench(PACE, limits), kind) for kind in kinds):
+                found.points.append(point)
+                tell(f"{point['kind']}: {point['at']} {point['axis']}")
         except KeyboardInterrupt:
             found.machine["interrupted"] = True
-    if tell is not None:
-        tell("")
+    tell("")
     if out is not None:
         found.write(out)
     return found

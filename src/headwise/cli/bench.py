@@ -21,14 +21,14 @@ def main(argv: list[str]) -> int:
     if given.list:
         from ..benching.running import listed
 
-        rows = listed(given.quick)
-        show(document(rows) if given.json else "\n".join(_lines(rows)))
+        found = listed()
+        show(document(found) if given.json else "\n".join(f"{kind:<14}{title}" for kind, title in found.items()))
         return 0
-    found = _measured(given)
-    show(document(found.data) if given.json else str(found))
-    if found.machine["interrupted"]:
+    measured = _measured(given)
+    show(document(measured.data) if given.json else str(measured))
+    if measured.machine["interrupted"]:
         return INTERRUPTED
-    return 0 if found.sound else 1
+    return 0 if measured.sound else 1
 
 
 def _measured(given: argparse.Namespace) -> Report | Scaling:
@@ -52,12 +52,14 @@ def _parser() -> Arguments:
         "gives another result than ours.",
         "headwise bench decode --threads 2 --out runs/bench",
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="kinds of work, or rows by any piece of their names")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="kinds of work, or KIND:PIECE, rows by a piece of their name"
+    )
     parser.add_argument("--scaling", action="store_true", help="what every backend costs as calls grow, and no rows")
     parser.add_argument("--quick", action="store_true", help="fewer samples of each: minutes for all")
     parser.add_argument("--threads", type=int, metavar="COUNT", help="of torch and of numba (as many as processors)")
     parser.add_argument("--out", metavar="DIR", help="a folder for bench.json and bench.svg, or scaling.json")
-    parser.add_argument("--list", action="store_true", help="the rows by name, and no more")
+    parser.add_argument("--list", action="store_true", help="the kinds of work, and no more")
     take_form(parser)
     return parser
 
@@ -66,7 +68,3 @@ def _tell(said: str) -> None:
     """Progress, where somebody looks on."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{said[:78]}", end="", file=sys.stderr, flush=True)
-
-
-def _lines(listed: dict[str, list[str]]) -> list[str]:
-    return [line for kind, rows in listed.items() for line in (kind, *(f"  {row}" for row in rows))]

@@ -47,8 +47,9 @@ def soon(f, at):
 
 
 @njit
-def one(f, w, x, count, apart, y, next_):
-    """A piece of a row meets one token, whose numbers lie `apart`; next_ is how far on to ask memory, or 0."""
+def one(f, w, x, shape, y, next_):
+    """A piece of a row meets one token; `shape`: how many numbers, how far apart; next_: how far on to ask, or 0."""
+    count, apart = shape
     zero = splat(number(f, 0.0))
     a0, a1, a2, a3 = zero, zero, zero, zero
     end, full = w + lies(f) * count, w + lies(f) * (count // STEP * STEP)
@@ -75,8 +76,9 @@ def met(f, w, x, a):
 
 
 @njit
-def four(f, w, x, count, apart, places, next_):
+def four(f, w, x, shape, places, next_):
     """A piece of a row meets four tokens; `places`: where the sum of the first goes, and how far on the next."""
+    count, apart = shape
     zero = splat(number(f, 0.0))
     a0 = a1 = a2 = a3 = (zero, zero, zero, zero)
     end, full = w + lies(f) * count, w + lies(f) * (count // STEP * STEP)
@@ -102,10 +104,10 @@ def piece(f, told, w, first, count, y):
     tokens, step = whole(told + At.TOKENS), 4 * whole(told + At.ROWS)
     m, x, apart, next_ = 0, whole(told + At.X) + 4 * first * tokens, LINE * tokens, AHEAD
     while m + 4 <= tokens:
-        four(f, w, x + LINE * m, count, apart, (y + m * step, step), next_)
+        four(f, w, x + LINE * m, (count, apart), (y + m * step, step), next_)
         m, next_ = m + 4, 0
     while m < tokens:
-        one(f, w, x + LINE * m, count, apart, y + m * step, next_)
+        one(f, w, x + LINE * m, (count, apart), y + m * step, next_)
         m, next_ = m + 1, 0
 
 
