@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import headwise as hw
+from headwise.benching.plain import Shape, described
 from headwise.spread import Launch, Spread, joined
 from headwise.spread.holding import alone, hold
 from headwise.spread.inside import Rows
@@ -30,9 +31,6 @@ from headwise.training import Recipe
 from headwise.training.choosing import Choice
 from headwise.training.optimiser import Optimiser, grouped
 from headwise.training.stepping import Stepper
-
-from .plain import Shape
-from .shakespeare import described
 
 MODES = ("data=2", "shards=2", "tensor=2", "context=2")
 # A model of 0.8 million parameters, and one of 10.8 million; rows of a batch, steps in a row, how often.

@@ -20,27 +20,16 @@ import torch
 import torch.nn.functional as F
 
 import headwise as hw
-from headwise.blueprint import Block, Dense, Embedding, Head, Model, Norm, Positions, Stack
+from headwise.benching.plain import PlainGPT, Shape, described
 from headwise.tasks import task
 from headwise.training import Recipe
 
-from .plain import PlainGPT, Shape
 from .real import found
 
 SHAPE = Shape()
 STEPS, BATCH, RATE, LEAST, WARM = 2000, 12, 1e-3, 1e-4, 100
 OWN_RATE = 4e-3  # falls to the same least
 EVALUATIONS = 20  # batches, as in the recipe; the whole of the held-out text is measured besides
-
-
-def described(shape: Shape = SHAPE) -> Model:
-    """nanoGPT's shape as a blueprint."""
-    norm = Norm("unbiased")
-    spec = hw.design(model=shape.model, heads=shape.heads, pattern="causal")
-    block = Block(spec, feed=Dense(4 * shape.model), norm=norm)
-    embedding = Embedding(shape.tokens, positions=Positions("learned", shape.length))
-    stack = Stack.of("decoder", shape.model, [block] * shape.layers, embedding=embedding, norm=norm)
-    return Model("small-gpt", "decoder", (stack,), (Head("tokens", shape.tokens, table="decoder"),))
 
 
 def ours(path: Path, folder: str, rate: float) -> dict[str, Any]:
@@ -51,7 +40,7 @@ def ours(path: Path, folder: str, rate: float) -> dict[str, Any]:
         betas=(0.9, 0.99), weight_decay=0.1, clip=1.0, start="gpt2", seed=1337, evaluate_every=250,
         evaluate_batches=10**6, checkpoint_every=1000,
     )  # fmt: skip
-    result = hw.train(data, described(), recipe, out=folder)
+    result = hw.train(data, described(SHAPE), recipe, out=folder)
     rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     curve = {row["step"]: round(row["metrics"]["loss"], 4) for row in rows if row["event"] == "evaluation"}
     return {"nats": min(curve.values()), "seconds": result.seconds, "curve": curve, "precision": result.precision}

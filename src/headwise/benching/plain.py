@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..blueprint import Block, Dense, Embedding, Head, Model, Norm, Positions, Stack
+from ..presets import design
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -22,6 +25,16 @@ class Shape:
     layers: int = 4
     heads: int = 4
     model: int = 128
+
+
+def described(shape: Shape) -> Model:
+    """The same shape as a blueprint."""
+    norm = Norm("unbiased")
+    spec = design(model=shape.model, heads=shape.heads, pattern="causal")
+    block = Block(spec, feed=Dense(4 * shape.model), norm=norm)
+    embedding = Embedding(shape.tokens, positions=Positions("learned", shape.length))
+    stack = Stack.of("decoder", shape.model, [block] * shape.layers, embedding=embedding, norm=norm)
+    return Model("small-gpt", "decoder", (stack,), (Head("tokens", shape.tokens, table="decoder"),))
 
 
 class PlainBlock(nn.Module):

@@ -1,0 +1,90 @@
+"""Steps of training one GPT: ours, the same written plainly, and those of other libraries.
+
+Everybody takes the same step: forward, cross entropy, backward, clipping, fused AdamW, at the same precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...models import build
+from ..case import Absent, Aim, Case, Need, Run
+from ..others import given
+from ..plain import PlainGPT, Shape, described
+
+TITLE = "Steps of training a GPT"
+SMALL, LARGE = Shape(), Shape(tokens=512, length=256, layers=6, heads=6, model=384)
+PLAIN, COMPILED = "written plainly", "written plainly, compiled"
+TRIED = (
+    "Where the small net misses it: q, k and v are three products, as weights named by their heads ask for; one fused "
+    "copy would have to follow every change. See log/2026-11-20-core.md and log/2026-11-22-fast-packing.md."
+)
+
+
+def cases(quick: bool) -> Iterator[Case]:
+    """Two sizes in two precisions; the larger one compiled as well, unless it is to be quick."""
+    for shape, rows in ((SMALL, 12), (LARGE, 4)):
+        for dtype in (torch.float32, torch.bfloat16):
+            yield _case(shape, rows, dtype, compiled=False)
+    if not quick:
+        yield _case(LARGE, 4, torch.bfloat16, compiled=True)
+
+
+def _case(shape: Shape, rows: int, dtype: torch.dtype, *, compiled: bool) -> Case:
+    torch.manual_seed(0)
+    own = build(described(shape), seed=0)
+    size = sum(p.numel() for p in own.parameters())
+
+    def run(net: nn.Module) -> Run:
+        return _step(torch.compile(net, dynamic=False) if compiled else net, shape, rows, dtype)
+
+    peers: dict[str, Run | Absent] = {COMPILED if compiled else PLAIN: run(PlainGPT(shape))}
+    if not compiled:
+        peers["transformers GPT-2"] = given("transformers", lambda library: run(_gpt2(library, shape)))
+        peers["x-transformers"] = given("x_transformers", lambda library: run(_decoder(library, shape)))
+    kind = f"{'float32' if dtype == torch.float32 else 'bfloat16'}{', compiled' if compiled else ''}"
+    name = f"training step, {size / 1e6:.1f} M parameters, {kind}"
+    # Two FLOPs of every parameter that is multiplied with, forward, and twice as many backward.
+    need = Need(flops=6 * rows * shape.length * size, dtype=dtype)
+    aims = tuple(Aim(peer, 1.0) for peer, one in peers.items() if not isinstance(one, Absent))
+    notes = {"tokens a step": f"{rows * shape.length:,}"}
+    return Case(name, run(own), peers, aims, need, tolerance=None, tried=TRIED, notes=notes)
+
+
+def _gpt2(library: Any, shape: Shape) -> nn.Module:
+    sizes = {"n_embd": shape.model, "n_head": shape.heads, "n_layer": shape.layers, "n_positions": shape.length}
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return library.GPT2LMHeadModel(library.GPT2Config(vocab_size=shape.tokens, use_cache=False, **sizes, **drops))
+
+
+def _decoder(library: Any, shape: Shape) -> nn.Module:
+    layers = library.Decoder(dim=shape.model, depth=shape.layers, heads=shape.heads, attn_flash=True)
+    sizes = {"num_tokens": shape.tokens, "max_seq_len": shape.length}
+    return library.TransformerWrapper(**sizes, attn_layers=layers, tie_embedding=True)
+
+
+def _step(net: Callable[..., Any], shape: Shape, rows: int, dtype: torch.dtype) -> Run:
+    """One step on the same ids every time."""
+    assert isinstance(net, nn.Module)
+    net.train()
+    ids, labels = torch.randint(shape.tokens, (2, rows, shape.length), generator=torch.Generator().manual_seed(0))
+    optimiser = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
+    low = torch.autocast("cpu", dtype) if dtype == torch.bfloat16 else nullcontext()
+
+    def run() -> None:
+        with low:
+            said = net(ids)
+        logits = said if isinstance(said, Tensor) else said.logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimiser.step()
+
+    return run
