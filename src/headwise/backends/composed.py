@@ -42,9 +42,10 @@ def spent(job: Job, work: Work) -> int:
 
 def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
     """Per-head outputs o_BTHV. Backwards, the scores of a block are formed once more, so that none is kept."""
-    cut, bound = Blocks(sight, inputs), bound.fused()
-    if len(cut.all) == 1:
-        return dense.attend(job, sight, inputs, bound, None)
+    cut = Blocks(sight, inputs)
+    if len(cut.all) == 1:  # keeps for the way back what dense keeps: nothing is gained by forming it once more
+        return dense.attend(job, sight, inputs, bound if torch.is_grad_enabled() else bound.fused(), None)
+    bound = bound.fused()
     run = partial(_block, job, cut.seen, bound)
     if torch.compiler.is_compiling():  # which traces no gradient inside a gradient, but knows checkpoints
         run_again = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=job.training)

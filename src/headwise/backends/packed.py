@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from types import ModuleType
 from typing import Any, NamedTuple, cast
@@ -94,23 +94,26 @@ def apart(at: Tokens, told: Tokens | None, rows: int) -> bool:
 
 
 class Runner(NamedTuple):
-    """What runs a call whose texts are apart: a backend, or plain operations for texts that are short."""
+    """What runs a call whose texts are apart: a backend's function, or plain operations for texts that are short.
 
-    backend: ModuleType
+    A function and not its module: a layer that holds one can be copied.
+    """
+
+    run: Callable[..., Tensor]
     short: int
 
     @staticmethod
     def of(backend: ModuleType, job: Job, only: str | None) -> Runner:
         """With the backend alone where the caller insists on it, or another than a fused one was chosen."""
         fused = only is None and job.device == "cpu" and backend in (sdpa, banded)
-        return Runner(backend, SHORT if fused else 0)
+        return Runner(backend.attend, SHORT if fused else 0)
 
     def attend(self, job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
         """Per-head outputs o_BTHV: each group of texts as a batch of its own."""
         plan, o = planned(sight), list[Tensor]()
         for (asks, told), own in zip(plan.groups, _apart(plan, inputs, bound), strict=True):
-            how = dense if max(asks.count, told.count) <= self.short else self.backend
-            o.append(how.attend(job, Sight(asks, told, sight.pattern), own, bound, None))
+            run = dense.attend if max(asks.count, told.count) <= self.short else self.run
+            o.append(run(job, Sight(asks, told, sight.pattern), own, bound, None))
         return plan.queries.put(o).unflatten(0, inputs.q.shape[:2])
 
 

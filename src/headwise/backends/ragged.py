@@ -65,7 +65,7 @@ def reads_stored(job: Job) -> bool:
 
 def small(job: Job, batch: int, keys: int) -> bool:
     """Whether there is so little to read that torch's own call is done before."""
-    if reads_stored(job):
+    if reads_stored(job) or "lse" in job.wants:
         return False
     return batch * keys * (job.core.dim + job.core.vdim) * (max(job.core.keys) + 1) * job.dtype.itemsize < LEAST
 
