@@ -96,15 +96,15 @@ bug(
 bug(
     "thin-under-gradients",
     "products.py",
-    "if torch.is_grad_enabled() or x.numel()",
-    "if x.numel()",
+    "if torch.is_grad_enabled() or sum(",
+    "if sum(",
     f"{PRODUCTS}::test_gradients_and_autocast_are_for_torch",
 )
 bug(
     "thin-takes-many-tokens",
     "products.py",
-    "x.numel() > FEW * width or",
-    "",
+    "0 < x.numel() <= FEW * width",
+    "0 < x.numel()",
     f"{OTHERS}[tokens]",
 )
 bug(

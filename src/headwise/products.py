@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .kernels.thin import KINDS, LANES, thin
 
 FEW = 4  # tokens at most, beyond which torch's product is as fast
-LARGE = 2**19  # bytes of a matrix at least: a kernel takes a second to be made, which small ones never bring in
+LARGE = 2**20  # bytes of a matrix at least: what is smaller is read by torch before a kernel is called
 PLAIN = (Tensor, nn.Parameter)
 KERNELS = find_spec("numba") is not None
 
@@ -47,15 +47,16 @@ def abreast(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def is_thin(x: Tensor, weights: Sequence[Tensor]) -> bool:
     """Whether the kernel takes these: a few tokens, much to read, no gradient asked."""
-    width = x.shape[-1]
-    if torch.is_grad_enabled() or x.numel() > FEW * width or x.dtype not in KINDS or not KERNELS:
+    if torch.is_grad_enabled() or sum([w.numel() for w in weights]) * x.dtype.itemsize < LARGE:
         return False
+    width = x.shape[-1]
     return (
-        x.device.type == "cpu"
-        and x.numel() > 0
+        KERNELS
+        and 0 < x.numel() <= FEW * width
+        and x.dtype in KINDS
+        and x.device.type == "cpu"
         and type(x) is Tensor
         and width % LANES == 0
-        and sum(weight.shape[0] for weight in weights) * width * x.dtype.itemsize >= LARGE
         and all(type(w) in PLAIN and w.dtype == x.dtype and w.is_contiguous() for w in weights)
         and not torch.is_autocast_enabled("cpu")
     )

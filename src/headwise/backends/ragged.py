@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from types import ModuleType
@@ -47,13 +48,16 @@ def refuses(job: Job) -> list[str]:
 
 def capped(spec: AttentionSpec) -> Softcap | None:
     """The ceiling that scores have before anything is added to them, where there is one."""
-    steps = [step for _, step in spec.steps(ScoreStep)]
+    return _first([step for _, step in spec.steps(ScoreStep)])
+
+
+def _first(steps: Sequence[ScoreStep]) -> Softcap | None:
     return steps[0] if steps and isinstance(steps[0], Softcap) else None
 
 
 def spent(job: Job, work: Work) -> int:
     """The products with every slot there is, read or not."""
-    if small(job, work.batch, work.keys) and _other(job) is sdpa:
+    if small(job, work.batch, work.keys) and _other(job, capped(job.spec)) is sdpa:
         return sdpa.spent(job, work)
     return job.core.flops(work.batch * work.queries * work.keys)
 
@@ -70,17 +74,18 @@ def small(job: Job, batch: int, keys: int) -> bool:
     return batch * keys * (job.core.dim + job.core.vdim) * (max(job.core.keys) + 1) * job.dtype.itemsize < LEAST
 
 
-def _other(job: Job) -> ModuleType:
+def _other(job: Job, cap: Softcap | None) -> ModuleType:
     """Who reads what is small."""
-    if job.groups == 1 and capped(job.spec) is None:
+    if job.groups == 1 and cap is None:
         return sdpa
-    return dense if capped(job.spec) or isinstance(job.spec.normaliser, SinkSoftmax) else grouped
+    return dense if cap or isinstance(job.spec.normaliser, SinkSoftmax) else grouped
 
 
 def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
     """Per-head outputs o_B1HV."""
     if small(job, len(inputs.q), sight.keys.count):
-        return _other(job).attend(job, sight, inputs, bound, probe)
+        cap = _first([step for step, _ in bound.elementwise])
+        return _other(job, cap).attend(job, sight, inputs, bound, probe)
     return read(job, sight, inputs, bound, probe, spans(sight, len(inputs.q)))
 
 

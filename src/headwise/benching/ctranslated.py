@@ -6,13 +6,14 @@ import queue
 import threading
 import weakref
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from .others import imported
 
 STOP = "stop"
 
@@ -21,7 +22,7 @@ def converted(library: Any, folder: Path, tokens: int) -> Path:
     """A folder of transformers as CTranslate2 reads it; it asks for a tokenizer, whose words are then the ids."""
     from tokenizers import Tokenizer, models
 
-    theirs = import_module("transformers")
+    theirs = imported("transformers")
     words = Tokenizer(models.WordLevel({str(one): one for one in range(tokens)}, unk_token="0"))
     fast = theirs.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0", bos_token="1", eos_token="2")
     fast.save_pretrained(folder)

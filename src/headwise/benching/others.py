@@ -18,6 +18,15 @@ def given(library: str, make: Callable[[Any], T]) -> T | Absent:
     Absent(why="No module named 'no_such_library'")
     """
     try:
-        return make(import_module(library))
+        return make(imported(library))
     except ImportError as error:
         return Absent(str(error))
+
+
+def imported(library: str) -> Any:
+    """A library that keeps its progress, and its doubts about random models, to itself."""
+    found = import_module(library)
+    if library == "transformers":
+        found.utils.logging.disable_progress_bar()
+        found.utils.logging.set_verbosity_error()
+    return found

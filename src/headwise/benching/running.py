@@ -20,7 +20,7 @@ from .report import Report
 from .rows import Bench, Row, failed
 from .turns import Pace
 
-PACES = {False: Pace(budget=20.0), True: Pace(budget=4.0)}  # by whether it is to be quick
+PACES = {False: Pace(budget=20.0), True: Pace(budget=3.0)}  # by whether it is to be quick
 Tell = Callable[[str], None]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from copy import deepcopy
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from ...hub import load
 from ..case import Absent, Aim, Case, Need, Run
 from ..ctranslated import Stepped, converted
-from ..others import given
+from ..others import given, imported
 
 TITLE = "One-token step of a whole model"
 # The shape of a Llama of 107.2 million parameters, one table for both ends.
@@ -30,7 +29,7 @@ SDPA, EAGER, ALONE, CTRANSLATE = "transformers sdpa", "transformers eager", "tra
 def cases(quick: bool) -> Iterator[Case]:
     """Four rows and one, in bfloat16; CTranslate2 in float32, for it has no bfloat16 on this kind of machine."""
     try:
-        theirs = import_module("transformers")
+        theirs = imported("transformers")
     except ImportError as error:
         yield Case("107M Llama", lambda: None, {SDPA: Absent(str(error))}, tolerance=None)
         return
