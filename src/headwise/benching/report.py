@@ -125,7 +125,7 @@ def lines(row: Row) -> Iterator[str]:
             yield from wrapped(f"no verdict on {wanted(one)} against {one['against']}: {one['why']}", "  ")
     for name, note in row["notes"].items():
         yield from wrapped(f"{name}: {note}", "  ")
-    if row["tried"]:
+    if row["tried"] and row["met"] is not True:
         yield from wrapped(f"tried: {row['tried']}", "  ")
 
 

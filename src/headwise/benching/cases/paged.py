@@ -15,6 +15,10 @@ from ...presets import design
 from ..case import LIMIT, Aim, Case, Need, Run
 
 TITLE = "One query per row over pages, 32 heads on 8 key heads of 128"
+TRIED = (
+    "As for caches without pages: 63 % of the read limit in fp32 and 37 % in bf16 on an idle machine. See "
+    "log/2026-11-22-fast-paged.md."
+)
 HEADS, KV, DIM = 32, 8, 128
 LENGTHS = (500, 1_571, 2_643, 3_714, 4_786, 5_857, 6_929, 8_000)
 SHARED, OWN = 4_096, 500  # tokens that all of eight rows begin with, and those behind them that are each row's own
@@ -38,7 +42,7 @@ def _ragged(page: int, name: str) -> Case:
         f"8 rows of 500 to 8,000 tokens in pages of {page}, {name}", rows.ours,
         {GATHERED: rows.gathered(), PADDED: rows.padded()},
         (Aim(LIMIT, REACHES[name]), Aim(GATHERED, 3.0)), Need(reads=rows.reads),
-        tolerance=1e-3 if name == "fp32" else 2e-2,
+        tolerance=1e-3 if name == "fp32" else 2e-2, tried=TRIED,
     )  # fmt: skip
 
 

@@ -22,6 +22,11 @@ from ..case import Aim, Case, Need, Run
 from ..published_moh import MoH
 
 TITLE = "Mixture of heads, half of them shut"
+TRIED = (
+    "Chunks of 64 and 128 queries, one masked call or two joined, heads apart and together, heads that always "
+    "speak in the triangle's own call. At 2,048 tokens 1.26 forward and 1.48 with backward on two threads, 1.53 "
+    "and 1.71 on one; at 4,096 tokens 1.51 and 1.71 on two. See log/2026-11-22-fast-routed.md."
+)
 MODEL, HEADS, ALWAYS, ACTIVE = 512, 8, 2, 2
 DIM = MODEL // HEADS
 PAST, CAPACITY = 4096, 8192
@@ -77,7 +82,7 @@ class _Core:
         flops = layer.spec.core.flops(pairs) * (ALWAYS + ACTIVE) // HEADS
         need = Need(flops=flops * 7 // 2 if backward else flops)
         ours = how.pop("ours")
-        return Case(_name("core", self.tokens, backward), ours, how, aims=(Aim(DENSE, 1.5),), need=need)
+        return Case(_name("core", self.tokens, backward), ours, how, aims=(Aim(DENSE, 1.5),), need=need, tried=TRIED)
 
     def _ours(self, layer: Attention, x: Tensor, gate: Tensor, backward: bool) -> Callable[..., Tensor]:
         at = Tokens.run(0, self.tokens, "cpu")
