@@ -43,7 +43,7 @@ fast: $(STAMP)  ## a quick subset, stopping at the first failure
 
 test: $(STAMP)  ## every test but the slow ones; warnings are errors
 	@$(BIN)/pytest -n 2 $(SHAPES) -m "$(CHECKED)"
-	@$(BIN)/pytest -m "$(COMPILED)"
+	@$(BIN)/pytest -n 2 -m "$(COMPILED)"
 
 slow: $(STAMP)  ## the slow tests, 500 hypothesis examples each
 	@$(BIN)/pytest -n 2 --hypothesis-profile=slow -m slow

@@ -24,8 +24,9 @@ from ..published_moh import MoH
 TITLE = "Mixture of heads, half of them shut"
 TRIED = (
     "Chunks of 64 and 128 queries, one masked call or two joined, heads apart and together, heads that always "
-    "speak in the triangle's own call. At 2,048 tokens 1.26 forward and 1.48 with backward on two threads, 1.53 "
-    "and 1.71 on one; at 4,096 tokens 1.51 and 1.71 on two. See log/2026-11-22-fast-routed.md."
+    "speak in the triangle's own call. On two threads at 2,048 tokens 1.19 to 1.26 forward, 1.42 to 1.48 with "
+    "backward, at 4,096 1.45 to 1.51 and more; on one thread 1.53 and 1.71 at 2,048. See "
+    "log/2026-11-22-fast-routed.md."
 )
 MODEL, HEADS, ALWAYS, ACTIVE = 512, 8, 2, 2
 DIM = MODEL // HEADS
