@@ -102,7 +102,8 @@ class Tokens:
         >>> told.segment.tolist(), told.position.tolist()
         ([[0, 0, 1, 1, 1], [0, -1, -1, -1, -1]], [[0, 1, 0, 1, 2], [0, 0, 0, 0, 0]])
         """
-        rows = tuple(tuple(row) for row in lengths)
+        told = isinstance(lengths, Sequence) and all(isinstance(row, Sequence) for row in lengths)
+        rows = tuple(tuple(row) for row in lengths) if told else ()
         if not rows or any(type(length) is not int or length < 0 for row in rows for length in row):
             raise ValueError(
                 f"lengths={lengths!r} are no texts in rows; give whole numbers from 0, as in [[5, 3], [8]]"
