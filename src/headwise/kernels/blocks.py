@@ -12,14 +12,16 @@ import math
 
 from numba import njit
 
-from .lanes import WIDE, exp, fma, larger, largest, minus, plus, splat, times, total
-from .memory import ahead, lies, load, load_one, number, put, read, read_one, size, whole
+from .lanes import WIDE, exp, fma, larger, largest, minus, plus, splat, times, total, totals
+from .memory import ahead, lies, load, load_one, number, put, put_quarter, read, read_one, size, whole
 from .told import BLOCK, LINE, At
 from .told import wide as _wide
 
 wide = njit(_wide)
 KEYS, VALUES, SCALES, COLUMNS, NEXT = (8 * BLOCK * n for n in range(5))
 SCORES = 2 * NEXT
+CHUNK = 64  # numbers that are asked for at once
+TOGETHER = 4  # keys, or values, that are read at once
 
 
 @njit
@@ -32,54 +34,117 @@ def rest(f, address, count, desk):
 
 
 @njit
-def dot(f, q, k, dim, tail):
-    """The product of one key with one query."""
-    a, full = splat(number(f, 0.0)), dim // WIDE * WIDE
-    for c in range(0, full, WIDE):
-        a = fma(load(f, k + lies(f) * c), read(f, q + size(f) * c), a)
-    if full < dim:
-        a = fma(rest(f, k + lies(f) * full, dim - full, tail), read(f, q + size(f) * full), a)
-    return total(a)
+def met(x, y, a):
+    """Sums with four products more."""
+    return fma(x[0], y, a[0]), fma(x[1], y, a[1]), fma(x[2], y, a[2]), fma(x[3], y, a[3])
 
 
 @njit
-def four_dots(f, q, k, dim, tail, to):
-    """The products of one key with the queries of four heads."""
-    a0 = a1 = a2 = a3 = splat(number(f, 0.0))
-    full, apart, step = dim // WIDE * WIDE, size(f) * BLOCK, size(f) * wide(dim)
-    q1, q2, q3 = q + step, q + 2 * step, q + 3 * step
-    for c in range(0, full, WIDE):
-        x, at = load(f, k + lies(f) * c), size(f) * c
-        a0, a1 = fma(x, read(f, q + at), a0), fma(x, read(f, q1 + at), a1)
-        a2, a3 = fma(x, read(f, q2 + at), a2), fma(x, read(f, q3 + at), a3)
-    if full < dim:
-        x, at = rest(f, k + lies(f) * full, dim - full, tail), size(f) * full
-        a0, a1 = fma(x, read(f, q + at), a0), fma(x, read(f, q1 + at), a1)
-        a2, a3 = fma(x, read(f, q2 + at), a2), fma(x, read(f, q3 + at), a3)
-    put(to, total(a0))
-    put(to + apart, total(a1))
-    put(to + 2 * apart, total(a2))
-    put(to + 3 * apart, total(a3))
+def met_by_heads(f, x, q, step, a):
+    """Sums of four heads with four products more of each."""
+    first, second = met(x, read(f, q), a[0]), met(x, read(f, q + step), a[1])
+    return first, second, met(x, read(f, q + 2 * step), a[2]), met(x, read(f, q + 3 * step), a[3])
+
+
+@njit
+def of_keys(f, keys, at):
+    """Sixteen channels of four keys."""
+    return load(f, keys[0] + at), load(f, keys[1] + at), load(f, keys[2] + at), load(f, keys[3] + at)
+
+
+@njit
+def some_of_keys(f, keys, at, bounds, desk):
+    """As many channels of as many keys as there are, of sixteen and of four; the others are 0 and not read."""
+    count, some = bounds
+    a, b = rest(f, keys[0] + at, count, desk), rest(f, keys[1] + at, count if some > 1 else 0, desk)
+    return (
+        a,
+        b,
+        rest(f, keys[2] + at, count if some > 2 else 0, desk),
+        rest(f, keys[3] + at, count if some > 3 else 0, desk),
+    )
+
+
+@njit
+def four_keys(keys, offset):
+    """Where one head of four keys, or of their values, lies."""
+    return whole(keys) + offset, whole(keys + 8) + offset, whole(keys + 16) + offset, whole(keys + 24) + offset
+
+
+@njit
+def heads_compared(f, q, keys, bounds, tail, to):
+    """The products of four keys with the queries of four heads."""
+    dim, some = bounds
+    nothing = splat(number(f, 0.0))
+    none = (nothing, nothing, nothing, nothing)
+    a = (none, none, none, none)
+    full, apart, step = dim // WIDE * WIDE if some == TOGETHER else 0, size(f) * BLOCK, size(f) * wide(dim)
+    for n in range(0, full, WIDE):
+        x, own = of_keys(f, keys, lies(f) * n), q + size(f) * n
+        a = met_by_heads(f, x, own, step, a)
+    for n in range(full, dim, WIDE):
+        x, own = some_of_keys(f, keys, lies(f) * n, (min(dim - n, WIDE), some), tail), q + size(f) * n
+        a = met_by_heads(f, x, own, step, a)
+    found = totals(a)
+    put_quarter(to, found, 0)
+    put_quarter(to + apart, found, 1)
+    put_quarter(to + 2 * apart, found, 2)
+    put_quarter(to + 3 * apart, found, 3)
+
+
+@njit
+def head_compared(f, q, keys, bounds, tail, to):
+    """The products of four keys with the query of one head."""
+    dim, some = bounds
+    nothing = splat(number(f, 0.0))
+    a, full = (nothing, nothing, nothing, nothing), dim // WIDE * WIDE if some == TOGETHER else 0
+    for n in range(0, full, WIDE):
+        a = met(of_keys(f, keys, lies(f) * n), read(f, q + size(f) * n), a)
+    for n in range(full, dim, WIDE):
+        x = some_of_keys(f, keys, lies(f) * n, (min(dim - n, WIDE), some), tail)
+        a = met(x, read(f, q + size(f) * n), a)
+    put(to, total(a[0]))
+    put(to + size(f), total(a[1]))
+    put(to + 2 * size(f), total(a[2]))
+    put(to + 3 * size(f), total(a[3]))
+
+
+@njit
+def asked(f, keys, count, walk, held):
+    """Ask for what comes next of so many keys, in the order in which it lies; how far that is."""
+    n, head, at = walk
+    heads, apart, bytes_ = held
+    if n < count:
+        address = whole(keys + 8 * n) + head * apart + at
+        for line in range(0, CHUNK * lies(f), LINE):
+            ahead(address + line)
+        at += CHUNK * lies(f)
+        if at >= bytes_:
+            head, at = head + 1, 0
+        if head == heads:
+            n, head = n + 1, 0
+    return n, head, at
 
 
 @njit
 def compare(f, told, q, desk, count):
-    """The scores of a block, key by key as they lie in memory; values are asked for on the way."""
+    """The scores of a block, four keys at a time as they lie in memory; values are asked for on the way."""
     heads, groups, dim = whole(told + At.HEADS), whole(told + At.GROUPS), whole(told + At.DIM)
-    each, apart, step = heads // groups, size(f) * BLOCK, size(f) * wide(dim)
-    k_head, v_head = whole(told + At.K_HEAD), whole(told + At.V_HEAD)
+    each, apart, step, k_head = heads // groups, size(f) * BLOCK, size(f) * wide(dim), whole(told + At.K_HEAD)
     held, tail = lies(f) * whole(told + At.VDIM), desk + SCORES + size(f) * (heads * BLOCK + wide(heads))
-    for i in range(count):
-        k, v, scores = whole(desk + KEYS + 8 * i), whole(desk + VALUES + 8 * i), desk + SCORES + size(f) * i
+    walk, lies_ = (0, 0, 0), (groups, whole(told + At.V_HEAD), held)
+    for i in range(0, count, TOGETHER):
+        scores, bounds = desk + SCORES + size(f) * i, (dim, min(TOGETHER, count - i))
         for g in range(groups):
-            for line in range(0, held, LINE):
-                ahead(v + g * v_head + line)
+            for _ in range(0, TOGETHER * held, CHUNK * lies(f)):
+                walk = asked(f, desk + VALUES, count, walk, lies_)
+            keys = four_keys(desk + KEYS + 8 * i, g * k_head)
             h, end = g * each, (g + 1) * each
             while h + 4 <= end:
-                four_dots(f, q + step * h, k + g * k_head, dim, tail, scores + apart * h)
+                heads_compared(f, q + step * h, keys, bounds, tail, scores + apart * h)
                 h += 4
             while h < end:
-                put(scores + apart * h, dot(f, q + step * h, k + g * k_head, dim, tail))
+                head_compared(f, q + step * h, keys, bounds, tail, scores + apart * h)
                 h += 1
 
 
@@ -146,109 +211,90 @@ def weigh(f, told, desk, part, count):
 
 
 @njit
-def four(f, address):
-    """Sixty-four channels of a value."""
-    step = lies(f) * WIDE
-    return load(f, address), load(f, address + step), load(f, address + 2 * step), load(f, address + 3 * step)
+def shares(f, scores):
+    """What four keys have of one head, each sixteen times."""
+    a, b = splat(read_one(f, scores)), splat(read_one(f, scores + size(f)))
+    return a, b, splat(read_one(f, scores + 2 * size(f))), splat(read_one(f, scores + 3 * size(f)))
 
 
 @njit
-def added(x, share, a):
-    """What was read, and a share of one value."""
-    p = splat(share)
-    return fma(x[0], p, a[0]), fma(x[1], p, a[1]), fma(x[2], p, a[2]), fma(x[3], p, a[3])
+def sum_of(x, p, a):
+    """A sum with four products more."""
+    return fma(x[3], p[3], fma(x[2], p[2], fma(x[1], p[1], fma(x[0], p[0], a))))
 
 
 @njit
-def begun(f, to, factor):
-    """What was read before, shrunk."""
-    p, step = splat(factor), size(f) * WIDE
-    a, b = times(read(f, to), p), times(read(f, to + step), p)
-    return a, b, times(read(f, to + 2 * step), p), times(read(f, to + 3 * step), p)
+def more(f, to, x, p):
+    """What was read before, with what is read of four values."""
+    put(to, sum_of(x, p, read(f, to)))
 
 
 @njit
-def kept(f, to, a):
-    """Write down what is read so far."""
-    step = size(f) * WIDE
-    put(to, a[0])
-    put(to + step, a[1])
-    put(to + 2 * step, a[2])
-    put(to + 3 * step, a[3])
+def more_by_heads(f, to, step, x, p):
+    """The same of four heads."""
+    more(f, to, x, p[0])
+    more(f, to + step, x, p[1])
+    more(f, to + 2 * step, x, p[2])
+    more(f, to + 3 * step, x, p[3])
 
 
 @njit
-def by_four(f, at, count, step, after):
-    """Sixty-four channels of the values of a block, read by four heads; as many of the next keys are asked for."""
-    values, offset, scores, factors, to = at
-    apart, b = size(f) * BLOCK, size(f)
-    a0, a1 = begun(f, to, read_one(f, factors)), begun(f, to + step, read_one(f, factors + b))
-    a2 = begun(f, to + 2 * step, read_one(f, factors + 2 * b))
-    a3 = begun(f, to + 3 * step, read_one(f, factors + 3 * b))
-    for i in range(count):
-        if after >= 0:
-            for line in range(0, 4 * WIDE * lies(f), LINE):
-                ahead(whole(values - VALUES + NEXT + 8 * i) + after + line)
-        x, s = four(f, whole(values + 8 * i) + offset), scores + b * i
-        a0, a1 = added(x, read_one(f, s), a0), added(x, read_one(f, s + apart), a1)
-        a2, a3 = added(x, read_one(f, s + 2 * apart), a2), added(x, read_one(f, s + 3 * apart), a3)
-    kept(f, to, a0)
-    kept(f, to + step, a1)
-    kept(f, to + 2 * step, a2)
-    kept(f, to + 3 * step, a3)
+def heads_read(f, scores, keys, bounds, tail, to, step):
+    """What four heads read of four values."""
+    dim, some = bounds
+    apart, full = size(f) * BLOCK, dim // WIDE * WIDE if some == TOGETHER else 0
+    p0, p1 = shares(f, scores), shares(f, scores + apart)
+    p = p0, p1, shares(f, scores + 2 * apart), shares(f, scores + 3 * apart)
+    for n in range(0, full, WIDE):
+        x, own = of_keys(f, keys, lies(f) * n), to + size(f) * n
+        more_by_heads(f, own, step, x, p)
+    for n in range(full, dim, WIDE):
+        x, own = some_of_keys(f, keys, lies(f) * n, (min(dim - n, WIDE), some), tail), to + size(f) * n
+        more_by_heads(f, own, step, x, p)
 
 
 @njit
-def by_one(f, at, count):
-    """Sixty-four channels of the values of a block, read by one head."""
-    values, offset, scores, factors, to = at
-    a = begun(f, to, read_one(f, factors))
-    for i in range(count):
-        a = added(four(f, whole(values + 8 * i) + offset), read_one(f, scores + size(f) * i), a)
-    kept(f, to, a)
+def head_read(f, scores, keys, bounds, tail, to):
+    """What one head reads of four values."""
+    dim, some = bounds
+    p, full = shares(f, scores), dim // WIDE * WIDE if some == TOGETHER else 0
+    for n in range(0, full, WIDE):
+        more(f, to + size(f) * n, of_keys(f, keys, lies(f) * n), p)
+    for n in range(full, dim, WIDE):
+        x = some_of_keys(f, keys, lies(f) * n, (min(dim - n, WIDE), some), tail)
+        more(f, to + size(f) * n, x, p)
 
 
 @njit
-def by_bits(f, at, count, left, tail):
-    """The last channels, fewer than sixty-four, read by one head."""
-    values, offset, scores, factors, to = at
-    for b in range(0, left, WIDE):
-        a = times(read(f, to + size(f) * b), splat(read_one(f, factors)))
-        for i in range(count):
-            here = whole(values + 8 * i) + offset + lies(f) * b
-            x = load(f, here) if b + WIDE <= left else rest(f, here, left - b, tail)
-            a = fma(x, splat(read_one(f, scores + size(f) * i)), a)
-        put(to + size(f) * b, a)
+def shrink(f, told, factors, part):
+    """What was read before, where a larger score than all before is found since."""
+    vdim = whole(told + At.VDIM)
+    for h in range(whole(told + At.HEADS)):
+        factor, to = read_one(f, factors + size(f) * h), part + size(f) * (wide(vdim) + 2) * h
+        if factor != number(f, 1.0):
+            for n in range(0, vdim, WIDE):
+                put(to + size(f) * n, times(read(f, to + size(f) * n), splat(factor)))
 
 
 @njit
-def channels(f, at, count, each, span):
-    """Up to sixty-four channels of the values of a block, read by the heads of one group."""
-    values, offset, scores, factors, to = at
-    step, left, tail, after = span
-    h = 0
-    while h < each:
-        here = values, offset, scores + size(f) * BLOCK * h, factors + size(f) * h, to + step * h
-        if left >= 4 * WIDE and h + 4 <= each:
-            by_four(f, here, count, step, after if h == 0 else -1)
-            h += 3
-        elif left >= 4 * WIDE:
-            by_one(f, here, count)
-        else:
-            by_bits(f, here, count, left, tail)
-        h += 1
-
-
-@njit
-def gather(f, told, desk, part, count, more):
-    """What every head reads of the values of a block, added to what it has read before; `more` if a block follows."""
-    heads, groups, vdim = whole(told + At.HEADS), whole(told + At.GROUPS), whole(told + At.VDIM)
-    each, step, factors = heads // groups, size(f) * (wide(vdim) + 2), desk + SCORES + size(f) * heads * BLOCK
-    tail = factors + size(f) * wide(heads)
-    for g in range(groups):
-        h = g * each
-        scores, own, to = desk + SCORES + size(f) * BLOCK * h, factors + size(f) * h, part + step * h
-        for c in range(0, vdim, 4 * WIDE):
-            at = desk + VALUES, g * whole(told + At.V_HEAD) + lies(f) * c, scores, own, to + size(f) * c
-            after = g * whole(told + At.K_HEAD) + lies(f) * c if c < whole(told + At.DIM) and more else -1
-            channels(f, at, count, each, (step, vdim - c, tail, after))
+def gather(f, told, desk, part, count, following):
+    """What every head reads of the values of a block, added to what it has read before; of those keys that follow as
+    much is asked for on the way."""
+    heads, groups, dim = whole(told + At.HEADS), whole(told + At.GROUPS), whole(told + At.VDIM)
+    each, apart, step, v_head = heads // groups, size(f) * BLOCK, size(f) * (wide(dim) + 2), whole(told + At.V_HEAD)
+    factors, held = desk + SCORES + size(f) * heads * BLOCK, lies(f) * whole(told + At.DIM)
+    walk, lies_, tail = (0, 0, 0), (groups, whole(told + At.K_HEAD), held), factors + size(f) * wide(heads)
+    shrink(f, told, factors, part)
+    for i in range(0, count, TOGETHER):
+        scores, bounds = desk + SCORES + size(f) * i, (dim, min(TOGETHER, count - i))
+        for g in range(groups):
+            for _ in range(0, TOGETHER * held, CHUNK * lies(f)):
+                walk = asked(f, desk + NEXT + KEYS, following, walk, lies_)
+            keys = four_keys(desk + VALUES + 8 * i, g * v_head)
+            h, end = g * each, (g + 1) * each
+            while h + 4 <= end:
+                heads_read(f, scores + apart * h, keys, bounds, tail, part + step * h, step)
+                h += 4
+            while h < end:
+                head_read(f, scores + apart * h, keys, bounds, tail, part + step * h)
+                h += 1

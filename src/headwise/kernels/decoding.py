@@ -18,8 +18,8 @@ from numba import njit
 from . import memory
 from .blocks import COLUMNS, KEYS, NEXT, SCALES, VALUES, biased, capped, compare, gather, scaled, weigh, wide
 from .compiled import MARK, Kernels
-from .lanes import WIDE, splat
-from .memory import number, put, read_one, size, take, whole
+from .lanes import WIDE, fma, splat, times
+from .memory import number, put, read, read_one, size, take, whole
 from .told import BLOCK, PIECE, At
 
 KINDS = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.int8: "int8"}
@@ -84,9 +84,13 @@ def lay(told, row, n, slot, desk, count):
 
 @njit
 def ready(told, this, desk):
-    """Lay out the first block of a piece, as the one that comes next."""
+    """Lay out the first block of a piece, where there is one, as that which comes next; how many keys it has."""
+    if this >= whole(told + At.PIECES):
+        return 0
     entry = whole(told + At.PLAN) + 32 * this
-    lay(told, whole(entry), whole(entry + 8), whole(entry + 16), desk + NEXT, min(whole(entry + 24), BLOCK))
+    count = min(whole(entry + 24), BLOCK)
+    lay(told, whole(entry), whole(entry + 8), whole(entry + 16), desk + NEXT, count)
+    return count
 
 
 @njit
@@ -108,9 +112,10 @@ def piece(f, told, this, following, desk):
         n, slot = lay(told, row, n, slot, desk, count)
         left -= count
         if left > 0:
-            lay(told, row, n, slot, desk + NEXT, min(left, BLOCK))
-        elif following < whole(told + At.PIECES):
-            ready(told, following, desk)
+            after = min(left, BLOCK)
+            lay(told, row, n, slot, desk + NEXT, after)
+        else:
+            after = ready(told, following, desk)
         compare(f, told, q, desk, count)
         if k_scale:
             scaled(f, told, k_scale, desk, count)
@@ -121,7 +126,7 @@ def piece(f, told, this, following, desk):
         weigh(f, told, desk, part, count)
         if v_scale:
             scaled(f, told, v_scale, desk, count)
-        gather(f, told, desk, part, count, left > 0 or following < whole(told + At.PIECES))
+        gather(f, told, desk, part, count, after)
     return row
 
 
@@ -156,11 +161,18 @@ def join(f, told, row):
             put(ends, share)
         over = number(f, 1.0) / (sums if sums != 0 else number(f, 1.0))  # who may read nothing reads zero
         to = whole(told + At.OUT) + (row * heads + h) * b * vdim
-        for d in range(vdim):
-            a = number(f, 0.0)
+        for c in range(0, vdim, WIDE):
+            a = splat(number(f, 0.0))
             for n in range(count):
-                a += read_one(f, part + n * apart + b * d) * read_one(f, part + n * apart + step - 2 * b)
-            put(to + b * d, a * over)
+                here = part + n * apart
+                a = fma(read(f, here + b * c), splat(read_one(f, here + step - 2 * b)), a)
+            a = times(a, splat(over))
+            if c + WIDE <= vdim:
+                put(to + b * c, a)
+            else:
+                put(part, a)
+                for d in range(c, vdim):
+                    put(to + b * d, read_one(f, part + b * (d - c)))
 
 
 @njit

@@ -121,6 +121,24 @@ def put(typing: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, value), code
 
 
+@extending.intrinsic(prefer_literal=True)
+def _put_quarter(typing: Any, address: Any, value: Any, which: Any) -> Any:
+    """Write four numbers of sixteen: those of this quarter."""
+    count = WIDE // 4
+    first, kind = count * which.literal_value, ir.VectorType(scalar(value.number), count)
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = ir.Constant(ir.VectorType(INT, count), list(range(first, first + count)))
+        found = builder.shuffle_vector(args[1], args[1], at)
+        builder.store(found, _pointer(builder, args[0], kind), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, value, which), code
+
+
+put_quarter: Any = _put_quarter
+
+
 @intrinsic
 def take(typing: Any, address: Any) -> Any:
     """The int64 at an address, to which one is added; no two threads are given the same."""
