@@ -829,7 +829,7 @@ bug(
 bug(
     "entmax-twice-differentiable-silently",
     "parts/entmax.py",
-    "    @once_differentiable\n",
+    '        check_once("do without, or use another normaliser")\n',
     "",
     ENTMAX + "test_a_second_derivative_is_refused",
 )
