@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -201,3 +204,20 @@ def test_products_under_torch_func_are_torchs():
         check_close(torch.vmap(lambda row: linear(row[None], w)[0])(x), x @ w.T, rtol=1e-5, atol=1e-5)
         slope = torch.func.jvp(lambda x: linear(x, w), (x,), (along,))[1]
     check_close(slope, along @ w.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", ["causal", "window(7) | first(2)"])
+def test_a_cache_goes_with_its_last_use(pattern):
+    """No cycle holds its tensors until Python looks for garbage."""
+    layer = hw.Attention(hw.design(model=16, heads=4, pattern=pattern))
+    cache = layer.cache(batch=1, capacity=40)
+    with torch.no_grad():
+        for _ in range(3):
+            layer(torch.randn(1, 1, 16), cache=cache)
+    held = weakref.ref(cache.entry["k"])
+    gc.disable()
+    try:
+        del cache
+        assert held() is None
+    finally:
+        gc.enable()

@@ -179,7 +179,7 @@ def test_scores_that_are_huge_stay_numbers():
 def test_layers_that_remember_alike_read_what_each_may():
     """One table for both, all of which only one of them reads."""
     specs = [hw.design(model=MODEL, heads=2, dim=3, pattern=text) for text in ("causal()", "causal() & dilated(40, 3)")]
-    assert [Reach(spec.pattern, lambda spec=spec: kept(spec.pattern)).all(30) for spec in specs] == [True, False]
+    assert [Reach(spec.pattern).all(30, lambda spec=spec: kept(spec.pattern)) for spec in specs] == [True, False]
     layers = [hw.Attention(spec).double() for spec in specs]
     pool = Pool(specs, pages=20, page=4, dtype=torch.float64)
     caches = pool.caches(pool.seat([pool.book.fresh(), pool.book.fresh()]))
@@ -349,10 +349,10 @@ def test_reach_is_asked_again_where_rows_are_longer():
         asked.append(1)
         return Causal()
 
-    reach = Reach(hw.Window(500), rule)
-    assert [reach.all(used) for used in (2, 7, 8, 2000)] == [True, True, True, False]
+    reach = Reach(hw.Window(500))
+    assert [reach.all(used, rule) for used in (2, 7, 8, 2000)] == [True, True, True, False]
     assert len(asked) == 2  # ahead of need, and not at every step
-    assert [reach.all(used) for used in (1, 10**6)] == [False, False]
+    assert [reach.all(used, rule) for used in (1, 10**6)] == [False, False]
 
 
 def test_what_a_cache_holds_is_what_its_pattern_still_reads():

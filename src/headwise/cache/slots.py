@@ -37,7 +37,7 @@ class Slots(Cache):
         self.entry: Entry = {n: kind.new_zeros(batch, slots, *kind.shape[2:]) for n, kind in kinds.items()}
         empty = torch.full((batch, slots), -1, dtype=torch.int64, device=device)
         self.tokens = Tokens(torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True)
-        self._reach = self._every = Reach(spec.pattern, self._rule, slots)
+        self._reach = self._every = Reach(spec.pattern, slots)
 
     @abstractmethod
     def _rule(self) -> Pattern:
@@ -55,7 +55,7 @@ class Slots(Cache):
     @property
     def _reads_all(self) -> bool:
         """Whether the pattern allows exactly what is held, found by counting pairs, ahead of need."""
-        return self._every.all(self.used)
+        return self._every.all(self.used, self._rule)
 
     @property
     def store(self) -> str | None:
