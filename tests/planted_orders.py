@@ -24,7 +24,7 @@ bug(
 bug(
     "orders-torch-func-is-not-seen",
     "kernels/orders.py",
-    "forward_ad._current_level >= 0 or _STACK() is not None",
+    "forward_ad._current_level >= 0 or peek_interpreter_stack() is not None",
     "forward_ad._current_level >= 0",
     FUSED + "what_is_transformed_is_plain[300-dcmha]",
 )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-# Neither is public, and nothing public says as much. A kernel that torch calls there gives no derivative, or none.
-_STACK = torch._C._functorch.peek_interpreter_stack
 PLAIN = "do without, or make the layer with backend='dense'"
 
 
@@ -20,7 +19,8 @@ def transformed() -> bool:
 
 
 def _followed() -> bool:
-    return forward_ad._current_level >= 0 or _STACK() is not None
+    # Neither is public, and nothing public says as much.
+    return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
 
 
 def check_once(remedy: str) -> None:
