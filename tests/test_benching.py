@@ -436,6 +436,7 @@ def test_kinds_are_listed(capsys, fakes):
         (("--threads", "two"), "invalid int value: 'two'"),
         (("--out", "FILE"), "is no folder; give one that is, or a new name"),
         (("--fast",), "unrecognized arguments: --fast"),
+        (("--list", "slow"), "--list says all there is; leave out 'slow'"),
     ],
 )
 def test_bad_input_is_one_line(capsys, fakes, tmp_path: Path, argv: tuple[str, ...], said: str | None):
@@ -444,6 +445,13 @@ def test_bad_input_is_one_line(capsys, fakes, tmp_path: Path, argv: tuple[str, .
     assert (code == 0) if said is None else (code, out) == (2, "")
     assert said is None or (said in err and len(err.splitlines()) == 1)
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_wrong_piece_of_a_name_costs_no_rows_that_were_measured(capsys, fakes):
+    code, out, _ = run(capsys, "slow", "other:sideways", "--json")
+    told = json.loads(out)["rows"]
+    assert (code, [row["name"] for row in told]) == (1, ["slow, forward", "slow, backward", "other"])
+    assert "no row of other has 'sideways' in its name; its rows are: other" in told[-1]["failed"]
 
 
 def test_an_interrupt_shows_what_is_done(capsys, fakes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

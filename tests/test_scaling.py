@@ -217,6 +217,15 @@ def test_bad_input_is_one_line(capsys, quick, argv: tuple[str, ...], said: str):
     assert said in err
 
 
+def test_kinds_of_layers_are_listed(capsys):
+    assert cli.main(["bench", "--scaling", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [kind for line, kind in zip(lines, growing.KINDS, strict=True) if line.startswith(f"{kind}  ")] == [
+        *growing.KINDS
+    ]
+    assert max(map(len, lines)) <= 80
+
+
 def test_the_pages_say_what_was_measured(monkeypatch: pytest.MonkeyPatch, quick, tmp_path: Path):
     monkeypatch.syspath_prepend(str(DOCS))
     monkeypatch.delitem(sys.modules, "bench_pages", raising=False)

@@ -64,14 +64,17 @@ def chosen(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _rows(how: Bench, wanted: dict[str, list[str]], quick: bool, tell: Tell) -> Iterator[Row]:
+    count = 0
     for kind, pieces in wanted.items():
         tell(kind)
         title = {"title": kinds()[kind].TITLE}
         try:
-            yield from (row | title for row in _of_kind(how, kind, pieces, quick, tell))
-        except SpecError:
-            raise
+            for row in _of_kind(how, kind, pieces, quick, tell):
+                yield row | title
+                count += 1
         except Exception as error:
+            if isinstance(error, SpecError) and not count:
+                raise  # a wrong name is refused, but not with minutes of work
             yield failed(kind, kind, error) | title
 
 
