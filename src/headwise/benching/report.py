@@ -80,7 +80,7 @@ def heading(machine: Mapping[str, Any]) -> Iterator[str]:
 def labels(machine: Mapping[str, Any]) -> list[str]:
     """What makes a run another than a usual one."""
     said = [*machine["labels"]]
-    said += ["quick: fewer samples of each"] if machine["quick"] else []
+    said += ["quick: fewer samples, and not every row"] if machine["quick"] else []
     return said + (["interrupted: not every row is here"] if machine["interrupted"] else [])
 
 
@@ -163,9 +163,10 @@ def shares(rows: list[Row]) -> Iterator[str]:
     """Where the time went: kinds of work, those that took longest first."""
     took: dict[str, float] = {}
     for row in rows:
-        took[row["kind"]] = took.get(row["kind"], 0.0) + sum(row["took"].values())
+        took[row["kind"]] = took.get(row["kind"], 0.0) + sum(row.get("took", {}).values())  # older files do not say
     told = [f"{kind} {lasting(took[kind])}" for kind in sorted(took, key=lambda kind: -took[kind])]
-    yield from wrapped(f"Time went to: {', '.join(told)}." if told else "")
+    if any(took.values()):
+        yield from wrapped(f"Time went to: {', '.join(told)}.")
 
 
 def lasting(seconds: float) -> str:
