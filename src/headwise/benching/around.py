@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -13,12 +13,11 @@ from ..errors import SpecError
 from ..files import Lock
 from .limits import Limits
 from .machine import checked, machine, on_threads
-from .rows import Bench
+from .rows import Bench, Row
 from .turns import Pace
 
 Tell = Callable[[str], None]
-Values = dict[str, Any]
-Found = Callable[[Bench], Iterable[Values]]  # one after the other, so that an interrupt keeps those before it
+Found = Callable[[Bench], Iterable[Row]]  # one after the other, so that an interrupt keeps those before it
 
 
 class Kept(Protocol):
@@ -42,7 +41,7 @@ class Around:
     out: Path | str | None = None
     tell: Tell = silent
 
-    def run(self, pace: Pace, quick: bool, found: Found, made: Callable[[Values, list[Values]], K]) -> K:
+    def run(self, pace: Pace, quick: bool, found: Found, made: Callable[[Row, list[Row]], K]) -> K:
         """Everything that is found, or what was until an interrupt, which is then said."""
         count = checked(self.threads)
         if self.out is not None:
@@ -51,7 +50,7 @@ class Around:
             how = Bench(pace, Limits.here())
             begun = how.clock()
             self.tell("measuring the machine")
-            told, each = machine(how.limits, count) | {"quick": quick, "interrupted": False}, list[Values]()
+            told, each = machine(how.limits, count) | {"quick": quick, "interrupted": False}, list[Row]()
             try:
                 for one in found(how):
                     each.append(one)
