@@ -33,6 +33,7 @@ import planted_learn  # noqa: F401 - as the first
 import planted_length  # noqa: F401 - as the first
 import planted_models  # noqa: F401 - as the first
 import planted_nets  # noqa: F401 - as the first
+import planted_orders  # noqa: F401 - as the first
 import planted_packing  # noqa: F401 - as the first
 import planted_paged  # noqa: F401 - as the first
 import planted_patches  # noqa: F401 - as the first

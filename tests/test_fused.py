@@ -235,12 +235,32 @@ def test_what_was_cast_is_cast_again():
     check_close(found["composed"], found["dense"], rtol=0, atol=0.05 * found["dense"].abs().max().item())
 
 
-def test_a_second_derivative_is_refused():
-    layer = hw.Attention(base(modifiers=(hw.TalkingHeads(),)), backend="composed")
-    x = torch.randn(1, 300, 10, requires_grad=True)
-    slope = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        slope.sum().backward()
+@pytest.mark.parametrize("preset", ["talking", "dcmha", "moh", "entmax"])
+def test_a_second_derivative_is_refused(preset):
+    """At once: a second pass that is asked for x alone would go around what has none, and be wrong."""
+    layer = hw.Attention(hw.design(preset=preset, model=16, heads=4))
+    x = torch.randn(1, 300, 16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, that it loops over rows
+@pytest.mark.parametrize("preset", ["talking", "dcmha", "moh", "entmax", "mha"])
+@pytest.mark.parametrize("count", [40, 300])
+def test_what_is_transformed_is_plain(preset, count):
+    """Under torch.func a layer gives what dense gives, of values and of slopes along a direction."""
+    pattern = {"pattern": "window(20)"} if preset == "mha" else {}
+    spec = hw.design(preset=preset, model=16, heads=4, **pattern)
+    layer, plain = hw.Attention(spec).double(), hw.Attention(spec, backend="dense").double()
+    plain.load_state_dict(layer.state_dict())
+    x, along = torch.randn(2, 3, count, 16, dtype=torch.float64)
+    with torch.no_grad():
+        each = torch.vmap(lambda row: layer(row[None])[0])(x)
+        assert torch.allclose(each, plain(x), rtol=1e-9, atol=1e-12)
+        if preset in ("talking", "dcmha"):  # of others torch, or their closed form, refuses it
+            assert torch.allclose(*(torch.func.jvp(f, (x,), (along,))[1] for f in (layer, plain)), rtol=1e-6)
+    slope, wanted = (torch.func.grad(lambda x, f=f: f(x).square().sum())(x) for f in (layer, plain))
+    assert torch.allclose(slope, wanted, rtol=1e-8, atol=1e-10)
 
 
 def test_what_a_block_keeps_is_gone_before_the_next():

@@ -179,7 +179,7 @@ def test_scores_that_are_huge_stay_numbers():
 def test_layers_that_remember_alike_read_what_each_may():
     """One table for both, all of which only one of them reads."""
     specs = [hw.design(model=MODEL, heads=2, dim=3, pattern=text) for text in ("causal()", "causal() & dilated(40, 3)")]
-    assert [Reach(spec.pattern, lambda spec=spec: kept(spec.pattern)).all(30) for spec in specs] == [True, False]
+    assert [Reach(spec.pattern).all(30, lambda spec=spec: kept(spec.pattern)) for spec in specs] == [True, False]
     layers = [hw.Attention(spec).double() for spec in specs]
     pool = Pool(specs, pages=20, page=4, dtype=torch.float64)
     caches = pool.caches(pool.seat([pool.book.fresh(), pool.book.fresh()]))
@@ -247,6 +247,7 @@ def test_what_is_looked_at_is_gathered_on_the_way():
     """Whoever looks at keys of a call has those of each row side by side, zero where a row has none."""
     layer, seen = built("sinks"), []
     pool = pooled(layer.spec, torch.float64, 4, 20, 0)
+    pool.numbers.fill_(torch.nan)  # the page that stands for none, too
     x = torch.randn(2, 31, MODEL, dtype=torch.float64)
     cache = begun(layer, pool, x, [30, 8])
     attend = backends.paged.attend
@@ -261,7 +262,11 @@ def test_what_is_looked_at_is_gathered_on_the_way():
         ours = step(layer, cache, x[:, 30:], "paged")
     layer._plans.clear()
     sight, inputs = backends.gathered(*seen[0])
-    assert inputs.k.isfinite().all()
+    unheld = ~sight.keys.live
+    assert unheld.any()
+    for held in (inputs.k, inputs.v):
+        assert held.isfinite().all()
+        assert (held[unheld] == 0).all()
     job = Job(layer.spec, layer.spec.core, dtype=torch.float64, one=True)
     o = backends.BACKENDS["dense"].attend(job, sight, inputs, layer._bound, None)
     cases.check_close(layer.merge(o), ours)
@@ -349,10 +354,10 @@ def test_reach_is_asked_again_where_rows_are_longer():
         asked.append(1)
         return Causal()
 
-    reach = Reach(hw.Window(500), rule)
-    assert [reach.all(used) for used in (2, 7, 8, 2000)] == [True, True, True, False]
+    reach = Reach(hw.Window(500))
+    assert [reach.all(used, rule) for used in (2, 7, 8, 2000)] == [True, True, True, False]
     assert len(asked) == 2  # ahead of need, and not at every step
-    assert [reach.all(used) for used in (1, 10**6)] == [False, False]
+    assert [reach.all(used, rule) for used in (1, 10**6)] == [False, False]
 
 
 def test_what_a_cache_holds_is_what_its_pattern_still_reads():

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .kernels.orders import transformed
 from .kernels.thin import KINDS, LANES, thin
 
 FEW = 4  # tokens at most, beyond which torch's product is as fast
@@ -58,5 +59,7 @@ def is_thin(x: Tensor, weights: Sequence[Tensor]) -> bool:
         and type(x) is Tensor
         and width % LANES == 0
         and all(type(w) in PLAIN and w.dtype == x.dtype and w.is_contiguous() for w in weights)
+        and all(w.is_cpu and w.shape[1] == width for w in weights)
         and not torch.is_autocast_enabled("cpu")
+        and not transformed()
     )

@@ -317,9 +317,8 @@ def test_what_training_does_to_a_layer():
 
 def test_a_second_derivative_is_refused():
     s = numbers(3, 5).requires_grad_()
-    slope = torch.autograd.grad(weights(s, 1.5).square().sum(), s, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
-        slope.sum().backward()
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(weights(s, 1.5).square().sum(), s, create_graph=True)
 
 
 @pytest.mark.compile

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..kernels.orders import PLAIN, check_once, transformed
 from .blocks import Block, portion
 from .job import Inputs
 
@@ -27,7 +27,7 @@ class Plan(NamedTuple):
 def attend(plan: Plan, inputs: Inputs, learned: Sequence[Tensor]) -> Tensor:
     """o_BTHV of all blocks; gradients reach what they were handed, and the parameters that they read."""
     wanted = [*_listed(inputs), *learned]
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted):
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted) or transformed():
         return torch.cat([plan.run(block, portion(inputs, block)) for block in plan.blocks], 1)
     empty = _with(inputs._replace(gates=()), [inputs.q.detach()[:0]] * (len(wanted) - len(learned)))
     made: Any = _Again.apply(plan, empty, *wanted)
@@ -68,8 +68,8 @@ class _Again(torch.autograd.Function):
         return torch.cat(made, 1)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        check_once(PLAIN)
         count = len(_listed(ctx.empty))
         given, learned = list(ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
         sums = _Sums(given, learned, ctx.needs_input_grad[2:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.orders import transformed
 from ..parts.sink_softmax import SinkSoftmax
 from ..pattern import Causal, Full
 from ..probe import Probe
@@ -53,7 +54,7 @@ def formed(job: Job, work: Work) -> int:
 
 def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
     """Per-head outputs o_BTHV."""
-    if not _folds(job):
+    if not _folds(job) or transformed():
         return _one_by_one(job, sight, inputs, bound)
     asks, told = sight.queries, sight.keys
     if _few(asks.count, told.count) or sight.shape != "any":

@@ -29,11 +29,12 @@ _PLANS: dict[tuple[str, Axis, tuple[Axis, ...]], list[Piece]] = {}
 def planned(pattern: str, asks: Axis, told: tuple[Axis, ...]) -> list[Piece]:
     """The pieces of one call, kept for the next of its kind."""
     key = pattern, asks, told
-    if key not in _PLANS:
+    found = _PLANS.get(key)  # once: another thread may forget all plans at any time
+    if found is None:
         if len(_PLANS) >= PLANS:
             _PLANS.clear()
-        _PLANS[key] = pieces(parse(pattern), asks, told)
-    return _PLANS[key]
+        found = _PLANS[key] = pieces(parse(pattern), asks, told)
+    return found
 
 
 class How(NamedTuple):

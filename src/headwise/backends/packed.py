@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..kernels.orders import transformed
 from ..probe import Probe
 from ..tokens import Sight, Tokens
 from . import banded, dense, sdpa
@@ -90,7 +91,11 @@ class Plan(NamedTuple):
 def apart(at: Tokens, told: Tokens | None, rows: int) -> bool:
     """Whether the texts of such a call are known apart: of queries, and of the keys they read, in each of the rows."""
     known = [tokens.lengths for tokens in (at, told) if tokens is not None]
-    return told is not None and all(one is not None and len(one) == rows and sum(map(sum, one)) for one in known)
+    return (
+        told is not None
+        and not transformed()
+        and all(one is not None and len(one) == rows and sum(map(sum, one)) for one in known)
+    )
 
 
 class Runner(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..parts.sink_softmax import SinkSoftmax
@@ -42,7 +43,11 @@ def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | 
 
 
 def gathered(sight: Sight, inputs: Inputs) -> tuple[Sight, Inputs]:
-    """The same call with the keys of each row side by side, for whoever looks at them."""
+    """The same call with the keys of each row side by side and in numbers, for whoever looks at them."""
+    if inputs.k.dtype == torch.int8:
+        told = ((held, inputs.entry[f"{side}.scale"]) for side, held in (("k", inputs.k), ("v", inputs.v)))
+        k, v = ((held * scale[..., None]).to(inputs.q.dtype) for held, scale in told)
+        inputs = inputs._replace(k=k, v=v)
     keys = sight.keys
     if keys.spans is None:
         return sight, inputs

@@ -32,7 +32,9 @@ def refuses(job: Job) -> list[str]:
     """Why this job cannot run here."""
     cap = capped(job.spec)
     core = sdpa.refuses_core(replace(job, wants=job.wants - {"lse"}))
-    reasons = [reason for reason in core if cap is None or reason != f"{type(cap).__name__} is not additive"]
+    reasons = list(core)
+    if cap is not None:  # it is the first to act; another behind it is none of the kernel's
+        reasons.remove(f"{type(cap).__name__} is not additive")
     if not job.one:
         reasons.append("there is more than one query per row")
     if not job.groups:
@@ -63,8 +65,9 @@ def spent(job: Job, work: Work) -> int:
 
 
 def reads_stored(job: Job) -> bool:
-    """Whether it reads keys and values in 8 bits, which they are where a project hands on what it remembered."""
-    return job.store == "int8" and isinstance(job.spec.project, Direct) and job.dtype != torch.float64
+    """Whether it reads keys and values in 8 bits: where a project hands on what it remembered, and nobody looks."""
+    seen = job.wants & {"k", "v"}
+    return job.store == "int8" and isinstance(job.spec.project, Direct) and job.dtype != torch.float64 and not seen
 
 
 def small(job: Job, batch: int, keys: int) -> bool:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..kernels.orders import PLAIN, check_once, transformed
 from ..parts.softmax import Softmax
 from ..pattern import Causal, Full
 from ..probe import Probe
@@ -96,7 +96,7 @@ def _read(rate: Fraction, work: Work, causal: bool) -> Fraction:
 def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
     """Per-head outputs o_BTHV, zero for heads that are shut."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    if q.shape[1] < LEAST or not k.shape[1] or not q.shape[0]:
+    if q.shape[1] < LEAST or not k.shape[1] or not q.shape[0] or transformed():
         return sdpa.attend(job, sight, inputs, bound, probe)
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
@@ -134,8 +134,8 @@ class _Core(torch.autograd.Function):
         return line[:-1].view(batch, queries, heads, -1)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        check_once(PLAIN)
         q, k, v, *kept = ctx.saved_tensors
         dq = q.new_zeros(q.shape[:3].numel() + 1, q.shape[-1])
         dk, dv = (t.new_zeros(t.transpose(1, 2).shape) for t in (k, v))

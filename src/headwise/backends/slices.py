@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.orders import transformed
+
 Ranges = tuple[range, ...]
 
 
 def slices(x: Tensor, every: Sequence[Ranges]) -> Sequence[Tensor]:
     """For each of these, its neighbours of dimension 1 side by side: a view where they are one range."""
-    if torch.is_grad_enabled() and x.requires_grad:
+    if torch.is_grad_enabled() and x.requires_grad and not transformed():
         return _Slices.apply(x, [[(some.start, some.stop) for some in ranges] for ranges in every])
     return [_taken(x, [(some.start, some.stop) for some in ranges]) for ranges in every]
 

@@ -50,7 +50,7 @@ class Pool:
         # One page more, never handed out: what a row does not have is read there, and is finite.
         self.numbers = torch.zeros(pages + 1, self.paging.numbers, dtype=dtype, device=device)
         self.views = [{name: self._view(place) for name, place in places.items()} for places in self.paging.layers]
-        self.reaches = [Reach(spec.pattern, partial(kept, spec.pattern)) for spec in specs]
+        self.reaches = [Reach(spec.pattern) for spec in specs]
         self._buffer = self.numbers.new_zeros(0)
 
     @property
@@ -129,7 +129,8 @@ class PagedCache(Cache):
             raise ValueError(f"{at.count} tokens of a row read pages gathered; append them")
         held = self._take_in(entry, at)
         assert held is not None, "of one token there is a past: itself"
-        whole = self._pool.reaches[self._layer].all(max(held.ends, default=0))
+        rule = partial(kept, self.spec.pattern)
+        whole = self._pool.reaches[self._layer].all(max(held.ends, default=0), rule)
         return self._pool.place(self._layer), held.placed(whole)
 
     def _take_in(self, entry: Entry, at: Tokens) -> Held | None:

@@ -11,21 +11,22 @@ class Reach:
     """Whether a pattern allows exactly what is held by a rule, found by counting pairs, ahead of need.
 
     >>> from headwise.pattern import Dilated
-    >>> [Reach(pattern, Causal).all(1000) for pattern in (Causal(), Dilated(keys=5, rate=2))]
+    >>> [Reach(pattern).all(1000, Causal) for pattern in (Causal(), Dilated(keys=5, rate=2))]
     [True, False]
     """
 
-    def __init__(self, pattern: Pattern, rule: Callable[[], Pattern], least: int = 0) -> None:
-        self._pattern, self._rule, self._least = pattern, rule, least
+    def __init__(self, pattern: Pattern, least: int = 0) -> None:
+        self._pattern, self._least = pattern, least
         self.known, self._all = 0, False  # up to how many tokens it has been counted
 
-    def all(self, used: int) -> bool:
-        """Of each of so many tokens."""
+    def all(self, used: int, rule: Callable[[], Pattern]) -> bool:
+        """Of each of so many tokens; always the same rule, which is not kept: it may be a method of whoever keeps this,
+        and then the two would outlive their last use."""
         if used > self.known:
             first, self.known = not self.known, 64 * max(used, self._least)
             span = range(self.known)
             if self._all or first:  # once unequal they stay so
-                self._all = (self._pattern & Causal()).pairs(span, span) == self._rule().pairs(span, span)
+                self._all = (self._pattern & Causal()).pairs(span, span) == rule().pairs(span, span)
         return self._all
 
 

@@ -35,7 +35,7 @@ def rounded(entry: Entry, names: Collection[str]) -> Entry:
     for name in names:
         exact = entry[name].to(torch.promote_types(entry[name].dtype, torch.float32))
         scale = exact.abs().amax(-1) / LARGEST if exact.shape[-1] else exact.sum(-1)
-        # Vectors of zeros, and those with infinities or NaN, are what they were: times their scale.
+        # A vector of zeros stays one; one with an infinity or NaN is NaN throughout: times its scale.
         told[name] = (exact / scale[..., None]).nan_to_num(0.0).round().clamp(-LARGEST, LARGEST).to(torch.int8)
         told[name + SCALE] = scale.to(torch.float32)
     return told

@@ -27,6 +27,7 @@ OPTIONS: dict[str, tuple[type, str]] = {
     "lr": (float, "the highest rate of learning"),
     "precision": (str, "auto, fp32 or bf16; auto measures which is faster"),
     "compile": (str, "auto, on or off; auto tries where it can pay"),
+    "rows": (str, "auto, padded or packed one text behind the other; auto measures which is faster"),
     "seed": (int, "of the fresh weights and of what is dropped"),
     "device": (str, "auto, cpu, cuda or cuda:1, say"),
     "spread": (str, "what ranks divide, as in data=2 or data=2,shards=2; auto divides the data"),

@@ -39,8 +39,8 @@ class Kernels:
 
     def address(self, name: Any) -> int:
         """Where this one lies once compiled."""
-        if name not in self.made:
-            self.made[name] = _compiled(self.functions[name])
+        if name not in self.made:  # of two threads that make it the first is kept: its address may be in use
+            self.made.setdefault(name, _compiled(self.functions[name]))
         return self.made[name].address
 
     def launch(self, name: Any, units: int, *told: Tensor | int) -> None:

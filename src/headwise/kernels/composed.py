@@ -8,18 +8,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from .compiled import threads
 from .composing import TILE, desk
 from .decomposing import KERNELS, NUMBERS
 from .lanes import WIDE
+from .orders import PLAIN, check_once, transformed
 
 
 def takes(a_BHTS: Tensor) -> bool:
     """Whether there is a kernel for these: float32 or float64 on the CPU."""
-    return a_BHTS.device.type == "cpu" and a_BHTS.dtype in NUMBERS
+    return a_BHTS.device.type == "cpu" and a_BHTS.dtype in NUMBERS and not transformed()
 
 
 @torch.library.custom_op("headwise::composed", mutates_args=())
@@ -89,8 +89,8 @@ def _kept(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(a, own, *factors)
 
 
-@once_differentiable
 def _back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    check_once(PLAIN)
     a, own, *factors = ctx.saved_tensors
     d_a, *d_factors = composed_backward(grad, a, own, ctx.each, factors)
     return d_a, None, None, d_factors

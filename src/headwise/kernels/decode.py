@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import team
+from .orders import transformed
 
 
 class Beside(NamedTuple):
@@ -28,6 +29,7 @@ class Beside(NamedTuple):
 
 
 PLAIN, NOTHING = Beside(), torch.empty(0)
+KEPT = (torch.float32, torch.float64, torch.bfloat16, torch.int8)
 
 
 def decode(
@@ -54,9 +56,26 @@ def decode(
     >>> o.shape, lse.shape
     (torch.Size([2, 6, 16]), torch.Size([2, 6]))
     """
+    if reason := _wrong(q_BHK, k_PGSK, v_PGSV, spans_BN3, beside):
+        raise ValueError(reason)
+    if transformed():
+        return plainly(q_BHK, k_PGSK, v_PGSV, spans_BN3, scale=scale, beside=beside)
     exact = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
     o, lse = _decode(q_BHK.to(exact) * scale, k_PGSK, v_PGSV, spans_BN3, _told(beside), beside.cap)
     return o.to(q_BHK.dtype), lse
+
+
+def _wrong(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, beside: Beside) -> str:
+    """Why the kernel, which reads memory by its address, would read something else."""
+    (rows, heads, dim), pages = q.shape, k.shape
+    if heads % pages[1] or dim != pages[3] or pages[:3] != v.shape[:3]:
+        shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
+        return f"q, k, v are {shapes}; give [B, H, K], [P, G, S, K], [P, G, S, V] with H a multiple of G"
+    if k.dtype not in KEPT or k.dtype != v.dtype or (k.dtype == torch.int8) == (beside.k_scale is None):
+        return f"keys are {k.dtype}, values {v.dtype}; give both in one of {KEPT}, int8 with scales"
+    if spans.dtype != torch.int64 or spans.shape[::2] != (rows, 3):
+        return f"spans are {spans.dtype} {list(spans.shape)}; give int64 [{rows}, N, 3]"
+    return ""
 
 
 def _told(beside: Beside) -> list[Tensor]:
@@ -153,13 +172,15 @@ def _plainly(
     bias, sink, k_scale, v_scale = more
     slot = torch.arange(k.shape[2], device=k.device)
     allowed = ((slot >= spans[..., 1:2]) & (slot < spans[..., 2:3])).flatten(1)[:, None]
-    keys, values = (_laid(t, scale, spans[..., 0], q.dtype) for t, scale in ((k, k_scale), (v, v_scale)))
+    # What nobody reads may be anything, and would be NaN in gradients: times nothing.
+    told = (_laid(t, scale, spans[..., 0], q.dtype) for t, scale in ((k, k_scale), (v, v_scale)))
+    keys, values = (t.masked_fill(~allowed[..., None], 0.0) for t in told)
     each = q.shape[1] // k.shape[1]
     s_BHS = (q.unflatten(1, (-1, each)) @ keys.transpose(-1, -2)).flatten(1, 2)
     if cap:
         s_BHS = torch.tanh(s_BHS / cap) * cap
     if bias.numel():
-        s_BHS = s_BHS + bias.to(q.dtype)
+        s_BHS, allowed = s_BHS + bias.to(q.dtype), allowed & (bias != -torch.inf)
     s_BHS = s_BHS.masked_fill(~allowed, -torch.inf)
     ends = s_BHS if not sink.numel() else torch.cat([s_BHS, sink.to(q.dtype)[:, None].expand(len(q), -1, 1)], -1)
     whole = ends.logsumexp(-1)
@@ -181,12 +202,15 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _back(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[Any, ...]:
     """The gradient of the plain form, formed anew."""
     q, k, v, spans, *more = ctx.saved_tensors
-    needed = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4]]
-    given = [t.detach().requires_grad_(need) for t, need in zip([q, k, v, *more], needed, strict=True)]
+    needed, again = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4]], torch.is_grad_enabled()
+    given = [
+        t if again and need else t.detach().requires_grad_(need)
+        for t, need in zip([q, k, v, *more], needed, strict=True)
+    ]
     with torch.enable_grad():
         found = _plainly(given[0], given[1], given[2], spans, given[3:], ctx.cap)
     wanted = [t for t in given if t.requires_grad]
-    grads = iter(torch.autograd.grad(found, wanted, [o_grad, lse_grad], allow_unused=True))
+    grads = iter(torch.autograd.grad(found, wanted, [o_grad, lse_grad], allow_unused=True, create_graph=again))
     each = [next(grads) if t.requires_grad else None for t in given]
     return *each[:3], None, each[3:], None
 

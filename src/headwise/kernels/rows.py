@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .compiled import threads
 from .lanes import WIDE
 from .normalising import KERNELS, NUMBERS, ROWS
+from .orders import PLAIN, check_once, transformed
 
 ALPHAS = (1.5, 2.0)  # whose powers are products and roots
 
 
 def takes(s_BHTS: Tensor) -> bool:
     """Whether there are kernels for these: float32 or float64 on the CPU."""
-    return s_BHTS.device.type == "cpu" and s_BHTS.dtype in NUMBERS
+    return s_BHTS.device.type == "cpu" and s_BHTS.dtype in NUMBERS and not transformed()
 
 
 @torch.library.custom_op("headwise::softmax", mutates_args=())
@@ -84,8 +84,8 @@ def _keep_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(output)
 
 
-@once_differentiable
 def _back_softmax(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    check_once(PLAIN)
     return softmax_backward(grad, ctx.saved_tensors[0]), None
 
 
@@ -94,8 +94,8 @@ def _keep_entmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(output)
 
 
-@once_differentiable
 def _back_entmax(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    check_once(PLAIN)
     return entmax_backward(grad, ctx.saved_tensors[0], ctx.alpha), None, None, None
 
 

@@ -84,11 +84,11 @@ class Layer(nn.Module):
         names = (name for name in self.sublayers if name != "feed" and name not in self.still)
         return {name: cast(Attention, self._modules[name]) for name in names}
 
-    def cache(self, *, batch: int, capacity: int) -> dict[str, Cache]:
+    def cache(self, *, batch: int, capacity: int, store: str | None = None) -> dict[str, Cache]:
         """A fresh cache for each sublayer that reads the past: the sum, where that is a mean."""
         keeps = {"cross": self.average} if self._merged else {"attention": self._modules.get("attention")}
         return {
-            name: attention.cache(batch=batch, capacity=capacity)
+            name: attention.cache(batch=batch, capacity=capacity, store=store)
             for name, attention in keeps.items()
             if isinstance(attention, Attention)
         }

@@ -164,9 +164,10 @@ class Transformer(nn.Module):
         states, told = self._encoded(first, source, tokens)
         return Memory(states, told, tuple(layer.remember(states, told) for layer in last.blocks))
 
-    def cache(self, *, batch: int, capacity: int) -> Caches:
-        """Fresh caches for the last stack, in the model's dtype and on its device."""
-        layers = [layer.cache(batch=batch, capacity=capacity) for layer in self._ends()[1].blocks]
+    def cache(self, *, batch: int, capacity: int, store: str | None = None) -> Caches:
+        """Fresh caches for the last stack, in the model's dtype and on its device; store="int8" keeps keys and values
+        in 8 bits each."""
+        layers = [layer.cache(batch=batch, capacity=capacity, store=store) for layer in self._ends()[1].blocks]
         if not any(layers):
             raise SpecError(f"{self.described.name} has no attention that reads its past; call it without cache=")
         return Caches(layers)

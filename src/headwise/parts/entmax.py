@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..kernels import rows
+from ..kernels.orders import check_once
 from ..layout import Layout
 from ..registry import part
 from ..seams import Normaliser
@@ -139,6 +139,8 @@ def _by_halving(s_S: Tensor, alpha: Tensor | float) -> Tensor:
 class _Entmax(torch.autograd.Function):
     """The weights and their gradients, both in closed form; only the weights are kept for the second."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(s_BHTS: Tensor, allowed: Tensor, alpha: Tensor | float) -> Tensor:
         s_BHTS = s_BHTS.masked_fill(~allowed, -torch.inf)
@@ -159,8 +161,8 @@ class _Entmax(torch.autograd.Function):
         ctx.save_for_backward(output, *learned)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        check_once("do without, or use another normaliser")
         w_BHTS, *learned = ctx.saved_tensors
         alpha = learned[0] if learned else ctx.alpha
         slope = _raised(w_BHTS, 2 - alpha)
