@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from .arrays import threads
+from .compiled import threads
 from .reading import desk, wide
 from .rereading import KERNELS, NUMBERS
 from .tiles import SLACK
