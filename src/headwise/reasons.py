@@ -39,6 +39,7 @@ class Call:
     job: Job
     form: str
     refusals: dict[str, list[str]]
+    stages: list[tuple[int, str]]  # from how many keys on which backend runs it
 
     @property
     def runs(self) -> str | None:
@@ -57,7 +58,8 @@ class Call:
             "state": job.stated,
             "paged": job.paged,
         }
-        told |= {"want": sorted(job.wants), "form": self.form, "runs": self.runs}
+        told |= {"want": sorted(job.wants), "form": self.form, "keys": job.keys, "runs": self.runs}
+        told |= {"from": [{"keys": least, "runs": name} for least, name in self.stages]}
         return told | {"backends": [{"name": name, "refuses": said} for name, said in self.refusals.items()]}
 
 
@@ -97,6 +99,7 @@ class Reasons:
         states |= {"of past tokens in pages": job.paged}
         said += [state for state, holds in states.items() if holds]
         said += [f"showing {', '.join(sorted(job.wants))}"] if job.wants else []
+        said += [f"of {job.keys:,} keys"] if job.keys is not None else []
         name = max(map(len, self.refusals))
         lines = [*textwrap.wrap(", ".join(said), WIDTH), ""]
         for backend, reasons in self.refusals.items():
@@ -113,12 +116,14 @@ def why(
     dtype: str = "float32",
     tokens: str = "many",
     when: Iterable[str] = (),
+    keys: int | None = None,
 ) -> Reasons:
     """Which backend would run this spec, and why each other one refuses; nothing is run, no device is needed.
 
     `want` names what a probe asks to see, `tokens` is "many" or "one" query per row, `when` any of "grad",
     "training", "mask" (a mask of the caller's own) and "paged" (past tokens lie in pages, as an engine keeps them). One
-    query per row means decoding from a cache.
+    query per row means decoding from a cache. Told how many `keys` a row has, a backend also says where it was measured
+    to be slower than the next (docs/backends.md): a preference, which a layer that asks for it by name does not follow.
 
     >>> import headwise as hw
     >>> reasons = why(hw.design(model=512, heads=8, pattern="causal"), want=["weights"])
@@ -130,6 +135,8 @@ def why(
     _known("when", when, STATES)
     _known("dtype", [dtype], DTYPES)
     _known("tokens", [tokens], CALLS)
+    if keys is not None and (type(keys) is not int or keys < 0):
+        raise ValueError(f"keys={keys!r} is no number of keys; give a whole number from 0")
     job = Job(
         spec,
         spec.core,
@@ -140,6 +147,7 @@ def why(
         masked="mask" in when,
         training="training" in when,
         wants=frozenset(want),
+        keys=keys,
     )
     return Reasons(spec, _call(job, tokens), _call(job, "one" if tokens == "many" else "many"))
 
@@ -148,7 +156,8 @@ def _call(job: Job, tokens: str) -> Call:
     spec, one = job.spec, tokens == "one"
     project = spec.form(one)
     job = replace(job, core=spec.core_of(project), one=one, stated=one and spec.stateful)
-    return Call(tokens, job, "" if project == spec.project else repr(project), backends.why(job))
+    job = replace(job, keys=None) if one else job  # a single query is not chosen by them
+    return Call(tokens, job, "" if project == spec.project else repr(project), backends.why(job), backends.stages(job))
 
 
 def _each(words: Iterable[str]) -> tuple[str, ...]:
@@ -175,6 +184,9 @@ def _row(backend: str, wide: int, said: str) -> list[str]:
 
 def _ends(call: Call) -> list[str]:
     wide = max(map(len, CALLS.values()))
-    ran = (call.runs or "nothing can run it") + (f", as {call.form}" if call.form and call.runs else "")
+    ran = call.runs or "nothing can run it"
+    if call.job.keys is None and len(call.stages) > 1:
+        ran = "; ".join(f"{name} from {least:,} keys on" if least else name for least, name in call.stages)
+    ran += f", as {call.form}" if call.form and call.runs else ""
     start = f"{CALLS[call.tokens].ljust(wide)}  "
     return textwrap.wrap(ran, WIDTH, initial_indent=start, subsequent_indent=" " * len(start))

@@ -93,6 +93,11 @@ def apart(at: Tokens, told: Tokens | None, rows: int) -> bool:
     return told is not None and all(one is not None and len(one) == rows and sum(map(sum, one)) for one in known)
 
 
+def longest(tokens: Tokens) -> int:
+    """The tokens of the longest text."""
+    return max((length for row in tokens.lengths or () for length in row), default=0)
+
+
 class Runner(NamedTuple):
     """What runs a call whose texts are apart: a backend's function, or plain operations for texts that are short.
 

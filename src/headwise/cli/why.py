@@ -23,6 +23,7 @@ def main(argv: list[str]) -> int:
         "--when", action="append", default=[], metavar="STATE",
         help="grad, training, mask (a mask of the caller's own), or paged (as an engine remembers); may be repeated",
     )  # fmt: skip
+    parser.add_argument("--keys", type=int, metavar="COUNT", help="how many keys a row has, where who is preferred goes by that")
     take_form(parser)
     given = parser.parse_args(argv)
     spec = spec_of(given)
@@ -35,6 +36,7 @@ def main(argv: list[str]) -> int:
         dtype=given.dtype,
         tokens=given.tokens,
         when=_words(given.when),
+        keys=given.keys,
     )
     show(document(said.data) if given.json else str(said))
     return 0
