@@ -37,7 +37,7 @@ def test_what_it_says_is_what_runs(name: str, chosen: list[ModuleType]):
     with torch.no_grad():
         layer(x, source=z)
     keys = (x if z is None else z).shape[1]
-    assert [backends.BACKENDS[str(why(spec, keys=keys).runs)]] == chosen
+    assert [backends.BACKENDS[str(why(spec, tokens=keys).runs)]] == chosen
 
 
 @pytest.mark.parametrize("name", cases.EXAMPLES)

@@ -161,10 +161,9 @@ class Attention(Peered, nn.Module):
             q_BTHK, k_BSGK, v_BSGV = probe("q", q_BTHK), probe("k", k_BSGK), probe("v", v_BSGV)
         asked = Asked(x, q_BTHK, plan.scale, at)
         sight = Sight(at, told, self.spec.pattern, mask)
-        lifted = self._lift(q_BTHK, "q"), self._lift(k_BSGK, "k")
         with self.peers.apart(self.training):
             gates = self._opened(asked, probe)
-            job_inputs = Inputs(*lifted, v_BSGV, asked, entry, state, gates)
+            job_inputs = Inputs(self._lift(q_BTHK, "q"), self._lift(k_BSGK, "k"), v_BSGV, asked, entry, state, gates)
             o_BTHV = plan.attend(plan.job, sight, job_inputs, self._bound, probe)
         if isinstance(cache, StateCache):
             cache.fold(self._folded(plan.job, job_inputs, told))

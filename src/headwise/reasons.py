@@ -114,16 +114,15 @@ def why(
     want: Iterable[str] = (),
     device: str = "cpu",
     dtype: str = "float32",
-    tokens: str = "many",
+    tokens: str | int = "many",
     when: Iterable[str] = (),
-    keys: int | None = None,
 ) -> Reasons:
     """Which backend would run this spec, and why each other one refuses; nothing is run, no device is needed.
 
-    `want` names what a probe asks to see, `tokens` is "many" or "one" query per row, `when` any of "grad",
-    "training", "mask" (a mask of the caller's own) and "paged" (past tokens lie in pages, as an engine keeps them). One
-    query per row means decoding from a cache. Told how many `keys` a row has, a backend also says where it was measured
-    to be slower than the next (docs/backends.md): a preference, which a layer that asks for it by name does not follow.
+    `want` names what a probe asks to see, `tokens` is "many" or "one" query per row, or how many: then a backend also
+    says where it was measured to be slower than another, and a layer that asks for it by name runs it all the same.
+    `when` is any of "grad", "training", "mask" (a mask of the caller's own) and "paged" (past tokens lie in pages, as
+    an engine keeps them). One query per row means decoding from a cache.
 
     >>> import headwise as hw
     >>> reasons = why(hw.design(model=512, heads=8, pattern="causal"), want=["weights"])
@@ -134,9 +133,7 @@ def why(
     _known("want", want, PLACES)
     _known("when", when, STATES)
     _known("dtype", [dtype], DTYPES)
-    _known("tokens", [tokens], CALLS)
-    if keys is not None and (type(keys) is not int or keys < 0):
-        raise ValueError(f"keys={keys!r} is no number of keys; give a whole number from 0")
+    tokens, keys = _counted(tokens)
     job = Job(
         spec,
         spec.core,
@@ -168,6 +165,15 @@ def _known(name: str, words: Sequence[str], known: Iterable[str]) -> None:
     for word in words:
         if word not in known:
             raise ValueError(f"{name}={word!r} is unknown; {nearest(str(word), known)}")
+
+
+def _counted(tokens: str | int) -> tuple[str, int | None]:
+    """The kind of call, and how many tokens a row has where that is said."""
+    if str(tokens).isascii() and str(tokens).isdigit() and int(tokens) > 0:
+        return ("one", None) if int(tokens) == 1 else ("many", int(tokens))
+    if tokens not in CALLS:
+        raise ValueError(f"tokens={tokens!r} is unknown; use one of many, one, or a number of tokens")
+    return str(tokens), None
 
 
 def _device(name: str) -> str:

@@ -18,12 +18,11 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (cpu unless given)")
     parser.add_argument("--dtype", default="float32", help="float32, bf16, fp16 or float64")
-    parser.add_argument("--tokens", default="many", help="many queries per row, or one (decoding from a cache)")
+    parser.add_argument("--tokens", default="many", help="many queries per row, how many, or one (decoding from a cache)")
     parser.add_argument(
         "--when", action="append", default=[], metavar="STATE",
         help="grad, training, mask (a mask of the caller's own), or paged (as an engine remembers); may be repeated",
     )  # fmt: skip
-    parser.add_argument("--keys", type=int, metavar="COUNT", help="how many keys a row has, where who is preferred goes by that")
     take_form(parser)
     given = parser.parse_args(argv)
     spec = spec_of(given)
@@ -36,7 +35,6 @@ def main(argv: list[str]) -> int:
         dtype=given.dtype,
         tokens=given.tokens,
         when=_words(given.when),
-        keys=given.keys,
     )
     show(document(said.data) if given.json else str(said))
     return 0

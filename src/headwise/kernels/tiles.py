@@ -83,21 +83,26 @@ def narrow_rows(f, to, a, b, depth, more):
 
 
 @njit
+def all_columns(f, to, a, b, shape, more):
+    """Four rows of any width."""
+    (to, step), (b, ahead), (wide, depth), size = to, b, shape, memory.size(f)
+    full = wide // ROWS * ROWS
+    for c in range(0, full * size, ROWS * size):
+        four_rows(f, (to + c, step), a, (b + c, ahead), depth, more)
+    for c in range(full * size, wide * size, WIDE * size):
+        narrow_rows(f, (to + c, step), a, (b + c, ahead), depth, more)
+
+
+@njit
 def multiply(f, to, a, b, shape, more):
     """Rows of a, that lie so far apart and whose steps do, times the rows of b: written, or added to what there is.
 
     `to` and `b` are an address and the bytes to the next row, a an address, the bytes to the next row and those to the
     next step; `shape` is rows, columns in whole vectors, and steps. Up to three rows too many are written.
     """
-    (to, step), (a, apart, on), (b, ahead), (rows, wide, depth) = to, a, b, shape
+    (to, step), (a, apart, on), (rows, wide, depth) = to, a, shape
     for m in range(0, rows, 4):
         left = rows - m - 1  # beyond the last row the last is read once more
         first = a + apart * m
         of = (first, first + apart * min(1, left), first + apart * min(2, left), first + apart * min(3, left), on)
-        for c in range(0, wide, ROWS):
-            here, there = to + step * m + memory.size(f) * c, b + memory.size(f) * c
-            if c + ROWS <= wide:
-                four_rows(f, (here, step), of, (there, ahead), depth, more)
-            else:
-                for n in range(0, (wide - c) * memory.size(f), WIDE * memory.size(f)):
-                    narrow_rows(f, (here + n, step), of, (there + n, ahead), depth, more)
+        all_columns(f, (to + step * m, step), of, b, (wide, depth), more)
