@@ -1,4 +1,4 @@
-"""The kernel that reads for queries from anywhere: against the definition in float64, whatever the sizes and threads."""
+"""The kernel that reads for queries from anywhere: against the definition in float64, at any size."""
 
 from __future__ import annotations
 
@@ -139,4 +139,6 @@ def test_it_is_an_operation_of_torch():
     some = Some((1, 20, 20), (2, 2, 4, 4))
     told = Lines.of(some.opened, 2, some.ends, 20)
     given = (some.q, some.k, some.v, told.told, SCALE, told.formed)
-    torch.library.opcheck(read_lines, given, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+    torch.library.opcheck(
+        read_lines, given, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    )

@@ -143,6 +143,16 @@ def test_padding_and_packed_documents(pattern, pad, way):
     call.check_reading(some_open(2, 400, UNEVEN))
 
 
+def test_documents_that_are_torn_apart(way):
+    """Keys that a token may not read lie between those that it may."""
+    for pattern in PATTERNS:
+        call = Call(pattern, (2, 200, 200))
+        call.asks = call.told = Tokens(
+            torch.arange(200)[None].expand(2, 200), (torch.arange(200) // 7 % 2).expand(2, 200)
+        )
+        call.check_reading(some_open(2, 200, EVEN))
+
+
 def test_scores_as_large_as_they_come(way):
     for pattern in PATTERNS:
         call = Call(pattern, (2, 300, 300), dtype=torch.float32)

@@ -142,6 +142,12 @@ def test_who_is_asked_for_by_name_runs_at_any_length(name, chosen):
     assert chosen == [backends.BACKENDS[name]]
 
 
+@pytest.mark.parametrize("name", LONG)
+def test_who_is_told_a_length_and_asked_for_by_name_runs(name):
+    spec = hw.design(model=12, heads=3, **LONG[name])
+    assert backends.choose(backends.Job(spec, spec.core, keys=5), name) is backends.BACKENDS[name]
+
+
 def test_what_lies_in_a_cache_and_in_a_source_counts(chosen):
     spec, least = hw.design(model=12, heads=3, **LONG["banded"]), backends.banded.LEAST
     layer = hw.Attention(spec).eval()

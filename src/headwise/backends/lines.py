@@ -1,4 +1,4 @@
-"""Queries that speak, one behind the other for each key head, and the units of work of the kernel that reads for them."""
+"""Queries that speak, one behind the other for each key head, and the units of work of the kernel that reads them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Lines(NamedTuple):
 
     @staticmethod
     def of(open_BTH: Tensor, kept: int, ends: Tensor, keys: int) -> Lines:
-        """Those that are open, for so many key heads; those with most keys begin, so that no thread waits at the end."""
+        """Those that are open, for so many key heads; those with most keys begin, and no thread waits at the end."""
         batch, queries, heads = open_BTH.shape
         by_key = open_BTH.view(batch, queries, kept, heads // kept).transpose(1, 2)
         b, g, t, h = by_key.nonzero(as_tuple=True)
@@ -49,7 +49,9 @@ def _cut(counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _by_keys(counts: Tensor, keys: int) -> Tensor:
     """Backwards: all lines of each key head with a part of the keys; those of the first keys have most to read."""
     parts = max(1, min(PARTS, UNITS // len(counts), keys // KEYS))
-    cuts = [keys * part // parts // 4 * 4 for part in range(parts)] + [keys]  # at fours, which the kernel writes at once
+    cuts = [keys * part // parts // 4 * 4 for part in range(parts)] + [
+        keys
+    ]  # at fours, which the kernel writes at once
     order = torch.argsort(counts, descending=True)
     first = (counts.cumsum(0) - counts)[order]
     some = [

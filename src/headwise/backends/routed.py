@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..kernels.read import NUMBERS, read_lines
+from ..kernels.read import read_lines
+from ..kernels.rereading import NUMBERS
 from ..kernels.tiles import ROWS
 from ..parts.softmax import Softmax
 from ..pattern import Causal, Full

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .compiled import threads
 from .reading import desk, wide
-from .rereading import KERNELS, NUMBERS
+from .rereading import KERNELS
 from .tiles import SLACK
 
 
@@ -33,7 +33,9 @@ def read_lines(q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float
 
 
 @torch.library.custom_op("headwise::read_lines_backward", mutates_args=())
-def read_lines_backward(grad: Tensor, given: list[Tensor], told: list[Tensor], scale: float, formed: int) -> list[Tensor]:
+def read_lines_backward(
+    grad: Tensor, given: list[Tensor], told: list[Tensor], scale: float, formed: int
+) -> list[Tensor]:
     """The gradients of q, k and v; `given` are these, what was read, and the log-sum-exp."""
     q, k, v, o, lse = given
     q, k, v, grad = q.contiguous(), _whole(k), _whole(v), grad.contiguous()

@@ -48,7 +48,7 @@ class At(IntEnum):
     V_HEAD = auto()
     DESK = auto()  # of all threads, and how many bytes each has
     DESK_SIZE = auto()
-    O = auto()  # [B, T, H, vdim]
+    OUT = auto()  # [B, T, H, vdim]
     LSE = auto()  # [B, T, H]
     GRAD = auto()  # [B, T, H, vdim]
     BOTH = auto()  # [B, T, H]: what was read times its gradient
@@ -174,7 +174,7 @@ def delivered(f, table, unit, read_there, ends):
         lse = memory.number(f, top + math.log(sums) if sums != 0 else math.inf)
         put(told(table, At.LSE) + size * line, lse)
         for c in range(vdim):
-            here = told(table, At.O) + size * (line * vdim + c)
+            here = told(table, At.OUT) + size * (line * vdim + c)
             put(here, memory.number(f, read_one(f, read_there + size * (ROWS * c + r)) * share))
 
 

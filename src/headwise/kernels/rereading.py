@@ -13,7 +13,7 @@ from numba import njit
 
 from . import memory
 from .compiled import MARK, Kernels
-from .lanes import WIDE, exp, minus, splat, times
+from .lanes import WIDE, exp, minus, times
 from .memory import put, read, read_one, take, whole
 from .reading import ENDS, KEYS, At, barred, cleared, compare, forward, lying, scaled, told, turned
 from .reading import wide as _wide
@@ -37,7 +37,7 @@ def rows_laid(f, table, unit, source, dim, to):
 def known(f, table, unit, desk):
     """Lay each row's log-sum-exp, the product of what it read with its gradient, and the scale."""
     lines, count, size = told(table, At.LINES) + 8 * whole(unit + 8), whole(unit + 16), memory.size(f)
-    vdim, to = told(table, At.VDIM), desk + size * 2 * ROWS
+    to = desk + size * 2 * ROWS
     for r in range(ROWS):
         lse, total = memory.number(f, float("inf")), memory.number(f, 0)
         if r < count:
