@@ -142,7 +142,7 @@ bug(
     "backends/lines.py",
     "keys * part // parts // 4 * 4",
     "keys * part // parts",
-    f"{READ}::test_parts_of_keys_are_added_up[7]",
+    f"{READ}::test_parts_of_keys_are_added_up[2]",
 )
 bug(
     "read-lines-shortest-first",
