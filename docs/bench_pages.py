@@ -117,9 +117,11 @@ def kind(told: Scaling, one: Mapping[str, Any]) -> str:
         (f"{size:,}", *(cell(each, name, one["fastest"][str(size)]) for name in names)) for size, each in points.items()
     ]
     how = KINDS[one["kind"]]
-    runs = hw.why(designed(one["kind"], Size()), tokens="one" if how.one else "many", when=["grad"] * how.grad).runs
+    spec = designed(one["kind"], Size())
+    asked = hw.why(spec, tokens="one" if how.one else "many", when=["grad"] * how.grad).asked
+    runs = ", ".join(f"`{name}`" + f" from {least:,} tokens on" * (least > 0) for least, name in asked.stages)
     changes = [f"`{each['to']}` overtakes `{each['from']}` at {each['at']:,.0f} tokens" for each in one["crossings"]]
-    said = f"`{runs}` runs it" + "".join(f"; {change}" for change in changes) + "."
+    said = f"Chosen: {runs}. " + (f"Measured: {'; '.join(changes)}." if changes else "Measured: nobody overtakes.")
     return f"### {one['kind'].capitalize()}\n\n{said}\n\n{table(['tokens', *names], lines)}"
 
 

@@ -234,7 +234,7 @@ def test_the_pages_say_what_was_measured(monkeypatch: pytest.MonkeyPatch, quick,
     scaling.scaling("plain", out=tmp_path)
     monkeypatch.setattr(bench_pages, "SCALED", tmp_path / "scaling.json")
     said = bench_pages.scales()
-    assert "`sdpa` runs it; `sdpa` overtakes `dense` at 1,000 tokens." in said
+    assert "Chosen: `sdpa`. Measured: `sdpa` overtakes `dense` at 1,000 tokens." in said
     assert "| 64 | 64.0 us | **4.1 us** |" in said
     for name in backends.BACKENDS:
         assert f"| `{name}` |" in said

@@ -11,7 +11,8 @@ import torch
 
 import cases
 import headwise as hw
-from headwise import backends
+from headwise import backends, counting
+from headwise.counting.pricing import price
 from headwise.reasons import why
 
 
@@ -36,7 +37,8 @@ def test_what_it_says_is_what_runs(name: str, chosen: list[ModuleType]):
     x, z = cases.tensors(spec, torch.float32)
     with torch.no_grad():
         layer(x, source=z)
-    assert [backends.BACKENDS[str(why(spec).runs)]] == chosen
+    keys = (x if z is None else z).shape[1]
+    assert [backends.BACKENDS[str(why(spec, tokens=keys).runs)]] == chosen
 
 
 @pytest.mark.parametrize("name", cases.EXAMPLES)
@@ -102,3 +104,85 @@ def test_states_of_a_call_change_the_answer():
 def test_unknown_words_get_a_remedy(said: dict, remedy: str):
     with pytest.raises(ValueError, match=remedy.replace("(", r"\(")):
         why(hw.design(model=12, heads=3), **said)
+
+
+# --- lengths ---------------------------------------------------------------------------------------------
+
+LONG = {
+    "banded": {"pattern": "window(20)"},
+    "linear": {"pattern": "causal", "similarity": hw.FeatureMap(), "normaliser": hw.Sum()},
+    "routed": {"pattern": "causal", "modifiers": (hw.Routed(always=1, active=1),)},
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_backend_leaves_calls_to_others_that_it_was_measured_to_be_slower_for(name, chosen):
+    spec, least = hw.design(model=12, heads=3, **LONG[name]), backends.BACKENDS[name].LEAST
+    layer = hw.Attention(spec).eval()
+    with torch.no_grad():
+        for count in (least, least - 1, least, 2):
+            layer(torch.randn(1, count, 12))
+    ran = [next(one for one, module in backends.BACKENDS.items() if module is backend) for backend in chosen]
+    other = why(spec, tokens=least - 1).runs
+    assert ran == [name, *[other] * (len(ran) - 1)]  # each length that changes the choice is asked about once
+    assert len(ran) in (2, 3)
+    assert other != name
+    [said] = why(spec, tokens=least - 1).refusals[name]
+    assert f"for {least - 1:,} keys" in said
+    assert f"begins at {least:,}" in said
+    assert "by name" in said
+    assert why(spec, tokens=least).runs == why(spec).runs == name
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_who_is_asked_for_by_name_runs_at_any_length(name, chosen):
+    layer = hw.Attention(hw.design(model=12, heads=3, **LONG[name]), backend=name)
+    with torch.no_grad():
+        layer(torch.randn(1, 5, 12))
+    assert chosen == [backends.BACKENDS[name]]
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_who_is_told_a_length_and_asked_for_by_name_runs(name):
+    spec = hw.design(model=12, heads=3, **LONG[name])
+    assert backends.choose(backends.Job(spec, spec.core, keys=5), name) is backends.BACKENDS[name]
+
+
+def test_what_lies_in_a_cache_and_in_a_source_counts(chosen):
+    spec, least = hw.design(model=12, heads=3, **LONG["banded"]), backends.banded.LEAST
+    layer = hw.Attention(spec).eval()
+    with torch.no_grad():
+        cache = layer.cache(batch=1, capacity=least + 5)
+        layer(torch.randn(1, least - 2, 12), cache=cache)
+        layer(torch.randn(1, 2, 12), cache=cache)
+        crossed = hw.Attention(replace(spec, source=12, pattern=hw.design(model=12, heads=3).pattern)).eval()
+        crossed(torch.randn(1, 2, 12), source=torch.randn(1, least, 12))
+    assert chosen == [backends.sdpa, backends.banded, backends.sdpa]
+
+
+def test_of_packed_texts_the_longest_counts(chosen):
+    layer, least = hw.Attention(hw.design(model=12, heads=3, **LONG["banded"])).eval(), backends.banded.LEAST
+    with torch.no_grad():
+        layer(torch.randn(1, least + 9, 12), tokens=hw.Tokens.packed([[least - 1, 10]]))
+        layer(torch.randn(1, least + 9, 12), tokens=hw.Tokens.packed([[9, least]]))
+    assert chosen == [backends.sdpa, backends.banded]
+
+
+def test_a_length_that_is_told_is_said():
+    spec, least = hw.design(model=12, heads=3, **LONG["banded"]), backends.banded.LEAST
+    assert f"sdpa; banded from {least:,} keys on" in str(why(spec))
+    assert why(spec).data["from"] == [{"keys": 0, "runs": "sdpa"}, {"keys": least, "runs": "banded"}]
+    assert "of 7 keys" in str(why(spec, tokens=7))
+    assert why(spec, tokens=7).data["keys"] == 7
+    assert why(spec, tokens=1).asked.tokens == why(spec, tokens="1").asked.tokens == "one"
+    assert why(spec, tokens=7, device="cuda").runs == "banded"  # nobody measured there
+
+
+@pytest.mark.parametrize("context", [300, 500])
+def test_what_is_spent_is_of_the_backend_that_runs(context):
+    spec = hw.design(model=12, heads=3, **LONG["banded"])
+    work, job = counting.work_of(spec, batch=1, queries=context), backends.Job(spec, spec.core)
+    runs = backends.BACKENDS[str(why(spec, tokens=context).runs)]
+    assert runs is (backends.sdpa if context == 300 else backends.banded)
+    told = price(spec, hw.Load(context=context, dtype="fp32", device="cpu"))
+    assert told.spent["prefill"] == counting.spent(spec, work, runs.spent(job, work))

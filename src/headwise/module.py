@@ -146,7 +146,8 @@ class Attention(Peered, nn.Module):
         state = {} if cache is None else cache.state
         at = tokens or (Tokens.run(0, x.shape[1], x.device) if cache is None else cache.next(x.shape[1]))
         apart = cache is None and mask is None and self._apart(x, at, source, probe)
-        plan = self._plan(x, cache, mask is not None, apart, probe)  # may refuse before anything is remembered
+        keys = self._keys(x, at, source, cache, apart)
+        plan = self._plan(x, cache, mask is not None, apart, probe, keys)  # may refuse before anything is remembered
         if self._limit is not None:
             inputs.check_positions(self._limit, at)
         x, turning = self.peers.enter(x), Turning(self._turns, at.position)
@@ -160,10 +161,9 @@ class Attention(Peered, nn.Module):
             q_BTHK, k_BSGK, v_BSGV = probe("q", q_BTHK), probe("k", k_BSGK), probe("v", v_BSGV)
         asked = Asked(x, q_BTHK, plan.scale, at)
         sight = Sight(at, told, self.spec.pattern, mask)
-        lifted = self._lift(q_BTHK, "q"), self._lift(k_BSGK, "k")
         with self.peers.apart(self.training):
             gates = self._opened(asked, probe)
-            job_inputs = Inputs(*lifted, v_BSGV, asked, entry, state, gates)
+            job_inputs = Inputs(self._lift(q_BTHK, "q"), self._lift(k_BSGK, "k"), v_BSGV, asked, entry, state, gates)
             o_BTHV = plan.attend(plan.job, sight, job_inputs, self._bound, probe)
         if isinstance(cache, StateCache):
             cache.fold(self._folded(plan.job, job_inputs, told))
@@ -260,12 +260,24 @@ class Attention(Peered, nn.Module):
         told = source.tokens if isinstance(source, Remembered) else at if source is None else None
         return seen and packed.apart(at, told, x.shape[0])
 
-    def _plan(self, x: Tensor, cache: Cache | None, masked: bool, apart: bool, probe: Probe | None) -> Plan:
+    def _keys(
+        self, x: Tensor, at: Tokens, source: Tensor | Remembered | None, cache: Cache | None, apart: bool
+    ) -> int | None:
+        """The length that a backend is chosen by. A single query has its own, and a graph keeps one for all lengths."""
+        if x.shape[1] == 1 or self.only is not None or torch.compiler.is_compiling():
+            return None
+        told = source.tokens if isinstance(source, Remembered) else at
+        count = source.shape[1] if isinstance(source, Tensor) else packed.longest(told) if apart else told.count
+        return backends.stage(count * self.peers.spans + (0 if cache is None else cache.used))
+
+    def _plan(
+        self, x: Tensor, cache: Cache | None, masked: bool, apart: bool, probe: Probe | None, keys: int | None
+    ) -> Plan:
         wants = NOTHING if probe is None else inputs.checked_probe(probe).wants
         grad, one, compiled = torch.is_grad_enabled(), x.shape[1] == 1, torch.compiler.is_compiling()
         stated, store = cache is not None and bool(cache.state), None if cache is None else cache.store
         paged = isinstance(cache, PagedCache)
-        facts = (x.device.type, x.dtype, grad, one, stated, paged, masked, self.training, wants, compiled, store)
+        facts = (x.device.type, x.dtype, grad, one, stated, paged, masked, self.training, wants, compiled, store, keys)
         key = (self.only, apart, *facts)
         if key in self._plans:
             return self._plans[key]

@@ -39,6 +39,7 @@ class Call:
     job: Job
     form: str
     refusals: dict[str, list[str]]
+    stages: list[tuple[int, str]]  # from how many keys on which backend runs it
 
     @property
     def runs(self) -> str | None:
@@ -57,7 +58,8 @@ class Call:
             "state": job.stated,
             "paged": job.paged,
         }
-        told |= {"want": sorted(job.wants), "form": self.form, "runs": self.runs}
+        told |= {"want": sorted(job.wants), "form": self.form, "keys": job.keys, "runs": self.runs}
+        told |= {"from": [{"keys": least, "runs": name} for least, name in self.stages]}
         return told | {"backends": [{"name": name, "refuses": said} for name, said in self.refusals.items()]}
 
 
@@ -97,6 +99,7 @@ class Reasons:
         states |= {"of past tokens in pages": job.paged}
         said += [state for state, holds in states.items() if holds]
         said += [f"showing {', '.join(sorted(job.wants))}"] if job.wants else []
+        said += [f"of {job.keys:,} keys"] if job.keys is not None else []
         name = max(map(len, self.refusals))
         lines = [*textwrap.wrap(", ".join(said), WIDTH), ""]
         for backend, reasons in self.refusals.items():
@@ -111,14 +114,15 @@ def why(
     want: Iterable[str] = (),
     device: str = "cpu",
     dtype: str = "float32",
-    tokens: str = "many",
+    tokens: str | int = "many",
     when: Iterable[str] = (),
 ) -> Reasons:
     """Which backend would run this spec, and why each other one refuses; nothing is run, no device is needed.
 
-    `want` names what a probe asks to see, `tokens` is "many" or "one" query per row, `when` any of "grad",
-    "training", "mask" (a mask of the caller's own) and "paged" (past tokens lie in pages, as an engine keeps them). One
-    query per row means decoding from a cache.
+    `want` names what a probe asks to see, `tokens` is "many" or "one" query per row, or how many: then a backend also
+    says where it was measured to be slower than another, and a layer that asks for it by name runs it all the same.
+    `when` is any of "grad", "training", "mask" (a mask of the caller's own) and "paged" (past tokens lie in pages, as
+    an engine keeps them). One query per row means decoding from a cache.
 
     >>> import headwise as hw
     >>> reasons = why(hw.design(model=512, heads=8, pattern="causal"), want=["weights"])
@@ -129,7 +133,7 @@ def why(
     _known("want", want, PLACES)
     _known("when", when, STATES)
     _known("dtype", [dtype], DTYPES)
-    _known("tokens", [tokens], CALLS)
+    tokens, keys = _counted(tokens)
     job = Job(
         spec,
         spec.core,
@@ -140,6 +144,7 @@ def why(
         masked="mask" in when,
         training="training" in when,
         wants=frozenset(want),
+        keys=keys,
     )
     return Reasons(spec, _call(job, tokens), _call(job, "one" if tokens == "many" else "many"))
 
@@ -148,7 +153,8 @@ def _call(job: Job, tokens: str) -> Call:
     spec, one = job.spec, tokens == "one"
     project = spec.form(one)
     job = replace(job, core=spec.core_of(project), one=one, stated=one and spec.stateful)
-    return Call(tokens, job, "" if project == spec.project else repr(project), backends.why(job))
+    job = replace(job, keys=None) if one else job  # a single query is not chosen by them
+    return Call(tokens, job, "" if project == spec.project else repr(project), backends.why(job), backends.stages(job))
 
 
 def _each(words: Iterable[str]) -> tuple[str, ...]:
@@ -159,6 +165,15 @@ def _known(name: str, words: Sequence[str], known: Iterable[str]) -> None:
     for word in words:
         if word not in known:
             raise ValueError(f"{name}={word!r} is unknown; {nearest(str(word), known)}")
+
+
+def _counted(tokens: str | int) -> tuple[str, int | None]:
+    """The kind of call, and how many tokens a row has where that is said."""
+    if str(tokens).isascii() and str(tokens).isdigit() and int(tokens) > 0:
+        return ("one", None) if int(tokens) == 1 else ("many", int(tokens))
+    if tokens not in CALLS:
+        raise ValueError(f"tokens={tokens!r} is unknown; use one of many, one, or a number of tokens")
+    return str(tokens), None
 
 
 def _device(name: str) -> str:
@@ -175,6 +190,9 @@ def _row(backend: str, wide: int, said: str) -> list[str]:
 
 def _ends(call: Call) -> list[str]:
     wide = max(map(len, CALLS.values()))
-    ran = (call.runs or "nothing can run it") + (f", as {call.form}" if call.form and call.runs else "")
+    ran = call.runs or "nothing can run it"
+    if call.job.keys is None and len(call.stages) > 1:
+        ran = "; ".join(f"{name} from {least:,} keys on" if least else name for least, name in call.stages)
+    ran += f", as {call.form}" if call.form and call.runs else ""
     start = f"{CALLS[call.tokens].ljust(wide)}  "
     return textwrap.wrap(ran, WIDTH, initial_indent=start, subsequent_indent=" " * len(start))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -32,10 +33,14 @@ BACKENDS: dict[str, ModuleType] = {
     "dense": dense,
 }
 
+LENGTHS = tuple(sorted({module.LEAST for module in (banded, linear, routed)}))  # keys at which another is preferred
+
 
 def choose(job: Job, only: str | None = None) -> ModuleType:
-    """The first backend that takes the job; `only` insists on one by name."""
+    """The first backend that takes the job; `only` insists on one by name, be it the fastest or not."""
     known(only)
+    if only:
+        job = replace(job, keys=None)
     refusals = {}
     for name in [only] if only else order(job):
         if not (reasons := _reasons(name, job)):
@@ -73,6 +78,21 @@ def reads_stored(backend: ModuleType, job: Job) -> bool:
     return backend is paged or (backend is ragged and ragged.reads_stored(job))
 
 
+def stage(keys: int) -> int:
+    """The last length that a call of so many keys has, of those at which another backend is preferred."""
+    return max((least for least in LENGTHS if least <= keys), default=0)
+
+
+def stages(job: Job) -> list[tuple[int, str]]:
+    """From how many keys on which backend runs such a job."""
+    found: list[tuple[int, str]] = []
+    for least in (0, *LENGTHS):
+        name = next((name for name in order(job) if not BACKENDS[name].refuses(replace(job, keys=least))), None)
+        if name is not None and (not found or found[-1][1] != name):
+            found.append((least, name))
+    return found
+
+
 def why(job: Job) -> dict[str, list[str]]:
     """Every backend, in order of preference, with its reasons to refuse; none means it takes the job."""
     return {name: _reasons(name, job) for name in order(job)}
@@ -84,4 +104,4 @@ def _reasons(name: str, job: Job) -> list[str]:
 
 
 __all__ = ["BACKENDS", "Attend", "Bound", "Inputs", "Job", "choose", "forms_again", "gathered", "heard"]
-__all__ += ["is_plain", "packed", "plainly", "reads_stored", "why"]
+__all__ += ["is_plain", "packed", "plainly", "reads_stored", "stage", "stages", "why"]

@@ -19,6 +19,8 @@ from .bound import Bound, spread_heads
 from .job import Inputs, Job
 from .slices import slices
 
+LEAST = 370  # keys from which on it was measured to be faster: docs/backends.md
+
 
 def edges() -> tuple[int, ...]:
     """The lengths at which a block more is begun."""
@@ -34,7 +36,7 @@ def refuses(job: Job) -> list[str]:
         reasons.append(f"{job.spec.pattern.text} leaves no block of keys out that one call would not")
     if "lse" in job.wants:
         reasons.append("it has a log-sum-exp for each block only")
-    return reasons
+    return reasons or job.early(LEAST, "one call with a mask takes less time")
 
 
 def spent(job: Job, work: Work) -> int:

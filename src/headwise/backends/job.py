@@ -30,6 +30,7 @@ class Job:
     wants: frozenset[str] = field(default_factory=frozenset)
     compiled: bool = False  # traced into a graph, which cannot ask the data
     store: str | None = None  # the form in which past tokens are kept, where it is not `dtype`
+    keys: int | None = None  # how many keys a row has at least, where who is asked shall be chosen by it
 
     straight: bool = field(init=False)  # every score head reads values for itself, in order
     groups: int = field(init=False)  # score heads to a key head when all groups are equal neighbours, else 0
@@ -40,6 +41,16 @@ class Job:
         even = keys == self.core.values and keys == tuple(h // each for h in range(each * (max(keys) + 1)))
         object.__setattr__(self, "groups", each if even else 0)
         object.__setattr__(self, "straight", self.spec.voices == tuple(range(self.spec.heads.q)))
+
+    def early(self, least: int, other: str) -> list[str]:
+        """Why a call is left to others that could run here: with so few keys these were measured to be faster.
+
+        That is a preference and no ability: nothing is said of calls whose keys are not told, on devices where nobody
+        measured, or of past tokens that are a state.
+        """
+        if self.keys is None or self.keys >= least or self.device != "cpu" or self.stated:
+            return []
+        return [f"for {self.keys:,} keys {other}: it begins at {least:,}, or where it is asked for by name"]
 
 
 class Inputs(NamedTuple):

@@ -15,6 +15,7 @@ from ..tokens import Sight
 from .bound import Bound, spread_heads
 from .job import Inputs, Job
 
+LEAST = 266  # keys from which on it was measured to be faster: docs/backends.md
 CHUNK = 128  # queries that form scores among themselves before they become part of the state
 
 
@@ -34,7 +35,7 @@ def refuses(job: Job) -> list[str]:
         reasons.append("a sum cannot be masked")
     if unseen := sorted(job.wants & {"scores", "weights", "lse"}):
         reasons.append(f"it cannot show {', '.join(unseen)}")
-    return reasons
+    return reasons or job.early(LEAST, "every score takes less time")
 
 
 def spent(job: Job, work: Work) -> int:

@@ -98,6 +98,11 @@ def apart(at: Tokens, told: Tokens | None, rows: int) -> bool:
     )
 
 
+def longest(tokens: Tokens) -> int:
+    """The tokens of the longest text."""
+    return max((length for row in tokens.lengths or () for length in row), default=0)
+
+
 class Runner(NamedTuple):
     """What runs a call whose texts are apart: a backend's function, or plain operations for texts that are short.
 

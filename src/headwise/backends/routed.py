@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from ..kernels.orders import PLAIN, check_once, transformed
+from ..kernels.read import read_lines
+from ..kernels.rereading import NUMBERS
+from ..kernels.tiles import ROWS
 from ..parts.softmax import Softmax
 from ..pattern import Causal, Full
 from ..probe import Probe
@@ -20,14 +23,15 @@ from ..tokens import Sight
 from . import sdpa
 from .bound import Bound
 from .job import Inputs, Job
+from .lines import Lines
 from .speaking import Pack, Piece, Reading, chunks, packs
 
-LEAST = 256  # with fewer queries packing costs more than it saves
+LEAST = 300  # keys from which on it was measured to be faster: docs/backends.md
 
 
 def edges() -> tuple[int, ...]:
-    """The lengths at which packing sets in, and at which chunks and blocks of keys end."""
-    return LEAST - 1, LEAST, LEAST + 1, 2 * LEAST + 3
+    """The lengths at which units are full, and at which chunks and blocks of keys end."""
+    return ROWS - 1, ROWS, ROWS + 1, 259
 
 
 def refuses(job: Job) -> list[str]:
@@ -49,7 +53,7 @@ def refuses(job: Job) -> list[str]:
         reasons.append("how many queries a head has is for the data to say, which a compiled graph cannot ask")
     if "lse" in job.wants:
         reasons.append("it has a log-sum-exp for heads that speak only")
-    return [*reasons, *_refuses_kernel(job)]
+    return [*reasons, *_refuses_kernel(job)] or job.early(LEAST, "all heads take less time")
 
 
 def _refuses_kernel(job: Job) -> list[str]:
@@ -70,12 +74,16 @@ def _shut(job: Job) -> list[tuple[Fraction, ...] | None]:
 
 
 def spent(job: Job, work: Work) -> int:
-    """The products of all chunks as they would be if every head spoke as often as its gate tells, and evenly."""
-    if work.queries < LEAST:
-        return sdpa.spent(job, work)
-    shares = min(filter(None, _shut(job)), key=sum)
-    pairs = sum(_read(share * job.groups, work, job.spec.pattern == Causal()) for share in _by_key(shares, job.groups))
+    """The products that are formed if every head speaks as often as its gate tells, and evenly."""
+    shares, causal = min(filter(None, _shut(job)), key=sum), job.spec.pattern == Causal()
+    formed = _of_units if _takes(job) else _of_chunks
+    pairs = sum(formed(share * job.groups, work, causal) for share in _by_key(shares, job.groups))
     return int(job.core.flops(work.batch) * pairs / len(job.core.keys))
+
+
+def _takes(job: Job) -> bool:
+    """Whether there is a kernel for its numbers; torch's own call reads for others, chunk by chunk."""
+    return job.device == "cpu" and job.dtype in NUMBERS
 
 
 def _by_key(shares: tuple[Fraction, ...], each: int) -> list[Fraction]:
@@ -83,8 +91,17 @@ def _by_key(shares: tuple[Fraction, ...], each: int) -> list[Fraction]:
     return [sum(shares[n : n + each], Fraction(0)) / each for n in range(0, len(shares), each)]
 
 
-def _read(rate: Fraction, work: Work, causal: bool) -> Fraction:
-    """Pairs of a key head for which so many rows speak at each token."""
+def _of_units(rate: Fraction, work: Work, causal: bool) -> Fraction:
+    """Pairs of a key head for which so many rows speak at each token: whole units, each with the keys of its last."""
+    units = -(-math.ceil(rate * work.queries) // ROWS)
+    if not causal or not units:
+        return Fraction(ROWS * units * work.keys)
+    own = ROWS * Fraction(units * (units - 1), 2) / rate + work.queries
+    return ROWS * (own + units * (work.keys - work.queries))
+
+
+def _of_chunks(rate: Fraction, work: Work, causal: bool) -> Fraction:
+    """The same of chunks."""
     rows = rate * work.queries
     if not causal or not rows or (rate == 1 and work.keys == work.queries):
         return rows * work.keys
@@ -96,13 +113,17 @@ def _read(rate: Fraction, work: Work, causal: bool) -> Fraction:
 def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
     """Per-head outputs o_BTHV, zero for heads that are shut."""
     q, k, v = inputs.q, inputs.k, inputs.v
-    if q.shape[1] < LEAST or not k.shape[1] or not q.shape[0] or transformed():
+    if not q.numel() or not k.numel() or transformed():
         return sdpa.attend(job, sight, inputs, bound, probe)
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
     with torch.no_grad():
-        reading = Reading(sight, q.dtype)
-        packed = packs(_open(job, inputs), k.shape[2], reading.plain)
+        reading, opened = Reading(sight, q.dtype), _open(job, inputs)
+        ends = reading.ends(q.shape[1]) if q.dtype in NUMBERS else None
+        lines = None if ends is None else Lines.of(opened, k.shape[2], ends, k.shape[1])
+        packed = packs(opened, k.shape[2], reading.plain) if lines is None else []
+    if lines is not None:
+        return read_lines(q, k, v, lines.told, inputs.asked.scale, lines.formed)[0]
     o_BTHV: Tensor = _Core.apply(q, k, v, packed, (reading, inputs.asked.scale))
     return o_BTHV
 

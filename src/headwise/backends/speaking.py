@@ -157,6 +157,21 @@ class Reading:
             yield Piece(slice(some, every), slice(start, stop), True)
             yield Piece(slice(every, pack.count), slice(start, stop), False)
 
+    def ends(self, queries: int) -> Tensor | None:
+        """The first key that each token reads and the one behind its last, [1 or B, T, 2]; None where some in between
+        are not for it."""
+        device = self.sight.keys.position.device
+        if self.full or self.causal:
+            last = torch.full((queries,), self.keys, device=device)
+            if not self.full:
+                last = (torch.arange(queries, device=device) + self.ahead + 1).clamp_(max=self.keys)
+            return torch.stack([torch.zeros_like(last), last], -1)[None]
+        allowed_BTS = self.sight.allowed[:, 0]
+        count, first = allowed_BTS.sum(-1), allowed_BTS.to(torch.uint8).argmax(-1)
+        last = self.keys - allowed_BTS.flip(-1).to(torch.uint8).argmax(-1)
+        last = torch.where(count > 0, last, first)
+        return torch.stack([first, last], -1) if bool((last - first == count).all()) else None
+
     def reach(self, first: int, last: int) -> slice:
         """Keys outside of which no query from the first to the last place reads."""
         if self._extents is None:

@@ -18,7 +18,9 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (cpu unless given)")
     parser.add_argument("--dtype", default="float32", help="float32, bf16, fp16 or float64")
-    parser.add_argument("--tokens", default="many", help="many queries per row, or one (decoding from a cache)")
+    parser.add_argument(
+        "--tokens", default="many", help="many queries per row, how many, or one (decoding from a cache)"
+    )
     parser.add_argument(
         "--when", action="append", default=[], metavar="STATE",
         help="grad, training, mask (a mask of the caller's own), or paged (as an engine remembers); may be repeated",

@@ -102,13 +102,14 @@ class Reader:
     def spent(self, call: Call, on: On) -> int:
         """What the backend executes that the layer would choose there."""
         job = self._job(call, on)
-        core = _executed(choose(job), job, self.work(call), call)
+        core = _executed(choose(_long(job, self.work(call))), job, self.work(call), call)
         return core + sum(one.flops for one in self._around(call, core))
 
     def spent_back(self, call: Call, on: On) -> int:
         """The same of gradients, with the scores that a backend did not keep and so forms once more."""
         job = replace(self._job(call, on), grad=True, training=True)
-        backend, work = choose(job), self.work(call)
+        work = self.work(call)
+        backend = choose(_long(job, work))
         core = _executed(backend, job, work, call)
         around = sum(one.factors * one.flops for one in self._around(call, core))
         again = forms_again(backend, job, work, core)
@@ -145,6 +146,11 @@ def _read_by_steps(pattern: Pattern, past: int, steps: int) -> int:
     kept = past + steps if last is None else min(past + steps, first + last)
     growing = max(kept - past, 0)  # steps that find one more than the step before
     return growing * past + growing * (growing + 1) // 2 + (steps - growing) * kept
+
+
+def _long(job: Job, work: Work) -> Job:
+    """The same, told how many keys it has: who runs it may be chosen by that."""
+    return job if job.one else replace(job, keys=work.keys)
 
 
 def _executed(backend: ModuleType, job: Job, work: Work, call: Call) -> int:

@@ -23,9 +23,8 @@ from ..published_moh import MoH
 
 TITLE = "Mixture of heads, half of them shut"
 TRIED = (
-    "Chunks of 64 and 128 queries, one masked call or two joined, heads apart and together, heads that always "
-    "speak in the triangle's own call. On two threads at 2,048 tokens 1.19 to 1.26 forward, 1.42 to 1.48 with "
-    "backward, at 4,096 1.45 to 1.51 and more; on one thread 1.53 and 1.71 at 2,048. See "
+    "Chunks of queries in torch's own calls, masked and joined: 1.19 to 1.26 forward at 2,048 tokens on two threads. "
+    "Units of 64 queries in a kernel, the longest first: 2.8 forward, 3.1 with backward. See "
     "log/2026-11-22-fast-routed.md."
 )
 MODEL, HEADS, ALWAYS, ACTIVE = 512, 8, 2, 2

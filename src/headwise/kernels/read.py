@@ -1,0 +1,113 @@
+"""Queries from anywhere that read the keys from a first to a last of their own, as an operation of torch with a
+gradient of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .compiled import threads
+from .orders import PLAIN, check_once
+from .reading import desk, wide
+from .rereading import KERNELS
+from .tiles import SLACK
+
+
+@torch.library.custom_op("headwise::read_lines", mutates_args=())
+def read_lines(q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float, formed: int) -> list[Tensor]:
+    """What some of the queries q [B, T, H, dim] read of k and v [B, S, G, dim or vdim], zeros for others, and the
+    log-sum-exp of their scores, [B, T, H].
+
+    `told` are all int64: the lines, where those queries stand among all (b, t, h), by row and key head; the ends
+    [1 or B, T, 2], the first key that a token reads and the one behind its last; and the units of work forth and back,
+    as `reading.At.TOLD` says. `formed` is how many pairs are formed, for whoever counts.
+    """
+    q, k, v = q.contiguous(), _whole(k), _whole(v)
+    o, lse = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3])
+    lines, ends, units, _ = told
+    _launch("forward", (q, k, v, scale), (units, lines, ends), o, lse)
+    return [o, lse]
+
+
+@torch.library.custom_op("headwise::read_lines_backward", mutates_args=())
+def read_lines_backward(
+    grad: Tensor, given: list[Tensor], told: list[Tensor], scale: float, formed: int
+) -> list[Tensor]:
+    """The gradients of q, k and v; `given` are these, what was read, and the log-sum-exp."""
+    q, k, v, o, lse = given
+    q, k, v, grad = q.contiguous(), _whole(k), _whole(v), grad.contiguous()
+    d_q, d_k, d_v = _gradients(q, k, v, len(told[3]))
+    lines, ends, _, units = told
+    made = o, lse, grad, (o * grad).sum(-1), lse.numel(), d_q.zero_(), d_k, d_v, d_k.shape[2]
+    _launch("backward", (q, k, v, scale), (units, lines, ends), *made)
+    return [d_q.sum(0) if len(d_q) > 1 else d_q[0], *_narrowed(d_k, d_v, k, v)]
+
+
+def _launch(which: str, given: tuple[Any, ...], told: tuple[Tensor, ...], *made: Tensor | int) -> None:
+    q, k, v, scale = given
+    units, lines, ends = told
+    strides = [side * t.element_size() for t in (k, v) for side in t.stride()[:3]]
+    desks = q.new_empty(threads(len(units)), desk(q.shape[3], v.shape[3]))
+    sizes = [q.shape[1], q.shape[2], k.shape[1], k.shape[2], q.shape[3], v.shape[3], *strides]
+    place = desks, desks.shape[1] * desks.element_size()
+    table = units, lines, ends, len(ends), q, q.new_full((1,), scale), k, v, *sizes, *place
+    KERNELS.launch((which, q.dtype), len(units), *table, *made)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """With the numbers of a head side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _gradients(q: Tensor, k: Tensor, v: Tensor, units: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the gradients of queries, once for each part of the keys, and for those of keys and values."""
+    batch, keys, groups, _ = k.shape
+    d_k, d_v = (t.new_empty(batch, groups, keys + SLACK, wide(t.shape[3])) for t in (k, v))
+    return q.new_empty(units // (batch * groups), *q.shape), d_k, d_v
+
+
+def _narrowed(d_k: Tensor, d_v: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    return [d[:, :, : t.shape[1], : t.shape[3]].transpose(1, 2) for d, t in ((d_k, k), (d_v, v))]
+
+
+@read_lines.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float, formed: int) -> list[Tensor]:
+    return [q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3])]
+
+
+@read_lines_backward.register_fake
+def _(grad: Tensor, given: list[Tensor], told: list[Tensor], scale: float, formed: int) -> list[Tensor]:
+    q, k, v, *_ = given
+    d_q, d_k, d_v = _gradients(q, k, v, len(told[3]))
+    return [d_q[0], *_narrowed(d_k, d_v, k, v)]
+
+
+def _kept(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    q, k, v, told, ctx.scale, ctx.formed = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output, *told)
+
+
+def _back(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    check_once(PLAIN)
+    given, told = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    d_q, d_k, d_v = read_lines_backward(grads[0], list(given), list(told), ctx.scale, ctx.formed)
+    return d_q, d_k, d_v, [None] * len(told), None, None
+
+
+read_lines.register_autograd(_back, setup_context=_kept)
+
+
+@register_flop_formula(torch.ops.headwise.read_lines)
+def _flops(q: Any, k: Any, v: Any, told: Any, scale: float, formed: int, **said: Any) -> int:
+    return 2 * formed * (q[3] + v[3])
+
+
+@register_flop_formula(torch.ops.headwise.read_lines_backward)
+def _flops_back(grad: Any, given: Any, told: Any, scale: float, formed: int, **said: Any) -> int:
+    """The scores once more, and of both products the gradients of both."""
+    q, _, v, *_ = given
+    return 2 * formed * (3 * q[3] + 2 * v[3])
