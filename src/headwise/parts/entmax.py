@@ -78,9 +78,16 @@ class Entmax(Normaliser):
 
     def fused(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
         exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
-        if self.kind != "fixed" or self.alpha not in rows.ALPHAS or not rows.takes(exact):
+        if not rows.takes(exact):
             return self.normalise(s_BHTS, allowed, p)
-        return rows.entmax(exact, allowed, self.alpha, _steps(exact.dtype, self.alpha)).to(s_BHTS.dtype)
+        return rows.entmax(exact, allowed, self._alphas(exact, p), None, [])[0].to(s_BHTS.dtype)
+
+    def _alphas(self, s_BHTS: Tensor, p: Weighted) -> Tensor:
+        """Each head's, in the numbers of the scores."""
+        heads = s_BHTS.shape[1]
+        if self.kind == "learned":
+            return _learned(p["a"].to(s_BHTS.dtype))
+        return s_BHTS.new_full((heads,), self.alpha)
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:

@@ -1,0 +1,321 @@
+"""Entmax of rows of scores, and values read with it: only keys that get weight are touched (1905.05702, 1909.00015).
+
+Of a row few keys can have weight: those less than 1 / (alpha - 1) below the highest. They are laid side by side before
+Newton's method begins, and again when it ends; whatever comes after, the way back too, goes over these alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from numba import njit
+
+from . import memory
+from .arrays import Kernels, mark
+from .lanes import WIDE, exp, fma, larger, log, minus, over, plus, splat, times, total, where_below
+from .masks import place, squeeze
+from .memory import put, read, read_one, take, whole
+from .normalising import ROWS, At, lay, told, wide
+
+KEPT = 3  # numbers of a row from which it is formed again: the highest score, tau, and what makes the sum one
+LISTS = 5  # on a desk: the row, the few scores that count, slopes, gradients, and where they stand
+MOST = 200  # steps; Newton takes 5 to 12, halving as many as a number has digits
+STRIP = 4 * WIDE  # channels of a value that are read at once
+
+
+@njit
+def spread(form, table, desk):
+    """The lists of a desk: the row, the few, their slopes, their gradients, where they stand."""
+    each = memory.size(form) * (wide(told(table, At.S)) + WIDE)
+    return desk, desk + each, desk + 2 * each, desk + 3 * each, desk + 4 * each
+
+
+@njit
+def sift(form, given, count, least, to):
+    """Lay those of so many numbers that are above `least` side by side, -inf behind them; how many they are.
+
+    `given` and `to` are addresses of numbers, and of where they stand.
+    """
+    (source, stood), (few, places) = given, to
+    size, found = memory.size(form), 0
+    for c in range(0, count, WIDE):
+        x = read(form, source + size * c)
+        found += squeeze(x, splat(least), stood + 4 * c, few + size * found, places + 4 * found)
+    found = min(found, count)  # of what is no number, what fills up passes as well
+    put(few + size * found, splat(memory.number(form, -math.inf)))
+    return found
+
+
+@njit
+def powers(form, r, alpha):
+    """r^(1 / (alpha - 1)), and that over r; both zero where r is."""
+    zero, one = splat(memory.number(form, 0)), memory.number(form, 1)
+    if alpha == memory.number(form, 1.5):
+        return times(r, r), r
+    if alpha == memory.number(form, 2):
+        return r, where_below(zero, r, splat(one), zero)
+    w = where_below(zero, r, exp(times(log(r), splat(one / (alpha - one)))), zero)
+    return w, where_below(zero, r, over(w, r), zero)
+
+
+@njit
+def sums(form, few, count, tau, alpha):
+    """The sum of [x - tau]_+ ^ (1 / (alpha - 1)), and how fast it falls."""
+    zero, size = splat(memory.number(form, 0)), memory.size(form)
+    falls, all_ = zero, zero
+    for c in range(0, count, WIDE):
+        w, slope = powers(form, larger(minus(read(form, few + size * c), splat(tau)), zero), alpha)
+        falls, all_ = plus(falls, slope), plus(all_, w)
+    return total(all_), total(falls)
+
+
+@njit
+def root(form, few, count, alpha):
+    """tau for which that sum is one, by Newton's method on the norm of order 1 / (alpha - 1), from tau = -1.
+
+    Up to alpha = 2 a norm is convex, and steps come from below. Beyond, they may go astray: then, and where a step is
+    not half as long as the one before, what is left between too low and too high is halved.
+    """
+    one, half = memory.number(form, 1), memory.number(form, 0.5)
+    low, high, tau, last = -one, memory.number(form, 0), -one, one
+    for _ in range(MOST):
+        sum_, fall = sums(form, few, count, tau, alpha)
+        if sum_ >= one:
+            low = tau
+        else:
+            high = tau
+        before, tau = tau, tau + (sum_ - memory.number(form, sum_ ** (one + one - alpha))) / fall
+        if tau == before:
+            break
+        if not low < tau < high or (alpha > one + one and abs(tau - before) > half * last):
+            tau = low + half * (high - low)
+            if tau == low or tau == high:
+                break
+        last = abs(tau - before)
+    return tau
+
+
+@njit
+def weigh(form, lists, count, tau, alpha):
+    """Weights in the place of the few, and their slopes beside; the sum of the weights. Without a tau there is none."""
+    size, zero = memory.size(form), splat(memory.number(form, 0))
+    few, slopes = lists
+    all_ = zero
+    for c in range(0, count, WIDE):
+        w, slope = powers(form, larger(minus(read(form, few + size * c), splat(tau)), zero), alpha)
+        if tau != tau:
+            w, slope = splat(tau), splat(tau)
+        put(few + size * c, w)
+        put(slopes + size * c, slope)
+        all_ = plus(all_, w)
+    return total(all_)
+
+
+@njit
+def scaled(form, desk, S, top, alpha):
+    """(alpha - 1) (s - top) in the place of scores."""
+    size, by = memory.size(form), alpha - memory.number(form, 1)
+    for c in range(0, S, WIDE):
+        put(desk + size * c, times(minus(read(form, desk + size * c), splat(top)), splat(by)))
+
+
+@njit
+def strew(form, to, S, given, count, factor):
+    """A row of zeros, but for the few, times a factor, where they stand."""
+    size, zero, (few, places) = memory.size(form), memory.number(form, 0), given
+    end = S // WIDE * WIDE
+    for c in range(0, end, WIDE):
+        put(to + size * c, splat(zero))
+    for c in range(end, S):
+        put(to + size * c, zero)
+    for n in range(count):
+        put(to + size * place(places + 4 * n), read_one(form, few + size * n) * factor)
+
+
+@njit
+def gather(form, values, width, to, given, count, factor):
+    """The sum of values by the few as weights, times a factor."""
+    size, zero, (few, places) = memory.size(form), splat(memory.number(form, 0)), given
+    by = size * WIDE
+    for c in range(0, width // STRIP * STRIP, STRIP):
+        a0, a1, a2, a3 = zero, zero, zero, zero
+        for n in range(count):
+            w, v = splat(read_one(form, few + size * n)), values + size * (place(places + 4 * n) * width + c)
+            a0, a1 = fma(w, read(form, v), a0), fma(w, read(form, v + by), a1)
+            a2, a3 = fma(w, read(form, v + 2 * by), a2), fma(w, read(form, v + 3 * by), a3)
+        put(to + size * c, times(a0, splat(factor)))
+        put(to + size * c + by, times(a1, splat(factor)))
+        put(to + size * c + 2 * by, times(a2, splat(factor)))
+        put(to + size * c + 3 * by, times(a3, splat(factor)))
+    for c in range(width // STRIP * STRIP, width, WIDE):
+        a = zero
+        for n in range(count):
+            v = values + size * (place(places + 4 * n) * width + c)
+            a = fma(splat(read_one(form, few + size * n)), read(form, v), a)
+        put(to + size * c, times(a, splat(factor)))
+
+
+@njit
+def head_of(table, row):
+    """The head of a row."""
+    return row // told(table, At.T) % told(table, At.H)
+
+
+@njit
+def values_of(form, table, row, at):
+    """Where the values that a row reads lie, or their gradients."""
+    batch = row // (told(table, At.H) * told(table, At.T))
+    head = batch * told(table, At.G) + whole(told(table, At.OF) + 8 * head_of(table, row))
+    return told(table, at) + memory.size(form) * head * told(table, At.S) * told(table, At.V)
+
+
+@njit
+def forward_row(form, table, row, desk):
+    """The weights of a row, or what it reads with them."""
+    size, S, V = memory.size(form), told(table, At.S), told(table, At.V)
+    line, few, slopes, _, places = spread(form, table, desk)
+    top, alpha = lay(form, table, row, line), read_one(form, told(table, At.ALPHA) + size * head_of(table, row))
+    zero, one = memory.number(form, 0), memory.number(form, 1)
+    tau, factor, count = zero, zero, 0
+    if top != memory.number(form, -math.inf):
+        scaled(form, line, S, top, alpha)
+        count = sift(form, (line, told(table, At.KEYS)), S, -one, (few, places))
+        tau = root(form, few, count, alpha) if top == top else top
+        count = sift(form, (few, places), count, tau, (few, places))
+        factor = one / weigh(form, (few, slopes), count, tau, alpha)
+    kept = told(table, At.KEPT) + size * KEPT * row
+    put(kept, top)
+    put(kept + size, tau)
+    put(kept + 2 * size, factor)
+    if told(table, At.VALUES):
+        values = values_of(form, table, row, At.VALUES)
+        gather(form, values, V, told(table, At.MADE) + size * V * row, (few, places), count, factor)
+    else:
+        strew(form, told(table, At.MADE) + size * S * row, S, (few, places), count, factor)
+
+
+@njit
+def heard(form, table, row, lists, count, factor):
+    """The gradients of the few weights; where these read values, theirs are added up."""
+    size, (few, heard, places) = memory.size(form), lists
+    put(heard + size * (count // WIDE * WIDE), splat(memory.number(form, 0)))
+    if told(table, At.VALUES) == 0:
+        grad = told(table, At.GRAD) + size * told(table, At.S) * row
+        for n in range(count):
+            put(heard + size * n, read_one(form, grad + size * place(places + 4 * n)))
+        return
+    width = told(table, At.V)
+    grad = told(table, At.GRAD) + size * width * row
+    values, d_values = values_of(form, table, row, At.VALUES), values_of(form, table, row, At.D_VALUES)
+    for n in range(count):
+        at = size * place(places + 4 * n) * width
+        w, sum_ = splat(read_one(form, few + size * n) * factor), splat(memory.number(form, 0))
+        for c in range(0, size * width, size * WIDE):
+            g = read(form, grad + c)
+            sum_ = fma(g, read(form, values + at + c), sum_)
+            put(d_values + at + c, fma(w, g, read(form, d_values + at + c)))
+        put(heard + size * n, total(sum_))
+
+
+@njit
+def back_row(form, table, row, desk):
+    """The gradient of a row of scores: slope (g - the mean of g by slopes); and its share of that of alpha."""
+    size, S = memory.size(form), told(table, At.S)
+    line, few, slopes, grads, places = spread(form, table, desk)
+    kept, alpha = told(table, At.KEPT) + size * KEPT * row, told(table, At.ALPHA) + size * head_of(table, row)
+    alpha, top, tau = read_one(form, alpha), read_one(form, kept), read_one(form, kept + size)
+    zero, one, factor = splat(memory.number(form, 0)), memory.number(form, 1), read_one(form, kept + 2 * size)
+    count, mean, by_alpha = 0, memory.number(form, 0), memory.number(form, 0)
+    if top != memory.number(form, -math.inf):
+        lay(form, table, row, line)
+        scaled(form, line, S, top, alpha)
+        count = sift(form, (line, told(table, At.KEYS)), S, tau, (few, places))
+        weigh(form, (few, slopes), count, tau, alpha)
+        heard(form, table, row, (few, grads, places), count, factor)
+        falls, all_ = zero, zero
+        for c in range(0, count, WIDE):
+            slope = read(form, slopes + size * c)
+            falls, all_ = plus(falls, slope), fma(slope, read(form, grads + size * c), all_)
+        fall = total(falls)
+        mean = total(all_) / fall
+        by_alpha = towards(form, (few, grads), count, factor, (alpha, mean))
+    for c in range(0, count, WIDE):
+        put(grads + size * c, times(read(form, slopes + size * c), minus(read(form, grads + size * c), splat(mean))))
+    strew(form, told(table, At.MADE) + size * S * row, S, (grads, places), count, one)
+    put(told(table, At.D_ALPHA) + size * row, by_alpha)
+
+
+@njit
+def towards(form, lists, count, factor, known):
+    """The gradient in alpha (1909.00015, proposition 1) of one row."""
+    size, zero, one, (few, grads), (alpha, mean) = (
+        memory.size(form),
+        memory.number(form, 0),
+        memory.number(form, 1),
+        lists,
+        known,
+    )
+    straight, bent, spreads = splat(zero), splat(zero), splat(zero)
+    for c in range(0, count, WIDE):
+        w, g = times(read(form, few + size * c), splat(factor)), read(form, grads + size * c)
+        bits = where_below(splat(zero), w, times(w, log(w)), splat(zero))
+        straight, bent, spreads = fma(w, g, straight), fma(bits, g, bent), plus(spreads, bits)
+    straight, bent, spreads = total(straight), total(bent), total(spreads)
+    return ((straight - mean) / (alpha - one) - bent + mean * spreads) / (alpha - one)
+
+
+@njit
+def forward(form, table):
+    """Rows by the few."""
+    desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
+    unit = take(table)
+    while unit < told(table, At.UNITS):
+        for row in range(unit * ROWS, min(unit * ROWS + ROWS, told(table, At.COUNT))):
+            forward_row(form, table, row, desk)
+        unit = take(table)
+
+
+@njit
+def backward(form, table):
+    """Rows by the few; where values are read, all rows that read one head of them, so that nobody else adds to it."""
+    desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
+    H, T, G, unit = told(table, At.H), told(table, At.T), told(table, At.G), take(table)
+    while unit < told(table, At.UNITS):
+        if told(table, At.VALUES) == 0:
+            for row in range(unit * ROWS, min(unit * ROWS + ROWS, told(table, At.COUNT))):
+                back_row(form, table, row, desk)
+        else:
+            for h in range(H):
+                if whole(told(table, At.OF) + 8 * h) == unit % G:
+                    for t in range(T):
+                        back_row(form, table, (unit // G * H + h) * T + t, desk)
+        unit = take(table)
+
+
+def _entries(source: int) -> dict[tuple[str, torch.dtype], Any]:
+    """What is called from outside. `source` marks what all are made of: Numba keeps them by it."""
+
+    def forward32(table):
+        if source:
+            forward(memory.float32(), table)
+
+    def forward64(table):
+        if source:
+            forward(memory.float64(), table)
+
+    def backward32(table):
+        if source:
+            backward(memory.float32(), table)
+
+    def backward64(table):
+        if source:
+            backward(memory.float64(), table)
+
+    single, double = torch.float32, torch.float64
+    ways = {("forward", single): forward32, ("forward", double): forward64}
+    return ways | {("backward", single): backward32, ("backward", double): backward64}
+
+
+KERNELS = Kernels(_entries(mark()))
