@@ -16,6 +16,7 @@ from ..terms import Phase, Weighted
 from ..tokens import Sight
 from .job import Inputs
 
+Gather = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], Weighted], Tensor | None]
 WITHIN = (Similarity, Normaliser, ScoreStep, Mix, WeightStep, ValueStep)
 
 
@@ -37,6 +38,7 @@ class Bound:
     normaliser: Normaliser
     normaliser_p: Weighted
     normalise: Callable[[Tensor, Tensor, Weighted], Tensor]
+    gather: Gather | None  # in one with the reading of values, where nothing else acts on weights
     weights: Sequence[Act]
     values: Sequence[tuple[ValueStep, Weighted]]
     elementwise: Sequence[tuple[ScoreStep, Weighted]]
@@ -65,6 +67,7 @@ class Bound:
             normaliser=spec.normaliser,
             normaliser_p=p["normaliser"],
             normalise=spec.normaliser.normalise,
+            gather=None,
             weights=acts[Phase.WEIGHTS],
             values=[(step, p[name]) for name, step in spec.steps(ValueStep)],
             elementwise=[(step, p[name]) for name, step in spec.steps(ScoreStep)],
@@ -76,7 +79,10 @@ class Bound:
     def fused(self) -> Bound:
         """The same with heads mixed, and scores normalised, by kernels where parts have some."""
         acts = {phase: [*map(_fused, getattr(self, phase))] for phase in ("scores", "weights")}
-        return replace(self, **acts, normalise=self.normaliser.fused)
+        straight = not self.weights and not self.values and self.selected is None
+        return replace(
+            self, **acts, normalise=self.normaliser.fused, gather=self.normaliser.gather if straight else None
+        )
 
     @property
     def learned(self) -> list[Tensor]:

@@ -14,7 +14,7 @@ import torch
 from numba import njit
 
 from . import memory
-from .arrays import Kernels, mark
+from .compiled import MARK, Kernels
 from .lanes import (
     WIDE,
     exp,
@@ -143,19 +143,13 @@ def softmax(form, table):
         unit = take(table)
 
 
-def _entries(source: int) -> dict[torch.dtype, Any]:
-    """What is called from outside. `source` marks what all are made of: Numba keeps them by it."""
+def _entry(kind: str, mark: int) -> Any:
+    def entry(table):
+        if mark:
+            softmax(memory.form(kind), table)
 
-    def softmax32(table):
-        if source:
-            softmax(memory.float32(), table)
-
-    def softmax64(table):
-        if source:
-            softmax(memory.float64(), table)
-
-    return {torch.float32: softmax32, torch.float64: softmax64}
+    return entry
 
 
-KERNELS = Kernels(_entries(mark()))
-NUMBERS = (torch.float32, torch.float64)
+NUMBERS = {torch.float32: "float32", torch.float64: "float64"}
+KERNELS = Kernels({dtype: _entry(kind, MARK) for dtype, kind in NUMBERS.items()})

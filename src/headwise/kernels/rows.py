@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from . import normalising, sparse
-from .arrays import threads
+from .compiled import threads
 from .lanes import WIDE
 from .normalising import NUMBERS, ROWS, At
 from .sparse import KEPT, LISTS

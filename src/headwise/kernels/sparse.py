@@ -9,15 +9,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from numba import njit
 
 from . import memory
-from .arrays import Kernels, mark
+from .compiled import MARK, Kernels
 from .lanes import WIDE, exp, fma, larger, log, minus, over, plus, splat, times, total, where_below
 from .masks import place, squeeze
 from .memory import put, read, read_one, take, whole
-from .normalising import ROWS, At, lay, told, wide
+from .normalising import NUMBERS, ROWS, At, lay, told, wide
 
 KEPT = 3  # numbers of a row from which it is formed again: the highest score, tau, and what makes the sum one
 LISTS = 5  # on a desk: the row, the few scores that count, slopes, gradients, and where they stand
@@ -294,28 +293,26 @@ def backward(form, table):
         unit = take(table)
 
 
-def _entries(source: int) -> dict[tuple[str, torch.dtype], Any]:
-    """What is called from outside. `source` marks what all are made of: Numba keeps them by it."""
-
-    def forward32(table):
-        if source:
-            forward(memory.float32(), table)
-
-    def forward64(table):
-        if source:
-            forward(memory.float64(), table)
-
-    def backward32(table):
-        if source:
-            backward(memory.float32(), table)
-
-    def backward64(table):
-        if source:
-            backward(memory.float64(), table)
-
-    single, double = torch.float32, torch.float64
-    ways = {("forward", single): forward32, ("forward", double): forward64}
-    return ways | {("backward", single): backward32, ("backward", double): backward64}
+WAYS = ("forward", "backward")
 
 
-KERNELS = Kernels(_entries(mark()))
+@njit
+def work(form, table, way):
+    """One way or the other."""
+    if way == 0:
+        forward(form, table)
+    else:
+        backward(form, table)
+
+
+def _entry(way: int, kind: str, mark: int) -> Any:
+    def entry(table):
+        if mark:
+            work(memory.form(kind), table, way)
+
+    return entry
+
+
+KERNELS = Kernels(
+    {(name, dtype): _entry(way, kind, MARK) for way, name in enumerate(WAYS) for dtype, kind in NUMBERS.items()}
+)

@@ -82,6 +82,15 @@ class Entmax(Normaliser):
             return self.normalise(s_BHTS, allowed, p)
         return rows.entmax(exact, allowed, self._alphas(exact, p), None, [])[0].to(s_BHTS.dtype)
 
+    def gather(
+        self, s_BHTS: Tensor, allowed: Tensor, v_BSGV: Tensor, of: tuple[int, ...], p: Weighted
+    ) -> Tensor | None:
+        exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
+        if not rows.takes(exact):
+            return None
+        v_BGSV = v_BSGV.transpose(1, 2).to(exact.dtype)
+        return rows.entmax(exact, allowed, self._alphas(exact, p), v_BGSV, of)[0].to(v_BSGV.dtype)
+
     def _alphas(self, s_BHTS: Tensor, p: Weighted) -> Tensor:
         """Each head's, in the numbers of the scores."""
         heads = s_BHTS.shape[1]

@@ -116,6 +116,13 @@ class Normaliser(Foldable):
         """The same in one pass over each row, where there is a kernel for it."""
         return self.normalise(s_BHTS, allowed, p)
 
+    def gather(
+        self, s_BHTS: Tensor, allowed: Tensor, v_BSGV: Tensor, of: tuple[int, ...], p: Weighted
+    ) -> Tensor | None:
+        """What head h reads of the values of head of[h], o_BHTV, touching only keys with weight; None where no kernel
+        does that."""
+        return None
+
 
 class Merge(Part):
     """Per-head outputs to the model's width."""
