@@ -39,6 +39,7 @@ class Call:
     job: Job
     form: str
     refusals: dict[str, list[str]]
+    notes: dict[str, list[str]]  # what backends that take it do with it beyond what they do with every call
 
     @property
     def runs(self) -> str | None:
@@ -58,7 +59,11 @@ class Call:
             "paged": job.paged,
         }
         told |= {"want": sorted(job.wants), "form": self.form, "runs": self.runs}
-        return told | {"backends": [{"name": name, "refuses": said} for name, said in self.refusals.items()]}
+        return told | {
+            "backends": [
+                {"name": name, "refuses": said, "notes": self.notes[name]} for name, said in self.refusals.items()
+            ]
+        }
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,8 @@ class Reasons:
         name = max(map(len, self.refusals))
         lines = [*textwrap.wrap(", ".join(said), WIDTH), ""]
         for backend, reasons in self.refusals.items():
-            lines += _row(backend, name, "; ".join(reasons) or ("runs it" if backend == self.runs else "could run it"))
+            takes = ["runs it" if backend == self.runs else "could run it", *self.asked.notes[backend]]
+            lines += _row(backend, name, "; ".join(reasons or takes))
         lines += ["", *_ends(self.asked)]
         return "\n".join([*lines, *_ends(self.other)])
 
@@ -148,7 +154,9 @@ def _call(job: Job, tokens: str) -> Call:
     spec, one = job.spec, tokens == "one"
     project = spec.form(one)
     job = replace(job, core=spec.core_of(project), one=one, stated=one and spec.stateful)
-    return Call(tokens, job, "" if project == spec.project else repr(project), backends.why(job))
+    refusals = backends.why(job)
+    notes = {name: [] if reasons else backends.notes(name, job) for name, reasons in refusals.items()}
+    return Call(tokens, job, "" if project == spec.project else repr(project), refusals, notes)
 
 
 def _each(words: Iterable[str]) -> tuple[str, ...]:

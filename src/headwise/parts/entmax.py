@@ -20,6 +20,7 @@ from .start import full
 
 LEAST = 1.01  # nearer to 1 the gradient in alpha, a difference over (alpha - 1)^2, is lost to rounding
 LARGEST = 4.0  # the root of a root: beyond it float32 keeps too few digits of what is left
+FEW = 1.5  # from here on few keys are read, and values in bfloat16, whose products are fast, are gathered as well
 MOST = 2 - 1e-6  # a sigmoid may round to 1, and powers of zero would be one
 
 
@@ -82,12 +83,12 @@ class Entmax(Normaliser):
             return self.normalise(s_BHTS, allowed, p)
         return rows.entmax(exact, allowed, self._alphas(exact, p), None, [])[0].to(s_BHTS.dtype)
 
-    def gather(
-        self, s_BHTS: Tensor, allowed: Tensor, v_BSGV: Tensor, of: tuple[int, ...], p: Weighted
-    ) -> Tensor | None:
+    def gathers(self, device: str, dtype: torch.dtype) -> bool:
+        few = self.kind == "fixed" and self.alpha >= FEW
+        return device == "cpu" and (dtype in rows.NUMBERS or (dtype == torch.bfloat16 and few))
+
+    def gather(self, s_BHTS: Tensor, allowed: Tensor, v_BSGV: Tensor, of: tuple[int, ...], p: Weighted) -> Tensor:
         exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
-        if not rows.takes(exact):
-            return None
         v_BGSV = v_BSGV.transpose(1, 2).to(exact.dtype)
         return rows.entmax(exact, allowed, self._alphas(exact, p), v_BGSV, of)[0].to(v_BSGV.dtype)
 
