@@ -111,8 +111,8 @@ class Cells:
 
 def straight(spec: AttentionSpec) -> bool:
     """Whether every row of weights reads values just as it was normalised."""
-    acts = (Phase.WEIGHTS, Phase.VALUES)
-    return spec.voices == tuple(range(spec.heads.rows)) and not any(part.phase in acts for part in spec.modifiers)
+    acts = (part for part in spec.modifiers if part.phase is Phase.WEIGHTS or isinstance(part, ValueStep))
+    return spec.voices == tuple(range(spec.heads.rows)) and not any(acts)
 
 
 def _act(spec: AttentionSpec, name: str, part: Part, p: Weighted) -> Act:

@@ -197,7 +197,7 @@ def _each_log(typing: Any, a: Any) -> Any:
     return a(a), called("log", 1)
 
 
-_LOG2E, _SHIFT, _LEAST = np.float32(1 / math.log(2)), np.float32(1.5 * 2**23), np.float32(-87.0)
+_LOG2E, _SHIFT, _LEAST = np.float32(1 / math.log(2)), np.float32(1.5 * 2**23), np.float32(-87.33)
 # ln 2 in two pieces, the first with few bits: so many times it is exact.
 _HIGH, _LOW = np.float32(-0.693359375), np.float32(2.12194440e-4)
 _SERIES = tuple(np.float32(1 / math.factorial(n)) for n in range(7, -1, -1))
@@ -205,7 +205,7 @@ _SERIES = tuple(np.float32(1 / math.factorial(n)) for n in range(7, -1, -1))
 
 @njit
 def _exp32(x):
-    """e^x of numbers not above 88, to 2 units in the last place; 0 below -87.
+    """e^x of numbers not above 88, to 2 units in the last place; 0 below -87.33, as of all that is smaller than a normal number.
 
     x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by its Taylor series up to r^7 / 7!, whose rest is below 1e-8.
     """
@@ -237,8 +237,8 @@ _ODD = tuple(np.float32(2 / n) for n in (9, 7, 5, 3, 1))
 def _log32(x):
     """The natural logarithm of numbers above 0, to 2 units in the last place.
 
-    x = m 2^n, and log m = 2 artanh z with z = (m - 1) / (m + 1), |z| < 0.172, by its series up to z^9 / 9, whose rest is
-    below 4e-10.
+    x = m 2^n, and log m = 2 artanh z with z = (m - 1) / (m + 1), |z| < 0.172, by its series up to z^9 / 9, whose rest
+    is below 4e-10.
     """
     m, n, one = _mantissa(x), _exponent(x), splat(np.float32(1.0))
     z = over(minus(m, one), plus(m, one))

@@ -43,7 +43,7 @@ def squeeze(typing: Any, x: Any, least: Any, where: Any, to: Any, places: Any) -
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        numbers, whole = signature.args[0].kind, ir.VectorType(INT, WIDE)
+        whole = ir.VectorType(INT, WIDE)
         counts = builder.fcmp_unordered(">", args[0], args[1])
         letter = "f64" if signature.args[0] == F64 else "f32"
         stood = builder.load(builder.inttoptr(args[2], whole.as_pointer()), align=4)

@@ -52,7 +52,7 @@ class At(IntEnum):
     DESK_SIZE = auto()  # bytes of each thread
     KEYS = auto()  # 0, 1, 2 ..., an int32 for each key: from here on for entmax alone
     ALPHA = auto()  # [H]
-    KEPT = auto()  # [B, H, T, 3]: how a row is formed again
+    KEPT = auto()  # [B, H, T, 2]: how a row is formed again
     VALUES = auto()  # [B, G, S, V], V in whole vectors; 0 where weights themselves are asked for
     OF = auto()  # [H], int64: the value head that each head reads
     G = auto()

@@ -41,7 +41,7 @@ def softmax_backward(grad: Tensor, w: Tensor) -> Tensor:
 def entmax(s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, of: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Entmax, with an alpha for each head, over the keys of s [B, H, T, S] that are allowed [1 or B, 1, 1 or T, S].
 
-    With values v [B, G, S, V] it is what each row reads of v[of[h]], [B, H, T, V]. The second, [B, H, T, 3], is all
+    With values v [B, G, S, V] it is what each row reads of v[of[h]], [B, H, T, V]. The second, [B, H, T, 2], is all
     that the way back needs to form rows again.
     """
     held = [] if v is None else [_whole(v), torch.tensor(of)]
@@ -80,9 +80,9 @@ def _told(s: Tensor, allowed: Tensor) -> Told:
 def _sparse(s: Tensor, allowed: Tensor, alpha: Tensor, held: Sequence[Tensor]) -> Told:
     told = _told(s, allowed)
     told |= {At.KEYS: torch.arange(s.shape[3] + WIDE, dtype=torch.int32), At.ALPHA: alpha.contiguous()}
-    return told | (
-        dict(zip((At.VALUES, At.OF), held)) | {At.G: held[0].shape[1], At.V: held[0].shape[3]} if held else {}
-    )
+    if held:
+        told |= {At.VALUES: held[0], At.OF: held[1], At.G: held[0].shape[1], At.V: held[0].shape[3]}
+    return told
 
 
 def _launch(kernels: Any, name: Any, told: Told, lists: int) -> None:

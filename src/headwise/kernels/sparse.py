@@ -18,9 +18,10 @@ from .masks import place, squeeze
 from .memory import put, read, read_one, take, whole
 from .normalising import NUMBERS, ROWS, At, lay, told, wide
 
-KEPT = 3  # numbers of a row from which it is formed again: the highest score, tau, and what makes the sum one
+KEPT = 2  # numbers of a row from which it is formed again: the highest score and tau
 LISTS = 5  # on a desk: the row, the few scores that count, slopes, gradients, and where they stand
 MOST = 200  # steps; Newton takes 5 to 12, halving as many as a number has digits
+SUMMED = 16 * WIDE  # numbers that are summed up before they are added to the others, or equal ones would drift
 STRIP = 4 * WIDE  # channels of a value that are read at once
 
 
@@ -62,11 +63,14 @@ def powers(form, r, alpha):
 @njit
 def sums(form, few, count, tau, alpha):
     """The sum of [x - tau]_+ ^ (1 / (alpha - 1)), and how fast it falls."""
-    zero, size = splat(memory.number(form, 0)), memory.size(form)
+    size, zero = memory.size(form), splat(memory.number(form, 0))
     falls, all_ = zero, zero
-    for c in range(0, count, WIDE):
-        w, slope = powers(form, larger(minus(read(form, few + size * c), splat(tau)), zero), alpha)
-        falls, all_ = plus(falls, slope), plus(all_, w)
+    for begin in range(0, count, SUMMED):
+        fall, part = zero, zero
+        for c in range(begin, min(begin + SUMMED, count), WIDE):
+            w, slope = powers(form, larger(minus(read(form, few + size * c), splat(tau)), zero), alpha)
+            fall, part = plus(fall, slope), plus(part, w)
+        falls, all_ = plus(falls, fall), plus(all_, part)
     return total(all_), total(falls)
 
 
@@ -98,18 +102,23 @@ def root(form, few, count, alpha):
 
 @njit
 def weigh(form, lists, count, tau, alpha):
-    """Weights in the place of the few, and their slopes beside; the sum of the weights. Without a tau there is none."""
+    """Weights in the place of the few, and their slopes beside. Without a tau there are none."""
     size, zero = memory.size(form), splat(memory.number(form, 0))
     few, slopes = lists
     all_ = zero
+    for begin in range(0, count, SUMMED):
+        part = zero
+        for c in range(begin, min(begin + SUMMED, count), WIDE):
+            w, slope = powers(form, larger(minus(read(form, few + size * c), splat(tau)), zero), alpha)
+            if tau != tau:
+                w, slope = splat(tau), splat(tau)
+            put(few + size * c, w)
+            put(slopes + size * c, slope)
+            part = plus(part, w)
+        all_ = plus(all_, part)
+    sum_ = splat(total(all_))
     for c in range(0, count, WIDE):
-        w, slope = powers(form, larger(minus(read(form, few + size * c), splat(tau)), zero), alpha)
-        if tau != tau:
-            w, slope = splat(tau), splat(tau)
-        put(few + size * c, w)
-        put(slopes + size * c, slope)
-        all_ = plus(all_, w)
-    return total(all_)
+        put(few + size * c, over(read(form, few + size * c), sum_))
 
 
 @njit
@@ -121,8 +130,8 @@ def scaled(form, desk, S, top, alpha):
 
 
 @njit
-def strew(form, to, S, given, count, factor):
-    """A row of zeros, but for the few, times a factor, where they stand."""
+def strew(form, to, S, given, count):
+    """A row of zeros, but for the few where they stand."""
     size, zero, (few, places) = memory.size(form), memory.number(form, 0), given
     end = S // WIDE * WIDE
     for c in range(0, end, WIDE):
@@ -130,12 +139,12 @@ def strew(form, to, S, given, count, factor):
     for c in range(end, S):
         put(to + size * c, zero)
     for n in range(count):
-        put(to + size * place(places + 4 * n), read_one(form, few + size * n) * factor)
+        put(to + size * place(places + 4 * n), read_one(form, few + size * n))
 
 
 @njit
-def gather(form, values, width, to, given, count, factor):
-    """The sum of values by the few as weights, times a factor."""
+def gather(form, values, width, to, given, count):
+    """The sum of values by the few as weights."""
     size, zero, (few, places) = memory.size(form), splat(memory.number(form, 0)), given
     by = size * WIDE
     for c in range(0, width // STRIP * STRIP, STRIP):
@@ -144,16 +153,16 @@ def gather(form, values, width, to, given, count, factor):
             w, v = splat(read_one(form, few + size * n)), values + size * (place(places + 4 * n) * width + c)
             a0, a1 = fma(w, read(form, v), a0), fma(w, read(form, v + by), a1)
             a2, a3 = fma(w, read(form, v + 2 * by), a2), fma(w, read(form, v + 3 * by), a3)
-        put(to + size * c, times(a0, splat(factor)))
-        put(to + size * c + by, times(a1, splat(factor)))
-        put(to + size * c + 2 * by, times(a2, splat(factor)))
-        put(to + size * c + 3 * by, times(a3, splat(factor)))
+        put(to + size * c, a0)
+        put(to + size * c + by, a1)
+        put(to + size * c + 2 * by, a2)
+        put(to + size * c + 3 * by, a3)
     for c in range(width // STRIP * STRIP, width, WIDE):
         a = zero
         for n in range(count):
             v = values + size * (place(places + 4 * n) * width + c)
             a = fma(splat(read_one(form, few + size * n)), read(form, v), a)
-        put(to + size * c, times(a, splat(factor)))
+        put(to + size * c, a)
 
 
 @njit
@@ -177,26 +186,25 @@ def forward_row(form, table, row, desk):
     line, few, slopes, _, places = spread(form, table, desk)
     top, alpha = lay(form, table, row, line), read_one(form, told(table, At.ALPHA) + size * head_of(table, row))
     zero, one = memory.number(form, 0), memory.number(form, 1)
-    tau, factor, count = zero, zero, 0
+    tau, count = zero, 0
     if top != memory.number(form, -math.inf):
         scaled(form, line, S, top, alpha)
         count = sift(form, (line, told(table, At.KEYS)), S, -one, (few, places))
         tau = root(form, few, count, alpha) if top == top else top
         count = sift(form, (few, places), count, tau, (few, places))
-        factor = one / weigh(form, (few, slopes), count, tau, alpha)
+        weigh(form, (few, slopes), count, tau, alpha)
     kept = told(table, At.KEPT) + size * KEPT * row
     put(kept, top)
     put(kept + size, tau)
-    put(kept + 2 * size, factor)
     if told(table, At.VALUES):
         values = values_of(form, table, row, At.VALUES)
-        gather(form, values, V, told(table, At.MADE) + size * V * row, (few, places), count, factor)
+        gather(form, values, V, told(table, At.MADE) + size * V * row, (few, places), count)
     else:
-        strew(form, told(table, At.MADE) + size * S * row, S, (few, places), count, factor)
+        strew(form, told(table, At.MADE) + size * S * row, S, (few, places), count)
 
 
 @njit
-def heard(form, table, row, lists, count, factor):
+def heard(form, table, row, lists, count):
     """The gradients of the few weights; where these read values, theirs are added up."""
     size, (few, heard, places) = memory.size(form), lists
     put(heard + size * (count // WIDE * WIDE), splat(memory.number(form, 0)))
@@ -210,7 +218,7 @@ def heard(form, table, row, lists, count, factor):
     values, d_values = values_of(form, table, row, At.VALUES), values_of(form, table, row, At.D_VALUES)
     for n in range(count):
         at = size * place(places + 4 * n) * width
-        w, sum_ = splat(read_one(form, few + size * n) * factor), splat(memory.number(form, 0))
+        w, sum_ = splat(read_one(form, few + size * n)), splat(memory.number(form, 0))
         for c in range(0, size * width, size * WIDE):
             g = read(form, grad + c)
             sum_ = fma(g, read(form, values + at + c), sum_)
@@ -225,40 +233,33 @@ def back_row(form, table, row, desk):
     line, few, slopes, grads, places = spread(form, table, desk)
     kept, alpha = told(table, At.KEPT) + size * KEPT * row, told(table, At.ALPHA) + size * head_of(table, row)
     alpha, top, tau = read_one(form, alpha), read_one(form, kept), read_one(form, kept + size)
-    zero, one, factor = splat(memory.number(form, 0)), memory.number(form, 1), read_one(form, kept + 2 * size)
-    count, mean, by_alpha = 0, memory.number(form, 0), memory.number(form, 0)
+    zero, count, mean, by_alpha = splat(memory.number(form, 0)), 0, memory.number(form, 0), memory.number(form, 0)
     if top != memory.number(form, -math.inf):
         lay(form, table, row, line)
         scaled(form, line, S, top, alpha)
         count = sift(form, (line, told(table, At.KEYS)), S, tau, (few, places))
         weigh(form, (few, slopes), count, tau, alpha)
-        heard(form, table, row, (few, grads, places), count, factor)
+        heard(form, table, row, (few, grads, places), count)
         falls, all_ = zero, zero
         for c in range(0, count, WIDE):
             slope = read(form, slopes + size * c)
             falls, all_ = plus(falls, slope), fma(slope, read(form, grads + size * c), all_)
         fall = total(falls)
         mean = total(all_) / fall
-        by_alpha = towards(form, (few, grads), count, factor, (alpha, mean))
+        by_alpha = towards(form, (few, grads), count, alpha, mean)
     for c in range(0, count, WIDE):
         put(grads + size * c, times(read(form, slopes + size * c), minus(read(form, grads + size * c), splat(mean))))
-    strew(form, told(table, At.MADE) + size * S * row, S, (grads, places), count, one)
+    strew(form, told(table, At.MADE) + size * S * row, S, (grads, places), count)
     put(told(table, At.D_ALPHA) + size * row, by_alpha)
 
 
 @njit
-def towards(form, lists, count, factor, known):
+def towards(form, lists, count, alpha, mean):
     """The gradient in alpha (1909.00015, proposition 1) of one row."""
-    size, zero, one, (few, grads), (alpha, mean) = (
-        memory.size(form),
-        memory.number(form, 0),
-        memory.number(form, 1),
-        lists,
-        known,
-    )
+    size, zero, one, (few, grads) = memory.size(form), memory.number(form, 0), memory.number(form, 1), lists
     straight, bent, spreads = splat(zero), splat(zero), splat(zero)
     for c in range(0, count, WIDE):
-        w, g = times(read(form, few + size * c), splat(factor)), read(form, grads + size * c)
+        w, g = read(form, few + size * c), read(form, grads + size * c)
         bits = where_below(splat(zero), w, times(w, log(w)), splat(zero))
         straight, bent, spreads = fma(w, g, straight), fma(bits, g, bent), plus(spreads, bits)
     straight, bent, spreads = total(straight), total(bent), total(spreads)
