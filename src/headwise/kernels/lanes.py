@@ -205,7 +205,7 @@ _SERIES = tuple(np.float32(1 / math.factorial(n)) for n in range(7, -1, -1))
 
 @njit
 def _exp32(x):
-    """e^x of numbers not above 88, to 2 units in the last place; 0 below -87.33, as of all that is smaller than a normal number.
+    """e^x of numbers not above 88, to 2 units in the last place; 0 below -87.33, where normal numbers end.
 
     x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by its Taylor series up to r^7 / 7!, whose rest is below 1e-8.
     """
