@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...module import Attention
-from ...parts.entmax import Entmax
 from ...presets import design
 from ..case import Absent, Aim, Case, Need, Run
 from ..others import given
@@ -82,8 +82,9 @@ def _fixed(name: str, ours: Weigh, times: float, backward: bool) -> Case:
 
 def _learned(backward: bool) -> Case:
     """An alpha for each of 16 heads, from 1.05 to 1.95, with the gradient in it."""
-    part, rows = Entmax(kind="learned"), Rows.of(HEADS)
-    layer = Attention(design(model=HEADS * DIM, heads=HEADS, normaliser=part))
+    fixed = design(preset="entmax", model=HEADS * DIM, heads=HEADS)
+    part, rows = replace(fixed.normaliser, kind="learned"), Rows.of(HEADS)
+    layer = Attention(replace(fixed, normaliser=part))
     p, allowed = layer.weights["normaliser"], torch.ones(1, 1, 1, KEYS, dtype=torch.bool)
     with torch.no_grad():
         p["a"].copy_(torch.logit(torch.linspace(0.05, 0.95, HEADS)))
