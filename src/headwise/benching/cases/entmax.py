@@ -39,7 +39,7 @@ def cases(quick: bool) -> Iterator[Case]:
     for name, weigh, times in ways:
         for backward in (False, True):
             yield _fixed(name, weigh, times, backward)
-    for backward in (False, True):
+    for backward in () if quick else (False, True):
         yield _learned(backward)
     for backward in (False, True):
         yield _core(backward)
