@@ -8,10 +8,10 @@ from planting import bug
 READ = "test_gather.py::test_what_is_read_and_every_gradient"
 ANCHOR = "anchors/test_entmax.py"
 STEPS = f"{ANCHOR}::test_the_steps_are_enough_for_any_row"
-SPARSE = "kernels/sparse.py"
+SPARSE, SIFTING = "kernels/sparse.py", "kernels/sifting.py"
 bug(
     "sift-forgets-where-they-stood",
-    SPARSE,
+    SIFTING,
     "squeeze(x, splat(least), stood + 4 * c,",
     "squeeze(x, splat(least), stood,",
     READ,
@@ -25,21 +25,21 @@ bug(
 )
 bug(
     "entmax-one-step-only",
-    SPARSE,
+    SIFTING,
     "        if tau == before:\n",
     "        if tau >= before:\n",
     f"{STEPS}[fused-1.5-torch.float64]",
 )
 bug(
     "entmax-steps-go-astray-beyond-two",
-    SPARSE,
+    SIFTING,
     " or (alpha > one + one and abs(tau - before) > half * last)",
     "",
     f"{ANCHOR}::test_above_two_the_root_is_found_too[fused]",
 )
 bug(
     "entmax-sums-drift",
-    SPARSE,
+    SIFTING,
     "SUMMED = 16 * WIDE",
     "SUMMED = 4096 * WIDE",
     f"{STEPS}[fused-1.01-torch.float32]",
@@ -69,7 +69,7 @@ bug(
 )
 bug(
     "entmax-slope-is-the-weight",
-    SPARSE,
+    SIFTING,
     "where_below(zero, r, over(w, r), zero)",
     "w",
     f"{ANCHOR}::test_weights_and_gradients_are_the_packages[fused-1.25-1.0]",

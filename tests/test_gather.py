@@ -79,7 +79,7 @@ def test_what_is_read_is_what_its_weights_read(alpha, dtype):
 
 
 def test_values_of_keys_without_weight_are_not_read():
-    s, v = torch.tensor([[[[4.0, 0.0, 3.9, -5.0]]]], requires_grad=True), torch.ones(1, 1, 4, 3)
+    s, v = torch.tensor([[[[4.0, 2.4, 3.9, -5.0]]]], requires_grad=True), torch.ones(1, 1, 4, 3)
     v[0, 0, 1::2] = torch.nan
     v.requires_grad_()
     o = rows.entmax(s, torch.ones(1, 1, 1, 4, dtype=torch.bool), torch.tensor([1.5]), v, [0])[0]

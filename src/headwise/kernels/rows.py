@@ -15,7 +15,8 @@ from . import normalising, sparse
 from .compiled import threads
 from .lanes import WIDE
 from .normalising import NUMBERS, ROWS, At
-from .sparse import KEPT, LISTS
+from .sifting import LISTS
+from .sparse import KEPT
 
 
 def takes(s_BHTS: Tensor) -> bool:
