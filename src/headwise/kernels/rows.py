@@ -53,18 +53,20 @@ def entmax(s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, of: Sequ
 
 
 @torch.library.custom_op("headwise::entmax_backward", mutates_args=())
-def entmax_backward(
-    grad: Tensor, s: Tensor, allowed: Tensor, alpha: Tensor, kept: Tensor, v: Tensor | None, of: Sequence[int]
-) -> list[Tensor]:
-    """The gradients of the scores, of alpha, and of the values where there are some (1905.05702, 1909.00015)."""
-    held = [] if v is None else [_whole(v), torch.tensor(of)]
+def entmax_backward(grad: Tensor, given: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
+    """The gradients of the scores, of alpha, and of the values where there are some (1905.05702, 1909.00015).
+
+    Given are scores, what is allowed, alphas, what was kept, and values.
+    """
+    s, allowed, alpha, kept, *values = given
+    held = [] if not values else [_whole(values[0]), torch.tensor(of)]
     made, of_alpha, of_values = s.new_empty(s.shape), s.new_empty(s.shape[:3]), [torch.zeros_like(t) for t in held[:1]]
     told = _sparse(s, allowed, alpha, held) | {At.MADE: made, At.KEPT: kept.contiguous(), At.D_ALPHA: of_alpha}
     told |= {At.GRAD: _whole(grad) if held else grad.contiguous(), At.D_VALUES: of_values[0] if held else 0}
     if held:
         told[At.UNITS] = len(s) * held[0].shape[1]
     _launch(sparse.KERNELS, ("backward", s.dtype), told, LISTS)
-    return [made, of_alpha.sum((0, 2)), *(_narrow(t, v) for t in of_values if v is not None)]
+    return [made, of_alpha.sum((0, 2)), *map(_narrow, of_values, values)]
 
 
 Told = dict[At, Tensor | int]
@@ -122,10 +124,9 @@ def _(grad: Tensor, w: Tensor) -> Tensor:
 
 
 @entmax_backward.register_fake
-def _(
-    grad: Tensor, s: Tensor, allowed: Tensor, alpha: Tensor, kept: Tensor, v: Tensor | None, of: Sequence[int]
-) -> list[Tensor]:
-    made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (s, v) if t is not None]
+def _(grad: Tensor, given: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
+    s, values = given[0], given[4:]
+    made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (s, *values)]
     return [made[0], s.new_empty(s.shape[1]), *made[1:]]
 
 
@@ -146,7 +147,8 @@ def _keep_entmax(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 @once_differentiable
 def _back_entmax(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     s, allowed, alpha, v, kept = ctx.saved_tensors
-    of_scores, of_alpha, *of_values = entmax_backward(grad, s, allowed, alpha, kept, v, ctx.of)
+    given = [s, allowed, alpha, kept] if v is None else [s, allowed, alpha, kept, v]
+    of_scores, of_alpha, *of_values = entmax_backward(grad, given, ctx.of)
     return of_scores, None, of_alpha, of_values[0] if of_values else None, None
 
 
@@ -161,5 +163,6 @@ def _flops(s: Any, allowed: Any, alpha: Any, v: Any, of: Any, **said: Any) -> in
 
 
 @register_flop_formula(torch.ops.headwise.entmax_backward)
-def _flops_back(grad: Any, s: Any, allowed: Any, alpha: Any, kept: Any, v: Any, of: Any, **said: Any) -> int:
-    return 0 if v is None else 4 * s[0] * s[1] * s[2] * s[3] * v[3]
+def _flops_back(grad: Any, given: Any, of: Any, **said: Any) -> int:
+    s, values = given[0], given[4:]
+    return 4 * s[0] * s[1] * s[2] * s[3] * values[0][3] if values else 0

@@ -90,7 +90,7 @@ def root(form, few, count, alpha):
             break
         if not low < tau < high or (alpha > one + one and abs(tau - before) > half * last):
             tau = low + half * (high - low)
-            if tau == low or tau == high:  # noqa: SIM109 - compiled, where a tuple would be made
+            if not low < tau < high:
                 break
         last = abs(tau - before)
     return tau

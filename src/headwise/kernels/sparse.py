@@ -171,19 +171,26 @@ def forward(form, table):
 
 
 @njit
+def back_head(form, table, unit, desk):
+    """All rows that read one head of values, so that nobody else adds to its gradients."""
+    H, T, G = told(table, At.H), told(table, At.T), told(table, At.G)
+    for h in range(H):
+        if whole(told(table, At.OF) + 8 * h) == unit % G:
+            for t in range(T):
+                back_row(form, table, (unit // G * H + h) * T + t, desk)
+
+
+@njit
 def backward(form, table):
-    """Rows by the few; where values are read, all rows that read one head of them, so that nobody else adds to it."""
+    """Rows by the few; where values are read, by the heads of these."""
     desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
-    H, T, G, unit = told(table, At.H), told(table, At.T), told(table, At.G), take(table)
+    unit = take(table)
     while unit < told(table, At.UNITS):
-        if told(table, At.VALUES) == 0:
+        if told(table, At.VALUES):
+            back_head(form, table, unit, desk)
+        else:
             for row in range(unit * ROWS, min(unit * ROWS + ROWS, told(table, At.COUNT))):
                 back_row(form, table, row, desk)
-        else:
-            for h in range(H):
-                if whole(told(table, At.OF) + 8 * h) == unit % G:
-                    for t in range(T):
-                        back_row(form, table, (unit // G * H + h) * T + t, desk)
         unit = take(table)
 
 
