@@ -20,6 +20,19 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
+ALPHAS = [1.01, 1.25, 1.5, 2.0, 3.0]
+
+
+def alphas(s: Tensor, alpha: float) -> Tensor:
+    """The same for every head."""
+    return s.new_full((s.shape[1],), alpha)
+
+
+def entmax(s: Tensor, seen: Tensor, alpha: float) -> Tensor:
+    """The weights of the kernel."""
+    return rows.entmax(s, seen, alphas(s, alpha), None, [])[0]
+
+
 # --- heads mixed ---------------------------------------------------------------------------------------
 
 
@@ -84,7 +97,7 @@ def test_threads_change_no_number():
         torch.set_num_threads(threads)
         made = mixed.kernel()
         found.append([made, *torch.autograd.grad(made, mixed.tensors, grad)])
-        found[-1] += [rows.softmax(scores, seen), rows.entmax(scores, seen, 1.5, 10)]
+        found[-1] += [rows.softmax(scores, seen), *rows.entmax(scores, seen, alphas(scores, 1.5), None, [])]
     torch.set_num_threads(1)
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
@@ -133,7 +146,7 @@ def test_far_scores_are_numbers(dtype):
     s = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4], [1e4, 1e4, -1e4]], dtype=dtype)[None, None].requires_grad_()
     seen = torch.ones(1, 1, 1, 3, dtype=torch.bool)
     expected = torch.tensor([[1, 0, 0], [1 / 3] * 3, [0.5, 0.5, 0]], dtype=dtype)[None, None]
-    for made in (rows.softmax(s, seen), rows.entmax(s, seen, 1.5, 7), rows.entmax(s, seen, 2.0, 11)):
+    for made in (rows.softmax(s, seen), *(entmax(s, seen, alpha) for alpha in ALPHAS)):
         check_close(made, expected, rtol=1e-6)
         assert torch.autograd.grad(made.square().sum(), s)[0].isfinite().all()
 
@@ -142,7 +155,7 @@ def test_far_scores_are_numbers(dtype):
 def test_what_is_no_number_is_seen(keys):
     s, seen = numbers(1, 2, 3, keys), torch.ones(1, 1, 1, keys, dtype=torch.bool)
     s[0, 0, 1, -1] = torch.nan
-    for made in (rows.softmax(s, seen), rows.entmax(s, seen, 1.5, 10), rows.entmax(s, seen, 2.0, 14)):
+    for made in (rows.softmax(s, seen), *(entmax(s, seen, alpha) for alpha in ALPHAS)):
         assert made[0, 0, 1].isnan().all()
         assert made.isnan().sum() == keys
     assert not rows.softmax(s, seen.index_fill(3, torch.tensor(keys - 1), False)).isnan().any()
@@ -158,7 +171,7 @@ def test_softmax_errs_no_more_than_twice_as_torchs():
 def test_nothing_is_no_row():
     seen = torch.ones(1, 1, 1, 5, dtype=torch.bool)
     assert rows.softmax(torch.zeros(0, 2, 3, 5), seen).shape == (0, 2, 3, 5)
-    assert rows.entmax(torch.zeros(2, 2, 0, 5), seen, 1.5, 7).shape == (2, 2, 0, 5)
+    assert entmax(torch.zeros(2, 2, 0, 5), seen, 1.5).shape == (2, 2, 0, 5)
 
 
 # --- blocks that are run once more ---------------------------------------------------------------------
@@ -284,8 +297,12 @@ def test_what_a_block_keeps_is_gone_before_the_next():
 @pytest.mark.compile
 @pytest.mark.parametrize(
     "words",
-    [{"modifiers": (hw.Dynamic(), hw.Dynamic(on="weights"))}, {"normaliser": hw.Entmax()}],
-    ids=["dynamic", "entmax"],
+    [
+        {"modifiers": (hw.Dynamic(), hw.Dynamic(on="weights"))},
+        {"normaliser": hw.Entmax()},
+        {"normaliser": hw.Entmax(kind="learned"), "modifiers": (hw.TalkingHeads(),)},
+    ],
+    ids=["dynamic", "entmax", "learned"],
 )
 def test_kernels_stand_in_one_graph(words):
     layer = hw.Attention(hw.design(model=16, heads=4, pattern="causal", **words), backend="composed").double()
@@ -304,5 +321,7 @@ def test_torch_knows_the_operations():
     found = torch.library.opcheck(mixing.composed, (a, mixed.own, mixed.each, factors), test_utils=checks)
     s, seen = numbers(2, 3, 5, 7).requires_grad_(), torch.ones(1, 1, 5, 7, dtype=torch.bool)
     found |= {f"softmax {k}": v for k, v in torch.library.opcheck(rows.softmax, (s, seen), test_utils=checks).items()}
-    more = torch.library.opcheck(rows.entmax, (s, seen, 1.5, 10), test_utils=checks)
-    assert {*found.values(), *more.values()} == {"SUCCESS"}
+    for held in ((None, []), (numbers(2, 2, 7, 5).requires_grad_(), [0, 1, 1])):
+        given = (s, seen, alphas(s, 1.3).requires_grad_(), *held)
+        more = torch.library.opcheck(rows.entmax, given, test_utils=checks)
+        assert {*found.values(), *more.values()} == {"SUCCESS"}

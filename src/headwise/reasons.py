@@ -40,6 +40,7 @@ class Call:
     form: str
     refusals: dict[str, list[str]]
     stages: list[tuple[int, str]]  # from how many keys on which backend runs it
+    notes: dict[str, list[str]]  # what backends that take it do with it beyond what they do with every call
 
     @property
     def runs(self) -> str | None:
@@ -60,7 +61,11 @@ class Call:
         }
         told |= {"want": sorted(job.wants), "form": self.form, "keys": job.keys, "runs": self.runs}
         told |= {"from": [{"keys": least, "runs": name} for least, name in self.stages]}
-        return told | {"backends": [{"name": name, "refuses": said} for name, said in self.refusals.items()]}
+        return told | {
+            "backends": [
+                {"name": name, "refuses": said, "notes": self.notes[name]} for name, said in self.refusals.items()
+            ]
+        }
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,8 @@ class Reasons:
         name = max(map(len, self.refusals))
         lines = [*textwrap.wrap(", ".join(said), WIDTH), ""]
         for backend, reasons in self.refusals.items():
-            lines += _row(backend, name, "; ".join(reasons) or ("runs it" if backend == self.runs else "could run it"))
+            takes = ["runs it" if backend == self.runs else "could run it", *self.asked.notes[backend]]
+            lines += _row(backend, name, "; ".join(reasons or takes))
         lines += ["", *_ends(self.asked)]
         return "\n".join([*lines, *_ends(self.other)])
 
@@ -154,7 +160,10 @@ def _call(job: Job, tokens: str) -> Call:
     project = spec.form(one)
     job = replace(job, core=spec.core_of(project), one=one, stated=one and spec.stateful)
     job = replace(job, keys=None) if one else job  # a single query is not chosen by them
-    return Call(tokens, job, "" if project == spec.project else repr(project), backends.why(job), backends.stages(job))
+    refusals = backends.why(job)
+    notes = {name: [] if reasons else backends.notes(name, job) for name, reasons in refusals.items()}
+    form = "" if project == spec.project else repr(project)
+    return Call(tokens, job, form, refusals, backends.stages(job), notes)
 
 
 def _each(words: Iterable[str]) -> tuple[str, ...]:

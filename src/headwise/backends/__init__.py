@@ -67,6 +67,11 @@ def known(only: str | None) -> None:
         raise NoBackend(f"there is no backend {only!r}; {nearest(str(only), BACKENDS)}")
 
 
+def notes(name: str, job: Job) -> list[str]:
+    """What a backend does with a job that it takes, beyond what it does with every one."""
+    return composed.notes(job) if BACKENDS[name] is composed else []
+
+
 def order(job: Job) -> list[str]:
     """The names of all backends, the preferred first."""
     # On the CPU flex compiles for seconds and then forms every score, so there dense goes before it.
@@ -104,4 +109,4 @@ def _reasons(name: str, job: Job) -> list[str]:
 
 
 __all__ = ["BACKENDS", "Attend", "Bound", "Inputs", "Job", "choose", "forms_again", "gathered", "heard"]
-__all__ += ["is_plain", "packed", "plainly", "reads_stored", "stage", "stages", "why"]
+__all__ += ["is_plain", "notes", "packed", "plainly", "reads_stored", "stage", "stages", "why"]

@@ -16,6 +16,7 @@ from ..terms import Phase, Weighted
 from ..tokens import Sight
 from .job import Inputs
 
+Gather = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], Weighted], Tensor]
 WITHIN = (Similarity, Normaliser, ScoreStep, Mix, WeightStep, ValueStep)
 
 
@@ -37,11 +38,13 @@ class Bound:
     normaliser: Normaliser
     normaliser_p: Weighted
     normalise: Callable[[Tensor, Tensor, Weighted], Tensor]
+    gather: Gather | None  # in one with the reading of values
     weights: Sequence[Act]
     values: Sequence[tuple[ValueStep, Weighted]]
     elementwise: Sequence[tuple[ScoreStep, Weighted]]
     selected: tuple[int, ...] | None  # the rows of weights that read values, when some do not
     weighted: Sequence[Weighted]  # of every part in here
+    straight: bool  # whether values are read with weights just as they were normalised
     pattern: str  # who reads whom, as text: what a kernel that torch knows by name can be told
 
     @staticmethod
@@ -65,6 +68,8 @@ class Bound:
             normaliser=spec.normaliser,
             normaliser_p=p["normaliser"],
             normalise=spec.normaliser.normalise,
+            gather=None,
+            straight=straight(spec),
             weights=acts[Phase.WEIGHTS],
             values=[(step, p[name]) for name, step in spec.steps(ValueStep)],
             elementwise=[(step, p[name]) for name, step in spec.steps(ScoreStep)],
@@ -76,7 +81,8 @@ class Bound:
     def fused(self) -> Bound:
         """The same with heads mixed, and scores normalised, by kernels where parts have some."""
         acts = {phase: [*map(_fused, getattr(self, phase))] for phase in ("scores", "weights")}
-        return replace(self, **acts, normalise=self.normaliser.fused)
+        gather = self.normaliser.gather if self.straight else None
+        return replace(self, **acts, normalise=self.normaliser.fused, gather=gather)
 
     @property
     def learned(self) -> list[Tensor]:
@@ -101,6 +107,12 @@ class Cells:
         """factors [B, T, H, R] at index [B, 1, T, S], as [B, H, T, S]."""
         by_head = factors.transpose(1, 2)
         return by_head.gather(-1, index.expand(*by_head.shape[:3], index.shape[-1]))
+
+
+def straight(spec: AttentionSpec) -> bool:
+    """Whether every row of weights reads values just as it was normalised."""
+    acts = (part for part in spec.modifiers if part.phase is Phase.WEIGHTS or isinstance(part, ValueStep))
+    return spec.voices == tuple(range(spec.heads.rows)) and not any(acts)
 
 
 def _act(spec: AttentionSpec, name: str, part: Part, p: Weighted) -> Act:

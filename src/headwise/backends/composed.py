@@ -14,7 +14,7 @@ from ..terms import Work
 from ..tokens import Sight
 from . import again, dense
 from .blocks import EDGES, Block, Blocks, formed
-from .bound import Bound
+from .bound import Bound, straight
 from .job import Inputs, Job
 
 
@@ -35,6 +35,11 @@ def refuses(job: Job) -> list[str]:
     return reasons
 
 
+def notes(job: Job) -> list[str]:
+    """What it does with this job beyond what it does with every one."""
+    return ["values of keys that get no weight are not read"] if _gathers(job) else []
+
+
 def spent(job: Job, work: Work) -> int:
     """The products of every block with the keys that some of its queries may read."""
     return job.core.flops(work.batch * formed(job, work))
@@ -44,7 +49,8 @@ def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | 
     """Per-head outputs o_BTHV. Backwards, the scores of a block are formed once more, so that none is kept."""
     cut = Blocks(sight, inputs)
     if len(cut.all) == 1:  # keeps for the way back what dense keeps: nothing is gained by forming it once more
-        return dense.attend(job, sight, inputs, bound if torch.is_grad_enabled() else bound.fused(), None)
+        plain = torch.is_grad_enabled() and not _gathers(job)
+        return dense.attend(job, sight, inputs, bound if plain else bound.fused(), None)
     bound = bound.fused()
     run = partial(_block, job, cut.seen, bound)
     if torch.compiler.is_compiling():  # which traces no gradient inside a gradient, but knows checkpoints
@@ -52,6 +58,10 @@ def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | 
         made = run_again if torch.is_grad_enabled() else run
         return torch.cat([made(block, cut.handed(block)) for block in cut.all], 1)
     return again.attend(again.Plan(cut.all, run, job.training), inputs, bound.learned)
+
+
+def _gathers(job: Job) -> bool:
+    return straight(job.spec) and job.spec.normaliser.gathers(job.device, job.dtype)
 
 
 def _block(job: Job, seen: Callable[[Block], Sight], bound: Bound, block: Block, handed: Inputs) -> Tensor:

@@ -34,6 +34,8 @@ def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | 
         s_BHTS = probe("scores", s_BHTS)
         if "lse" in probe.wants:
             probe("lse", s_BHTS.masked_fill(~allowed, -torch.inf).logsumexp(-1))
+    if bound.gather is not None and bound.normaliser.gathers(s_BHTS.device.type, inputs.v.dtype):
+        return bound.gather(s_BHTS, allowed, inputs.v, job.core.values, bound.normaliser_p).transpose(1, 2)
     w_BHTS = bound.normalise(s_BHTS, allowed, bound.normaliser_p)
     for act in bound.weights:
         w_BHTS = act(w_BHTS, sight, inputs)

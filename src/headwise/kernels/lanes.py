@@ -113,10 +113,10 @@ def total(typing: Any, a: Any) -> Any:
     return a.number(a), _reduced("fadd", start=True)
 
 
-def _folded(builder: ir.IRBuilder, a: Any, b: Any, low: list[int], high: list[int]) -> Any:
+def _folded(builder: Any, a: Any, b: Any, low: list[int], high: list[int]) -> Any:
     """Some numbers of two vectors plus others of them."""
-    parts = (builder.shuffle_vector(a, b, ir.Constant(MASK, at)) for at in (low, high))
-    return builder.fadd(*parts)
+    first, second = (builder.shuffle_vector(a, b, ir.Constant(MASK, at)) for at in (low, high))
+    return builder.fadd(first, second)
 
 
 _QUARTERS = [4 * n for n in range(4)]
@@ -167,6 +167,12 @@ def times(typing: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
+def over(typing: Any, a: Any, b: Any) -> Any:
+    """a / b."""
+    return a(a, b), lambda context, builder, signature, args: builder.fdiv(*args)
+
+
+@intrinsic
 def where_below(typing: Any, a: Any, bound: Any, low: Any, high: Any) -> Any:
     """`low` where a is below its bound, else `high`: also where a is NaN."""
 
@@ -188,12 +194,39 @@ def power(typing: Any, shifted: Any) -> Any:
     return F32(F32), code
 
 
+def _parted(mantissa: bool) -> Any:
+    """Of numbers above 0 as m 2^n with m from the root of a half to that of 2: every m, or every n."""
+
+    @intrinsic
+    def parted(typing: Any, a: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kind = ir.VectorType(INT, WIDE)
+            bits, bit = builder.bitcast(args[0], kind), ir.Constant(kind, [23] * WIDE)
+            n = builder.ashr(builder.sub(bits, ir.Constant(kind, [_ROOT_BITS] * WIDE)), bit)
+            if mantissa:
+                return builder.bitcast(builder.sub(bits, builder.shl(n, bit)), F32.kind)
+            return builder.sitofp(n, F32.kind)
+
+        return F32(F32), code
+
+    return parted
+
+
+_ROOT_BITS = int(np.float32(math.sqrt(0.5)).view(np.int32))
+_mantissa, _exponent = _parted(mantissa=True), _parted(mantissa=False)
+
+
 @intrinsic
 def _each_exp(typing: Any, a: Any) -> Any:
     return a(a), called("exp", 1)
 
 
-_LOG2E, _SHIFT, _LEAST = np.float32(1 / math.log(2)), np.float32(1.5 * 2**23), np.float32(-87.0)
+@intrinsic
+def _each_log(typing: Any, a: Any) -> Any:
+    return a(a), called("log", 1)
+
+
+_LOG2E, _SHIFT, _LEAST = np.float32(1 / math.log(2)), np.float32(1.5 * 2**23), np.float32(-87.33)
 # ln 2 in two pieces, the first with few bits: so many times it is exact.
 _HIGH, _LOW = np.float32(-0.693359375), np.float32(2.12194440e-4)
 _SERIES = tuple(np.float32(1 / math.factorial(n)) for n in range(7, -1, -1))
@@ -201,7 +234,7 @@ _SERIES = tuple(np.float32(1 / math.factorial(n)) for n in range(7, -1, -1))
 
 @njit
 def _exp32(x):
-    """e^x of numbers not above 0, to 2 units in the last place; 0 below -87.
+    """e^x of numbers not above 88, to 2 units in the last place; 0 below -87.33, where normal numbers end.
 
     x = n ln 2 + r with |r| <= ln 2 / 2, and e^r by its Taylor series up to r^7 / 7!, whose rest is below 1e-8.
     """
@@ -215,7 +248,7 @@ def _exp32(x):
 
 
 def exp(x):
-    """e^x of sixteen numbers not above 0."""
+    """e^x of sixteen numbers not above 88."""
     raise NotImplementedError("only compiled code calls it")
 
 
@@ -224,3 +257,33 @@ def _exp(x):
     if x == F32:
         return lambda x: _exp32(x)
     return lambda x: _each_exp(x)
+
+
+_ODD = tuple(np.float32(2 / n) for n in (9, 7, 5, 3, 1))
+
+
+@njit
+def _log32(x):
+    """The natural logarithm of numbers above 0, to 2 units in the last place.
+
+    x = m 2^n, and log m = 2 artanh z with z = (m - 1) / (m + 1), |z| < 0.172, by its series up to z^9 / 9, whose rest
+    is below 4e-10.
+    """
+    m, n, one = _mantissa(x), _exponent(x), splat(np.float32(1.0))
+    z = over(minus(m, one), plus(m, one))
+    square, sums = times(z, z), splat(_ODD[0])
+    for term in _ODD[1:]:
+        sums = fma(sums, square, splat(term))
+    return fma(n, splat(-_HIGH), fma(n, splat(-_LOW), times(sums, z)))
+
+
+def log(x):
+    """The natural logarithm of sixteen numbers above 0."""
+    raise NotImplementedError("only compiled code calls it")
+
+
+@extending.overload(log)
+def _log(x):
+    if x == F32:
+        return lambda x: _log32(x)
+    return lambda x: _each_log(x)

@@ -1,4 +1,4 @@
-"""Which of sixteen numbers count, told by a byte each; and their roots."""
+"""Which of sixteen numbers count, and these side by side."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
-from .lanes import LONG, WIDE, called, intrinsic
+from .lanes import F64, INT, LONG, WIDE, intrinsic
 
 
 @intrinsic
@@ -35,6 +36,32 @@ def marked(typing: Any, address: Any) -> Any:
 
 
 @intrinsic
-def root(typing: Any, a: Any) -> Any:
-    """The square root of each."""
-    return a(a), called("sqrt", 1)
+def squeeze(typing: Any, x: Any, least: Any, where: Any, to: Any, places: Any) -> Any:
+    """Write those of sixteen numbers that are above `least`, or no numbers, side by side; how many they are.
+
+    What lies at `where`, an int32 for each, is written to `places` beside them.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        whole = ir.VectorType(INT, WIDE)
+        counts = builder.fcmp_unordered(">", args[0], args[1])
+        letter = "f64" if signature.args[0] == F64 else "f32"
+        stood = builder.load(builder.inttoptr(args[2], whole.as_pointer()), align=4)
+        for given, kind, address in ((args[0], letter, args[3]), (stood, "i32", args[4])):
+            to = builder.inttoptr(address, given.type.element.as_pointer())
+            told = ir.FunctionType(ir.VoidType(), [given.type, to.type, counts.type])
+            name = f"llvm.masked.compressstore.v{WIDE}{kind}"
+            builder.call(cgutils.get_or_insert_function(builder.module, told, name), [given, to, counts])
+        return builder.zext(builder.ctpop(builder.bitcast(counts, ir.IntType(WIDE))), LONG)
+
+    return types.int64(x, x, types.int64, types.int64, types.int64), code
+
+
+@intrinsic
+def place(typing: Any, address: Any) -> Any:
+    """The int32 at an address, as an int64."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.sext(builder.load(builder.inttoptr(args[0], INT.as_pointer()), align=4), LONG)
+
+    return types.int64(types.int64), code

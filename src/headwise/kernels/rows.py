@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
+from . import normalising, sparse
 from .compiled import threads
 from .lanes import WIDE
-from .normalising import KERNELS, NUMBERS, ROWS
+from .normalising import NUMBERS, ROWS, At
 from .orders import PLAIN, check_once, transformed
-
-ALPHAS = (1.5, 2.0)  # whose powers are products and roots
+from .sifting import LISTS
+from .sparse import KEPT
 
 
 def takes(s_BHTS: Tensor) -> bool:
@@ -23,7 +27,9 @@ def takes(s_BHTS: Tensor) -> bool:
 @torch.library.custom_op("headwise::softmax", mutates_args=())
 def softmax(s: Tensor, allowed: Tensor) -> Tensor:
     """Softmax over the keys of s [B, H, T, S] that are allowed [1 or B, 1, 1 or T, S]; where none is, no weight."""
-    return _launch("softmax", s, allowed)
+    told, made = _told(s, allowed), s.new_empty(s.shape)
+    _launch(normalising.KERNELS, s.dtype, told | {At.MADE: made}, 1)
+    return made
 
 
 @torch.library.custom_op("headwise::softmax_backward", mutates_args=())
@@ -33,31 +39,72 @@ def softmax_backward(grad: Tensor, w: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("headwise::entmax", mutates_args=())
-def entmax(s: Tensor, allowed: Tensor, alpha: float, steps: int) -> Tensor:
-    """Entmax with alpha 1.5 or 2 over the keys of s [B, H, T, S] that are allowed, in at most so many steps."""
-    return _launch("entmax", s, allowed, alpha, steps)
+def entmax(s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, of: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Entmax, with an alpha for each head, over the keys of s [B, H, T, S] that are allowed [1 or B, 1, 1 or T, S].
+
+    With values v [B, G, S, V] it is what each row reads of v[of[h]], [B, H, T, V]. The second, [B, H, T, 2], is all
+    that the way back needs to form rows again.
+    """
+    held = [] if v is None else [_whole(v), torch.tensor(of)]
+    told, kept = _sparse(s, allowed, alpha, held), s.new_empty(*s.shape[:3], KEPT)
+    made = s.new_empty(*s.shape[:3], held[0].shape[3] if held else s.shape[3])
+    _launch(sparse.KERNELS, ("forward", s.dtype), told | {At.MADE: made, At.KEPT: kept}, LISTS)
+    return made if v is None else _narrow(made, v), kept
 
 
 @torch.library.custom_op("headwise::entmax_backward", mutates_args=())
-def entmax_backward(grad: Tensor, w: Tensor, alpha: float) -> Tensor:
-    """The gradient of the scores (1909.00015)."""
-    return _launch("entmax back", w, None, alpha, 0, grad.contiguous())
+def entmax_backward(grad: Tensor, given: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
+    """The gradients of the scores, of alpha, and of the values where there are some (1905.05702, 1909.00015).
+
+    Given are scores, what is allowed, alphas, what was kept, and values.
+    """
+    s, allowed, alpha, kept, *values = given
+    held = [] if not values else [_whole(values[0]), torch.tensor(of)]
+    made, of_alpha, of_values = s.new_empty(s.shape), s.new_empty(s.shape[:3]), [torch.zeros_like(t) for t in held[:1]]
+    told = _sparse(s, allowed, alpha, held) | {At.MADE: made, At.KEPT: kept.contiguous(), At.D_ALPHA: of_alpha}
+    told |= {At.GRAD: _whole(grad) if held else grad.contiguous(), At.D_VALUES: of_values[0] if held else 0}
+    if held:
+        told[At.UNITS] = len(s) * held[0].shape[1]
+    _launch(sparse.KERNELS, ("backward", s.dtype), told, LISTS)
+    return [made, of_alpha.sum((0, 2)), *map(_narrow, of_values, values)]
 
 
-def _launch(
-    name: str, given: Tensor, allowed: Tensor | None, alpha: float = 0.0, steps: int = 0, grad: Tensor | None = None
-) -> Tensor:
-    given = given.contiguous()
-    _, heads, queries, keys = given.shape
-    seen = None if allowed is None else allowed.expand(*allowed.shape[:3], keys).contiguous()
-    strides = [0, 0] if seen is None else [keys * seen.shape[2] * (len(seen) > 1), keys * (seen.shape[2] > 1)]
-    made, count = torch.empty_like(given), heads * queries * len(given)
-    units = -(-count // ROWS)
-    desks = given.new_empty(threads(units), (keys // WIDE + 2) * WIDE)
-    told = [given, made, 0 if grad is None else grad, 0 if seen is None else seen, *strides]
-    sizes = [round(2 * alpha), steps, heads, queries, keys, count]
-    KERNELS.launch((name, given.dtype), units, *told, *sizes, desks, desks.nbytes // len(desks))
-    return made
+Told = dict[At, Tensor | int]
+
+
+def _told(s: Tensor, allowed: Tensor) -> Told:
+    batch, heads, queries, keys = s.shape
+    seen, count = allowed.expand(*allowed.shape[:3], keys).contiguous(), batch * heads * queries
+    told: Told = {At.GIVEN: s.contiguous(), At.ALLOWED: seen, At.H: heads, At.T: queries, At.S: keys, At.COUNT: count}
+    told[At.ALLOWED_ROW] = keys * seen.shape[2] * (len(seen) > 1)
+    return told | {At.ALLOWED_QUERY: keys * (seen.shape[2] > 1), At.UNITS: -(-count // ROWS)}
+
+
+def _sparse(s: Tensor, allowed: Tensor, alpha: Tensor, held: Sequence[Tensor]) -> Told:
+    told = _told(s, allowed)
+    told |= {At.KEYS: torch.arange(s.shape[3] + WIDE, dtype=torch.int32), At.ALPHA: alpha.contiguous()}
+    if held:
+        told |= {At.VALUES: held[0], At.OF: held[1], At.G: held[0].shape[1], At.V: held[0].shape[3]}
+    return told
+
+
+def _launch(kernels: Any, name: Any, told: Told, lists: int) -> None:
+    given, units = told[At.GIVEN], told[At.UNITS]
+    assert isinstance(given, Tensor)
+    assert isinstance(units, int)
+    desks = given.new_empty(threads(units), lists * (given.shape[3] // WIDE + 2) * WIDE)
+    told |= {At.DESK: desks, At.DESK_SIZE: desks.nbytes // len(desks)}
+    kernels.launch(name, units, *(told.get(at, 0) for at in list(At)[3:]))
+
+
+def _whole(v: Tensor) -> Tensor:
+    """Channels in whole vectors."""
+    lacking = -v.shape[-1] % WIDE
+    return (F.pad(v, (0, lacking)) if lacking else v).contiguous()  # padding keeps strides of other orders
+
+
+def _narrow(t: Tensor, v: Tensor) -> Tensor:
+    return t if t.shape[-1] == v.shape[-1] else t[..., : v.shape[-1]].contiguous()
 
 
 @softmax.register_fake
@@ -66,8 +113,9 @@ def _(s: Tensor, allowed: Tensor) -> Tensor:
 
 
 @entmax.register_fake
-def _(s: Tensor, allowed: Tensor, alpha: float, steps: int) -> Tensor:
-    return torch.empty_like(s, memory_format=torch.contiguous_format)
+def _(s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, of: Sequence[int]) -> tuple[Tensor, Tensor]:
+    width = s.shape[3] if v is None else v.shape[3]
+    return s.new_empty(*s.shape[:3], width), s.new_empty(*s.shape[:3], KEPT)
 
 
 @softmax_backward.register_fake
@@ -76,8 +124,10 @@ def _(grad: Tensor, w: Tensor) -> Tensor:
 
 
 @entmax_backward.register_fake
-def _(grad: Tensor, w: Tensor, alpha: float) -> Tensor:
-    return torch.empty_like(w, memory_format=torch.contiguous_format)
+def _(grad: Tensor, given: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
+    s, values = given[0], given[4:]
+    made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (s, *values)]
+    return [made[0], s.new_empty(s.shape[1]), *made[1:]]
 
 
 def _keep_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -89,15 +139,30 @@ def _back_softmax(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return softmax_backward(grad, ctx.saved_tensors[0]), None
 
 
-def _keep_entmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.alpha = inputs[2]
-    ctx.save_for_backward(output)
+def _keep_entmax(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.of = inputs
+    ctx.save_for_backward(*tensors, output[1])
 
 
-def _back_entmax(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _back_entmax(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     check_once(PLAIN)
-    return entmax_backward(grad, ctx.saved_tensors[0], ctx.alpha), None, None, None
+    s, allowed, alpha, v, kept = ctx.saved_tensors
+    given = [s, allowed, alpha, kept] if v is None else [s, allowed, alpha, kept, v]
+    of_scores, of_alpha, *of_values = entmax_backward(grad, given, ctx.of)
+    return of_scores, None, of_alpha, of_values[0] if of_values else None, None
 
 
 softmax.register_autograd(_back_softmax, setup_context=_keep_softmax)
 entmax.register_autograd(_back_entmax, setup_context=_keep_entmax)
+
+
+@register_flop_formula(torch.ops.headwise.entmax)
+def _flops(s: Any, allowed: Any, alpha: Any, v: Any, of: Any, **said: Any) -> int:
+    """The product of all weights with values: which are zero is not known beforehand."""
+    return 0 if v is None else 2 * s[0] * s[1] * s[2] * s[3] * v[3]
+
+
+@register_flop_formula(torch.ops.headwise.entmax_backward)
+def _flops_back(grad: Any, given: Any, of: Any, **said: Any) -> int:
+    s, values = given[0], given[4:]
+    return 4 * s[0] * s[1] * s[2] * s[3] * values[0][3] if values else 0

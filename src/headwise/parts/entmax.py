@@ -20,6 +20,7 @@ from .start import full
 
 LEAST = 1.01  # nearer to 1 the gradient in alpha, a difference over (alpha - 1)^2, is lost to rounding
 LARGEST = 4.0  # the root of a root: beyond it float32 keeps too few digits of what is left
+FEW = 1.5  # from here on few keys are read, and values in bfloat16, whose products are fast, are gathered as well
 MOST = 2 - 1e-6  # a sigmoid may round to 1, and powers of zero would be one
 
 
@@ -78,9 +79,25 @@ class Entmax(Normaliser):
 
     def fused(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
         exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
-        if self.kind != "fixed" or self.alpha not in rows.ALPHAS or not rows.takes(exact):
+        if not rows.takes(exact):
             return self.normalise(s_BHTS, allowed, p)
-        return rows.entmax(exact, allowed, self.alpha, _steps(exact.dtype, self.alpha)).to(s_BHTS.dtype)
+        return rows.entmax(exact, allowed, self._alphas(exact, p), None, [])[0].to(s_BHTS.dtype)
+
+    def gathers(self, device: str, dtype: torch.dtype) -> bool:
+        few = self.kind == "fixed" and self.alpha >= FEW
+        return device == "cpu" and (dtype in rows.NUMBERS or (dtype == torch.bfloat16 and few))
+
+    def gather(self, s_BHTS: Tensor, allowed: Tensor, v_BSGV: Tensor, of: tuple[int, ...], p: Weighted) -> Tensor:
+        exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
+        v_BGSV = v_BSGV.transpose(1, 2).to(exact.dtype)
+        return rows.entmax(exact, allowed, self._alphas(exact, p), v_BGSV, of)[0].to(v_BSGV.dtype)
+
+    def _alphas(self, s_BHTS: Tensor, p: Weighted) -> Tensor:
+        """Each head's, in the numbers of the scores."""
+        heads = s_BHTS.shape[1]
+        if self.kind == "learned":
+            return _learned(p["a"].to(s_BHTS.dtype))
+        return s_BHTS.new_full((heads,), self.alpha)
 
     @classmethod
     def examples(cls, base: Base) -> Iterator[AttentionSpec]:

@@ -10,6 +10,7 @@ from ..terms import Core, Turning, Weighted
 from .base import Foldable, Part
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from ..spec import AttentionSpec
@@ -115,6 +116,14 @@ class Normaliser(Foldable):
     def fused(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
         """The same in one pass over each row, where there is a kernel for it."""
         return self.normalise(s_BHTS, allowed, p)
+
+    def gathers(self, device: str, dtype: torch.dtype) -> bool:
+        """Whether `gather` is faster, of values in such numbers, than a product of all values with all weights."""
+        return False
+
+    def gather(self, s_BHTS: Tensor, allowed: Tensor, v_BSGV: Tensor, of: tuple[int, ...], p: Weighted) -> Tensor:
+        """What head h reads of the values of head of[h], o_BHTV; it touches the values of keys with weight alone."""
+        return self.fused(s_BHTS, allowed, p).to(v_BSGV.dtype) @ v_BSGV[:, :, list(of)].transpose(1, 2)
 
 
 class Merge(Part):
