@@ -28,16 +28,16 @@ def thin(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     """
     from .thinning import BLOCK, At, entry  # here: Numba takes a second to import
 
-    tokens, width = x_MK.shape
-    rows = [matrix.shape[0] for matrix in matrices]
-    blocks = sum(-(-count // BLOCK) for count in rows)
-    x = x_MK.to(torch.float32).reshape(tokens, -1, LANES).transpose(0, 1).contiguous()
-    y = torch.zeros(tokens, sum(rows))
-    table = (number for matrix in matrices for number in (matrix.data_ptr(), matrix.shape[0]))
-    told = array("q", (0, blocks, x.data_ptr(), y.data_ptr(), tokens, width, sum(rows), *table))
-    assert 8 * (len(told) - 2 * len(rows)) == At.TABLE
-    team.run(entry(KINDS[x_MK.dtype]), told.buffer_info()[0], min(blocks, team.most()))
-    return y.to(x_MK.dtype)
+    x_MK, (tokens, width) = x_MK.contiguous(), x_MK.shape
+    table = array("q", [number for matrix in matrices for number in (matrix.data_ptr(), matrix.shape[0])])
+    blocks, rows = sum([-(-count // BLOCK) for count in table[1::2]]), sum(table[1::2])
+    threads, own = min(blocks, team.most()), 4 * tokens * width
+    y, desks = x_MK.new_empty(tokens, rows), torch.empty(threads * own, dtype=torch.uint8)
+    places = x_MK.data_ptr(), y.data_ptr(), desks.data_ptr()
+    told = array("q", (0, 0, blocks, *places, own, tokens, width, rows)) + table
+    assert 8 * (len(told) - len(table)) == At.TABLE
+    team.run(entry(KINDS[x_MK.dtype]), told.buffer_info()[0], threads)
+    return y
 
 
 @thin.register_fake
