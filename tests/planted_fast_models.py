@@ -33,8 +33,8 @@ bug(
 bug(
     "thin-loses-a-block-between-matrices",
     "kernels/thinning.py",
-    "this -= (rows + BLOCK - 1) // BLOCK",
-    "this -= rows // BLOCK",
+    "this -= (rows + each - 1) // each",
+    "this -= rows // each",
     f"{SUM}[16-dtype0]",
 )
 bug(

@@ -13,15 +13,14 @@ from typing import Any
 from numba import njit
 
 from . import memory
-from .compiled import address, mark
+from .compiled import MARK, Kernels
 from .lanes import WIDE, fma, splat, total
 from .memory import ahead, evens, lies, load, number, odds, put, read, store, take, whole
+from .thin import KINDS, TILE
 from .told import LINE
 
-BLOCK = 64  # rows of a matrix that a thread takes at once
-TILE = 4  # rows that are read at once, and tokens that they meet
 STEP = 2 * WIDE  # numbers of a row that are read at once
-AHEAD = 8192  # bytes before they are read memory is asked for them
+AHEAD = 16384  # bytes before they are read memory is asked for them
 
 
 class At(IntEnum):
@@ -33,6 +32,7 @@ class At(IntEnum):
     NEXT = auto()  # counters: the next block, the next thread
     THREAD = auto()
     BLOCKS = auto()
+    EACH = auto()  # rows of a matrix that a thread takes at once
     X = auto()  # [M, K]
     Y = auto()  # [M, rows of all matrices]
     DESK = auto()  # where threads lay out tokens, and how many bytes each has there
@@ -178,14 +178,14 @@ def block(f, told, place, desk, after):
 @njit
 def find(f, told, this):
     """Where a block of rows lies, how many they are, and where their sums go."""
-    table, before, rows = told + At.TABLE, 0, whole(told + At.TABLE + 8)
-    while this * BLOCK >= rows:
-        this -= (rows + BLOCK - 1) // BLOCK
+    table, before, rows, each = told + At.TABLE, 0, whole(told + At.TABLE + 8), whole(told + At.EACH)
+    while this * each >= rows:
+        this -= (rows + each - 1) // each
         before, table = before + rows, table + 16
         rows = whole(table + 8)
-    first = this * BLOCK
+    first = this * each
     w, y = whole(table) + first * lies(f) * whole(told + At.WIDTH), whole(told + At.Y) + lies(f) * (before + first)
-    return w, min(BLOCK, rows - first), y
+    return w, min(each, rows - first), y
 
 
 @njit
@@ -200,26 +200,12 @@ def work(f, told):
         this = following
 
 
-def _entries(source: int) -> dict[str, Any]:
-    """A C function for each form, all closing over a mark of what they are made of; it is never 0."""
+def _entry(kind: str, mark: int) -> Any:
+    def entry(told):
+        if mark:
+            work(memory.form(kind), told)
 
-    def float32(told):
-        if source:
-            work(memory.float32(), told)
-
-    def bfloat16(told):
-        if source:
-            work(memory.bfloat16(), told)
-
-    return {"float32": float32, "bfloat16": bfloat16}
+    return entry
 
 
-ENTRIES = _entries(mark())
-_addresses: dict[str, int] = {}
-
-
-def entry(kind: str) -> int:
-    """The address of the kernel for matrices of this kind, compiled when it is first asked for."""
-    if kind not in _addresses:
-        _addresses[kind] = address(ENTRIES[kind])
-    return _addresses[kind]
+KERNELS = Kernels({dtype: _entry(kind, MARK) for dtype, kind in KINDS.items()})
