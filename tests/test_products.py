@@ -44,9 +44,7 @@ def test_every_number_is_the_sum_of_its_products(width, dtype):
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    st.integers(1, 9), st.integers(1, 60), st.lists(st.integers(1, 200), min_size=1, max_size=4), st.booleans()
-)
+@given(st.integers(1, 9), st.integers(1, 60), st.lists(st.integers(1, 200), min_size=1, max_size=4), st.booleans())
 def test_any_shape_is_its_product(tokens, lanes, rows, single):
     dtype = torch.float32 if single else torch.bfloat16
     x = drawn(0, tokens, 16 * lanes, dtype=dtype)

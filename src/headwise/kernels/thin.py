@@ -15,7 +15,7 @@ from . import team
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 LANES = 16  # numbers that are read at once: a row is a multiple of them
 TILE = 4  # rows that are read at once, and tokens that they meet
-SHARES, LONGEST = 2, 2**20  # blocks of rows for each thread, at least; bytes of a block, at most
+SHARES, LONGEST = 2, 2**19  # blocks of rows for each thread, at least; bytes of a block, at most
 
 
 @torch.library.custom_op("headwise::thin", mutates_args=(), device_types="cpu")

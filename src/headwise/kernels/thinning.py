@@ -20,7 +20,7 @@ from .thin import KINDS, TILE
 from .told import LINE
 
 STEP = 2 * WIDE  # numbers of a row that are read at once
-AHEAD = 16384  # bytes before they are read memory is asked for them
+AHEAD = 8192  # bytes before the next four rows are read memory is asked for them
 
 
 class At(IntEnum):
@@ -164,7 +164,11 @@ def block(f, told, place, desk, after):
     tokens, width, step = whole(told + At.TOKENS), whole(told + At.WIDTH), lies(f) * whole(told + At.ROWS)
     line, apart, tail = lies(f) * width, 2 * LINE * tokens, desk + 4 * (width // STEP * STEP) * tokens
     for n in range(0, rows, TILE):
-        own, to, ask = on(neighbours(n, rows, line), w), on(neighbours(n, rows, lies(f)), y), w + line * n + AHEAD
+        own, to, ask = (
+            on(neighbours(n, rows, line), w),
+            on(neighbours(n, rows, lies(f)), y),
+            w + line * (n + TILE) + AHEAD,
+        )
         if ask >= w + line * rows:
             ask += after - w - line * rows
         if tokens == 1:

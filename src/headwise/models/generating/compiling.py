@@ -13,6 +13,7 @@ from ...errors import SpecError
 from ..transformer import Transformer
 
 Step = Callable[..., Tensor]
+Tell = Callable[["Choice"], object]
 COMPILERS = ("c++", "g++", "clang++")
 COMPILING = 12.0, 1.5  # seconds that a graph takes on few cores, and for each layer
 GAIN = 0.15e-3  # seconds a step that a graph saves for each layer: what Python takes to ask for its operations
@@ -24,6 +25,14 @@ class Choice:
 
     compiled: bool
     reason: str
+
+
+RAGGED = Choice(False, "not compiled: rows are of several lengths")
+TOGETHER = Choice(False, "not compiled: requests of several lengths are answered together")
+
+
+def unheard(choice: Choice) -> None:
+    """What is told to nobody."""
 
 
 def chosen(net: Transformer, how: str, count: int) -> Choice:
