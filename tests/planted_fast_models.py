@@ -76,7 +76,7 @@ bug(
     "thin-takes-even-numbers-for-odd-ones",
     "kernels/memory.py",
     "told = builder.and_(found, upper) if odd else",
-    "told = builder.and_(found, upper) if not odd else",
+    "told = builder.and_(found, upper) if odd > 1 else",
     f"{PRODUCTS}::test_bits_of_every_place_are_read",
 )
 bug(
@@ -176,4 +176,39 @@ bug(
     "q.dtype == torch.bfloat16 and not torch.is_grad_enabled() and",
     "q.dtype == torch.bfloat16 and",
     f"{LOW}::test_no_key_is_repeated_and_no_fused_call_is_made",
+)
+bug(
+    "course-says-that-rows-of-several-lengths-are-compiled",
+    "models/generating/course.py",
+    "self.choice = told if alike or not told.compiled else RAGGED",
+    "self.choice = told",
+    "test_compiled_steps.py::test_rows_of_several_lengths_say_why_they_are_not_compiled",
+)
+bug(
+    "asked-tells-nobody-of-its-choice",
+    "models/generating/saying.py",
+    "        self.tell(course.choice)\n",
+    "",
+    "test_compiled_steps.py::test_whoever_asks_hears_of_every_choice",
+)
+bug(
+    "run-gives-no-reason-to-compile",
+    "cli/run/texts.py",
+    "tell = unheard if given.compile is None else reasons.tell",
+    "tell = unheard",
+    "test_run_cli.py::test_it_says_why_steps_are_compiled_or_not",
+)
+bug(
+    "run-gives-its-reason-for-every-batch",
+    "cli/run/texts.py",
+    "if choice.reason not in self.told:",
+    "if choice.reason:",
+    "test_run_cli.py::test_it_says_why_steps_are_compiled_or_not",
+)
+bug(
+    "requests-are-not-told-that-nothing-is-compiled",
+    "cli/run/requests.py",
+    "        Reasons().tell(TOGETHER)\n",
+    "        pass\n",
+    "test_run_cli.py::test_requests_of_several_lengths_are_not_compiled",
 )
