@@ -12,58 +12,93 @@ LOW = "test_registered_low.py"
 bug(
     "thin-forgets-the-end-of-a-row",
     "kernels/thinning.py",
-    "    while w < end:\n        a0 = met(",
-    "    while w < end - 2 * by:\n        a0 = met(",
+    "if width % STEP:\n        part =",
+    "if width % STEP and width < STEP:\n        part =",
     f"{SUM}[48-dtype0]",
 )
 bug(
-    "thin-begins-every-piece-anew",
+    "thin-reads-one-row-twice",
     "kernels/thinning.py",
-    "    put(y, read_one(f, y) + total(plus(plus(a0, a1), plus(a2, a3))))\n\n\n@njit\ndef met",
-    "    put(y, total(plus(plus(a0, a1), plus(a2, a3))))\n\n\n@njit\ndef met",
+    "even = evens(f, w[0]), evens(f, w[1])",
+    "even = evens(f, w[0]), evens(f, w[0])",
     f"{SUM}[784-dtype0]",
 )
 bug(
     "thin-reads-the-first-tokens-again",
     "kernels/thinning.py",
-    "four(f, w, x + LINE * m, (count",
-    "four(f, w, x, (count",
-    f"{SUM}[16-dtype1]",
+    "on(neighbours(m, tokens, 2 * LINE), desk)",
+    "on(neighbours(0, tokens, 2 * LINE), desk)",
+    f"{SUM}[32-dtype1]",
 )
 bug(
-    "thin-loses-a-block-between-matrices",
+    "thin-leaves-out-the-last-row-of-a-block",
     "kernels/thinning.py",
-    "left -= (rows + BLOCK - 1) // BLOCK",
-    "left -= rows // BLOCK",
+    "min(each, rows - first)",
+    "min(each, rows - first) - 1",
     f"{SUM}[16-dtype0]",
 )
 bug(
     "thin-writes-where-the-matrix-before-wrote",
     "kernels/thinning.py",
-    "whole(told + At.Y) + 4 * (before + first)",
-    "whole(told + At.Y) + 4 * first",
+    "lies(f) * (before + first)",
+    "lies(f) * first",
     f"{SUM}[16-dtype0]",
 )
 bug(
-    "thin-piece-reads-the-beginning-of-the-token",
+    "thin-end-of-a-row-meets-the-beginning-of-a-token",
     "kernels/thinning.py",
-    "whole(told + At.X) + 4 * first * tokens",
-    "whole(told + At.X)",
+    "tail = lies(f) * width, 2 * LINE * tokens, desk + 4 * (width // STEP * STEP) * tokens",
+    "tail = lies(f) * width, 2 * LINE * tokens, desk",
     f"{SUM}[784-dtype1]",
 )
 bug(
-    "thin-starts-from-what-lay-there",
-    "kernels/thin.py",
-    "y = torch.zeros(tokens, sum(rows))",
-    "y = torch.ones(tokens, sum(rows))",
+    "thin-starts-from-one",
+    "kernels/thinning.py",
+    "zero = splat(number(f, 0.0))",
+    "zero = splat(number(f, 1.0))",
     f"{SUM}[16-dtype0]",
 )
 bug(
     "thin-lays-tokens-one-after-the-other",
-    "kernels/thin.py",
-    ".reshape(tokens, -1, LANES).transpose(0, 1).contiguous()",
-    ".reshape(tokens, -1, LANES).contiguous()",
+    "kernels/thinning.py",
+    "to += 2 * LINE * tokens",
+    "to += 2 * LINE",
     f"{PRODUCTS}::test_a_token_does_not_see_those_beside_it_nor_the_threads[dtype0]",
+)
+bug(
+    "thin-forgets-the-fourth-row",
+    "kernels/thinning.py",
+    "apart * min(first + 3, last)",
+    "apart * min(first + 2, last)",
+    f"{PRODUCTS}::test_nothing_is_written_beside_the_result",
+)
+bug(
+    "thin-takes-even-numbers-for-odd-ones",
+    "kernels/memory.py",
+    "told = builder.and_(found, upper) if odd else",
+    "told = builder.and_(found, upper) if odd > 1 else",
+    f"{PRODUCTS}::test_bits_of_every_place_are_read",
+)
+bug(
+    "thin-cuts-what-it-writes",
+    "kernels/memory.py",
+    "above = builder.lshr(builder.add(bits, half), INT(16))",
+    "above = builder.lshr(bits, INT(16))",
+    f"{PRODUCTS}::test_what_is_written_is_rounded_as_torch_rounds",
+)
+bug(
+    "thin-writes-a-number-for-nan",
+    "kernels/memory.py",
+    "INT(0x7FC0), above)",
+    "INT(0x7F80), above)",
+    f"{PRODUCTS}::test_what_is_written_is_rounded_as_torch_rounds",
+)
+bug(
+    "feed-takes-up-for-its-gate",
+    "models/feeds.py",
+    "dict(zip(self._both, told",
+    "dict(zip(self._both[::-1], told",
+    f"{PRODUCTS}::test_a_gated_feed_meets_its_input_once",
 )
 bug(
     "thin-gradient-of-the-first-matrix-for-all",
@@ -141,4 +176,39 @@ bug(
     "q.dtype == torch.bfloat16 and not torch.is_grad_enabled() and",
     "q.dtype == torch.bfloat16 and",
     f"{LOW}::test_no_key_is_repeated_and_no_fused_call_is_made",
+)
+bug(
+    "course-says-that-rows-of-several-lengths-are-compiled",
+    "models/generating/course.py",
+    "self.choice = told if alike or not told.compiled else RAGGED",
+    "self.choice = told",
+    "test_compiled_steps.py::test_rows_of_several_lengths_say_why_they_are_not_compiled",
+)
+bug(
+    "asked-tells-nobody-of-its-choice",
+    "models/generating/saying.py",
+    "        self.tell(course.choice)\n",
+    "",
+    "test_compiled_steps.py::test_whoever_asks_hears_of_every_choice",
+)
+bug(
+    "run-gives-no-reason-to-compile",
+    "cli/run/texts.py",
+    "tell = unheard if given.compile is None else reasons.tell",
+    "tell = unheard",
+    "test_run_cli.py::test_it_says_why_steps_are_compiled_or_not",
+)
+bug(
+    "run-gives-its-reason-for-every-batch",
+    "cli/run/texts.py",
+    "if choice.reason not in self.told:",
+    "if choice.reason:",
+    "test_run_cli.py::test_it_says_why_steps_are_compiled_or_not",
+)
+bug(
+    "requests-are-not-told-that-nothing-is-compiled",
+    "cli/run/requests.py",
+    "        Reasons().tell(TOGETHER)\n",
+    "        pass\n",
+    "test_run_cli.py::test_requests_of_several_lengths_are_not_compiled",
 )

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.models.generating import compiling
+from headwise.models.generating import Asked, Course, Given, compiling
 from headwise.models.generating.compiling import chosen, worth
 from test_generation import CAUSAL, built, decoder, pair
 
@@ -105,6 +105,26 @@ def test_probes_hinder_and_other_words_are_refused():
     assert chosen(net, "auto", 10**6).reason == "not compiled: probes look into its attentions"
     with pytest.raises(SpecError, match=r"compile='yes' is unknown"):
         hw.Decoding(compile="yes")
+
+
+def test_rows_of_several_lengths_say_why_they_are_not_compiled():
+    net, prompt = built(decoder()), torch.tensor([[3, 1, 4], [0, 1, 5]])
+    told = hw.Tokens.of(prompt, lengths=[3, 2], pad="left")
+    with torch.no_grad():
+        for tokens, compiled in ((told, False), (None, True)):
+            choice = Course(net, prompt, count=2, tokens=tokens, how=hw.Decoding(compile="on")).choice
+            assert choice.compiled is compiled
+            assert choice.reason == ("compiled: it was asked for" if compiled else compiling.RAGGED.reason)
+        assert Course(net, prompt, count=2, tokens=told).choice.reason == "not compiled: nobody asked for it"
+
+
+def test_whoever_asks_hears_of_every_choice():
+    net, heard = built(decoder()), []
+    asked = Asked.of(net, 5, 0.0, hw.Decoding(compile="auto"), heard.append)
+    asked.answers(Given([[3, 1], [4, 1]], "ids", "together"))
+    list(asked.pieces(Given([[3, 1]], "ids", "alone")))
+    assert [choice.compiled for choice in heard] == [False, False]
+    assert all("5 steps could gain" in choice.reason for choice in heard)
 
 
 @pytest.mark.compile

@@ -12,12 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from headwise import products
+from headwise.blueprint import Dense
 from headwise.kernels import thin
-from headwise.kernels.thinning import BLOCK, PIECE, STEP
+from headwise.kernels.thinning import STEP
+from headwise.models.feeds import Feed
 from headwise.products import FEW, LARGE, abreast, is_thin, linear
 
-WIDTHS = (16, STEP - 16, STEP, STEP + 16, PIECE, PIECE + 16, 3 * PIECE + 48)
-ROWS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3)
+WIDTHS = (16, STEP, STEP + 16, 24 * STEP, 24 * STEP + 16, 73 * STEP + 16)
+ROWS = (1, 63, 64, 65, 131, 2)
 EPS = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 
 
@@ -42,9 +44,7 @@ def test_every_number_is_the_sum_of_its_products(width, dtype):
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    st.integers(1, 9), st.integers(1, 60), st.lists(st.integers(1, 3 * BLOCK), min_size=1, max_size=4), st.booleans()
-)
+@given(st.integers(1, 9), st.integers(1, 60), st.lists(st.integers(1, 200), min_size=1, max_size=4), st.booleans())
 def test_any_shape_is_its_product(tokens, lanes, rows, single):
     dtype = torch.float32 if single else torch.bfloat16
     x = drawn(0, tokens, 16 * lanes, dtype=dtype)
@@ -63,6 +63,36 @@ def test_a_token_does_not_see_those_beside_it_nor_the_threads(dtype):
         assert torch.equal(thin(x, w), together)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_bits_of_every_place_are_read():
+    """A matrix that picks one number of a token each: whichever place it has in its vector."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x = drawn(0, 3, 80, dtype=dtype)
+        assert torch.equal(thin(x, [torch.eye(80, dtype=dtype)]), x)
+
+
+def test_nothing_is_written_beside_the_result():
+    """Four rows are read at once: where fewer are left, no others are, and nothing beyond them is written."""
+    for rows in range(1, 10):
+        around = drawn(1, rows + 6, 48)
+        w = around[:rows]
+        clean = thin(x := drawn(0, 3, 48), [w, w])
+        around[rows:] = torch.nan
+        assert torch.equal(thin(x, [w, w]), clean)
+        assert torch.equal(clean[:, :rows], clean[:, rows:])
+
+
+def test_what_is_written_is_rounded_as_torch_rounds():
+    """bfloat16: to the nearest, between two to the even one; NaN stays NaN, and what is too large is infinite."""
+    low, step = torch.tensor([1.0, 1.0, -3.0, 0.0]), torch.tensor([2**-8, 3 * 2**-8, 2**-7, 2.0**-133])
+    x = torch.zeros(4, 16, dtype=torch.bfloat16)
+    x[:, 0], x[:, 1], x[:, 2] = low, step, torch.tensor([0.0, 2**-9, -(2**-9), 0.0])
+    w = torch.ones(5, 16, dtype=torch.bfloat16)
+    assert torch.equal(thin(x, [w]), (x.float() @ w.float().T).bfloat16())
+    x[1, 5], x[2, 3] = torch.nan, 3e38
+    x[2, 4] = 3e38
+    torch.testing.assert_close(thin(x, [w]), (x.float() @ w.float().T).bfloat16(), equal_nan=True, rtol=0, atol=0)
 
 
 def test_infinities_stay_in_their_token():
@@ -129,6 +159,23 @@ def test_gradients_and_autocast_are_for_torch():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert not is_thin(x, [w])
         assert linear(x, w).dtype == torch.bfloat16
+
+
+def test_a_gated_feed_meets_its_input_once(monkeypatch):
+    feed = Feed(Dense(TALL, "silu", form="gated"), WIDE)
+    asked: list[int] = []
+
+    def counting(x: Tensor, weights: list[Tensor]) -> Tensor:
+        asked.append(len(weights))
+        return thin(x, weights)
+
+    monkeypatch.setattr(products, "thin", counting)
+    x = drawn(3, 2, 1, WIDE)
+    with torch.no_grad():
+        y = feed(x)
+        gate, up = F.linear(x, feed.gate), F.linear(x, feed.up)
+        torch.testing.assert_close(y, F.linear(F.silu(gate) * up, feed.down), rtol=1e-4, atol=1e-5)
+    assert asked == [2, 1]
 
 
 def test_without_numba_torch_does_all(monkeypatch):

@@ -372,3 +372,37 @@ def test_bad_input_is_one_line(run: Run, translator: Path, speaker: Path, name: 
     assert err.startswith("headwise: ")
     assert err.count("\n") == 1
     assert words in err
+
+
+def test_it_says_why_steps_are_compiled_or_not(run, translator):
+    """Once on stderr and in the document, where anybody asked; else nobody is told."""
+    short = ["--max-new-tokens", 4]
+    code, plain, err = run(translator, *short, stdin=LINES)
+    assert (code, err) == (0, "")
+    why = "not compiled: 4 steps could gain about 0.0 s, compiling takes about"
+    code, out, err = run(translator, *short, "--compile", "auto", "--batch", 2, stdin=LINES[:1] * 3)
+    assert (code, out) == (0, plain.splitlines(keepends=True)[0] * 3)
+    assert err.startswith(f"steps are {why}")
+    assert err.count("\n") == 1
+    code, out, err = run(translator, *short, "--compile", "auto", "--json", stdin=LINES)
+    told = json.loads(out)["steps"]
+    assert len(told) == 1
+    assert told[0].startswith(why)
+    assert err == f"steps are {told[0]}\n"
+    code, out, err = run(translator, LINES[0], *short, "--compile", "off")
+    assert err == "steps are not compiled: nobody asked for it\n"
+    assert "steps" not in json.loads(run(translator, LINES[0], *short, "--json")[1])
+
+
+def test_requests_of_several_lengths_are_not_compiled(run, translator, tmp_path):
+    path = tmp_path / "requests.jsonl"
+    path.write_text(json.dumps({"prompt": LINES[0], "max_new_tokens": 3}) + "\n")
+    code, _, err = run(translator, "--requests", path, "--compile", "auto")
+    assert code == 0
+    assert err.startswith("steps are not compiled: requests of several lengths are answered together\n")
+    code, out, err = run(translator, "--requests", path, "--compile", "on")
+    assert (code, out) == (2, "")
+    assert err.startswith("headwise: --compile on is for rows that are alike, and requests are not")
+    path.write_text(json.dumps({"prompt": LINES[0], "compile": "auto"}) + "\n")
+    code, out, _ = run(translator, "--requests", path)
+    assert "a request has no 'compile'" in json.loads(out)["error"]

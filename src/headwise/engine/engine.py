@@ -199,6 +199,10 @@ class Engine:
         asked = Asked.of(self.net, count, temperature, how)
         if how.beams > 1:
             raise ValueError(f"beams={how.beams} of one request would be rows that none counts on; call hw.generate")
+        if how.compile == "on":
+            raise ValueError(
+                "compile='on' makes a graph of rows that are alike, and requests are not; leave compile out"
+            )
         given = taken(self.net, prompt, how.window)
         if given.form != "alone":
             raise ValueError(f"the prompt is a list of {len(given.rows)}; submit each by itself")

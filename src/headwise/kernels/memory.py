@@ -98,6 +98,32 @@ load, load_one = _reader(True, True), _reader(False, True)
 read, read_one = _reader(True, False), _reader(False, False)
 
 
+def _half(odd: int) -> Any:
+    """How to read sixteen of thirty-two numbers from an address on: of bfloat16, which lie two in each 32 bits, those
+    that are all in upper or lower halves; of others the first, or the last, sixteen."""
+
+    @intrinsic
+    def half(typing: Any, form: Any, address: Any) -> Any:
+        lanes, kind, pair = form.lanes, form.kind, ir.VectorType(INT, WIDE)
+
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            if kind != "bfloat16":
+                at = builder.add(args[1], LONG(odd * WIDE * SIZES[kind]))
+                found = builder.load(_pointer(builder, at, ir.VectorType(RAW[kind], WIDE)), align=SIZES[kind])
+                return _widened(builder, found, kind, lanes.kind)
+            found = builder.load(_pointer(builder, args[1], pair), align=SIZES[kind])
+            upper = ir.Constant(pair, [0xFFFF0000] * WIDE)
+            told = builder.and_(found, upper) if odd else builder.shl(found, ir.Constant(pair, [16] * WIDE))
+            return builder.bitcast(told, lanes.kind)
+
+        return lanes(form, types.int64), code
+
+    return half
+
+
+evens, odds = _half(0), _half(1)
+
+
 @intrinsic
 def whole(typing: Any, address: Any) -> Any:
     """The int64 at an address."""
@@ -137,6 +163,25 @@ def _put_quarter(typing: Any, address: Any, value: Any, which: Any) -> Any:
 
 
 put_quarter: Any = _put_quarter
+
+
+@intrinsic
+def store(typing: Any, form: Any, address: Any, value: Any) -> Any:
+    """Write one number in the form in which others lie, rounded to the nearest, to the even one between two."""
+    number = form.lanes.number
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        told = args[2]
+        if form.kind == "bfloat16":
+            bits = builder.bitcast(told, INT)
+            half = builder.add(builder.and_(builder.lshr(bits, INT(16)), INT(1)), INT(0x7FFF))
+            above = builder.lshr(builder.add(bits, half), INT(16))
+            above = builder.select(builder.fcmp_unordered("uno", told, told), INT(0x7FC0), above)
+            told = builder.trunc(above, RAW["bfloat16"])
+        builder.store(told, _pointer(builder, args[1], RAW[form.kind]), align=SIZES[form.kind])
+        return context.get_dummy_value()
+
+    return types.void(form, types.int64, number), code
 
 
 @intrinsic

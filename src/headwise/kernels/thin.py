@@ -14,6 +14,8 @@ from . import team
 
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 LANES = 16  # numbers that are read at once: a row is a multiple of them
+TILE = 4  # rows that are read at once, and tokens that they meet
+SHARES, LONGEST = 2, 2**19  # blocks of rows for each thread, at least; bytes of a block, at most
 
 
 @torch.library.custom_op("headwise::thin", mutates_args=(), device_types="cpu")
@@ -26,18 +28,26 @@ def thin(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     >>> thin(torch.ones(2, 16), [torch.eye(16)[:1], torch.ones(2, 16)]).tolist()
     [[1.0, 16.0, 16.0], [1.0, 16.0, 16.0]]
     """
-    from .thinning import BLOCK, KERNELS, At  # here: Numba takes a second to import
+    from .thinning import KERNELS, At  # here: Numba takes a second to import
 
-    tokens, width = x_MK.shape
-    rows = [matrix.shape[0] for matrix in matrices]
-    blocks = sum(-(-count // BLOCK) for count in rows)
-    x = x_MK.to(torch.float32).reshape(tokens, -1, LANES).transpose(0, 1).contiguous()
-    y = torch.zeros(tokens, sum(rows))
-    table = (number for matrix in matrices for number in (matrix.data_ptr(), matrix.shape[0]))
-    told = array("q", (0, blocks, x.data_ptr(), y.data_ptr(), tokens, width, sum(rows), *table))
-    assert 8 * (len(told) - 2 * len(rows)) == At.TABLE
-    team.run(KERNELS.address(x_MK.dtype), told.buffer_info()[0], min(blocks, team.most()))
-    return y.to(x_MK.dtype)
+    x_MK, (tokens, width) = x_MK.contiguous(), x_MK.shape
+    table = array("q", [number for matrix in matrices for number in (matrix.data_ptr(), matrix.shape[0])])
+    rows, own, threads = sum(table[1::2]), 4 * tokens * width, team.most()
+    each = _each(rows, width * x_MK.itemsize, threads)
+    blocks = sum([-(-count // each) for count in table[1::2]])
+    threads = min(blocks, threads)
+    y, desks = x_MK.new_empty(tokens, rows), torch.empty(threads * own, dtype=torch.uint8)
+    places = x_MK.data_ptr(), y.data_ptr(), desks.data_ptr()
+    told = array("q", (0, 0, blocks, each, *places, own, tokens, width, rows)) + table
+    assert 8 * (len(told) - len(table)) == At.TABLE
+    team.run(KERNELS.address(x_MK.dtype), told.buffer_info()[0], threads)
+    return y
+
+
+def _each(rows: int, line: int, threads: int) -> int:
+    """How many rows of so many bytes a thread takes at once: long runs are read faster, short ones shared better."""
+    share = min(-(-rows // (SHARES * threads)), max(1, LONGEST // line))
+    return -(-share // TILE) * TILE
 
 
 @thin.register_fake

@@ -1,7 +1,8 @@
 """The kernel of thin products: a few tokens meet the rows of matrices.
 
-Rows are read as they lie, one after the other, and handed out to threads in blocks. A long row is read in pieces, so
-that what it meets stays near. Every number is summed up in one order, whatever stands beside it and whoever does it.
+Rows are read as they lie, four beside each other, and handed out to threads in blocks; memory is asked for in the order
+in which it lies, whichever row is read. Every thread lays tokens out for itself, in single precision. Every number is
+summed up in one order, whatever stands beside it and whoever does it.
 """
 
 from __future__ import annotations
@@ -13,15 +14,13 @@ from numba import njit
 
 from . import memory
 from .compiled import MARK, Kernels
-from .lanes import WIDE, fma, plus, splat, total
-from .memory import ahead, lies, load, number, put, read, read_one, take, whole
-from .thin import KINDS
+from .lanes import WIDE, fma, splat, total
+from .memory import ahead, evens, lies, load, number, odds, put, read, store, take, whole
+from .thin import KINDS, TILE
 from .told import LINE
 
-BLOCK = 64  # rows of a matrix that a thread takes at once
-PIECE = 768  # numbers of a row that are read at once, at most
-STEP = 4 * WIDE  # numbers that are read before it is asked whether there are more
-AHEAD = 8192  # bytes before they are read memory is asked for them
+STEP = 2 * WIDE  # numbers of a row that are read at once
+AHEAD = 8192  # bytes before the next four rows are read memory is asked for them
 
 
 class At(IntEnum):
@@ -30,10 +29,14 @@ class At(IntEnum):
     def _generate_next_value_(name, start, count, last_values):
         return 8 * count
 
-    NEXT = auto()  # a counter: the next block
+    NEXT = auto()  # counters: the next block, the next thread
+    THREAD = auto()
     BLOCKS = auto()
-    X = auto()  # [K / 16, M, 16], in single precision
-    Y = auto()  # [M, rows of all matrices], in single precision, zeros
+    EACH = auto()  # rows of a matrix that a thread takes at once
+    X = auto()  # [M, K]
+    Y = auto()  # [M, rows of all matrices]
+    DESK = auto()  # where threads lay out tokens, and how many bytes each has there
+    DESK_SIZE = auto()
     TOKENS = auto()  # M
     WIDTH = auto()  # K
     ROWS = auto()  # of all matrices together
@@ -41,104 +44,164 @@ class At(IntEnum):
 
 
 @njit
+def lay(f, told, desk):
+    """Tokens side by side, [K / 32, M, 32] and what is left, [M, 16]: in the order in which rows meet them."""
+    tokens, width, x = whole(told + At.TOKENS), whole(told + At.WIDTH), whole(told + At.X)
+    full = width // STEP * STEP
+    for m in range(tokens):
+        own, to = x + lies(f) * width * m, desk + 2 * LINE * m
+        for c in range(0, full, STEP):
+            put(to, evens(f, own + lies(f) * c))
+            put(to + LINE, odds(f, own + lies(f) * c))
+            to += 2 * LINE * tokens
+        if full < width:
+            put(desk + 4 * full * tokens + LINE * m, load(f, own + lies(f) * full))
+
+
+@njit
+def met(part, x, a):
+    """Sixteen numbers of each of four rows meet one token's."""
+    return fma(part[0], x, a[0]), fma(part[1], x, a[1]), fma(part[2], x, a[2]), fma(part[3], x, a[3])
+
+
+@njit
+def here(f, w):
+    """Thirty-two numbers of each of four rows, in two parts."""
+    even = evens(f, w[0]), evens(f, w[1]), evens(f, w[2]), evens(f, w[3])
+    return even, (odds(f, w[0]), odds(f, w[1]), odds(f, w[2]), odds(f, w[3]))
+
+
+@njit
+def rest(f, w):
+    """Sixteen numbers of each of four rows, the last."""
+    return load(f, w[0]), load(f, w[1]), load(f, w[2]), load(f, w[3])
+
+
+@njit
+def on(at, by):
+    """Four addresses further on."""
+    return at[0] + by, at[1] + by, at[2] + by, at[3] + by
+
+
+@njit
 def soon(f, at):
-    """Ask for what is read some rows later."""
-    for line in range(0, lies(f) * STEP, LINE):
+    """Ask for as much as four rows give at once."""
+    for line in range(0, TILE * lies(f) * STEP, LINE):
         ahead(at + line)
 
 
 @njit
-def one(f, w, x, shape, y, next_):
-    """A piece of a row meets one token; `shape`: how many numbers, how far apart; next_: how far on to ask, or 0."""
-    count, apart = shape
+def nothing(f):
+    """Where sums begin."""
     zero = splat(number(f, 0.0))
-    a0, a1, a2, a3 = zero, zero, zero, zero
-    end, full = w + lies(f) * count, w + lies(f) * (count // STEP * STEP)
-    by = lies(f) * WIDE
-    while w < full:
-        if next_:
-            soon(f, w + next_)
-        a0, a1 = fma(load(f, w), read(f, x), a0), fma(load(f, w + by), read(f, x + apart), a1)
-        a2 = fma(load(f, w + 2 * by), read(f, x + 2 * apart), a2)
-        a3 = fma(load(f, w + 3 * by), read(f, x + 3 * apart), a3)
-        w, x = w + 4 * by, x + 4 * apart
-    while w < end:
-        a0 = fma(load(f, w), read(f, x), a0)
-        w, x = w + by, x + apart
-    put(y, read_one(f, y) + total(plus(plus(a0, a1), plus(a2, a3))))
+    return zero, zero, zero, zero
 
 
 @njit
-def met(f, w, x, a):
-    """Sixteen numbers of a row meet four tokens."""
-    part = load(f, w)
-    a0, a1 = fma(part, read(f, x), a[0]), fma(part, read(f, x + LINE), a[1])
-    return a0, a1, fma(part, read(f, x + 2 * LINE), a[2]), fma(part, read(f, x + 3 * LINE), a[3])
+def sums(f, y, a):
+    """Write down what four rows make of a token."""
+    store(f, y[0], total(a[0]))
+    store(f, y[1], total(a[1]))
+    store(f, y[2], total(a[2]))
+    store(f, y[3], total(a[3]))
 
 
 @njit
-def four(f, w, x, shape, places, next_):
-    """A piece of a row meets four tokens; `places`: where the sum of the first goes, and how far on the next."""
-    count, apart = shape
-    zero = splat(number(f, 0.0))
-    a0 = a1 = a2 = a3 = (zero, zero, zero, zero)
-    end, full = w + lies(f) * count, w + lies(f) * (count // STEP * STEP)
-    by = lies(f) * WIDE
-    while w < full:
-        if next_:
-            soon(f, w + next_)
-        a0, a1 = met(f, w, x, a0), met(f, w + by, x + apart, a1)
-        a2, a3 = met(f, w + 2 * by, x + 2 * apart, a2), met(f, w + 3 * by, x + 3 * apart, a3)
-        w, x = w + 4 * by, x + 4 * apart
-    while w < end:
-        a0 = met(f, w, x, a0)
-        w, x = w + by, x + apart
-    y, step = places
-    for m in range(4):
-        put(y, read_one(f, y) + total(plus(plus(a0[m], a1[m]), plus(a2[m], a3[m]))))
-        y += step
+def one(f, w, x, y, shape, ask):
+    """Four rows meet one token; `shape`: how wide they are, how far apart what they meet lies."""
+    width, apart = shape
+    a, by = nothing(f), lies(f) * STEP
+    for _ in range(width // STEP):
+        soon(f, ask)
+        even, odd = here(f, w)
+        a = met(odd, read(f, x + LINE), met(even, read(f, x), a))
+        w, x, ask = on(w, by), x + apart, ask + TILE * by
+    if width % STEP:
+        a = met(rest(f, w), read(f, x), a)
+    sums(f, y, a)
 
 
 @njit
-def piece(f, told, w, first, count, y):
-    """Some columns of one row meet all tokens."""
-    tokens, step = whole(told + At.TOKENS), 4 * whole(told + At.ROWS)
-    m, x, apart, next_ = 0, whole(told + At.X) + 4 * first * tokens, LINE * tokens, AHEAD
-    while m + 4 <= tokens:
-        four(f, w, x + LINE * m, (count, apart), (y + m * step, step), next_)
-        m, next_ = m + 4, 0
-    while m < tokens:
-        one(f, w, x + LINE * m, (count, apart), y + m * step, next_)
-        m, next_ = m + 1, 0
+def four(f, w, x, y, shape, ask):
+    """Four rows meet four tokens; `x` is where each of these begins, and where their last sixteen numbers are."""
+    width, apart, step = shape
+    a0, a1, a2, a3, by = nothing(f), nothing(f), nothing(f), nothing(f), lies(f) * STEP
+    at, ends = x
+    for _ in range(width // STEP):
+        soon(f, ask)
+        even, odd = here(f, w)
+        a0, a1 = met(even, read(f, at[0]), a0), met(even, read(f, at[1]), a1)
+        a2, a3 = met(even, read(f, at[2]), a2), met(even, read(f, at[3]), a3)
+        a0, a1 = met(odd, read(f, at[0] + LINE), a0), met(odd, read(f, at[1] + LINE), a1)
+        a2, a3 = met(odd, read(f, at[2] + LINE), a2), met(odd, read(f, at[3] + LINE), a3)
+        w, at, ask = on(w, by), on(at, apart), ask + TILE * by
+    if width % STEP:
+        part = rest(f, w)
+        a0, a1 = met(part, read(f, ends[0]), a0), met(part, read(f, ends[1]), a1)
+        a2, a3 = met(part, read(f, ends[2]), a2), met(part, read(f, ends[3]), a3)
+    sums(f, on(y, step[0]), a0)
+    sums(f, on(y, step[1]), a1)
+    sums(f, on(y, step[2]), a2)
+    sums(f, on(y, step[3]), a3)
 
 
 @njit
-def block(f, told, w, rows, y):
-    """Some rows of one matrix meet all tokens."""
-    width = whole(told + At.WIDTH)
-    pieces = (width + PIECE - 1) // PIECE
-    each = (width + pieces * STEP - 1) // (pieces * STEP) * STEP
-    for first in range(0, width, each):
-        count = min(each, width - first)
-        for n in range(rows):
-            piece(f, told, w + lies(f) * (n * width + first), first, count, y + 4 * n)
+def neighbours(first, count, apart):
+    """How far four of them lie from the beginning: from one on, and the last again where there are no more."""
+    last = count - 1
+    return (
+        apart * min(first, last),
+        apart * min(first + 1, last),
+        apart * min(first + 2, last),
+        apart * min(first + 3, last),
+    )
+
+
+@njit
+def block(f, told, place, desk, after):
+    """Some rows of one matrix meet all tokens; `after`: where the next rows lie."""
+    w, rows, y = place
+    tokens, width, step = whole(told + At.TOKENS), whole(told + At.WIDTH), lies(f) * whole(told + At.ROWS)
+    line, apart, tail = lies(f) * width, 2 * LINE * tokens, desk + 4 * (width // STEP * STEP) * tokens
+    for n in range(0, rows, TILE):
+        own, to, ask = (
+            on(neighbours(n, rows, line), w),
+            on(neighbours(n, rows, lies(f)), y),
+            w + line * (n + TILE) + AHEAD,
+        )
+        if ask >= w + line * rows:
+            ask += after - w - line * rows
+        if tokens == 1:
+            one(f, own, desk, to, (width, apart), ask)
+            continue
+        for m in range(0, tokens, TILE):
+            x = on(neighbours(m, tokens, 2 * LINE), desk), on(neighbours(m, tokens, LINE), tail)
+            four(f, own, x, to, (width, apart, neighbours(m, tokens, step)), ask)
+
+
+@njit
+def find(f, told, this):
+    """Where a block of rows lies, how many they are, and where their sums go."""
+    table, before, rows, each = told + At.TABLE, 0, whole(told + At.TABLE + 8), whole(told + At.EACH)
+    while this * each >= rows:
+        this -= (rows + each - 1) // each
+        before, table = before + rows, table + 16
+        rows = whole(table + 8)
+    first = this * each
+    w, y = whole(table) + first * lies(f) * whole(told + At.WIDTH), whole(told + At.Y) + lies(f) * (before + first)
+    return w, min(each, rows - first), y
 
 
 @njit
 def work(f, told):
     """What every thread does: take a block, read it, until there are no more."""
-    blocks, width, this = whole(told + At.BLOCKS), whole(told + At.WIDTH), take(told + At.NEXT)
+    desk = whole(told + At.DESK) + take(told + At.THREAD) * whole(told + At.DESK_SIZE)
+    lay(f, told, desk)
+    blocks, this = whole(told + At.BLOCKS), take(told + At.NEXT)
     while this < blocks:
-        table, left, before = told + At.TABLE, this, 0
-        rows = whole(table + 8)
-        while left * BLOCK >= rows:
-            left -= (rows + BLOCK - 1) // BLOCK
-            before, table = before + rows, table + 16
-            rows = whole(table + 8)
-        first = left * BLOCK
-        w, y = whole(table) + first * lies(f) * width, whole(told + At.Y) + 4 * (before + first)
-        block(f, told, w, min(BLOCK, rows - first), y)
-        this = take(told + At.NEXT)
+        following, place = take(told + At.NEXT), find(f, told, this)
+        block(f, told, place, desk, find(f, told, following)[0] if following < blocks else place[0])
+        this = following
 
 
 def _entry(kind: str, mark: int) -> Any:

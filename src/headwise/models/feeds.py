@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..blueprint import Dense, Experts, Norm, Weight
 from ..dropping import dropped
 from ..peers import Peered
-from ..products import linear
+from ..products import abreast, linear
 from .activations import joined
 from .starts import usual
 
@@ -77,11 +77,15 @@ class Feed(Peered, Declared):
         super().__init__()
         self.join, self.dropout = joined(described), dropout
         self.declare(described.weights(model))
+        bare = described.form == "gated" and not set("gu") & set(described.bias)
+        self._both = ("gate", "up") if bare else ()  # what x meets in one go
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape."""
         x = self.peers.enter(x)
-        inner = self.join(lambda name: self.linear(x, name))
+        told = abreast(x, [cast(Tensor, self.maybe(name)) for name in self._both]) if self._both else ()
+        both = dict(zip(self._both, told, strict=True))
+        inner = self.join(lambda name: both[name] if name in both else self.linear(x, name))
         with self.peers.apart(self.training):
             inner = dropped(inner, self.dropout, self.training)
         bias = self.maybe("down_bias") if self.peers.first else None  # it is added once

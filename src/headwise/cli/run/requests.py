@@ -19,13 +19,14 @@ from ...engine.report import DTYPES
 from ...errors import nearest
 from ...models import Decoding, Transformer
 from ...models.generating import streams_of
+from ...models.generating.compiling import TOGETHER
 from ..screen import Wrong, document, show
 from .lines import LONGEST
-from .texts import decoding_of, length_of
+from .texts import Reasons, decoding_of, length_of
 
 BUDGET = "1 GiB"
 SAID = ("prompt", "max_new_tokens", "temperature", "seed")  # keys of a line, besides the words of Decoding
-NOT_HERE = ("beams", "best", "length_penalty", "end")
+NOT_HERE = ("beams", "best", "length_penalty", "end", "compile")
 
 
 def answer(net: Transformer, given: argparse.Namespace) -> int:
@@ -121,6 +122,10 @@ def _check(given: argparse.Namespace, usual: Usual) -> None:
         raise Wrong(f"{what} and --requests cannot be meant together; give one of them")
     if usual.how.beams > 1:
         raise Wrong(f"--beams {usual.how.beams} follows one text at a time; leave out --requests, or give --beams 1")
+    if usual.how.compile == "on":
+        raise Wrong("--compile on is for rows that are alike, and requests are not; leave out --requests, or --compile")
+    if given.compile is not None:
+        Reasons().tell(TOGETHER)
 
 
 def _lines(name: str) -> Iterator[tuple[int, bytes]]:

@@ -14,6 +14,7 @@ from typing import Any
 from ...draws import Stream
 from ...models import Decoding, Said, Transformer
 from ...models.generating import Asked, Given, row_of
+from ...models.generating.compiling import Choice, unheard
 from ..screen import document, show
 from . import DECODING
 from .lines import Line, Lines
@@ -25,9 +26,12 @@ LENGTH = 64  # tokens of an answer, unless said
 def answer(net: Transformer, given: argparse.Namespace) -> int:
     """One text as it is written, or line after line."""
     how, count = decoding_of(given), length_of(given)
-    asked = Asked.of(net, count, given.temperature or 0.0, how)
+    reasons = Reasons()
+    tell = unheard if given.compile is None else reasons.tell
+    asked = Asked.of(net, count, given.temperature or 0.0, how, tell)
     seed = Stream(secrets.randbits(63) if given.seed is None else given.seed).seed  # one for all lines
-    writer = Writer(asked, seed, "document" if given.json else "lines", Scores.of(given.score, given.score_tokenize))
+    form, scores = "document" if given.json else "lines", Scores.of(given.score, given.score_tokenize)
+    writer = Writer(asked, seed, form, scores, reasons)
     read = partial(row_of, net, count=count, window=how.window)
     if given.text is not None:
         writer.one(Line(1, given.text, read(given.text)))
@@ -52,6 +56,19 @@ def length_of(given: argparse.Namespace) -> int:
 
 
 @dataclass
+class Reasons:
+    """Why steps were compiled or not: each is told once, on stderr."""
+
+    told: list[str] = field(default_factory=list)
+
+    def tell(self, choice: Choice) -> None:
+        """One more choice."""
+        if choice.reason not in self.told:
+            self.told.append(choice.reason)
+            print(f"steps are {choice.reason}", file=sys.stderr)
+
+
+@dataclass
 class Writer:
     """Where answers go: lines on stdout as they come, or one "document" at the end."""
 
@@ -59,6 +76,7 @@ class Writer:
     seed: int
     form: str
     scores: Scores | None
+    reasons: Reasons
     told: list[dict[str, Any]] = field(default_factory=list)
 
     def one(self, line: Line[list[int]]) -> None:
@@ -91,7 +109,8 @@ class Writer:
         if self.form == "document":
             seed = {"seed": self.seed} if self.asked.temperature else {}
             scores = {"scores": self.scores.data} if self.scores and whole else {}
-            show(document({"model": self.asked.net.described.name, **seed, "answers": self.told, **scores}))
+            steps = {"steps": self.reasons.told} if self.reasons.told else {}
+            show(document({"model": self.asked.net.described.name, **seed, **steps, "answers": self.told, **scores}))
         if self.scores and not whole:
             print(self.scores, file=sys.stderr)
 

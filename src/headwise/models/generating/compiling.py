@@ -13,9 +13,11 @@ from ...errors import SpecError
 from ..transformer import Transformer
 
 Step = Callable[..., Tensor]
+Tell = Callable[["Choice"], object]
 COMPILERS = ("c++", "g++", "clang++")
-COMPILING = 12.0, 1.5  # seconds that a graph takes on few cores, and for each layer
-GAIN = 0.15e-3  # seconds a step that a graph saves for each layer: what Python takes to ask for its operations
+# Measured on two cores (log/2026-11-22-fast-models.md): processor seconds of a graph, and of each layer of it; and
+# seconds a step that it saves for each layer in float32. In bfloat16, whose small operations are slow, it saves more.
+COMPILING, GAIN = (22.0, 2.4), 0.08e-3
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,14 @@ class Choice:
 
     compiled: bool
     reason: str
+
+
+RAGGED = Choice(False, "not compiled: rows are of several lengths")
+TOGETHER = Choice(False, "not compiled: requests of several lengths are answered together")
+
+
+def unheard(choice: Choice) -> None:
+    """What is told to nobody."""
 
 
 def chosen(net: Transformer, how: str, count: int) -> Choice:
@@ -58,7 +68,7 @@ def worth(layers: int, count: int) -> Choice:
     """Whether so many steps of a model of so many layers pay for being compiled.
 
     >>> worth(12, 64)
-    Choice(compiled=False, reason='not compiled: 64 steps could gain about 0.1 s, compiling takes about 30 s')
+    Choice(compiled=False, reason='not compiled: 64 steps could gain about 0.1 s, compiling takes about 51 s')
     >>> worth(12, 100_000).compiled
     True
     """

@@ -15,7 +15,7 @@ from ..caches import Memory
 from ..ends import last
 from ..transformer import Transformer
 from .answers import Answer
-from .compiling import chosen, compiled
+from .compiling import RAGGED, chosen, compiled
 from .how import USUAL, Decoding
 from .picking import Past
 
@@ -42,7 +42,9 @@ class Course:
         how: Decoding = USUAL,
     ) -> None:
         window = how.window
-        self.choice = chosen(net, how.compile, count)
+        told = chosen(net, how.compile, count)
+        alike = tokens is None or tokens.start is not None
+        self.choice = told if alike or not told.compiled else RAGGED
         self._graph = compiled(net) if self.choice.compiled else None
         self._first = True  # no step was made yet that found out what a graph takes for granted
         self.net, self.memory, self.count, self.window = net, memory, count, window

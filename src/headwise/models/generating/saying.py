@@ -14,6 +14,7 @@ from ...errors import SpecError
 from ..transformer import Transformer
 from .answers import Answer
 from .beams import Followed, followed
+from .compiling import Tell, unheard
 from .course import Choose, Course, answering, check_says, steps
 from .how import USUAL, Decoding, check_together
 from .picking import Past, pick
@@ -111,22 +112,23 @@ def streams_of(seed: Seed, count: int, first: int = 0) -> list[Stream]:
 
 @dataclass(frozen=True)
 class Asked:
-    """A model, and how it is to answer."""
+    """A model, and how it is to answer; `tell` hears whether steps are compiled, and why, whenever texts are begun."""
 
     net: Transformer
     count: int
     temperature: float
     how: Decoding
+    tell: Tell = unheard
 
     @staticmethod
-    def of(net: Transformer, count: int, temperature: float, how: Decoding) -> Asked:
+    def of(net: Transformer, count: int, temperature: float, how: Decoding, tell: Tell = unheard) -> Asked:
         """The same, if it can be meant."""
         if not isinstance(net, Transformer):
             raise ValueError(f"model is of type {type(net).__name__}; give what hw.build or hw.load returned")
         check_together(how, temperature, check_says(net.described))
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"max_new_tokens={count!r} cannot be; give a whole number of at least 1")
-        return Asked(net, count, temperature, how)
+        return Asked(net, count, temperature, how, tell)
 
     @property
     def ends(self) -> frozenset[int]:
@@ -165,7 +167,9 @@ class Asked:
     def _course(self, given: Given) -> Course:
         prompt = begun(self.net, given.rows, next(self.net.parameters()).device)
         told = {"tokens": prompt.tokens, "memory": prompt.memory, "how": self.how}
-        return Course(self.net, prompt.ids, count=self.count, **told)
+        course = Course(self.net, prompt.ids, count=self.count, **told)
+        self.tell(course.choice)
+        return course
 
     def _choose(self, course: Course, streams: Sequence[Stream]) -> Choose:
         """Each row draws from the stream of its prompt."""
