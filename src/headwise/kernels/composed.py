@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from .arrays import threads
+from .compiled import threads
 from .composing import TILE, desk
 from .decomposing import KERNELS, NUMBERS
 from .lanes import WIDE

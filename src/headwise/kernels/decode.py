@@ -13,8 +13,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import team
 
-KINDS = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.int8: "int8"}
-
 
 class Beside(NamedTuple):
     """What only some calls have: `bias` [B or 1, H or 1, N x S] is added to the score of the key in each column, where
@@ -70,7 +68,7 @@ def _told(beside: Beside) -> list[Tensor]:
 def _decode(
     q: Tensor, k: Tensor, v: Tensor, spans: Tensor, more: Sequence[Tensor], cap: float
 ) -> tuple[Tensor, Tensor]:
-    from .decoding import entry  # here: Numba takes a second to import
+    from .decoding import KERNELS  # here: Numba takes a second to import
     from .told import At, desk, pieces, wide
 
     (batch, heads, dim), (_, groups, page, vdim), size = q.shape, v.shape, q.itemsize
@@ -93,8 +91,8 @@ def _decode(
     told[At.BATCH // 8 : At.PAGE // 8 + 1] = array("q", (batch, heads, groups, dim, vdim, spans.shape[1], page))
     told[At.K_PAGE // 8 : At.V_SLOT // 8 + 1] = array("q", [t.stride(n) * t.itemsize for t in (k, v) for n in range(3)])
     address = told.buffer_info()[0]
-    team.run(entry("plan"), address, 1)
-    team.run(entry(KINDS[k.dtype]), address, threads)
+    team.run(KERNELS.address("plan"), address, 1)
+    team.run(KERNELS.address(k.dtype), address, threads)
     del kept  # till here what it holds had to live
     return out, lse
 

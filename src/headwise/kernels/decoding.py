@@ -10,19 +10,19 @@ what comes out.
 from __future__ import annotations
 
 import math
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
-from numba import cfunc, njit, types
+import torch
+from numba import njit
 
 from . import memory
 from .blocks import COLUMNS, KEYS, NEXT, SCALES, VALUES, biased, capped, compare, gather, scaled, weigh, wide
+from .compiled import MARK, Kernels
 from .lanes import WIDE, splat
 from .memory import number, put, read_one, size, take, whole
 from .told import BLOCK, PIECE, At
 
-ENTRY = types.void(types.int64)
+KINDS = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.int8: "int8"}
 
 
 @njit
@@ -176,47 +176,20 @@ def work(f, told):
         this = following
 
 
-def _entries(source: int) -> dict[str, Any]:
-    """A C function for each form. Numba keeps compiled ones by their code and what they close over: so all close over
-    `source`, a mark of every file that they are made of, which is never 0."""
-
-    def cuts(told):
-        if source:
+def _planned(mark: int) -> Any:
+    def entry(told):
+        if mark:
             plan(told)
 
-    def float32(told):
-        if source:
-            work(memory.float32(), told)
-
-    def float64(told):
-        if source:
-            work(memory.float64(), told)
-
-    def bfloat16(told):
-        if source:
-            work(memory.bfloat16(), told)
-
-    def int8(told):
-        if source:
-            work(memory.int8(), told)
-
-    return {"plan": cuts, "float32": float32, "float64": float64, "bfloat16": bfloat16, "int8": int8}
+    return entry
 
 
-def _mark() -> int:
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return 1 + int(sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12], 16)
+def _worked(kind: str, mark: int) -> Any:
+    def entry(told):
+        if mark:
+            work(memory.form(kind), told)
+
+    return entry
 
 
-ENTRIES = _entries(_mark())
-_compiled: dict[str, Any] = {}
-
-
-def entry(name: str) -> int:
-    """The address of a kernel, compiled when it is first asked for and kept on disk where that can be."""
-    if name not in _compiled:
-        try:
-            _compiled[name] = cfunc(ENTRY, cache=True)(ENTRIES[name])
-        except RuntimeError:  # neither the folder of the package nor the user's own can be written
-            _compiled[name] = cfunc(ENTRY)(ENTRIES[name])
-    return _compiled[name].address
+KERNELS = Kernels({"plan": _planned(MARK)} | {dtype: _worked(kind, MARK) for dtype, kind in KINDS.items()})

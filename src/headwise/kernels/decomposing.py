@@ -8,7 +8,7 @@ import torch
 from numba import njit
 
 from . import memory
-from .arrays import Kernels, mark
+from .compiled import MARK, Kernels
 from .composing import TILE, At, add, asked, by_key, by_query, clear, forward, group, handed, laid, lay, told
 from .lanes import WIDE, plus, splat, total
 from .memory import put, read, read_one, take, whole
@@ -135,29 +135,24 @@ def backward(form, table):
         unit = take(table)
 
 
-def _entries(source: int) -> dict[tuple[str, torch.dtype], Any]:
-    """What is called from outside. `source` marks what all are made of: Numba keeps them by it."""
+def _forward(kind: str, mark: int) -> Any:
+    def entry(table):
+        if mark:
+            forward(memory.form(kind), table)
 
-    def forward32(table):
-        if source:
-            forward(memory.float32(), table)
-
-    def forward64(table):
-        if source:
-            forward(memory.float64(), table)
-
-    def backward32(table):
-        if source:
-            backward(memory.float32(), table)
-
-    def backward64(table):
-        if source:
-            backward(memory.float64(), table)
-
-    single, double = torch.float32, torch.float64
-    ways = {("forward", single): forward32, ("forward", double): forward64}
-    return ways | {("backward", single): backward32, ("backward", double): backward64}
+    return entry
 
 
-KERNELS = Kernels(_entries(mark()))
-NUMBERS = (torch.float32, torch.float64)
+def _backward(kind: str, mark: int) -> Any:
+    def entry(table):
+        if mark:
+            backward(memory.form(kind), table)
+
+    return entry
+
+
+NUMBERS = {torch.float32: "float32", torch.float64: "float64"}
+KERNELS = Kernels(
+    {("forward", dtype): _forward(kind, MARK) for dtype, kind in NUMBERS.items()}
+    | {("backward", dtype): _backward(kind, MARK) for dtype, kind in NUMBERS.items()}
+)

@@ -45,15 +45,12 @@ class FormModel(models.OpaqueModel):
     """There is nothing to hold: all that it says is in its type."""
 
 
-def _form(kind: str) -> Any:
-    @intrinsic
-    def form(typing: Any) -> Any:
-        return Form(kind)(), lambda context, builder, signature, args: context.get_dummy_value()
-
-    return form
+@extending.intrinsic(prefer_literal=True)
+def _form(typing: Any, kind: Any) -> Any:
+    return Form(kind.literal_value)(kind), lambda context, builder, signature, args: context.get_dummy_value()
 
 
-float32, float64, bfloat16, int8 = _form("float32"), _form("float64"), _form("bfloat16"), _form("int8")
+form: Any = _form  # what it makes is called with one argument fewer
 
 
 @intrinsic

@@ -14,7 +14,7 @@ import torch
 from numba import njit
 
 from . import memory
-from .arrays import Kernels, mark
+from .compiled import MARK, Kernels
 from .lanes import (
     WIDE,
     exp,
@@ -238,38 +238,16 @@ def over_rows(form, table, way):
         unit = take(table)
 
 
-def _entries(source: int) -> dict[tuple[str, torch.dtype], Any]:
-    """What is called from outside. `source` marks what all are made of: Numba keeps them by it."""
+def _entry(way: int, kind: str, mark: int) -> Any:
+    def entry(table):
+        if mark:
+            over_rows(memory.form(kind), table, way)
 
-    def softmax32(table):
-        if source:
-            over_rows(memory.float32(), table, 0)
-
-    def softmax64(table):
-        if source:
-            over_rows(memory.float64(), table, 0)
-
-    def entmax32(table):
-        if source:
-            over_rows(memory.float32(), table, 1)
-
-    def entmax64(table):
-        if source:
-            over_rows(memory.float64(), table, 1)
-
-    def back32(table):
-        if source:
-            over_rows(memory.float32(), table, 2)
-
-    def back64(table):
-        if source:
-            over_rows(memory.float64(), table, 2)
-
-    single, double = torch.float32, torch.float64
-    ways = {("softmax", single): softmax32, ("softmax", double): softmax64}
-    ways |= {("entmax", single): entmax32, ("entmax", double): entmax64}
-    return ways | {("entmax back", single): back32, ("entmax back", double): back64}
+    return entry
 
 
-KERNELS = Kernels(_entries(mark()))
-NUMBERS = (torch.float32, torch.float64)
+WAYS = ("softmax", "entmax", "entmax back")
+NUMBERS = {torch.float32: "float32", torch.float64: "float64"}
+KERNELS = Kernels(
+    {(name, dtype): _entry(way, kind, MARK) for way, name in enumerate(WAYS) for dtype, kind in NUMBERS.items()}
+)

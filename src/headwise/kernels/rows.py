@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .arrays import threads
+from .compiled import threads
 from .lanes import WIDE
 from .normalising import KERNELS, NUMBERS, ROWS
 

@@ -26,7 +26,7 @@ def thin(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     >>> thin(torch.ones(2, 16), [torch.eye(16)[:1], torch.ones(2, 16)]).tolist()
     [[1.0, 16.0, 16.0], [1.0, 16.0, 16.0]]
     """
-    from .thinning import BLOCK, At, entry  # here: Numba takes a second to import
+    from .thinning import BLOCK, KERNELS, At  # here: Numba takes a second to import
 
     tokens, width = x_MK.shape
     rows = [matrix.shape[0] for matrix in matrices]
@@ -36,7 +36,7 @@ def thin(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     table = (number for matrix in matrices for number in (matrix.data_ptr(), matrix.shape[0]))
     told = array("q", (0, blocks, x.data_ptr(), y.data_ptr(), tokens, width, sum(rows), *table))
     assert 8 * (len(told) - 2 * len(rows)) == At.TABLE
-    team.run(entry(KINDS[x_MK.dtype]), told.buffer_info()[0], min(blocks, team.most()))
+    team.run(KERNELS.address(x_MK.dtype), told.buffer_info()[0], min(blocks, team.most()))
     return y.to(x_MK.dtype)
 
 

@@ -12,9 +12,10 @@ from typing import Any
 from numba import njit
 
 from . import memory
-from .compiled import address, mark
+from .compiled import MARK, Kernels
 from .lanes import WIDE, fma, plus, splat, total
 from .memory import ahead, lies, load, number, put, read, read_one, take, whole
+from .thin import KINDS
 from .told import LINE
 
 BLOCK = 64  # rows of a matrix that a thread takes at once
@@ -140,26 +141,12 @@ def work(f, told):
         this = take(told + At.NEXT)
 
 
-def _entries(source: int) -> dict[str, Any]:
-    """A C function for each form, all closing over a mark of what they are made of; it is never 0."""
+def _entry(kind: str, mark: int) -> Any:
+    def entry(told):
+        if mark:
+            work(memory.form(kind), told)
 
-    def float32(told):
-        if source:
-            work(memory.float32(), told)
-
-    def bfloat16(told):
-        if source:
-            work(memory.bfloat16(), told)
-
-    return {"float32": float32, "bfloat16": bfloat16}
+    return entry
 
 
-ENTRIES = _entries(mark())
-_addresses: dict[str, int] = {}
-
-
-def entry(kind: str) -> int:
-    """The address of the kernel for matrices of this kind, compiled when it is first asked for."""
-    if kind not in _addresses:
-        _addresses[kind] = address(ENTRIES[kind])
-    return _addresses[kind]
+KERNELS = Kernels({dtype: _entry(kind, MARK) for dtype, kind in KINDS.items()})
