@@ -15,7 +15,7 @@ import torch
 from numba import njit
 
 from . import memory
-from .arrays import Kernels, mark
+from .compiled import MARK, Kernels
 from .lanes import WIDE, exp, fma, larger, largest, minus, plus, splat, times, total, where_below
 from .memory import put, read, read_one, take, whole
 
@@ -241,9 +241,7 @@ def back_head(form, table, h, desk, text):
     to = told(table, At.MADE) + made * first + size * dim * h
     product(form, (to, made), (d, row, size), (k, told(table, At.K_TOKEN)), queries, (count, dim, 0))
     to = told(table, At.D_K) + size * dim * (groups * begin + g)
-    product(
-        form, (to, size * dim * groups), (d, size, row), (q, told(table, At.Q_TOKEN)), count, (queries, dim, more)
-    )
+    product(form, (to, size * dim * groups), (d, size, row), (q, told(table, At.Q_TOKEN)), count, (queries, dim, more))
 
 
 @njit
@@ -268,29 +266,24 @@ def backward(form, table):
         unit = take(table)
 
 
-def _entries(source: int) -> dict[tuple[str, torch.dtype], Any]:
-    """What is called from outside. `source` marks what all are made of: Numba keeps them by it."""
+def _forward(kind: str, mark: int) -> Any:
+    def entry(table):
+        if mark:
+            forward(memory.form(kind), table)
 
-    def forward32(table):
-        if source:
-            forward(memory.float32(), table)
-
-    def forward64(table):
-        if source:
-            forward(memory.float64(), table)
-
-    def backward32(table):
-        if source:
-            backward(memory.float32(), table)
-
-    def backward64(table):
-        if source:
-            backward(memory.float64(), table)
-
-    single, double = torch.float32, torch.float64
-    ways = {("forward", single): forward32, ("forward", double): forward64}
-    return ways | {("backward", single): backward32, ("backward", double): backward64}
+    return entry
 
 
-KERNELS = Kernels(_entries(mark()))
-NUMBERS = (torch.float32, torch.float64)
+def _backward(kind: str, mark: int) -> Any:
+    def entry(table):
+        if mark:
+            backward(memory.form(kind), table)
+
+    return entry
+
+
+NUMBERS = {torch.float32: "float32", torch.float64: "float64"}
+KERNELS = Kernels(
+    {("forward", dtype): _forward(kind, MARK) for dtype, kind in NUMBERS.items()}
+    | {("backward", dtype): _backward(kind, MARK) for dtype, kind in NUMBERS.items()}
+)

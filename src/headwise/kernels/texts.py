@@ -54,7 +54,7 @@ def _whole(t: Tensor) -> Tensor:
 
 
 def _launch(which: str, given: list[Tensor], where: Where, how: tuple[bool, float], *made: Tensor) -> None:
-    from .arrays import threads  # here: Numba takes a second to import
+    from .compiled import threads  # here: Numba takes a second to import
     from .texting import KERNELS, desk
 
     (table, longest), (causal, scale), (q, k, v) = where, how, given
