@@ -149,12 +149,16 @@ class Attention(Peered, nn.Module):
         plan = self._plan(x, cache, mask is not None, apart, probe)  # may refuse before anything is remembered
         if self._limit is not None:
             inputs.check_positions(self._limit, at)
-        x, turning = self.peers.enter(x), Turning(self._turns, at.position)
-        entry, told = self._remembered(x, at, turning, source, plan.append(cache))
+        x, turning, p = self.peers.enter(x), Turning(self._turns, at.position), self._p["project"]
+        if source is None:
+            q_BTHK, entry = self._both(plan.project, x, turning)
+            entry, told = self._remembered(entry, at, plan.append(cache))
+        else:
+            q_BTHK = plan.project.ask(x, turning, p)
+            source = self.remember(source) if isinstance(source, Tensor) else source
+            entry, told = source.entry, source.tokens
         if cache is not None and at.count == 1 and not plan.raw:
             entry = cache.opened(entry)
-        p = self._p["project"]
-        q_BTHK = plan.project.ask(x, turning, p)
         k_BSGK, v_BSGV = plan.project.recall(entry, Turning(self._turns, told.position), p)
         if probe is not None:
             q_BTHK, k_BSGK, v_BSGV = probe("q", q_BTHK), probe("k", k_BSGK), probe("v", v_BSGV)
@@ -220,13 +224,9 @@ class Attention(Peered, nn.Module):
         return self._p["project"].first
 
     def _remembered(
-        self, x_BTD: Tensor, at: Tokens, turning: Turning, source: Tensor | Remembered | None, append: Append | None
+        self, entry: dict[str, Tensor], at: Tokens, append: Append | None
     ) -> tuple[dict[str, Tensor], Tokens]:
-        if isinstance(source, Tensor):
-            source = self.remember(source)
-        if source is not None:
-            return source.entry, source.tokens
-        entry, told = self.peers.gather(self._entry(x_BTD, turning), at)
+        entry, told = self.peers.gather(entry, at)
         if append is None:
             return entry, told
         entry, told = append(entry, told)
@@ -234,8 +234,20 @@ class Attention(Peered, nn.Module):
             return entry, told
         return {name: held[:, : told.filled] for name, held in entry.items()}, told.narrowed()
 
+    def _both(self, form: Project, x_BTD: Tensor, turning: Turning) -> tuple[Tensor, dict[str, Tensor]]:
+        """What the tokens of a row ask, in a form of the project, and what is remembered of them."""
+        if form is self.spec.project:
+            q_BTHK, entry = form.both(x_BTD, turning, self._p["project"])
+            return q_BTHK, entry | self._beside(x_BTD)
+        entry = self._entry(x_BTD, turning)
+        return form.ask(x_BTD, turning, self._p["project"]), entry
+
     def _entry(self, z_BSE: Tensor, turning: Turning) -> dict[str, Tensor]:
-        entry = self.spec.project.remember(z_BSE, turning, self._p["project"])
+        return self.spec.project.remember(z_BSE, turning, self._p["project"]) | self._beside(z_BSE)
+
+    def _beside(self, z_BSE: Tensor) -> dict[str, Tensor]:
+        """What mixes remember of tokens beside the project."""
+        entry: dict[str, Tensor] = {}
         for name, mix, p in self._mixes:
             entry |= {f"{name}.{key}": factor for key, factor in mix.remember(z_BSE, p).items()}
         return entry

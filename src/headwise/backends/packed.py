@@ -1,7 +1,7 @@
 """Texts that lie one behind the other in a row, each by itself.
 
-Plain attention of short texts on a CPU is one kernel, which reads tokens where they lie. Anything else runs in groups of
-about one length, each a batch of its own for any backend.
+Plain attention of short texts on a CPU is one kernel, which reads tokens where they lie. Anything else runs in groups
+of about one length, each a batch of its own for any backend.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Texts that lie one behind the other, each of which reads itself or a source of its own: the kernel.
 
 A thread takes all queries and keys of one text and one key head at a time, which fit the nearest caches, and reads and
-writes rows where they lie: texts are neither put into groups nor filled up. Scores are formed whole, and once more on the
-way back. Every sum over channels, keys or queries is the same small product of matrices.
+writes rows where they lie: texts are neither put into groups nor filled up. Scores are formed whole, and once more on
+the way back. Every sum over channels, keys or queries is the same small product of matrices.
 """
 
 from __future__ import annotations

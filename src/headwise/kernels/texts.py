@@ -42,7 +42,10 @@ def texts_backward(
     made = [t.new_zeros(t.shape) for t in wide]
     back = _whole(grad).contiguous()
     _launch("backward", wide, (where, longest), (causal, scale), made[0], back, *made[1:])
-    found = [t if t.shape == own.shape else t[..., : own.shape[2]].contiguous() for t, own in zip(made, (q, k, v))]
+    found = [
+        t if t.shape == own.shape else t[..., : own.shape[2]].contiguous()
+        for t, own in zip(made, (q, k, v), strict=True)
+    ]
     return found[0], found[1], found[2]
 
 
