@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Layout
-from ..products import abreast, linear
+from ..products import abreast, is_mixed, linear
 from ..registry import part
 from ..seams import Project
 from ..spec import AttentionSpec
@@ -86,14 +86,15 @@ class Direct(Project):
             told = [_by_head(y, axes[side], p) for side, y in zip(axes, flat, strict=True)]
         return {side: turn(y, side) for side, y in zip(axes, told, strict=True)}
 
-    def both(self, x_BTD: Tensor, turn: Turning, p: Weighted) -> tuple[Tensor, dict[str, Tensor]]:
-        if self.bias:
-            return super().both(x_BTD, turn, p)
-        q, k, v = abreast(x_BTD, (p["q"], p["k"], p["v"]))
+    def both(self, x_BTD: Tensor, turn: Turning, p: Weighted) -> tuple[Tensor, dict[str, Tensor]] | None:
+        weights = p["q"], p["k"], p["v"]
+        if self.bias or not is_mixed(x_BTD, weights):
+            return None
+        q, k, v = abreast(x_BTD, weights)
         k_BSGK = _by_head(k, ("kv", "dim"), p)
         turned = turn(k_BSGK, "k")
-        if v.requires_grad and turned is not k_BSGK and v.untyped_storage().nbytes() > v.nbytes:
-            v = v.clone()  # where all three lie in one piece, it would keep what is turned until the way back
+        if turned is not k_BSGK:
+            v = v.clone()  # all three lie in one piece, which it would keep until the way back
         entry = {"k": turned, "v": turn(_by_head(v, ("v", "vdim"), p), "v")}
         return turn(_by_head(q, ("q", "dim"), p), "q"), entry
 

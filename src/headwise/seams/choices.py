@@ -31,10 +31,9 @@ class Project(Part):
     @abstractmethod
     def recall(self, entry: Mapping[str, Tensor], turn: Turning, p: Weighted) -> tuple[Tensor, Tensor]: ...
 
-    def both(self, x_BTD: Tensor, turn: Turning, p: Weighted) -> tuple[Tensor, dict[str, Tensor]]:
-        """What tokens ask that read themselves, and what is remembered of them."""
-        entry = self.remember(x_BTD, turn, p)
-        return self.ask(x_BTD, turn, p), entry
+    def both(self, x_BTD: Tensor, turn: Turning, p: Weighted) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """What tokens ask that read themselves, and what is remembered of them; None where these are formed apart."""
+        return None
 
     def deliver(self, o_BTHV: Tensor, voices: tuple[int, ...], p: Weighted) -> Tensor:
         """What these score heads' weights read, brought to value width."""

@@ -27,7 +27,7 @@ from ..case import Absent, Aim, Case, Run
 TITLE = "Ragged batches: 128 pairs of sentences in two batches"
 TRIED = (
     "Texts in groups of about one length, 1.26 to 1.29 times as fast as batches of 32 filled up; one kernel for all of "
-    "them, 1.36 to 1.39 there. The head over 8,000 words is a third of the products and leaves padding out in all three: "
+    "them, 1.36 to 1.39 there. The head over 8,000 words is a third of the products and leaves padding out in all: "
     "with a share f of text, (3.67 / f + 2.05) / 5.72 is the most, 1.63 at 51 % and 1.05 over buckets of 93 %. See "
     "log/2026-11-22-fast-packing.md."
 )
