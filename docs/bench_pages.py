@@ -19,12 +19,13 @@ from headwise.benching.scaling import Scaling
 
 HERE = Path(__file__).resolve().parent
 MEASURED, SCALED = HERE / "bench.json", HERE / "scaling.json"
+PICTURE = "![Everybody's seconds as multiples of ours, with the aims](bench.svg)"
 
 
 def rows() -> str:
-    """The machine, and every row with its peers."""
+    """The machine, what became of the aims, the drawing, and every row with its peers."""
     told = Report.read(MEASURED)
-    return "\n\n".join([machine(told.machine), *chapters(told.rows), missed(told.rows)])
+    return "\n\n".join([machine(told.machine), aims(told.rows), PICTURE, *chapters(told.rows)])
 
 
 def machine(told: Mapping[str, Any]) -> str:
@@ -33,17 +34,34 @@ def machine(told: Mapping[str, Any]) -> str:
     return "\n".join(f"- {line.removeprefix('! ')}" for line in lines)
 
 
+def aims(told: Sequence[Mapping[str, Any]]) -> str:
+    """How many aims are met, and every other in one table."""
+    every = [(row, one) for row in told for one in row["aim"]]
+    found = [missed(row, one) for row, one in every if one["met"] is not True]
+    head = f"## Aims\n\n{len(every) - len(found)} of {len(every)} aims are met."
+    return f"{head} The others:\n\n{table(['row', 'against', 'aim', 'reached', ''], found)}" if found else head
+
+
+def missed(row: Mapping[str, Any], one: Mapping[str, Any]) -> Sequence[str]:
+    """One aim that is not met, or could not be told."""
+    reached = "-" if one["reached"] is None else report.wanted({**one, "times": one["reached"]})
+    against = "the limit" if one["against"] == LIMIT else one["against"]
+    return row["name"], against, report.wanted(one), reached, one["why"] or "missed"
+
+
 def chapters(told: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """One chapter for each kind of work."""
+    """One chapter for each kind of work; what was tried where aims are missed comes last."""
     for title in dict.fromkeys(row["title"] for row in told):
         those = [row for row in told if row["title"] == title]
-        yield f"## {title}\n\n" + "\n\n".join(chapter(row) for row in those)
+        tried = dict.fromkeys(row["tried"] for row in those if row["tried"] and report.falls_short(row))
+        said = [f"Tried where an aim is missed: {one}" for one in tried]
+        yield "\n\n".join([f"## {title}", *map(chapter, those), *said])
 
 
 def chapter(row: Mapping[str, Any]) -> str:
     """One row: a table of everybody in it, and a line for everybody who is not."""
     lines = [
-        (line.name, timed(line.seconds), line.reached, line.spread, "; ".join(line.aims))
+        (line.name, timed(line.seconds), line.reached, line.spread, "; ".join(map(bold, line.aims)))
         for line in report.seconds_of(dict(row))
     ]
     told = [f"**{row['name']}**", table(["", "a call", "ours is", "spread", "aim"], lines)] if lines else []
@@ -51,23 +69,12 @@ def chapter(row: Mapping[str, Any]) -> str:
     notes = [f"{name}: {why}" for name, why in row["absent"].items()]
     notes += [f"{name} says something else, {how}: no verdict" for name, how in row["differs"].items()]
     notes += [f"{name}: {note}" for name, note in row["notes"].items()]
-    notes += [f"Tried: {row['tried']}"] if row["tried"] else []
     return "\n\n".join([*told, *(["\n".join(f"- {note}" for note in notes)] if notes else [])])
 
 
-def missed(told: Sequence[Mapping[str, Any]]) -> str:
-    """Every aim that is not met, or could not be told, in one table."""
-    found = []
-    for row in told:
-        for one in row["aim"]:
-            if one["met"] is not True:
-                reached = "-" if one["reached"] is None else report.wanted({**one, "times": one["reached"]})
-                against = "the limit" if one["against"] == LIMIT else one["against"]
-                said = one["why"] or "missed"
-                found.append((row["name"], against, report.wanted(one), reached, said))
-    count = sum(len(row["aim"]) for row in told)
-    head = f"## Aims\n\n{count - len(found)} of {count} aims are met."
-    return f"{head} The others:\n\n{table(['row', 'against', 'aim', 'reached', ''], found)}" if found else head
+def bold(aim: str) -> str:
+    """An aim that is missed is seen before others."""
+    return f"**{aim}**" if aim.endswith(report.VERDICT[False]) else aim
 
 
 def scales() -> str:

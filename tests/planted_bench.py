@@ -5,7 +5,7 @@ from __future__ import annotations
 from planting import bug
 
 # For tests/planted.py; `bug` as there.
-BENCH, SCALING = "test_benching.py", "test_scaling.py"
+BENCH, SCALING, STEPPED = "test_benching.py", "test_scaling.py", "test_ctranslated.py"
 bug(
     "bench-a-sample-too-short",
     "benching/turns.py",
@@ -106,10 +106,59 @@ bug(
 )
 bug(
     "bench-interrupts-lose-what-is-done",
-    "benching/running.py",
-    '            report.machine["interrupted"] = True\n',
-    "            raise\n",
+    "benching/around.py",
+    '                told["interrupted"] = True\n',
+    "                raise\n",
     f"{BENCH}::test_an_interrupt_shows_what_is_done",
+)
+bug(
+    "bench-what-is-slow-is-called-once-more",
+    "benching/turns.py",
+    "taken[name] += [seconds] if calls[name] == 1 else []",
+    "taken[name] += []",
+    f"{BENCH}::test_a_call_as_long_as_a_sample_is_one_from_the_first_round_on",
+)
+bug(
+    "bench-the-shortest-of-some-is-a-sample",
+    "benching/turns.py",
+    "taken[name] += [seconds] if calls[name] == 1 else []",
+    "taken[name] += [seconds]",
+    f"{BENCH}::test_a_call_as_long_as_a_sample_is_one_from_the_first_round_on",
+)
+bug(
+    "bench-making-counted-from-the-first-row",
+    "benching/running.py",
+    "        gc.collect()\n        begun = how.clock()\n",
+    "        gc.collect()\n",
+    f"{BENCH}::test_a_row_says_where_its_time_went",
+)
+bug(
+    "bench-drawn-aims-are-at-anybody",
+    "benching/bars.py",
+    'those = [one for one in row["aim"] if one["against"] == against]',
+    'those = row["aim"]',
+    f"{BENCH}::test_aims_are_drawn_and_those_missed_are_seen",
+)
+bug(
+    "bench-drawn-aims-that-are-met-are-missed",
+    "benching/bars.py",
+    "if goal.met is False:",
+    "if goal.met is not None:",
+    f"{BENCH}::test_aims_are_drawn_and_those_missed_are_seen",
+)
+bug(
+    "bench-drawn-for-light-paper-alone",
+    "benching/bars.py",
+    "@media (prefers-color-scheme:dark){{{dark}}}",
+    "@media (prefers-color-scheme:dark){{{light}}}",
+    f"{BENCH}::test_a_drawing_is_for_light_and_for_dark_paper",
+)
+bug(
+    "stepped-rows-go-on-that-nobody-asks",
+    "benching/ctranslated.py",
+    "        return bool(ends)\n",
+    "        return bool(ends) and step.batch_id == len(words) - 1\n",
+    f"{STEPPED}::test_what_nobody_asks_any_more_ends_at_once",
 )
 bug(
     "scaling-powers-of-short-calls",

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import cases
 import headwise as hw
 from headwise import counting
-from headwise.backends import BACKENDS, Job, bands
+from headwise.backends import BACKENDS, Job, bands, folds
 from headwise.backends.banding import Axis, formed, height, pieces
 from headwise.backends.residues import rate
 from headwise.pattern import parse
@@ -89,8 +89,8 @@ def test_gaps_are_left_out():
     assert [height(parse(text)) for text in ("window(32)", "window(256)", "window(2048)")] == [32, 64, 128]
 
 
-def truth(q, k, v, allowed, sinks, scale) -> Tensor:
-    """o_BTHV in float64, pair by pair."""
+def truth(q, k, v, allowed, sinks, scale) -> tuple[Tensor, Tensor]:
+    """o_BTHV and the log-sum-exp l_BTH in float64, pair by pair."""
     each = q.shape[2] // k.shape[2]
     k, v = (x.double().repeat_interleave(each, 2) for x in (k, v))
     s = torch.einsum("bthd,bshd->bhts", q.double(), k) * scale
@@ -99,7 +99,7 @@ def truth(q, k, v, allowed, sinks, scale) -> Tensor:
         s = torch.cat([s, sinks.double()[None, :, None, None].expand(*s.shape[:3], 1)], -1)
     w = (s - s.amax(-1, keepdim=True).clamp(min=-1e300)).exp()
     w = w / w.sum(-1, keepdim=True).clamp(min=1e-300)
-    return torch.einsum("bhts,bshd->bthd", w[..., : k.shape[1]], v)
+    return torch.einsum("bhts,bshd->bthd", w[..., : k.shape[1]], v), s.logsumexp(-1).transpose(1, 2)
 
 
 @st.composite
@@ -137,8 +137,9 @@ def test_ragged_rows_are_read_and_learn_as_the_definition_says(pattern, rows, ea
     sinks = torch.randn(6, dtype=torch.float64, requires_grad=True) if sunk else None
     same = [tokens.position, tokens.segment] * 2
     o, lse = bands.banded(q, k, v, sinks, same, [], pattern, 0.7)
-    expected = truth(q, k, v, hw.Sight(tokens, tokens, parse(pattern)).allowed, sinks, 0.7)
+    expected, sums = truth(q, k, v, hw.Sight(tokens, tokens, parse(pattern)).allowed, sinks, 0.7)
     cases.check_close(o, expected)
+    torch.testing.assert_close(lse, sums.detach(), rtol=1e-9, atol=1e-9)  # of nothing it is -inf
     learn = [q, k, v, *([sinks] if sunk else [])]
     back = torch.randn_like(o)
     for ours, theirs in zip(
@@ -146,6 +147,33 @@ def test_ragged_rows_are_read_and_learn_as_the_definition_says(pattern, rows, ea
     ):
         cases.check_close(ours, theirs, rtol=1e-8, atol=1e-9)
     assert not lse.requires_grad
+
+
+@pytest.mark.parametrize("pattern", ["window(100)", "dilated(5, rate=3)", "dilated(9, rate=200, after=4)"])
+def test_what_is_added_at_once_does_not_overlap(pattern, monkeypatch):
+    """Threads share an addition out: two that add to the same token at once lose what one of them adds."""
+    added, inside, view, overlap = [], [], folds.Fold._view, folds.Fold._overlap
+
+    def viewed(self, x, ranges):
+        given = view(self, x, ranges)
+        added.extend([given] if inside else [])
+        return given
+
+    def overlapped(self, *told):
+        inside.append(True)
+        overlap(self, *told)
+        inside.clear()
+
+    monkeypatch.setattr(folds.Fold, "_view", viewed)
+    monkeypatch.setattr(folds.Fold, "_overlap", overlapped)
+    q, k, v = (torch.randn(1, 700, 2, 4).requires_grad_() for _ in "qkv")
+    o, _ = bands.banded(q, k, v, None, [], [0, 0], pattern, 0.5)
+    torch.autograd.grad(o.sum(), [q, k, v])
+    assert any(len(some) > 1 for some in added)
+    for some in added:
+        along = [torch.arange(count) * stride for count, stride in zip(some.shape, some.stride(), strict=True)]
+        places = sum(torch.meshgrid(*along, indexing="ij"))
+        assert len(places.unique()) == some.numel()
 
 
 def large(dtype) -> tuple[Tensor, ...]:
@@ -158,7 +186,7 @@ def test_errors_are_at_most_twice_those_of_one_masked_call(pattern, dtype, peer)
     q, k, v = large(dtype)
     place = torch.arange(300)
     mask = parse(pattern).allows(place[:, None], place)
-    exact = truth(q, k, v, mask, None, 0.25)
+    exact, _ = truth(q, k, v, mask, None, 0.25)
     ours = bands.banded(q, k, v, None, [], [0, 0], pattern, 0.25)[0]
     theirs = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask, scale=0.25)
     errors = [(o.double() - exact).abs().max() for o in (ours, theirs.transpose(1, 2))]

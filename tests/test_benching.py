@@ -14,12 +14,14 @@ import torch
 
 import headwise as hw
 from headwise import cli
-from headwise.benching import agreeing, bars, limits, machine, rows, running
+from headwise.benching import agreeing, around, bars, limits, machine, rows, running
 from headwise.benching.case import LIMIT, Absent, Aim, Case, Need
 from headwise.benching.limits import PRODUCTS, READ, Last, Limits
-from headwise.benching.report import Report, timed
+from headwise.benching.report import Report, lasting, timed
 from headwise.benching.turns import Pace, Samples, in_turns, once, turns
+from headwise.heads import inks
 
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 SAME = torch.arange(7.0)
 LAST = Last(2**10, True)
 
@@ -87,6 +89,15 @@ def test_what_is_slow_is_sampled_less_often_but_often_enough(clock: Clock):
     taken = in_turns({"slow": clock.run("slow", 60.0), "some": clock.run("some", 2.5), "fast": clock.run("fast", 0.1)},
                      pace, clock)  # fmt: skip
     assert [len(taken[name].seconds) for name in ("slow", "some", "fast")] == [3, 4, 15]
+
+
+def test_a_call_as_long_as_a_sample_is_one_from_the_first_round_on(clock: Clock):
+    runs = {"long": clock.run("long", 0.75, 0.5), "short": clock.run("short", 0.015625)}
+    taken = in_turns(runs, Pace(sample=0.02, least=3, most=3), clock)
+    assert taken["long"].seconds == (0.75, 0.5, 0.5)
+    assert clock.order.count("long") == 3
+    assert len(taken["short"].seconds) == 3
+    assert clock.order.count("short") == 2 + 3 * 2  # two calls say that two are a sample
 
 
 def test_turns_are_mixed_the_same_way_every_time():
@@ -239,6 +250,27 @@ def test_what_fails_of_ours_is_said_and_is_not_sound(bench: rows.Bench):
     assert bars.bars(got) == []
 
 
+def test_a_row_says_where_its_time_went(capsys, fakes, clock: Clock):
+    def slow(quick: bool) -> Iterator[Case]:
+        clock.now += 4.0
+        yield Case("first", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)})
+        clock.now += 60.0
+        yield Case("second", clock.run("ours", 0.5), {})
+
+    fakes["slow"] = SimpleNamespace(cases=slow, TITLE="Slow work")
+    _, out, _ = run(capsys, "slow", "--json")
+    told = json.loads(out)
+    pace = running.PACES[False]
+    seconds = 0.5 * pace.repeats(0.5, 2) + 1.0 * pace.repeats(1.0, 2)
+    assert told["rows"][0]["took"] == pytest.approx({"making": 4.0, "first calls": 1.5, "samples": seconds})
+    assert told["rows"][1]["took"]["making"] == 60.0
+    whole = sum(sum(row["took"].values()) for row in told["rows"])
+    assert told["machine"]["took"] == pytest.approx(whole)
+    said = " ".join(run(capsys, "slow")[1].split())
+    assert f"all took {lasting(whole)}" in said
+    assert f"Time went to: slow {lasting(whole)}." in said
+
+
 def test_an_aim_at_nobody_is_a_mistake(bench: rows.Bench, clock: Clock):
     with pytest.raises(ValueError, match="aims at 'nobody', and has no such peer"):
         bench.row(Case("a case", clock.run("ours", 1.0), {}, aims=(Aim("nobody", 1.0),)), "fake")
@@ -327,9 +359,9 @@ def fakes(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> dict[str, Any]:
     made = {"slow": SimpleNamespace(cases=slow, TITLE="Slow work"),
             "other": SimpleNamespace(cases=other, TITLE="Other work")}  # fmt: skip
     monkeypatch.setattr(running, "kinds", lambda: made)
-    monkeypatch.setattr(running, "machine", lambda limits, threads: MACHINE | {"threads": threads})
+    monkeypatch.setattr(around, "machine", lambda limits, threads: MACHINE | {"threads": threads})
     bench = rows.Bench
-    monkeypatch.setattr(running, "Bench", lambda pace, limits: bench(pace, limits, clock))
+    monkeypatch.setattr(around, "Bench", lambda pace, limits: bench(pace, limits, clock))
     return made
 
 
@@ -404,6 +436,7 @@ def test_kinds_are_listed(capsys, fakes):
         (("--threads", "two"), "invalid int value: 'two'"),
         (("--out", "FILE"), "is no folder; give one that is, or a new name"),
         (("--fast",), "unrecognized arguments: --fast"),
+        (("--list", "slow"), "--list says all there is; leave out 'slow'"),
     ],
 )
 def test_bad_input_is_one_line(capsys, fakes, tmp_path: Path, argv: tuple[str, ...], said: str | None):
@@ -412,6 +445,13 @@ def test_bad_input_is_one_line(capsys, fakes, tmp_path: Path, argv: tuple[str, .
     assert (code == 0) if said is None else (code, out) == (2, "")
     assert said is None or (said in err and len(err.splitlines()) == 1)
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_wrong_piece_of_a_name_costs_no_rows_that_were_measured(capsys, fakes):
+    code, out, _ = run(capsys, "slow", "other:sideways", "--json")
+    told = json.loads(out)["rows"]
+    assert (code, [row["name"] for row in told]) == (1, ["slow, forward", "slow, backward", "other"])
+    assert "no row of other has 'sideways' in its name; its rows are: other" in told[-1]["failed"]
 
 
 def test_an_interrupt_shows_what_is_done(capsys, fakes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -448,12 +488,75 @@ def test_the_folder_holds_numbers_and_a_drawing(fakes, tmp_path: Path):
     assert drawing == bars.drawn(report.rows)  # the same rows are the same file
 
 
+AIMED = (Aim("one", 3.0), Aim("one", 4.0), Aim(LIMIT, 0.8))
+
+
+def drawn(bench: rows.Bench, clock: Clock, *aims: Aim) -> tuple[list[bars.Bar], ElementTree.Element]:
+    """The bars of a row in which one takes 3 times our seconds, and the drawing of it."""
+    case = Case("a case", clock.run("ours", 0.5), {"one": clock.run("one", 1.5)}, aims, need=Need(reads=2**14))
+    got = row(bench, case)
+    return bars.bars(got), ElementTree.fromstring(bars.drawn([got]))
+
+
+def of_class(drawing: ElementTree.Element, *names: str) -> list[dict[str, str]]:
+    return [found.attrib for found in drawing.iter() if {*names} <= set(found.get("class", "").split())]
+
+
 def test_a_drawing_shows_every_peer_and_the_limit(bench: rows.Bench, clock: Clock):
-    case = Case("a case", clock.run("ours", 0.5), {"one": clock.run("one", 1.5)}, need=Need(reads=2**14))
-    assert bars.bars(row(bench, case)) == [
-        ("a case", None, "ours 500 ms"), ("one", 3.0, "3.00 x"), ("limit: memory", 0.5, "50 %")
-    ]  # fmt: skip
-    assert b"<svg" in bars.drawn([])
+    lines, drawing = drawn(bench, clock)
+    assert lines == [
+        ("a case", None, "ours 500 ms", (), False),
+        ("one", 3.0, "3.00 x", (), False),
+        ("limit: memory", 0.5, "50 %", (), True),
+    ]
+    (slower,), (limit,) = of_class(drawing, "slower"), of_class(drawing, "limit")
+    one = float(slower["x"])  # where bars begin
+    assert float(limit["x"]) + float(limit["width"]) == pytest.approx(one, abs=0.1)
+    scale = bars.Scale.of(lines)
+    assert float(slower["width"]) == pytest.approx(scale.at(3.0) - one, abs=0.1)
+    assert float(limit["x"]) == scale.at(0.5)
+    assert of_class(drawing, "mark") == []
+    assert "nothing to draw" in "".join(ElementTree.fromstring(bars.drawn([])).itertext())
+
+
+def test_aims_are_drawn_and_those_missed_are_seen(bench: rows.Bench, clock: Clock):
+    lines, drawing = drawn(bench, clock, *AIMED)
+    assert [[goal.met for goal in line.goals] for line in lines] == [[], [True, False], [False]]
+    scale = bars.Scale.of(lines)
+    marks = {kind: [mark["d"] for mark in of_class(drawing, "mark", kind)] for kind in ("met", "missed", "told")}
+    places = {kind: [float(d[1:].split()[0]) for d in found] for kind, found in marks.items()}
+    assert places == {"met": [scale.at(3.0)], "missed": [scale.at(4.0), scale.at(0.8)], "told": []}
+    gaps = [(gap["d"].split()[0], gap["d"].split("H")[1]) for gap in of_class(drawing, "gap")]
+    assert gaps == [(f"M{scale.at(3.0):g}", f"{scale.at(4.0):g}"), (f"M{scale.at(0.5):g}", f"{scale.at(0.8):g}")]
+    said = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"aim 3.00 x: met", "aim 4.00 x: missed", "aim 80 %: missed"} <= set(said)
+
+
+def test_a_drawing_is_small_and_its_words_stay_in_their_columns():
+    """The one on the page; letters of the widest font are 0.61 of its size wide on average, in bold 0.7."""
+    rows = Report.read(DOCS / "bench.json").rows
+    made = bars.drawn(rows)
+    assert made == (DOCS / "bench.svg").read_bytes()
+    assert len(made) < 150_000
+    drawing = ElementTree.fromstring(made)
+    texts = {kind: [*drawing.iterfind(f".//{{*}}text[@class='{kind}']")] for kind in ("end", "row", "missed", "told")}
+    names = [text for text in texts["end"] if float(text.attrib["x"]) == bars.NAMED]
+    assert max(len(text.text or "") for text in names) * 0.61 * 11.5 < bars.NAMED
+    assert max(len(text.text or "") for text in texts["row"]) * 0.7 * 11.5 < bars.AIMED
+    for kind, wide in (("missed", 0.7), ("told", 0.61)):
+        assert max(len(text.text or "") for text in texts[kind]) * wide * 11.5 < bars.WIDE - bars.AIMED
+    places = [(text.get("x"), text.get("y")) for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert len(places) == len(set(places))
+    assert max(float(y or 0) for _, y in places) < float(drawing.attrib["height"])
+
+
+def test_a_drawing_is_for_light_and_for_dark_paper():
+    style = ElementTree.fromstring(bars.drawn([])).findtext("{http://www.w3.org/2000/svg}style") or ""
+    light, _, dark = style.partition("@media (prefers-color-scheme:dark)")
+    for name, told in (("light", light), ("dark", dark)):
+        paper = inks.PAPERS[name]
+        for colour in (paper.paper, paper.ink, paper.faint, *paper.pair):
+            assert colour in told
 
 
 def test_drawing_of_random_states_and_seeds_leaves_none_behind(fakes):

@@ -247,6 +247,7 @@ def test_what_is_looked_at_is_gathered_on_the_way():
     """Whoever looks at keys of a call has those of each row side by side, zero where a row has none."""
     layer, seen = built("sinks"), []
     pool = pooled(layer.spec, torch.float64, 4, 20, 0)
+    pool.numbers.fill_(torch.nan)  # the page that stands for none, too
     x = torch.randn(2, 31, MODEL, dtype=torch.float64)
     cache = begun(layer, pool, x, [30, 8])
     attend = backends.paged.attend
@@ -261,7 +262,11 @@ def test_what_is_looked_at_is_gathered_on_the_way():
         ours = step(layer, cache, x[:, 30:], "paged")
     layer._plans.clear()
     sight, inputs = backends.gathered(*seen[0])
-    assert inputs.k.isfinite().all()
+    unheld = ~sight.keys.live
+    assert unheld.any()
+    for held in (inputs.k, inputs.v):
+        assert held.isfinite().all()
+        assert (held[unheld] == 0).all()
     job = Job(layer.spec, layer.spec.core, dtype=torch.float64, one=True)
     o = backends.BACKENDS["dense"].attend(job, sight, inputs, layer._bound, None)
     cases.check_close(layer.merge(o), ours)

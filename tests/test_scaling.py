@@ -16,7 +16,7 @@ import torch
 
 import headwise as hw
 from headwise import backends, cli
-from headwise.benching import growing, scaling
+from headwise.benching import around, growing, scaling
 from headwise.benching.case import Case
 from headwise.benching.fits import Crossing, crossings, fastest, fitted
 from headwise.benching.limits import Last, Limits
@@ -184,7 +184,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
                    "spread": {}, "runs": "sdpa", "absent": {}, "differs": {}}  # fmt: skip
 
     monkeypatch.setattr(scaling, "measured", measured)
-    monkeypatch.setattr(scaling, "machine", lambda limits, threads: MACHINE)
+    monkeypatch.setattr(around, "machine", lambda limits, threads: MACHINE)
 
 
 def test_the_command_prints_a_table_and_json(capsys, quick, tmp_path: Path):
@@ -195,7 +195,7 @@ def test_the_command_prints_a_table_and_json(capsys, quick, tmp_path: Path):
     assert "sdpa overtakes dense at 1,000 tokens" in said
     assert "not the fastest at 64, 128, 256, 512 tokens" in said
     assert "dense grows as: tokens 2.00 ± 0.00" in out
-    assert cli.main(["bench", "--scaling", "window", "--json"]) == 0
+    assert cli.main(["bench", "--scaling", "window", "--json", "--out", str(tmp_path / "new")]) == 0
     told = json.loads(capsys.readouterr().out)
     assert list(told) == ["machine", "points", "powers", "order"]
     assert {one["kind"] for one in told["order"]} == {"a window of 128", "a window of 128, with gradients"}
@@ -215,6 +215,15 @@ def test_bad_input_is_one_line(capsys, quick, argv: tuple[str, ...], said: str):
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1)
     assert said in err
+
+
+def test_kinds_of_layers_are_listed(capsys):
+    assert cli.main(["bench", "--scaling", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [kind for line, kind in zip(lines, growing.KINDS, strict=True) if line.startswith(f"{kind}  ")] == [
+        *growing.KINDS
+    ]
+    assert max(map(len, lines)) <= 80
 
 
 def test_the_pages_say_what_was_measured(monkeypatch: pytest.MonkeyPatch, quick, tmp_path: Path):
@@ -249,10 +258,17 @@ def test_the_page_of_rows_has_a_table_for_each(monkeypatch: pytest.MonkeyPatch, 
     for line in (
         "- some processor, 2 threads",
         "## Fake work",
-        "| one | 1.00 s | 2.00 x | 2 % | 3.00 x: missed |",
+        "| one | 1.00 s | 2.00 x | 2 % | **3.00 x: missed** |",
         "- two: two is not installed",
-        "- Tried: all of it.",
+        "Tried where an aim is missed: all of it.",
         "0 of 1 aims are met.",
         "| a case | one | 3.00 x | 2.00 x | missed |",
     ):
         assert line in said.splitlines() or line in said
+    assert said.index("## Aims") < said.index("](bench.svg)") < said.index("## Fake work")
+    met = {**row, "name": "another", "aim": [{**row["aim"][0], "times": 2.0, "met": True}], "met": True}
+    (tmp_path / "bench.json").write_text(json.dumps({"machine": MACHINE, "rows": [met]}))
+    said = bench_pages.rows()
+    assert "1 of 1 aims are met." in said
+    assert "| one | 1.00 s | 2.00 x | 2 % | 2.00 x: met |" in said
+    assert "Tried" not in said

@@ -66,10 +66,14 @@ def _stopped(worker: threading.Thread, asked: queue.Queue[str]) -> None:
 
 
 def _decode(model: Any, words: list[list[str]], most: int, asked: queue.Queue[str], told: queue.Queue[Any]) -> None:
+    ends: list[str] = []
+
     def heard(step: Any) -> bool:
         if step.batch_id == 0:  # the first row is told the logits of all
             told.put(torch.from_numpy(np.array(step.logits)))
-        return step.batch_id == len(words) - 1 and asked.get() == STOP
+        if step.batch_id == len(words) - 1 and asked.get() == STOP:
+            ends.append(STOP)  # of each row: those before it would go on to the last token else
+        return bool(ends)
 
     how = {"include_prompt_in_result": False, "return_logits_vocab": True, "callback": heard}
     try:

@@ -76,6 +76,11 @@ def chosen(names: Sequence[str]) -> list[str]:
     return [kind for kind in KINDS if not names or any(name in kind for name in names)]
 
 
+def listed() -> dict[str, str]:
+    """Every kind, and along what it is measured."""
+    return {name: "tokens" if kind.grad else ", ".join(AXES) for name, kind in KINDS.items()}
+
+
 def measured(bench: Bench, kind: str) -> Iterator[dict[str, Any]]:
     """Every axis of a kind; gradients are measured along tokens alone, and so is what compiles."""
     for axis, sizes in AXES.items():

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import SpecError
 from ..files import Lock, write_atomically
 from .case import LIMIT
 from .rows import LOOSE, OURS, Row
@@ -39,14 +38,6 @@ class Report:
         """Whether all rows ran, and everybody in them gave the same."""
         return not any(row["differs"] or row["failed"] for row in self.rows)
 
-    @staticmethod
-    def check(folder: Path | str) -> None:
-        """Refuse where nothing can be written, before anything is measured."""
-        if Path(folder).exists() and not Path(folder).is_dir():
-            raise SpecError(f"{folder} is no folder; give one that is, or a new name")
-        with Lock(folder):
-            pass
-
     def write(self, folder: Path | str) -> None:
         """The numbers and a drawing of them, each whole or as before."""
         from .bars import drawn
@@ -68,13 +59,14 @@ class Report:
                 said += ["", row["title"], "-" * min(WIDTH, len(row["title"]))]
                 title = row["title"]
             said += ["", *lines(row)]
-        return "\n".join([*said, "", *ending(self.rows)])
+        return "\n".join([*said, "", *ending(self.rows), *shares(self.rows)])
 
 
 def heading(machine: Mapping[str, Any]) -> Iterator[str]:
     """The machine in a few lines, and what is odd about it."""
     threads = machine["threads"]
-    yield from wrapped(f"{machine['processor']}, {threads} thread{'s' if threads > 1 else ''}")
+    took = f"; all took {lasting(machine['took'])}" if "took" in machine else ""  # older files do not say
+    yield from wrapped(f"{machine['processor']}, {threads} thread{'s' if threads > 1 else ''}{took}")
     giga = {name: rate / 1e9 for name, rate in machine.items() if name.endswith("_per_second")}
     yield from wrapped(
         f"reads {giga['read_bytes_per_second']:.1f} GB/s, copies {giga['copy_bytes_per_second']:.1f}; products "
@@ -88,7 +80,7 @@ def heading(machine: Mapping[str, Any]) -> Iterator[str]:
 def labels(machine: Mapping[str, Any]) -> list[str]:
     """What makes a run another than a usual one."""
     said = [*machine["labels"]]
-    said += ["quick: fewer samples of each"] if machine["quick"] else []
+    said += ["quick: fewer samples, and not every row"] if machine["quick"] else []
     return said + (["interrupted: not every row is here"] if machine["interrupted"] else [])
 
 
@@ -125,8 +117,13 @@ def lines(row: Row) -> Iterator[str]:
             yield from wrapped(f"no verdict on {wanted(one)} against {one['against']}: {one['why']}", "  ")
     for name, note in row["notes"].items():
         yield from wrapped(f"{name}: {note}", "  ")
-    if row["tried"] and row["met"] is not True:
+    if row["tried"] and falls_short(row):
         yield from wrapped(f"tried: {row['tried']}", "  ")
+
+
+def falls_short(row: Mapping[str, Any]) -> bool:
+    """Whether an aim is missed, or cannot be told."""
+    return any(one["met"] is not True for one in row["aim"])
 
 
 def seconds_of(row: Row) -> Iterator[Line]:
@@ -160,6 +157,26 @@ def ending(rows: list[Row]) -> Iterator[str]:
         f"the spread (middle half of the samples over their median; no verdict above {LOOSE:.0%}); the aim. "
         f"Aims: {told}."
     )
+
+
+def shares(rows: list[Row]) -> Iterator[str]:
+    """Where the time went: kinds of work, those that took longest first."""
+    took: dict[str, float] = {}
+    for row in rows:
+        took[row["kind"]] = took.get(row["kind"], 0.0) + sum(row.get("took", {}).values())  # older files do not say
+    told = [f"{kind} {lasting(took[kind])}" for kind in sorted(took, key=lambda kind: -took[kind])]
+    if any(took.values()):
+        yield from wrapped(f"Time went to: {', '.join(told)}.")
+
+
+def lasting(seconds: float) -> str:
+    """Seconds as a clock tells them.
+
+    >>> lasting(7.6), lasting(391.2)
+    ('8 s', '6 min 31 s')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def times(ratio: float) -> str:

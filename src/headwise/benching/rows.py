@@ -29,11 +29,14 @@ class Bench:
     def row(self, case: Case, kind: str) -> Row:
         """Everybody who can run it, warm and agreeing, timed in turns."""
         _check(case)
-        found = _Found(case)
+        found, begun = _Found(case), self.clock()
         runs = found.warmed({name: _waited(run) for name, run in _runs(case).items()})
+        warm = self.clock()
+        found.took = {"first calls": warm - begun}
         if OURS not in runs:
             return found.row(kind)
         found.taken = in_turns(runs | self.limits.runs(case.need), self.pace, self.clock)
+        found.took["samples"] = self.clock() - warm
         if case.need is not None:
             limit = self.limits.of(case.need, found.taken)
             found.limit = limit | {"share": limit["seconds"] / found.taken[OURS].median}
@@ -86,6 +89,7 @@ class _Found:
     absent: dict[str, str] = field(default_factory=dict)
     limit: dict[str, Any] | None = None
     failed: str = ""
+    took: dict[str, float] = field(default_factory=dict)
 
     def warmed(self, runs: Mapping[str, Run]) -> dict[str, Run]:
         """Those that have run once, and what they gave compared with ours; whoever fails is named with the reason."""
@@ -124,7 +128,7 @@ class _Found:
             "samples": {name: len(taken[name].seconds) for name in (OURS, *peers) if name in taken},
             "calls": {name: taken[name].calls for name in (OURS, *peers) if name in taken},
             "absent": self.absent, "differs": self.differs, "failed": self.failed,
-            "notes": dict(case.notes), "tried": case.tried,
+            "notes": dict(case.notes), "tried": case.tried, "took": self.took,
         }  # fmt: skip
 
     def _verdict(self, aim: Aim, ours: float | None, peers: Mapping[str, float]) -> dict[str, Any]:

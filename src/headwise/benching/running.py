@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -13,19 +13,13 @@ import torch
 
 from ..errors import SpecError, nearest
 from . import cases
+from .around import Around, Tell, silent
 from .case import Case
-from .limits import Limits
-from .machine import checked, machine, on_threads
 from .report import Report
 from .rows import Bench, Row, failed
 from .turns import Pace
 
 PACES = {False: Pace(budget=20.0), True: Pace(budget=3.0)}  # by whether it is to be quick
-Tell = Callable[[str], None]
-
-
-def silent(said: str) -> None:
-    """Nobody looks on."""
 
 
 def bench(
@@ -43,22 +37,7 @@ def bench(
     headwise.errors.SpecError: there is no kind of work 'attentoin'; ...
     """
     wanted = chosen(names)
-    count = checked(threads)
-    if out is not None:
-        Report.check(out)
-    with on_threads(count), torch.random.fork_rng():
-        how = Bench(PACES[quick], Limits.here())
-        tell("measuring the machine")
-        report = Report(machine(how.limits, count) | {"quick": quick, "interrupted": False}, [])
-        try:
-            for row in _rows(how, wanted, quick, tell):
-                report.rows.append(row)
-        except KeyboardInterrupt:
-            report.machine["interrupted"] = True
-    tell("")
-    if out is not None:
-        report.write(out)
-    return report
+    return Around(threads, out, tell).run(PACES[quick], quick, lambda how: _rows(how, wanted, quick, tell), Report)
 
 
 def kinds() -> dict[str, ModuleType]:
@@ -85,26 +64,32 @@ def chosen(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _rows(how: Bench, wanted: dict[str, list[str]], quick: bool, tell: Tell) -> Iterator[Row]:
+    count = 0
     for kind, pieces in wanted.items():
         tell(kind)
         title = {"title": kinds()[kind].TITLE}
         try:
-            yield from (row | title for row in _of_kind(how, kind, pieces, quick, tell))
-        except SpecError:
-            raise
+            for row in _of_kind(how, kind, pieces, quick, tell):
+                yield row | title
+                count += 1
         except Exception as error:
+            if isinstance(error, SpecError) and not count:
+                raise  # a wrong name is refused, but not with minutes of work
             yield failed(kind, kind, error) | title
 
 
 def _of_kind(how: Bench, kind: str, pieces: list[str], quick: bool, tell: Tell) -> Iterator[Row]:
-    known = list[str]()
+    known, begun = list[str](), how.clock()
     for case in _made(kinds()[kind], quick):
         known.append(case.name)
         if any(piece in case.name.lower() for piece in pieces):
             tell(f"{kind}: {case.name}")
-            yield how.row(case, kind)
+            made = {"making": how.clock() - begun}
+            row = how.row(case, kind)
+            yield row | {"took": made | row["took"]}
         del case  # or it would live until the next is made
         gc.collect()
+        begun = how.clock()
     if wrong := [piece for piece in pieces if not any(piece in name.lower() for name in known)]:
         raise SpecError(f"no row of {kind} has {wrong[0]!r} in its name; its rows are: {'; '.join(known)}")
 

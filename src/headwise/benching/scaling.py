@@ -9,16 +9,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..files import Lock, write_atomically
+from .around import Around, Tell, silent
 from .fits import crossings, fastest, fitted
 from .growing import PACE, chosen, measured
-from .limits import Limits
-from .machine import checked, machine, on_threads
-from .report import Report, heading, timed, wrapped
+from .report import heading, timed, wrapped
 from .rows import Bench
-from .running import Tell, silent
 
 KEPT = "scaling.json"
 
@@ -99,22 +95,13 @@ def scaling(*names: str, threads: int | None = None, out: Path | str | None = No
     headwise.errors.SpecError: there is no kind of layer 'anything else'; use one of ...
     """
     kinds = chosen(names)
-    count = checked(threads)
-    if out is not None:
-        Report.check(out)
-    with on_threads(count), torch.random.fork_rng():
-        limits = Limits.here()
-        found = Scaling(machine(limits, count) | {"quick": False, "interrupted": False}, [])
-        try:
-            for point in chain.from_iterable(measured(Bench(PACE, limits), kind) for kind in kinds):
-                found.points.append(point)
-                tell(f"{point['kind']}: {point['at']} {point['axis']}")
-        except KeyboardInterrupt:
-            found.machine["interrupted"] = True
-    tell("")
-    if out is not None:
-        found.write(out)
-    return found
+
+    def found(how: Bench) -> Iterator[dict[str, Any]]:
+        for point in chain.from_iterable(measured(how, kind) for kind in kinds):
+            tell(f"{point['kind']}: {point['at']} {point['axis']}")
+            yield point
+
+    return Around(threads, out, tell).run(PACE, False, found, Scaling)
 
 
 def _faults(point: Mapping[str, Any]) -> dict[str, str]:

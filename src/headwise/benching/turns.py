@@ -84,16 +84,21 @@ def once(run: Run, clock: Clock, least: float) -> float:
 
 
 def in_turns(runs: Mapping[str, Run], pace: Pace, clock: Clock, seed: int = 0) -> dict[str, Samples]:
-    """Samples of every run, each of which is warm; their order is drawn anew in every round."""
+    """Samples of every run, each of which is warm; their order is drawn anew in every round.
+
+    The first round says how long calls take. One that is as long as a sample is one: what is slow is not called once
+    more for that.
+    """
     calls: dict[str, int] = {}
-    repeats: dict[str, int] = {}
+    more: dict[str, int] = {}
+    taken: dict[str, list[float]] = {name: [] for name in runs}
     with no_collector():
-        for name, run in runs.items():
-            seconds = once(run, clock, pace.sample)
+        for name in turns(dict.fromkeys(runs, 1), seed):
+            seconds = once(runs[name], clock, pace.sample)
             calls[name] = pace.calls(seconds)
-            repeats[name] = pace.repeats(seconds * calls[name], len(runs))
-        taken: dict[str, list[float]] = {name: [] for name in runs}
-        for name in turns(repeats, seed):
+            taken[name] += [seconds] if calls[name] == 1 else []
+            more[name] = pace.repeats(seconds * calls[name], len(runs)) - len(taken[name])
+        for name in turns(more, seed + 1):
             taken[name].append(timed(runs[name], calls[name], clock))
     return {name: Samples(tuple(seconds), calls[name]) for name, seconds in taken.items()}
 

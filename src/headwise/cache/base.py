@@ -64,7 +64,7 @@ class Cache(ABC):
         if not (isinstance(batch, int) and isinstance(capacity, int) and batch >= 0 and capacity >= 1):
             raise SpecError(f"a cache of batch={batch}, capacity={capacity} cannot be; capacity needs at least 1")
         check_forward(spec)
-        from .slots import PlainCache, RingCache
+        from .slots import Numbers, PlainCache, RingCache
         from .state import StateCache
         from .stored import check_store
 
@@ -74,9 +74,10 @@ class Cache(ABC):
         if spec.stateful:
             return StateCache(spec, batch, dtype, where)
         first, last = spec.pattern.memory
+        kept = Numbers(dtype, where, store)
         if last is not None and first + last < capacity:
-            return RingCache(spec, (batch, first, last), dtype, where, store)
-        return PlainCache(spec, (batch, capacity), dtype, where, store)
+            return RingCache(spec, (batch, first, last), kept)
+        return PlainCache(spec, (batch, capacity), kept)
 
     @abstractmethod
     def append(self, entry: Entry, at: Tokens) -> tuple[Entry, Tokens]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,18 +17,19 @@ from .reach import Reach
 from .stored import opened, rounded
 
 
+class Numbers(NamedTuple):
+    """As what entries are kept: in a layer's own dtype on its device, or in another form that is `opened` again."""
+
+    dtype: torch.dtype
+    device: torch.device
+    store: str | None = None
+
+
 class Slots(Cache):
     """Tokens in a fixed number of slots; a slot that holds nothing is of segment -1."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        store: str | None = None,
-    ) -> None:
-        batch, slots = shape
+    def __init__(self, spec: AttentionSpec, shape: tuple[int, int], kept: Numbers) -> None:
+        (batch, slots), (dtype, device, store) = shape, kept
         super().__init__(spec, batch, dtype, device)
         self.slots, self._store = slots, store
         self._names = [*spec.project.entry(spec)] if store else []
@@ -99,16 +101,9 @@ class Slots(Cache):
 class PlainCache(Slots):
     """Every token has a slot of its own, until there are no more."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        store: str | None = None,
-    ) -> None:
-        super().__init__(spec, shape, dtype, device, store)
-        self._filled = torch.zeros(self.batch, dtype=torch.int64, device=device)
+    def __init__(self, spec: AttentionSpec, shape: tuple[int, int], kept: Numbers) -> None:
+        super().__init__(spec, shape, kept)
+        self._filled = torch.zeros(self.batch, dtype=torch.int64, device=self.device)
         self._bound = 0  # no row has filled more slots than this
 
     def append(self, entry: Entry, at: Tokens) -> tuple[Entry, Tokens]:
@@ -175,16 +170,9 @@ class PlainCache(Slots):
 class RingCache(Slots):
     """The first tokens of a segment for ever, and of the others the latest: what the pattern can still read."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        shape: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        store: str | None = None,
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, shape: tuple[int, int, int], kept: Numbers) -> None:
         batch, first, last = shape
-        super().__init__(spec, (batch, first + last), dtype, device, store)
+        super().__init__(spec, (batch, first + last), kept)
         self.first, self.last = first, last
         self._settles = self.slots  # from then on every token takes the place of another
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .screen import Arguments, Wrong, document, show, take_form
@@ -19,16 +20,24 @@ def main(argv: list[str]) -> int:
     """Time what is named, or everything."""
     given = _parser().parse_args(argv)
     if given.list:
-        from ..benching.running import listed
-
-        found = listed()
-        show(document(found) if given.json else "\n".join(f"{kind:<14}{title}" for kind, title in found.items()))
+        found = _listed(given)
+        wide = max(map(len, found)) + 2
+        show(document(found) if given.json else "\n".join(f"{kind:<{wide}}{told}" for kind, told in found.items()))
         return 0
     measured = _measured(given)
     show(document(measured.data) if given.json else str(measured))
     if measured.machine["interrupted"]:
         return INTERRUPTED
     return 0 if measured.sound else 1
+
+
+def _listed(given: argparse.Namespace) -> Mapping[str, str]:
+    """What can be named, with a few words on each."""
+    if given.names:
+        raise Wrong(f"--list says all there is; leave out {given.names[0]!r}")
+    from ..benching import growing, running
+
+    return growing.listed() if given.scaling else running.listed()
 
 
 def _measured(given: argparse.Namespace) -> Report | Scaling:
@@ -47,19 +56,20 @@ def _measured(given: argparse.Namespace) -> Report | Scaling:
 def _parser() -> Arguments:
     parser = Arguments(
         "bench",
-        "Our paths beside those of others, in turns within one process, and beside what this machine allows. Every row "
-        "says what it is held to, and whether that is met; who is not installed is named. Ends with 1 where somebody "
-        "gives another result than ours.",
-        "headwise bench decode --threads 2 --out runs/bench",
+        "Our paths beside those of others, in turns within one process, and beside what this machine allows: all kinds "
+        "of work, or those that are named. Every row says what it is held to, and whether that is met; who is not "
+        "installed is named. Ends with 1 where somebody gives another result than ours.",
+        "headwise bench decode:fp32 entmax --quick --out runs/bench",
     )
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="kinds of work, or KIND:PIECE, rows by a piece of their name"
-    )
-    parser.add_argument("--scaling", action="store_true", help="what every backend costs as calls grow, and no rows")
-    parser.add_argument("--quick", action="store_true", help="fewer samples of each: minutes for all")
+        "names", nargs="*", metavar="KIND[:PIECE]",
+        help="a kind of work; of KIND:PIECE the rows with that piece in their names",
+    )  # fmt: skip
+    parser.add_argument("--list", action="store_true", help="say which kinds there are, and measure nothing")
+    parser.add_argument("--quick", action="store_true", help="fewer samples and rows: minutes for all kinds")
+    parser.add_argument("--scaling", action="store_true", help="time what backends cost as calls grow, and no rows")
     parser.add_argument("--threads", type=int, metavar="COUNT", help="of torch and of numba (as many as processors)")
     parser.add_argument("--out", metavar="DIR", help="a folder for bench.json and bench.svg, or scaling.json")
-    parser.add_argument("--list", action="store_true", help="the kinds of work, and no more")
     take_form(parser)
     return parser
 

@@ -135,9 +135,18 @@ def spans(holds: Callable[[int], bool], farthest: int) -> tuple[Span, ...]:
 
 
 def _grid(farthest: int) -> Iterator[int]:
-    """Every short length, then all powers of two and what lies halfway between two, then the last length."""
-    size = NEAR
+    """Every short length, then fewer and fewer."""
     yield from range(1, min(NEAR, farthest))
+    yield from halfway(NEAR, farthest)
+
+
+def halfway(first: int, farthest: int) -> Iterator[int]:
+    """A length doubled again and again, and what lies halfway between two of these; then the last.
+
+    >>> list(halfway(16, 50))
+    [16, 24, 32, 48, 50]
+    """
+    size = first
     while size < farthest:
         yield size
         if 3 * size // 2 < farthest:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ..errors import SpecError, nearest
 from .along import Along, Sample
-from .breakeven import Even, Span, even
+from .breakeven import Even, Span, even, halfway
 from .devices import Device
 from .pricing import Price
 
@@ -158,7 +158,7 @@ class _Drawn:
         lines: list[Line] = []
         for name in self.prices:
             farthest = min(self._farthest, self.along.farthest(name))
-            lengths = sorted({*_lengths(farthest), min(self.along.load.context, farthest)})
+            lengths = sorted({*halfway(min(SHORTEST, farthest), farthest), min(self.along.load.context, farthest)})
             costs = [cost(self.along.at(name, tokens), tokens) for tokens in lengths]
             known = tuple(cost for cost in costs if cost is not None)
             lines += [Line(name, label(name), tuple(lengths), known)] if len(known) == len(lengths) else []
@@ -174,17 +174,6 @@ KINDS: dict[str, Callable[[_Drawn], Chart | Roof]] = {
     "flops": _Drawn.products,
     "breakeven": _Drawn.relative,
 }
-
-
-def _lengths(farthest: int) -> Iterator[int]:
-    """Powers of two and what lies halfway between them, then the last."""
-    size = min(SHORTEST, farthest)
-    while size < farthest:
-        yield size
-        if 3 * size // 2 < farthest:
-            yield 3 * size // 2
-        size *= 2
-    yield farthest
 
 
 def _label(found: Even) -> str:

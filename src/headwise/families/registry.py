@@ -116,8 +116,13 @@ def tied(config: Config, stack: str, usual: bool) -> str:
 
 def decoder(config: Config, task: str, stack: Stack, head: Head) -> Model:
     """A decoder of one stack, with the head over tokens or with a classifier in its place."""
+    return Model(config.name, "decoder", (stack,), said_by(config, task, head), tuple(config.notes))
+
+
+def said_by(config: Config, task: str, head: Head) -> tuple[Head, ...]:
+    """The head over tokens, or a classifier in its place."""
     count = labels(config)
-    ways = {
+    ways: dict[str, list[Head]] = {
         "ForCausalLM": [head],
         "LMHeadModel": [head],
         "Model": [],
@@ -125,4 +130,4 @@ def decoder(config: Config, task: str, stack: Stack, head: Head) -> Model:
         "ForTokenClassification": [Head("classes", count, bias="learned")],
         "ForQuestionAnswering": [Head("span", 2, bias="learned")],
     }
-    return Model(config.name, "decoder", (stack,), choose(config, task, ways), tuple(config.notes))
+    return choose(config, task, ways)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..blueprint import Beyond, Block, Dense, Embedding, Experts, Head, Model, Nearly, Norm, Positions, Stack
 from ..spec import AttentionSpec
 from .config import Config
-from .registry import choose, labels
+from .registry import said_by
 
 Kind = TypeVar("Kind", bound=Hashable)
 Attention = AttentionSpec | Nearly
@@ -82,21 +82,7 @@ def decoder(
     stack = Stack.of("decoder", wide, blocks, embedding=table, norm=last)
     tied = "decoder" if config.flag("tie_word_embeddings", ends.tied) else ""
     head = Head("tokens", ends.tokens, bias=ends.bias, table=tied, scale=ends.said, cap=ends.cap)
-    return Model(config.name, "decoder", (stack,), heads(config, task, head), tuple(config.notes), beyond)
-
-
-def heads(config: Config, task: str, head: Head) -> tuple[Head, ...]:
-    """The head over tokens, or a classifier in its place."""
-    count = labels(config)
-    ways: dict[str, list[Head]] = {
-        "ForCausalLM": [head],
-        "LMHeadModel": [head],
-        "Model": [],
-        "ForSequenceClassification": [Head("classes", count, at="last")],
-        "ForTokenClassification": [Head("classes", count, bias="learned")],
-        "ForQuestionAnswering": [Head("span", 2, bias="learned")],
-    }
-    return choose(config, task, ways)
+    return Model(config.name, "decoder", (stack,), said_by(config, task, head), tuple(config.notes), beyond)
 
 
 def blocks(attentions: Iterable[Attention], feed: Dense | Experts, norm: Norm, **said: Any) -> list[Block]:

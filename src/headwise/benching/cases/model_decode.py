@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...hub import load
+from ...models import Transformer
 from ..case import Absent, Aim, Case, Need, Run
 from ..ctranslated import Stepped, converted
 from ..others import given, imported
@@ -62,10 +63,14 @@ def _rows(theirs: Any, folder: Path, rows: int) -> Iterator[Case]:
         EAGER: _step(_model(theirs, folder, "eager"), read, last),
     }
     aims = (Aim(SDPA, 5.0),) if rows > 1 else ()
-    yield Case(f"{name}, headwise", _ours(folder, prompt, last), peers, aims, need, 0.05, TRIED, notes=notes)
+    net = load(folder).eval()
+    own = net.cache(batch=rows, capacity=CONTEXT + MOST)
+    with torch.no_grad():
+        net.hidden(prompt, cache=own)
+    yield Case(f"{name}, headwise", _ours(net, own, last), peers, aims, need, 0.05, TRIED, notes=notes)
     # Its threads wait by spinning on the cores of torch's, so what runs beside it is slower than alone.
     peers = {f"{CTRANSLATE} (float32)": given("ctranslate2", lambda library: _ctranslate(library, folder, ids))}
-    yield Case(f"{name}, headwise, by turns with {CTRANSLATE}", _ours(folder, prompt, last), peers, (), need, 0.05)
+    yield Case(f"{name}, headwise, by turns with {CTRANSLATE}", _ours(net, own, last), peers, (), need, 0.05)
 
 
 def _model(theirs: Any, folder: Path, attention: str) -> Any:
@@ -100,12 +105,9 @@ def _step(model: Any, read: Any, last: Tensor) -> Run:
     return step
 
 
-def _ours(folder: Path, prompt: Tensor, last: Tensor) -> Run:
-    """A step of the same checkpoint as our own model."""
-    net = load(folder).eval()
-    cache = net.cache(batch=len(prompt), capacity=CONTEXT + MOST)
-    with torch.no_grad():
-        net.hidden(prompt, cache=cache)
+def _ours(net: Transformer, read: Any, last: Tensor) -> Run:
+    """A step of the same checkpoint as our own model, behind a cache of its own."""
+    cache = deepcopy(read)
 
     def step() -> Tensor:
         with torch.no_grad():

@@ -1,0 +1,61 @@
+"""CTranslate2 held back behind every token, by a library that does what it does: rows go on until each has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headwise.benching.ctranslated import Stepped
+
+ROWS, WORDS = 3, 7
+
+
+class Library:
+    """Of a batch, every row is told of in turn; one that the callback ends is told of no more."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def Generator(self, path: str, **how: Any) -> Any:
+        return SimpleNamespace(generate_batch=self.generate)
+
+    def generate(self, words: list[list[str]], max_length: int, callback: Callable[[Any], bool], **how: Any) -> None:
+        going = [*range(len(words))]
+        while going and self.steps < max_length:
+            self.steps += 1
+            logits = np.full((len(words), WORDS), self.steps, np.float32)
+            going = [row for row in going if not callback(SimpleNamespace(batch_id=row, logits=logits))]
+
+
+def test_each_call_is_a_step_of_all_rows():
+    library = Library()
+    stepped = Stepped(library, Path("nowhere"), [[1, 2]] * ROWS, most=50, threads=1)
+    for step in (1, 2, 3):
+        assert torch.equal(stepped(), torch.full((ROWS, WORDS), float(step)))
+        assert library.steps == step  # and waits
+
+
+def test_what_nobody_asks_any_more_ends_at_once():
+    """The rows before the last would go on to the last token, beside whatever is measured next."""
+    library = Library()
+    stepped = Stepped(library, Path("nowhere"), [[1, 2]] * ROWS, most=50, threads=1)
+    stepped()
+    worker = stepped._worker
+    del stepped
+    worker.join(timeout=10)
+    assert not worker.is_alive()
+    assert library.steps <= 2
+
+
+def test_more_steps_than_were_said_are_refused():
+    library = Library()
+    stepped = Stepped(library, Path("nowhere"), [[1, 2]], most=2, threads=1)
+    stepped(), stepped()
+    with pytest.raises(RuntimeError, match="asked for more than 2 tokens"):
+        stepped()
