@@ -151,8 +151,8 @@ def _is_plain(job: Job) -> bool:
 def _whole(sight: Sight, inputs: Inputs, where: Where) -> Tensor:
     """All texts in one call of the kernel."""
     exact = inputs.q.dtype if inputs.q.dtype in WHOLE else torch.float32
-    q, k, v = (t.flatten(0, 1).to(exact) for t in inputs[:3])
-    o = texts(q, k, v, *where, sight.pattern == Causal(), inputs.asked.scale)
+    qkv = [t.flatten(0, 1).to(exact) for t in inputs[:3]]
+    o = texts(qkv, *where, sight.pattern == Causal(), inputs.asked.scale)
     return o.to(inputs.v.dtype).unflatten(0, inputs.q.shape[:2])
 
 

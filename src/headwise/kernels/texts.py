@@ -17,17 +17,17 @@ Where = tuple[Tensor, int]
 
 
 @torch.library.custom_op("headwise::texts", mutates_args=(), device_types="cpu")
-def texts(q: Tensor, k: Tensor, v: Tensor, where: Tensor, longest: int, causal: bool, scale: float) -> Tensor:
+def texts(qkv: list[Tensor], where: Tensor, longest: int, causal: bool, scale: float) -> Tensor:
     """o [N, H, V] of q [N, H, K], k [M, G, K] and v [M, G, V]: softmax(scale q k^T) v of each text by itself.
 
     `where` [texts, 4] says of each text its first query, how many there are, its first key and how many; none of these
     numbers is above `longest`. Causal queries read no key that is later than they are in their text.
 
     >>> ones = torch.ones(3, 1, 16)
-    >>> texts(ones, ones, ones.cumsum(0), torch.tensor([[0, 1, 0, 1], [1, 2, 1, 2]]), 2, True, 1.0)[:, 0, 0].tolist()
+    >>> texts([ones, ones, ones.cumsum(0)], torch.tensor([[0, 1, 0, 1], [1, 2, 1, 2]]), 2, True, 1.0)[:, 0, 0].tolist()
     [1.0, 2.0, 2.5]
     """
-    wide = [_whole(t) for t in (q, k, v)]
+    (q, _, v), wide = qkv, [_whole(t) for t in qkv]
     o = v.new_zeros(*q.shape[:2], wide[2].shape[2])
     _launch("forward", wide, (where, longest), (causal, scale), o)
     return o if o.shape[2] == v.shape[2] else o[..., : v.shape[2]].contiguous()
@@ -35,18 +35,16 @@ def texts(q: Tensor, k: Tensor, v: Tensor, where: Tensor, longest: int, causal: 
 
 @torch.library.custom_op("headwise::texts_backward", mutates_args=(), device_types="cpu")
 def texts_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, where: Tensor, longest: int, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, qkv: list[Tensor], where: Tensor, longest: int, causal: bool, scale: float
+) -> list[Tensor]:
     """The gradients of q, k and v."""
-    wide = [_whole(t) for t in (q, k, v)]
+    wide = [_whole(t) for t in qkv]
     made = [t.new_zeros(t.shape) for t in wide]
     back = _whole(grad).contiguous()
     _launch("backward", wide, (where, longest), (causal, scale), made[0], back, *made[1:])
-    found = [
-        t if t.shape == own.shape else t[..., : own.shape[2]].contiguous()
-        for t, own in zip(made, (q, k, v), strict=True)
+    return [
+        t if t.shape == own.shape else t[..., : own.shape[2]].contiguous() for t, own in zip(made, qkv, strict=True)
     ]
-    return found[0], found[1], found[2]
 
 
 def _whole(t: Tensor) -> Tensor:
@@ -70,44 +68,43 @@ def _launch(which: str, given: list[Tensor], where: Where, how: tuple[bool, floa
 
 
 @texts.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, where: Tensor, longest: int, causal: bool, scale: float) -> Tensor:
-    return v.new_empty(*q.shape[:2], v.shape[2])
+def _(qkv: list[Tensor], where: Tensor, longest: int, causal: bool, scale: float) -> Tensor:
+    return qkv[2].new_empty(*qkv[0].shape[:2], qkv[2].shape[2])
 
 
 @texts_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, where: Tensor, longest: int, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(grad: Tensor, qkv: list[Tensor], where: Tensor, longest: int, causal: bool, scale: float) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in qkv]
 
 
 def _kept(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    q, k, v, where, *ctx.how = inputs
-    ctx.save_for_backward(q, k, v, where)
+    qkv, where, *ctx.how = inputs
+    ctx.save_for_backward(where, *qkv)
 
 
 @once_differentiable
 def _back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return *texts_backward(grad, *ctx.saved_tensors, *ctx.how), None, None, None, None
+    where, *qkv = ctx.saved_tensors
+    return texts_backward(grad, qkv, where, *ctx.how), None, None, None, None
 
 
 texts.register_autograd(_back, setup_context=_kept)
 
 
-def _pairs(q: Tensor, v: Tensor, where: Tensor) -> tuple[int, int, int]:
+def _pairs(qkv: list[Tensor], where: Tensor) -> tuple[int, int, int]:
     """Products of one number each: of pairs and heads with channels of a query, and of a value."""
-    pairs = int((where[:, 1] * where[:, 3]).sum()) * q.shape[1]
-    return 2 * pairs, q.shape[2], v.shape[2]
+    pairs = int((where[:, 1] * where[:, 3]).sum()) * qkv[0].shape[1]
+    return 2 * pairs, qkv[0].shape[2], qkv[2].shape[2]
 
 
 @register_flop_formula(torch.ops.headwise.texts, get_raw=True)
-def _flops(q: Any, k: Any, v: Any, where: Any, *rest: Any, **said: Any) -> int:
-    pairs, dim, vdim = _pairs(q, v, where)
+def _flops(qkv: Any, where: Any, *rest: Any, **said: Any) -> int:
+    pairs, dim, vdim = _pairs(qkv, where)
     return pairs * (dim + vdim)
 
 
 @register_flop_formula(torch.ops.headwise.texts_backward, get_raw=True)
-def _flops_back(grad: Any, q: Any, k: Any, v: Any, where: Any, *rest: Any, **said: Any) -> int:
+def _flops_back(grad: Any, qkv: Any, where: Any, *rest: Any, **said: Any) -> int:
     """Scores once more, and the gradients of both factors of each product."""
-    pairs, dim, vdim = _pairs(q, v, where)
+    pairs, dim, vdim = _pairs(qkv, where)
     return pairs * (3 * dim + 2 * vdim)
