@@ -70,8 +70,8 @@ bug(
 bug(
     "packed-one-plan-for-all-patterns",
     CORE,
-    "if (other is None if itself else other is told) and looks == ahead:",
-    "if other is None if itself else other is told:",
+    'f"groups, {ahead}"',
+    '"groups"',
     f"{LAYER}::test_a_plan_is_made_once_for_all_layers",
 )
 bug(

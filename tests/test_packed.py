@@ -13,7 +13,7 @@ import headwise as hw
 from cases import EXAMPLES, check_close
 from headwise import reference
 from headwise.backends import packed
-from headwise.backends.packed import SHORT, SLACK, grouped
+from headwise.backends.packed import LONGEST, SHORT, SLACK, grouped
 from headwise.tokens import Tokens
 
 ROWS = [[3, 1, 4, 0, 2], [5], [7, 2, 1]]
@@ -138,9 +138,18 @@ def test_who_has_no_source_reads_nothing():
     assert seen.seen["heads"][0, :2].all()
 
 
-@pytest.mark.parametrize("short", [0, SHORT])
-def test_large_scores_are_no_trouble(short, monkeypatch):
-    monkeypatch.setattr(packed, "SHORT", short)
+WAYS = {"whole": (LONGEST, SHORT), "short": (-1, SHORT), "fused": (-1, 0)}
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """By the kernel; in groups, short ones by plain operations; in groups, all by a fused call."""
+    monkeypatch.setattr(packed, "LONGEST", WAYS[request.param][0])
+    monkeypatch.setattr(packed, "SHORT", WAYS[request.param][1])
+    return request.param
+
+
+def test_large_scores_are_no_trouble(way):
     layer = hw.Attention(hw.design(model=8, heads=2))
     told = Tokens.packed([[40, 3, 2]])
     x = (1e4 * torch.randn(1, told.count, 8)).requires_grad_()
@@ -150,7 +159,7 @@ def test_large_scores_are_no_trouble(short, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_low_precision_errs_no_more_than_twice_as_dense(dtype):
+def test_low_precision_errs_no_more_than_twice_as_dense(dtype, way):
     exact = hw.Attention(hw.design(model=16, heads=4, pattern="causal")).double()
     coarse = hw.Attention(exact.spec).to(dtype)
     coarse.load_state_dict(exact.state_dict())
@@ -204,10 +213,11 @@ def test_a_source_that_is_not_packed_is_read_as_one():
 
 def test_a_plan_is_made_once_for_all_layers():
     told = Tokens.packed([[3, 4]])
-    layers = [cases.layer(cases.base(pattern=pattern)) for pattern in ("causal", "causal", "full")]
-    for layer in layers:
+    layers = [cases.layer(cases.base(pattern=pattern)) for pattern in ("causal", "causal", "full", "full")]
+    for layer, backend in zip(layers, ("dense", "sdpa", "sdpa", None), strict=True):
+        layer.only = backend
         layer(torch.randn(1, 7, 10, dtype=torch.float64), tokens=told)
-    assert [ahead for _, ahead, _ in told.plans] == [True, False]
+    assert [kind for _, kind, _ in told.plans] == ["where", "groups, True", "groups, False"]
     assert all(other is None for other, _, _ in told.plans)
 
 

@@ -219,3 +219,52 @@ def test_steps_of_a_model_whose_matrices_are_large_are_one_pass(dtype):
         truth = hw.build(hw.families.read(config), seed=0).to(dtype).double().eval()(ids)
     off, theirs = (torch.cat(steps, 1) - truth).abs().max(), (whole - truth).abs().max()
     assert off <= 2 * theirs + 1e-6
+
+
+def test_matrices_that_are_converted_anyway_are_one_product():
+    x, w = drawn(0, 2, 9, 48).requires_grad_(), [drawn(n, 5 + n, 48).requires_grad_() for n in (1, 2, 3)]
+    told = [drawn(9 + n, 2, 9, 5 + n).bfloat16() for n in (1, 2, 3)]
+    found = []
+    for way in (lambda: abreast(x, w), lambda: [F.linear(x, one) for one in w]):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = way()
+        found.append([*y, *torch.autograd.grad(list(y), [x, *w], told)])
+    assert len({y.untyped_storage().data_ptr() for y in found[0][:3]}) == 1
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_nobody_else_is_joined(frozen):
+    x, w = drawn(0, 9, 48), [drawn(n, 7, 48).requires_grad_(n > frozen) for n in (1, 2)]
+    assert not products.is_mixed(x, w)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert products.is_mixed(x, w) == (not frozen)
+        with torch.no_grad():
+            assert not products.is_mixed(x, w)
+
+
+@pytest.mark.parametrize("modifiers", [(), (hw.Rotary(),)], ids=["plain", "turned"])
+def test_a_layer_in_mixed_precision_learns_the_same_and_keeps_no_more(modifiers, monkeypatch):
+    layer = hw.Attention(hw.design(model=32, heads=4, kv=2, pattern="causal", modifiers=modifiers))
+    x, found = drawn(0, 3, 64, 32).requires_grad_(), []
+    for joined in (True, False):
+        if not joined:
+            monkeypatch.setattr(products, "is_mixed", lambda *given: False)
+        held = {}
+
+        def keep(tensor, held=held):
+            held[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
+            y = layer(x)
+        kept = sum(tensor.untyped_storage().nbytes() for tensor in held.values())
+        found.append((kept, [y, *torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))]))
+    assert found[0][0] <= found[1][0]
+    for ours, theirs in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2 * theirs.abs().max().item())

@@ -18,7 +18,9 @@ def dropped(x: Tensor, rate: float, training: bool) -> Tensor:
     >>> torch.equal(dropped(torch.ones(3), 0.5, training=False), torch.ones(3))
     True
     """
-    if not training or not rate or x.device.type != "cpu" or torch.compiler.is_compiling():
+    if not training or not rate:
+        return x
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, rate, training)
     cut = round(rate * STEPS)
     if cut == STEPS:

@@ -21,6 +21,7 @@ from .weights import NO_WEIGHTS, Weights, check_shared
 
 NOTHING: frozenset[str] = frozenset()
 Append = Callable[[Entry, Tokens], tuple[Entry, Tokens]]  # of a cache: remember these, tell what may be read
+Made = tuple[dict[str, Tensor] | None, Append | None]  # the entry where it was made with the queries; how to keep it
 
 
 class Plan(NamedTuple):
@@ -150,12 +151,12 @@ class Attention(Peered, nn.Module):
         plan = self._plan(x, cache, mask is not None, apart, probe, keys)  # may refuse before anything is remembered
         if self._limit is not None:
             inputs.check_positions(self._limit, at)
-        x, turning = self.peers.enter(x), Turning(self._turns, at.position)
-        entry, told = self._remembered(x, at, turning, source, plan.append(cache))
+        x, turning, p = self.peers.enter(x), Turning(self._turns, at.position), self._p["project"]
+        both = plan.project.both(x, turning, p) if source is None and plan.project is self.spec.project else None
+        entry, told = self._remembered(x, at, turning, source, (both and both[1], plan.append(cache)))
         if cache is not None and at.count == 1 and not plan.raw:
             entry = cache.opened(entry)
-        p = self._p["project"]
-        q_BTHK = plan.project.ask(x, turning, p)
+        q_BTHK = both[0] if both else plan.project.ask(x, turning, p)
         k_BSGK, v_BSGV = plan.project.recall(entry, Turning(self._turns, told.position), p)
         if probe is not None:
             q_BTHK, k_BSGK, v_BSGV = probe("q", q_BTHK), probe("k", k_BSGK), probe("v", v_BSGV)
@@ -220,13 +221,14 @@ class Attention(Peered, nn.Module):
         return self._p["project"].first
 
     def _remembered(
-        self, x_BTD: Tensor, at: Tokens, turning: Turning, source: Tensor | Remembered | None, append: Append | None
+        self, x_BTD: Tensor, at: Tokens, turning: Turning, source: Tensor | Remembered | None, made: Made
     ) -> tuple[dict[str, Tensor], Tokens]:
         if isinstance(source, Tensor):
             source = self.remember(source)
         if source is not None:
             return source.entry, source.tokens
-        entry, told = self.peers.gather(self._entry(x_BTD, turning), at)
+        own, append = made
+        entry, told = self.peers.gather(self._entry(x_BTD, turning, own), at)
         if append is None:
             return entry, told
         entry, told = append(entry, told)
@@ -234,8 +236,8 @@ class Attention(Peered, nn.Module):
             return entry, told
         return {name: held[:, : told.filled] for name, held in entry.items()}, told.narrowed()
 
-    def _entry(self, z_BSE: Tensor, turning: Turning) -> dict[str, Tensor]:
-        entry = self.spec.project.remember(z_BSE, turning, self._p["project"])
+    def _entry(self, z_BSE: Tensor, turning: Turning, own: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        entry = self.spec.project.remember(z_BSE, turning, self._p["project"]) if own is None else own
         for name, mix, p in self._mixes:
             entry |= {f"{name}.{key}": factor for key, factor in mix.remember(z_BSE, p).items()}
         return entry

@@ -1,4 +1,8 @@
-"""Texts that lie one behind the other in a row, each by itself: in groups of about one length, by any backend."""
+"""Texts that lie one behind the other in a row, each by itself.
+
+Plain attention of short texts on a CPU is one kernel, which reads tokens where they lie. Anything else runs in groups
+of about one length, each a batch of its own for any backend.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels.orders import transformed
+from ..kernels.texts import COMPILER, texts
+from ..parts.softmax import Softmax
+from ..pattern import Causal, Full
 from ..probe import Probe
+from ..seams import ScoreStep
 from ..tokens import Sight, Tokens
 from . import banded, dense, sdpa
 from .bound import Bound
@@ -23,7 +31,9 @@ SLACK = 0.25  # of the pairs that are read, as many more may be formed so that t
 SPARE = 4096  # pairs that are formed in less time than another call takes
 SHOWN = frozenset({"q", "k", "v", "heads"})  # what can be seen of texts that run apart
 SHORT = 32  # tokens of a text, up to which plain operations take less time on a CPU than a fused call for each head
-HELD = 2  # plans of one set of tokens: of a text that reads itself, and a source
+LONGEST = 256  # tokens of a text, up to which the kernel takes less time than fused calls for groups
+WHOLE = (torch.float32, torch.float64)  # what it computes in; what is coarser is widened
+HELD = 4  # plans of one set of tokens: of a text that reads itself, and a source, each for the kernel and in groups
 Ints = NDArray[np.int64]
 Places = tuple[Tensor, Tensor, Tensor | None, int]
 
@@ -103,28 +113,57 @@ def longest(tokens: Tokens) -> int:
     return max((length for row in tokens.lengths or () for length in row), default=0)
 
 
+class Where(NamedTuple):
+    """For the kernel: the first query of each text, how many there are, its first key, how many; the most of them."""
+
+    table: Tensor
+    longest: int
+
+
 class Runner(NamedTuple):
-    """What runs a call whose texts are apart: a backend's function, or plain operations for texts that are short.
+    """What runs a call whose texts are apart: the kernel, unless one of them is longer than `whole`; else groups, by a
+    backend's function or, up to a length that is `short`, plain operations.
 
     A function and not its module: a layer that holds one can be copied.
     """
 
     run: Callable[..., Tensor]
     short: int
+    whole: int
 
     @staticmethod
     def of(backend: ModuleType, job: Job, only: str | None) -> Runner:
         """With the backend alone where the caller insists on it, or another than a fused one was chosen."""
         fused = only is None and job.device == "cpu" and backend in (sdpa, banded)
-        return Runner(backend.attend, SHORT if fused else 0)
+        whole = LONGEST if fused and backend is sdpa and _is_plain(job) else -1
+        return Runner(backend.attend, SHORT if fused else 0, whole)
 
     def attend(self, job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
-        """Per-head outputs o_BTHV: each group of texts as a batch of its own."""
+        """Per-head outputs o_BTHV."""
+        if self.whole >= 0 and (where := placed(sight)).longest <= self.whole:
+            return _whole(sight, inputs, where)
         plan, o = planned(sight), list[Tensor]()
         for (asks, told), own in zip(plan.groups, _apart(plan, inputs, bound), strict=True):
             run = dense.attend if max(asks.count, told.count) <= self.short else self.run
             o.append(run(job, Sight(asks, told, sight.pattern), own, bound, None))
         return plan.queries.put(o).unflatten(0, inputs.q.shape[:2])
+
+
+def _is_plain(job: Job) -> bool:
+    """Whether the kernel says all that the fused call would: nothing is added to scores, and key heads are read by
+    equally many neighbours."""
+    spec = job.spec
+    adds = any(isinstance(part, ScoreStep) for _, part in spec.parts())
+    known = job.groups > 0 and isinstance(spec.normaliser, Softmax) and spec.pattern in (Full(), Causal())
+    return COMPILER and known and not adds
+
+
+def _whole(sight: Sight, inputs: Inputs, where: Where) -> Tensor:
+    """All texts in one call of the kernel."""
+    exact = inputs.q.dtype if inputs.q.dtype in WHOLE else torch.float32
+    qkv = [t.flatten(0, 1).to(exact) for t in inputs[:3]]
+    o = texts(qkv, *where, sight.pattern == Causal(), inputs.asked.scale)
+    return o.to(inputs.v.dtype).unflatten(0, inputs.q.shape[:2])
 
 
 def _apart(plan: Plan, inputs: Inputs, bound: Bound) -> Iterator[Inputs]:
@@ -143,15 +182,31 @@ def _apart(plan: Plan, inputs: Inputs, bound: Bound) -> Iterator[Inputs]:
 
 
 def planned(sight: Sight) -> Plan:
-    """The plan of a call, made once for all layers that are told the same tokens."""
+    """The plan of a call in groups, made once for all layers that are told the same tokens."""
+    ahead = sight.pattern.opening != 0
+    return _once(sight, f"groups, {ahead}", lambda: _planned(sight.queries, sight.keys, ahead))
+
+
+def placed(sight: Sight) -> Where:
+    """The plan of a call of the kernel, made once as well."""
+    return _once(sight, "where", lambda: _placed(sight.queries, sight.keys))
+
+
+def _once(sight: Sight, kind: str, make: Callable[[], Any]) -> Any:
     at, told = sight.queries, sight.keys
-    itself, ahead = told is at, sight.pattern.opening != 0
-    for other, looks, plan in at.plans:
-        if (other is None if itself else other is told) and looks == ahead:
+    other = None if told is at else told  # of itself none: no cycle
+    for source, known, plan in at.plans:
+        if source is other and known == kind:
             return plan
-    plan = _planned(at, told, ahead)
-    at.plans[:] = [(None if itself else told, ahead, plan), *at.plans[: HELD - 1]]  # of itself none: no cycle
+    plan = make()
+    at.plans[:] = [(other, kind, plan), *at.plans[: HELD - 1]]
     return plan
+
+
+def _placed(at: Tokens, told: Tokens) -> Where:
+    (asks, first), (keys, begin) = _texts(at), _texts(told, at)
+    own = np.stack([first, asks, begin, keys], 1)[asks > 0]
+    return Where(torch.from_numpy(own), int(own[:, 1::2].max(initial=0)))
 
 
 def _planned(at: Tokens, told: Tokens, ahead: bool) -> Plan:

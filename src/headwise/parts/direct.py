@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Layout
-from ..products import abreast, linear
+from ..products import abreast, is_mixed, linear
 from ..registry import part
 from ..seams import Project
 from ..spec import AttentionSpec
@@ -85,6 +85,18 @@ class Direct(Project):
             flat = abreast(z_BSE, (p["k"], p["v"]))
             told = [_by_head(y, axes[side], p) for side, y in zip(axes, flat, strict=True)]
         return {side: turn(y, side) for side, y in zip(axes, told, strict=True)}
+
+    def both(self, x_BTD: Tensor, turn: Turning, p: Weighted) -> tuple[Tensor, dict[str, Tensor]] | None:
+        weights = p["q"], p["k"], p["v"]
+        if self.bias or not is_mixed(x_BTD, weights):
+            return None
+        q, k, v = abreast(x_BTD, weights)
+        k_BSGK = _by_head(k, ("kv", "dim"), p)
+        turned = turn(k_BSGK, "k")
+        if turned is not k_BSGK:
+            v = v.clone()  # all three lie in one piece, which it would keep until the way back
+        entry = {"k": turned, "v": turn(_by_head(v, ("v", "vdim"), p), "v")}
+        return turn(_by_head(q, ("q", "dim"), p), "q"), entry
 
     def recall(self, entry: Mapping[str, Tensor], turn: Turning, p: Weighted) -> tuple[Tensor, Tensor]:
         return entry["k"], entry["v"]

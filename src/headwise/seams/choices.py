@@ -32,6 +32,10 @@ class Project(Part):
     @abstractmethod
     def recall(self, entry: Mapping[str, Tensor], turn: Turning, p: Weighted) -> tuple[Tensor, Tensor]: ...
 
+    def both(self, x_BTD: Tensor, turn: Turning, p: Weighted) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """What tokens ask that read themselves, and what is remembered of them; None where these are formed apart."""
+        return None
+
     def deliver(self, o_BTHV: Tensor, voices: tuple[int, ...], p: Weighted) -> Tensor:
         """What these score heads' weights read, brought to value width."""
         return o_BTHV

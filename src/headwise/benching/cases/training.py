@@ -22,8 +22,9 @@ TITLE = "Steps of training a GPT"
 SMALL, LARGE = Shape(), Shape(tokens=512, length=256, layers=6, heads=6, model=384)
 PLAIN, COMPILED = "written plainly", "written plainly, compiled"
 TRIED = (
-    "Where the small net misses it: q, k and v are three products, as weights named by their heads ask for; one fused "
-    "copy would have to follow every change. See log/2026-11-20-core.md and log/2026-11-22-fast-packing.md."
+    "Joining q, k and v for each call takes 0.79 to 0.91 of three products in bf16, as done here, and gains nothing in "
+    "fp32; patterns are no longer counted in every layer. 0.92 to 0.98 times as fast as plain before, 0.95 to 1.01 "
+    "after, of which the last millisecond was not found. See log/2026-11-22-fast-packing.md."
 )
 
 
