@@ -33,8 +33,8 @@ bug(
 bug(
     "ragged-the-fourth-head-reads-as-the-third",
     "kernels/blocks.py",
-    "    put(to + 3 * apart, total(a3))\n",
-    "    put(to + 3 * apart, total(a2))\n",
+    "    put_quarter(to + 3 * apart, found, 3)\n",
+    "    put_quarter(to + 3 * apart, found, 2)\n",
     f"{READS}[64-64-5-1-dtype0]",
 )
 bug(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.orders import transformed
 from ..probe import Probe
 from ..terms import Work
 from ..tokens import Sight
@@ -34,7 +35,7 @@ def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | 
         s_BHTS = probe("scores", s_BHTS)
         if "lse" in probe.wants:
             probe("lse", s_BHTS.masked_fill(~allowed, -torch.inf).logsumexp(-1))
-    if bound.gather is not None and bound.normaliser.gathers(s_BHTS.device.type, inputs.v.dtype):
+    if bound.gather is not None and bound.normaliser.gathers(s_BHTS.device.type, inputs.v.dtype) and not transformed():
         return bound.gather(s_BHTS, allowed, inputs.v, job.core.values, bound.normaliser_p).transpose(1, 2)
     w_BHTS = bound.normalise(s_BHTS, allowed, bound.normaliser_p)
     for act in bound.weights:

@@ -49,9 +49,8 @@ def _cut(counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _by_keys(counts: Tensor, keys: int) -> Tensor:
     """Backwards: all lines of each key head with a part of the keys; those of the first keys have most to read."""
     parts = max(1, min(PARTS, UNITS // len(counts), keys // KEYS))
-    cuts = [keys * part // parts // 4 * 4 for part in range(parts)] + [
-        keys
-    ]  # at fours, which the kernel writes at once
+    # At fours, which the kernel writes at once.
+    cuts = [*(keys * part // parts // 4 * 4 for part in range(parts)), keys]
     order = torch.argsort(counts, descending=True)
     first = (counts.cumsum(0) - counts)[order]
     some = [

@@ -239,9 +239,9 @@ def more_by_heads(f, to, step, x, p):
 
 
 @njit
-def heads_read(f, scores, keys, bounds, tail, to, step):
+def heads_read(f, scores, keys, bounds, tail, place):
     """What four heads read of four values."""
-    dim, some = bounds
+    (dim, some), (to, step) = bounds, place
     apart, full = size(f) * BLOCK, dim // WIDE * WIDE if some == TOGETHER else 0
     p0, p1 = shares(f, scores), shares(f, scores + apart)
     p = p0, p1, shares(f, scores + 2 * apart), shares(f, scores + 3 * apart)
@@ -293,7 +293,7 @@ def gather(f, told, desk, part, count, following):
             keys = four_keys(desk + VALUES + 8 * i, g * v_head)
             h, end = g * each, (g + 1) * each
             while h + 4 <= end:
-                heads_read(f, scores + apart * h, keys, bounds, tail, part + step * h, step)
+                heads_read(f, scores + apart * h, keys, bounds, tail, (part + step * h, step))
                 h += 4
             while h < end:
                 head_read(f, scores + apart * h, keys, bounds, tail, part + step * h)

@@ -137,6 +137,26 @@ def finite(f, top):
 
 
 @njit
+def summed(f, part, way, over):
+    """Sixteen channels of all pieces, each by its share."""
+    (apart, count, share), a = way, splat(number(f, 0.0))
+    for n in range(count):
+        a = fma(read(f, part + n * apart), splat(read_one(f, part + n * apart + share)), a)
+    return times(a, splat(over))
+
+
+@njit
+def deliver(f, to, a, left, scratch):
+    """Write sixteen channels, or as many as are left, by way of sixteen numbers that nobody needs any more."""
+    if left >= WIDE:
+        put(to, a)
+        return
+    put(scratch, a)
+    for d in range(left):
+        put(to + size(f) * d, read_one(f, scratch + size(f) * d))
+
+
+@njit
 def join(f, told, row):
     """What all pieces of a row read, by their shares of the whole; and how much there was to read."""
     heads, vdim, b = whole(told + At.HEADS), whole(told + At.VDIM), size(f)
@@ -162,17 +182,7 @@ def join(f, told, row):
         over = number(f, 1.0) / (sums if sums != 0 else number(f, 1.0))  # who may read nothing reads zero
         to = whole(told + At.OUT) + (row * heads + h) * b * vdim
         for c in range(0, vdim, WIDE):
-            a = splat(number(f, 0.0))
-            for n in range(count):
-                here = part + n * apart
-                a = fma(read(f, here + b * c), splat(read_one(f, here + step - 2 * b)), a)
-            a = times(a, splat(over))
-            if c + WIDE <= vdim:
-                put(to + b * c, a)
-            else:
-                put(part, a)
-                for d in range(c, vdim):
-                    put(to + b * d, read_one(f, part + b * (d - c)))
+            deliver(f, to + b * c, summed(f, part + b * c, (apart, count, step - 2 * b - b * c), over), vdim - c, part)
 
 
 @njit
