@@ -86,7 +86,7 @@ def test_shapes_that_do_not_meet_are_refused():
 
 
 def test_a_second_ceiling_counts(monkeypatch):
-    monkeypatch.setattr(ragged, "LEAST", 0)
+    monkeypatch.setattr(ragged, "LEAST", dict.fromkeys(ragged.DTYPES, 0))
     spec = hw.design(model=16, heads=4, pattern="causal", modifiers=(hw.Softcap(0.7), hw.Softcap(0.2)))
     layer, plain = hw.Attention(spec), hw.Attention(spec, backend="dense")
     plain.load_state_dict(layer.state_dict())

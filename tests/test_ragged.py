@@ -26,7 +26,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch):
     """Little work goes to torch's own call: here all of it goes to the kernel."""
-    monkeypatch.setattr(ragged, "LEAST", 0)
+    monkeypatch.setattr(ragged, "LEAST", dict.fromkeys(ragged.DTYPES, 0))
 
 
 def by_hand(q_HK, keys, values, scale, beside=Beside()):  # noqa: B008 - it is a constant
@@ -274,7 +274,7 @@ def test_packed_documents_do_not_meet_in_a_cache():
 
 def test_a_step_is_taken_by_whoever_is_measured_to_be_faster(monkeypatch):
     spec = cases.base(kv=2, pattern="causal")
-    monkeypatch.setattr(ragged, "LEAST", 2 * 2 * 4 * 8 * 5)
+    monkeypatch.setattr(ragged, "LEAST", {torch.float32: 2 * 2 * 4 * 8 * 5})
     job = Job(spec, spec.core, one=True)
     assert ragged.small(job, 1, 4 // 2)
     assert not ragged.small(job, 5, 4)

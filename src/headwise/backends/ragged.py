@@ -25,7 +25,8 @@ from .job import Inputs, Job
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 COMPILER = find_spec("numba") is not None
-LEAST = 2**21  # bytes of keys and values from which on the kernel is faster than torch's own call: see log/
+# Bytes of keys and values from which on the kernel is faster than torch's own call, which is slow in bfloat16.
+LEAST = {torch.bfloat16: 2**21, torch.float32: 2**23, torch.float64: 2**23}
 
 
 def refuses(job: Job) -> list[str]:
@@ -74,7 +75,8 @@ def small(job: Job, batch: int, keys: int) -> bool:
     """Whether there is so little to read that torch's own call is done before."""
     if reads_stored(job) or "lse" in job.wants:
         return False
-    return batch * keys * (job.core.dim + job.core.vdim) * (max(job.core.keys) + 1) * job.dtype.itemsize < LEAST
+    numbers = batch * keys * (job.core.dim + job.core.vdim) * (max(job.core.keys) + 1)
+    return numbers * job.dtype.itemsize < LEAST[job.dtype]
 
 
 def _other(job: Job, cap: Softcap | None) -> ModuleType:
