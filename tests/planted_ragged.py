@@ -25,7 +25,7 @@ bug(
 )
 bug(
     "ragged-blocks-without-their-factor",
-    "kernels/blocks.py",
+    "kernels/scoring.py",
     "        factor, sums = number(f, math.exp(old - base)), splat(number(f, 0.0))\n",
     "        factor, sums = number(f, 1.0), splat(number(f, 0.0))\n",
     f"{ENDS}[65]",
@@ -33,9 +33,37 @@ bug(
 bug(
     "ragged-the-fourth-head-reads-as-the-third",
     "kernels/blocks.py",
-    "    put_quarter(to + 3 * apart, found, 3)\n",
-    "    put_quarter(to + 3 * apart, found, 2)\n",
+    "    put_quarter(to + (heads - 1) * apart, found, 3)\n",
+    "    put_quarter(to + (heads - 1) * apart, found, 2)\n",
     f"{READS}[64-64-5-1-dtype0]",
+)
+bug(
+    "ragged-three-heads-are-four",
+    "kernels/blocks.py",
+    "    return min(left, 4) if left > 2 else 1\n",
+    "    return 4 if left > 2 else 1\n",
+    f"{READS}[64-64-6-2-dtype0]",
+)
+bug(
+    "ragged-the-third-of-three-keys-is-none",
+    "kernels/blocks.py",
+    "rest(f, keys[2] + at, count if some > 2 else 0, desk)",
+    "rest(f, keys[2] + at, count if some > 3 else 0, desk)",
+    f"{READS}[16-80-8-2-dtype0]",
+)
+bug(
+    "ragged-what-was-read-does-not-shrink",
+    "kernels/blocks.py",
+    "        if factor != number(f, 1.0):\n",
+    "        if factor > number(f, 1.0):\n",
+    f"{ENDS}[65]",
+)
+bug(
+    "ragged-pieces-without-their-last-channel",
+    "kernels/decoding.py",
+    "    for d in range(left):\n",
+    "    for d in range(left - 1):\n",
+    f"{READS}[130-67-8-2-dtype0]",
 )
 bug(
     "ragged-a-sink-without-weight",
@@ -53,7 +81,7 @@ bug(
 )
 bug(
     "ragged-a-bias-one-key-late",
-    "kernels/blocks.py",
+    "kernels/scoring.py",
     "            more = read_one(f, own + whole(desk + COLUMNS + 8 * i) * key)\n",
     "            more = read_one(f, own + (whole(desk + COLUMNS + 8 * i) - 1) * key)\n",
     f"{BESIDE}[dtype1]",

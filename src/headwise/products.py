@@ -18,7 +18,7 @@ from .kernels.orders import transformed
 from .kernels.thin import KINDS, LANES, thin
 
 FEW = 4  # tokens at most, beyond which torch's product is as fast
-LARGE = 3 * 2**17  # bytes that are read at least: what is smaller torch has read before a kernel is called
+LARGE = 3 * 2**18  # bytes that are read at least: what is smaller torch has read before a kernel is called
 PLAIN = (Tensor, nn.Parameter)
 KERNELS = find_spec("numba") is not None
 

@@ -1,4 +1,4 @@
-"""A block of keys, read by one query of every head: scores, their shares, and what is read of the values.
+"""A block of keys, read by one query of every head: its scores, and what is read of the values.
 
 `f` is the form in which keys lie in memory. A desk is what a thread writes on: addresses of the block's keys, of their
 values and of their scales, their columns; the same of the next block; scores [H, BLOCK], factors [H] and one vector.
@@ -8,11 +8,9 @@ of the next block.
 
 from __future__ import annotations
 
-import math
-
 from numba import njit
 
-from .lanes import WIDE, exp, fma, larger, largest, minus, plus, splat, times, total, totals
+from .lanes import WIDE, fma, splat, times, total, totals
 from .memory import ahead, lies, load, load_one, number, put, put_quarter, read, read_one, size, whole
 from .told import BLOCK, LINE, At
 from .told import wide as _wide
@@ -40,10 +38,10 @@ def met(x, y, a):
 
 
 @njit
-def met_by_heads(f, x, q, step, a):
-    """Sums of four heads with four products more of each."""
-    first, second = met(x, read(f, q), a[0]), met(x, read(f, q + step), a[1])
-    return first, second, met(x, read(f, q + 2 * step), a[2]), met(x, read(f, q + 3 * step), a[3])
+def met_by_heads(f, x, q, apart, a):
+    """Sums of four heads, the fourth so far from the first, with four products more of each."""
+    first, second = met(x, read(f, q), a[0]), met(x, read(f, q + apart[0]), a[1])
+    return first, second, met(x, read(f, q + 2 * apart[0]), a[2]), met(x, read(f, q + apart[1]), a[3])
 
 
 @njit
@@ -57,12 +55,8 @@ def some_of_keys(f, keys, at, bounds, desk):
     """As many channels of as many keys as there are, of sixteen and of four; the others are 0 and not read."""
     count, some = bounds
     a, b = rest(f, keys[0] + at, count, desk), rest(f, keys[1] + at, count if some > 1 else 0, desk)
-    return (
-        a,
-        b,
-        rest(f, keys[2] + at, count if some > 2 else 0, desk),
-        rest(f, keys[3] + at, count if some > 3 else 0, desk),
-    )
+    c, d = rest(f, keys[2] + at, count if some > 2 else 0, desk), rest(f, keys[3] + at, count if some > 3 else 0, desk)
+    return a, b, c, d
 
 
 @njit
@@ -73,29 +67,30 @@ def four_keys(keys, offset):
 
 @njit
 def heads_compared(f, q, keys, bounds, tail, to):
-    """The products of four keys with the queries of four heads."""
-    dim, some = bounds
+    """The products of four keys with the queries of four heads, or of three, of which the last is then met twice."""
+    dim, some, heads = bounds
     nothing = splat(number(f, 0.0))
     none = (nothing, nothing, nothing, nothing)
     a = (none, none, none, none)
     full, apart, step = dim // WIDE * WIDE if some == TOGETHER else 0, size(f) * BLOCK, size(f) * wide(dim)
+    steps = step, step * (heads - 1)
     for n in range(0, full, WIDE):
         x, own = of_keys(f, keys, lies(f) * n), q + size(f) * n
-        a = met_by_heads(f, x, own, step, a)
+        a = met_by_heads(f, x, own, steps, a)
     for n in range(full, dim, WIDE):
         x, own = some_of_keys(f, keys, lies(f) * n, (min(dim - n, WIDE), some), tail), q + size(f) * n
-        a = met_by_heads(f, x, own, step, a)
+        a = met_by_heads(f, x, own, steps, a)
     found = totals(a)
     put_quarter(to, found, 0)
     put_quarter(to + apart, found, 1)
     put_quarter(to + 2 * apart, found, 2)
-    put_quarter(to + 3 * apart, found, 3)
+    put_quarter(to + (heads - 1) * apart, found, 3)
 
 
 @njit
 def head_compared(f, q, keys, bounds, tail, to):
     """The products of four keys with the query of one head."""
-    dim, some = bounds
+    dim, some, _ = bounds
     nothing = splat(number(f, 0.0))
     a, full = (nothing, nothing, nothing, nothing), dim // WIDE * WIDE if some == TOGETHER else 0
     for n in range(0, full, WIDE):
@@ -107,6 +102,26 @@ def head_compared(f, q, keys, bounds, tail, to):
     put(to + size(f), total(a[1]))
     put(to + 2 * size(f), total(a[2]))
     put(to + 3 * size(f), total(a[3]))
+
+
+@njit
+def abreast(left):
+    """How many heads are read beside each other, of those that are left: four or three; two take longer so."""
+    return min(left, 4) if left > 2 else 1
+
+
+@njit
+def group_compared(f, q, keys, bounds, tail, to):
+    """The products of four keys with the queries of all heads that share them."""
+    dim, some, each = bounds
+    h, apart, step = 0, size(f) * BLOCK, size(f) * wide(dim)
+    while h < each:
+        heads = abreast(each - h)
+        if heads > 1:
+            heads_compared(f, q + step * h, keys, (dim, some, heads), tail, to + apart * h)
+        else:
+            head_compared(f, q + step * h, keys, (dim, some, heads), tail, to + apart * h)
+        h += heads
 
 
 @njit
@@ -134,80 +149,12 @@ def compare(f, told, q, desk, count):
     held, tail = lies(f) * whole(told + At.VDIM), desk + SCORES + size(f) * (heads * BLOCK + wide(heads))
     walk, lies_ = (0, 0, 0), (groups, whole(told + At.V_HEAD), held)
     for i in range(0, count, TOGETHER):
-        scores, bounds = desk + SCORES + size(f) * i, (dim, min(TOGETHER, count - i))
+        scores, some = desk + SCORES + size(f) * i, min(TOGETHER, count - i)
         for g in range(groups):
             for _ in range(0, TOGETHER * held, CHUNK * lies(f)):
                 walk = asked(f, desk + VALUES, count, walk, lies_)
-            keys = four_keys(desk + KEYS + 8 * i, g * k_head)
-            h, end = g * each, (g + 1) * each
-            while h + 4 <= end:
-                heads_compared(f, q + step * h, keys, bounds, tail, scores + apart * h)
-                h += 4
-            while h < end:
-                head_compared(f, q + step * h, keys, bounds, tail, scores + apart * h)
-                h += 1
-
-
-@njit
-def scaled(f, told, scale, desk, count):
-    """Numbers of a block times the scale of the keys, or values, that they belong to."""
-    heads, groups, head = whole(told + At.HEADS), whole(told + At.GROUPS), whole(told + At.SCALE_HEAD)
-    for h in range(heads):
-        x, own = desk + SCORES + size(f) * BLOCK * h, scale + h // (heads // groups) * head
-        for i in range(count):
-            put(x + size(f) * i, read_one(f, x + size(f) * i) * read_one(f, own + whole(desk + SCALES + 8 * i)))
-
-
-@njit
-def capped(f, told, desk, count):
-    """Scores with their ceiling."""
-    cap = whole(told + At.CAP)
-    for h in range(whole(told + At.HEADS)):
-        x = desk + SCORES + size(f) * BLOCK * h
-        for i in range(count):
-            share = math.tanh(read_one(f, x + size(f) * i) / read_one(f, cap))
-            put(x + size(f) * i, number(f, share) * read_one(f, cap))
-
-
-@njit
-def biased(f, told, row, desk, count):
-    """Scores with what is added to them; sixteen at once where columns follow each other."""
-    bias, key, first = whole(told + At.BIAS), whole(told + At.BIAS_KEY), whole(desk + COLUMNS)
-    joined = key == size(f) and whole(desk + COLUMNS + 8 * count - 8) == first + count - 1
-    full = count // WIDE * WIDE if joined else 0
-    for h in range(whole(told + At.HEADS)):
-        x = desk + SCORES + size(f) * BLOCK * h
-        own = bias + row * whole(told + At.BIAS_ROW) + h * whole(told + At.BIAS_HEAD)
-        for i in range(0, full, WIDE):
-            put(x + size(f) * i, plus(read(f, x + size(f) * i), read(f, own + size(f) * (first + i))))
-        for i in range(full, count):
-            more = read_one(f, own + whole(desk + COLUMNS + 8 * i) * key)
-            put(x + size(f) * i, read_one(f, x + size(f) * i) + more)
-
-
-@njit
-def weigh(f, told, desk, part, count):
-    """Scores to shares of the largest so far, and by which factor what was read before shrinks."""
-    factors = desk + SCORES + size(f) * whole(told + At.HEADS) * BLOCK
-    step, lowest = size(f) * (wide(whole(told + At.VDIM)) + 2), number(f, -math.inf)
-    for h in range(whole(told + At.HEADS)):
-        x, ends = desk + SCORES + size(f) * BLOCK * h, part + step * (h + 1) - 2 * size(f)
-        for i in range(count, wide(count)):
-            put(x + size(f) * i, lowest)
-        top = splat(lowest)
-        for c in range(0, count, WIDE):
-            top = larger(top, read(f, x + size(f) * c))
-        old = read_one(f, ends)
-        new = max(old, largest(top))
-        base = new if new > lowest else number(f, 0.0)  # where all are -inf, each share is e^-inf
-        factor, sums = number(f, math.exp(old - base)), splat(number(f, 0.0))
-        for c in range(0, count, WIDE):
-            e = exp(minus(read(f, x + size(f) * c), splat(base)))
-            put(x + size(f) * c, e)
-            sums = plus(sums, e)
-        put(ends, new)
-        put(ends + size(f), read_one(f, ends + size(f)) * factor + total(sums))
-        put(factors + size(f) * h, factor)
+            keys, h = four_keys(desk + KEYS + 8 * i, g * k_head), g * each
+            group_compared(f, q + step * h, keys, (dim, some, each), tail, scores + apart * h)
 
 
 @njit
@@ -230,21 +177,23 @@ def more(f, to, x, p):
 
 
 @njit
-def more_by_heads(f, to, step, x, p):
-    """The same of four heads."""
+def more_by_heads(f, to, apart, x, p):
+    """The same of three heads, and of a fourth where there is one."""
+    step, heads = apart
     more(f, to, x, p[0])
     more(f, to + step, x, p[1])
     more(f, to + 2 * step, x, p[2])
-    more(f, to + 3 * step, x, p[3])
+    if heads > 3:
+        more(f, to + 3 * step, x, p[3])
 
 
 @njit
 def heads_read(f, scores, keys, bounds, tail, place):
-    """What four heads read of four values."""
-    (dim, some), (to, step) = bounds, place
+    """What four heads, or three, read of four values."""
+    (dim, some, heads), (to, step) = bounds, place
     apart, full = size(f) * BLOCK, dim // WIDE * WIDE if some == TOGETHER else 0
     p0, p1 = shares(f, scores), shares(f, scores + apart)
-    p = p0, p1, shares(f, scores + 2 * apart), shares(f, scores + 3 * apart)
+    p, step = (p0, p1, shares(f, scores + 2 * apart), shares(f, scores + (heads - 1) * apart)), (step, heads)
     for n in range(0, full, WIDE):
         x, own = of_keys(f, keys, lies(f) * n), to + size(f) * n
         more_by_heads(f, own, step, x, p)
@@ -256,13 +205,27 @@ def heads_read(f, scores, keys, bounds, tail, place):
 @njit
 def head_read(f, scores, keys, bounds, tail, to):
     """What one head reads of four values."""
-    dim, some = bounds
+    dim, some, _ = bounds
     p, full = shares(f, scores), dim // WIDE * WIDE if some == TOGETHER else 0
     for n in range(0, full, WIDE):
         more(f, to + size(f) * n, of_keys(f, keys, lies(f) * n), p)
     for n in range(full, dim, WIDE):
         x = some_of_keys(f, keys, lies(f) * n, (min(dim - n, WIDE), some), tail)
         more(f, to + size(f) * n, x, p)
+
+
+@njit
+def group_read(f, scores, keys, bounds, tail, place):
+    """What all heads that share them read of four values."""
+    (dim, some, each), (to, step) = bounds, place
+    h, apart = 0, size(f) * BLOCK
+    while h < each:
+        heads = abreast(each - h)
+        if heads > 1:
+            heads_read(f, scores + apart * h, keys, (dim, some, heads), tail, (to + step * h, step))
+        else:
+            head_read(f, scores + apart * h, keys, (dim, some, heads), tail, to + step * h)
+        h += heads
 
 
 @njit
@@ -286,15 +249,9 @@ def gather(f, told, desk, part, count, following):
     walk, lies_, tail = (0, 0, 0), (groups, whole(told + At.K_HEAD), held), factors + size(f) * wide(heads)
     shrink(f, told, factors, part)
     for i in range(0, count, TOGETHER):
-        scores, bounds = desk + SCORES + size(f) * i, (dim, min(TOGETHER, count - i))
+        scores, some = desk + SCORES + size(f) * i, min(TOGETHER, count - i)
         for g in range(groups):
             for _ in range(0, TOGETHER * held, CHUNK * lies(f)):
                 walk = asked(f, desk + NEXT + KEYS, following, walk, lies_)
-            keys = four_keys(desk + VALUES + 8 * i, g * v_head)
-            h, end = g * each, (g + 1) * each
-            while h + 4 <= end:
-                heads_read(f, scores + apart * h, keys, bounds, tail, (part + step * h, step))
-                h += 4
-            while h < end:
-                head_read(f, scores + apart * h, keys, bounds, tail, part + step * h)
-                h += 1
+            keys, h = four_keys(desk + VALUES + 8 * i, g * v_head), g * each
+            group_read(f, scores + apart * h, keys, (dim, some, each), tail, (part + step * h, step))

@@ -16,10 +16,11 @@ import torch
 from numba import njit
 
 from . import memory
-from .blocks import COLUMNS, KEYS, NEXT, SCALES, VALUES, biased, capped, compare, gather, scaled, weigh, wide
+from .blocks import COLUMNS, KEYS, NEXT, SCALES, VALUES, compare, gather, wide
 from .compiled import MARK, Kernels
 from .lanes import WIDE, fma, splat, times
 from .memory import number, put, read, read_one, size, take, whole
+from .scoring import biased, capped, scaled, weigh
 from .told import BLOCK, PIECE, At
 
 KINDS = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.int8: "int8"}
