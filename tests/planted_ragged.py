@@ -38,11 +38,11 @@ bug(
     f"{READS}[64-64-5-1-dtype0]",
 )
 bug(
-    "ragged-three-heads-are-four",
+    "ragged-the-fourth-head-reads-no-values",
     "kernels/blocks.py",
-    "    return min(left, 4) if left > 2 else 1\n",
-    "    return 4 if left > 2 else 1\n",
-    f"{READS}[64-64-6-2-dtype0]",
+    "    if heads > 3:\n",
+    "    if heads > 4:\n",
+    f"{READS}[64-64-8-2-dtype0]",
 )
 bug(
     "ragged-the-third-of-three-keys-is-none",
