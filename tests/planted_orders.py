@@ -105,3 +105,10 @@ bug(
     "self._every = Reach(spec.pattern, slots)\n        self._every.held = self._rule\n",
     EDGES + "a_cache_goes_with_its_last_use[causal]",
 )
+bug(
+    "kernels-of-all-kinds-are-kept-under-one-name",
+    "kernels/compiled.py",
+    "    function.__qualname__ += ",
+    "    _ = ",
+    "test_kernel_edges.py::test_no_two_kernels_are_kept_under_one_name",
+)

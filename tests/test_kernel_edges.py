@@ -14,7 +14,7 @@ from cases import check_close
 from headwise.backends import bands, ragged
 from headwise.hub import watching
 from headwise.hub.finding import found
-from headwise.kernels import Beside, decode
+from headwise.kernels import Beside, decode, decoding
 from headwise.products import LARGE, abreast, linear
 
 TABLE = torch.tensor([[[0, 0, 4], [1, 0, 2]], [[2, 0, 0], [0, 0, 0]], [[3, 1, 3], [0, 2, 2]]])
@@ -221,3 +221,11 @@ def test_a_cache_goes_with_its_last_use(pattern):
         assert held() is None
     finally:
         gc.enable()
+
+
+def test_no_two_kernels_are_kept_under_one_name():
+    kinds = ("plan", torch.float32, torch.float64)
+    for kind in kinds:
+        decoding.KERNELS.address(kind)
+    kept = {decoding.KERNELS.made[kind]._cache._impl.filename_base for kind in kinds}
+    assert len(kept) == len(kinds), kept

@@ -40,7 +40,7 @@ class Kernels:
     def address(self, name: Any) -> int:
         """Where this one lies once compiled."""
         if name not in self.made:  # of two threads that make it the first is kept: its address may be in use
-            self.made.setdefault(name, _compiled(self.functions[name]))
+            self.made.setdefault(name, _compiled(self.functions[name], name))
         return self.made[name].address
 
     def launch(self, name: Any, units: int, *told: Tensor | int) -> None:
@@ -55,7 +55,9 @@ def threads(units: int) -> int:
     return max(1, min(units, team.most()))
 
 
-def _compiled(function: Callable[[Any], None]) -> Any:
+def _compiled(function: Callable[[Any], None], name: Any) -> Any:
+    # Numba numbers what it keeps under one function's name, and two processes may give two kernels the same number.
+    function.__qualname__ += "".join(f"_{part}" for part in (name if isinstance(name, tuple) else (name,)))
     try:
         return cfunc(ENTRY, cache=True)(function)
     except RuntimeError:  # neither the package's folder nor the user's own can be written
