@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from numba import njit
 
-from .lanes import WIDE, fma, splat, times, total, totals
+from .lanes import WIDE, fma, splat, times, total, totals, wide
 from .memory import ahead, lies, load, load_one, number, put, put_quarter, read, read_one, size, whole
 from .told import BLOCK, LINE, At
-from .told import wide as _wide
 
-wide = njit(_wide)
 KEYS, VALUES, SCALES, COLUMNS, NEXT = (8 * BLOCK * n for n in range(5))
 SCORES = 2 * NEXT
 CHUNK = 64  # numbers that are asked for at once

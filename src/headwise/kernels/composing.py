@@ -14,7 +14,7 @@ from numba import njit
 
 from . import memory
 from .lanes import WIDE, fma, plus, splat, times
-from .memory import ahead, put, read, read_one, take, whole
+from .memory import ahead, put, read, read_one, take, told, whole
 
 TILE = 64
 LINE = 64  # bytes that memory brings at once
@@ -57,12 +57,6 @@ class At(IntEnum):
 def desk(heads: int, out: int, q_ranks: int, k_ranks: int) -> int:
     """How many numbers a unit writes on: pairs and factors of keys, their gradients, sums of a query's factors."""
     return 2 * TILE * (heads + out + k_ranks * (heads + out) + out) + WIDE * (out + q_ranks * (heads + out))
-
-
-@njit
-def told(table, at):
-    """The number that a kernel is told at this place."""
-    return whole(table + 8 * at)
 
 
 @njit

@@ -88,7 +88,8 @@ def _decode(
     q: Tensor, k: Tensor, v: Tensor, spans: Tensor, more: Sequence[Tensor], cap: float
 ) -> tuple[Tensor, Tensor]:
     from .decoding import KERNELS  # here: Numba takes a second to import
-    from .told import At, desk, pieces, wide
+    from .lanes import wide
+    from .told import At, desk, pieces
 
     (batch, heads, dim), (_, groups, page, vdim), size = q.shape, v.shape, q.itemsize
     out, lse = q.new_empty(batch, heads, vdim), q.new_empty(batch, heads)

@@ -16,9 +16,9 @@ import torch
 from numba import njit
 
 from . import memory
-from .blocks import COLUMNS, KEYS, NEXT, SCALES, VALUES, compare, gather, wide
+from .blocks import COLUMNS, KEYS, NEXT, SCALES, VALUES, compare, gather
 from .compiled import MARK, Kernels
-from .lanes import WIDE, fma, splat, times
+from .lanes import WIDE, fma, splat, times, wide
 from .memory import number, put, read, read_one, size, take, whole
 from .scoring import biased, capped, scaled, weigh
 from .told import BLOCK, PIECE, At

@@ -9,9 +9,9 @@ from numba import njit
 
 from . import memory
 from .compiled import MARK, Kernels
-from .composing import TILE, At, add, asked, by_key, by_query, clear, forward, group, handed, laid, lay, told
+from .composing import TILE, At, add, asked, by_key, by_query, clear, forward, group, handed, laid, lay
 from .lanes import WIDE, plus, splat, total
-from .memory import put, read, read_one, take, whole
+from .memory import put, read, read_one, take, told, whole
 
 
 @njit

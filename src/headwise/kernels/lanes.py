@@ -22,6 +22,12 @@ MASK = ir.VectorType(INT, WIDE)
 intrinsic: Any = extending.intrinsic  # what it makes is called with fewer arguments than it is written with
 
 
+@extending.register_jitable
+def wide(count: int) -> int:
+    """The next multiple of a vector's numbers."""
+    return (count + WIDE - 1) // WIDE * WIDE
+
+
 class Lanes(types.Type):
     """So many numbers of one type, in a register."""
 

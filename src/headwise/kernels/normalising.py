@@ -15,20 +15,9 @@ from numba import njit
 
 from . import memory
 from .compiled import MARK, Kernels
-from .lanes import (
-    WIDE,
-    exp,
-    larger,
-    largest,
-    minus,
-    plus,
-    splat,
-    times,
-    total,
-    where_below,
-)
+from .lanes import WIDE, exp, larger, largest, minus, plus, splat, times, total, where_below
 from .masks import allowed, marked
-from .memory import put, read, read_one, take, whole
+from .memory import put, read, read_one, take, told
 
 ROWS = 8  # that a thread takes at a time
 
@@ -60,18 +49,6 @@ class At(IntEnum):
     GRAD = auto()  # backward, of what was made
     D_VALUES = auto()
     D_ALPHA = auto()  # [B, H, T]
-
-
-@njit
-def told(table, at):
-    """The number that a kernel is told at this place."""
-    return whole(table + 8 * at)
-
-
-@njit
-def wide(count):
-    """The next multiple of a vector's numbers."""
-    return (count + WIDE - 1) // WIDE * WIDE
 
 
 @njit

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .compiled import threads
+from .lanes import wide
 from .orders import PLAIN, check_once
-from .reading import desk, wide
+from .reading import desk
 from .rereading import KERNELS
 from .tiles import SLACK
 

@@ -13,8 +13,8 @@ from enum import IntEnum, auto
 from numba import njit
 
 from . import memory
-from .lanes import WIDE, exp, larger, minus, plus, splat, times, where_below
-from .memory import put, read, read_one, take, whole
+from .lanes import WIDE, exp, larger, minus, plus, splat, times, where_below, wide
+from .memory import put, read, read_one, take, told, whole
 from .tiles import ROWS, SLACK, multiply
 
 KEYS = 64  # that are compared before their values are read
@@ -62,20 +62,9 @@ class At(IntEnum):
 ENDS = 5  # vectors of sixty-four at the head of a desk: first keys, ends, largest scores, sums, factors
 
 
-def wide(count: int) -> int:
-    """So many numbers, in whole vectors."""
-    return -(-count // WIDE) * WIDE
-
-
 def desk(dim: int, vdim: int) -> int:
     """How many numbers a thread writes on, backwards: forward it is less."""
     return ROWS * (ENDS + 1 + 2 * (dim + SLACK) + vdim + SLACK + 2 * (KEYS + SLACK) + wide(dim) + wide(vdim))
-
-
-@njit
-def told(table, at):
-    """The number that a kernel is told at this place."""
-    return whole(table + 8 * at)
 
 
 @njit

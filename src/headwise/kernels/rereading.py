@@ -13,13 +13,10 @@ from numba import njit
 
 from . import memory
 from .compiled import MARK, Kernels
-from .lanes import WIDE, exp, minus, times
-from .memory import put, read, read_one, take, whole
-from .reading import ENDS, KEYS, At, barred, cleared, compare, forward, lying, scaled, told, turned
-from .reading import wide as _wide
+from .lanes import WIDE, exp, minus, times, wide
+from .memory import put, read, read_one, take, told, whole
+from .reading import ENDS, KEYS, At, barred, cleared, compare, forward, lying, scaled, turned
 from .tiles import ROWS, SLACK, multiply
-
-wide = njit(_wide)
 
 
 @njit

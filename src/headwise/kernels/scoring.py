@@ -9,8 +9,8 @@ import math
 
 from numba import njit
 
-from .blocks import COLUMNS, SCALES, SCORES, wide
-from .lanes import WIDE, exp, larger, largest, minus, plus, splat, total
+from .blocks import COLUMNS, SCALES, SCORES
+from .lanes import WIDE, exp, larger, largest, minus, plus, splat, total, wide
 from .memory import number, put, read, read_one, size, whole
 from .told import BLOCK, At
 

@@ -11,10 +11,10 @@ import math
 from numba import njit
 
 from . import memory
-from .lanes import WIDE, exp, larger, log, minus, over, plus, splat, times, total, where_below
+from .lanes import WIDE, exp, larger, log, minus, over, plus, splat, times, total, where_below, wide
 from .masks import squeeze
-from .memory import put, read
-from .normalising import At, told, wide
+from .memory import put, read, told
+from .normalising import At
 
 LISTS = 5  # on a desk: the row, the few scores that count, slopes, gradients, and where they stand
 MOST = 200  # steps; Newton takes 5 to 12, halving as many as a number has digits

@@ -14,8 +14,8 @@ from . import memory
 from .compiled import MARK, Kernels
 from .lanes import WIDE, fma, log, minus, plus, splat, times, total, where_below
 from .masks import place
-from .memory import put, read, read_one, take, whole
-from .normalising import NUMBERS, ROWS, At, lay, told
+from .memory import put, read, read_one, take, told, whole
+from .normalising import NUMBERS, ROWS, At, lay
 from .sifting import root, scaled, sift, spread, weigh
 
 KEPT = 2  # numbers of a row from which it is formed again: the highest score and tau

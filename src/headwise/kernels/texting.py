@@ -16,8 +16,8 @@ from numba import njit
 
 from . import memory
 from .compiled import MARK, Kernels
-from .lanes import WIDE, exp, fma, larger, largest, minus, plus, splat, times, total, where_below
-from .memory import put, read, read_one, take, whole
+from .lanes import WIDE, exp, fma, larger, largest, minus, plus, splat, times, total, where_below, wide
+from .memory import put, read, read_one, take, told, whole
 
 
 class At(IntEnum):
@@ -54,18 +54,6 @@ def desk(longest: int, dim: int, vdim: int) -> int:
     """How many numbers a unit writes on: places, keys and values by channel, weights and their gradients."""
     across = -(-longest // WIDE) * WIDE
     return WIDE + across * (dim + vdim + 2 * longest)
-
-
-@njit
-def told(table, at):
-    """The number that a kernel is told at this place."""
-    return whole(table + 8 * at)
-
-
-@njit
-def wide(count):
-    """The next multiple of a vector's numbers."""
-    return (count + WIDE - 1) // WIDE * WIDE
 
 
 @njit

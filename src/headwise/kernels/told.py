@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum, auto
 
-from .lanes import WIDE
+from .lanes import WIDE, wide
 
 BLOCK, PIECE = 64, 256  # keys that are read at once; keys that one thread takes on at a time
 LINE = 64  # bytes that memory brings at once
@@ -58,11 +58,6 @@ class At(IntEnum):
     SCALE_PAGE = auto()
     SCALE_HEAD = auto()
     SCALE_SLOT = auto()
-
-
-def wide(count: int) -> int:
-    """The next multiple of a vector's numbers."""
-    return (count + WIDE - 1) // WIDE * WIDE
 
 
 def desk(heads: int, size: int) -> int:
