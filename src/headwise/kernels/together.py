@@ -12,65 +12,89 @@ import math
 from numba import njit
 
 from .blocks import (
-    CHUNK, COLUMNS, KEYS, NEXT, SCORES, TOGETHER, VALUES, abreast, asked, four_keys, head_compared, head_read,
+    KEYS, NEXT, SCORES, TOGETHER, VALUES, abreast, four_keys, head_compared, head_read,
     heads_compared, heads_read, shrink,
 )  # fmt: skip
 from .lanes import WIDE, splat, wide
-from .memory import lies, number, put, read, read_one, size, whole
+from .memory import ahead, lies, number, put, read, read_one, size, whole
 from .planning import ENTRY, lay, ready
 from .scoring import capped, leant, scaled, weigh
-from .told import BLOCK, At
+from .told import BLOCK, LINE, At
 
 FIELDS = len(At)
 
 
 @njit
+def asked(keys, held, walk, lines):
+    """Ask for so many lines more of one head of some keys; how far that is."""
+    (list_, count), (head, bytes_), (n, at) = keys, held, walk
+    for _ in range(lines):
+        if n < count:
+            ahead(whole(list_ + 8 * n) + head + at)
+            at += LINE
+            if at >= bytes_:
+                n, at = n + 1, 0
+    return n, at
+
+
+@njit
+def paced(count, bytes_, each, keys):
+    """How many lines to ask for at each step, so that one head of so many keys is there when all heads of a group have
+    met so many others."""
+    steps = (each + TOGETHER - 1) // TOGETHER * ((keys + TOGETHER - 1) // TOGETHER)
+    return (count * ((bytes_ + LINE - 1) // LINE) + steps - 1) // steps
+
+
+@njit
 def compare_all(f, told, q, desk, count):
-    """The scores of a block, a head of its keys after the other; values are asked for on the way."""
+    """The scores of a block, a head of its keys after the other; the next head, or the first of the values, is asked for
+    on the way."""
     heads, groups, dim = whole(told + At.HEADS), whole(told + At.GROUPS), whole(told + At.DIM)
     each, apart, step, k_head = heads // groups, size(f) * BLOCK, size(f) * wide(dim), whole(told + At.K_HEAD)
-    held, tail = lies(f) * whole(told + At.VDIM), desk + SCORES + size(f) * (heads * BLOCK + wide(heads))
-    walk, lies_, h = (0, 0, 0), (groups, whole(told + At.V_HEAD), held), 0
-    while h < heads:
-        g = h // each
-        some = abreast((g + 1) * each - h)
-        for i in range(0, count, TOGETHER):
-            if h == g * each:
-                for _ in range(0, TOGETHER * held, CHUNK * lies(f)):
-                    walk = asked(f, desk + VALUES, count, walk, lies_)
-            keys, to = four_keys(desk + KEYS + 8 * i, g * k_head), desk + SCORES + apart * h + size(f) * i
-            bounds = dim, min(TOGETHER, count - i), some
-            if some > 1:
-                heads_compared(f, q + step * h, keys, bounds, tail, to)
-            else:
-                head_compared(f, q + step * h, keys, bounds, tail, to)
-        h += some
+    tail, h = desk + SCORES + size(f) * (heads * BLOCK + wide(heads)), 0
+    for g in range(groups):
+        last, walk = g + 1 == groups, (0, 0)
+        coming = desk + (VALUES if last else KEYS), count
+        held = 0 if last else (g + 1) * k_head, lies(f) * (whole(told + At.VDIM) if last else dim)
+        lines = paced(count, held[1], each, count)
+        while h < (g + 1) * each:
+            some = abreast((g + 1) * each - h)
+            for i in range(0, count, TOGETHER):
+                walk = asked(coming, held, walk, lines)
+                keys, to = four_keys(desk + KEYS + 8 * i, g * k_head), desk + SCORES + apart * h + size(f) * i
+                bounds = dim, min(TOGETHER, count - i), some
+                if some > 1:
+                    heads_compared(f, q + step * h, keys, bounds, tail, to)
+                else:
+                    head_compared(f, q + step * h, keys, bounds, tail, to)
+            h += some
 
 
 @njit
 def gather_all(f, told, desk, part, count, following):
-    """What every head reads of the values of a block, a head of them after the other; of those keys that follow as much
-    is asked for on the way."""
+    """What every head reads of the values of a block, a head of them after the other; the next head, or the first of
+    those keys that follow, is asked for on the way."""
     heads, groups, dim = whole(told + At.HEADS), whole(told + At.GROUPS), whole(told + At.VDIM)
     each, apart, step, v_head = heads // groups, size(f) * BLOCK, size(f) * (wide(dim) + 2), whole(told + At.V_HEAD)
-    factors, held = desk + SCORES + size(f) * heads * BLOCK, lies(f) * whole(told + At.DIM)
-    walk, lies_, h = (0, 0, 0), (groups, whole(told + At.K_HEAD), held), 0
+    factors, h = desk + SCORES + size(f) * heads * BLOCK, 0
     tail = factors + size(f) * wide(heads)
     shrink(f, told, factors, part)
-    while h < heads:
-        g = h // each
-        some = abreast((g + 1) * each - h)
-        for i in range(0, count, TOGETHER):
-            if h == g * each:
-                for _ in range(0, TOGETHER * held, CHUNK * lies(f)):
-                    walk = asked(f, desk + NEXT + KEYS, following, walk, lies_)
-            keys, scores = four_keys(desk + VALUES + 8 * i, g * v_head), desk + SCORES + apart * h + size(f) * i
-            bounds = dim, min(TOGETHER, count - i), some
-            if some > 1:
-                heads_read(f, scores, keys, bounds, tail, (part + step * h, step))
-            else:
-                head_read(f, scores, keys, bounds, tail, part + step * h)
-        h += some
+    for g in range(groups):
+        last, walk = g + 1 == groups, (0, 0)
+        coming = desk + (NEXT + KEYS if last else VALUES), following if last else count
+        held = 0 if last else (g + 1) * v_head, lies(f) * (whole(told + At.DIM) if last else dim)
+        lines = paced(coming[1], held[1], each, count)
+        while h < (g + 1) * each:
+            some = abreast((g + 1) * each - h)
+            for i in range(0, count, TOGETHER):
+                walk = asked(coming, held, walk, lines)
+                keys, scores = four_keys(desk + VALUES + 8 * i, g * v_head), desk + SCORES + apart * h + size(f) * i
+                bounds = dim, min(TOGETHER, count - i), some
+                if some > 1:
+                    heads_read(f, scores, keys, bounds, tail, (part + step * h, step))
+                else:
+                    head_read(f, scores, keys, bounds, tail, part + step * h)
+            h += some
 
 
 @njit
