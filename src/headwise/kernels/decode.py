@@ -98,13 +98,13 @@ def _decode(
     q, k, v = F.pad(q, (0, wide(dim) - dim)).contiguous(), _steady(k), _steady(v)
     spans, columns = spans.contiguous(), spans.shape[1] * page
     most = batch * pieces(columns)
-    notes, tables = torch.empty(noted(batch, most)[-1], dtype=torch.int64), noted(batch, most)[:-1]
+    notes = torch.empty(noted(batch, most), dtype=torch.int64)
     parts = q.new_empty(most * heads * (wide(vdim) + 2))
     told = array("q", bytes(8 * len(At)))
     kept = _extras(told, more, cap, q.dtype)
     for at, tensor in ((At.Q, q), (At.K, k), (At.V, v), (At.SPANS, spans), (At.OUT, out), (At.LSE, lse)):
         told[at // 8] = tensor.data_ptr()
-    told[At.PLAN // 8 : At.ORDER // 8 + 1] = array("q", [notes.data_ptr() + 8 * n for n in tables])
+    told[At.PLAN // 8], told[At.MOST // 8] = notes.data_ptr(), most
     told[At.BATCH // 8 : At.PAGE // 8 + 1] = array("q", (batch, heads, groups, dim, vdim, spans.shape[1], page))
     told[At.K_PAGE // 8 : At.V_SLOT // 8 + 1] = array("q", [t.stride(n) * t.itemsize for t in (k, v) for n in range(3)])
     address = told.buffer_info()[0]

@@ -13,7 +13,7 @@ from numba import njit
 
 from .blocks import COLUMNS, KEYS, NEXT, SCALES, VALUES
 from .memory import put, whole
-from .told import BLOCK, NOTED, PIECE, TEAM, At
+from .told import BLOCK, NOTED, PIECE, TEAM, At, names
 
 ENTRY = 8 * NOTED  # bytes: place in the order, rows, span, slot, keys, number of the piece, whether it begins it
 
@@ -34,11 +34,29 @@ def alike(told, row, other, n):
 
 
 @njit
+def known(told, row):
+    """Whether a row before this one begins with the same page; if none does, that this one does is noted."""
+    table, last, step = whole(told + At.NAMES), names(whole(told + At.BATCH)) - 1, 24 * whole(told + At.SPAN_COUNT)
+    page = whole(whole(told + At.SPANS) + step * row)
+    n = page & last
+    while whole(table + 8 * n) >= 0:
+        if whole(whole(told + At.SPANS) + step * whole(table + 8 * n)) == page:
+            return True
+        n = (n + 1) & last
+    put(table + 8 * n, row)
+    return False
+
+
+@njit
 def order(told):
     """Put each row behind one that it shares most spans with, and note how many those are."""
     table = whole(told + At.ORDER)
+    for n in range(names(whole(told + At.BATCH))):
+        put(whole(told + At.NAMES) + 8 * n, -1)
     for row in range(whole(told + At.BATCH)):
-        at, common = min(row, 1), alike(told, row, whole(table), 0) if row else 0
+        at, common = row, 0
+        if whole(told + At.SPAN_COUNT) and known(told, row):
+            at, common = 1, alike(told, row, whole(table), 0)
         while at < row and whole(table + 24 * at + 8) >= common:
             if whole(table + 24 * at + 8) == common:
                 common = alike(told, row, whole(table + 24 * at), common)
@@ -166,8 +184,21 @@ def team(told, entry, at, number):
 
 
 @njit
+def spread(told):
+    """Where each table of notes begins, the first of which is told, for so many pieces at most as are told."""
+    most, batch, begin = whole(told + At.MOST), whole(told + At.BATCH), whole(told + At.PLAN)
+    put(told + At.JOBS, begin + ENTRY * 4 * most)
+    put(told + At.STARTS, whole(told + At.JOBS) + 8 * (most + 1))
+    put(told + At.ROWS, whole(told + At.STARTS) + 24 * most)
+    put(told + At.ORDER, whole(told + At.ROWS) + 24 * batch)
+    put(told + At.NAMES, whole(told + At.ORDER) + 24 * batch)
+    put(told + At.MOST, 1)
+
+
+@njit
 def plan(told):
     """Cut the keys of every row into pieces, and make jobs of them: what one thread reads at a time."""
+    spread(told)
     table, n, entry, job = whole(told + At.ORDER), 0, 0, 0
     order(told)
     for at in range(whole(told + At.BATCH)):

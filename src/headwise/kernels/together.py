@@ -2,7 +2,8 @@
 
 The heads of all these rows that share a key head stand side by side, [G, rows, heads of a group], as if they were those
 of one row: their queries are laid so on the desk, and what they read is handed to each row afterwards, whose other
-pieces it is joined with. One head's keys of a block stay in the nearest memory while all of them are met, four and four.
+pieces it is joined with (Hydragen, 2402.05099). One head's keys of a block stay in near memory while all of these heads
+are met, four and four.
 """
 
 from __future__ import annotations
@@ -12,8 +13,18 @@ import math
 from numba import njit
 
 from .blocks import (
-    KEYS, NEXT, SCORES, TOGETHER, VALUES, abreast, four_keys, head_compared, head_read,
-    heads_compared, heads_read, shrink,
+    KEYS,
+    NEXT,
+    SCORES,
+    TOGETHER,
+    VALUES,
+    abreast,
+    four_keys,
+    head_compared,
+    head_read,
+    heads_compared,
+    heads_read,
+    shrink,
 )  # fmt: skip
 from .lanes import WIDE, splat, wide
 from .memory import ahead, lies, number, put, read, read_one, size, whole
@@ -47,8 +58,8 @@ def paced(count, bytes_, each, keys):
 
 @njit
 def compare_all(f, told, q, desk, count):
-    """The scores of a block, a head of its keys after the other; the next head, or the first of the values, is asked for
-    on the way."""
+    """The scores of a block, a head of its keys after the other; on the way the next head is asked for, or the first of
+    the values."""
     heads, groups, dim = whole(told + At.HEADS), whole(told + At.GROUPS), whole(told + At.DIM)
     each, apart, step, k_head = heads // groups, size(f) * BLOCK, size(f) * wide(dim), whole(told + At.K_HEAD)
     tail, h = desk + SCORES + size(f) * (heads * BLOCK + wide(heads)), 0
@@ -126,7 +137,9 @@ def fetched(f, told, this, q, part):
     held = wide(whole(told + At.VDIM)) + 2
     for m in range(rows):
         row = whole(order + 24 * m)
-        of = whole(told + At.PARTS) + (whole(whole(told + At.ROWS) + 24 * row) + whole(this + 40)) * heads * held * size(f)
+        of = whole(told + At.PARTS) + (
+            whole(whole(told + At.ROWS) + 24 * row) + whole(this + 40)
+        ) * heads * held * size(f)
         for g in range(groups):
             to, own = (g * rows + m) * each, whole(told + At.Q) + (row * heads + g * each) * dim * size(f)
             copied(f, q + to * dim * size(f), own, each * dim)
@@ -177,7 +190,11 @@ def read_together(f, told, entry, following, desk):
     this = whole(told + At.PLAN) + ENTRY * entry
     q, part, own = told_all(f, told, whole(this + 8), desk)
     at, n, slot, left = (whole(this), whole(this + 8)), whole(this + 16), whole(this + 24), whole(this + 32)
-    row, k_scale, v_scale = whole(whole(told + At.ORDER) + 24 * at[0]), whole(told + At.K_SCALE), whole(told + At.V_SCALE)
+    row, k_scale, v_scale = (
+        whole(whole(told + At.ORDER) + 24 * at[0]),
+        whole(told + At.K_SCALE),
+        whole(told + At.V_SCALE),
+    )
     fetched(f, told, this, q, part)
     if whole(this + 48):
         blank(f, own, part)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import IntEnum, auto
 
+from numba import extending
+
 from .lanes import WIDE, wide
 
 BLOCK, PIECE = 64, 256  # keys that are read at once; keys that one thread takes on at a time
@@ -42,6 +44,7 @@ class At(IntEnum):
     STARTS = auto()  # [pieces, 3]: span, slot in it, whether a row before this one reads it too
     ROWS = auto()  # [B, 3]: first piece, pieces, pieces done
     ORDER = auto()  # [B, 3]: row, keys that it has in common with the one before it, keys
+    NAMES = auto()  # a row for each page that a row begins with, or -1
     PARTS = auto()  # [pieces, H, vdim wide + 2]: what each piece reads, its top and its total
     DESK = auto()  # where threads write, and how many bytes each has there
     DESK_SIZE = auto()
@@ -82,10 +85,15 @@ def pieces(keys: int) -> int:
     return max(1, -(-keys // PIECE))
 
 
-def noted(batch: int, most: int) -> list[int]:
-    """Where each table of what is planned begins, from `PLAN` to `ORDER`, and where they end, in numbers: for so many
-    pieces at most."""
-    begins = [0]
-    for size in (NOTED * 4 * most, most + 1, 3 * most, 3 * batch, 3 * batch):
-        begins.append(begins[-1] + size)
-    return begins
+def noted(batch: int, most: int) -> int:
+    """How many numbers note what is planned of so many rows and pieces, at most."""
+    return (4 * NOTED + 4) * most + 1 + 6 * batch + names(batch)
+
+
+@extending.register_jitable
+def names(batch: int) -> int:
+    """The places of a list in which so many rows are looked up by a number, twice as many at least: a power of two."""
+    count = 1
+    while count < 2 * batch:
+        count *= 2
+    return count
