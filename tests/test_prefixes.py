@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import headwise as hw
 from cases import check_close
 from headwise.cache import Pool
-from headwise.kernels import Beside, decode, team
+from headwise.kernels import Beside, decode, plainly, team
 from headwise.kernels.decoding import KERNELS
 from headwise.kernels.planning import ENTRY
 from headwise.kernels.told import BLOCK, PIECE, TEAM, At, noted, pieces
@@ -196,6 +196,48 @@ def test_the_same_page_cut_otherwise_is_not_the_same():
     assert all(len(rows) == 1 for job in planned(table, 64) for rows, _ in job)
     table = torch.tensor([[[0, 0, 64], [1, 0, 64]], [[0, 0, 64], [1, 0, 63]]])
     assert planned(table, 64) == [[((0, 1), 64), ((0,), 64), ((1,), 63)]]
+
+
+def test_a_row_that_ends_within_a_block_reads_it_alone():
+    """Another has all of its keys, and more behind them in the same block."""
+    table = torch.tensor([[[0, 0, 50], [1, 0, 50]], [[0, 0, 50], [9, 0, 0]]])
+    assert planned(table, 50) == [[((0,), 100)], [((1,), 50)]]
+    q, k, v, _ = numbers(table, 50, torch.float64, 4, 2, (16, 16))
+    o, _ = decode(q, k, v, table, scale=0.25)
+    check_close(o[1], by_hand(q[1], k[0].transpose(0, 1), v[0].transpose(0, 1), 0.25)[0])
+
+
+def test_a_row_that_goes_on_reads_what_is_behind():
+    """It has all blocks of another, whose text ends with one, and one block more."""
+    table = torch.tensor([[[0, 0, 64], [9, 0, 0]], [[0, 0, 64], [1, 0, 64]]])
+    assert planned(table, 64) == [[((0, 1), 64), ((1,), 64)]]
+
+
+def test_rows_that_part_twice_in_a_piece_keep_what_they_read():
+    """All four read a block together, then two and two, then each its own: one job, one piece of each."""
+    spans = [[0, 1, 3], [0, 1, 4], [0, 2, 5], [0, 2, 6]]
+    table = torch.tensor([[(page, 0, 64) for page in row] for row in spans])
+    (job,) = planned(table, 64)
+    assert job[:3] == [((0, 1, 2, 3), 64), ((0, 1), 64), ((2, 3), 64)]
+    q, k, v, _ = numbers(table, 64, torch.float64, 4, 2, (16, 16))
+    o, _ = decode(q, k, v, table, scale=0.25)
+    check_close(o, plainly(q, k, v, table, scale=0.25)[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_stands_beside_is_each_rows_own(kind):
+    """Biases, a ceiling, sinks and scales of rows that part within a piece, and of several pieces."""
+    table = torch.cat([tailed(3, PIECE + BLOCK, 50), tailed(1, 2 * BLOCK, PIECE + BLOCK + 50 - 2 * BLOCK)])
+    q, k, v, scales = numbers(table, 16, kind, 8, 2, (16, 21))
+    bias = torch.randn(4, 8, table.shape[1] * 16)
+    beside = Beside(bias, torch.randn(8), *scales, cap=2.0)
+    o, lse = decode(q, k, v, table, scale=0.3, beside=beside)
+    expected = plainly(q, k, v, table, scale=0.3, beside=beside)
+    close = {"rtol": 2e-2, "atol": 2e-2} if kind == torch.bfloat16 else {"rtol": 1e-4, "atol": 3e-5}
+    check_close(o, expected[0], **close)
+    check_close(lse, expected[1], **close)
+    for row in range(4):
+        assert torch.equal(o[row], decode(q[[row]], k, v, table[[row]], scale=0.3, beside=of_row(beside, row))[0][0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -43,11 +43,12 @@ def decode(
 
     `spans_BN3` (int64) is the table: for each n, row b reads the slots from `begin` to before `end` of a page, told as
     `page, begin, end`. A page may stand in several rows. A span with begin >= end is nothing, and a row that has
-    nothing else reads zero. Spans are read in order, and the column of a key is n x S + its slot.
+    nothing else reads zero. Spans are read in order, and the column of a key is n x S + its slot. Keys that tables of
+    several rows begin with are read once for all of them, in blocks.
 
     The query is of the dtype of the pages (with int8, float32 or bfloat16), and so is what it reads; sums are float32,
-    of float64 float64. Results do not depend on the number of threads, bit for bit. Gradients reach the query, pages,
-    bias and sink by a second pass in plain operations, which keeps every score.
+    of float64 float64. What a row reads depends neither on the number of threads nor on other rows, bit for bit.
+    Gradients reach the query, pages, bias and sink by a second pass in plain operations, which keeps every score.
 
     >>> import torch
     >>> k, v = torch.randn(5, 2, 4, 16), torch.randn(5, 2, 4, 16)  # five pages of four slots, two key heads
