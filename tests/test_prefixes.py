@@ -51,14 +51,14 @@ def held(table: torch.Tensor, row: int) -> list[tuple[int, int, int]]:
     return [(page, slot, n) for n, (page, begin, end) in each for slot in range(begin, end)]
 
 
-def planned(table: torch.Tensor, page: int) -> list[list[tuple[tuple[int, ...], int]]]:
+def planned(table: torch.Tensor, page: int, threads: int = 1) -> list[list[tuple[tuple[int, ...], int]]]:
     """The jobs that a table makes: which rows read how many keys, one after the other."""
     (batch, count, _), told = table.shape, array("q", bytes(8 * len(At)))
     most = batch * pieces(count * page)
     notes = torch.full((noted(batch, most),), -(10**6))
     for at, value in ((At.SPANS, table.data_ptr()), (At.BATCH, batch), (At.SPAN_COUNT, count), (At.MOST, most)):
         told[at // 8] = value
-    told[At.PLAN // 8] = notes.data_ptr()
+    told[At.PLAN // 8], told[At.COUNT // 8] = notes.data_ptr(), threads
     team.run(KERNELS.address("plan"), told.buffer_info()[0], 1)
     listed = notes.tolist()
     jobs, order = ((told[at // 8] - notes.data_ptr()) // 8 for at in (At.JOBS, At.ORDER))
@@ -188,6 +188,13 @@ def test_many_rows_read_in_teams():
     o, _ = decode(q, k, v, table, scale=0.25)
     for row in range(count):
         assert torch.equal(o[row], decode(q[row : row + 1], k, v, table[row : row + 1], scale=0.25)[0][0])
+
+
+def test_teams_are_smaller_where_threads_would_wait():
+    """Eight rows of two pieces; and of many, enough for all threads as they are."""
+    sizes = {threads: {len(job[0][0]) for job in planned(tailed(8, PIECE, 9), 16, threads)} for threads in (1, 2, 3, 8)}
+    assert {threads: max(told) for threads, told in sizes.items()} == {1: 8, 2: 4, 3: 2, 8: 1}
+    assert max(len(job[0][0]) for job in planned(tailed(8, 8 * PIECE, 9), 16, 2)) == TEAM
 
 
 def test_the_same_page_cut_otherwise_is_not_the_same():

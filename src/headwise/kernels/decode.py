@@ -105,7 +105,7 @@ def _decode(
     kept = _extras(told, more, cap, q.dtype)
     for at, tensor in ((At.Q, q), (At.K, k), (At.V, v), (At.SPANS, spans), (At.OUT, out), (At.LSE, lse)):
         told[at // 8] = tensor.data_ptr()
-    told[At.PLAN // 8], told[At.MOST // 8] = notes.data_ptr(), most
+    told[At.PLAN // 8], told[At.MOST // 8], told[At.COUNT // 8] = notes.data_ptr(), most, team.most()
     told[At.BATCH // 8 : At.PAGE // 8 + 1] = array("q", (batch, heads, groups, dim, vdim, spans.shape[1], page))
     told[At.K_PAGE // 8 : At.V_SLOT // 8 + 1] = array("q", [t.stride(n) * t.itemsize for t in (k, v) for n in range(3)])
     address = told.buffer_info()[0]
@@ -114,7 +114,7 @@ def _decode(
     own = desk(heads, size, told[At.MOST // 8], wide(dim) + wide(vdim) + 2)
     desks = torch.empty(threads * own, dtype=torch.uint8)
     told[At.PARTS // 8], told[At.DESK // 8], told[At.DESK_SIZE // 8] = parts.data_ptr(), desks.data_ptr(), own
-    team.run(KERNELS.address(k.dtype), address, threads)
+    team.run(KERNELS.address("work", k.dtype), address, threads)
     del kept  # till here what it holds had to live
     return out, lse
 

@@ -10,14 +10,12 @@ what comes out.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-from numba import njit
+from numba import extending, njit
 
-from . import memory
 from .blocks import NEXT, compare, gather
-from .compiled import MARK, Kernels
+from .compiled import Kernels
 from .lanes import WIDE, fma, splat, times, wide
 from .memory import number, put, read, read_one, size, take, whole
 from .planning import ENTRY, lay, plan, ready
@@ -123,7 +121,7 @@ def first(told, job):
     return whole(whole(told + At.JOBS) + 8 * job) if job < whole(told + At.COUNT) else -1
 
 
-@njit
+@extending.register_jitable
 def work(f, told):
     """What every thread does: take a job, read what it says, until there are no more."""
     desk = whole(told + At.DESK) + take(told + At.THREAD) * whole(told + At.DESK_SIZE)
@@ -145,20 +143,4 @@ def work(f, told):
         this = following
 
 
-def _planned(mark: int) -> Any:
-    def entry(told):
-        if mark:
-            plan(told)
-
-    return entry
-
-
-def _worked(kind: str, mark: int) -> Any:
-    def entry(told):
-        if mark:
-            work(memory.form(kind), told)
-
-    return entry
-
-
-KERNELS = Kernels({"plan": _planned(MARK)} | {dtype: _worked(kind, MARK) for dtype, kind in KINDS.items()})
+KERNELS = Kernels(KINDS, plan=plan, work=work)

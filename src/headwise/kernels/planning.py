@@ -9,7 +9,7 @@ who else reads them, and so neither does what it reads.
 
 from __future__ import annotations
 
-from numba import njit
+from numba import extending, njit
 
 from .blocks import COLUMNS, KEYS, NEXT, SCALES, VALUES
 from .memory import put, whole
@@ -166,10 +166,17 @@ def divided(told, entry, at, rows, number):
 
 
 @njit
-def team(told, entry, at, number):
-    """Note what is read of a piece by a row and by all behind it that begin it together; the place behind it."""
+def largest_team(told, pieces):
+    """How many rows read together at most: fewer where threads would else have nothing to do. That changes no bit."""
+    threads = whole(told + At.COUNT)
+    return TEAM if threads == 1 else max(1, min(TEAM, pieces // (2 * threads)))
+
+
+@njit
+def team(told, entry, at, number, most):
+    """Note what is read of a piece by a row and by those behind it that begin it together; the place behind it."""
     table, rows, batch = whole(told + At.ORDER), 1, whole(told + At.BATCH)
-    while rows < TEAM and at + rows < batch and meets(told, at + rows, PIECE * number):
+    while rows < most and at + rows < batch and meets(told, at + rows, PIECE * number):
         first = whole(whole(told + At.ROWS) + 24 * whole(table + 24 * (at + rows)))
         put(whole(told + At.STARTS) + 24 * (first + number) + 16, 1)
         rows += 1
@@ -195,7 +202,7 @@ def spread(told):
     put(told + At.MOST, 1)
 
 
-@njit
+@extending.register_jitable
 def plan(told):
     """Cut the keys of every row into pieces, and make jobs of them: what one thread reads at a time."""
     spread(told)
@@ -207,12 +214,13 @@ def plan(told):
         put(this + 8, end - n)
         put(this + 16, 0)
         n = end
+    most = largest_team(told, n)
     for at in range(whole(told + At.BATCH)):
         this = whole(told + At.ROWS) + 24 * whole(table + 24 * at)
         for number in range(whole(this + 8)):
             if not whole(whole(told + At.STARTS) + 24 * (whole(this) + number) + 16):
                 put(whole(told + At.JOBS) + 8 * job, entry)
-                entry, job = team(told, entry, at, number), job + 1
+                entry, job = team(told, entry, at, number, most), job + 1
     put(whole(told + At.JOBS) + 8 * job, entry)
     put(told + At.COUNT, job)
 

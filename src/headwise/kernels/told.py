@@ -26,8 +26,8 @@ class At(IntEnum):
 
     NEXT = auto()  # counters: the next job, the next thread
     THREAD = auto()
-    COUNT = auto()  # how many jobs there are, and how many rows read together at most
-    MOST = auto()
+    COUNT = auto()  # threads, then jobs
+    MOST = auto()  # pieces there may be, then rows that read together
     Q = auto()  # [B, H, dim wide], scaled
     K = auto()
     V = auto()
