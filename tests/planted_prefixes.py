@@ -68,8 +68,8 @@ bug(
 bug(
     "prefixes-teams-without-end",
     "kernels/planning.py",
-    "    while rows < TEAM and at + rows < batch",
-    "    while at + rows < batch",
+    "return rows if rows <= most else min(most, (rows + 1) // 2)",
+    "return rows",
     f"{PREFIXES}::test_many_rows_read_in_teams",
 )
 bug(
