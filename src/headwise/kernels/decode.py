@@ -210,8 +210,9 @@ def _back(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[Any, ...]:
     ]
     with torch.enable_grad():
         found = _plainly(given[0], given[1], given[2], spans, given[3:], ctx.cap)
-    wanted = [t for t in given if t.requires_grad]
-    grads = iter(torch.autograd.grad(found, wanted, [o_grad, lse_grad], allow_unused=True, create_graph=again))
+    wanted, told = [t for t in given if t.requires_grad], zip(found, (o_grad, lse_grad), strict=True)
+    made, slopes = zip(*((t, grad) for t, grad in told if t.requires_grad), strict=True)  # lse sees no values
+    grads = iter(torch.autograd.grad(made, wanted, slopes, allow_unused=True, create_graph=again))
     each = [next(grads) if t.requires_grad else None for t in given]
     return *each[:3], None, each[3:], None
 

@@ -17,7 +17,7 @@ from .rereading import KERNELS
 from .tiles import SLACK
 
 
-@torch.library.custom_op("headwise::read_lines", mutates_args=())
+@torch.library.custom_op("headwise::read_lines", mutates_args=(), device_types="cpu")
 def read_lines(q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float, formed: int) -> list[Tensor]:
     """What some of the queries q [B, T, H, dim] read of k and v [B, S, G, dim or vdim], zeros for others, and the
     log-sum-exp of their scores, [B, T, H].
@@ -33,7 +33,7 @@ def read_lines(q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float
     return [o, lse]
 
 
-@torch.library.custom_op("headwise::read_lines_backward", mutates_args=())
+@torch.library.custom_op("headwise::read_lines_backward", mutates_args=(), device_types="cpu")
 def read_lines_backward(
     grad: Tensor, given: list[Tensor], told: list[Tensor], scale: float, formed: int
 ) -> list[Tensor]:
@@ -94,8 +94,9 @@ def _kept(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _back(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     check_once(PLAIN)
-    given, told = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-    d_q, d_k, d_v = read_lines_backward(grads[0], list(given), list(told), ctx.scale, ctx.formed)
+    saved = list(ctx.saved_tensors)  # asked once: a checkpoint hands each out no second time
+    told = saved[5:]
+    d_q, d_k, d_v = read_lines_backward(grads[0], saved[:5], told, ctx.scale, ctx.formed)
     return d_q, d_k, d_v, [None] * len(told), None, None
 
 
