@@ -1,8 +1,8 @@
 """Kernels by name: compiled when they are first asked for, kept on disk where that can be, run by torch's threads.
 
-Numba keeps what it compiled by the code of a function and what this closes over, and sees neither the functions that
-it calls nor, in the next process, those that it closes over. So every function that is handed to it closes over plain
-names and numbers alone, and one of them is `MARK`.
+Numba keeps what it compiled by the code of a function and by what this closes over, and sees nothing of what is called
+there. So what is handed to it closes over `MARK`, a number of all files of kernels; and the function that it calls is
+one as Python has it, which is known by its name, where one of Numba's would be another in the next process.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numba import cfunc, types
 from torch import Tensor
 
 from . import team
+from .memory import form
 
+NUMBERS = {torch.float32: "float32", torch.float64: "float64"}  # that are computed with as they lie
 ENTRY = types.void(types.int64)
 
 
@@ -31,23 +34,25 @@ MARK = _mark()
 
 
 class Kernels:
-    """Compiled functions of one address."""
+    """Functions of one address, `register_jitable`, each compiled for every kind of numbers that it is asked for."""
 
-    def __init__(self, functions: Mapping[Any, Callable[[Any], None]]) -> None:
-        self.functions = functions
-        self.made: dict[Any, Any] = {}  # an address is good as long as what was compiled lives
+    def __init__(self, kinds: Mapping[torch.dtype, str], **functions: Callable[..., None]) -> None:
+        self.kinds, self.functions = kinds, functions
+        self.made: dict[tuple[str, torch.dtype | None], Any] = {}  # an address is good as long as what was made lives
 
-    def address(self, name: Any) -> int:
-        """Where this one lies once compiled."""
-        if name not in self.made:  # of two threads that make it the first is kept: its address may be in use
-            self.made.setdefault(name, _compiled(self.functions[name], name))
-        return self.made[name].address
+    def address(self, name: str, dtype: torch.dtype | None = None) -> int:
+        """Where this one lies once compiled; with a kind of numbers it is told their form before the address."""
+        own = name, dtype
+        if own not in self.made:  # of two threads that make it the first is kept: its address may be in use
+            kind = None if dtype is None else self.kinds[dtype]
+            self.made.setdefault(own, _compiled(self.functions[name], kind))
+        return self.made[own].address
 
-    def launch(self, name: Any, units: int, *told: Tensor | int) -> None:
+    def launch(self, name: str, dtype: torch.dtype, units: int, *told: Tensor | int) -> None:
         """Run one over so many units: it is told counters, how many there are, then addresses and numbers."""
         numbers = [0, 0, units, *(t.data_ptr() if isinstance(t, Tensor) else t for t in told)]
         table = np.array(numbers, dtype=np.int64)
-        team.run(self.address(name), table.ctypes.data, threads(units))
+        team.run(self.address(name, dtype), table.ctypes.data, threads(units))
 
 
 def threads(units: int) -> int:
@@ -55,10 +60,27 @@ def threads(units: int) -> int:
     return max(1, min(units, team.most()))
 
 
-def _compiled(function: Callable[[Any], None], name: Any) -> Any:
+def _compiled(function: Callable[..., None], kind: str | None) -> Any:
+    entry = _plain(function, MARK) if kind is None else _formed(function, kind, MARK)
     # Numba numbers what it keeps under one function's name, and two processes may give two kernels the same number.
-    function.__qualname__ += "".join(f"_{part}" for part in (name if isinstance(name, tuple) else (name,)))
+    entry.__qualname__ = "_".join([function.__module__.rpartition(".")[2], function.__name__, kind or "plain"])
     try:
-        return cfunc(ENTRY, cache=True)(function)
+        return cfunc(ENTRY, cache=True)(entry)
     except RuntimeError:  # neither the package's folder nor the user's own can be written
-        return cfunc(ENTRY)(function)
+        return cfunc(ENTRY)(entry)
+
+
+def _plain(function: Callable[..., None], mark: int) -> Any:
+    def entry(table):
+        if mark:
+            function(table)
+
+    return entry
+
+
+def _formed(function: Callable[..., None], kind: str, mark: int) -> Any:
+    def entry(table):
+        if mark:
+            function(form(kind), table)
+
+    return entry

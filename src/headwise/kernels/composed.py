@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .compiled import threads
+from .compiled import NUMBERS, threads
 from .composing import TILE, desk
-from .decomposing import KERNELS, NUMBERS
+from .decomposing import KERNELS
 from .lanes import WIDE
 from .orders import PLAIN, check_once, transformed
 
@@ -71,7 +71,7 @@ def _launch(which: str, given: list[Tensor], each: int, *made: Tensor) -> None:
     units = batch * -(-keys // TILE)
     numbers = a.new_empty(threads(units), desk(heads, out, qs.shape[2], ks.shape[1]))
     sizes = (heads, out, queries, keys, qs.shape[2], ks.shape[1], kg.shape[1] * out, each)
-    KERNELS.launch((which, a.dtype), units, *given, *sizes, numbers, numbers.nbytes // len(numbers), *made)
+    KERNELS.launch(which, a.dtype, units, *given, *sizes, numbers, numbers.nbytes // len(numbers), *made)
 
 
 @composed.register_fake

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from enum import IntEnum, auto
 
-from numba import njit
+from numba import extending, njit
 
 from . import memory
 from .lanes import WIDE, fma, plus, splat, times
@@ -172,7 +172,7 @@ def compose(form, table, row, desk):
                 add(form, y + step * o, a, read(form, of_target + step * (r * OUT + o)))
 
 
-@njit
+@extending.register_jitable
 def forward(form, table):
     """Unit by unit: lay out, compose, bring back."""
     size, step = memory.size(form), memory.size(form) * TILE

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from numba import njit
+from numba import extending, njit
 
 from . import memory
-from .compiled import MARK, Kernels
+from .compiled import NUMBERS, Kernels
 from .composing import TILE, At, add, asked, by_key, by_query, clear, forward, group, handed, laid, lay
 from .lanes import WIDE, plus, splat, total
 from .memory import put, read, read_one, take, told, whole
@@ -114,7 +111,7 @@ def back_query(form, table, b, t, begin, desk):
     summed(form, table, (b * tiles + tile) * T + t, sums)
 
 
-@njit
+@extending.register_jitable
 def backward(form, table):
     """Unit by unit: lay out, go back, bring the gradients of keys home."""
     step = memory.size(form) * TILE
@@ -135,24 +132,4 @@ def backward(form, table):
         unit = take(table)
 
 
-def _forward(kind: str, mark: int) -> Any:
-    def entry(table):
-        if mark:
-            forward(memory.form(kind), table)
-
-    return entry
-
-
-def _backward(kind: str, mark: int) -> Any:
-    def entry(table):
-        if mark:
-            backward(memory.form(kind), table)
-
-    return entry
-
-
-NUMBERS = {torch.float32: "float32", torch.float64: "float64"}
-KERNELS = Kernels(
-    {("forward", dtype): _forward(kind, MARK) for dtype, kind in NUMBERS.items()}
-    | {("backward", dtype): _backward(kind, MARK) for dtype, kind in NUMBERS.items()}
-)
+KERNELS = Kernels(NUMBERS, forward=forward, backward=backward)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum, auto
-from typing import Any
 
-import torch
-from numba import njit
+from numba import extending, njit
 
 from . import memory
-from .compiled import MARK, Kernels
+from .compiled import NUMBERS, Kernels
 from .lanes import WIDE, exp, larger, largest, minus, plus, splat, times, total, where_below
 from .masks import allowed, marked
 from .memory import put, read, read_one, take, told
@@ -109,7 +107,7 @@ def softmax_row(form, table, row, desk):
     hand(form, table, row, desk, one / total(sums))
 
 
-@njit
+@extending.register_jitable
 def softmax(form, table):
     """Rows by the few."""
     desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
@@ -120,13 +118,4 @@ def softmax(form, table):
         unit = take(table)
 
 
-def _entry(kind: str, mark: int) -> Any:
-    def entry(table):
-        if mark:
-            softmax(memory.form(kind), table)
-
-    return entry
-
-
-NUMBERS = {torch.float32: "float32", torch.float64: "float64"}
-KERNELS = Kernels({dtype: _entry(kind, MARK) for dtype, kind in NUMBERS.items()})
+KERNELS = Kernels(NUMBERS, softmax=softmax)

@@ -55,7 +55,7 @@ def _launch(which: str, given: tuple[Any, ...], told: tuple[Tensor, ...], *made:
     sizes = [q.shape[1], q.shape[2], k.shape[1], k.shape[2], q.shape[3], v.shape[3], *strides]
     place = desks, desks.shape[1] * desks.element_size()
     table = units, lines, ends, len(ends), q, q.new_full((1,), scale), k, v, *sizes, *place
-    KERNELS.launch((which, q.dtype), len(units), *table, *made)
+    KERNELS.launch(which, q.dtype, len(units), *table, *made)
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from enum import IntEnum, auto
 
-from numba import njit
+from numba import extending, njit
 
 from . import memory
 from .lanes import WIDE, exp, larger, minus, plus, splat, times, where_below, wide
@@ -205,7 +205,7 @@ def unit_forward(f, table, unit, desk):
     delivered(f, table, unit, sums, desk)
 
 
-@njit
+@extending.register_jitable
 def forward(f, table):
     """Unit by unit."""
     desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)

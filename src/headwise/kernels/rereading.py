@@ -6,13 +6,10 @@ row stands apart, so that sums do not depend on threads.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from numba import njit
+from numba import extending, njit
 
 from . import memory
-from .compiled import MARK, Kernels
+from .compiled import NUMBERS, Kernels
 from .lanes import WIDE, exp, minus, times, wide
 from .memory import put, read, read_one, take, told, whole
 from .reading import ENDS, KEYS, At, barred, cleared, compare, forward, lying, scaled, turned
@@ -151,7 +148,7 @@ def unit_back(f, table, unit, desk):
         tile_back(f, table, (k, v, d_k, d_v), here, desk + size * ROWS)
 
 
-@njit
+@extending.register_jitable
 def backward(f, table):
     """Unit by unit."""
     desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
@@ -161,24 +158,4 @@ def backward(f, table):
         unit = take(table)
 
 
-def _forward(kind: str, mark: int) -> Any:
-    def entry(table):
-        if mark:
-            forward(memory.form(kind), table)
-
-    return entry
-
-
-def _backward(kind: str, mark: int) -> Any:
-    def entry(table):
-        if mark:
-            backward(memory.form(kind), table)
-
-    return entry
-
-
-NUMBERS = {torch.float32: "float32", torch.float64: "float64"}
-KERNELS = Kernels(
-    {("forward", dtype): _forward(kind, MARK) for dtype, kind in NUMBERS.items()}
-    | {("backward", dtype): _backward(kind, MARK) for dtype, kind in NUMBERS.items()}
-)
+KERNELS = Kernels(NUMBERS, forward=forward, backward=backward)

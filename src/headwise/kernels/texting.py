@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum, auto
-from typing import Any
 
-import torch
-from numba import njit
+from numba import extending, njit
 
 from . import memory
-from .compiled import MARK, Kernels
+from .compiled import NUMBERS, Kernels
 from .lanes import WIDE, exp, fma, larger, largest, minus, plus, splat, times, total, where_below, wide
 from .memory import put, read, read_one, take, told, whole
 
@@ -176,7 +174,7 @@ def weights(form, table, q, desk, text):
     weigh(form, table, w, places, queries, count)
 
 
-@njit
+@extending.register_jitable
 def forward(form, table):
     """Text by text and head by head: compare, weigh, read."""
     size, dim, vdim = memory.size(form), told(table, At.DIM), told(table, At.VDIM)
@@ -232,7 +230,7 @@ def back_head(form, table, h, desk, text):
     product(form, (to, size * dim * groups), (d, size, row), (q, told(table, At.Q_TOKEN)), count, (queries, dim, more))
 
 
-@njit
+@extending.register_jitable
 def backward(form, table):
     """Text by text and head by head: the weights once more, and all gradients."""
     size, dim, vdim = memory.size(form), told(table, At.DIM), told(table, At.VDIM)
@@ -254,24 +252,4 @@ def backward(form, table):
         unit = take(table)
 
 
-def _forward(kind: str, mark: int) -> Any:
-    def entry(table):
-        if mark:
-            forward(memory.form(kind), table)
-
-    return entry
-
-
-def _backward(kind: str, mark: int) -> Any:
-    def entry(table):
-        if mark:
-            backward(memory.form(kind), table)
-
-    return entry
-
-
-NUMBERS = {torch.float32: "float32", torch.float64: "float64"}
-KERNELS = Kernels(
-    {("forward", dtype): _forward(kind, MARK) for dtype, kind in NUMBERS.items()}
-    | {("backward", dtype): _backward(kind, MARK) for dtype, kind in NUMBERS.items()}
-)
+KERNELS = Kernels(NUMBERS, forward=forward, backward=backward)

@@ -65,7 +65,7 @@ def _launch(which: str, given: list[Tensor], where: Where, how: tuple[bool, floa
     numbers = q.new_empty(threads(units), desk(longest, k.shape[2], v.shape[2]))
     lies = [told for t in given for told in (t, *(step * t.itemsize for step in t.stride()[:2]))]
     sizes = (groups, q.shape[1] // groups, k.shape[2], v.shape[2], scales, int(causal))
-    KERNELS.launch((which, q.dtype), units, table, *lies, *sizes, numbers, numbers.nbytes // len(numbers), *made)
+    KERNELS.launch(which, q.dtype, units, table, *lies, *sizes, numbers, numbers.nbytes // len(numbers), *made)
 
 
 @texts.register_fake
