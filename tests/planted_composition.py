@@ -827,13 +827,6 @@ bug(
     ENTMAX + "test_the_ends_of_a_head_are_numbers",
 )
 bug(
-    "entmax-twice-differentiable-silently",
-    "parts/entmax.py",
-    '        check_once("do without, or use another normaliser")\n',
-    "",
-    ENTMAX + "test_a_second_derivative_is_refused",
-)
-bug(
     "concrete-evaluates-with-the-temperature",
     "parts/concrete.py",
     "return self._stretched(log_a)",

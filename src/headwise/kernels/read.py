@@ -16,6 +16,8 @@ from .reading import desk
 from .rereading import KERNELS
 from .tiles import SLACK
 
+MOST = {torch.float32: 2**24, torch.float64: 2**53}  # keys whose numbers are known exactly
+
 
 @torch.library.custom_op("headwise::read_lines", mutates_args=(), device_types="cpu")
 def read_lines(q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float, formed: int) -> list[Tensor]:
@@ -49,6 +51,10 @@ def read_lines_backward(
 
 def _launch(which: str, given: tuple[Any, ...], told: tuple[Tensor, ...], *made: Tensor | int) -> None:
     q, k, v, scale = given
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give all in one")
+    if k.shape[1] > MOST[q.dtype]:
+        raise ValueError(f"{k.shape[1]:,} keys are more than {MOST[q.dtype]:,} in {q.dtype}; use another backend")
     units, lines, ends = told
     strides = [side * t.element_size() for t in (k, v) for side in t.stride()[:3]]
     desks = q.new_empty(threads(len(units)), desk(q.shape[3], v.shape[3]))
