@@ -57,7 +57,7 @@ def slopes(
     q, k, v, grad = q.contiguous(), _whole(k), _whole(v), grad.contiguous()
     lines, ends, _, units = told
     d_q, d_k, d_v = room(q, k, v, len(units) // (len(k) * k.shape[2]), make)
-    made = o, lse, grad, (o * grad).sum(-1), lse.numel(), d_q, d_k, d_v, d_k.shape[2]
+    made = o, lse, grad, lse.numel(), d_q, d_k, d_v, d_k.shape[2]
     _launch("backward", (q, k, v, scale), (units, lines, ends), *made)
     return d_q.sum(0) if len(d_q) > 1 else d_q[0], *narrowed(d_k, d_v, k, v)
 
