@@ -34,7 +34,9 @@ BACKENDS: dict[str, ModuleType] = {
     "dense": dense,
 }
 
-LENGTHS = tuple(sorted({module.LEAST for module in (banded, linear, routed, tiled)}))  # keys at which another is preferred
+LENGTHS = tuple(
+    sorted({module.LEAST for module in (banded, linear, routed, tiled)})
+)  # keys at which another is preferred
 
 
 def choose(job: Job, only: str | None = None) -> ModuleType:
