@@ -1,4 +1,4 @@
-"""Plain softmax heads on the CPU: a kernel of its own reads the keys that sixty-four queries read, and no score is kept."""
+"""Plain softmax heads on the CPU: a kernel reads for sixty-four queries at a time, and keeps no score."""
 
 from __future__ import annotations
 
