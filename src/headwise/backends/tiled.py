@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.compiled import NUMBERS
 from ..kernels.every import Size, pairs, read_every
 from ..kernels.orders import transformed
-from ..kernels.rereading import NUMBERS
 from ..kernels.tiles import ROWS
 from ..parts.softmax import Softmax
 from ..pattern import Causal, Full
