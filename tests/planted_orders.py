@@ -108,7 +108,21 @@ bug(
 bug(
     "kernels-of-all-kinds-are-kept-under-one-name",
     "kernels/compiled.py",
-    "    function.__qualname__ += ",
-    "    _ = ",
+    "    entry.__qualname__ = name\n",
+    "",
     "test_kernel_edges.py::test_no_two_kernels_are_kept_under_one_name",
+)
+bug(
+    "kernels-of-two-files-are-kept-under-one-name",
+    "kernels/compiled.py",
+    'f"{function.__module__}.{name}.{kind}"',
+    'f"{name}.{kind}"',
+    "test_kernel_edges.py::test_no_two_kernels_are_kept_under_one_name",
+)
+bug(
+    "kernels-are-not-found-by-the-next-process",
+    "kernels/normalising.py",
+    "@extending.register_jitable\ndef softmax(",
+    "@njit\ndef softmax(",
+    "test_kernel_edges.py::test_the_next_process_reads_a_kernel_from_disk",
 )

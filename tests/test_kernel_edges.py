@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -14,7 +17,7 @@ from cases import check_close
 from headwise.backends import bands, ragged
 from headwise.hub import watching
 from headwise.hub.finding import found
-from headwise.kernels import Beside, decode, decoding
+from headwise.kernels import Beside, decode, decoding, normalising
 from headwise.products import LARGE, abreast, linear
 
 TABLE = torch.tensor([[[0, 0, 4], [1, 0, 2]], [[2, 0, 0], [0, 0, 0]], [[3, 1, 3], [0, 2, 2]]])
@@ -224,8 +227,24 @@ def test_a_cache_goes_with_its_last_use(pattern):
 
 
 def test_no_two_kernels_are_kept_under_one_name():
-    kinds = ("plan", torch.float32, torch.float64)
-    for kind in kinds:
-        decoding.KERNELS.address(kind)
-    kept = {decoding.KERNELS.made[kind]._cache._impl.filename_base for kind in kinds}
-    assert len(kept) == len(kinds), kept
+    made = [("plan", None), ("work", torch.float32), ("work", torch.float64)]
+    for name, dtype in made:
+        decoding.KERNELS.address(name, dtype)
+    normalising.KERNELS.address("softmax", torch.float32)
+    kernels = [*(decoding.KERNELS.made[own] for own in made), normalising.KERNELS.made["softmax", torch.float32]]
+    kept = {kernel._cache._impl.filename_base for kernel in kernels}
+    assert len(kept) == len(kernels), kept
+
+
+KEPT = """
+import torch
+from headwise.kernels import normalising
+normalising.KERNELS.address("softmax", torch.float32)
+print(normalising.KERNELS.made["softmax", torch.float32].cache_hits)
+"""
+
+
+def test_the_next_process_reads_a_kernel_from_disk(tmp_path):
+    told = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    hits = [subprocess.run([sys.executable, "-c", KEPT], env=told, capture_output=True, text=True) for _ in range(2)]
+    assert [run.stdout.strip() for run in hits] == ["0", "1"], hits[1].stderr

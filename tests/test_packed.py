@@ -13,8 +13,9 @@ import headwise as hw
 from cases import EXAMPLES, check_close
 from headwise import reference
 from headwise.backends import packed
-from headwise.backends.packed import LONGEST, SHORT, SLACK, grouped
-from headwise.tokens import Tokens
+from headwise.backends.packed import LONGEST, SHORT, SLACK, grouped, placed, planned
+from headwise.pattern import Full
+from headwise.tokens import Sight, Tokens
 
 ROWS = [[3, 1, 4, 0, 2], [5], [7, 2, 1]]
 SOURCES = [[2, 6, 0, 3, 1], [4, 3], [1, 1]]
@@ -241,3 +242,11 @@ def test_compiled_rows_are_masked_and_the_same():
     torch._dynamo.reset()
     run = torch.compile(layer, fullgraph=True, backend="eager")
     check_close(run(x, tokens=told), layer(x, tokens=told))
+
+
+def test_what_texts_read_of_themselves_and_of_a_source_is_planned_apart():
+    at, told = Tokens.packed([[2, 3]]), Tokens.packed([[4, 1]])
+    for plan in (planned, placed):
+        plan(Sight(at, at, Full()))
+    assert planned(Sight(at, told, Full())).keys.shapes == ((2, 4),)
+    assert placed(Sight(at, told, Full())).table.tolist() == [[0, 2, 0, 4], [2, 3, 4, 1]]

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.compiled import NUMBERS
 from ..kernels.orders import PLAIN, check_once, transformed
 from ..kernels.read import read_lines
-from ..kernels.rereading import NUMBERS
 from ..kernels.tiles import ROWS
 from ..parts.softmax import Softmax
 from ..pattern import Causal, Full

@@ -1,8 +1,8 @@
 """Kernels by name: compiled when they are first asked for, kept on disk where that can be, run by torch's threads.
 
-Numba keeps what it compiled by the code of a function and what this closes over, and sees neither the functions that
-it calls nor, in the next process, those that it closes over. So every function that is handed to it closes over plain
-names and numbers alone, and one of them is `MARK`.
+Numba keeps what it compiled by the code of a function and by what this closes over, and sees nothing of what is called
+there. So what is handed to it closes over `MARK`, a number of all files of kernels; and the function that it calls is
+one as Python has it, which is known by its name, where one of Numba's would be another in the next process.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numba import cfunc, types
 from torch import Tensor
 
 from . import team
+from .memory import form, take, whole
 
+NUMBERS = {torch.float32: "float32", torch.float64: "float64"}  # that are computed with as they lie
+HEAD = 5  # numbers of a table of units that are the same for all: the next one, the next thread, how many, desks
 ENTRY = types.void(types.int64)
 
 
@@ -31,23 +35,54 @@ MARK = _mark()
 
 
 class Kernels:
-    """Compiled functions of one address."""
+    """Functions of one address, `register_jitable`, each compiled for every kind of numbers that it is asked for."""
 
-    def __init__(self, functions: Mapping[Any, Callable[[Any], None]]) -> None:
-        self.functions = functions
-        self.made: dict[Any, Any] = {}  # an address is good as long as what was compiled lives
+    def __init__(self, kinds: Mapping[torch.dtype, str], **functions: Callable[..., None]) -> None:
+        self.kinds, self.functions = kinds, functions
+        self.made: dict[tuple[str, torch.dtype | None], Any] = {}  # an address is good as long as what was made lives
 
-    def address(self, name: Any) -> int:
-        """Where this one lies once compiled."""
-        if name not in self.made:  # of two threads that make it the first is kept: its address may be in use
-            self.made.setdefault(name, _compiled(self.functions[name], name))
-        return self.made[name].address
+    def address(self, name: str, dtype: torch.dtype | None = None) -> int:
+        """Where this one lies once compiled; for a kind of numbers it is told their form before the address."""
+        own, function = (name, dtype), self.functions[name]
+        if own not in self.made:  # of two threads that make it the first is kept: its address may be in use
+            kind = "" if dtype is None else self.kinds[dtype]
+            entry = self.entry(function, kind, MARK) if kind else _plain(function, MARK)
+            self.made.setdefault(own, _compiled(entry, f"{function.__module__}.{name}.{kind}"))
+        return self.made[own].address
 
-    def launch(self, name: Any, units: int, *told: Tensor | int) -> None:
-        """Run one over so many units: it is told counters, how many there are, then addresses and numbers."""
-        numbers = [0, 0, units, *(t.data_ptr() if isinstance(t, Tensor) else t for t in told)]
-        table = np.array(numbers, dtype=np.int64)
-        team.run(self.address(name), table.ctypes.data, threads(units))
+    def entry(self, function: Callable[..., None], kind: str, mark: int) -> Any:
+        """What is compiled: the function with the form."""
+
+        def entry(table):
+            if mark:
+                function(form(kind), table)
+
+        return entry
+
+
+class Units(Kernels):
+    """Functions that do one unit of work: they are told its number, and where their thread may write meanwhile."""
+
+    def launch(self, name: str, dtype: torch.dtype, work: tuple[int, int], *told: Tensor | int) -> None:
+        """Do so many units, each with so many numbers to write on; what is told are addresses and numbers."""
+        units, desk = work
+        desks = torch.empty(threads(units), desk, dtype=dtype)
+        numbers = [0, 0, units, desks, desks.stride(0) * desks.itemsize, *told]
+        table = np.array([t.data_ptr() if isinstance(t, Tensor) else t for t in numbers], dtype=np.int64)
+        team.run(self.address(name, dtype), table.ctypes.data, len(desks))
+
+    def entry(self, function: Callable[..., None], kind: str, mark: int) -> Any:
+        """What is compiled: a thread takes one unit after the other, until there are no more."""
+
+        def entry(table):
+            if mark:
+                desk = whole(table + 24) + whole(table + 32) * take(table + 8)
+                unit = take(table)
+                while unit < whole(table + 16):
+                    function(form(kind), table, unit, desk)
+                    unit = take(table)
+
+        return entry
 
 
 def threads(units: int) -> int:
@@ -55,10 +90,18 @@ def threads(units: int) -> int:
     return max(1, min(units, team.most()))
 
 
-def _compiled(function: Callable[[Any], None], name: Any) -> Any:
+def _plain(function: Callable[..., None], mark: int) -> Any:
+    def entry(table):
+        if mark:
+            function(table)
+
+    return entry
+
+
+def _compiled(entry: Any, name: str) -> Any:
     # Numba numbers what it keeps under one function's name, and two processes may give two kernels the same number.
-    function.__qualname__ += "".join(f"_{part}" for part in (name if isinstance(name, tuple) else (name,)))
+    entry.__qualname__ = name
     try:
-        return cfunc(ENTRY, cache=True)(function)
+        return cfunc(ENTRY, cache=True)(entry)
     except RuntimeError:  # neither the package's folder nor the user's own can be written
-        return cfunc(ENTRY)(function)
+        return cfunc(ENTRY)(entry)

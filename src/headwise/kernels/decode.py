@@ -112,7 +112,7 @@ def _decode(
     told[At.K_PAGE // 8 : At.V_SLOT // 8 + 1] = array("q", [t.stride(n) * t.itemsize for t in (k, v) for n in range(3)])
     address = told.buffer_info()[0]
     team.run(KERNELS.address("plan"), address, 1)
-    team.run(KERNELS.address(k.dtype), address, threads)
+    team.run(KERNELS.address("work", k.dtype), address, threads)
     del kept  # till here what it holds had to live
     return out, lse
 

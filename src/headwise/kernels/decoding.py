@@ -10,14 +10,12 @@ what comes out.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
-from numba import njit
+from numba import extending, njit
 
-from . import memory
 from .blocks import COLUMNS, KEYS, NEXT, SCALES, VALUES, compare, gather
-from .compiled import MARK, Kernels
+from .compiled import Kernels
 from .lanes import WIDE, fma, splat, times, wide
 from .memory import number, put, read, read_one, size, take, whole
 from .scoring import biased, capped, scaled, weigh
@@ -48,7 +46,7 @@ def cut(told, row, n):
     return end
 
 
-@njit
+@extending.register_jitable
 def plan(told):
     """Cut the keys of every row into pieces; a row without keys is one empty piece."""
     n, table = 0, whole(told + At.ROWS)
@@ -186,7 +184,7 @@ def join(f, told, row):
             deliver(f, to + b * c, summed(f, part + b * c, (apart, count, step - 2 * b - b * c), over), vdim - c, part)
 
 
-@njit
+@extending.register_jitable
 def work(f, told):
     """What every thread does: take a piece, read it, until there are no more."""
     desk = whole(told + At.DESK) + take(told + At.THREAD) * whole(told + At.DESK_SIZE)
@@ -199,20 +197,4 @@ def work(f, told):
         this = following
 
 
-def _planned(mark: int) -> Any:
-    def entry(told):
-        if mark:
-            plan(told)
-
-    return entry
-
-
-def _worked(kind: str, mark: int) -> Any:
-    def entry(told):
-        if mark:
-            work(memory.form(kind), told)
-
-    return entry
-
-
-KERNELS = Kernels({"plan": _planned(MARK)} | {dtype: _worked(kind, MARK) for dtype, kind in KINDS.items()})
+KERNELS = Kernels(KINDS, plan=plan, work=work)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from numba import njit
+from numba import extending, njit
 
 from . import memory
-from .compiled import MARK, Kernels
+from .compiled import NUMBERS, Units
 from .composing import TILE, At, add, asked, by_key, by_query, clear, forward, group, handed, laid, lay
 from .lanes import WIDE, plus, splat, total
-from .memory import put, read, read_one, take, told, whole
+from .memory import put, read, read_one, told, whole
 
 
 @njit
@@ -114,45 +111,21 @@ def back_query(form, table, b, t, begin, desk):
     summed(form, table, (b * tiles + tile) * T + t, sums)
 
 
-@njit
-def backward(form, table):
-    """Unit by unit: lay out, go back, bring the gradients of keys home."""
+@extending.register_jitable
+def backward(form, table, unit, desk):
+    """A tile of keys of one row: lay out, go back, bring the gradients of keys home."""
     step = memory.size(form) * TILE
     H, OUT, held = told(table, At.H), told(table, At.OUT), told(table, At.K_RANKS)
     tiles, factors = -(-told(table, At.S) // TILE), held * (H + OUT) + told(table, At.GATES)
-    desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
-    unit = take(table)
-    while unit < told(table, At.UNITS):
-        b, begin = unit // tiles, unit % tiles * TILE
-        x, keys = desk, desk + step * (H + OUT)
-        d_x = keys + step * factors
-        d_keys = d_x + step * H
-        laid(form, table, keys, b, begin)
-        clear(form, d_keys, TILE * factors)
-        for t in range(told(table, At.T)):
-            back_query(form, table, b, t, begin, (x, keys, d_x, d_keys, d_keys + step * factors))
-        handed(form, table, d_keys, b, begin)
-        unit = take(table)
+    b, begin = unit // tiles, unit % tiles * TILE
+    x, keys = desk, desk + step * (H + OUT)
+    d_x = keys + step * factors
+    d_keys = d_x + step * H
+    laid(form, table, keys, b, begin)
+    clear(form, d_keys, TILE * factors)
+    for t in range(told(table, At.T)):
+        back_query(form, table, b, t, begin, (x, keys, d_x, d_keys, d_keys + step * factors))
+    handed(form, table, d_keys, b, begin)
 
 
-def _forward(kind: str, mark: int) -> Any:
-    def entry(table):
-        if mark:
-            forward(memory.form(kind), table)
-
-    return entry
-
-
-def _backward(kind: str, mark: int) -> Any:
-    def entry(table):
-        if mark:
-            backward(memory.form(kind), table)
-
-    return entry
-
-
-NUMBERS = {torch.float32: "float32", torch.float64: "float64"}
-KERNELS = Kernels(
-    {("forward", dtype): _forward(kind, MARK) for dtype, kind in NUMBERS.items()}
-    | {("backward", dtype): _backward(kind, MARK) for dtype, kind in NUMBERS.items()}
-)
+KERNELS = Units(NUMBERS, forward=forward, backward=backward)

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum, auto
-from typing import Any
 
-import torch
-from numba import njit
+from numba import extending, njit
 
 from . import memory
-from .compiled import MARK, Kernels
+from .compiled import HEAD, NUMBERS, Units
 from .lanes import WIDE, exp, larger, largest, minus, plus, splat, times, total, where_below
 from .masks import allowed, marked
-from .memory import put, read, read_one, take, told
+from .memory import put, read, read_one, told
 
 ROWS = 8  # that a thread takes at a time
 
@@ -25,10 +23,7 @@ ROWS = 8  # that a thread takes at a time
 class At(IntEnum):
     """Where each number lies in what a kernel is told: an array of int64. Addresses count bytes, sizes numbers."""
 
-    NEXT = 0
-    THREAD = auto()  # the next thread to begin
-    UNITS = auto()
-    GIVEN = auto()  # [B, H, T, S]: scores
+    GIVEN = HEAD  # [B, H, T, S]: scores
     MADE = auto()  # forward weights, or what is read with them, [B, H, T, V]; backward the gradient of scores
     ALLOWED = auto()  # [1 or B, 1, 1 or T, S], a byte each; 0 where all are
     ALLOWED_ROW = auto()  # numbers to the next row of the batch, and to the next query
@@ -37,8 +32,6 @@ class At(IntEnum):
     T = auto()
     S = auto()
     COUNT = auto()  # rows in all
-    DESK = auto()
-    DESK_SIZE = auto()  # bytes of each thread
     KEYS = auto()  # 0, 1, 2 ..., an int32 for each key: from here on for entmax alone
     ALPHA = auto()  # [H]
     KEPT = auto()  # [B, H, T, 2]: how a row is formed again
@@ -109,24 +102,11 @@ def softmax_row(form, table, row, desk):
     hand(form, table, row, desk, one / total(sums))
 
 
-@njit
-def softmax(form, table):
-    """Rows by the few."""
-    desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
-    unit = take(table)
-    while unit < told(table, At.UNITS):
-        for row in range(unit * ROWS, min(unit * ROWS + ROWS, told(table, At.COUNT))):
-            softmax_row(form, table, row, desk)
-        unit = take(table)
+@extending.register_jitable
+def softmax(form, table, unit, desk):
+    """A few rows."""
+    for row in range(unit * ROWS, min(unit * ROWS + ROWS, told(table, At.COUNT))):
+        softmax_row(form, table, row, desk)
 
 
-def _entry(kind: str, mark: int) -> Any:
-    def entry(table):
-        if mark:
-            softmax(memory.form(kind), table)
-
-    return entry
-
-
-NUMBERS = {torch.float32: "float32", torch.float64: "float64"}
-KERNELS = Kernels({dtype: _entry(kind, MARK) for dtype, kind in NUMBERS.items()})
+KERNELS = Units(NUMBERS, softmax=softmax)

@@ -6,15 +6,12 @@ row stands apart, so that sums do not depend on threads.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from numba import njit
+from numba import extending, njit
 
 from . import memory
-from .compiled import MARK, Kernels
+from .compiled import NUMBERS, Units
 from .lanes import WIDE, exp, minus, times, wide
-from .memory import put, read, read_one, take, told, whole
+from .memory import put, read, read_one, told, whole
 from .reading import ENDS, KEYS, At, barred, cleared, compare, forward, lying, scaled, turned
 from .tiles import ROWS, SLACK, multiply
 
@@ -130,9 +127,10 @@ def tile_back(f, table, at, unit, desk):
             put(to + size * c, read_one(f, d_q + size * (ROWS * c + r)))
 
 
-@njit
-def unit_back(f, table, unit, desk):
+@extending.register_jitable
+def backward(f, table, number, desk):
     """All rows of a unit, sixty-four at a time."""
+    unit = told(table, At.TOLD) + 48 * number
     size, dim, vdim, groups = memory.size(f), told(table, At.DIM), told(table, At.VDIM), told(table, At.GROUPS)
     own, each = whole(unit) // groups, whole(unit) % groups
     k = told(table, At.K) + own * told(table, At.K_ROW) + each * told(table, At.K_HEAD)
@@ -151,34 +149,4 @@ def unit_back(f, table, unit, desk):
         tile_back(f, table, (k, v, d_k, d_v), here, desk + size * ROWS)
 
 
-@njit
-def backward(f, table):
-    """Unit by unit."""
-    desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
-    unit = take(table)
-    while unit < told(table, At.UNITS):
-        unit_back(f, table, told(table, At.TOLD) + 48 * unit, desk)
-        unit = take(table)
-
-
-def _forward(kind: str, mark: int) -> Any:
-    def entry(table):
-        if mark:
-            forward(memory.form(kind), table)
-
-    return entry
-
-
-def _backward(kind: str, mark: int) -> Any:
-    def entry(table):
-        if mark:
-            backward(memory.form(kind), table)
-
-    return entry
-
-
-NUMBERS = {torch.float32: "float32", torch.float64: "float64"}
-KERNELS = Kernels(
-    {("forward", dtype): _forward(kind, MARK) for dtype, kind in NUMBERS.items()}
-    | {("backward", dtype): _backward(kind, MARK) for dtype, kind in NUMBERS.items()}
-)
+KERNELS = Units(NUMBERS, forward=forward, backward=backward)

@@ -6,16 +6,15 @@ The few that can have weight are found first; whatever comes after, the way back
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from numba import njit
+from numba import extending, njit
 
 from . import memory
-from .compiled import MARK, Kernels
+from .compiled import NUMBERS, Units
 from .lanes import WIDE, fma, log, minus, plus, splat, times, total, where_below
 from .masks import place
-from .memory import put, read, read_one, take, told, whole
-from .normalising import NUMBERS, ROWS, At, lay
+from .memory import put, read, read_one, told, whole
+from .normalising import ROWS, At, lay
 from .sifting import root, scaled, sift, spread, weigh
 
 KEPT = 2  # numbers of a row from which it is formed again: the highest score and tau
@@ -159,15 +158,11 @@ def towards(form, lists, count, alpha, mean):
     return ((straight - mean) / (alpha - one) - bent + mean * spreads) / (alpha - one)
 
 
-@njit
-def forward(form, table):
-    """Rows by the few."""
-    desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
-    unit = take(table)
-    while unit < told(table, At.UNITS):
-        for row in range(unit * ROWS, min(unit * ROWS + ROWS, told(table, At.COUNT))):
-            forward_row(form, table, row, desk)
-        unit = take(table)
+@extending.register_jitable
+def forward(form, table, unit, desk):
+    """A few rows."""
+    for row in range(unit * ROWS, min(unit * ROWS + ROWS, told(table, At.COUNT))):
+        forward_row(form, table, row, desk)
 
 
 @njit
@@ -180,40 +175,14 @@ def back_head(form, table, unit, desk):
                 back_row(form, table, (unit // G * H + h) * T + t, desk)
 
 
-@njit
-def backward(form, table):
-    """Rows by the few; where values are read, by the heads of these."""
-    desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
-    unit = take(table)
-    while unit < told(table, At.UNITS):
-        if told(table, At.VALUES):
-            back_head(form, table, unit, desk)
-        else:
-            for row in range(unit * ROWS, min(unit * ROWS + ROWS, told(table, At.COUNT))):
-                back_row(form, table, row, desk)
-        unit = take(table)
-
-
-WAYS = ("forward", "backward")
-
-
-@njit
-def work(form, table, way):
-    """One way or the other."""
-    if way == 0:
-        forward(form, table)
+@extending.register_jitable
+def backward(form, table, unit, desk):
+    """A few rows; where values are read, those of a head of these."""
+    if told(table, At.VALUES):
+        back_head(form, table, unit, desk)
     else:
-        backward(form, table)
+        for row in range(unit * ROWS, min(unit * ROWS + ROWS, told(table, At.COUNT))):
+            back_row(form, table, row, desk)
 
 
-def _entry(way: int, kind: str, mark: int) -> Any:
-    def entry(table):
-        if mark:
-            work(memory.form(kind), table, way)
-
-    return entry
-
-
-KERNELS = Kernels(
-    {(name, dtype): _entry(way, kind, MARK) for way, name in enumerate(WAYS) for dtype, kind in NUMBERS.items()}
-)
+KERNELS = Units(NUMBERS, forward=forward, backward=backward)

@@ -40,7 +40,7 @@ def thin(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     places = x_MK.data_ptr(), y.data_ptr(), desks.data_ptr()
     told = array("q", (0, 0, blocks, each, *places, own, tokens, width, rows)) + table
     assert 8 * (len(told) - len(table)) == At.TABLE
-    team.run(KERNELS.address(x_MK.dtype), told.buffer_info()[0], threads)
+    team.run(KERNELS.address("work", x_MK.dtype), told.buffer_info()[0], threads)
     return y
 
 

@@ -8,12 +8,10 @@ summed up in one order, whatever stands beside it and whoever does it.
 from __future__ import annotations
 
 from enum import IntEnum, auto
-from typing import Any
 
-from numba import njit
+from numba import extending, njit
 
-from . import memory
-from .compiled import MARK, Kernels
+from .compiled import Kernels
 from .lanes import WIDE, fma, splat, total
 from .memory import ahead, evens, lies, load, number, odds, put, read, store, take, whole
 from .thin import KINDS, TILE
@@ -192,7 +190,7 @@ def find(f, told, this):
     return w, min(each, rows - first), y
 
 
-@njit
+@extending.register_jitable
 def work(f, told):
     """What every thread does: take a block, read it, until there are no more."""
     desk = whole(told + At.DESK) + take(told + At.THREAD) * whole(told + At.DESK_SIZE)
@@ -204,12 +202,4 @@ def work(f, told):
         this = following
 
 
-def _entry(kind: str, mark: int) -> Any:
-    def entry(told):
-        if mark:
-            work(memory.form(kind), told)
-
-    return entry
-
-
-KERNELS = Kernels({dtype: _entry(kind, MARK) for dtype, kind in KINDS.items()})
+KERNELS = Kernels(KINDS, work=work)
