@@ -73,11 +73,11 @@ def test_hooks_of_parameters_are_called_once():
 
 def test_hooks_of_what_is_decoded_are_called_once():
     q, k, v = handed()
-    q.requires_grad_()
+    k.requires_grad_()
     o = decode(q, k, v, TABLE, scale=0.3)[0].square().sum()
-    expected = torch.autograd.grad(o, q, create_graph=True)[0]
-    q.register_hook(lambda grad: 3 * grad)
-    check_close(torch.autograd.grad(o, q, create_graph=True)[0], 3 * expected)
+    expected = torch.autograd.grad(o, k, create_graph=True)[0]
+    k.register_hook(lambda grad: 3 * grad)
+    check_close(torch.autograd.grad(o, k, create_graph=True)[0], 3 * expected)
 
 
 @pytest.mark.parametrize("count", [40, LONG])
