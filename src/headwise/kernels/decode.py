@@ -226,7 +226,7 @@ def _back(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[Any, ...]:
     q, k, v, spans, *more = ctx.saved_tensors
     needed, again = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4]], torch.is_grad_enabled()
     given = [
-        t if again and need else t.detach().requires_grad_(need)
+        t.view_as(t) if again and need else t.detach().requires_grad_(need)  # a view has no hooks of its own
         for t, need in zip([q, k, v, *more], needed, strict=True)
     ]
     with torch.enable_grad():
