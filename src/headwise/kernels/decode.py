@@ -12,7 +12,10 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import team
-from .orders import transformed
+from .decoding import KERNELS
+from .lanes import WIDE, wide
+from .orders import alone, transformed
+from .told import At, desk, pieces
 
 
 class Beside(NamedTuple):
@@ -61,7 +64,9 @@ def decode(
     if transformed():
         return plainly(q_BHK, k_PGSK, v_PGSV, spans_BN3, scale=scale, beside=beside)
     exact = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
-    o, lse = _decode(q_BHK.to(exact) * scale, k_PGSK, v_PGSV, spans_BN3, _told(beside), beside.cap)
+    q, told = q_BHK.to(exact) * scale, _told(beside)
+    run = _run if alone(q, k_PGSK, v_PGSV, spans_BN3, *told) else _decode
+    o, lse = run(q, k_PGSK, v_PGSV, spans_BN3, told, beside.cap)
     return o.to(q_BHK.dtype), lse
 
 
@@ -87,15 +92,17 @@ def _told(beside: Beside) -> list[Tensor]:
 def _decode(
     q: Tensor, k: Tensor, v: Tensor, spans: Tensor, more: Sequence[Tensor], cap: float
 ) -> tuple[Tensor, Tensor]:
-    from .decoding import KERNELS  # here: Numba takes a second to import
-    from .lanes import wide
-    from .told import At, desk, pieces
+    return _run(q, k, v, spans, more, cap)
 
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, more: Sequence[Tensor], cap: float
+) -> tuple[Tensor, Tensor]:
     (batch, heads, dim), (_, groups, page, vdim), size = q.shape, v.shape, q.itemsize
     out, lse = q.new_empty(batch, heads, vdim), q.new_empty(batch, heads)
     if not out.numel():
         return out, lse.fill_(-torch.inf)
-    q, k, v = F.pad(q, (0, wide(dim) - dim)).contiguous(), _steady(k), _steady(v)
+    q, k, v = _filled(q).contiguous(), _steady(k), _steady(v)
     spans, columns = spans.contiguous(), spans.shape[1] * page
     most = batch * pieces(columns)
     threads, own = min(team.most(), most), desk(heads, size)
@@ -119,8 +126,6 @@ def _decode(
 
 def _extras(told: array[int], more: Sequence[Tensor], cap: float, exact: torch.dtype) -> list[Tensor]:
     """Write down what only some calls have; the tensors that are pointed to."""
-    from .told import At
-
     bias, sink, k_scale, v_scale = more
     kept: list[Tensor] = []
     if bias.numel():
@@ -140,6 +145,12 @@ def _extras(told: array[int], more: Sequence[Tensor], cap: float, exact: torch.d
         told[At.K_SCALE // 8], told[At.V_SCALE // 8] = k_scale.data_ptr(), v_scale.data_ptr()
         told[At.SCALE_PAGE // 8 : At.SCALE_SLOT // 8 + 1] = array("q", [k_scale.stride(n) * 4 for n in range(3)])
     return kept
+
+
+def _filled(q: Tensor) -> Tensor:
+    """The same with its channels in whole vectors."""
+    lacking = -q.shape[-1] % WIDE
+    return F.pad(q, (0, lacking)) if lacking else q
 
 
 def _steady(t: Tensor) -> Tensor:

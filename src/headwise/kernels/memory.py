@@ -196,13 +196,17 @@ def take(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def ahead(typing: Any, address: Any) -> Any:
-    """Ask for the memory at an address, which is soon read."""
+    """Ask for the memory at an address, which is soon read, and then not again.
+
+    It comes by way of the first cache alone: what is read once a step would else drive out of the second whatever the
+    steps between need, torch's code and Python's.
+    """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         byte = BYTE.as_pointer()
         told = ir.FunctionType(ir.VoidType(), [byte, INT, INT, INT])
         ask = cgutils.get_or_insert_function(builder.module, told, "llvm.prefetch.p0")
-        builder.call(ask, [builder.inttoptr(args[0], byte), INT(0), INT(2), INT(1)])
+        builder.call(ask, [builder.inttoptr(args[0], byte), INT(0), INT(0), INT(1)])
         return context.get_dummy_value()
 
     return types.void(types.int64), code
