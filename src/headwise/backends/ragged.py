@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..kernels import Beside, decode
+from ..kernels import Beside, decode, pages
 from ..parts.direct import Direct
 from ..parts.sink_softmax import SinkSoftmax
 from ..parts.softcap import Softcap
@@ -119,11 +119,11 @@ def read(
 def spans(sight: Sight, batch: int) -> tuple[Tensor, Tensor | None]:
     """Which slots each row reads, [B, 1, 3]; and which among these are hidden, [B or 1, 1, S], where some are."""
     keys, device = sight.keys, sight.keys.position.device
+    if sight.shape == "full":
+        return pages(batch, keys.count), None
     row, hidden = torch.arange(batch, device=device), None
     begin = torch.zeros_like(row)
-    if sight.shape == "full":
-        end = torch.full_like(row, keys.count)
-    elif keys.held is not None:
+    if keys.held is not None:
         end = keys.held
     elif keys.filled is not None:
         end = torch.full_like(row, keys.filled)

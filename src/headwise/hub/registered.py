@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backends.bound import as_heads, as_rows
-from ..kernels import Beside, decode
+from ..kernels import Beside, decode, pages
 from ..products import KERNELS
 from .routes.interface import NAME, reading
 from .watching import Seen
@@ -138,8 +138,7 @@ def _has_kernel(q: Tensor) -> bool:
 def _by_kernel(qkv: tuple[Tensor, Tensor, Tensor], bias: Tensor | None, scale: float) -> Tensor:
     """[B, 1, heads, width]: every row reads all keys of a page of its own."""
     q, k, v = qkv
-    row = torch.arange(len(k), device=k.device)
-    spans_BN3 = torch.stack([row, torch.zeros_like(row), torch.full_like(row, k.shape[2])], -1)[:, None]
+    spans_BN3 = pages(len(k), k.shape[2])
     beside = Beside() if bias is None else Beside(bias[:, :, 0])
     return decode(q[:, :, 0], k, v, spans_BN3, scale=scale, beside=beside)[0][:, None]
 

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -70,6 +71,20 @@ def decode(
     return o.to(q_BHK.dtype), lse
 
 
+def pages(rows: int, count: int) -> Tensor:
+    """The table of rows that read a page each, so many slots of it, all that it has.
+
+    >>> pages(2, 5).tolist()
+    [[[0, 0, 5]], [[1, 0, 5]]]
+    """
+    if torch.compiler.is_compiling():  # a graph is made for any number of rows and slots
+        row = torch.arange(rows)
+        return torch.stack([row, torch.zeros_like(row), torch.full_like(row, count)], -1)[:, None]
+    table = np.zeros((rows, 1, 3), dtype=np.int64)
+    table[:, 0, 0], table[:, 0, 2] = range(rows), count
+    return torch.from_numpy(table)
+
+
 def _wrong(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, beside: Beside) -> str:
     """Why the kernel, which reads memory by its address, would read something else."""
     (rows, heads, dim), pages = q.shape, k.shape
@@ -95,9 +110,7 @@ def _decode(
     return _run(q, k, v, spans, more, cap)
 
 
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, more: Sequence[Tensor], cap: float
-) -> tuple[Tensor, Tensor]:
+def _run(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, more: Sequence[Tensor], cap: float) -> tuple[Tensor, Tensor]:
     (batch, heads, dim), (_, groups, page, vdim), size = q.shape, v.shape, q.itemsize
     out, lse = q.new_empty(batch, heads, vdim), q.new_empty(batch, heads)
     if not out.numel():
