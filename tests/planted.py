@@ -11,6 +11,7 @@ import sys
 import planted_align  # noqa: F401 - as the first
 import planted_banded  # noqa: F401 - as the first
 import planted_bench  # noqa: F401 - as the first
+import planted_callers  # noqa: F401 - as the first
 import planted_comparing  # noqa: F401 - as the first
 import planted_composition  # noqa: F401 - importing a list plants its bugs
 import planted_core  # noqa: F401 - as the first

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .kernels.orders import transformed
 from .kernels.lanes import WIDE
+from .kernels.orders import transformed
 from .kernels.thin import thin
 from .kernels.thinning import KINDS
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .compiled import NUMBERS, threads
+from .compiled import NUMBERS
 from .composing import TILE, desk
 from .decomposing import KERNELS
 from .lanes import WIDE
@@ -22,7 +22,7 @@ def takes(a_BHTS: Tensor) -> bool:
     return a_BHTS.device.type == "cpu" and a_BHTS.dtype in NUMBERS and not transformed()
 
 
-@torch.library.custom_op("headwise::composed", mutates_args=())
+@torch.library.custom_op("headwise::composed", mutates_args=(), device_types="cpu")
 def composed(a: Tensor, own: Tensor, each: int, factors: list[Tensor]) -> Tensor:
     """[B, O, T, S] of a [B, H, T, S]: a[own] (qg + kg) + sum_r (a.qs_r) qt_r, and the same with factors of keys.
 
@@ -37,7 +37,7 @@ def composed(a: Tensor, own: Tensor, each: int, factors: list[Tensor]) -> Tensor
     return _narrowed(out, keys)
 
 
-@torch.library.custom_op("headwise::composed_backward", mutates_args=())
+@torch.library.custom_op("headwise::composed_backward", mutates_args=(), device_types="cpu")
 def composed_backward(grad: Tensor, a: Tensor, own: Tensor, each: int, factors: list[Tensor]) -> list[Tensor]:
     """The gradients of a and of the six factors."""
     keys = a.shape[3]
@@ -68,10 +68,9 @@ def _narrowed(t: Tensor, keys: int) -> Tensor:
 def _launch(which: str, given: list[Tensor], each: int, *made: Tensor) -> None:
     qs, ks, kg, a, own = given[0], given[3], given[5], given[6], given[7]
     (batch, heads, queries, keys), out = a.shape, own.shape[0]
-    units = batch * -(-keys // TILE)
-    numbers = a.new_empty(threads(units), desk(heads, out, qs.shape[2], ks.shape[1]))
+    work = batch * -(-keys // TILE), desk(heads, out, qs.shape[2], ks.shape[1])
     sizes = (heads, out, queries, keys, qs.shape[2], ks.shape[1], kg.shape[1] * out, each)
-    KERNELS.launch(which, a.dtype, units, *given, *sizes, numbers, numbers.nbytes // len(numbers), *made)
+    KERNELS.launch(which, a.dtype, work, *given, *sizes, *made)
 
 
 @composed.register_fake

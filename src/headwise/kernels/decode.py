@@ -17,6 +17,7 @@ from .decoding import KERNELS
 from .lanes import WIDE, wide
 from .orders import alone, transformed
 from .told import At, desk, pieces
+from .within import astray
 
 
 class Beside(NamedTuple):
@@ -115,6 +116,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, more: Sequence[Tensor],
     out, lse = q.new_empty(batch, heads, vdim), q.new_empty(batch, heads)
     if not out.numel():
         return out, lse.fill_(-torch.inf)
+    _check(q, k, spans, more)
     q, k, v = _filled(q).contiguous(), _steady(k), _steady(v)
     spans, columns = spans.contiguous(), spans.shape[1] * page
     most = batch * pieces(columns)
@@ -135,6 +137,22 @@ def _run(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, more: Sequence[Tensor],
     team.run(KERNELS.address("work", k.dtype), address, threads)
     del kept  # till here what it holds had to live
     return out, lse
+
+
+def _check(q: Tensor, k: Tensor, spans: Tensor, more: Sequence[Tensor]) -> None:
+    """Refuse what lies beside the memory of a call: here, where numbers are known of a compiled graph too."""
+    (rows, heads, _), (pages, groups, slots, _), (bias, sink, *scales) = q.shape, k.shape, more
+    if (n := astray(spans, pages, slots)) >= 0:
+        told = spans.reshape(-1, 3)[n].tolist()
+        raise ValueError(f"spans hold {told}; give page, begin, end within {pages} pages of {slots} slots")
+    whole = rows, heads, spans.shape[1] * slots
+    if bias.numel() and any(n not in (1, most) for n, most in zip(bias.shape, whole, strict=True)):
+        raise ValueError(f"the bias is {list(bias.shape)}; give [B, H, N x S] as {list(whole)}, or 1 for what is alike")
+    if sink.numel() not in (0, heads):
+        raise ValueError(f"there are {sink.numel()} sinks; give one for each of {heads} heads")
+    if any(t.numel() and (t.shape != (pages, groups, slots) or t.dtype != torch.float32) for t in scales):
+        told = ", ".join(f"{t.dtype} {list(t.shape)}" for t in scales)
+        raise ValueError(f"scales are {told}; give float32 [{pages}, {groups}, {slots}]")
 
 
 def _extras(told: array[int], more: Sequence[Tensor], cap: float, exact: torch.dtype) -> list[Tensor]:
@@ -234,8 +252,9 @@ def _back(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[Any, ...]:
     ]
     with torch.enable_grad():
         found = _plainly(given[0], given[1], given[2], spans, given[3:], ctx.cap)
-    wanted = [t for t in given if t.requires_grad]
-    grads = iter(torch.autograd.grad(found, wanted, [o_grad, lse_grad], allow_unused=True, create_graph=again))
+    wanted, told = [t for t in given if t.requires_grad], zip(found, (o_grad, lse_grad), strict=True)
+    made, slopes = zip(*((t, grad) for t, grad in told if t.requires_grad), strict=True)  # lse sees no values
+    grads = iter(torch.autograd.grad(made, wanted, slopes, allow_unused=True, create_graph=again))
     each = [next(grads) if t.requires_grad else None for t in given]
     return *each[:3], None, each[3:], None
 

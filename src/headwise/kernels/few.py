@@ -30,7 +30,7 @@ def takes(x: Tensor, *more: Tensor) -> bool:
         0 < x.numel() <= FEW
         and x.dtype in KINDS
         and x.shape[-1] % WIDE == 0
-        and all([t.dtype == x.dtype and t.stride(-1) == 1 for t in more])
+        and all(t.dtype == x.dtype and t.stride(-1) == 1 for t in more)
         and x.stride(-1) == 1
         and alone(x, *more)
         and not torch.is_autocast_enabled("cpu")

@@ -47,7 +47,7 @@ def alone(*given: Tensor) -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._is_tracing()
         or torch.autograd._profiler_enabled()
-    ) and all([type(t) in OWN and t.is_cpu for t in given])
+    ) and all(type(t) in OWN and t.is_cpu for t in given)
 
 
 def check_once(remedy: str) -> None:

@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels import few
+from ..kernels.lanes import WIDE
 from ..layout import Layout
 from ..registry import part
 from ..seams import Joined, Turn
 from ..spec import AttentionSpec
 from ..terms import Base, Freedom, Param, Weighted
-from ..kernels import few
-from ..kernels.lanes import WIDE
 from .rotary_scaling import NTK, PI, Llama3, Plain, Scaling, YaRN
 from .start import constant
 
