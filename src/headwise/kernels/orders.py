@@ -46,7 +46,7 @@ def alone(*given: Tensor) -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._is_tracing()
-        or torch.autograd._profiler_enabled()
+        or torch._C._autograd._profiler_enabled()
     ) and all(type(t) in OWN and t.is_cpu for t in given)
 
 
