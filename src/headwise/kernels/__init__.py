@@ -3,7 +3,7 @@
 Importing this package compiles nothing; each operation does when it first runs.
 """
 
-from .decode import Beside, decode, pages, plainly
+from .decode import Beside, decode, plainly
 from .thin import thin
 
-__all__ = ["Beside", "decode", "pages", "plainly", "thin"]
+__all__ = ["Beside", "decode", "plainly", "thin"]

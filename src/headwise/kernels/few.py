@@ -82,6 +82,18 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return y
 
 
+def raised(x_BHK: Tensor, factor: float) -> Tensor:
+    """The same numbers in single precision times a factor, in one piece.
+
+    >>> raised(torch.ones(1, 1, 16, dtype=torch.bfloat16), 0.1)[0, 0, 0].item()
+    0.100...
+    """
+    x, numbers = x_BHK.contiguous(), array("d", (factor,))
+    y = x.new_empty(x.shape, dtype=torch.float32)
+    _run("rises", x, (x.data_ptr(), y.data_ptr(), x.numel(), numbers.buffer_info()[0]))
+    return y
+
+
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
@@ -166,4 +178,13 @@ def gates(f, table):
             store(f, to + c, times(over(x, plus(one, e)), load(f, u + c)))
 
 
-KERNELS = Kernels(KINDS, norms=norms, turns=turns, gates=gates)
+@extending.register_jitable
+def rises(f, table):
+    """Told of numbers, of what is made, how many they are, and of the factor."""
+    x, y, count, by = told(table, 0), told(table, 1), told(table, 2), told(table, 3)
+    factor = splat(number(f, read_one(memory.form("float64"), by)))
+    for c in range(0, count, WIDE):
+        put(y + size(f) * c, times(load(f, x + lies(f) * c), factor))
+
+
+KERNELS = Kernels(KINDS, norms=norms, turns=turns, gates=gates, rises=rises)
