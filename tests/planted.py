@@ -39,6 +39,7 @@ import planted_orders  # noqa: F401 - as the first
 import planted_packing  # noqa: F401 - as the first
 import planted_paged  # noqa: F401 - as the first
 import planted_patches  # noqa: F401 - as the first
+import planted_prefixes  # noqa: F401 - as the first
 import planted_pricing  # noqa: F401 - as the first
 import planted_proof  # noqa: F401 - as the first
 import planted_ragged  # noqa: F401 - as the first

@@ -73,7 +73,7 @@ def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | 
         return sdpa.attend(job, sight, inputs, bound, probe)
     if not job.groups:
         k, v = (spread_heads(x, by).transpose(1, 2) for x, by in ((k, job.core.keys), (v, job.core.values)))
-    return read_every(q, k, v, ends, ahead, inputs.asked.scale)[0]
+    return read_every(q, k, v, ends, ahead, inputs.asked.scale)
 
 
 def _read(sight: Sight, q: Tensor) -> tuple[bool, Tensor | None, int | None]:

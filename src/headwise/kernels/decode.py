@@ -16,7 +16,7 @@ from .decoding import KERNELS
 from .few import raised, takes
 from .lanes import WIDE, wide
 from .orders import alone, transformed
-from .told import At, desk, pieces
+from .told import At, desk, noted, pieces
 from .within import astray
 
 
@@ -48,12 +48,13 @@ def decode(
 
     `spans_BN3` (int64) is the table: for each n, row b reads the slots from `begin` to before `end` of a page, told as
     `page, begin, end`. A page may stand in several rows. A span with begin >= end is nothing, and a row that has
-    nothing else reads zero. Spans are read in order, and the column of a key is n x S + its slot. Without a table every
-    row reads all of a page of its own.
+    nothing else reads zero. Spans are read in order, and the column of a key is n x S + its slot. Keys that tables of
+    several rows begin with are read once for all of them, in blocks. Without a table every row reads all of a page of
+    its own.
 
     The query is of the dtype of the pages (with int8, float32 or bfloat16), and so is what it reads; sums are float32,
-    of float64 float64. Results do not depend on the number of threads, bit for bit. Gradients reach the query, pages,
-    bias and sink by a second pass in plain operations, which keeps every score.
+    of float64 float64. What a row reads depends neither on the number of threads nor on other rows, bit for bit.
+    Gradients reach the query, pages, bias and sink by a second pass in plain operations, which keeps every score.
 
     >>> import torch
     >>> k, v = torch.randn(5, 2, 4, 16), torch.randn(5, 2, 4, 16)  # five pages of four slots, two key heads
@@ -112,21 +113,22 @@ def _run(
     _check(q, k, count, more)
     q, k, v = _filled(q).contiguous(), _steady(k), _steady(v)
     most = batch * pieces(count * page)
-    threads, own = min(team.most(), most), desk(heads, size)
-    notes = torch.empty(4 * most + 3 * batch, dtype=torch.int64)
+    notes = torch.empty(noted(batch, most), dtype=torch.int64)
     parts = q.new_empty(most * heads * (wide(vdim) + 2))
-    desks = torch.empty(threads * own, dtype=torch.uint8)
     told = array("q", bytes(8 * len(At)))
     kept = _extras(told, more, cap, q.dtype)
     for at, tensor in ((At.Q, q), (At.K, k), (At.V, v), (At.OUT, out), (At.LSE, lse)):
         told[at // 8] = tensor.data_ptr()
     told[At.SPANS // 8] = table.buffer_info()[0] if isinstance(table, array) else table.data_ptr()
-    told[At.PLAN // 8], told[At.ROWS // 8] = notes.data_ptr(), notes.data_ptr() + 32 * most
-    told[At.PARTS // 8], told[At.DESK // 8], told[At.DESK_SIZE // 8] = parts.data_ptr(), desks.data_ptr(), own
+    told[At.PLAN // 8], told[At.MOST // 8], told[At.COUNT // 8] = notes.data_ptr(), most, team.most()
     told[At.BATCH // 8 : At.PAGE // 8 + 1] = array("q", (batch, heads, groups, dim, vdim, count, page))
     told[At.K_PAGE // 8 : At.V_SLOT // 8 + 1] = array("q", [t.stride(n) * t.itemsize for t in (k, v) for n in range(3)])
     address = told.buffer_info()[0]
     team.run(KERNELS.address("plan"), address, 1)
+    threads = min(team.most(), told[At.COUNT // 8])
+    own = desk(heads, size, told[At.MOST // 8], wide(dim) + wide(vdim) + 2)
+    desks = torch.empty(threads * own, dtype=torch.uint8)
+    told[At.PARTS // 8], told[At.DESK // 8], told[At.DESK_SIZE // 8] = parts.data_ptr(), desks.data_ptr(), own
     team.run(KERNELS.address("work", k.dtype), address, threads)
     del kept, table  # till here what they hold had to live
     return out, lse

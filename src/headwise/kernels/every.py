@@ -57,10 +57,10 @@ def _planned(size: Size, ahead: int | None) -> list[Any]:
     batch, queries, heads, keys, kept = size
     lines = np.arange(batch * queries * heads).reshape(batch, queries, kept, size.each).swapaxes(1, 2).ravel()
     last = np.minimum(np.arange(queries) + (keys if ahead is None else ahead) + 1, keys)
-    return [lines, np.stack([0 * last, last], 1)[None], _forth(size), _back(size)]
+    return [lines, np.stack([0 * last, last], 1)[None], _units_forth(size), _units_back(size)]
 
 
-def _forth(size: Size) -> Any:
+def _units_forth(size: Size) -> Any:
     """Units of as many queries as lie side by side; the last, which have most keys, begin."""
     rows, whose = size.queries * size.each, np.arange(size.batch * size.kept)
     first = np.arange(0, rows, ROWS)[::-1]
@@ -70,7 +70,7 @@ def _forth(size: Size) -> Any:
     return units.reshape(-1, 6)
 
 
-def _back(size: Size) -> Any:
+def _units_back(size: Size) -> Any:
     """All queries of each key head with a part of the keys; those of the first keys have most to read."""
     rows, whose = size.queries * size.each, np.arange(size.batch * size.kept)
     parts = max(1, min(PARTS, UNITS // len(whose), size.keys // KEYS))
@@ -86,25 +86,63 @@ def _told(q: Tensor, k: Tensor, ends: Tensor | None, ahead: int | None) -> list[
     return [lines, some if ends is None else ends, forth, back]
 
 
-@torch.library.custom_op("headwise::read_every", mutates_args=(), device_types="cpu")
-def read_every(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, ahead: int | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """What the queries q [B, T, H, dim] read of k and v [B, S, G, dim or vdim], and the log-sum-exp of their scores,
-    [B, T, H].
+# Defined without `custom_op`, whose two functions around each call take as long as a short call itself.
+_LIBRARY = torch.library.Library("headwise", "FRAGMENT")
+_LIBRARY.define(
+    "read_every(Tensor q, Tensor k, Tensor v, Tensor? ends, SymInt? ahead, float scale) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_LIBRARY.define(
+    "read_every_backward(Tensor grad, Tensor[] given, Tensor? ends, SymInt? ahead, float scale)"
+    " -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+FORTH, BACK = torch.ops.headwise.read_every.default, torch.ops.headwise.read_every_backward.default
+
+
+def read_every(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, ahead: int | None, scale: float) -> Tensor:
+    """What the queries q [B, T, H, dim] read of k and v [B, S, G, dim or vdim].
 
     `ends`, int64 [1 or B, T, 2], are the first key that a token reads and the one behind its last; without them token t
     reads keys up to t + ahead, or all where that is not said.
 
     >>> q, k = torch.zeros(1, 3, 1, 2), torch.zeros(1, 3, 1, 2)
-    >>> read_every(q, k, torch.arange(3.0).view(1, 3, 1, 1), None, 0, 1.0)[0].flatten().tolist()
+    >>> read_every(q, k, torch.arange(3.0).view(1, 3, 1, 1), None, 0, 1.0).flatten().tolist()
     [0.0, 0.5, 1.0]
     """
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        read: Tensor = _Every.apply(q, k, v, ends, ahead, scale)
+        return read
+    return FORTH(q, k, v, ends, ahead, scale)[0]
+
+
+class _Every(torch.autograd.Function):
+    """Backwards the scores are formed once more, from the log-sum-exp of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        o, lse = FORTH(q, k, v, *how)
+        ctx.save_for_backward(q, k, v, o, lse, how[0])
+        ctx.how = how[1:]
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        check_once(PLAIN)
+        *given, ends = ctx.saved_tensors
+        return *BACK(grads[0], given, ends, *ctx.how), None, None, None
+
+
+@torch.library.impl(_LIBRARY, "read_every", "CPU")
+def _forth(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, ahead: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What is read, and the log-sum-exp of the scores, [B, T, H]."""
     return reading(q, k, v, _told(q, k, ends, ahead), scale, q.new_empty)
 
 
-@torch.library.custom_op("headwise::read_every_backward", mutates_args=(), device_types="cpu")
-def read_every_backward(
+@torch.library.impl(_LIBRARY, "read_every_backward", "CPU")
+def _back(
     grad: Tensor, given: list[Tensor], ends: Tensor | None, ahead: int | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; `given` are these, what was read, and the log-sum-exp."""
@@ -115,31 +153,16 @@ def read_every_backward(
     return slopes(grad, given, told, scale, make)
 
 
-@read_every.register_fake
+@torch.library.register_fake("headwise::read_every")
 def _(q: Tensor, k: Tensor, v: Tensor, ends: Any, ahead: Any, scale: float) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3])
 
 
-@read_every_backward.register_fake
+@torch.library.register_fake("headwise::read_every_backward")
 def _(grad: Tensor, given: list[Tensor], ends: Any, ahead: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, *_ = given
     d_q, d_k, d_v = room(q, k, v, 1, q.new_empty)
     return d_q[0], *narrowed(d_k, d_v, k, v)
-
-
-def _kept(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ends, *ctx.how = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, *([] if ends is None else [ends]))
-
-
-def _back_once(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    check_once(PLAIN)
-    given, ends = list(ctx.saved_tensors[:5]), (*ctx.saved_tensors[5:], None)[0]
-    return *read_every_backward(grad, given, ends, *ctx.how), None, None, None
-
-
-read_every.register_autograd(_back_once, setup_context=_kept)
 
 
 def pairs(size: Size, ends: Tensor | None, ahead: int | None) -> int:

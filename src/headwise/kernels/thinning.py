@@ -14,7 +14,7 @@ from numba import extending, njit
 
 from .compiled import Kernels
 from .lanes import WIDE, fma, splat, total
-from .memory import ahead, evens, lies, load, number, odds, put, read, store, take, whole
+from .memory import evens, lies, load, number, odds, once, put, read, store, take, whole
 from .told import LINE
 
 KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -87,7 +87,7 @@ def on(at, by):
 def soon(f, at):
     """Ask for as much as four rows give at once."""
     for line in range(0, TILE * lies(f) * STEP, LINE):
-        ahead(at + line)
+        once(at + line)
 
 
 @njit
