@@ -85,8 +85,8 @@ def test_parts_of_keys_are_added_up(kept, monkeypatch):
     call = Call((1, 80, 201), (14, kept, 5, 3), 121)
     every._PLANS.clear()
     call.check_reading()
-    back = every.planned(Size.of(call.q, call.k), 121)[3]
-    assert len(back) == kept * {1: 4, 2: 4, 7: 2, 14: 1}[kept]
+    (plan,) = every._PLANS.values()
+    assert plan.parts == {1: 4, 2: 4, 7: 2, 14: 1}[kept]
     every._PLANS.clear()
 
 
@@ -178,7 +178,7 @@ def test_memory_that_lies_otherwise_is_read_where_it_is():
 def test_plans_are_few():
     every._PLANS.clear()
     for count in range(1, 2 * every.HELD):
-        every.planned(Size(1, count, 2, count, 2), 0)
+        Call((1, count, count), (2, 2, 3, 3), 0).read()
     assert 0 < len(every._PLANS) <= every.HELD
 
 
