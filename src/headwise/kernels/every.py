@@ -59,8 +59,8 @@ class Plan(NamedTuple):
                 _PLANS.clear()
             size = Size.of(q, k)
             lines, ends, *units = held = [torch.from_numpy(np.ascontiguousarray(t)) for t in _planned(size, ahead)]
-            tables = [table(q, k, v, (some, lines, ends), scale) for some in units]
-            found = _PLANS[key] = Plan(*tables, len(units[1]) // (size.batch * size.kept), held)
+            forth, back = (table(q, k, v, (some, lines, ends), scale) for some in units)
+            found = _PLANS[key] = Plan(forth, back, len(units[1]) // (size.batch * size.kept), held)
         return found
 
 
@@ -170,9 +170,8 @@ def _back(
     q, k, v, o, lse = given
     q, k, v = straight(q, k, v)
     plan = Plan.of(q, k, v, ahead, scale)
-    make = (
-        q.new_empty if ends is None and plan.parts == 1 else q.new_zeros
-    )  # who reads nothing of a part writes nothing
+    # Who reads nothing of a part writes nothing.
+    make = q.new_empty if ends is None and plan.parts == 1 else q.new_zeros
     grads = room(q, k, v, plan.parts, make)
     KERNELS.start("backward", q.dtype, filled(_ending(plan.back, ends), q, k, v, o, lse, grad.contiguous(), *grads))
     return narrowed(grads, k, v)
