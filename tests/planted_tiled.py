@@ -17,11 +17,11 @@ bug(
     f"{ENDS}[65-0]",
 )
 bug(
-    "tiled-last-unit-is-whole",
+    "tiled-units-forget-their-last-row",
     KERNEL,
     "np.minimum(rows - first, ROWS)[:, None]",
-    "np.minimum(rows - first + 1, ROWS)[:, None]",
-    f"{ENDS}[63-0]",
+    "np.minimum(rows - first, ROWS - 1)[:, None]",
+    f"{ENDS}[65-0]",
 )
 bug(
     "tiled-first-unit-begins",
