@@ -54,15 +54,15 @@ bug(
 bug(
     "tiled-plans-know-no-scale",
     KERNEL,
-    "k.stride(), v.stride(), q.dtype, ahead, scale",
-    "k.stride(), v.stride(), q.dtype, ahead",
+    "k.stride(), v.stride(), kinds, ahead, scale",
+    "k.stride(), v.stride(), kinds, ahead",
     f"{TESTS}::test_a_plan_is_of_one_kind_of_call",
 )
 bug(
     "tiled-plans-know-no-strides",
     KERNEL,
-    "k.stride(), v.stride(), q.dtype, ahead, scale",
-    "q.dtype, ahead, scale",
+    "k.stride(), v.stride(), kinds, ahead, scale",
+    "kinds, ahead, scale",
     f"{TESTS}::test_a_plan_is_of_one_kind_of_call",
 )
 bug(

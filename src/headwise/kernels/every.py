@@ -52,7 +52,8 @@ class Plan(NamedTuple):
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, ahead: int | None, scale: float) -> Plan:
         """That of these, kept for the next of their kind: to make it takes longer than a short call."""
-        key = q.shape, k.shape, v.shape, k.stride(), v.stride(), q.dtype, ahead, scale
+        kinds = q.dtype, k.dtype, v.dtype
+        key = q.shape, k.shape, v.shape, k.stride(), v.stride(), kinds, ahead, scale
         found = _PLANS.get(key)  # once: another thread may forget all plans at any time
         if found is None:
             if len(_PLANS) >= HELD:

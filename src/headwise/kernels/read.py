@@ -21,9 +21,10 @@ from .tiles import SLACK
 
 Table = array
 PLACES = tuple(map(int, (At.Q, At.K, At.V, At.OUT, At.LSE, At.GRAD, At.D_Q, At.D_K, At.D_V)))
+MOST = {torch.float32: 2**24, torch.float64: 2**53}  # keys whose numbers are known exactly
 
 
-@torch.library.custom_op("headwise::read_lines", mutates_args=())
+@torch.library.custom_op("headwise::read_lines", mutates_args=(), device_types="cpu")
 def read_lines(q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float, formed: int) -> list[Tensor]:
     """What some of the queries q [B, T, H, dim] read of k and v [B, S, G, dim or vdim], zeros for others, and the
     log-sum-exp of their scores, [B, T, H].
@@ -35,7 +36,7 @@ def read_lines(q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float
     return [*reading(q, k, v, told, scale, q.new_zeros)]
 
 
-@torch.library.custom_op("headwise::read_lines_backward", mutates_args=())
+@torch.library.custom_op("headwise::read_lines_backward", mutates_args=(), device_types="cpu")
 def read_lines_backward(
     grad: Tensor, given: list[Tensor], told: list[Tensor], scale: float, formed: int
 ) -> list[Tensor]:
@@ -75,6 +76,10 @@ def straight(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def table(q: Tensor, k: Tensor, v: Tensor, told: tuple[Tensor, ...], scale: float) -> Table:
     """What the kernel is told of a call, but where its tensors lie."""
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give all in one")
+    if k.shape[1] > MOST[q.dtype]:
+        raise ValueError(f"{k.shape[1]:,} keys are more than {MOST[q.dtype]:,} in {q.dtype}; use another backend")
     units, lines, ends = told
     numbers, size = array("q", [0] * (len(At) + HEAD)), q.element_size()
     sizes = [*q.shape[1:3], *k.shape[1:3], q.shape[3], v.shape[3]]
@@ -128,8 +133,9 @@ def _kept(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _back(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     check_once(PLAIN)
-    given, told = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-    d_q, d_k, d_v = read_lines_backward(grads[0], list(given), list(told), ctx.scale, ctx.formed)
+    saved = list(ctx.saved_tensors)  # asked once: a checkpoint hands each out no second time
+    told = saved[5:]
+    d_q, d_k, d_v = read_lines_backward(grads[0], saved[:5], told, ctx.scale, ctx.formed)
     return d_q, d_k, d_v, [None] * len(told), None, None
 
 
