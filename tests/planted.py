@@ -51,6 +51,7 @@ import planted_split  # noqa: F401 - as the first
 import planted_surgery  # noqa: F401 - as the first
 import planted_tasks  # noqa: F401 - as the first
 import planted_texts  # noqa: F401 - as the first
+import planted_tiled  # noqa: F401 - as the first
 import planted_traces  # noqa: F401 - as the first
 import planted_training  # noqa: F401 - as the first
 import planted_wide  # noqa: F401 - as the first
