@@ -16,7 +16,13 @@ bug("few-norm-of-the-sum", FILE, "total(sums) / width + eps", "total(sums) + eps
 bug("few-norm-forgets-what-is-added", FILE, "plus(load(f, weight + c), more)", "load(f, weight + c)", NORM)
 bug("few-turn-the-other-way", FILE, "minus(times(a, cos), times(b, sin))", "plus(times(a, cos), times(b, sin))", TURN)
 bug("few-turn-all-rows-as-the-first", FILE, "if b == 0 or apart:", "if b == 0:", TURN)
-bug("few-turn-forgets-the-rest", FILE, "range(2 * half, lies(f) * width,", "range(2 * half, lies(f) * width - 1, 2 *", TURN)
+bug(
+    "few-turn-forgets-the-rest",
+    FILE,
+    "range(2 * half, lies(f) * width,",
+    "range(2 * half, lies(f) * width - 1, 2 *",
+    TURN,
+)
 bug("few-turn-does-not-grow", FILE, "math.sin(angle) * swell", "math.sin(angle)", TURN)
 bug("few-gate-of-the-first-row", FILE, "up + m * told(table, 6)", "up", GATE)
 bug(
