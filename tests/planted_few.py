@@ -45,7 +45,7 @@ bug(
 bug(
     "alone-beside-a-profiler",
     "kernels/orders.py",
-    "        or torch._C._autograd._profiler_enabled()\n",
+    "        or _profiler_enabled()\n",
     "",
     FOLLOWED,
 )
