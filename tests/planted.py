@@ -21,6 +21,7 @@ import planted_demo  # noqa: F401 - as the first
 import planted_engine  # noqa: F401 - as the first
 import planted_families  # noqa: F401 - as the first
 import planted_fast_models  # noqa: F401 - as the first
+import planted_few  # noqa: F401 - as the first
 import planted_finding  # noqa: F401 - as the first
 import planted_fused  # noqa: F401 - as the first
 import planted_gather  # noqa: F401 - as the first
