@@ -188,3 +188,17 @@ bug(
     "self._now = self._full\n        return",
     f"{SCALING}::test_a_cache_begins_anew",
 )
+bug(
+    "bench-samples-once-whatever-the-spread",
+    "benching/turns.py",
+    "        if any(pace.unsettled(Samples(tuple(seconds))) for seconds in taken.values()):",
+    "        if not taken:",
+    f"{BENCH}::test_who_is_widely_spread_has_all_sampled_as_often_again",
+)
+bug(
+    "bench-samples-again-however-many-there-are",
+    "benching/turns.py",
+    "return len(samples.seconds) < self.most and ",
+    "return ",
+    f"{BENCH}::test_who_is_widely_spread_has_all_sampled_as_often_again",
+)

@@ -33,8 +33,8 @@ bug(
 bug(
     "mixed-gradients-of-keys-of-the-last-query",
     "kernels/decomposing.py",
-    "        clear(form, d_keys, TILE * factors)\n        for t in range(told(table, At.T)):\n",
-    "        for t in range(told(table, At.T)):\n            clear(form, d_keys, TILE * factors)\n",
+    "    clear(form, d_keys, TILE * factors)\n    for t in range(told(table, At.T)):\n",
+    "    for t in range(told(table, At.T)):\n        clear(form, d_keys, TILE * factors)\n",
     BLOCK,
 )
 bug(

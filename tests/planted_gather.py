@@ -98,8 +98,8 @@ bug(
 bug(
     "gather-no-gradient-beyond-the-first-row",
     "kernels/rows.py",
-    "told[At.UNITS] = len(s) * held[0].shape[1]",
-    "told[At.UNITS] = held[0].shape[1]",
+    "units = len(s) * held[0].shape[1] if held",
+    "units = held[0].shape[1] if held",
     READ,
 )
 bug(

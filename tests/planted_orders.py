@@ -108,15 +108,15 @@ bug(
 bug(
     "kernels-of-all-kinds-are-kept-under-one-name",
     "kernels/compiled.py",
-    '    entry.__qualname__ = "_".join([',
-    '    _ = "_".join([',
+    "    entry.__qualname__ = name\n",
+    "",
     "test_kernel_edges.py::test_no_two_kernels_are_kept_under_one_name",
 )
 bug(
     "kernels-of-two-files-are-kept-under-one-name",
     "kernels/compiled.py",
-    '[function.__module__.rpartition(".")[2], function.__name__, kind or "plain"]',
-    '["work", kind or "plain"]',
+    'f"{function.__module__}.{name}.{kind}"',
+    'f"{name}.{kind}"',
     "test_kernel_edges.py::test_no_two_kernels_are_kept_under_one_name",
 )
 bug(

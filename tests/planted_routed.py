@@ -177,7 +177,7 @@ bug(
     "kernels/reading.py",
     "        scaled(f, sums, vdim, desk + 4 * step)\n",
     "",
-    f"{READ}::test_units_and_blocks_of_keys_end_where_they_should[64-131]",
+    f"{READ}::test_units_and_blocks_of_keys_end_where_they_should[131-64]",
 )
 bug(
     "read-lines-nothing-is-no-number",

@@ -100,6 +100,14 @@ def test_a_call_as_long_as_a_sample_is_one_from_the_first_round_on(clock: Clock)
     assert clock.order.count("short") == 2 + 3 * 2  # two calls say that two are a sample
 
 
+def test_who_is_widely_spread_has_all_sampled_as_often_again(clock: Clock):
+    runs = {"even": clock.run("even", 1.0), "odd": clock.run("odd", 1.0, 1.0, 2.0, 3.0, 1.0)}
+    taken = in_turns(runs, Pace(least=3, most=15, budget=1.0), clock)
+    assert {name: len(samples.seconds) for name, samples in taken.items()} == {"even": 6, "odd": 6}
+    again = in_turns({"odd": clock.run("odd", 1.0, 1.0, 2.0, 3.0)}, Pace(least=3, most=3, budget=1.0), clock)
+    assert len(again["odd"].seconds) == 3  # no more than are taken at most
+
+
 def test_turns_are_mixed_the_same_way_every_time():
     told = list(turns({"a": 40, "b": 40, "c": 20}, seed=0))
     assert told == list(turns({"a": 40, "b": 40, "c": 20}, seed=0))

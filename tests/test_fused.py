@@ -12,6 +12,7 @@ from torch import Tensor
 
 import headwise as hw
 from cases import base, check_close
+from headwise.backends import dense
 from headwise.kernels import composed as mixing
 from headwise.kernels import rows
 
@@ -236,14 +237,19 @@ def test_what_is_dropped_is_dropped_again():
     check_close(slope, (high - low) / 2, rtol=1e-6)
 
 
-def test_what_was_cast_is_cast_again():
+def test_what_was_cast_is_cast_again(monkeypatch):
     layer = hw.Attention(base(modifiers=(hw.TalkingHeads(),), pattern="causal"))
     x = torch.randn(2, 300, 10, requires_grad=True)
-    found = {}
-    for layer.only in ("composed", "dense"):
+    found, casts, form = {}, list[bool](), dense.attend
+    monkeypatch.setattr(dense, "attend", lambda *said: casts.append(torch.is_autocast_enabled("cpu")) or form(*said))
+    for layer.only in ("dense", "composed"):
+        casts.clear()
         with torch.autocast("cpu", torch.bfloat16):
             y = layer(x)
         found[layer.only] = torch.autograd.grad(y.float().square().sum(), x)[0]
+    blocks, rest = divmod(len(casts), 2)
+    assert blocks > 1
+    assert (rest, casts) == (0, [True] * 2 * blocks)
     assert not torch.equal(found["dense"], torch.zeros_like(x))
     check_close(found["composed"], found["dense"], rtol=0, atol=0.05 * found["dense"].abs().max().item())
 

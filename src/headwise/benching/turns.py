@@ -46,13 +46,15 @@ class Samples:
 class Pace:
     """How long a sample lasts at least, how many are taken, and the seconds that those of one case may take.
 
-    The seconds are shared out evenly: what is slow is sampled less often, but `least` times whatever it takes.
+    The seconds are shared out evenly: what is slow is sampled less often, but `least` times whatever it takes. Where
+    somebody's spread is beyond `wide` with fewer than the `most` samples, everybody is sampled as often again, once.
     """
 
     sample: float = 0.02
     least: int = 3
     most: int = 15
     budget: float = 20.0
+    wide: float = 0.1
 
     def calls(self, seconds: float) -> int:
         """How many calls of so many seconds are a sample.
@@ -69,6 +71,15 @@ class Pace:
         [15, 5, 3]
         """
         return max(self.least, min(self.most, int(self.budget / runs / seconds)))
+
+    def unsettled(self, samples: Samples) -> bool:
+        """Whether they lie apart, and more might bring their median nearer.
+
+        >>> pace = Pace(most=4)
+        >>> pace.unsettled(Samples((1.0, 2.0, 3.0))), pace.unsettled(Samples((1.0, 2.0, 3.0, 4.0)))
+        (True, False)
+        """
+        return len(samples.seconds) < self.most and samples.spread > self.wide
 
 
 def once(run: Run, clock: Clock, least: float) -> float:
@@ -100,6 +111,9 @@ def in_turns(runs: Mapping[str, Run], pace: Pace, clock: Clock, seed: int = 0) -
             more[name] = pace.repeats(seconds * calls[name], len(runs)) - len(taken[name])
         for name in turns(more, seed + 1):
             taken[name].append(timed(runs[name], calls[name], clock))
+        if any(pace.unsettled(Samples(tuple(seconds))) for seconds in taken.values()):
+            for name in turns({name: len(seconds) for name, seconds in taken.items()}, seed + 2):
+                taken[name].append(timed(runs[name], calls[name], clock))
     return {name: Samples(tuple(seconds), calls[name]) for name, seconds in taken.items()}
 
 

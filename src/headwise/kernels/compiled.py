@@ -18,9 +18,10 @@ from numba import cfunc, types
 from torch import Tensor
 
 from . import team
-from .memory import form
+from .memory import form, take, whole
 
 NUMBERS = {torch.float32: "float32", torch.float64: "float64"}  # that are computed with as they lie
+HEAD = 5  # numbers of a table of units that are the same for all: the next one, the next thread, how many, desks
 ENTRY = types.void(types.int64)
 
 
@@ -41,33 +42,52 @@ class Kernels:
         self.made: dict[tuple[str, torch.dtype | None], Any] = {}  # an address is good as long as what was made lives
 
     def address(self, name: str, dtype: torch.dtype | None = None) -> int:
-        """Where this one lies once compiled; with a kind of numbers it is told their form before the address."""
-        own = name, dtype
+        """Where this one lies once compiled; for a kind of numbers it is told their form before the address."""
+        own, function = (name, dtype), self.functions[name]
         if own not in self.made:  # of two threads that make it the first is kept: its address may be in use
-            kind = None if dtype is None else self.kinds[dtype]
-            self.made.setdefault(own, _compiled(self.functions[name], kind))
+            kind = "" if dtype is None else self.kinds[dtype]
+            entry = self.entry(function, kind, MARK) if kind else _plain(function, MARK)
+            self.made.setdefault(own, _compiled(entry, f"{function.__module__}.{name}.{kind}"))
         return self.made[own].address
 
-    def launch(self, name: str, dtype: torch.dtype, units: int, *told: Tensor | int) -> None:
-        """Run one over so many units: it is told counters, how many there are, then addresses and numbers."""
-        numbers = [0, 0, units, *(t.data_ptr() if isinstance(t, Tensor) else t for t in told)]
-        table = np.array(numbers, dtype=np.int64)
-        team.run(self.address(name, dtype), table.ctypes.data, threads(units))
+    def entry(self, function: Callable[..., None], kind: str, mark: int) -> Any:
+        """What is compiled: the function with the form."""
+
+        def entry(table):
+            if mark:
+                function(form(kind), table)
+
+        return entry
+
+
+class Units(Kernels):
+    """Functions that do one unit of work: they are told its number, and where their thread may write meanwhile."""
+
+    def launch(self, name: str, dtype: torch.dtype, work: tuple[int, int], *told: Tensor | int) -> None:
+        """Do so many units, each with so many numbers to write on; what is told are addresses and numbers."""
+        units, desk = work
+        desks = torch.empty(threads(units), desk, dtype=dtype)
+        numbers = [0, 0, units, desks, desks.stride(0) * desks.itemsize, *told]
+        table = np.array([t.data_ptr() if isinstance(t, Tensor) else t for t in numbers], dtype=np.int64)
+        team.run(self.address(name, dtype), table.ctypes.data, len(desks))
+
+    def entry(self, function: Callable[..., None], kind: str, mark: int) -> Any:
+        """What is compiled: a thread takes one unit after the other, until there are no more."""
+
+        def entry(table):
+            if mark:
+                desk = whole(table + 24) + whole(table + 32) * take(table + 8)
+                unit = take(table)
+                while unit < whole(table + 16):
+                    function(form(kind), table, unit, desk)
+                    unit = take(table)
+
+        return entry
 
 
 def threads(units: int) -> int:
     """How many threads take so many units on."""
     return max(1, min(units, team.most()))
-
-
-def _compiled(function: Callable[..., None], kind: str | None) -> Any:
-    entry = _plain(function, MARK) if kind is None else _formed(function, kind, MARK)
-    # Numba numbers what it keeps under one function's name, and two processes may give two kernels the same number.
-    entry.__qualname__ = "_".join([function.__module__.rpartition(".")[2], function.__name__, kind or "plain"])
-    try:
-        return cfunc(ENTRY, cache=True)(entry)
-    except RuntimeError:  # neither the package's folder nor the user's own can be written
-        return cfunc(ENTRY)(entry)
 
 
 def _plain(function: Callable[..., None], mark: int) -> Any:
@@ -78,9 +98,10 @@ def _plain(function: Callable[..., None], mark: int) -> Any:
     return entry
 
 
-def _formed(function: Callable[..., None], kind: str, mark: int) -> Any:
-    def entry(table):
-        if mark:
-            function(form(kind), table)
-
-    return entry
+def _compiled(entry: Any, name: str) -> Any:
+    # Numba numbers what it keeps under one function's name, and two processes may give two kernels the same number.
+    entry.__qualname__ = name
+    try:
+        return cfunc(ENTRY, cache=True)(entry)
+    except RuntimeError:  # neither the package's folder nor the user's own can be written
+        return cfunc(ENTRY)(entry)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .compiled import NUMBERS, threads
+from .compiled import NUMBERS
 from .composing import TILE, desk
 from .decomposing import KERNELS
 from .lanes import WIDE
@@ -68,10 +68,9 @@ def _narrowed(t: Tensor, keys: int) -> Tensor:
 def _launch(which: str, given: list[Tensor], each: int, *made: Tensor) -> None:
     qs, ks, kg, a, own = given[0], given[3], given[5], given[6], given[7]
     (batch, heads, queries, keys), out = a.shape, own.shape[0]
-    units = batch * -(-keys // TILE)
-    numbers = a.new_empty(threads(units), desk(heads, out, qs.shape[2], ks.shape[1]))
+    work = batch * -(-keys // TILE), desk(heads, out, qs.shape[2], ks.shape[1])
     sizes = (heads, out, queries, keys, qs.shape[2], ks.shape[1], kg.shape[1] * out, each)
-    KERNELS.launch(which, a.dtype, units, *given, *sizes, numbers, numbers.nbytes // len(numbers), *made)
+    KERNELS.launch(which, a.dtype, work, *given, *sizes, *made)
 
 
 @composed.register_fake

@@ -13,8 +13,9 @@ from enum import IntEnum, auto
 from numba import extending, njit
 
 from . import memory
+from .compiled import HEAD
 from .lanes import WIDE, fma, plus, splat, times
-from .memory import ahead, put, read, read_one, take, told, whole
+from .memory import ahead, put, read, read_one, told, whole
 
 TILE = 64
 LINE = 64  # bytes that memory brings at once
@@ -23,10 +24,7 @@ LINE = 64  # bytes that memory brings at once
 class At(IntEnum):
     """Where each number lies in what a kernel is told: an array of int64. Addresses count bytes, sizes numbers."""
 
-    NEXT = 0  # the next unit of work: a tile of keys of one row
-    THREAD = auto()  # the next thread to begin
-    UNITS = auto()
-    Q_SOURCE = auto()  # [B, T, R, H]; of a side without factors there are no ranks
+    Q_SOURCE = HEAD  # [B, T, R, H]; of a side without factors there are no ranks
     Q_TARGET = auto()  # [B, T, R, O]
     Q_GATE = auto()  # [B, T, O]: what is left of a head's own, 1 + g
     K_SOURCE = auto()  # [B, R H, S]
@@ -42,8 +40,6 @@ class At(IntEnum):
     K_RANKS = auto()
     GATES = auto()  # OUT, or 0 where keys have no factors
     EACH = auto()  # heads to a group
-    DESK = auto()  # of all threads, and how many bytes each has
-    DESK_SIZE = auto()
     MADE = auto()  # [B, O, T, S] forward, the gradient of what was given backward
     GRAD = auto()  # [B, O, T, S]
     D_Q_SOURCE = auto()  # those of queries once for each tile, [B, tiles, T, R, H]
@@ -173,24 +169,20 @@ def compose(form, table, row, desk):
 
 
 @extending.register_jitable
-def forward(form, table):
-    """Unit by unit: lay out, compose, bring back."""
+def forward(form, table, unit, desk):
+    """A tile of keys of one row: lay out, compose, bring back."""
     size, step = memory.size(form), memory.size(form) * TILE
     H, OUT, T, S = told(table, At.H), told(table, At.OUT), told(table, At.T), told(table, At.S)
     tiles = -(-S // TILE)
-    desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
-    unit = take(table)
-    while unit < told(table, At.UNITS):
-        b, begin = unit // tiles, unit % tiles * TILE
-        x, y, keys, count = desk, desk + step * H, desk + step * (H + OUT), min(TILE, S - begin)
-        laid(form, table, keys, b, begin)
-        for t in range(T):
-            given = told(table, At.GIVEN) + size * ((b * H * T + t) * S + begin)
-            made = told(table, At.MADE) + size * ((b * OUT * T + t) * S + begin)
-            lay(form, (x, step), (given, size * T * S), H, count)
-            asked(form, given + size * S, size * T * S, H, count)
-            asked(form, made, size * T * S, OUT, count)
-            for c in range(0, count, WIDE):
-                compose(form, table, b * T + t, (x + size * c, y + size * c, keys + size * c))
-            lay(form, (made, size * T * S), (y, step), OUT, count)
-        unit = take(table)
+    b, begin = unit // tiles, unit % tiles * TILE
+    x, y, keys, count = desk, desk + step * H, desk + step * (H + OUT), min(TILE, S - begin)
+    laid(form, table, keys, b, begin)
+    for t in range(T):
+        given = told(table, At.GIVEN) + size * ((b * H * T + t) * S + begin)
+        made = told(table, At.MADE) + size * ((b * OUT * T + t) * S + begin)
+        lay(form, (x, step), (given, size * T * S), H, count)
+        asked(form, given + size * S, size * T * S, H, count)
+        asked(form, made, size * T * S, OUT, count)
+        for c in range(0, count, WIDE):
+            compose(form, table, b * T + t, (x + size * c, y + size * c, keys + size * c))
+        lay(form, (made, size * T * S), (y, step), OUT, count)

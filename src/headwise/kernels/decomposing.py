@@ -5,10 +5,10 @@ from __future__ import annotations
 from numba import extending, njit
 
 from . import memory
-from .compiled import NUMBERS, Kernels
+from .compiled import NUMBERS, Units
 from .composing import TILE, At, add, asked, by_key, by_query, clear, forward, group, handed, laid, lay
 from .lanes import WIDE, plus, splat, total
-from .memory import put, read, read_one, take, told, whole
+from .memory import put, read, read_one, told, whole
 
 
 @njit
@@ -112,24 +112,20 @@ def back_query(form, table, b, t, begin, desk):
 
 
 @extending.register_jitable
-def backward(form, table):
-    """Unit by unit: lay out, go back, bring the gradients of keys home."""
+def backward(form, table, unit, desk):
+    """A tile of keys of one row: lay out, go back, bring the gradients of keys home."""
     step = memory.size(form) * TILE
     H, OUT, held = told(table, At.H), told(table, At.OUT), told(table, At.K_RANKS)
     tiles, factors = -(-told(table, At.S) // TILE), held * (H + OUT) + told(table, At.GATES)
-    desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
-    unit = take(table)
-    while unit < told(table, At.UNITS):
-        b, begin = unit // tiles, unit % tiles * TILE
-        x, keys = desk, desk + step * (H + OUT)
-        d_x = keys + step * factors
-        d_keys = d_x + step * H
-        laid(form, table, keys, b, begin)
-        clear(form, d_keys, TILE * factors)
-        for t in range(told(table, At.T)):
-            back_query(form, table, b, t, begin, (x, keys, d_x, d_keys, d_keys + step * factors))
-        handed(form, table, d_keys, b, begin)
-        unit = take(table)
+    b, begin = unit // tiles, unit % tiles * TILE
+    x, keys = desk, desk + step * (H + OUT)
+    d_x = keys + step * factors
+    d_keys = d_x + step * H
+    laid(form, table, keys, b, begin)
+    clear(form, d_keys, TILE * factors)
+    for t in range(told(table, At.T)):
+        back_query(form, table, b, t, begin, (x, keys, d_x, d_keys, d_keys + step * factors))
+    handed(form, table, d_keys, b, begin)
 
 
-KERNELS = Kernels(NUMBERS, forward=forward, backward=backward)
+KERNELS = Units(NUMBERS, forward=forward, backward=backward)

@@ -12,10 +12,10 @@ from enum import IntEnum, auto
 from numba import extending, njit
 
 from . import memory
-from .compiled import NUMBERS, Kernels
+from .compiled import HEAD, NUMBERS, Units
 from .lanes import WIDE, exp, larger, largest, minus, plus, splat, times, total, where_below
 from .masks import allowed, marked
-from .memory import put, read, read_one, take, told
+from .memory import put, read, read_one, told
 
 ROWS = 8  # that a thread takes at a time
 
@@ -23,10 +23,7 @@ ROWS = 8  # that a thread takes at a time
 class At(IntEnum):
     """Where each number lies in what a kernel is told: an array of int64. Addresses count bytes, sizes numbers."""
 
-    NEXT = 0
-    THREAD = auto()  # the next thread to begin
-    UNITS = auto()
-    GIVEN = auto()  # [B, H, T, S]: scores
+    GIVEN = HEAD  # [B, H, T, S]: scores
     MADE = auto()  # forward weights, or what is read with them, [B, H, T, V]; backward the gradient of scores
     ALLOWED = auto()  # [1 or B, 1, 1 or T, S], a byte each; 0 where all are
     ALLOWED_ROW = auto()  # numbers to the next row of the batch, and to the next query
@@ -35,8 +32,6 @@ class At(IntEnum):
     T = auto()
     S = auto()
     COUNT = auto()  # rows in all
-    DESK = auto()
-    DESK_SIZE = auto()  # bytes of each thread
     KEYS = auto()  # 0, 1, 2 ..., an int32 for each key: from here on for entmax alone
     ALPHA = auto()  # [H]
     KEPT = auto()  # [B, H, T, 2]: how a row is formed again
@@ -108,14 +103,10 @@ def softmax_row(form, table, row, desk):
 
 
 @extending.register_jitable
-def softmax(form, table):
-    """Rows by the few."""
-    desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
-    unit = take(table)
-    while unit < told(table, At.UNITS):
-        for row in range(unit * ROWS, min(unit * ROWS + ROWS, told(table, At.COUNT))):
-            softmax_row(form, table, row, desk)
-        unit = take(table)
+def softmax(form, table, unit, desk):
+    """A few rows."""
+    for row in range(unit * ROWS, min(unit * ROWS + ROWS, told(table, At.COUNT))):
+        softmax_row(form, table, row, desk)
 
 
-KERNELS = Kernels(NUMBERS, softmax=softmax)
+KERNELS = Units(NUMBERS, softmax=softmax)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .compiled import threads
 from .lanes import wide
 from .orders import PLAIN, check_once
 from .reading import desk
@@ -51,11 +50,9 @@ def _launch(which: str, given: tuple[Any, ...], told: tuple[Tensor, ...], *made:
     q, k, v, scale = given
     units, lines, ends = told
     strides = [side * t.element_size() for t in (k, v) for side in t.stride()[:3]]
-    desks = q.new_empty(threads(len(units)), desk(q.shape[3], v.shape[3]))
     sizes = [q.shape[1], q.shape[2], k.shape[1], k.shape[2], q.shape[3], v.shape[3], *strides]
-    place = desks, desks.shape[1] * desks.element_size()
-    table = units, lines, ends, len(ends), q, q.new_full((1,), scale), k, v, *sizes, *place
-    KERNELS.launch(which, q.dtype, len(units), *table, *made)
+    table = units, lines, ends, len(ends), q, q.new_full((1,), scale), k, v, *sizes
+    KERNELS.launch(which, q.dtype, (len(units), desk(q.shape[3], v.shape[3])), *table, *made)
 
 
 def _whole(x: Tensor) -> Tensor:

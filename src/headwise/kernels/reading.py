@@ -13,8 +13,9 @@ from enum import IntEnum, auto
 from numba import extending, njit
 
 from . import memory
+from .compiled import HEAD
 from .lanes import WIDE, exp, larger, minus, plus, splat, times, where_below, wide
-from .memory import put, read, read_one, take, told, whole
+from .memory import put, read, read_one, told, whole
 from .tiles import ROWS, SLACK, multiply
 
 KEYS = 64  # that are compared before their values are read
@@ -23,10 +24,7 @@ KEYS = 64  # that are compared before their values are read
 class At(IntEnum):
     """Where each number lies in what a kernel is told: an array of int64. Addresses count bytes, sizes numbers."""
 
-    NEXT = 0  # the next unit of work
-    THREAD = auto()  # the next thread to begin
-    UNITS = auto()
-    TOLD = auto()  # [units, 6], int64: row and key head, first line, lines, first key, key behind the last, part
+    TOLD = HEAD  # [units, 6], int64: row and key head, first line, lines, first key, key behind the last, part
     LINES = auto()  # int64: where the queries of each row and key head stand among all (b, t, h)
     ENDS = auto()  # [1 or B, T, 2], int64: the first key that a token reads and the one behind its last
     END_ROWS = auto()  # how many rows those have
@@ -46,8 +44,6 @@ class At(IntEnum):
     V_ROW = auto()
     V_KEY = auto()
     V_HEAD = auto()
-    DESK = auto()  # of all threads, and how many bytes each has
-    DESK_SIZE = auto()
     OUT = auto()  # [B, T, H, vdim]
     LSE = auto()  # [B, T, H]
     GRAD = auto()  # [B, T, H, vdim]
@@ -174,9 +170,10 @@ def cleared(f, to, count):
         put(to + memory.size(f) * n, splat(memory.number(f, 0)))
 
 
-@njit
-def unit_forward(f, table, unit, desk):
+@extending.register_jitable
+def forward(f, table, number, desk):
     """All keys that the rows of a unit read, some at a time."""
+    unit = told(table, At.TOLD) + 48 * number
     size, dim, vdim, groups = memory.size(f), told(table, At.DIM), told(table, At.VDIM), told(table, At.GROUPS)
     step, own, each = size * ROWS, whole(unit) // groups, whole(unit) % groups
     q = desk + step * ENDS
@@ -203,13 +200,3 @@ def unit_forward(f, table, unit, desk):
         multiply(f, (sums, step), values, (scores, step), (vdim, ROWS, count), True)
         start += count
     delivered(f, table, unit, sums, desk)
-
-
-@extending.register_jitable
-def forward(f, table):
-    """Unit by unit."""
-    desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
-    unit = take(table)
-    while unit < told(table, At.UNITS):
-        unit_forward(f, table, told(table, At.TOLD) + 48 * unit, desk)
-        unit = take(table)

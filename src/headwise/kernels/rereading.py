@@ -9,9 +9,9 @@ from __future__ import annotations
 from numba import extending, njit
 
 from . import memory
-from .compiled import NUMBERS, Kernels
+from .compiled import NUMBERS, Units
 from .lanes import WIDE, exp, minus, times, wide
-from .memory import put, read, read_one, take, told, whole
+from .memory import put, read, read_one, told, whole
 from .reading import ENDS, KEYS, At, barred, cleared, compare, forward, lying, scaled, turned
 from .tiles import ROWS, SLACK, multiply
 
@@ -127,9 +127,10 @@ def tile_back(f, table, at, unit, desk):
             put(to + size * c, read_one(f, d_q + size * (ROWS * c + r)))
 
 
-@njit
-def unit_back(f, table, unit, desk):
+@extending.register_jitable
+def backward(f, table, number, desk):
     """All rows of a unit, sixty-four at a time."""
+    unit = told(table, At.TOLD) + 48 * number
     size, dim, vdim, groups = memory.size(f), told(table, At.DIM), told(table, At.VDIM), told(table, At.GROUPS)
     own, each = whole(unit) // groups, whole(unit) % groups
     k = told(table, At.K) + own * told(table, At.K_ROW) + each * told(table, At.K_HEAD)
@@ -148,14 +149,4 @@ def unit_back(f, table, unit, desk):
         tile_back(f, table, (k, v, d_k, d_v), here, desk + size * ROWS)
 
 
-@extending.register_jitable
-def backward(f, table):
-    """Unit by unit."""
-    desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
-    unit = take(table)
-    while unit < told(table, At.UNITS):
-        unit_back(f, table, told(table, At.TOLD) + 48 * unit, desk)
-        unit = take(table)
-
-
-KERNELS = Kernels(NUMBERS, forward=forward, backward=backward)
+KERNELS = Units(NUMBERS, forward=forward, backward=backward)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import normalising, sparse
-from .compiled import NUMBERS, Kernels, threads
+from .compiled import NUMBERS, Units
 from .lanes import WIDE
 from .normalising import ROWS, At
 from .orders import PLAIN, check_once, transformed
@@ -28,7 +28,7 @@ def takes(s_BHTS: Tensor) -> bool:
 def softmax(s: Tensor, allowed: Tensor) -> Tensor:
     """Softmax over the keys of s [B, H, T, S] that are allowed [1 or B, 1, 1 or T, S]; where none is, no weight."""
     told, made = _told(s, allowed), s.new_empty(s.shape)
-    _launch(normalising.KERNELS, "softmax", told | {At.MADE: made}, 1)
+    _launch(normalising.KERNELS, "softmax", told | {At.MADE: made}, (_few(s), 1))
     return made
 
 
@@ -48,7 +48,7 @@ def entmax(s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, of: Sequ
     held = [] if v is None else [_whole(v), torch.tensor(of)]
     told, kept = _sparse(s, allowed, alpha, held), s.new_empty(*s.shape[:3], KEPT)
     made = s.new_empty(*s.shape[:3], held[0].shape[3] if held else s.shape[3])
-    _launch(sparse.KERNELS, "forward", told | {At.MADE: made, At.KEPT: kept}, LISTS)
+    _launch(sparse.KERNELS, "forward", told | {At.MADE: made, At.KEPT: kept}, (_few(s), LISTS))
     return made if v is None else _narrow(made, v), kept
 
 
@@ -63,9 +63,8 @@ def entmax_backward(grad: Tensor, given: Sequence[Tensor], of: Sequence[int]) ->
     made, of_alpha, of_values = s.new_empty(s.shape), s.new_empty(s.shape[:3]), [torch.zeros_like(t) for t in held[:1]]
     told = _sparse(s, allowed, alpha, held) | {At.MADE: made, At.KEPT: kept.contiguous(), At.D_ALPHA: of_alpha}
     told |= {At.GRAD: _whole(grad) if held else grad.contiguous(), At.D_VALUES: of_values[0] if held else 0}
-    if held:
-        told[At.UNITS] = len(s) * held[0].shape[1]
-    _launch(sparse.KERNELS, "backward", told, LISTS)
+    units = len(s) * held[0].shape[1] if held else _few(s)
+    _launch(sparse.KERNELS, "backward", told, (units, LISTS))
     return [made, of_alpha.sum((0, 2)), *map(_narrow, of_values, values)]
 
 
@@ -77,7 +76,7 @@ def _told(s: Tensor, allowed: Tensor) -> Told:
     seen, count = allowed.expand(*allowed.shape[:3], keys).contiguous(), batch * heads * queries
     told: Told = {At.GIVEN: s.contiguous(), At.ALLOWED: seen, At.H: heads, At.T: queries, At.S: keys, At.COUNT: count}
     told[At.ALLOWED_ROW] = keys * seen.shape[2] * (len(seen) > 1)
-    return told | {At.ALLOWED_QUERY: keys * (seen.shape[2] > 1), At.UNITS: -(-count // ROWS)}
+    return told | {At.ALLOWED_QUERY: keys * (seen.shape[2] > 1)}
 
 
 def _sparse(s: Tensor, allowed: Tensor, alpha: Tensor, held: Sequence[Tensor]) -> Told:
@@ -88,13 +87,17 @@ def _sparse(s: Tensor, allowed: Tensor, alpha: Tensor, held: Sequence[Tensor]) -
     return told
 
 
-def _launch(kernels: Kernels, name: str, told: Told, lists: int) -> None:
-    given, units = told[At.GIVEN], told[At.UNITS]
+def _few(s: Tensor) -> int:
+    """Units of a few rows each."""
+    return -(-s.shape[:3].numel() // ROWS)
+
+
+def _launch(kernels: Units, name: str, told: Told, work: tuple[int, int]) -> None:
+    """Do so many units, each with so many rows on its desk."""
+    given, (units, rows) = told[At.GIVEN], work
     assert isinstance(given, Tensor)
-    assert isinstance(units, int)
-    desks = given.new_empty(threads(units), lists * (given.shape[3] // WIDE + 2) * WIDE)
-    told |= {At.DESK: desks, At.DESK_SIZE: desks.nbytes // len(desks)}
-    kernels.launch(name, given.dtype, units, *(told.get(at, 0) for at in list(At)[3:]))
+    desk = rows * (given.shape[3] // WIDE + 2) * WIDE
+    kernels.launch(name, given.dtype, (units, desk), *(told.get(at, 0) for at in At))
 
 
 def _whole(v: Tensor) -> Tensor:

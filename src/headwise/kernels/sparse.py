@@ -10,10 +10,10 @@ import math
 from numba import extending, njit
 
 from . import memory
-from .compiled import NUMBERS, Kernels
+from .compiled import NUMBERS, Units
 from .lanes import WIDE, fma, log, minus, plus, splat, times, total, where_below
 from .masks import place
-from .memory import put, read, read_one, take, told, whole
+from .memory import put, read, read_one, told, whole
 from .normalising import ROWS, At, lay
 from .sifting import root, scaled, sift, spread, weigh
 
@@ -159,14 +159,10 @@ def towards(form, lists, count, alpha, mean):
 
 
 @extending.register_jitable
-def forward(form, table):
-    """Rows by the few."""
-    desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
-    unit = take(table)
-    while unit < told(table, At.UNITS):
-        for row in range(unit * ROWS, min(unit * ROWS + ROWS, told(table, At.COUNT))):
-            forward_row(form, table, row, desk)
-        unit = take(table)
+def forward(form, table, unit, desk):
+    """A few rows."""
+    for row in range(unit * ROWS, min(unit * ROWS + ROWS, told(table, At.COUNT))):
+        forward_row(form, table, row, desk)
 
 
 @njit
@@ -180,17 +176,13 @@ def back_head(form, table, unit, desk):
 
 
 @extending.register_jitable
-def backward(form, table):
-    """Rows by the few; where values are read, by the heads of these."""
-    desk = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
-    unit = take(table)
-    while unit < told(table, At.UNITS):
-        if told(table, At.VALUES):
-            back_head(form, table, unit, desk)
-        else:
-            for row in range(unit * ROWS, min(unit * ROWS + ROWS, told(table, At.COUNT))):
-                back_row(form, table, row, desk)
-        unit = take(table)
+def backward(form, table, unit, desk):
+    """A few rows; where values are read, those of a head of these."""
+    if told(table, At.VALUES):
+        back_head(form, table, unit, desk)
+    else:
+        for row in range(unit * ROWS, min(unit * ROWS + ROWS, told(table, At.COUNT))):
+            back_row(form, table, row, desk)
 
 
-KERNELS = Kernels(NUMBERS, forward=forward, backward=backward)
+KERNELS = Units(NUMBERS, forward=forward, backward=backward)

@@ -13,18 +13,15 @@ from enum import IntEnum, auto
 from numba import extending, njit
 
 from . import memory
-from .compiled import NUMBERS, Kernels
+from .compiled import HEAD, NUMBERS, Units
 from .lanes import WIDE, exp, fma, larger, largest, minus, plus, splat, times, total, where_below, wide
-from .memory import put, read, read_one, take, told, whole
+from .memory import put, read, read_one, told, whole
 
 
 class At(IntEnum):
     """Where each number lies in what a kernel is told: an array of int64. Addresses and steps count bytes."""
 
-    NEXT = 0  # the next unit of work: a text and a key head
-    THREAD = auto()  # the next thread to begin
-    UNITS = auto()
-    TEXTS = auto()  # [texts, 4]: the first query of each, how many there are, its first key, how many
+    TEXTS = HEAD  # [texts, 4]: the first query of each, how many there are, its first key, how many
     Q = auto()  # [tokens, groups x each, DIM], with the step to the next token and to the next head
     Q_TOKEN = auto()
     Q_HEAD = auto()
@@ -40,8 +37,6 @@ class At(IntEnum):
     VDIM = auto()
     SCALE = auto()  # one number
     CAUSAL = auto()  # 1 where no key is read that is later than the query
-    DESK = auto()  # of all threads, and how many bytes each has
-    DESK_SIZE = auto()
     MADE = auto()  # [tokens, heads, VDIM] forward, the gradient of the queries backward
     GRAD = auto()  # [tokens, heads, VDIM]
     D_K = auto()  # [tokens, groups, DIM]
@@ -175,27 +170,23 @@ def weights(form, table, q, desk, text):
 
 
 @extending.register_jitable
-def forward(form, table):
-    """Text by text and head by head: compare, weigh, read."""
+def forward(form, table, unit, places):
+    """One text and the heads of one key head: compare, weigh, read."""
     size, dim, vdim = memory.size(form), told(table, At.DIM), told(table, At.VDIM)
     each, made = told(table, At.EACH), size * vdim * told(table, At.GROUPS) * told(table, At.EACH)
-    places = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
     laid(form, places)
-    unit = take(table)
-    while unit < told(table, At.UNITS):
-        text = unit_of(table, unit)
-        first, queries, begin, count, g = text
-        keys, row = places + size * WIDE, size * wide(count)
-        w = keys + row * dim
-        k = told(table, At.K) + told(table, At.K_TOKEN) * begin + told(table, At.K_HEAD) * g
-        v = told(table, At.V) + told(table, At.V_TOKEN) * begin + told(table, At.V_HEAD) * g
-        turned(form, keys, k, told(table, At.K_TOKEN), count, dim)
-        for h in range(g * each, (g + 1) * each if count else 0):
-            q = told(table, At.Q) + told(table, At.Q_TOKEN) * first + told(table, At.Q_HEAD) * h
-            to = told(table, At.MADE) + made * first + size * vdim * h
-            weights(form, table, q, (places, keys, w), text)
-            product(form, (to, made), (w, row, size), (v, told(table, At.V_TOKEN)), queries, (count, vdim, 0))
-        unit = take(table)
+    text = unit_of(table, unit)
+    first, queries, begin, count, g = text
+    keys, row = places + size * WIDE, size * wide(count)
+    w = keys + row * dim
+    k = told(table, At.K) + told(table, At.K_TOKEN) * begin + told(table, At.K_HEAD) * g
+    v = told(table, At.V) + told(table, At.V_TOKEN) * begin + told(table, At.V_HEAD) * g
+    turned(form, keys, k, told(table, At.K_TOKEN), count, dim)
+    for h in range(g * each, (g + 1) * each if count else 0):
+        q = told(table, At.Q) + told(table, At.Q_TOKEN) * first + told(table, At.Q_HEAD) * h
+        to = told(table, At.MADE) + made * first + size * vdim * h
+        weights(form, table, q, (places, keys, w), text)
+        product(form, (to, made), (w, row, size), (v, told(table, At.V_TOKEN)), queries, (count, vdim, 0))
 
 
 @njit
@@ -231,25 +222,21 @@ def back_head(form, table, h, desk, text):
 
 
 @extending.register_jitable
-def backward(form, table):
-    """Text by text and head by head: the weights once more, and all gradients."""
+def backward(form, table, unit, places):
+    """One text and the heads of one key head: the weights once more, and all gradients."""
     size, dim, vdim = memory.size(form), told(table, At.DIM), told(table, At.VDIM)
     each = told(table, At.EACH)
-    places = told(table, At.DESK) + told(table, At.DESK_SIZE) * take(table + 8 * At.THREAD)
     laid(form, places)
-    unit = take(table)
-    while unit < told(table, At.UNITS):
-        text = unit_of(table, unit)
-        _, _, begin, count, g = text
-        keys = places + size * WIDE
-        values = keys + size * wide(count) * dim
-        k = told(table, At.K) + told(table, At.K_TOKEN) * begin + told(table, At.K_HEAD) * g
-        v = told(table, At.V) + told(table, At.V_TOKEN) * begin + told(table, At.V_HEAD) * g
-        turned(form, keys, k, told(table, At.K_TOKEN), count, dim)
-        turned(form, values, v, told(table, At.V_TOKEN), count, vdim)
-        for h in range(g * each, (g + 1) * each if count else 0):
-            back_head(form, table, h, (places, keys, values), text)
-        unit = take(table)
+    text = unit_of(table, unit)
+    _, _, begin, count, g = text
+    keys = places + size * WIDE
+    values = keys + size * wide(count) * dim
+    k = told(table, At.K) + told(table, At.K_TOKEN) * begin + told(table, At.K_HEAD) * g
+    v = told(table, At.V) + told(table, At.V_TOKEN) * begin + told(table, At.V_HEAD) * g
+    turned(form, keys, k, told(table, At.K_TOKEN), count, dim)
+    turned(form, values, v, told(table, At.V_TOKEN), count, vdim)
+    for h in range(g * each, (g + 1) * each if count else 0):
+        back_head(form, table, h, (places, keys, values), text)
 
 
-KERNELS = Kernels(NUMBERS, forward=forward, backward=backward)
+KERNELS = Units(NUMBERS, forward=forward, backward=backward)

@@ -56,16 +56,14 @@ def _whole(t: Tensor) -> Tensor:
 
 
 def _launch(which: str, given: list[Tensor], where: Where, how: tuple[bool, float], *made: Tensor) -> None:
-    from .compiled import threads  # here: Numba takes a second to import
-    from .texting import KERNELS, desk
+    from .texting import KERNELS, desk  # here: Numba takes a second to import
 
     (table, longest), (causal, scale), (q, k, v) = where, how, given
-    groups, units = k.shape[1], len(table) * k.shape[1]
-    scales = torch.full((1,), scale, dtype=q.dtype)
-    numbers = q.new_empty(threads(units), desk(longest, k.shape[2], v.shape[2]))
+    groups, scales = k.shape[1], torch.full((1,), scale, dtype=q.dtype)
+    work = len(table) * groups, desk(longest, k.shape[2], v.shape[2])
     lies = [told for t in given for told in (t, *(step * t.itemsize for step in t.stride()[:2]))]
     sizes = (groups, q.shape[1] // groups, k.shape[2], v.shape[2], scales, int(causal))
-    KERNELS.launch(which, q.dtype, units, table, *lies, *sizes, numbers, numbers.nbytes // len(numbers), *made)
+    KERNELS.launch(which, q.dtype, work, table, *lies, *sizes, *made)
 
 
 @texts.register_fake
