@@ -14,6 +14,7 @@ from cases import base, check_close
 from headwise import backends, inputs
 from headwise.backends import BACKENDS, Job, dense, halves, packed
 from headwise.reasons import why
+from test_kept import by_layer
 
 BF16 = torch.bfloat16
 
@@ -152,7 +153,20 @@ def kept(count: int) -> int:
 
 def test_weights_of_long_texts_are_not_kept():
     assert kept(2048) / kept(1024) <= 2
-    assert kept(512) / kept(256) > 2.5
+    assert kept(512) / kept(256) > 2.5  # those of short ones are
+
+
+@pytest.mark.parametrize("count", [5, 128, 300, 513])
+def test_what_is_kept_is_billed(count):
+    spec = hw.design(model=16, heads=4, kv=2, pattern="causal")
+    load = hw.Load(2, count, "bf16", "cpu")
+    layer = hw.Attention(spec, backend="halves").to(BF16)
+    x = torch.randn(2, count, 16).to(BF16).requires_grad_()
+    assert hw.activations(spec, load, "halves").total == by_layer(layer, x)
+    assert hw.activations(spec, load) == hw.activations(spec, load, "halves")
+    assert hw.activations(spec, hw.Load(2, count, "fp32", "cpu")) == hw.activations(
+        spec, hw.Load(2, count, "fp32", "cpu"), "sdpa"
+    )
 
 
 def test_what_is_kept_is_not_formed_again(small):
