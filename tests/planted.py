@@ -11,6 +11,7 @@ import sys
 import planted_align  # noqa: F401 - as the first
 import planted_banded  # noqa: F401 - as the first
 import planted_bench  # noqa: F401 - as the first
+import planted_callers  # noqa: F401 - as the first
 import planted_comparing  # noqa: F401 - as the first
 import planted_composition  # noqa: F401 - importing a list plants its bugs
 import planted_core  # noqa: F401 - as the first
@@ -38,6 +39,7 @@ import planted_orders  # noqa: F401 - as the first
 import planted_packing  # noqa: F401 - as the first
 import planted_paged  # noqa: F401 - as the first
 import planted_patches  # noqa: F401 - as the first
+import planted_prefixes  # noqa: F401 - as the first
 import planted_pricing  # noqa: F401 - as the first
 import planted_proof  # noqa: F401 - as the first
 import planted_ragged  # noqa: F401 - as the first

@@ -202,3 +202,10 @@ bug(
     "return ",
     f"{BENCH}::test_who_is_widely_spread_has_all_sampled_as_often_again",
 )
+bug(
+    "bench-asks-only-linux-for-processors",
+    "benching/machine.py",
+    "    except AttributeError:",
+    "    except NotImplementedError:",
+    "test_benching.py::test_where_nobody_says_which_processors_all_count",
+)

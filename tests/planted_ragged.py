@@ -82,8 +82,8 @@ bug(
 bug(
     "ragged-a-bias-one-key-late",
     "kernels/scoring.py",
-    "            more = read_one(f, own + whole(desk + COLUMNS + 8 * i) * key)\n",
-    "            more = read_one(f, own + (whole(desk + COLUMNS + 8 * i) - 1) * key)\n",
+    "        more = read_one(f, own + whole(desk + COLUMNS + 8 * i) * key)\n",
+    "        more = read_one(f, own + (whole(desk + COLUMNS + 8 * i) - 1) * key)\n",
     f"{BESIDE}[dtype1]",
 )
 bug(

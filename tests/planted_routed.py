@@ -187,14 +187,6 @@ bug(
     f"{READ}::test_any_width[3-16]",
 )
 bug(
-    "read-lines-a-fifth-row",
-    "kernels/tiles.py",
-    "        left = rows - m - 1  # beyond",
-    "        left = 3  # beyond",
-    f"{READ}::test_memory_that_lies_otherwise_is_read_where_it_is",
-    f"{READ}::test_any_width[3-1]",
-)
-bug(
     "read-lines-gradients-without-their-total",
     "kernels/rereading.py",
     "minus(read(f, grads + here), total)",

@@ -318,6 +318,12 @@ def test_the_last_level_is_that_of_all_processors_once(tmp_path: Path):
     assert limits.last_level(damaged) == (2 * 2**20, True)
 
 
+def test_where_nobody_says_which_processors_all_count(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(machine.os, "sched_getaffinity")
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 3)
+    assert machine.processors() == machine.checked(None) == 3
+
+
 def test_odd_machines_are_labelled(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Limits, "header", lambda self: {})
     monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.5, 9.0, 9.0))

@@ -100,18 +100,18 @@ def test_every_axis_grows_and_who_is_slow_is_asked_no_more(monkeypatch: pytest.M
     points = list(growing.measured(faked(Clock(), monkeypatch), kind))
     at = {(point["axis"], point["at"]): point["seconds"] for point in points}
     assert {axis for axis, _ in at} == set(growing.AXES)
-    assert set(at["tokens", 64]) == {"sdpa", "composed", "dense", "halves"}
+    assert set(at["tokens", 64]) == {"tiled", "sdpa", "composed", "dense", "halves"}
     assert "composed" not in at["tokens", 1024]  # at 512 it took 0.26 seconds
     assert "flex" in at["tokens", 512]  # it compiles, and has three shapes
     assert "flex" not in at["tokens", 256]
     assert "sdpa" in at["tokens", 1024]
     assert ("tokens", 2048) not in at
-    assert all(point["runs"] == "sdpa" for point in points)
+    assert all(point["runs"] == "tiled" for point in points)
     found = Scaling(MACHINE, points)
     powers = {(one["axis"], one["backend"]): one["power"] for one in found.powers}
     assert powers["tokens", "sdpa"] == pytest.approx(2.0)
     (order,) = found.order
-    assert order["fastest"]["64"] == "sdpa"
+    assert order["fastest"]["64"] == "tiled"
 
 
 def test_who_fails_is_named_and_asked_no_more(monkeypatch: pytest.MonkeyPatch):
@@ -123,16 +123,16 @@ def test_who_fails_is_named_and_asked_no_more(monkeypatch: pytest.MonkeyPatch):
 
     def worse(kind: str, spec: hw.AttentionSpec, size: growing.Size, names: list[str]) -> Case:
         case = made(kind, spec, size, names)
-        return replace(case, ours=broken) if names[0] == "sdpa" else case
+        return replace(case, ours=broken) if names[0] == "tiled" else case
 
     monkeypatch.setattr(growing, "_case", worse)
     points = list(growing.measured(bench, "plain heads, causal"))
-    assert points[0]["absent"] == {"sdpa": "ValueError: too many values"}
+    assert points[0]["absent"] == {"tiled": "ValueError: too many values"}
     assert points[0]["seconds"] == {}
-    assert set(points[1]["seconds"]) == {"composed", "dense", "halves"}
+    assert set(points[1]["seconds"]) == {"sdpa", "composed", "dense", "halves"}
     found = Scaling(MACHINE, points)
     assert not found.sound
-    assert "! plain heads, causal, sdpa: ValueError: too many values" in str(found)
+    assert "! plain heads, causal, tiled: ValueError: too many values" in str(found)
 
 
 def test_gradients_are_measured_along_tokens_alone(monkeypatch: pytest.MonkeyPatch):
@@ -234,7 +234,8 @@ def test_the_pages_say_what_was_measured(monkeypatch: pytest.MonkeyPatch, quick,
     scaling.scaling("plain", out=tmp_path)
     monkeypatch.setattr(bench_pages, "SCALED", tmp_path / "scaling.json")
     said = bench_pages.scales()
-    assert "Chosen: `sdpa`. Measured: `sdpa` overtakes `dense` at 1,000 tokens." in said
+    assert f"Chosen: `sdpa`, `tiled` from {backends.tiled.LEAST} tokens on. Measured: `sdpa` overtakes `dense`" in said
+    assert "overtakes `dense` at 1,000 tokens." in said
     assert "| 64 | 64.0 us | **4.1 us** |" in said
     for name in backends.BACKENDS:
         assert f"| `{name}` |" in said

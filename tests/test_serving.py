@@ -58,6 +58,32 @@ def test_a_step_of_llama_3_8b_by_hand():
     assert step.seconds == pytest.approx(sum(max(o.flops / 989e12, o.moved / 4.8e12) for o in step.operations))
 
 
+def test_a_beginning_that_rows_share_is_read_once():
+    """By whole pages of 16; each row reads what is its own, and all products are made for each."""
+    rows = Rows(((8000, 3), (5000, 1)), shared=1000)
+    each, brought = 4096, 2 * 2 * 4096
+    for allocator, once in ((Allocator(), 1000), (Allocator("paged", 16), 992), (Allocator("ring"), 0)):
+        together = Serving(LLAMA, H200, allocator=allocator).decoding(rows)
+        apart = Serving(LLAMA, H200, allocator=allocator).decoding(replace(rows, shared=0))
+        assert [one.flops for one in together.cores] == [one.flops for one in apart.cores]
+        assert [one.moved for one in apart.cores] == [32 * (29000 * each + 4 * brought)]
+        assert [one.moved for one in together.cores] == [32 * ((29000 - 3 * once) * each + 4 * brought)]
+    assert Serving(LLAMA, H200).mixed(rows, 4, past=9).cores[0] == Serving(LLAMA, H200).decoding(rows).cores[0]
+
+
+def test_of_a_shared_beginning_only_what_windows_reach_is_read():
+    spec = hw.design(model=64, heads=1, pattern="window(20) | first(3)")
+    rows = Rows(((25, 2), (40, 1)), shared=10)
+    (core,) = Serving(spec, H200).decoding(rows).cores
+    held = 256  # bytes of a token: two of 64 numbers
+    # Rows of 25 reach tokens 0 to 2 and 5 to 24, of which 8 are shared; the one of 40 reaches 0 to 2 of these.
+    assert core.moved == held * (2 * 23 + 23 - (2 * 8 + 3) + 8) + 3 * 2 * 2 * 64
+    (state,) = Serving(hw.design(preset="linear", model=64, heads=1), H200).decoding(rows).cores
+    assert (
+        state == Serving(hw.design(preset="linear", model=64, heads=1), H200).decoding(replace(rows, shared=0)).cores[0]
+    )
+
+
 def test_a_mixed_step_by_hand():
     """Three rows of 5 tokens get one more, while tokens 7 to 9 of a prompt are taken."""
     step = Serving(GQA, H200).mixed(Rows.alike(3, 5), tokens=3, past=7)

@@ -315,10 +315,26 @@ def test_what_training_does_to_a_layer():
     check_close(made(part, turned, seen, layer.normaliser), made(part, turned.contiguous(), seen, layer.normaliser))
 
 
-def test_a_second_derivative_is_refused():
-    s = numbers(3, 5).requires_grad_()
-    with pytest.raises(RuntimeError, match="create_graph=True"):
-        torch.autograd.grad(weights(s, 1.5).square().sum(), s, create_graph=True)
+def test_a_second_derivative_is_exact_or_refused():
+    s, seen = numbers(2, 3, 5, 7).requires_grad_(), torch.rand(1, 1, 5, 7) < 0.7
+    if WAY["taken"] == "fused":
+        with pytest.raises(RuntimeError, match="create_graph=True"):
+            torch.autograd.grad(weights(s, 1.5).square().sum(), s, create_graph=True)
+        return
+    for alpha in (1.25, 1.5, 1.75, 2.0, 2.5):
+        assert torch.autograd.gradgradcheck(lambda s, alpha=alpha: made(hw.Entmax(alpha=alpha), s, seen), s)
+    part, learned_a = hw.Entmax(kind="learned"), numbers(3, 1, 1).requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda s, a: part.normalise(s, seen, Told(a)), (s, learned_a))
+
+
+class Told:
+    """The numbers that heads learn, as they stand."""
+
+    def __init__(self, a: Tensor) -> None:
+        self.a = a
+
+    def spread(self) -> dict[str, Tensor]:
+        return {"a": self.a}
 
 
 @pytest.mark.compile

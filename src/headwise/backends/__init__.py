@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import NoBackend, nearest
 from ..terms import Work
-from . import banded, composed, dense, flex, grouped, halves, linear, packed, paged, ragged, routed, sdpa
+from . import banded, composed, dense, flex, grouped, halves, linear, packed, paged, ragged, routed, sdpa, tiled
 from .blocks import BLOCK
 from .bound import Bound
 from .job import Inputs, Job
@@ -27,6 +27,7 @@ BACKENDS: dict[str, ModuleType] = {
     "grouped": grouped,
     "banded": banded,
     "halves": halves,
+    "tiled": tiled,
     "sdpa": sdpa,
     "linear": linear,
     "flex": flex,
@@ -34,7 +35,9 @@ BACKENDS: dict[str, ModuleType] = {
     "dense": dense,
 }
 
-LENGTHS = tuple(sorted({module.LEAST for module in (banded, linear, routed)}))  # keys at which another is preferred
+LENGTHS = tuple(
+    sorted({module.LEAST for module in (banded, linear, routed, tiled)})
+)  # keys at which another is preferred
 
 
 def choose(job: Job, only: str | None = None) -> ModuleType:

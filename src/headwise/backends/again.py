@@ -27,11 +27,16 @@ class Plan(NamedTuple):
 def attend(plan: Plan, inputs: Inputs, learned: Sequence[Tensor]) -> Tensor:
     """o_BTHV of all blocks; gradients reach what they were handed, and the parameters that they read."""
     wanted = [*_listed(inputs), *learned]
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted) or transformed():
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted) or _kept(inputs):
         return torch.cat([plan.run(block, portion(inputs, block)) for block in plan.blocks], 1)
     empty = _with(inputs._replace(gates=()), [inputs.q.detach()[:0]] * (len(wanted) - len(learned)))
     made: Any = _Again.apply(plan, empty, *wanted)
     return made
+
+
+def _kept(inputs: Inputs) -> bool:
+    """Whether every block is kept after all: who transforms functions has to see it, and shapes alone take no room."""
+    return transformed() or inputs.q.is_meta
 
 
 def _listed(inputs: Inputs) -> list[Tensor]:
@@ -71,7 +76,8 @@ class _Again(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         check_once(PLAIN)
         count = len(_listed(ctx.empty))
-        given, learned = list(ctx.saved_tensors[:count]), ctx.saved_tensors[count:]
+        saved = list(ctx.saved_tensors)  # asked once: a checkpoint hands each out no second time
+        given, learned = saved[:count], saved[count:]
         sums = _Sums(given, learned, ctx.needs_input_grad[2:])
         device, dtype, on = ctx.autocast
         inputs = _with(ctx.empty, [t.detach() for t in given])

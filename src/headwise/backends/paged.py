@@ -1,4 +1,4 @@
-"""One query per row reads keys and values where they lie, in pages that rows may share: nothing is gathered for it."""
+"""One query per row reads keys and values where they lie, and pages that rows share once: nothing is gathered."""
 
 from __future__ import annotations
 

@@ -52,7 +52,10 @@ def versions() -> dict[str, str]:
 
 def processors() -> int:
     """How many processors this process may use."""
-    return len(os.sched_getaffinity(0))
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # only Linux says which: elsewhere it may use all
+        return os.cpu_count() or 1
 
 
 def checked(threads: int | None) -> int:

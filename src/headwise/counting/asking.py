@@ -52,6 +52,21 @@ def asks(layers: Layers, request: Request, formats: Formats) -> Asked:
     return Asked(weights, inner, _read(layers, request, formats) + bytes_of(formats.maths) * spoken)
 
 
+def begun(layers: Layers, request: Request, count: int, formats: Formats) -> int:
+    """Bytes that are read of so many first tokens of its sequence, for whoever reads them for several at once.
+
+    >>> import headwise as hw
+    >>> gqa = Layers("attention", hw.design(preset="gqa", model=4096, heads=32, kv=8, pattern="window(4096)"))
+    >>> begun(gqa, Request(1, past=4999), 1000, Formats())  # of 1,000 the latest 96, 4,096 bytes each
+    393216
+    """
+    if layers.reads != "own" or layers.spec.stateful:
+        return 0
+    end = request.past + request.tokens
+    met = _met(layers.spec, range(request.past, end), range(min(count, end)))
+    return token_bytes(layers.spec, formats.cache) * met
+
+
 def by_part(spec: AttentionSpec, request: Request) -> dict[str, int]:
     """FLOPs with weights of one sequence, part by part; together they are what `asks` says."""
     running = replace(spec, project=spec.form(request.tokens == 1))

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..blueprint import Model
+from ..boxes import Memory
 from ..errors import SpecError
 from ..spec import AttentionSpec
 from .allocators import IDEAL, Allocator, Rows
-from .asking import Asked, Request, asks
+from .asking import Asked, Request, asks, begun
 from .calls import LARGEST
 from .devices import PLAIN, Device, Formats, bytes_of, stored
 from .layers import Held, Layers, Matrices, attentions, held, matrices
@@ -80,21 +81,24 @@ class Serving:
         patterns = {each.spec.pattern.text for each in self.attentions if each.name == layers.name}
         return f"{told}, {layers.spec.pattern.text}" if len(patterns) > 1 else told
 
-    def step(self, requests: Mapping[Request, int]) -> Step:
-        """One step of so many requests of each kind: single tokens, and chunks of prompts."""
+    def step(self, requests: Mapping[Request, int], shared: int = 0) -> Step:
+        """One step of so many requests of each kind: single tokens, and chunks of prompts.
+
+        Those that get a single token begin with so many that they share, which are read once.
+        """
         told = {(each, request): asks(each, request, self.formats) for each in self.attentions for request in requests}
         projections = [self._projections(each, requests, told) for each in self.attentions]
-        return Step((*projections, *self._matrices(requests)), tuple(self._cores(requests, told)))
+        return Step((*projections, *self._matrices(requests)), tuple(self._cores(requests, told, shared)))
 
     def decoding(self, rows: Rows) -> Step:
         """A step in which every row gets one token; lengths count it."""
-        return self.step({Request(1, length - 1, self.source): times for length, times in rows.each})
+        return self.step({Request(1, length - 1, self.source): times for length, times in rows.each}, rows.shared)
 
     def mixed(self, rows: Rows | None, tokens: int, past: int = 0) -> Step:
         """A step in which every row gets one token, and a prompt of another so many behind what was taken of it."""
         requests = {Request(1, length - 1, self.source): times for length, times in (rows.each if rows else ())}
         prompt = Request(tokens, past, self.source)
-        return self.step(requests | {prompt: requests.get(prompt, 0) + 1})
+        return self.step(requests | {prompt: requests.get(prompt, 0) + 1}, rows.shared if rows else 0)
 
     def first_token(self, prompt: int, chunk: int, beside: Rows | None = None) -> float:
         """Seconds at least until a prompt's first token: chunk by chunk, others being answered beside it."""
@@ -142,7 +146,7 @@ class Serving:
             moved = each.moved(met, self.formats.weights) + bytes_of(self.formats.maths) * met * each.flowing
             yield self._operation(each.name, each.flops(met), moved, each.times)
 
-    def _cores(self, requests: Mapping[Request, int], told: Told) -> Iterator[Operation]:
+    def _cores(self, requests: Mapping[Request, int], told: Told, shared: int) -> Iterator[Operation]:
         kinds = {
             "decoding": [request for request in requests if request.tokens == 1],
             "a prompt": [request for request in requests if request.tokens > 1],
@@ -151,9 +155,17 @@ class Serving:
             for kind, some in kinds.items():
                 flops = sum(told[each, request].core * requests[request] for request in some)
                 moved = sum(told[each, request].moved * requests[request] for request in some)
+                if kind == "decoding":
+                    moved -= self._spared(each, {request: requests[request] for request in some}, shared)
                 if some:
                     name = f"{self.title('core', each)}, {kind}"
                     yield self._operation(name, flops, moved, each.times)
+
+    def _spared(self, layers: Layers, requests: Mapping[Request, int], shared: int) -> int:
+        """Bytes of a beginning that are not read again for each row: whole pages of it, where rows share pages."""
+        count = self.allocator.common(Memory(0, None), shared, shared)
+        each = {request: begun(layers, request, count, self.formats) for request in requests}
+        return sum(each[request] * times for request, times in requests.items()) - max(each.values(), default=0)
 
     def _operation(self, name: str, flops: int, moved: int, times: int) -> Operation:
         maths = self.formats.maths

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from numba import njit
 
+inside = njit(forceinline=True)
+
 from .lanes import WIDE, fma, splat, times, total, totals, wide
-from .memory import ahead, lies, load, load_one, number, put, put_quarter, read, read_one, size, whole
+from .memory import lies, load, load_one, number, put, put_quarter, read, read_one, size, soon, whole
 from .told import BLOCK, LINE, At
 
 KEYS, VALUES, SCALES, COLUMNS, NEXT = (8 * BLOCK * n for n in range(5))
 SCORES = 2 * NEXT
-CHUNK = 64  # numbers that are asked for at once
+AHEAD = 12 * 2**10  # bytes between what is asked for and what is read: a memory's answer long
 TOGETHER = 4  # keys, or values, that are read at once
 
 
@@ -29,20 +31,20 @@ def rest(f, address, count, desk):
     return read(f, desk)
 
 
-@njit
+@inside
 def met(x, y, a):
     """Sums with four products more."""
     return fma(x[0], y, a[0]), fma(x[1], y, a[1]), fma(x[2], y, a[2]), fma(x[3], y, a[3])
 
 
-@njit
+@inside
 def met_by_heads(f, x, q, apart, a):
     """Sums of four heads, the fourth so far from the first, with four products more of each."""
     first, second = met(x, read(f, q), a[0]), met(x, read(f, q + apart[0]), a[1])
     return first, second, met(x, read(f, q + 2 * apart[0]), a[2]), met(x, read(f, q + apart[1]), a[3])
 
 
-@njit
+@inside
 def of_keys(f, keys, at):
     """Sixteen channels of four keys."""
     return load(f, keys[0] + at), load(f, keys[1] + at), load(f, keys[2] + at), load(f, keys[3] + at)
@@ -57,13 +59,13 @@ def some_of_keys(f, keys, at, bounds, desk):
     return a, b, c, d
 
 
-@njit
+@inside
 def four_keys(keys, offset):
     """Where one head of four keys, or of their values, lies."""
     return whole(keys) + offset, whole(keys + 8) + offset, whole(keys + 16) + offset, whole(keys + 24) + offset
 
 
-@njit
+@inside
 def heads_compared(f, q, keys, bounds, tail, to):
     """The products of four keys with the queries of four heads, or of three, of which the last is then met twice."""
     dim, some, heads = bounds
@@ -85,7 +87,7 @@ def heads_compared(f, q, keys, bounds, tail, to):
     put_quarter(to + (heads - 1) * apart, found, 3)
 
 
-@njit
+@inside
 def head_compared(f, q, keys, bounds, tail, to):
     """The products of four keys with the query of one head."""
     dim, some, _ = bounds
@@ -108,7 +110,7 @@ def abreast(left):
     return min(left, 4) if left > 2 else 1
 
 
-@njit
+@inside
 def group_compared(f, q, keys, bounds, tail, to):
     """The products of four keys with the queries of all heads that share them."""
     dim, some, each = bounds
@@ -123,58 +125,80 @@ def group_compared(f, q, keys, bounds, tail, to):
 
 
 @njit
-def asked(f, keys, count, walk, held):
-    """Ask for what comes next of so many keys, in the order in which it lies; how far that is."""
-    n, head, at = walk
-    heads, apart, bytes_ = held
-    if n < count:
-        address = whole(keys + 8 * n) + head * apart + at
-        for line in range(0, CHUNK * lies(f), LINE):
-            ahead(address + line)
-        at += CHUNK * lies(f)
-        if at >= bytes_:
-            head, at = head + 1, 0
-        if head == heads:
-            n, head = n + 1, 0
-    return n, head, at
+def lead(told, each):
+    """How many keys before they are read they are asked for: so many that `AHEAD` bytes lie between, a block at most."""
+    held = TOGETHER * whole(told + At.GROUPS) * each * (whole(told + At.DIM) + whole(told + At.VDIM)) // 2
+    return min(TOGETHER * ((AHEAD + held - 1) // held), BLOCK)
+
+
+@njit
+def coming(i, here, there):
+    """Which keys to ask for while four are read: their list, how many there are, what a head of them holds and how far
+    it is to the next head, and whether all of that lies in one piece."""
+    list_, count, held, apart, groups = here
+    if i >= count:
+        i -= (count + TOGETHER - 1) // TOGETHER * TOGETHER
+        list_, count, held, apart, groups = there
+    list_, some = list_ + 8 * i, min(TOGETHER, count - i)
+    joined = some > 0 and apart == held and whole(list_ + 8 * (some - 1)) - whole(list_) == (some - 1) * groups * held
+    return list_, some, held, apart, joined
+
+
+@inside
+def asked(g, groups, keys):
+    """Ask for what one head is asked of: its part of some keys in the order in which they lie, or its own numbers."""
+    list_, some, held, apart, joined = keys
+    if joined:
+        begin, end = whole(list_) + g * TOGETHER * held, whole(list_) + some * groups * held
+        for line in range(begin, min(begin + TOGETHER * held, end), 4 * LINE):
+            soon(line)
+            soon(line + LINE)
+            soon(line + 2 * LINE)
+            soon(line + 3 * LINE)
+    else:
+        for n in range(some):
+            begin = whole(list_ + 8 * n) + g * apart
+            for line in range(begin, begin + held, LINE):
+                soon(line)
 
 
 @njit
 def compare(f, told, q, desk, count):
-    """The scores of a block, four keys at a time as they lie in memory; values are asked for on the way."""
+    """The scores of a block, four keys at a time as they lie in memory; those that follow are asked for on the way."""
     heads, groups, dim = whole(told + At.HEADS), whole(told + At.GROUPS), whole(told + At.DIM)
     each, apart, step, k_head = heads // groups, size(f) * BLOCK, size(f) * wide(dim), whole(told + At.K_HEAD)
-    held, tail = lies(f) * whole(told + At.VDIM), desk + SCORES + size(f) * (heads * BLOCK + wide(heads))
-    walk, lies_ = (0, 0, 0), (groups, whole(told + At.V_HEAD), held)
+    tail, before = desk + SCORES + size(f) * (heads * BLOCK + wide(heads)), lead(told, lies(f))
+    here = desk + KEYS, count, lies(f) * dim, k_head, groups
+    there = desk + VALUES, count, lies(f) * whole(told + At.VDIM), whole(told + At.V_HEAD), groups
     for i in range(0, count, TOGETHER):
         scores, some = desk + SCORES + size(f) * i, min(TOGETHER, count - i)
+        after = coming(i + before, here, there)
         for g in range(groups):
-            for _ in range(0, TOGETHER * held, CHUNK * lies(f)):
-                walk = asked(f, desk + VALUES, count, walk, lies_)
+            asked(g, groups, after)
             keys, h = four_keys(desk + KEYS + 8 * i, g * k_head), g * each
             group_compared(f, q + step * h, keys, (dim, some, each), tail, scores + apart * h)
 
 
-@njit
+@inside
 def shares(f, scores):
     """What four keys have of one head, each sixteen times."""
     a, b = splat(read_one(f, scores)), splat(read_one(f, scores + size(f)))
     return a, b, splat(read_one(f, scores + 2 * size(f))), splat(read_one(f, scores + 3 * size(f)))
 
 
-@njit
+@inside
 def sum_of(x, p, a):
     """A sum with four products more."""
     return fma(x[3], p[3], fma(x[2], p[2], fma(x[1], p[1], fma(x[0], p[0], a))))
 
 
-@njit
+@inside
 def more(f, to, x, p):
     """What was read before, with what is read of four values."""
     put(to, sum_of(x, p, read(f, to)))
 
 
-@njit
+@inside
 def more_by_heads(f, to, apart, x, p):
     """The same of three heads, and of a fourth where there is one."""
     step, heads = apart
@@ -185,7 +209,7 @@ def more_by_heads(f, to, apart, x, p):
         more(f, to + 3 * step, x, p[3])
 
 
-@njit
+@inside
 def heads_read(f, scores, keys, bounds, tail, place):
     """What four heads, or three, read of four values."""
     (dim, some, heads), (to, step) = bounds, place
@@ -200,7 +224,7 @@ def heads_read(f, scores, keys, bounds, tail, place):
         more_by_heads(f, own, step, x, p)
 
 
-@njit
+@inside
 def head_read(f, scores, keys, bounds, tail, to):
     """What one head reads of four values."""
     dim, some, _ = bounds
@@ -212,7 +236,7 @@ def head_read(f, scores, keys, bounds, tail, to):
         more(f, to + size(f) * n, x, p)
 
 
-@njit
+@inside
 def group_read(f, scores, keys, bounds, tail, place):
     """What all heads that share them read of four values."""
     (dim, some, each), (to, step) = bounds, place
@@ -243,13 +267,14 @@ def gather(f, told, desk, part, count, following):
     much is asked for on the way."""
     heads, groups, dim = whole(told + At.HEADS), whole(told + At.GROUPS), whole(told + At.VDIM)
     each, apart, step, v_head = heads // groups, size(f) * BLOCK, size(f) * (wide(dim) + 2), whole(told + At.V_HEAD)
-    factors, held = desk + SCORES + size(f) * heads * BLOCK, lies(f) * whole(told + At.DIM)
-    walk, lies_, tail = (0, 0, 0), (groups, whole(told + At.K_HEAD), held), factors + size(f) * wide(heads)
+    factors, before = desk + SCORES + size(f) * heads * BLOCK, lead(told, lies(f))
+    here, tail = (desk + VALUES, count, lies(f) * dim, v_head, groups), factors + size(f) * wide(heads)
+    there = desk + NEXT + KEYS, following, lies(f) * whole(told + At.DIM), whole(told + At.K_HEAD), groups
     shrink(f, told, factors, part)
     for i in range(0, count, TOGETHER):
         scores, some = desk + SCORES + size(f) * i, min(TOGETHER, count - i)
+        after = coming(i + before, here, there)
         for g in range(groups):
-            for _ in range(0, TOGETHER * held, CHUNK * lies(f)):
-                walk = asked(f, desk + NEXT + KEYS, following, walk, lies_)
+            asked(g, groups, after)
             keys, h = four_keys(desk + VALUES + 8 * i, g * v_head), g * each
             group_read(f, scores + apart * h, keys, (dim, some, each), tail, (part + step * h, step))

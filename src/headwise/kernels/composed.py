@@ -22,7 +22,7 @@ def takes(a_BHTS: Tensor) -> bool:
     return a_BHTS.device.type == "cpu" and a_BHTS.dtype in NUMBERS and not transformed()
 
 
-@torch.library.custom_op("headwise::composed", mutates_args=())
+@torch.library.custom_op("headwise::composed", mutates_args=(), device_types="cpu")
 def composed(a: Tensor, own: Tensor, each: int, factors: list[Tensor]) -> Tensor:
     """[B, O, T, S] of a [B, H, T, S]: a[own] (qg + kg) + sum_r (a.qs_r) qt_r, and the same with factors of keys.
 
@@ -37,7 +37,7 @@ def composed(a: Tensor, own: Tensor, each: int, factors: list[Tensor]) -> Tensor
     return _narrowed(out, keys)
 
 
-@torch.library.custom_op("headwise::composed_backward", mutates_args=())
+@torch.library.custom_op("headwise::composed_backward", mutates_args=(), device_types="cpu")
 def composed_backward(grad: Tensor, a: Tensor, own: Tensor, each: int, factors: list[Tensor]) -> list[Tensor]:
     """The gradients of a and of the six factors."""
     keys = a.shape[3]

@@ -43,11 +43,12 @@ def decode(
 
     `spans_BN3` (int64) is the table: for each n, row b reads the slots from `begin` to before `end` of a page, told as
     `page, begin, end`. A page may stand in several rows. A span with begin >= end is nothing, and a row that has
-    nothing else reads zero. Spans are read in order, and the column of a key is n x S + its slot.
+    nothing else reads zero. Spans are read in order, and the column of a key is n x S + its slot. Keys that tables of
+    several rows begin with are read once for all of them, in blocks.
 
     The query is of the dtype of the pages (with int8, float32 or bfloat16), and so is what it reads; sums are float32,
-    of float64 float64. Results do not depend on the number of threads, bit for bit. Gradients reach the query, pages,
-    bias and sink by a second pass in plain operations, which keeps every score.
+    of float64 float64. What a row reads depends neither on the number of threads nor on other rows, bit for bit.
+    Gradients reach the query, pages, bias and sink by a second pass in plain operations, which keeps every score.
 
     >>> import torch
     >>> k, v = torch.randn(5, 2, 4, 16), torch.randn(5, 2, 4, 16)  # five pages of four slots, two key heads
@@ -89,32 +90,52 @@ def _decode(
 ) -> tuple[Tensor, Tensor]:
     from .decoding import KERNELS  # here: Numba takes a second to import
     from .lanes import wide
-    from .told import At, desk, pieces
+    from .told import At, desk, noted, pieces
 
     (batch, heads, dim), (_, groups, page, vdim), size = q.shape, v.shape, q.itemsize
     out, lse = q.new_empty(batch, heads, vdim), q.new_empty(batch, heads)
     if not out.numel():
         return out, lse.fill_(-torch.inf)
+    _check(q, k, spans, more)
     q, k, v = F.pad(q, (0, wide(dim) - dim)).contiguous(), _steady(k), _steady(v)
     spans, columns = spans.contiguous(), spans.shape[1] * page
     most = batch * pieces(columns)
-    threads, own = min(team.most(), most), desk(heads, size)
-    notes = torch.empty(4 * most + 3 * batch, dtype=torch.int64)
+    notes = torch.empty(noted(batch, most), dtype=torch.int64)
     parts = q.new_empty(most * heads * (wide(vdim) + 2))
-    desks = torch.empty(threads * own, dtype=torch.uint8)
     told = array("q", bytes(8 * len(At)))
     kept = _extras(told, more, cap, q.dtype)
     for at, tensor in ((At.Q, q), (At.K, k), (At.V, v), (At.SPANS, spans), (At.OUT, out), (At.LSE, lse)):
         told[at // 8] = tensor.data_ptr()
-    told[At.PLAN // 8], told[At.ROWS // 8] = notes.data_ptr(), notes.data_ptr() + 32 * most
-    told[At.PARTS // 8], told[At.DESK // 8], told[At.DESK_SIZE // 8] = parts.data_ptr(), desks.data_ptr(), own
+    told[At.PLAN // 8], told[At.MOST // 8], told[At.COUNT // 8] = notes.data_ptr(), most, team.most()
     told[At.BATCH // 8 : At.PAGE // 8 + 1] = array("q", (batch, heads, groups, dim, vdim, spans.shape[1], page))
     told[At.K_PAGE // 8 : At.V_SLOT // 8 + 1] = array("q", [t.stride(n) * t.itemsize for t in (k, v) for n in range(3)])
     address = told.buffer_info()[0]
     team.run(KERNELS.address("plan"), address, 1)
+    threads = min(team.most(), told[At.COUNT // 8])
+    own = desk(heads, size, told[At.MOST // 8], wide(dim) + wide(vdim) + 2)
+    desks = torch.empty(threads * own, dtype=torch.uint8)
+    told[At.PARTS // 8], told[At.DESK // 8], told[At.DESK_SIZE // 8] = parts.data_ptr(), desks.data_ptr(), own
     team.run(KERNELS.address("work", k.dtype), address, threads)
     del kept  # till here what it holds had to live
     return out, lse
+
+
+def _check(q: Tensor, k: Tensor, spans: Tensor, more: Sequence[Tensor]) -> None:
+    """Refuse what lies beside the memory of a call: here, where numbers are known of a compiled graph too."""
+    from .within import astray
+
+    (rows, heads, _), (pages, groups, slots, _), (bias, sink, *scales) = q.shape, k.shape, more
+    if (n := astray(spans, pages, slots)) >= 0:
+        told = spans.reshape(-1, 3)[n].tolist()
+        raise ValueError(f"spans hold {told}; give page, begin, end within {pages} pages of {slots} slots")
+    whole = rows, heads, spans.shape[1] * slots
+    if bias.numel() and any(n not in (1, most) for n, most in zip(bias.shape, whole, strict=True)):
+        raise ValueError(f"the bias is {list(bias.shape)}; give [B, H, N x S] as {list(whole)}, or 1 for what is alike")
+    if sink.numel() not in (0, heads):
+        raise ValueError(f"there are {sink.numel()} sinks; give one for each of {heads} heads")
+    if any(t.numel() and (t.shape != (pages, groups, slots) or t.dtype != torch.float32) for t in scales):
+        told = ", ".join(f"{t.dtype} {list(t.shape)}" for t in scales)
+        raise ValueError(f"scales are {told}; give float32 [{pages}, {groups}, {slots}]")
 
 
 def _extras(told: array[int], more: Sequence[Tensor], cap: float, exact: torch.dtype) -> list[Tensor]:
@@ -210,8 +231,9 @@ def _back(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[Any, ...]:
     ]
     with torch.enable_grad():
         found = _plainly(given[0], given[1], given[2], spans, given[3:], ctx.cap)
-    wanted = [t for t in given if t.requires_grad]
-    grads = iter(torch.autograd.grad(found, wanted, [o_grad, lse_grad], allow_unused=True, create_graph=again))
+    wanted, told = [t for t in given if t.requires_grad], zip(found, (o_grad, lse_grad), strict=True)
+    made, slopes = zip(*((t, grad) for t, grad in told if t.requires_grad), strict=True)  # lse sees no values
+    grads = iter(torch.autograd.grad(made, wanted, slopes, allow_unused=True, create_graph=again))
     each = [next(grads) if t.requires_grad else None for t in given]
     return *each[:3], None, each[3:], None
 

@@ -14,98 +14,30 @@ import math
 import torch
 from numba import extending, njit
 
-from .blocks import COLUMNS, KEYS, NEXT, SCALES, VALUES, compare, gather
+from .blocks import NEXT, compare, gather
 from .compiled import Kernels
 from .lanes import WIDE, fma, splat, times, wide
 from .memory import number, put, read, read_one, size, take, whole
+from .planning import ENTRY, lay, plan, ready
 from .scoring import biased, capped, scaled, weigh
-from .told import BLOCK, PIECE, At
+from .together import blank, read_together
+from .told import BLOCK, At
 
 KINDS = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.int8: "int8"}
 
 
 @njit
-def cut(told, row, n):
-    """Note the pieces of one row from number n on, with where each begins; the number behind them."""
-    entry, count, held = whole(told + At.PLAN), whole(told + At.SPAN_COUNT), 0
-    span = whole(told + At.SPANS) + 24 * row * count
-    put(entry + 32 * n + 24, 0)
-    for index in range(count):
-        slot, end = whole(span + 24 * index + 8), whole(span + 24 * index + 16)
-        while slot < end:
-            if held % PIECE == 0:
-                this = entry + 32 * (n + held // PIECE)
-                put(this + 8, index)
-                put(this + 16, slot)
-            step = min(end - slot, PIECE - held % PIECE)
-            slot, held = slot + step, held + step
-            put(entry + 32 * (n + (held - 1) // PIECE) + 24, (held - 1) % PIECE + 1)
-    end = n + max(1, (held + PIECE - 1) // PIECE)
-    for this in range(n, end):
-        put(entry + 32 * this, row)
-    return end
-
-
-@extending.register_jitable
-def plan(told):
-    """Cut the keys of every row into pieces; a row without keys is one empty piece."""
-    n, table = 0, whole(told + At.ROWS)
-    for row in range(whole(told + At.BATCH)):
-        end = cut(told, row, n)
-        put(table + 24 * row, n)
-        put(table + 24 * row + 8, end - n)
-        put(table + 24 * row + 16, 0)
-        n = end
-    put(told + At.PIECES, n)
-    put(told + At.NEXT, 0)
-    put(told + At.THREAD, 0)
-
-
-@njit
-def lay(told, row, n, slot, desk, count):
-    """The addresses of so many keys of a row from one slot on, of their values and scales, and their columns."""
-    spans, page = whole(told + At.SPANS) + 24 * row * whole(told + At.SPAN_COUNT), whole(told + At.PAGE)
-    k, v = whole(told + At.K), whole(told + At.V)
-    k_page, v_page, s_page = whole(told + At.K_PAGE), whole(told + At.V_PAGE), whole(told + At.SCALE_PAGE)
-    k_slot, v_slot, s_slot = whole(told + At.K_SLOT), whole(told + At.V_SLOT), whole(told + At.SCALE_SLOT)
-    for i in range(count):
-        while slot >= whole(spans + 24 * n + 16):
-            n += 1
-            slot = whole(spans + 24 * n + 8)
-        held, to = whole(spans + 24 * n), desk + 8 * i
-        put(to + KEYS, k + held * k_page + slot * k_slot)
-        put(to + VALUES, v + held * v_page + slot * v_slot)
-        put(to + SCALES, held * s_page + slot * s_slot)
-        put(to + COLUMNS, n * page + slot)
-        slot += 1
-    return n, slot
-
-
-@njit
-def ready(told, this, desk):
-    """Lay out the first block of a piece, where there is one, as that which comes next; how many keys it has."""
-    if this >= whole(told + At.PIECES):
-        return 0
-    entry = whole(told + At.PLAN) + 32 * this
-    count = min(whole(entry + 24), BLOCK)
-    lay(told, whole(entry), whole(entry + 8), whole(entry + 16), desk + NEXT, count)
-    return count
-
-
-@njit
-def piece(f, told, this, following, desk):
-    """Read one piece, block by block, while the next is fetched; the row it belongs to."""
-    heads, vdim = whole(told + At.HEADS), whole(told + At.VDIM)
-    step, entry = size(f) * (wide(vdim) + 2), whole(told + At.PLAN) + 32 * this
-    part = whole(told + At.PARTS) + this * heads * step
-    for h in range(heads):
-        for c in range(0, vdim, WIDE):
-            put(part + step * h + size(f) * c, splat(number(f, 0.0)))
-        put(part + step * (h + 1) - 2 * size(f), number(f, -math.inf))
-        put(part + step * (h + 1) - size(f), number(f, 0.0))
-    row, n, slot, left = whole(entry), whole(entry + 8), whole(entry + 16), whole(entry + 24)
+def read_alone(f, told, entry, following, desk):
+    """Read keys for one row, block by block, while the next are fetched."""
+    heads, this = whole(told + At.HEADS), whole(told + At.PLAN) + ENTRY * entry
+    n, slot, left = whole(this + 16), whole(this + 24), whole(this + 32)
+    row, step = whole(whole(told + At.ORDER) + 24 * whole(this)), size(f) * (wide(whole(told + At.VDIM)) + 2)
+    number_ = whole(whole(told + At.ROWS) + 24 * row) + whole(this + 40)
+    part = whole(told + At.PARTS) + number_ * heads * step
     q = whole(told + At.Q) + row * heads * size(f) * wide(whole(told + At.DIM))
     k_scale, v_scale = whole(told + At.K_SCALE), whole(told + At.V_SCALE)
+    if whole(this + 48):
+        blank(f, told, part)
     while left > 0:
         count = min(left, BLOCK)
         n, slot = lay(told, row, n, slot, desk, count)
@@ -126,7 +58,6 @@ def piece(f, told, this, following, desk):
         if v_scale:
             scaled(f, told, v_scale, desk, count)
         gather(f, told, desk, part, count, after)
-    return row
 
 
 @njit
@@ -184,16 +115,31 @@ def join(f, told, row):
             deliver(f, to + b * c, summed(f, part + b * c, (apart, count, step - 2 * b - b * c), over), vdim - c, part)
 
 
+@njit
+def first(told, job):
+    """What a job begins with, or -1 behind the last."""
+    return whole(whole(told + At.JOBS) + 8 * job) if job < whole(told + At.COUNT) else -1
+
+
 @extending.register_jitable
 def work(f, told):
-    """What every thread does: take a piece, read it, until there are no more."""
+    """What every thread does: take a job, read what it says, until there are no more."""
     desk = whole(told + At.DESK) + take(told + At.THREAD) * whole(told + At.DESK_SIZE)
-    pieces, table, this = whole(told + At.PIECES), whole(told + At.ROWS), take(told + At.NEXT)
-    while this < pieces:
-        following = take(told + At.NEXT)
-        row = piece(f, told, this, following, desk)
-        if take(table + 24 * row + 16) + 1 == whole(table + 24 * row + 8):
-            join(f, told, row)
+    table, order, this = whole(told + At.ROWS), whole(told + At.ORDER), take(told + At.NEXT)
+    while this < whole(told + At.COUNT):
+        following, entry, end = take(told + At.NEXT), first(told, this), whole(whole(told + At.JOBS) + 8 * this + 8)
+        begin = whole(told + At.PLAN) + ENTRY * entry
+        while entry < end:
+            after = entry + 1 if entry + 1 < end else first(told, following)
+            if whole(whole(told + At.PLAN) + ENTRY * entry + 8) > 1:
+                read_together(f, told, entry, after, desk)
+            else:
+                read_alone(f, told, entry, after, desk)
+            entry += 1
+        for at in range(whole(begin), whole(begin) + whole(begin + 8)):
+            row = whole(order + 24 * at)
+            if take(table + 24 * row + 16) + 1 == whole(table + 24 * row + 8):
+                join(f, told, row)
         this = following
 
 

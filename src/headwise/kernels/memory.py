@@ -194,18 +194,24 @@ def take(typing: Any, address: Any) -> Any:
     return types.int64(types.int64), code
 
 
-@intrinsic
-def ahead(typing: Any, address: Any) -> Any:
-    """Ask for the memory at an address, which is soon read."""
+def _asker(level: int) -> Any:
+    """How to ask for memory that is soon read; the nearer to the processor the higher the level, which ends with 3."""
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte = BYTE.as_pointer()
-        told = ir.FunctionType(ir.VoidType(), [byte, INT, INT, INT])
-        ask = cgutils.get_or_insert_function(builder.module, told, "llvm.prefetch.p0")
-        builder.call(ask, [builder.inttoptr(args[0], byte), INT(0), INT(2), INT(1)])
-        return context.get_dummy_value()
+    @intrinsic
+    def ask(typing: Any, address: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            byte = BYTE.as_pointer()
+            told = ir.FunctionType(ir.VoidType(), [byte, INT, INT, INT])
+            ask = cgutils.get_or_insert_function(builder.module, told, "llvm.prefetch.p0")
+            builder.call(ask, [builder.inttoptr(args[0], byte), INT(0), INT(level), INT(1)])
+            return context.get_dummy_value()
 
-    return types.void(types.int64), code
+        return types.void(types.int64), code
+
+    return ask
+
+
+ahead, soon = _asker(2), _asker(3)
 
 
 @extending.register_jitable

@@ -3,6 +3,7 @@ gradient of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from .reading import desk
 from .rereading import KERNELS
 from .tiles import SLACK
 
+MOST = {torch.float32: 2**24, torch.float64: 2**53}  # keys whose numbers are known exactly
 
-@torch.library.custom_op("headwise::read_lines", mutates_args=())
+
+@torch.library.custom_op("headwise::read_lines", mutates_args=(), device_types="cpu")
 def read_lines(q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float, formed: int) -> list[Tensor]:
     """What some of the queries q [B, T, H, dim] read of k and v [B, S, G, dim or vdim], zeros for others, and the
     log-sum-exp of their scores, [B, T, H].
@@ -25,29 +28,47 @@ def read_lines(q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float
     [1 or B, T, 2], the first key that a token reads and the one behind its last; and the units of work forth and back,
     as `reading.At.TOLD` says. `formed` is how many pairs are formed, for whoever counts.
     """
-    q, k, v = q.contiguous(), _whole(k), _whole(v)
-    o, lse = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3])
-    lines, ends, units, _ = told
-    _launch("forward", (q, k, v, scale), (units, lines, ends), o, lse)
-    return [o, lse]
+    return [*reading(q, k, v, told, scale, q.new_zeros)]
 
 
-@torch.library.custom_op("headwise::read_lines_backward", mutates_args=())
+@torch.library.custom_op("headwise::read_lines_backward", mutates_args=(), device_types="cpu")
 def read_lines_backward(
     grad: Tensor, given: list[Tensor], told: list[Tensor], scale: float, formed: int
 ) -> list[Tensor]:
     """The gradients of q, k and v; `given` are these, what was read, and the log-sum-exp."""
+    return [*slopes(grad, given, told, scale, given[0].new_zeros)]
+
+
+def reading(
+    q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float, make: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor]:
+    """What queries read, and the log-sum-exp of their scores, where `make` makes room for these."""
+    q, k, v = q.contiguous(), _whole(k), _whole(v)
+    o, lse = make(*q.shape[:3], v.shape[-1]), make(q.shape[:3])
+    lines, ends, units, _ = told
+    _launch("forward", (q, k, v, scale), (units, lines, ends), o, lse)
+    return o, lse
+
+
+def slopes(
+    grad: Tensor, given: list[Tensor], told: list[Tensor], scale: float, make: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, where `make` makes room for those of queries."""
     q, k, v, o, lse = given
     q, k, v, grad = q.contiguous(), _whole(k), _whole(v), grad.contiguous()
-    d_q, d_k, d_v = _gradients(q, k, v, len(told[3]))
     lines, ends, _, units = told
-    made = o, lse, grad, (o * grad).sum(-1), lse.numel(), d_q.zero_(), d_k, d_v, d_k.shape[2]
+    d_q, d_k, d_v = room(q, k, v, len(units) // (len(k) * k.shape[2]), make)
+    made = o, lse, grad, lse.numel(), d_q, d_k, d_v, d_k.shape[2]
     _launch("backward", (q, k, v, scale), (units, lines, ends), *made)
-    return [d_q.sum(0) if len(d_q) > 1 else d_q[0], *_narrowed(d_k, d_v, k, v)]
+    return d_q.sum(0) if len(d_q) > 1 else d_q[0], *narrowed(d_k, d_v, k, v)
 
 
 def _launch(which: str, given: tuple[Any, ...], told: tuple[Tensor, ...], *made: Tensor | int) -> None:
     q, k, v, scale = given
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give all in one")
+    if k.shape[1] > MOST[q.dtype]:
+        raise ValueError(f"{k.shape[1]:,} keys are more than {MOST[q.dtype]:,} in {q.dtype}; use another backend")
     units, lines, ends = told
     strides = [side * t.element_size() for t in (k, v) for side in t.stride()[:3]]
     sizes = [q.shape[1], q.shape[2], k.shape[1], k.shape[2], q.shape[3], v.shape[3], *strides]
@@ -60,14 +81,15 @@ def _whole(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _gradients(q: Tensor, k: Tensor, v: Tensor, units: int) -> tuple[Tensor, Tensor, Tensor]:
+def room(q: Tensor, k: Tensor, v: Tensor, parts: int, make: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Room for the gradients of queries, once for each part of the keys, and for those of keys and values."""
     batch, keys, groups, _ = k.shape
     d_k, d_v = (t.new_empty(batch, groups, keys + SLACK, wide(t.shape[3])) for t in (k, v))
-    return q.new_empty(units // (batch * groups), *q.shape), d_k, d_v
+    return make(parts, *q.shape), d_k, d_v
 
 
-def _narrowed(d_k: Tensor, d_v: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def narrowed(d_k: Tensor, d_v: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """These as the caller's keys and values lie."""
     return [d[:, :, : t.shape[1], : t.shape[3]].transpose(1, 2) for d, t in ((d_k, k), (d_v, v))]
 
 
@@ -79,8 +101,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float, formed:
 @read_lines_backward.register_fake
 def _(grad: Tensor, given: list[Tensor], told: list[Tensor], scale: float, formed: int) -> list[Tensor]:
     q, k, v, *_ = given
-    d_q, d_k, d_v = _gradients(q, k, v, len(told[3]))
-    return [d_q[0], *_narrowed(d_k, d_v, k, v)]
+    d_q, d_k, d_v = room(q, k, v, 1, q.new_empty)
+    return [d_q[0], *narrowed(d_k, d_v, k, v)]
 
 
 def _kept(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -91,8 +113,9 @@ def _kept(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _back(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     check_once(PLAIN)
-    given, told = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-    d_q, d_k, d_v = read_lines_backward(grads[0], list(given), list(told), ctx.scale, ctx.formed)
+    saved = list(ctx.saved_tensors)  # asked once: a checkpoint hands each out no second time
+    told = saved[5:]
+    d_q, d_k, d_v = read_lines_backward(grads[0], saved[:5], told, ctx.scale, ctx.formed)
     return d_q, d_k, d_v, [None] * len(told), None, None
 
 

@@ -47,7 +47,6 @@ class At(IntEnum):
     OUT = auto()  # [B, T, H, vdim]
     LSE = auto()  # [B, T, H]
     GRAD = auto()  # [B, T, H, vdim]
-    BOTH = auto()  # [B, T, H]: what was read times its gradient
     ALL = auto()  # B T H
     D_Q = auto()  # [parts, B, T, H, dim]
     D_K = auto()  # [B, GROUPS, S and slack, dim in whole vectors]

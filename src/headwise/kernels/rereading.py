@@ -10,7 +10,7 @@ from numba import extending, njit
 
 from . import memory
 from .compiled import NUMBERS, Units
-from .lanes import WIDE, exp, minus, times, wide
+from .lanes import WIDE, exp, fma, minus, splat, times, total, wide
 from .memory import put, read, read_one, told, whole
 from .reading import ENDS, KEYS, At, barred, cleared, compare, forward, lying, scaled, turned
 from .tiles import ROWS, SLACK, multiply
@@ -22,23 +22,38 @@ def rows_laid(f, table, unit, source, dim, to):
     lines, count, size = told(table, At.LINES) + 8 * whole(unit + 8), whole(unit + 16), memory.size(f)
     cleared(f, to, ROWS * wide(dim))
     for r in range(count):
-        row = source + size * dim * whole(lines + 8 * r)
-        for c in range(dim):
-            put(to + size * (wide(dim) * r + c), read_one(f, row + size * c))
+        row, here = source + size * dim * whole(lines + 8 * r), to + size * wide(dim) * r
+        for c in range(0, dim // WIDE * WIDE, WIDE):
+            put(here + size * c, read(f, row + size * c))
+        for c in range(dim // WIDE * WIDE, dim):
+            put(here + size * c, read_one(f, row + size * c))
+
+
+@njit
+def along(f, a, b, count):
+    """The sum over so many numbers of the products of each two."""
+    size, sums = memory.size(f), splat(memory.number(f, 0))
+    for c in range(0, count // WIDE * WIDE, WIDE):
+        sums = fma(read(f, a + size * c), read(f, b + size * c), sums)
+    every = total(sums)
+    for c in range(count // WIDE * WIDE, count):
+        every += read_one(f, a + size * c) * read_one(f, b + size * c)
+    return every
 
 
 @njit
 def known(f, table, unit, desk):
     """Lay each row's log-sum-exp, the product of what it read with its gradient, and the scale."""
     lines, count, size = told(table, At.LINES) + 8 * whole(unit + 8), whole(unit + 16), memory.size(f)
-    to = desk + size * 2 * ROWS
+    to, vdim = desk + size * 2 * ROWS, told(table, At.VDIM)
     for r in range(ROWS):
-        lse, total = memory.number(f, float("inf")), memory.number(f, 0)
+        lse, both = memory.number(f, float("inf")), memory.number(f, 0)
         if r < count:
             line = whole(lines + 8 * r)
-            lse, total = read_one(f, told(table, At.LSE) + size * line), read_one(f, told(table, At.BOTH) + size * line)
+            lse, row = read_one(f, told(table, At.LSE) + size * line), size * vdim * line
+            both = along(f, told(table, At.OUT) + row, told(table, At.GRAD) + row, vdim)
         put(to + size * r, lse)
-        put(to + size * (ROWS + r), total)
+        put(to + size * (ROWS + r), both)
         put(to + size * (2 * ROWS + r), read_one(f, told(table, At.SCALE)))
 
 

@@ -24,7 +24,7 @@ def takes(s_BHTS: Tensor) -> bool:
     return s_BHTS.device.type == "cpu" and s_BHTS.dtype in NUMBERS and not transformed()
 
 
-@torch.library.custom_op("headwise::softmax", mutates_args=())
+@torch.library.custom_op("headwise::softmax", mutates_args=(), device_types="cpu")
 def softmax(s: Tensor, allowed: Tensor) -> Tensor:
     """Softmax over the keys of s [B, H, T, S] that are allowed [1 or B, 1, 1 or T, S]; where none is, no weight."""
     told, made = _told(s, allowed), s.new_empty(s.shape)
@@ -32,13 +32,13 @@ def softmax(s: Tensor, allowed: Tensor) -> Tensor:
     return made
 
 
-@torch.library.custom_op("headwise::softmax_backward", mutates_args=())
+@torch.library.custom_op("headwise::softmax_backward", mutates_args=(), device_types="cpu")
 def softmax_backward(grad: Tensor, w: Tensor) -> Tensor:
     """The gradient of the scores; where nothing was allowed all weights are zero, and so is it."""
     return torch.ops.aten._softmax_backward_data(grad, w, -1, w.dtype)
 
 
-@torch.library.custom_op("headwise::entmax", mutates_args=())
+@torch.library.custom_op("headwise::entmax", mutates_args=(), device_types="cpu")
 def entmax(s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, of: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Entmax, with an alpha for each head, over the keys of s [B, H, T, S] that are allowed [1 or B, 1, 1 or T, S].
 
@@ -52,7 +52,7 @@ def entmax(s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, of: Sequ
     return made if v is None else _narrow(made, v), kept
 
 
-@torch.library.custom_op("headwise::entmax_backward", mutates_args=())
+@torch.library.custom_op("headwise::entmax_backward", mutates_args=(), device_types="cpu")
 def entmax_backward(grad: Tensor, given: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
     """The gradients of the scores, of alpha, and of the values where there are some (1905.05702, 1909.00015).
 

@@ -37,19 +37,24 @@ def capped(f, told, desk, count):
 
 
 @njit
-def biased(f, told, row, desk, count):
-    """Scores with what is added to them; sixteen at once where columns follow each other."""
-    bias, key, first = whole(told + At.BIAS), whole(told + At.BIAS_KEY), whole(desk + COLUMNS)
+def leant(f, x, own, key, desk, count):
+    """Scores of one head with what is added to them; sixteen at once where columns follow each other."""
+    first = whole(desk + COLUMNS)
     joined = key == size(f) and whole(desk + COLUMNS + 8 * count - 8) == first + count - 1
     full = count // WIDE * WIDE if joined else 0
+    for i in range(0, full, WIDE):
+        put(x + size(f) * i, plus(read(f, x + size(f) * i), read(f, own + size(f) * (first + i))))
+    for i in range(full, count):
+        more = read_one(f, own + whole(desk + COLUMNS + 8 * i) * key)
+        put(x + size(f) * i, read_one(f, x + size(f) * i) + more)
+
+
+@njit
+def biased(f, told, row, desk, count):
+    """Scores with what is added to them."""
     for h in range(whole(told + At.HEADS)):
-        x = desk + SCORES + size(f) * BLOCK * h
-        own = bias + row * whole(told + At.BIAS_ROW) + h * whole(told + At.BIAS_HEAD)
-        for i in range(0, full, WIDE):
-            put(x + size(f) * i, plus(read(f, x + size(f) * i), read(f, own + size(f) * (first + i))))
-        for i in range(full, count):
-            more = read_one(f, own + whole(desk + COLUMNS + 8 * i) * key)
-            put(x + size(f) * i, read_one(f, x + size(f) * i) + more)
+        own = whole(told + At.BIAS) + row * whole(told + At.BIAS_ROW) + h * whole(told + At.BIAS_HEAD)
+        leant(f, desk + SCORES + size(f) * BLOCK * h, own, whole(told + At.BIAS_KEY), desk, count)
 
 
 @njit

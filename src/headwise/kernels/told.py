@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from enum import IntEnum, auto
 
+from numba import extending
+
 from .lanes import WIDE, wide
 
 BLOCK, PIECE = 64, 256  # keys that are read at once; keys that one thread takes on at a time
 LINE = 64  # bytes that memory brings at once
+NOTED = 7  # numbers of what is read at once
+TEAM = 8  # rows that read keys together at most
 
 
 class At(IntEnum):
@@ -20,9 +24,10 @@ class At(IntEnum):
     def _generate_next_value_(name, start, count, last_values):
         return 8 * count
 
-    NEXT = auto()  # counters: the next piece, the next thread
+    NEXT = auto()  # counters: the next job, the next thread
     THREAD = auto()
-    PIECES = auto()
+    COUNT = auto()  # threads, then jobs
+    MOST = auto()  # pieces there may be, then rows that read together
     Q = auto()  # [B, H, dim wide], scaled
     K = auto()
     V = auto()
@@ -34,8 +39,12 @@ class At(IntEnum):
     CAP = auto()  # a number: scores saturate there
     OUT = auto()  # [B, H, V]
     LSE = auto()  # [B, H]
-    PLAN = auto()  # [pieces, 4]: row, span, slot in it, keys
+    PLAN = auto()  # what is read at once, as `planning` notes it, at most 4 for each piece
+    JOBS = auto()  # [jobs + 1]: which of these is the first of a job
+    STARTS = auto()  # [pieces, 3]: span, slot in it, whether a row before this one reads it too
     ROWS = auto()  # [B, 3]: first piece, pieces, pieces done
+    ORDER = auto()  # [B, 3]: row, keys that it has in common with the one before it, keys
+    NAMES = auto()  # a row for each page that a row begins with, or -1
     PARTS = auto()  # [pieces, H, vdim wide + 2]: what each piece reads, its top and its total
     DESK = auto()  # where threads write, and how many bytes each has there
     DESK_SIZE = auto()
@@ -60,12 +69,31 @@ class At(IntEnum):
     SCALE_SLOT = auto()
 
 
-def desk(heads: int, size: int) -> int:
-    """Bytes that a thread writes on: addresses for two blocks, scores and factors by head, one vector."""
-    lists = 2 * 4 * 8 * BLOCK
-    return (lists + (heads * BLOCK + wide(heads) + WIDE) * size + LINE - 1) // LINE * LINE
+def desk(heads: int, size: int, rows: int = 1, widths: int = 0) -> int:
+    """Bytes that a thread writes on: addresses for two blocks, scores and factors by head, one vector.
+
+    Where rows read together, also their queries and what they read, `widths` for a head, and what they are told.
+    """
+    lists, own = 2 * 4 * 8 * BLOCK, 8 * (len(At) + 1) if rows > 1 else 0
+    heads *= rows
+    numbers = heads * BLOCK + wide(heads) + WIDE + (heads * widths if rows > 1 else 0)
+    return (lists + numbers * size + own + LINE - 1) // LINE * LINE
 
 
 def pieces(keys: int) -> int:
     """Into how many pieces so many keys of a row are cut; none are one empty piece."""
     return max(1, -(-keys // PIECE))
+
+
+def noted(batch: int, most: int) -> int:
+    """How many numbers note what is planned of so many rows and pieces, at most."""
+    return (4 * NOTED + 4) * most + 1 + 6 * batch + names(batch)
+
+
+@extending.register_jitable
+def names(batch: int) -> int:
+    """The places of a list in which so many rows are looked up by a number, twice as many at least: a power of two."""
+    count = 1
+    while count < 2 * batch:
+        count *= 2
+    return count

@@ -192,8 +192,9 @@ class Dynamic(Mix):
         if not composing.takes(a_BHTS):
             return self.mix(a_BHTS, asked, kept, p)
         heads, on_weights = a_BHTS.shape[1], self.on == "weights"
-        own = torch.searchsorted(p["name"], p["own"]) if on_weights else torch.arange(heads)
-        to = own if self._target == "out" else torch.arange(heads)
+        every = torch.arange(heads, device=a_BHTS.device)
+        own = torch.searchsorted(p["name"], p["own"]) if on_weights else every
+        to = own if self._target == "out" else every
         factors = [*_by_query(a_BHTS, to, asked), *_by_key(a_BHTS, to, kept)]
         mixed = composing.composed(a_BHTS, to, self._each(heads), factors)
         if "static" in p:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..kernels import rows
-from ..kernels.orders import check_once
 from ..layout import Layout
 from ..registry import part
 from ..seams import Normaliser
@@ -154,7 +153,10 @@ def _by_halving(s_S: Tensor, alpha: Tensor | float) -> Tensor:
 
 
 class _Entmax(torch.autograd.Function):
-    """The weights and their gradients, both in closed form; only the weights are kept for the second."""
+    """The weights and their gradients, both in closed form; only the weights are kept for the second.
+
+    Gradients of gradients are those of the closed form, by way of the weights.
+    """
 
     generate_vmap_rule = True
 
@@ -179,10 +181,9 @@ class _Entmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor | None]:
-        check_once("do without, or use another normaliser")
         w_BHTS, *learned = ctx.saved_tensors
         alpha = learned[0] if learned else ctx.alpha
-        slope = _raised(w_BHTS, 2 - alpha)
+        slope = _sloped(w_BHTS, 2 - alpha)
         total = _live(slope.sum(-1, keepdim=True))
         mean = (slope * grads[0]).sum(-1, keepdim=True) / total
         grad_alpha = _towards(w_BHTS, slope / total, grads[0], alpha) if ctx.needs_input_grad[2] else None
@@ -199,6 +200,14 @@ def _raised(r: Tensor, power: Tensor | float) -> Tensor:
     if isinstance(power, Tensor) or power > 0:
         return r**power
     return r.sign() if power == 0 else (r**power).masked_fill_(r == 0, 0.0)
+
+
+def _sloped(w_BHTS: Tensor, power: Tensor | float) -> Tensor:
+    """w^power over the keys that are read, as of weights that may be asked for slopes of slopes: zero has none."""
+    if not torch.is_grad_enabled():
+        return _raised(w_BHTS, power)
+    read = w_BHTS != 0
+    return torch.where(read, torch.where(read, w_BHTS, 1.0) ** power, 0.0)
 
 
 def _steps(dtype: torch.dtype, alpha: Tensor | float) -> int:
@@ -236,6 +245,7 @@ def _halved(x_BHTS: Tensor, alpha: float) -> Tensor:
 
 def _towards(w_BHTS: Tensor, share_BHTS: Tensor, grad_BHTS: Tensor, alpha: Tensor) -> Tensor:
     """The gradient in alpha (1909.00015, proposition 1); share is the slopes over their sum."""
-    spread_BHTS = -torch.xlogy(w_BHTS, w_BHTS)
+    r_BHTS = torch.where(w_BHTS != 0, w_BHTS, 1.0)  # whose logarithm has a slope
+    spread_BHTS = -r_BHTS * r_BHTS.log()
     towards = (w_BHTS - share_BHTS) / (alpha - 1) + spread_BHTS - share_BHTS * spread_BHTS.sum(-1, keepdim=True)
     return (grad_BHTS * towards / (alpha - 1)).sum_to_size(alpha.shape)

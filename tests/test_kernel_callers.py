@@ -1,0 +1,165 @@
+"""Who calls kernels: checkpoints, frozen parameters, other devices, slopes of slopes, and tables that are wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import headwise as hw
+from cases import check_close
+from headwise.backends.lines import Lines
+from headwise.kernels import Beside, decode, plainly, read, within
+from headwise.kernels.read import read_lines
+
+TABLE = torch.tensor([[[0, 0, 4], [1, 0, 2]], [[2, 0, 0], [0, 0, 0]], [[3, 1, 3], [0, 2, 2]]])
+LONG = 300  # tokens, more than a block of any kernel
+
+
+def handed() -> list[Tensor]:
+    """Queries, keys and values in five pages of four slots."""
+    return [torch.randn(shape, dtype=torch.float64) for shape in ((3, 4, 16), (5, 2, 4, 16), (5, 2, 4, 7))]
+
+
+def layer_of(preset: str) -> hw.Attention:
+    return hw.Attention(hw.design(preset=preset, model=16, heads=4)).double()
+
+
+# --- gradients -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
+def test_only_some_of_what_is_decoded_want_gradients(wanted):
+    """Of values alone the log-sum-exp of scores has none."""
+    given = handed()
+    for n in wanted:
+        given[n].requires_grad_()
+    q, k, v = given
+    found = [run(q, k, v, TABLE, scale=0.3)[0] for run in (decode, plainly)]
+    ours, theirs = (torch.autograd.grad(o.square().sum(), [given[n] for n in wanted]) for o in found)
+    for one, other in zip(ours, theirs, strict=True):
+        check_close(one, other)
+
+
+@pytest.mark.parametrize("preset", ["moh", "talking", "dcmha", "entmax"])
+@pytest.mark.parametrize("again", [True, False], ids=["reentrant", "plain"])
+def test_a_checkpoint_changes_no_gradient(preset, again):
+    layer, x = layer_of(preset), torch.randn(2, LONG, 16, dtype=torch.float64)
+    found = []
+    for call in (layer, lambda x: checkpoint(layer, x, use_reentrant=again)):
+        layer.zero_grad()
+        one = x.clone().requires_grad_()
+        call(one).square().sum().backward()
+        found.append([one.grad, *(p.grad for p in layer.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        check_close(ours, theirs)
+
+
+@pytest.mark.parametrize("count", [40, LONG])
+@pytest.mark.parametrize("kind", ["fixed", "learned"])
+def test_torch_func_has_slopes_of_slopes_of_entmax(kind, count):
+    layer = hw.Attention(hw.design(model=16, heads=4, pattern="causal", normaliser=hw.Entmax(kind=kind))).double()
+    x, way, step = torch.randn(3, 1, count, 16, dtype=torch.float64)
+
+    def slope(x: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: layer(x).square().sum())(x)
+
+    found = (torch.func.grad(lambda x: (slope(x) * way).sum())(x) * step).sum()
+    high, low = (torch.autograd.grad(layer(y).square().sum(), y)[0] for y in nearby(x, 1e-6 * step))
+    check_close(found, ((high - low) * way).sum() / 2e-6, rtol=1e-5)
+
+
+def nearby(x: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """x a step further on, and back."""
+    return (x + step).requires_grad_(), (x - step).requires_grad_()
+
+
+# --- devices -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["moh", "talking", "dcmha", "entmax"])
+def test_where_new_tensors_are_made_does_not_matter(preset):
+    layer, x = layer_of(preset), torch.randn(1, LONG, 16, dtype=torch.float64)
+    expected = layer(x)
+    with torch.device("meta"):
+        found = layer(x)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("preset", ["talking", "dcmha", "entmax"])
+def test_shapes_alone_run_through_blocks(preset):
+    layer, x = layer_of(preset).to("meta"), torch.randn(2, LONG, 16, device="meta", dtype=torch.float64)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == x.shape
+
+
+@pytest.mark.parametrize("name", [
+    "read_lines", "read_lines_backward", "softmax", "softmax_backward", "entmax", "entmax_backward", "composed",
+    "composed_backward", "texts", "texts_backward", "decode", "thin",
+])  # fmt: skip
+def test_no_kernel_is_handed_memory_of_another_device(name):
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert has(f"headwise::{name}", "CPU")
+    assert not has(f"headwise::{name}", "CUDA")
+    assert not has(f"headwise::{name}", "CompositeExplicitAutograd")
+
+
+# --- what lies beside memory ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("span", [[5, 0, 4], [-1, 0, 4], [1, -1, 2], [1, 0, 5], [1, 2**40, 2**41]], ids=str)
+def test_spans_beside_the_pages_are_refused(span):
+    table = TABLE.clone()
+    table[2, 0] = torch.tensor(span)
+    with pytest.raises(ValueError, match=r"within 5 pages of 4 slots"):
+        decode(*handed(), table, scale=0.3)
+
+
+def test_spans_of_nothing_may_name_anything():
+    table = TABLE.clone()
+    table[1] = torch.tensor([[9, 3, 3], [-7, 99, 4]])
+    assert within.astray(table.transpose(0, 1), 5, 4) == -1
+    given = handed()
+    check_close(decode(*given, table, scale=0.3)[0], decode(*given, TABLE, scale=0.3)[0])
+
+
+@pytest.mark.parametrize(
+    ("beside", "said"),
+    [
+        (Beside(bias=torch.zeros(3, 4, 7)), r"the bias is \[3, 4, 7\]"),
+        (Beside(bias=torch.zeros(2, 1, 8)), r"the bias is \[2, 1, 8\]"),
+        (Beside(bias=torch.zeros(1, 3, 8)), r"the bias is \[1, 3, 8\]"),
+        (Beside(sink=torch.zeros(3)), "3 sinks"),
+    ],
+    ids=["columns", "rows", "heads", "sinks"],
+)
+def test_what_stands_beside_is_as_large_as_the_call(beside, said):
+    with pytest.raises(ValueError, match=said):
+        decode(*handed(), TABLE, scale=0.3, beside=beside)
+
+
+@pytest.mark.parametrize("scale", [torch.ones(5, 2, 3), torch.ones(5, 2, 4, dtype=torch.bfloat16)], ids=["few", "half"])
+def test_scales_are_one_for_each_key(scale):
+    q, k, v = handed()
+    with pytest.raises(ValueError, match=r"give float32 \[5, 2, 4\]"):
+        decode(q.float(), k.to(torch.int8), v.to(torch.int8), TABLE, scale=0.3, beside=Beside(None, None, scale, scale))
+
+
+def test_more_keys_than_numbers_tell_apart_are_refused():
+    most = read.MOST[torch.float32]
+    assert torch.tensor(float(most - 1)) + 1 == most
+    assert torch.tensor(float(most)) + 1 == most
+    q, k = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1).expand(1, most + 1, 1, 1)
+    told = Lines.of(torch.ones(1, 1, 1, dtype=torch.bool), 1, torch.tensor([[[most - 3, most + 1]]]), most + 1)
+    with pytest.raises(ValueError, match=r"16,777,217 keys are more than 16,777,216 in torch.float32"):
+        read_lines(q, k, k, told.told, 1.0, told.formed)
+
+
+def test_numbers_of_two_kinds_are_refused():
+    q = torch.zeros(1, 1, 1, 4)
+    told = Lines.of(torch.ones(1, 1, 1, dtype=torch.bool), 1, torch.tensor([[[0, 1]]]), 1)
+    for k, v in ((q.double(), q), (q, q.double())):
+        with pytest.raises(ValueError, match="give all in one"):
+            read_lines(q, k, v, told.told, 1.0, told.formed)

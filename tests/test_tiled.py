@@ -1,0 +1,344 @@
+"""Plain heads that a kernel reads sixty-four queries at a time: against the definition in float64, at any size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_counts import torch_counts
+from torch.utils.flop_counter import FlopCounterMode
+
+import cases
+import headwise as hw
+from cases import base, check_close
+from headwise import counting
+from headwise.backends import BACKENDS, Job, tiled
+from headwise.kernels import every
+from headwise.kernels.every import Size, pairs, read_every
+
+SCALE = 0.4
+
+
+class Call:
+    """One call: each token reads the keys up to as many behind its own number, all, or between ends of its own."""
+
+    def __init__(self, sizes, widths, ahead: int | None = None, dtype: torch.dtype = torch.float64) -> None:
+        (batch, queries, keys), (heads, kept, dim, vdim) = sizes, widths
+        make = torch.Generator().manual_seed(batch + 3 * queries + 5 * keys + 7 * heads)
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
+
+        self.q, self.k, self.v = (
+            numbers(batch, queries, heads, dim), numbers(batch, keys, kept, dim), numbers(batch, keys, kept, vdim)
+        )  # fmt: skip
+        self.way = torch.randn(batch, queries, heads, vdim, generator=make, dtype=torch.float64).to(dtype)
+        self.ahead = ahead
+        self.ends: torch.Tensor | None = None
+
+    def between(self, seed: int, alike: bool) -> None:
+        """Ends of each token's own."""
+        make = torch.Generator().manual_seed(seed)
+        rows = 1 if alike else len(self.q)
+        self.ends = torch.randint(0, self.k.shape[1] + 1, (rows, self.q.shape[1], 2), generator=make).sort(-1).values
+
+    def read(self) -> torch.Tensor:
+        return read_every(self.q, self.k, self.v, self.ends, self.ahead, SCALE)
+
+    def expected(self) -> torch.Tensor:
+        each, key = self.q.shape[2] // self.k.shape[2], torch.arange(self.k.shape[1])
+        q, k, v = (t.double() for t in (self.q, self.k.repeat_interleave(each, 2), self.v.repeat_interleave(each, 2)))
+        if self.ends is not None:
+            allowed = (key >= self.ends[..., :1]) & (key < self.ends[..., 1:])
+        else:
+            last = len(key) if self.ahead is None else torch.arange(q.shape[1])[:, None] + self.ahead
+            allowed = (key <= last)[None] if self.ahead is not None else torch.ones(1, q.shape[1], len(key)).bool()
+        s = torch.einsum("bthk,bshk->bhts", q, k) * SCALE
+        w = s.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
+        w = w.masked_fill(~allowed.any(-1)[:, None, :, None], 0.0)
+        return torch.einsum("bhts,bshv->bthv", w, v)
+
+    def both(self, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (o, *torch.autograd.grad((o * self.way.to(o.dtype)).sum(), (self.q, self.k, self.v)))
+
+    def check_reading(self, **tolerance: float) -> None:
+        for ours, theirs in zip(self.both(self.read()), self.both(self.expected()), strict=True):
+            check_close(ours, theirs.to(ours.dtype), **tolerance)
+
+
+@pytest.mark.parametrize("ahead", [0, None])
+@pytest.mark.parametrize("count", [1, 3, 63, 64, 65, 127, 129])
+def test_units_end_where_they_should(count, ahead):
+    Call((2, count, count), (4, 2, 5, 7), ahead).check_reading()
+
+
+@pytest.mark.parametrize("dim", [1, 16, 17, 64])
+@pytest.mark.parametrize("vdim", [3, 16, 33])
+def test_any_width(dim, vdim):
+    Call((2, 70, 75), (4, 2, dim, vdim), 5).check_reading()
+
+
+@pytest.mark.parametrize("kept", [1, 2, 7, 14])
+def test_parts_of_keys_are_added_up(kept, monkeypatch):
+    monkeypatch.setattr(every, "KEYS", 16)
+    call = Call((1, 80, 201), (14, kept, 5, 3), 121)
+    every._PLANS.clear()
+    call.check_reading()
+    back = every.planned(Size.of(call.q, call.k), 121)[3]
+    assert len(back) == kept * {1: 4, 2: 4, 7: 2, 14: 1}[kept]
+    every._PLANS.clear()
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 200), st.integers(0, 150)),
+    groups=st.sampled_from([(1, 1), (6, 1), (6, 2), (6, 6)]),
+    widths=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    way=st.sampled_from(["causal", "full", "between", "between alike"]),
+    seed=st.integers(0, 99),
+)
+def test_any_call(sizes, groups, widths, way, seed):
+    batch, queries, more = sizes
+    call = Call((batch, queries, queries + more), (*groups, *widths), more if way == "causal" else None)
+    if way.startswith("between"):
+        call.between(seed, way.endswith("alike"))
+    call.check_reading()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        call.read()
+    assert counter.get_total_flops() == 2 * formed(call) * sum(widths)
+
+
+def formed(call: Call) -> int:
+    """The pairs of all units, one by one: sixty-four rows, with the keys from the first to the last that one reads."""
+    size, total = Size.of(call.q, call.k), 0
+    for b in range(size.batch):
+        for first in range(0, size.queries * size.each, 64):
+            tokens = [row // size.each for row in range(first, min(first + 64, size.queries * size.each))]
+            if call.ends is not None:
+                own = call.ends[b % len(call.ends), tokens]
+                total += 64 * size.kept * max(0, int(own[:, 1].max() - own[:, 0].min()))
+            else:
+                last = size.keys if call.ahead is None else min(size.keys, tokens[-1] + call.ahead + 1)
+                total += 64 * size.kept * last
+    return total
+
+
+@pytest.mark.parametrize("heads", [1, 3, 6, 64, 96, 160])
+def test_pairs_are_counted_without_counting(heads):
+    for queries, keys, ahead in [(1, 1, 0), (63, 63, 0), (200, 200, 0), (200, 333, 133), (200, 150, 0), (90, 400, 7)]:
+        call = Call((2, queries, keys), (heads, 1, 1, 1), ahead)
+        assert pairs(Size.of(call.q, call.k), None, ahead) == formed(call), (queries, keys, ahead)
+    million = Size(1, 10**12, heads, 10**12, 1)
+    assert pairs(million, None, 0) == pytest.approx(heads * 10**24 / 2, rel=1e-6)
+
+
+def test_threads_change_nothing(monkeypatch):
+    monkeypatch.setattr(every, "KEYS", 64)
+    every._PLANS.clear()
+    call, found = Call((1, 300, 300), (6, 3, 20, 20), 0, torch.float32), []
+    before = torch.get_num_threads()
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        found.append(call.both(call.read()))
+    torch.set_num_threads(before)
+    every._PLANS.clear()
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e4])
+def test_scores_of_any_size_in_single_precision(size):
+    call = Call((1, 150, 150), (2, 2, 16, 16), 0, torch.float32)
+    with torch.no_grad():
+        call.q.mul_(size)
+    found = call.both(call.read())
+    assert all(t.isfinite().all() for t in found)
+    check_close(found[0], call.expected().float(), rtol=1e-5, atol=1e-5 if size == 1.0 else 1e-3)
+
+
+def test_it_errs_no_more_than_twice_as_torchs_call():
+    call = Call((1, 1000, 1000), (4, 4, 32, 32), 0, torch.float32)
+    truth = call.both(call.expected())
+    plain = (t.transpose(1, 2) for t in (call.q, call.k, call.v))
+    o = torch.nn.functional.scaled_dot_product_attention(*plain, is_causal=True, scale=SCALE).transpose(1, 2)
+    for ours, theirs, true in zip(call.both(call.read()), call.both(o), truth, strict=True):
+        assert (ours - true).abs().max() <= 2 * (theirs - true).abs().max()
+
+
+def test_memory_that_lies_otherwise_is_read_where_it_is():
+    call = Call((2, 70, 80), (4, 2, 6, 6), 10)
+    expected = call.both(call.expected())
+    for name in "qkv":
+        setattr(call, name, getattr(call, name).detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_())
+    call.k = call.k.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
+    for ours, theirs in zip(call.both(call.read()), expected, strict=True):
+        check_close(ours, theirs)
+
+
+def test_plans_are_few():
+    every._PLANS.clear()
+    for count in range(1, 2 * every.HELD):
+        every.planned(Size(1, count, 2, count, 2), 0)
+    assert 0 < len(every._PLANS) <= every.HELD
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_it_is_an_operation_of_torch(between):
+    call = Call((1, 20, 20), (2, 2, 4, 4), 0)
+    if between:
+        call.between(0, False)
+    looks, qkv = ("test_schema", "test_faketensor"), [t.detach() for t in (call.q, call.k, call.v)]
+    how = (call.ends, None if between else 0, SCALE)
+    assert set(torch.library.opcheck(every.FORTH, (*qkv, *how), test_utils=looks).values()) == {"SUCCESS"}
+    back = (call.way, [*qkv, *every.FORTH(*qkv, *how)], *how)
+    assert set(torch.library.opcheck(every.BACK, back, test_utils=looks).values()) == {"SUCCESS"}
+
+
+# --- layers ------------------------------------------------------------------------------------------------
+
+
+def layer_of(dtype: torch.dtype = torch.float64, **words) -> hw.Attention:
+    return cases.layer(base(**({"pattern": "causal()"} | words)), dtype, "tiled")
+
+
+def tokens_of(kind: str, x: torch.Tensor) -> hw.Tokens:
+    segments = torch.zeros(x.shape[:2], dtype=torch.int64)
+    segments[0, 50:] = 1
+    segments[1, 130:] = -1
+    torn = torch.arange(x.shape[1])[None].expand(x.shape[:2])
+    return {
+        "left": lambda: hw.Tokens.of(x, lengths=[x.shape[1], 40], pad="left"),
+        "right": lambda: hw.Tokens.of(x, lengths=[x.shape[1], 40]),
+        "segments": lambda: hw.Tokens.of(x, segments=segments),
+        "torn": lambda: hw.Tokens(torn, torn // 7 % 2),  # keys that a token may not read lie between those that it may
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["left", "right", "segments", "torn"])
+@pytest.mark.parametrize("pattern", ["causal()", "full()"])
+def test_padding_and_documents(kind, pattern):
+    layer = layer_of(pattern=pattern, kv=2, vdim=5)
+    x = torch.randn(2, 150, 10, dtype=torch.float64, requires_grad=True)
+    found = {}
+    for name in ("tiled", "dense"):
+        layer.only = name
+        y = layer(x, tokens=tokens_of(kind, x))
+        found[name] = [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+    for ours, theirs in zip(found["tiled"], found["dense"], strict=True):
+        check_close(ours, theirs, rtol=1e-8, atol=1e-9)
+
+
+def test_a_long_prompt_behind_what_is_cached(monkeypatch):
+    layer = layer_of(kv=3)
+    x = torch.randn(2, 300, 10, dtype=torch.float64)
+    layer.only = "dense"
+    expected = layer(x)
+    layer.only, seen = None, []
+    monkeypatch.setattr(tiled, "read_every", lambda *told: seen.append(told[4]) or read_every(*told))
+    with torch.no_grad():
+        cache = layer.cache(batch=2, capacity=320)
+        check_close(torch.cat([layer(part, cache=cache) for part in x.split([100, 1, 199], 1)], 1), expected)
+    assert seen == [0, 101]
+
+
+def test_under_autocast_torchs_call_reads(monkeypatch):
+    layer = layer_of(torch.float32)
+    x = torch.randn(2, 130, 10)
+    layer.only = "sdpa"
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer(x)
+        layer.only = "tiled"
+        monkeypatch.setattr(tiled, "read_every", None)
+        assert torch.equal(layer(x), expected)
+
+
+def said(job: dict | None = None, **words) -> str:
+    spec = base(**({"pattern": "causal()"} | words))
+    return "; ".join(tiled.refuses(Job(spec, spec.core, **(job or {}))))
+
+
+@pytest.mark.parametrize("job", [{}, {"grad": True}, {"training": True}, {"compiled": True}, {"dtype": torch.float64}])
+@pytest.mark.parametrize("words", [{}, {"kv": 2}, {"vdim": 5}, {"pattern": "full()"}, {"modifiers": (hw.Rotary(),)}])
+def test_it_takes_plain_heads(job, words):
+    assert said(job, **words) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "job", "reason"),
+    [
+        ({"modifiers": (hw.Alibi(),)}, {}, "nothing added"),
+        ({"normaliser": hw.SinkSoftmax()}, {}, "nothing added"),
+        ({"normaliser": hw.Sigmoid()}, {}, "normalises by softmax"),
+        ({"modifiers": (hw.TalkingHeads(),)}, {}, "mixes heads"),
+        ({"modifiers": (hw.WeightDropout(0.1),)}, {"training": True}, "drops weights"),
+        ({"pattern": "window(9)"}, {}, "leaves keys out"),
+        ({}, {"masked": True}, "caller's own"),
+        ({}, {"one": True}, "fills no unit"),
+        ({}, {"device": "cuda"}, "not that of cuda"),
+        ({}, {"dtype": torch.bfloat16}, "bfloat16"),
+        ({}, {"wants": frozenset({"lse"})}, "log-sum-exp"),
+        ({}, {"wants": frozenset({"weights"})}, "cannot show weights"),
+        ({}, {"keys": tiled.LEAST - 1}, f"begins at {tiled.LEAST}"),
+    ],
+    ids=repr,
+)
+def test_what_it_cannot_is_refused(words, job, reason):
+    assert reason in said(job, **words)
+
+
+@pytest.mark.parametrize(
+    "words", [{}, {"kv": 2}, {"kv": 1}, {"pattern": "full()"}, {"source": 13, "pattern": "full()"}]
+)
+@pytest.mark.parametrize("count", [7, 64, 65, 130])
+def test_it_spends_what_torch_counts(words, count):
+    layer = layer_of(torch.float32, **words)
+    x, z = torch.randn(2, count, 10), torch.randn(2, 77, 13) if "source" in words else None
+    keys = count if z is None else 77
+    work = hw.Work(2, count, keys, keys)
+    core = tiled.spent(Job(layer.spec, layer.spec.core), work)
+    assert torch_counts(layer, x, source=z) == counting.spent(layer.spec, work, core)
+
+
+def test_what_a_backward_pass_spends():
+    call = Call((2, 130, 130), (4, 2, 16, 16), 0, torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        o = call.read()
+        forth = counter.get_total_flops()
+        o.sum().backward()
+    assert counter.get_total_flops() == forth * 7 // 2
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    layer, x = layer_of(), torch.randn(1, 130, 10, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="backend='dense'"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's own batching
+def test_functions_that_are_transformed_see_torchs_call():
+    layer, x = layer_of(), torch.randn(1, 130, 10, dtype=torch.float64)
+    slope = torch.func.grad(lambda x: layer(x).square().sum())(x)
+    x.requires_grad_()
+    check_close(slope, torch.autograd.grad(layer(x).square().sum(), x)[0])
+
+
+def test_it_is_preferred():
+    spec = base(pattern="causal()")
+    order = [*BACKENDS]
+    assert order.index("tiled") == order.index("sdpa") - 1
+    assert hw.why(spec, tokens=tiled.LEAST).runs == hw.why(spec, when=["grad", "training"]).runs == "tiled"
+    assert hw.why(spec, tokens=tiled.LEAST - 1).runs == hw.why(spec, dtype="bf16").runs == "sdpa"
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_layer_is_one_graph(dynamic):
+    layer = layer_of(kv=2)
+    layer.only = None
+    torch._dynamo.reset()
+    traced = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for count in (130, 131, 200):
+        x = torch.randn(2, count, 10, dtype=torch.float64, requires_grad=True)
+        found = [(y, torch.autograd.grad(y.square().sum(), x)[0]) for y in (traced(x), layer(x))]
+        for ours, theirs in zip(*found, strict=True):
+            check_close(ours, theirs)
