@@ -199,7 +199,7 @@ def test_numbers_of_16_bits_are_read_in_whole_products():
     assert ran(low)[-1] == "halves"
     assert why(spec, dtype="bfloat16", tokens=5).runs == "halves"
     assert why(spec, dtype="bfloat16").asked.stages == [(0, "halves")]
-    assert why(spec).runs == why(spec, dtype="bfloat16", device="cuda", tokens=5).runs == "sdpa"
+    assert why(spec, tokens=5).runs == why(spec, dtype="bfloat16", device="cuda", tokens=5).runs == "sdpa"
 
 
 def test_autocast_leaves_double_precision_alone():
