@@ -31,8 +31,8 @@ bug(
 bug(
     "callers-shapes-ask-how-they-are-cast",
     "backends/again.py",
-    "transformed() or inputs.q.is_meta",
-    "transformed()",
+    " or inputs.q.is_meta",
+    "",
     CALLERS + "shapes_alone_run_through_blocks[entmax]",
 )
 bug(
@@ -119,4 +119,18 @@ bug(
     "k.dtype != q.dtype or v.dtype != q.dtype",
     "k.dtype != q.dtype",
     CALLERS + "numbers_of_two_kinds_are_refused",
+)
+bug(
+    "callers-hooks-are-called-for-each-block",
+    "backends/again.py",
+    " or any(t._backward_hooks for t in learned)",
+    "",
+    CALLERS + "hooks_of_parameters_are_called_once",
+)
+bug(
+    "callers-hooks-are-called-once-more-for-slopes",
+    "kernels/decode.py",
+    "t.view_as(t) if again and need",
+    "t if again and need",
+    CALLERS + "hooks_of_what_is_decoded_are_called_once",
 )

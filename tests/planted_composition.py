@@ -46,7 +46,7 @@ bug(
 bug(
     "blocks-keep-their-scores",
     "backends/again.py",
-    "if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted) or _kept(inputs):",
+    "if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted) or _kept(inputs, learned):",
     "if plan.blocks:",
     "contract/test_edges.py::test_mixing_heads_keeps_no_square[(TalkingHeads(),)]",
 )

@@ -158,16 +158,16 @@ bug(
 )
 bug(
     "registered-low-misses-the-newest-key",
-    "hub/registered.py",
-    "torch.full_like(row, k.shape[2])",
-    "torch.full_like(row, k.shape[2] - 1)",
+    "kernels/decode.py",
+    "for number in (row, 0, slots)",
+    "for number in (row, 0, slots - 1)",
     f"{LOW}::test_one_query_reads_what_it_reads_in_double[7-all]",
 )
 bug(
     "registered-low-rows-read-the-first-page",
-    "hub/registered.py",
-    "torch.stack([row, torch.zeros_like(row)",
-    "torch.stack([torch.zeros_like(row), torch.zeros_like(row)",
+    "kernels/decode.py",
+    "for number in (row, 0, slots)",
+    "for number in (0, 0, slots)",
     f"{LOW}::test_one_query_reads_what_it_reads_in_double[130-all]",
 )
 bug(

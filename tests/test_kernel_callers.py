@@ -56,6 +56,30 @@ def test_a_checkpoint_changes_no_gradient(preset, again):
         check_close(ours, theirs)
 
 
+def test_hooks_of_parameters_are_called_once():
+    layer = hw.Attention(hw.design(model=16, heads=4, modifiers=(hw.TalkingHeads(),)), backend="composed").double()
+    x = torch.randn(2, LONG, 16, dtype=torch.float64)
+    found = []
+    for times in (1, 3):
+        layer.zero_grad()
+        hooks = [p.register_hook(lambda grad, times=times: times * grad) for p in layer.parameters()]
+        layer(x).square().sum().backward()
+        found.append([p.grad for p in layer.parameters()])
+        for hook in hooks:
+            hook.remove()
+    for ours, theirs in zip(*found, strict=True):
+        check_close(3 * ours, theirs)
+
+
+def test_hooks_of_what_is_decoded_are_called_once():
+    q, k, v = handed()
+    k.requires_grad_()
+    o = decode(q, k, v, TABLE, scale=0.3)[0].square().sum()
+    expected = torch.autograd.grad(o, k, create_graph=True)[0]
+    k.register_hook(lambda grad: 3 * grad)
+    check_close(torch.autograd.grad(o, k, create_graph=True)[0], 3 * expected)
+
+
 @pytest.mark.parametrize("count", [40, LONG])
 @pytest.mark.parametrize("kind", ["fixed", "learned"])
 def test_torch_func_has_slopes_of_slopes_of_entmax(kind, count):

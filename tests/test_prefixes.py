@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from cases import check_close
@@ -97,7 +98,7 @@ def test_each_row_reads_as_it_does_alone(drawn, seed, kind, beside, heads, width
     """Bit for bit; and it is what the definition reads of its list of keys."""
     page, table = drawn
     torch.manual_seed(seed)
-    q, k, v, scales = numbers(table, page, kind, *heads, widths)
+    q, k, v, scales = numbers(table, page, kind, heads[0], heads[1], widths)
     more = Beside(None, None, *scales)
     if beside:
         bias = torch.randn(len(table), heads[0], table.shape[1] * page)
@@ -115,7 +116,7 @@ def test_each_row_reads_as_it_does_alone(drawn, seed, kind, beside, heads, width
         own = of_row(more, row)
         if own.bias is not None:
             own = own._replace(bias=own.bias[:, :, at[2].new_tensor([n * page + s for _, s, n in keys])])
-        expected = by_hand(q[row], *(t[at[0], :, at[1]] for t in full), 0.25, own)
+        expected = by_hand(q[row], full[0][at[0], :, at[1]], full[1][at[0], :, at[1]], 0.25, own)
         check_close(o[row], expected[0], **close)
 
 
@@ -183,7 +184,7 @@ def test_many_rows_read_in_teams():
     count = 2 * TEAM + 3
     table = tailed(count, PIECE, 5)
     shared = [job[0] for job in planned(table, 16) if job[0][1] == PIECE]
-    assert [len(rows) for rows, _ in shared] == [TEAM, TEAM, 3]
+    assert [len(rows) for rows, _ in shared] == [TEAM, 6, 5]
     q, k, v, _ = numbers(table, 16, torch.float32, 6, 2, (16, 16))
     o, _ = decode(q, k, v, table, scale=0.25)
     for row in range(count):
@@ -293,7 +294,7 @@ def test_gradients_are_those_of_rows_apart():
 def test_products_are_counted_for_every_row():
     table = tailed(3, PIECE, 16)
     q, k, v, _ = numbers(table, 16, torch.float32, 6, 2, (16, 24))
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         decode(q, k, v, table, scale=1.0)
     assert counter.get_total_flops() == 2 * 3 * 6 * (PIECE + 16) * (16 + 24)
 

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .kernels.lanes import WIDE
 from .kernels.orders import transformed
-from .kernels.thin import KINDS, LANES, thin
+from .kernels.thin import thin
+from .kernels.thinning import KINDS
 
 FEW = 4  # tokens at most, beyond which torch's product is as fast
 LARGE = 3 * 2**18  # bytes that are read at least: what is smaller torch has read before a kernel is called
@@ -72,7 +74,7 @@ def is_thin(x: Tensor, weights: Sequence[Tensor]) -> bool:
         and x.dtype in KINDS
         and x.device.type == "cpu"
         and type(x) is Tensor
-        and width % LANES == 0
+        and width % WIDE == 0
         and all(type(w) in PLAIN and w.dtype == x.dtype and w.is_contiguous() for w in weights)
         and all(w.is_cpu and w.shape[1] == width for w in weights)
         and not torch.is_autocast_enabled("cpu")

@@ -27,16 +27,17 @@ class Plan(NamedTuple):
 def attend(plan: Plan, inputs: Inputs, learned: Sequence[Tensor]) -> Tensor:
     """o_BTHV of all blocks; gradients reach what they were handed, and the parameters that they read."""
     wanted = [*_listed(inputs), *learned]
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted) or _kept(inputs):
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted) or _kept(inputs, learned):
         return torch.cat([plan.run(block, portion(inputs, block)) for block in plan.blocks], 1)
     empty = _with(inputs._replace(gates=()), [inputs.q.detach()[:0]] * (len(wanted) - len(learned)))
     made: Any = _Again.apply(plan, empty, *wanted)
     return made
 
 
-def _kept(inputs: Inputs) -> bool:
-    """Whether every block is kept after all: who transforms functions has to see it, and shapes alone take no room."""
-    return transformed() or inputs.q.is_meta
+def _kept(inputs: Inputs, learned: Sequence[Tensor]) -> bool:
+    """Whether every block is kept after all: for who transforms functions, for shapes alone, which take no room, and
+    where a parameter has hooks, which would be called for each block and once more for all."""
+    return transformed() or inputs.q.is_meta or any(t._backward_hooks for t in learned)
 
 
 def _listed(inputs: Inputs) -> list[Tensor]:

@@ -95,9 +95,9 @@ def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | 
 
 
 def read(
-    job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None, told: tuple[Tensor, Tensor | None]
+    job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None, told: tuple[Tensor | None, Tensor | None]
 ) -> Tensor:
-    """The same of keys in pages, told by their spans, [B, N, 3], and which of their columns are hidden, if some are."""
+    """The same of keys in pages, told by their spans, [B, N, 3], if not all, and which of their columns are hidden."""
     cap, (spans_BN3, hidden) = capped(job.spec), told
     if cap is not None:
         bound = replace(bound, scores=bound.scores[1:])
@@ -116,14 +116,14 @@ def read(
     return o_BHV[:, None]
 
 
-def spans(sight: Sight, batch: int) -> tuple[Tensor, Tensor | None]:
-    """Which slots each row reads, [B, 1, 3]; and which among these are hidden, [B or 1, 1, S], where some are."""
+def spans(sight: Sight, batch: int) -> tuple[Tensor | None, Tensor | None]:
+    """Which slots each row reads, [B, 1, 3], if not all; and which of these are hidden, [B or 1, 1, S], if some are."""
     keys, device = sight.keys, sight.keys.position.device
+    if sight.shape == "full":
+        return None, None
     row, hidden = torch.arange(batch, device=device), None
     begin = torch.zeros_like(row)
-    if sight.shape == "full":
-        end = torch.full_like(row, keys.count)
-    elif keys.held is not None:
+    if keys.held is not None:
         end = keys.held
     elif keys.filled is not None:
         end = torch.full_like(row, keys.filled)

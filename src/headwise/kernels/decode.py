@@ -12,7 +12,12 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import team
-from .orders import transformed
+from .decoding import KERNELS
+from .few import raised, takes
+from .lanes import WIDE, wide
+from .orders import alone, transformed
+from .told import At, desk, noted, pieces
+from .within import astray
 
 
 class Beside(NamedTuple):
@@ -33,7 +38,7 @@ KEPT = (torch.float32, torch.float64, torch.bfloat16, torch.int8)
 
 
 def decode(
-    q_BHK: Tensor, k_PGSK: Tensor, v_PGSV: Tensor, spans_BN3: Tensor, *, scale: float, beside: Beside = PLAIN
+    q_BHK: Tensor, k_PGSK: Tensor, v_PGSV: Tensor, spans_BN3: Tensor | None, *, scale: float, beside: Beside = PLAIN
 ) -> tuple[Tensor, Tensor]:
     """What one query of every head of every row reads, o [B, H, V], and the log-sum-exp of its scores, [B, H].
 
@@ -44,7 +49,8 @@ def decode(
     `spans_BN3` (int64) is the table: for each n, row b reads the slots from `begin` to before `end` of a page, told as
     `page, begin, end`. A page may stand in several rows. A span with begin >= end is nothing, and a row that has
     nothing else reads zero. Spans are read in order, and the column of a key is n x S + its slot. Keys that tables of
-    several rows begin with are read once for all of them, in blocks.
+    several rows begin with are read once for all of them, in blocks. Without a table every row reads all of a page of
+    its own.
 
     The query is of the dtype of the pages (with int8, float32 or bfloat16), and so is what it reads; sums are float32,
     of float64 float64. What a row reads depends neither on the number of threads nor on other rows, bit for bit.
@@ -62,11 +68,14 @@ def decode(
     if transformed():
         return plainly(q_BHK, k_PGSK, v_PGSV, spans_BN3, scale=scale, beside=beside)
     exact = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
-    o, lse = _decode(q_BHK.to(exact) * scale, k_PGSK, v_PGSV, spans_BN3, _told(beside), beside.cap)
+    told, table = _told(beside), () if spans_BN3 is None else (spans_BN3,)
+    run = _run if alone(q_BHK, k_PGSK, v_PGSV, *told, *table) else _decode
+    q = raised(q_BHK, scale) if run is _run and takes(q_BHK) else q_BHK.to(exact) * scale
+    o, lse = run(q, k_PGSK, v_PGSV, spans_BN3, told, beside.cap)
     return o.to(q_BHK.dtype), lse
 
 
-def _wrong(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, beside: Beside) -> str:
+def _wrong(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, beside: Beside) -> str:
     """Why the kernel, which reads memory by its address, would read something else."""
     (rows, heads, dim), pages = q.shape, k.shape
     if heads % pages[1] or dim != pages[3] or pages[:3] != v.shape[:3]:
@@ -74,6 +83,8 @@ def _wrong(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, beside: Beside) -> st
         return f"q, k, v are {shapes}; give [B, H, K], [P, G, S, K], [P, G, S, V] with H a multiple of G"
     if k.dtype not in KEPT or k.dtype != v.dtype or (k.dtype == torch.int8) == (beside.k_scale is None):
         return f"keys are {k.dtype}, values {v.dtype}; give both in one of {KEPT}, int8 with scales"
+    if spans is None:
+        return "" if rows == pages[0] else f"there are {rows} rows and {pages[0]} pages; give spans"
     if spans.dtype != torch.int64 or spans.shape[::2] != (rows, 3):
         return f"spans are {spans.dtype} {list(spans.shape)}; give int64 [{rows}, N, 3]"
     return ""
@@ -86,28 +97,31 @@ def _told(beside: Beside) -> list[Tensor]:
 
 @torch.library.custom_op("headwise::decode", mutates_args=(), device_types="cpu")
 def _decode(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, more: Sequence[Tensor], cap: float
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, more: Sequence[Tensor], cap: float
 ) -> tuple[Tensor, Tensor]:
-    from .decoding import KERNELS  # here: Numba takes a second to import
-    from .lanes import wide
-    from .told import At, desk, noted, pieces
+    return _run(q, k, v, spans, more, cap)
 
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, more: Sequence[Tensor], cap: float
+) -> tuple[Tensor, Tensor]:
     (batch, heads, dim), (_, groups, page, vdim), size = q.shape, v.shape, q.itemsize
     out, lse = q.new_empty(batch, heads, vdim), q.new_empty(batch, heads)
     if not out.numel():
         return out, lse.fill_(-torch.inf)
-    _check(q, k, spans, more)
-    q, k, v = F.pad(q, (0, wide(dim) - dim)).contiguous(), _steady(k), _steady(v)
-    spans, columns = spans.contiguous(), spans.shape[1] * page
-    most = batch * pieces(columns)
+    table, count = _table(spans, batch, k)
+    _check(q, k, count, more)
+    q, k, v = _filled(q).contiguous(), _steady(k), _steady(v)
+    most = batch * pieces(count * page)
     notes = torch.empty(noted(batch, most), dtype=torch.int64)
     parts = q.new_empty(most * heads * (wide(vdim) + 2))
     told = array("q", bytes(8 * len(At)))
     kept = _extras(told, more, cap, q.dtype)
-    for at, tensor in ((At.Q, q), (At.K, k), (At.V, v), (At.SPANS, spans), (At.OUT, out), (At.LSE, lse)):
+    for at, tensor in ((At.Q, q), (At.K, k), (At.V, v), (At.OUT, out), (At.LSE, lse)):
         told[at // 8] = tensor.data_ptr()
+    told[At.SPANS // 8] = table.buffer_info()[0] if isinstance(table, array) else table.data_ptr()
     told[At.PLAN // 8], told[At.MOST // 8], told[At.COUNT // 8] = notes.data_ptr(), most, team.most()
-    told[At.BATCH // 8 : At.PAGE // 8 + 1] = array("q", (batch, heads, groups, dim, vdim, spans.shape[1], page))
+    told[At.BATCH // 8 : At.PAGE // 8 + 1] = array("q", (batch, heads, groups, dim, vdim, count, page))
     told[At.K_PAGE // 8 : At.V_SLOT // 8 + 1] = array("q", [t.stride(n) * t.itemsize for t in (k, v) for n in range(3)])
     address = told.buffer_info()[0]
     team.run(KERNELS.address("plan"), address, 1)
@@ -116,19 +130,28 @@ def _decode(
     desks = torch.empty(threads * own, dtype=torch.uint8)
     told[At.PARTS // 8], told[At.DESK // 8], told[At.DESK_SIZE // 8] = parts.data_ptr(), desks.data_ptr(), own
     team.run(KERNELS.address("work", k.dtype), address, threads)
-    del kept  # till here what it holds had to live
+    del kept, table  # till here what they hold had to live
     return out, lse
 
 
-def _check(q: Tensor, k: Tensor, spans: Tensor, more: Sequence[Tensor]) -> None:
-    """Refuse what lies beside the memory of a call: here, where numbers are known of a compiled graph too."""
-    from .within import astray
+def _table(spans: Tensor | None, rows: int, k: Tensor) -> tuple[Tensor | array[int], int]:
+    """The table, refused where it names what lies beside the pages, and how many spans a row has in it.
 
-    (rows, heads, _), (pages, groups, slots, _), (bias, sink, *scales) = q.shape, k.shape, more
+    One that is not given is no tensor: those take longer to make than to read.
+    """
+    pages, _, slots, _ = k.shape
+    if spans is None:
+        return array("q", [number for row in range(rows) for number in (row, 0, slots)]), 1
     if (n := astray(spans, pages, slots)) >= 0:
         told = spans.reshape(-1, 3)[n].tolist()
         raise ValueError(f"spans hold {told}; give page, begin, end within {pages} pages of {slots} slots")
-    whole = rows, heads, spans.shape[1] * slots
+    return spans.contiguous(), spans.shape[1]
+
+
+def _check(q: Tensor, k: Tensor, count: int, more: Sequence[Tensor]) -> None:
+    """Refuse what lies beside the memory of a call: here, where numbers are known of a compiled graph too."""
+    (rows, heads, _), (pages, groups, slots, _), (bias, sink, *scales) = q.shape, k.shape, more
+    whole = rows, heads, count * slots
     if bias.numel() and any(n not in (1, most) for n, most in zip(bias.shape, whole, strict=True)):
         raise ValueError(f"the bias is {list(bias.shape)}; give [B, H, N x S] as {list(whole)}, or 1 for what is alike")
     if sink.numel() not in (0, heads):
@@ -140,8 +163,6 @@ def _check(q: Tensor, k: Tensor, spans: Tensor, more: Sequence[Tensor]) -> None:
 
 def _extras(told: array[int], more: Sequence[Tensor], cap: float, exact: torch.dtype) -> list[Tensor]:
     """Write down what only some calls have; the tensors that are pointed to."""
-    from .told import At
-
     bias, sink, k_scale, v_scale = more
     kept: list[Tensor] = []
     if bias.numel():
@@ -163,6 +184,12 @@ def _extras(told: array[int], more: Sequence[Tensor], cap: float, exact: torch.d
     return kept
 
 
+def _filled(q: Tensor) -> Tensor:
+    """The same with its channels in whole vectors."""
+    lacking = -q.shape[-1] % WIDE
+    return F.pad(q, (0, lacking)) if lacking else q
+
+
 def _steady(t: Tensor) -> Tensor:
     """The same with its channels side by side."""
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
@@ -176,11 +203,11 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor
 @register_flop_formula(torch.ops.headwise.decode)
 def _flops(q: Any, k: Any, v: Any, spans: Any, *rest: Any, out_shape: Any = None, **more: Any) -> int:
     """Both products over all slots that the table names, read or not: what a span leaves out only the data say."""
-    return 2 * q[0] * q[1] * spans[1] * k[2] * (q[2] + v[3])
+    return 2 * q[0] * q[1] * (1 if spans is None else spans[1]) * k[2] * (q[2] + v[3])
 
 
 def plainly(
-    q_BHK: Tensor, k_PGSK: Tensor, v_PGSV: Tensor, spans_BN3: Tensor, *, scale: float, beside: Beside = PLAIN
+    q_BHK: Tensor, k_PGSK: Tensor, v_PGSV: Tensor, spans_BN3: Tensor | None, *, scale: float, beside: Beside = PLAIN
 ) -> tuple[Tensor, Tensor]:
     """The same in plain operations: every slot of the table is gathered, every score formed."""
     exact = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
@@ -189,8 +216,11 @@ def plainly(
 
 
 def _plainly(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, more: Sequence[Tensor], cap: float
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, more: Sequence[Tensor], cap: float
 ) -> tuple[Tensor, Tensor]:
+    if spans is None:
+        row = torch.arange(len(q), device=k.device)
+        spans = torch.stack([row, torch.zeros_like(row), torch.full_like(row, k.shape[2])], -1)[:, None]
     bias, sink, k_scale, v_scale = more
     slot = torch.arange(k.shape[2], device=k.device)
     allowed = ((slot >= spans[..., 1:2]) & (slot < spans[..., 2:3])).flatten(1)[:, None]
@@ -226,7 +256,7 @@ def _back(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[Any, ...]:
     q, k, v, spans, *more = ctx.saved_tensors
     needed, again = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4]], torch.is_grad_enabled()
     given = [
-        t if again and need else t.detach().requires_grad_(need)
+        t.view_as(t) if again and need else t.detach().requires_grad_(need)  # a view has no hooks of its own
         for t, need in zip([q, k, v, *more], needed, strict=True)
     ]
     with torch.enable_grad():

@@ -165,23 +165,32 @@ def _put_quarter(typing: Any, address: Any, value: Any, which: Any) -> Any:
 put_quarter: Any = _put_quarter
 
 
+def _rounded(builder: Any, told: Any, many: bool) -> Any:
+    """Numbers of float32 as bits of bfloat16: to the nearest, to the even one between two."""
+
+    def all_of(kind: ir.Type, bits: int) -> ir.Constant:
+        return ir.Constant(ir.VectorType(kind, WIDE), [bits] * WIDE) if many else kind(bits)
+
+    bits = builder.bitcast(told, ir.VectorType(INT, WIDE) if many else INT)
+    half = builder.add(builder.and_(builder.lshr(bits, all_of(INT, 16)), all_of(INT, 1)), all_of(INT, 0x7FFF))
+    above = builder.lshr(builder.add(bits, half), all_of(INT, 16))
+    above = builder.select(builder.fcmp_unordered("uno", told, told), all_of(INT, 0x7FC0), above)
+    raw = RAW["bfloat16"]
+    return builder.trunc(above, ir.VectorType(raw, WIDE) if many else raw)
+
+
 @intrinsic
 def store(typing: Any, form: Any, address: Any, value: Any) -> Any:
-    """Write one number in the form in which others lie, rounded to the nearest, to the even one between two."""
-    number = form.lanes.number
+    """Write one number, or sixteen, in the form in which others lie."""
+    many = isinstance(value, Lanes)
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        told = args[2]
-        if form.kind == "bfloat16":
-            bits = builder.bitcast(told, INT)
-            half = builder.add(builder.and_(builder.lshr(bits, INT(16)), INT(1)), INT(0x7FFF))
-            above = builder.lshr(builder.add(bits, half), INT(16))
-            above = builder.select(builder.fcmp_unordered("uno", told, told), INT(0x7FC0), above)
-            told = builder.trunc(above, RAW["bfloat16"])
-        builder.store(told, _pointer(builder, args[1], RAW[form.kind]), align=SIZES[form.kind])
+        told = _rounded(builder, args[2], many) if form.kind == "bfloat16" else args[2]
+        raw = ir.VectorType(RAW[form.kind], WIDE) if many else RAW[form.kind]
+        builder.store(told, _pointer(builder, args[1], raw), align=SIZES[form.kind])
         return context.get_dummy_value()
 
-    return types.void(form, types.int64, number), code
+    return types.void(form, types.int64, value if many else form.lanes.number), code
 
 
 @intrinsic
@@ -195,7 +204,11 @@ def take(typing: Any, address: Any) -> Any:
 
 
 def _asker(level: int) -> Any:
-    """How to ask for memory that is soon read; the nearer to the processor the higher the level, which ends with 3."""
+    """How to ask for memory that is soon read; the nearer to the processor the higher the level, which ends with 3.
+
+    What level 0 brings stays in the first cache alone: read once, it drives nothing out of the second that is needed
+    between kernels, torch's code and Python's.
+    """
 
     @intrinsic
     def ask(typing: Any, address: Any) -> Any:
@@ -211,7 +224,7 @@ def _asker(level: int) -> Any:
     return ask
 
 
-ahead, soon = _asker(2), _asker(3)
+ahead, soon, once = _asker(2), _asker(3), _asker(0)
 
 
 @extending.register_jitable

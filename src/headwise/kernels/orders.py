@@ -1,11 +1,15 @@
-"""What kernels do not follow: gradients of gradients, derivatives forward, and functions that are transformed."""
+"""What kernels do not follow: gradients of gradients, derivatives forward, and functions that are transformed; and
+whether anybody follows them.
+"""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
+OWN = (Tensor, nn.Parameter)  # without a mind of their own
 PLAIN = "do without, or make the layer with backend='dense'"
 
 
@@ -21,6 +25,29 @@ def transformed() -> bool:
 def _followed() -> bool:
     # Neither is public, and nothing public says as much.
     return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
+
+
+def alone(*given: Tensor) -> bool:
+    """Whether nobody follows what is done with these: no gradient, no graph, no transformation, no mode, no profiler.
+
+    Then the function behind an operation can be called itself. The way into an operation that is written in Python
+    takes longer than a small one does, and more so where much was read just before.
+
+    >>> alone(torch.ones(1))
+    False
+    >>> with torch.no_grad():
+    ...     alone(torch.ones(1))
+    True
+    """
+    return not (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or _followed()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._is_tracing()
+        or torch._C._autograd._profiler_enabled()
+    ) and all(type(t) in OWN and t.is_cpu for t in given)
 
 
 def check_once(remedy: str) -> None:

@@ -173,13 +173,22 @@ def largest_team(told, pieces):
 
 
 @njit
+def together(told, at, begin, most):
+    """How many rows, from one on, read the block behind so many keys together: at most so many, and about as many in
+    the last teams."""
+    rows, batch = 1, whole(told + At.BATCH)
+    while rows < 2 * most and at + rows < batch and meets(told, at + rows, begin):
+        rows += 1
+    return rows if rows <= most else min(most, (rows + 1) // 2)
+
+
+@njit
 def team(told, entry, at, number, most):
     """Note what is read of a piece by a row and by those behind it that begin it together; the place behind it."""
-    table, rows, batch = whole(told + At.ORDER), 1, whole(told + At.BATCH)
-    while rows < most and at + rows < batch and meets(told, at + rows, PIECE * number):
-        first = whole(whole(told + At.ROWS) + 24 * whole(table + 24 * (at + rows)))
+    table, rows = whole(told + At.ORDER), together(told, at, PIECE * number, most)
+    for other in range(at + 1, at + rows):
+        first = whole(whole(told + At.ROWS) + 24 * whole(table + 24 * other))
         put(whole(told + At.STARTS) + 24 * (first + number) + 16, 1)
-        rows += 1
     if not whole_piece(told, at, rows, PIECE * number):
         entry = divided(told, entry, at, rows, number)
     else:

@@ -11,14 +11,12 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import team
+from .orders import alone
+from .thinning import KERNELS, TILE, At
 
-KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-LANES = 16  # numbers that are read at once: a row is a multiple of them
-TILE = 4  # rows that are read at once, and tokens that they meet
 SHARES, LONGEST = 2, 2**19  # blocks of rows for each thread, at least; bytes of a block, at most
 
 
-@torch.library.custom_op("headwise::thin", mutates_args=(), device_types="cpu")
 def thin(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     """x W^T of tokens x [M, K] with each of several matrices [N, K], side by side: [M, all rows of all matrices].
 
@@ -28,8 +26,15 @@ def thin(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     >>> thin(torch.ones(2, 16), [torch.eye(16)[:1], torch.ones(2, 16)]).tolist()
     [[1.0, 16.0, 16.0], [1.0, 16.0, 16.0]]
     """
-    from .thinning import KERNELS, At  # here: Numba takes a second to import
+    return _run(x_MK, matrices) if alone(x_MK, *matrices) else _thin(x_MK, matrices)
 
+
+@torch.library.custom_op("headwise::thin", mutates_args=(), device_types="cpu")
+def _thin(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    return _run(x_MK, matrices)
+
+
+def _run(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     x_MK, (tokens, width) = x_MK.contiguous(), x_MK.shape
     table = array("q", [number for matrix in matrices for number in (matrix.data_ptr(), matrix.shape[0])])
     rows, own, threads = sum(table[1::2]), 4 * tokens * width, team.most()
@@ -50,7 +55,7 @@ def _each(rows: int, line: int, threads: int) -> int:
     return -(-share // TILE) * TILE
 
 
-@thin.register_fake
+@_thin.register_fake
 def _shape(x_MK: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     return x_MK.new_empty(x_MK.shape[0], sum(matrix.shape[0] for matrix in matrices))
 
@@ -70,4 +75,4 @@ def _back(ctx: Any, dy: Tensor) -> tuple[Tensor, list[Tensor]]:
     return dy @ torch.cat(matrices), [part.T @ x for part in parts]
 
 
-thin.register_autograd(_back, setup_context=_keep)
+_thin.register_autograd(_back, setup_context=_keep)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from enum import IntEnum, auto
 
+import torch
 from numba import extending, njit
 
 from .compiled import Kernels
 from .lanes import WIDE, fma, splat, total
-from .memory import ahead, evens, lies, load, number, odds, put, read, store, take, whole
-from .thin import KINDS, TILE
+from .memory import evens, lies, load, number, odds, once, put, read, store, take, whole
 from .told import LINE
 
+KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+TILE = 4  # rows that are read at once, and tokens that they meet
 STEP = 2 * WIDE  # numbers of a row that are read at once
 AHEAD = 8192  # bytes before the next four rows are read memory is asked for them
 
@@ -85,7 +87,7 @@ def on(at, by):
 def soon(f, at):
     """Ask for as much as four rows give at once."""
     for line in range(0, TILE * lies(f) * STEP, LINE):
-        ahead(at + line)
+        once(at + line)
 
 
 @njit

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..blueprint import Dense
 from ..errors import SpecError, nearest
+from ..kernels import few
 
 Act = Callable[[Tensor], Tensor]
 Maps = Callable[[str], Tensor]  # what one of the maps before the last, "up" or "gate", makes of the input
@@ -53,8 +54,15 @@ def joined(described: Dense) -> Callable[[Maps], Tensor]:
         return _bounded(*(float(number) for number in bounded.groups()))
     act = activation(described.activation)
     if described.form == "gated":
+        if described.activation == "silu":
+            return _swish
         return lambda maps: act(maps("gate")) * maps("up")
     return lambda maps: act(maps("up"))
+
+
+def _swish(maps: Maps) -> Tensor:
+    gate, up = maps("gate"), maps("up")
+    return few.gated(gate, up).view(up.shape) if few.takes(gate, up) else F.silu(gate) * up
 
 
 def _bounded(gain: float, limit: float) -> Callable[[Maps], Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..blueprint import Dense, Experts, Norm, Weight
 from ..dropping import dropped
+from ..kernels import few
 from ..peers import Peered
 from ..products import abreast, linear
 from .activations import joined
@@ -59,6 +60,8 @@ class Normed(Declared):
         if self.kind in ("layer", "unbiased", "bare"):
             return F.layer_norm(x, self.shape, self.maybe("weight"), self.maybe("bias"), self.eps)
         weight = cast(Tensor, self.weight)
+        if few.takes(x, weight):
+            return few.normed(x, weight, self.eps, 1.0 if self.kind == "offset" else 0.0)
         return F.rms_norm(x, self.shape, weight + 1 if self.kind == "offset" else weight, self.eps)
 
     def extra_repr(self) -> str:

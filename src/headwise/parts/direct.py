@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Layout
-from ..products import abreast, is_mixed, linear
+from ..products import abreast, is_mixed, is_thin, linear
 from ..registry import part
 from ..seams import Project
 from ..spec import AttentionSpec
@@ -88,12 +88,12 @@ class Direct(Project):
 
     def both(self, x_BTD: Tensor, turn: Turning, p: Weighted) -> tuple[Tensor, dict[str, Tensor]] | None:
         weights = p["q"], p["k"], p["v"]
-        if self.bias or not is_mixed(x_BTD, weights):
+        if self.bias or not (is_mixed(x_BTD, weights) or is_thin(x_BTD, weights)):
             return None
         q, k, v = abreast(x_BTD, weights)
         k_BSGK = _by_head(k, ("kv", "dim"), p)
         turned = turn(k_BSGK, "k")
-        if turned is not k_BSGK:
+        if turned is not k_BSGK and v.requires_grad:
             v = v.clone()  # all three lie in one piece, which it would keep until the way back
         entry = {"k": turned, "v": turn(_by_head(v, ("v", "vdim"), p), "v")}
         return turn(_by_head(q, ("q", "dim"), p), "q"), entry

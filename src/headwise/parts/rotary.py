@@ -9,6 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels import few
+from ..kernels.lanes import WIDE
 from ..layout import Layout
 from ..registry import part
 from ..seams import Joined, Turn
@@ -16,6 +18,27 @@ from ..spec import AttentionSpec
 from ..terms import Base, Freedom, Param, Weighted
 from .rotary_scaling import NTK, PI, Llama3, Plain, Scaling, YaRN
 from .start import constant
+
+
+class Angles:
+    """How far every pair of channels turns at each position; cosine and sine are worked out when they are asked for."""
+
+    def __init__(self, position_BT: Tensor, frequency: Tensor, swell: float, exact: torch.dtype) -> None:
+        self.position_BT, self.frequency, self.swell, self.exact = position_BT, frequency, swell, exact
+        self.pairs = frequency.shape[0]
+        self._waves: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def waves(self) -> tuple[Tensor, Tensor]:
+        """The cosine and the sine of every pair's angle."""
+        if self._waves is None:
+            # In float64, whatever the layer: in float32 an angle of position 2^24 is off by half a turn.
+            angle = self.position_BT.view(*self.position_BT.shape, 1, 1) * self.frequency
+            cos, sin = angle.cos(), angle.sin()
+            if self.swell != 1:
+                cos, sin = cos * self.swell, sin * self.swell
+            self._waves = cos.to(self.exact), sin.to(self.exact)
+        return self._waves
 
 
 @part
@@ -91,17 +114,13 @@ class Rotary(Turn):
         turn = replace(self, dims=None, copies=self.copies * heads)
         return Joined(turn, lay, {"frequency": p["frequency"].repeat(heads)})
 
-    def place(self, position_BT: Tensor, exact: torch.dtype, p: Weighted) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of every pair's angle."""
-        # In float64, whatever the layer: in float32 an angle of position 2^24 is off by half a turn.
-        angle = position_BT.view(*position_BT.shape, 1, 1) * p["frequency"]
-        cos, sin, swell = angle.cos(), angle.sin(), self.scaling.swell
-        if swell != 1:
-            cos, sin = cos * swell, sin * swell
-        return cos.to(exact), sin.to(exact)
+    def place(self, position_BT: Tensor, exact: torch.dtype, p: Weighted) -> Angles:
+        return Angles(position_BT, p["frequency"], self.scaling.swell, exact)
 
-    def turn(self, x_BTHK: Tensor, side: str, placed: tuple[Tensor, Tensor], p: Weighted) -> Tensor:
-        cos, sin = placed
+    def turn(self, x_BTHK: Tensor, side: str, placed: Angles, p: Weighted) -> Tensor:
+        if self.pairs == "half" and placed.pairs % WIDE == 0 and few.takes(x_BTHK):
+            return few.turned(x_BTHK, placed.position_BT, placed.frequency, placed.swell)
+        cos, sin = placed.waves
         if cos.dtype != x_BTHK.dtype:
             cos, sin = cos.to(x_BTHK.dtype), sin.to(x_BTHK.dtype)
         turned = 2 * cos.shape[-1]
