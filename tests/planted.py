@@ -26,6 +26,7 @@ import planted_finding  # noqa: F401 - as the first
 import planted_fused  # noqa: F401 - as the first
 import planted_gather  # noqa: F401 - as the first
 import planted_generation  # noqa: F401 - as the first
+import planted_halves  # noqa: F401 - as the first
 import planted_heads_importance  # noqa: F401 - as the first
 import planted_heads_kinds  # noqa: F401 - as the first
 import planted_heads_redundancy  # noqa: F401 - as the first

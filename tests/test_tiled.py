@@ -266,15 +266,17 @@ def test_a_long_prompt_behind_what_is_cached(monkeypatch):
     assert seen == [0, 101]
 
 
-def test_under_autocast_torchs_call_reads(monkeypatch):
+def test_under_autocast_it_refuses():
+    """There numbers are bfloat16, whatever x is; a layer that asks for nobody has them read by another."""
     layer = layer_of(torch.float32)
     x = torch.randn(2, 130, 10)
-    layer.only = "sdpa"
+    layer.only = "tiled"
+    layer(x)
     with torch.autocast("cpu", torch.bfloat16):
-        expected = layer(x)
-        layer.only = "tiled"
-        monkeypatch.setattr(tiled, "read_every", None)
-        assert torch.equal(layer(x), expected)
+        with pytest.raises(hw.NoBackend, match="it computes in float32 and float64"):
+            layer(x)
+        layer.only = None
+        assert layer(x).dtype == torch.bfloat16
 
 
 def said(job: dict | None = None, **words) -> str:
