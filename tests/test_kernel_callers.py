@@ -42,7 +42,7 @@ def test_only_some_of_what_is_decoded_want_gradients(wanted):
         check_close(one, other)
 
 
-@pytest.mark.parametrize("preset", ["moh", "talking", "dcmha", "entmax"])
+@pytest.mark.parametrize("preset", ["moh", "talking", "dcmha", "entmax", "mha"])
 @pytest.mark.parametrize("again", [True, False], ids=["reentrant", "plain"])
 def test_a_checkpoint_changes_no_gradient(preset, again):
     layer, x = layer_of(preset), torch.randn(2, LONG, 16, dtype=torch.float64)
@@ -102,7 +102,7 @@ def nearby(x: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
 # --- devices -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["moh", "talking", "dcmha", "entmax"])
+@pytest.mark.parametrize("preset", ["moh", "talking", "dcmha", "entmax", "mha"])
 def test_where_new_tensors_are_made_does_not_matter(preset):
     layer, x = layer_of(preset), torch.randn(1, LONG, 16, dtype=torch.float64)
     expected = layer(x)
