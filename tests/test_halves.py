@@ -34,10 +34,10 @@ def pair(spec: hw.AttentionSpec, dtype: torch.dtype = torch.float64) -> tuple[hw
     return ours, other
 
 
-def gradients(layer: hw.Attention, x: torch.Tensor, **call: object) -> list[torch.Tensor]:
+def gradients(layer: hw.Attention, x: torch.Tensor, **call) -> list[torch.Tensor]:
     """The output, and the gradients of a loss that weighs every number of it differently."""
     x = x.detach().requires_grad_()
-    y = layer(x, **call)  # pyright: ignore[reportArgumentType]
+    y = layer(x, **call)
     told = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view_as(y)
     return [y, *torch.autograd.grad((y * told).sum(), [x, *layer.parameters()])]
 
@@ -131,7 +131,7 @@ def test_sums_over_many_blocks_are_not_rounded_with_each():
     asked = hw.terms.Asked(q, q, 1.0, at)
     job = Job(spec, spec.core, dtype=BF16, grad=True)
     told = backends.Inputs(q, q, v, asked, {}, {})
-    o = halves.attend(job, hw.Sight(at, at, spec.pattern), told, None, None)  # pyright: ignore[reportArgumentType]
+    o = halves.attend(job, hw.Sight(at, at, spec.pattern), told, hw.Attention(spec).bound, None)
     o.backward(torch.ones_like(o))
     check_close(v.grad, torch.ones_like(v), rtol=0, atol=2**-8)
 
