@@ -21,10 +21,12 @@ import planted_demo  # noqa: F401 - as the first
 import planted_engine  # noqa: F401 - as the first
 import planted_families  # noqa: F401 - as the first
 import planted_fast_models  # noqa: F401 - as the first
+import planted_few  # noqa: F401 - as the first
 import planted_finding  # noqa: F401 - as the first
 import planted_fused  # noqa: F401 - as the first
 import planted_gather  # noqa: F401 - as the first
 import planted_generation  # noqa: F401 - as the first
+import planted_halves  # noqa: F401 - as the first
 import planted_heads_importance  # noqa: F401 - as the first
 import planted_heads_kinds  # noqa: F401 - as the first
 import planted_heads_redundancy  # noqa: F401 - as the first
@@ -51,6 +53,7 @@ import planted_split  # noqa: F401 - as the first
 import planted_surgery  # noqa: F401 - as the first
 import planted_tasks  # noqa: F401 - as the first
 import planted_texts  # noqa: F401 - as the first
+import planted_tiled  # noqa: F401 - as the first
 import planted_traces  # noqa: F401 - as the first
 import planted_training  # noqa: F401 - as the first
 import planted_wide  # noqa: F401 - as the first

@@ -342,8 +342,8 @@ bug(
 bug(
     "rotary-swells-only-the-cosine",
     "parts/rotary.py",
-    "cos, sin = cos * swell, sin * swell",
-    "cos, sin = cos * swell, sin",
+    "cos, sin = cos * self.swell, sin * self.swell",
+    "cos, sin = cos * self.swell, sin",
     layers("llama-yarn-none"),
 )
 bug(
@@ -645,8 +645,8 @@ bug(
 bug(
     "angles-in-single-precision",
     "parts/rotary.py",
-    'position_BT.view(*position_BT.shape, 1, 1) * p["frequency"]',
-    'position_BT.view(*position_BT.shape, 1, 1).float() * p["frequency"].float()',
+    "self.position_BT.view(*self.position_BT.shape, 1, 1) * self.frequency",
+    "self.position_BT.view(*self.position_BT.shape, 1, 1).float() * self.frequency.float()",
     "test_odd_input.py::test_only_distances_matter_however_far_out",
 )
 bug(

@@ -82,15 +82,15 @@ bug(
 bug(
     "thin-cuts-what-it-writes",
     "kernels/memory.py",
-    "above = builder.lshr(builder.add(bits, half), INT(16))",
-    "above = builder.lshr(bits, INT(16))",
+    "above = builder.lshr(builder.add(bits, half), all_of(INT, 16))",
+    "above = builder.lshr(bits, all_of(INT, 16))",
     f"{PRODUCTS}::test_what_is_written_is_rounded_as_torch_rounds",
 )
 bug(
     "thin-writes-a-number-for-nan",
     "kernels/memory.py",
-    "INT(0x7FC0), above)",
-    "INT(0x7F80), above)",
+    "all_of(INT, 0x7FC0), above)",
+    "all_of(INT, 0x7F80), above)",
     f"{PRODUCTS}::test_what_is_written_is_rounded_as_torch_rounds",
 )
 bug(

@@ -107,7 +107,7 @@ def test_a_norm_of_a_few_tokens_is_one_call(monkeypatch, kind, dtype):
         called(monkeypatch, "normed"),
     )
     with torch.no_grad():
-        norm.weight.copy_(drawn(1, 48, dtype=dtype))
+        norm.get_parameter("weight").copy_(drawn(1, 48, dtype=dtype))
         y = norm(x)
     again = norm(x)
     assert calls == ["normed"]
@@ -141,7 +141,8 @@ def test_a_gated_feed_of_a_few_tokens_gates_in_one_call(monkeypatch):
     with torch.no_grad():
         y = feed(x)
     assert calls == ["gated"]
-    torch.testing.assert_close(y, (F.silu(x @ feed.gate.T) * (x @ feed.up.T)) @ feed.down.T, rtol=1e-5, atol=1e-6)
+    gate, up, down = (feed.get_parameter(name).detach() for name in ("gate", "up", "down"))
+    torch.testing.assert_close(y, (F.silu(x @ gate.T) * (x @ up.T)) @ down.T, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_who_follows_an_operation_is_told_of_it():
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             assert not alone(x)
             thin(x, [w])
-        assert "headwise::thin" in {event.name for event in seen.events()}
+        assert "headwise::thin" in {event.name for event in seen.events() or ()}
         assert alone(x)
 
 

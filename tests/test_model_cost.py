@@ -467,4 +467,4 @@ def test_a_backend_that_keeps_scores_forms_none_again():
     told = {
         name: backends.forms_again(one, job, hw.Work(1, 200, 200, 200), 100) for name, one in backends.BACKENDS.items()
     }
-    assert told == dict.fromkeys(backends.BACKENDS, 50) | {"linear": 0, "dense": 0}
+    assert told == dict.fromkeys(backends.BACKENDS, 50) | {"linear": 0, "dense": 0, "halves": 0}

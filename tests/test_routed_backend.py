@@ -205,11 +205,11 @@ def test_a_whole_layer_is_the_same(modifiers, way):
 
 def test_a_long_prompt_behind_what_is_cached(way):
     layer = layer_of()
-    x = torch.randn(2, 700, 10, dtype=torch.float64)
+    x = torch.randn(2, 1600, 10, dtype=torch.float64)
     expected = layer(x)
     with torch.no_grad():
-        for chunks in [(700,), (100, 300, 300), (1, 699)]:
-            cache = layer.cache(batch=2, capacity=720)
+        for chunks in [(1600,), (100, 700, 800), (1, 1599)]:
+            cache = layer.cache(batch=2, capacity=1620)
             check_close(torch.cat([layer(part, cache=cache) for part in x.split(list(chunks), 1)], 1), expected)
 
 
@@ -362,8 +362,8 @@ def test_memory_grows_with_length_alone(way):
 @pytest.mark.parametrize("modifiers", [(), (hw.Concrete(),), (hw.HeadGate(),)], ids=repr)
 def test_packed_texts_take_their_gates_with_them(modifiers):
     layer = layer_of("causal()", *modifiers)
-    x = torch.randn(2, 700, 10, dtype=torch.float64)
-    ours = layer(x, tokens=hw.Tokens.packed([[300, 400], [700]]))
+    x = torch.randn(2, 1600, 10, dtype=torch.float64)
+    ours = layer(x, tokens=hw.Tokens.packed([[780, 820], [1600]]))
     layer.only = "dense"
-    check_close(ours[:1], torch.cat([layer(x[:1, :300]), layer(x[:1, 300:])], 1))
+    check_close(ours[:1], torch.cat([layer(x[:1, :780]), layer(x[:1, 780:])], 1))
     check_close(ours[1:], layer(x[1:]))

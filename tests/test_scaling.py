@@ -100,7 +100,7 @@ def test_every_axis_grows_and_who_is_slow_is_asked_no_more(monkeypatch: pytest.M
     points = list(growing.measured(faked(Clock(), monkeypatch), kind))
     at = {(point["axis"], point["at"]): point["seconds"] for point in points}
     assert {axis for axis, _ in at} == set(growing.AXES)
-    assert set(at["tokens", 64]) == {"tiled", "sdpa", "composed", "dense"}
+    assert set(at["tokens", 64]) == {"tiled", "sdpa", "composed", "dense", "halves"}
     assert "composed" not in at["tokens", 1024]  # at 512 it took 0.26 seconds
     assert "flex" in at["tokens", 512]  # it compiles, and has three shapes
     assert "flex" not in at["tokens", 256]
@@ -129,7 +129,7 @@ def test_who_fails_is_named_and_asked_no_more(monkeypatch: pytest.MonkeyPatch):
     points = list(growing.measured(bench, "plain heads, causal"))
     assert points[0]["absent"] == {"tiled": "ValueError: too many values"}
     assert points[0]["seconds"] == {}
-    assert set(points[1]["seconds"]) == {"sdpa", "composed", "dense"}
+    assert set(points[1]["seconds"]) == {"sdpa", "composed", "dense", "halves"}
     found = Scaling(MACHINE, points)
     assert not found.sound
     assert "! plain heads, causal, tiled: ValueError: too many values" in str(found)

@@ -85,8 +85,8 @@ def test_parts_of_keys_are_added_up(kept, monkeypatch):
     call = Call((1, 80, 201), (14, kept, 5, 3), 121)
     every._PLANS.clear()
     call.check_reading()
-    back = every.planned(Size.of(call.q, call.k), 121)[3]
-    assert len(back) == kept * {1: 4, 2: 4, 7: 2, 14: 1}[kept]
+    (plan,) = every._PLANS.values()
+    assert plan.parts == {1: 4, 2: 4, 7: 2, 14: 1}[kept]
     every._PLANS.clear()
 
 
@@ -159,8 +159,8 @@ def test_scores_of_any_size_in_single_precision(size):
 def test_it_errs_no_more_than_twice_as_torchs_call():
     call = Call((1, 1000, 1000), (4, 4, 32, 32), 0, torch.float32)
     truth = call.both(call.expected())
-    plain = (t.transpose(1, 2) for t in (call.q, call.k, call.v))
-    o = torch.nn.functional.scaled_dot_product_attention(*plain, is_causal=True, scale=SCALE).transpose(1, 2)
+    q, k, v = (t.transpose(1, 2) for t in (call.q, call.k, call.v))
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE).transpose(1, 2)
     for ours, theirs, true in zip(call.both(call.read()), call.both(o), truth, strict=True):
         assert (ours - true).abs().max() <= 2 * (theirs - true).abs().max()
 
@@ -175,10 +175,35 @@ def test_memory_that_lies_otherwise_is_read_where_it_is():
         check_close(ours, theirs)
 
 
+def test_a_plan_is_of_one_kind_of_call():
+    call = Call((2, 70, 70), (4, 2, 6, 6), 0)
+    call.check_reading()
+    half = read_every(call.q, call.k, call.v, None, 0, SCALE / 2)
+    check_close(half, read_every(call.q / 2, call.k, call.v, None, 0, SCALE))
+    call.k, call.v = (
+        t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (call.k, call.v)
+    )
+    call.check_reading()
+    call.between(3, False)
+    call.check_reading()
+    call.ends = None
+    call.check_reading()
+
+
+def test_units_with_most_keys_begin():
+    call = Call((2, 200, 200), (4, 2, 6, 6), 0)
+    every._PLANS.clear()
+    call.read()
+    (plan,) = every._PLANS.values()
+    units = plan.held[2]
+    assert (units[:, 1] % 400).unique_consecutive().tolist() == [384, 320, 256, 192, 128, 64, 0]
+    assert units[:, 2].sum() == 2 * 200 * 4
+
+
 def test_plans_are_few():
     every._PLANS.clear()
     for count in range(1, 2 * every.HELD):
-        every.planned(Size(1, count, 2, count, 2), 0)
+        Call((1, count, count), (2, 2, 3, 3), 0).read()
     assert 0 < len(every._PLANS) <= every.HELD
 
 
@@ -241,15 +266,17 @@ def test_a_long_prompt_behind_what_is_cached(monkeypatch):
     assert seen == [0, 101]
 
 
-def test_under_autocast_torchs_call_reads(monkeypatch):
+def test_under_autocast_it_refuses():
+    """There numbers are bfloat16, whatever x is; a layer that asks for nobody has them read by another."""
     layer = layer_of(torch.float32)
     x = torch.randn(2, 130, 10)
-    layer.only = "sdpa"
+    layer.only = "tiled"
+    layer(x)
     with torch.autocast("cpu", torch.bfloat16):
-        expected = layer(x)
-        layer.only = "tiled"
-        monkeypatch.setattr(tiled, "read_every", None)
-        assert torch.equal(layer(x), expected)
+        with pytest.raises(hw.NoBackend, match="it computes in float32 and float64"):
+            layer(x)
+        layer.only = None
+        assert layer(x).dtype == torch.bfloat16
 
 
 def said(job: dict | None = None, **words) -> str:

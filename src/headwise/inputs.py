@@ -146,6 +146,11 @@ def _autocasts(x: Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
+def worked(x: Tensor) -> torch.dtype:
+    """The numbers that x is multiplied in."""
+    return torch.get_autocast_dtype(x.device.type) if x.dtype != torch.float64 and _autocasts(x) else x.dtype
+
+
 def _tokens(name: str, x: Tensor, tokens: Tokens) -> None:
     _kind("tokens", tokens, Tokens)
     shape = tuple(tokens.position.shape)

@@ -279,7 +279,20 @@ class Attention(Peered, nn.Module):
         grad, one, compiled = torch.is_grad_enabled(), x.shape[1] == 1, torch.compiler.is_compiling()
         stated, store = cache is not None and bool(cache.state), None if cache is None else cache.store
         paged = isinstance(cache, PagedCache)
-        facts = (x.device.type, x.dtype, grad, one, stated, paged, masked, self.training, wants, compiled, store, keys)
+        facts = (
+            x.device.type,
+            inputs.worked(x),
+            grad,
+            one,
+            stated,
+            paged,
+            masked,
+            self.training,
+            wants,
+            compiled,
+            store,
+            keys,
+        )
         key = (self.only, apart, *facts)
         if key in self._plans:
             return self._plans[key]

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import NoBackend, nearest
 from ..terms import Work
-from . import banded, composed, dense, flex, grouped, linear, packed, paged, ragged, routed, sdpa, tiled
+from . import banded, composed, dense, flex, grouped, halves, linear, packed, paged, ragged, routed, sdpa, tiled
 from .blocks import BLOCK
 from .bound import Bound
 from .job import Inputs, Job
@@ -26,6 +26,7 @@ BACKENDS: dict[str, ModuleType] = {
     "routed": routed,
     "grouped": grouped,
     "banded": banded,
+    "halves": halves,
     "tiled": tiled,
     "sdpa": sdpa,
     "linear": linear,
@@ -60,6 +61,8 @@ def forms_again(backend: ModuleType, job: Job, work: Work, core: int) -> int:
     """
     if backend in (dense, linear) or (backend is composed and work.queries <= BLOCK):
         return 0
+    if backend is halves and halves.keeps(work.keys):
+        return 0
     scores, values = job.core.width * len(job.core.keys), job.core.vdim * len(job.core.values)
     return core * scores // (scores + values)
 
@@ -77,8 +80,7 @@ def notes(name: str, job: Job) -> list[str]:
 
 def order(job: Job) -> list[str]:
     """The names of all backends, the preferred first."""
-    # On the CPU flex compiles for seconds and then forms every score, so there dense goes before it.
-    return sorted(BACKENDS, key=lambda name: name == "flex" and job.device == "cpu")
+    return sorted(BACKENDS, key=lambda name: _late(name, job))
 
 
 def reads_stored(backend: ModuleType, job: Job) -> bool:
@@ -95,7 +97,8 @@ def stages(job: Job) -> list[tuple[int, str]]:
     """From how many keys on which backend runs such a job."""
     found: list[tuple[int, str]] = []
     for least in (0, *LENGTHS):
-        name = next((name for name in order(job) if not BACKENDS[name].refuses(replace(job, keys=least))), None)
+        told = replace(job, keys=least)
+        name = next((name for name in order(told) if not BACKENDS[name].refuses(told)), None)
         if name is not None and (not found or found[-1][1] != name):
             found.append((least, name))
     return found
@@ -104,6 +107,13 @@ def stages(job: Job) -> list[tuple[int, str]]:
 def why(job: Job) -> dict[str, list[str]]:
     """Every backend, in order of preference, with its reasons to refuse; none means it takes the job."""
     return {name: _reasons(name, job) for name in order(job)}
+
+
+def _late(name: str, job: Job) -> bool:
+    """Whether even dense goes before it."""
+    if name == "flex":  # on the CPU it compiles for seconds and then forms every score
+        return job.device == "cpu"
+    return name == "halves" and not halves.leads(job)
 
 
 def _reasons(name: str, job: Job) -> list[str]:

@@ -23,7 +23,7 @@ from ..pattern import Causal, Full
 from ..probe import Probe
 from ..seams import ScoreStep
 from ..tokens import Sight, Tokens
-from . import banded, dense, sdpa, tiled
+from . import banded, dense, halves, sdpa, tiled
 from .bound import Bound
 from .job import Inputs, Job
 
@@ -134,7 +134,7 @@ class Runner(NamedTuple):
     @staticmethod
     def of(backend: ModuleType, job: Job, only: str | None) -> Runner:
         """With the backend alone where the caller insists on it, or another than a fused one was chosen."""
-        fused = only is None and job.device == "cpu" and backend in (sdpa, tiled, banded)
+        fused = only is None and job.device == "cpu" and backend in (sdpa, halves, tiled, banded)
         whole = LONGEST if fused and backend is not banded and _is_plain(job) else -1
         return Runner(backend.attend, SHORT if fused else 0, whole)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..backends import linear, sdpa
+from ..backends import halves, linear, sdpa
 from ..backends.blocks import BLOCK
 from ..backends.job import Job
 from ..errors import NoBackend, SpecError, nearest
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PROFILES = {
     "dense": ("dense", "cpu"),
     "composed": ("dense", "cpu"),
+    "halves": ("halves", "cpu"),
     "sdpa": ("sdpa", "cpu"),
     "flash-cuda": ("sdpa", "cuda"),
 }
@@ -39,8 +40,8 @@ def activations(
     """Bytes that one layer keeps from its forward pass in training for the way back, by the step that keeps them.
 
     profile="dense": every score in plain operations; "composed": the same in blocks of queries, whose scores are formed
-    once more on the way back; "sdpa": torch's fused call on the CPU; "flash-cuda": the same on
-    CUDA, derived from what its kernels keep and not measured; "paper-2022" (2205.05198) and "zhihu-624740065" as
+    once more on the way back; "halves": whole products; "sdpa": torch's fused call on the CPU; "flash-cuda": the same
+    on CUDA, derived from what its kernels keep and not measured; "paper-2022" (2205.05198) and "zhihu-624740065" as
     textbook. Without one, `usual` says which. `source` is how many tokens another sequence has, if not as many.
 
     >>> import headwise as hw
@@ -85,6 +86,8 @@ def usual(spec: AttentionSpec, load: Load) -> str:
     """
     if refused(spec):
         return "composed" if linear.refuses(_training(spec)) else "dense"
+    if load.device == "cpu" and load.dtype == "bf16" and not halves.refuses(_training(spec)):
+        return "halves"
     return "sdpa" if load.device in ("cpu", "m2-max") else "flash-cuda"
 
 

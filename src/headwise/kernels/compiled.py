@@ -7,12 +7,12 @@ one as Python has it, which is known by its name, where one of Numba's would be 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numba import cfunc, types
 from torch import Tensor
@@ -21,6 +21,7 @@ from . import team
 from .memory import form, take, whole
 
 NUMBERS = {torch.float32: "float32", torch.float64: "float64"}  # that are computed with as they lie
+UNITS = 2  # where a table says how many there are; then where desks lie, and the bytes of one
 HEAD = 5  # numbers of a table of units that are the same for all: the next one, the next thread, how many, desks
 ENTRY = types.void(types.int64)
 
@@ -65,11 +66,15 @@ class Units(Kernels):
 
     def launch(self, name: str, dtype: torch.dtype, work: tuple[int, int], *told: Tensor | int) -> None:
         """Do so many units, each with so many numbers to write on; what is told are addresses and numbers."""
-        units, desk = work
-        desks = torch.empty(threads(units), desk, dtype=dtype)
-        numbers = [0, 0, units, desks, desks.stride(0) * desks.itemsize, *told]
-        table = np.array([t.data_ptr() if isinstance(t, Tensor) else t for t in numbers], dtype=np.int64)
-        team.run(self.address(name, dtype), table.ctypes.data, len(desks))
+        numbers = [0, 0, work[0], 0, work[1] * dtype.itemsize, *told]
+        self.start(name, dtype, array("q", [t.data_ptr() if isinstance(t, Tensor) else t for t in numbers]))
+
+    def start(self, name: str, dtype: torch.dtype, table: array) -> None:
+        """Do the units of a table, in which only desks are missing."""
+        many = threads(table[UNITS])
+        desks = torch.empty(many * table[UNITS + 2], dtype=torch.uint8)
+        table[UNITS + 1] = desks.data_ptr()
+        team.run(self.address(name, dtype), table.buffer_info()[0], many)
 
     def entry(self, function: Callable[..., None], kind: str, mark: int) -> Any:
         """What is compiled: a thread takes one unit after the other, until there are no more."""

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .orders import PLAIN, check_once
-from .read import narrowed, reading, room, slopes
+from .read import Table, filled, narrowed, room, straight, table
+from .reading import At
+from .rereading import KERNELS
 from .tiles import ROWS
 
 KEYS = 512  # whose gradients are a part at least
@@ -39,18 +41,39 @@ class Size(NamedTuple):
         return self.heads // self.kept
 
 
-_PLANS: dict[tuple[Size, int | None], list[Tensor]] = {}
+class Plan(NamedTuple):
+    """What the kernel is told of one kind of call, forth and back, and the tensors whose places stand in there."""
+
+    forth: Table
+    back: Table
+    parts: int
+    held: list[Tensor]
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, ahead: int | None, scale: float) -> Plan:
+        """That of these, kept for the next of their kind: to make it takes longer than a short call."""
+        kinds = q.dtype, k.dtype, v.dtype
+        key = q.shape, k.shape, v.shape, k.stride(), v.stride(), kinds, ahead, scale
+        found = _PLANS.get(key)  # once: another thread may forget all plans at any time
+        if found is None:
+            if len(_PLANS) >= HELD:
+                _PLANS.clear()
+            size = Size.of(q, k)
+            lines, ends, *units = held = [torch.from_numpy(np.ascontiguousarray(t)) for t in _planned(size, ahead)]
+            forth, back = (table(q, k, v, (some, lines, ends), scale) for some in units)
+            found = _PLANS[key] = Plan(forth, back, len(units[1]) // (size.batch * size.kept), held)
+        return found
 
 
-def planned(size: Size, ahead: int | None) -> list[Tensor]:
-    """Lines, ends and units of a call, as `kernels.read` says of them, kept for the next of its kind."""
-    key = size, ahead
-    found = _PLANS.get(key)  # once: another thread may forget all plans at any time
-    if found is None:
-        if len(_PLANS) >= HELD:
-            _PLANS.clear()
-        found = _PLANS[key] = [torch.from_numpy(np.ascontiguousarray(t)) for t in _planned(size, ahead)]
-    return found
+def _ending(known: Table, ends: Tensor | None) -> Table:
+    """A copy, with the caller's own ends if there are some."""
+    known = known[:]
+    if ends is not None:
+        known[At.ENDS], known[At.END_ROWS] = ends.data_ptr(), len(ends)
+    return known
+
+
+_PLANS: dict[tuple[Any, ...], Plan] = {}
 
 
 def _planned(size: Size, ahead: int | None) -> list[Any]:
@@ -79,11 +102,6 @@ def _units_back(size: Size) -> Any:
     units[..., 0], units[..., 1], units[..., 2] = whose, whose * rows, rows
     units[..., 3], units[..., 4], units[..., 5] = cuts[:-1, None], cuts[1:, None], np.arange(parts)[:, None]
     return units.reshape(-1, 6)
-
-
-def _told(q: Tensor, k: Tensor, ends: Tensor | None, ahead: int | None) -> list[Tensor]:
-    lines, some, forth, back = planned(Size.of(q, k), ahead)
-    return [lines, some if ends is None else ends, forth, back]
 
 
 # Defined without `custom_op`, whose two functions around each call take as long as a short call itself.
@@ -138,7 +156,11 @@ def _forth(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, ahead: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """What is read, and the log-sum-exp of the scores, [B, T, H]."""
-    return reading(q, k, v, _told(q, k, ends, ahead), scale, q.new_empty)
+    q, k, v = straight(q, k, v)
+    o, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
+    plan = Plan.of(q, k, v, ahead, scale)
+    KERNELS.start("forward", q.dtype, filled(_ending(plan.forth, ends), q, k, v, o, lse))
+    return o, lse
 
 
 @torch.library.impl(_LIBRARY, "read_every_backward", "CPU")
@@ -146,11 +168,14 @@ def _back(
     grad: Tensor, given: list[Tensor], ends: Tensor | None, ahead: int | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; `given` are these, what was read, and the log-sum-exp."""
-    q, k, *_ = given
-    told = _told(q, k, ends, ahead)
-    parts = len(told[3]) // (len(k) * k.shape[2])
-    make = q.new_empty if ends is None and parts == 1 else q.new_zeros  # who reads nothing of a part writes nothing
-    return slopes(grad, given, told, scale, make)
+    q, k, v, o, lse = given
+    q, k, v = straight(q, k, v)
+    plan = Plan.of(q, k, v, ahead, scale)
+    # Who reads nothing of a part writes nothing.
+    make = q.new_empty if ends is None and plan.parts == 1 else q.new_zeros
+    grads = room(q, k, v, plan.parts, make)
+    KERNELS.start("backward", q.dtype, filled(_ending(plan.back, ends), q, k, v, o, lse, grad.contiguous(), *grads))
+    return narrowed(grads, k, v)
 
 
 @torch.library.register_fake("headwise::read_every")
@@ -161,8 +186,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, ends: Any, ahead: Any, scale: float) -> t
 @torch.library.register_fake("headwise::read_every_backward")
 def _(grad: Tensor, given: list[Tensor], ends: Any, ahead: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, *_ = given
-    d_q, d_k, d_v = room(q, k, v, 1, q.new_empty)
-    return d_q[0], *narrowed(d_k, d_v, k, v)
+    return narrowed(room(q, k, v, 1, q.new_empty), k, v)
 
 
 def pairs(size: Size, ends: Tensor | None, ahead: int | None) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
@@ -46,7 +47,7 @@ def alone(*given: Tensor) -> bool:
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or torch._C._is_tracing()
-        or torch._C._autograd._profiler_enabled()
+        or _profiler_enabled()
     ) and all(type(t) in OWN and t.is_cpu for t in given)
 
 

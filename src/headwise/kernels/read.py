@@ -3,19 +3,24 @@ gradient of its own."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
+from struct import pack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from .compiled import HEAD, UNITS
 from .lanes import wide
 from .orders import PLAIN, check_once
-from .reading import desk
+from .reading import At, desk
 from .rereading import KERNELS
 from .tiles import SLACK
 
+Table = array
+PLACES = tuple(map(int, (At.Q, At.K, At.V, At.OUT, At.LSE, At.GRAD, At.D_Q, At.D_K, At.D_V)))
 MOST = {torch.float32: 2**24, torch.float64: 2**53}  # keys whose numbers are known exactly
 
 
@@ -43,10 +48,10 @@ def reading(
     q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float, make: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
     """What queries read, and the log-sum-exp of their scores, where `make` makes room for these."""
-    q, k, v = q.contiguous(), _whole(k), _whole(v)
+    q, k, v = straight(q, k, v)
     o, lse = make(*q.shape[:3], v.shape[-1]), make(q.shape[:3])
     lines, ends, units, _ = told
-    _launch("forward", (q, k, v, scale), (units, lines, ends), o, lse)
+    KERNELS.start("forward", q.dtype, filled(table(q, k, v, (units, lines, ends), scale), q, k, v, o, lse))
     return o, lse
 
 
@@ -55,30 +60,44 @@ def slopes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, where `make` makes room for those of queries."""
     q, k, v, o, lse = given
-    q, k, v, grad = q.contiguous(), _whole(k), _whole(v), grad.contiguous()
+    q, k, v = straight(q, k, v)
     lines, ends, _, units = told
-    d_q, d_k, d_v = room(q, k, v, len(units) // (len(k) * k.shape[2]), make)
-    made = o, lse, grad, lse.numel(), d_q, d_k, d_v, d_k.shape[2]
-    _launch("backward", (q, k, v, scale), (units, lines, ends), *made)
-    return d_q.sum(0) if len(d_q) > 1 else d_q[0], *narrowed(d_k, d_v, k, v)
+    grads = room(q, k, v, len(units) // (len(k) * k.shape[2]), make)
+    known = table(q, k, v, (units, lines, ends), scale)
+    KERNELS.start("backward", q.dtype, filled(known, q, k, v, o, lse, grad.contiguous(), *grads))
+    return narrowed(grads, k, v)
 
 
-def _launch(which: str, given: tuple[Any, ...], told: tuple[Tensor, ...], *made: Tensor | int) -> None:
-    q, k, v, scale = given
+def straight(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries that lie one behind the other, keys and values with the numbers of a head side by side."""
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    return q.contiguous(), k, v
+
+
+def table(q: Tensor, k: Tensor, v: Tensor, told: tuple[Tensor, ...], scale: float) -> Table:
+    """What the kernel is told of a call, but where its tensors lie."""
     if k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give all in one")
     if k.shape[1] > MOST[q.dtype]:
         raise ValueError(f"{k.shape[1]:,} keys are more than {MOST[q.dtype]:,} in {q.dtype}; use another backend")
     units, lines, ends = told
-    strides = [side * t.element_size() for t in (k, v) for side in t.stride()[:3]]
-    sizes = [q.shape[1], q.shape[2], k.shape[1], k.shape[2], q.shape[3], v.shape[3], *strides]
-    table = units, lines, ends, len(ends), q, q.new_full((1,), scale), k, v, *sizes
-    KERNELS.launch(which, q.dtype, (len(units), desk(q.shape[3], v.shape[3])), *table, *made)
+    numbers, size = array("q", [0] * (len(At) + HEAD)), q.element_size()
+    sizes = [*q.shape[1:3], *k.shape[1:3], q.shape[3], v.shape[3]]
+    strides = [step * size for t in (k, v) for step in t.stride()[:3]]
+    numbers[UNITS], numbers[UNITS + 2] = len(units), desk(q.shape[3], v.shape[3]) * size
+    lie = [units.data_ptr(), lines.data_ptr(), ends.data_ptr(), len(ends)]
+    numbers[At.TOLD : At.END_ROWS + 1] = array("q", lie)
+    numbers[At.SCALE : At.SCALE + 1] = array("q", pack("d" if size == 8 else "f4x", scale))
+    numbers[At.T : At.V_HEAD + 1] = array("q", sizes + strides)
+    numbers[At.ALL], numbers[At.KEPT] = q.shape[:3].numel(), k.shape[1] + SLACK
+    return numbers
 
 
-def _whole(x: Tensor) -> Tensor:
-    """With the numbers of a head side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def filled(known: Table, *tensors: Tensor) -> Table:
+    """The same with the places of q, k, v, what is read and its log-sum-exp; backwards also of gradients."""
+    for at, tensor in zip(PLACES, tensors, strict=False):
+        known[at] = tensor.data_ptr()
+    return known
 
 
 def room(q: Tensor, k: Tensor, v: Tensor, parts: int, make: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,9 +107,11 @@ def room(q: Tensor, k: Tensor, v: Tensor, parts: int, make: Callable[..., Tensor
     return make(parts, *q.shape), d_k, d_v
 
 
-def narrowed(d_k: Tensor, d_v: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """These as the caller's keys and values lie."""
-    return [d[:, :, : t.shape[1], : t.shape[3]].transpose(1, 2) for d, t in ((d_k, k), (d_v, v))]
+def narrowed(grads: tuple[Tensor, Tensor, Tensor], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries added up over parts, those of keys and values as the caller's lie."""
+    d_q, *others = grads
+    d_k, d_v = (d[:, :, : t.shape[1], : t.shape[3]].transpose(1, 2) for d, t in zip(others, (k, v), strict=True))
+    return d_q.sum(0) if len(d_q) > 1 else d_q[0], d_k, d_v
 
 
 @read_lines.register_fake
@@ -101,8 +122,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float, formed:
 @read_lines_backward.register_fake
 def _(grad: Tensor, given: list[Tensor], told: list[Tensor], scale: float, formed: int) -> list[Tensor]:
     q, k, v, *_ = given
-    d_q, d_k, d_v = room(q, k, v, 1, q.new_empty)
-    return [d_q[0], *narrowed(d_k, d_v, k, v)]
+    return [*narrowed(room(q, k, v, 1, q.new_empty), k, v)]
 
 
 def _kept(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

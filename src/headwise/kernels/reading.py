@@ -29,7 +29,7 @@ class At(IntEnum):
     ENDS = auto()  # [1 or B, T, 2], int64: the first key that a token reads and the one behind its last
     END_ROWS = auto()  # how many rows those have
     Q = auto()  # [B, T, H, dim]
-    SCALE = auto()
+    SCALE = auto()  # the number itself, in the first bytes of its place
     K = auto()
     V = auto()
     T = auto()
@@ -185,7 +185,7 @@ def forward(f, table, number, desk):
     cleared(f, desk + 2 * step, 3 * ROWS)
     for c in range(0, step, size * WIDE):
         put(desk + 2 * step + c, splat(memory.number(f, -math.inf)))
-        put(desk + 4 * step + c, splat(memory.number(f, read_one(f, told(table, At.SCALE)))))
+        put(desk + 4 * step + c, splat(memory.number(f, read_one(f, table + 8 * At.SCALE))))
     scaled(f, q, dim, desk + 4 * step)
     cleared(f, sums, (vdim + SLACK) * ROWS)
     while start < stop:

@@ -54,7 +54,7 @@ def known(f, table, unit, desk):
             both = along(f, told(table, At.OUT) + row, told(table, At.GRAD) + row, vdim)
         put(to + size * r, lse)
         put(to + size * (ROWS + r), both)
-        put(to + size * (2 * ROWS + r), read_one(f, told(table, At.SCALE)))
+        put(to + size * (2 * ROWS + r), read_one(f, table + 8 * At.SCALE))
 
 
 @njit

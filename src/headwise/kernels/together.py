@@ -63,22 +63,22 @@ def compare_all(f, told, q, desk, count):
     heads, groups, dim = whole(told + At.HEADS), whole(told + At.GROUPS), whole(told + At.DIM)
     each, apart, step, k_head = heads // groups, size(f) * BLOCK, size(f) * wide(dim), whole(told + At.K_HEAD)
     tail, h = desk + SCORES + size(f) * (heads * BLOCK + wide(heads)), 0
-    for g in range(groups):
-        last, walk = g + 1 == groups, (0, 0)
+    walk = 0, 0
+    while h < heads:
+        g = h // each
+        last, some, walk = g + 1 == groups, abreast((g + 1) * each - h), walk if h > g * each else (0, 0)
         coming = desk + (VALUES if last else KEYS), count
         held = 0 if last else (g + 1) * k_head, lies(f) * (whole(told + At.VDIM) if last else dim)
         lines = paced(count, held[1], each, count)
-        while h < (g + 1) * each:
-            some = abreast((g + 1) * each - h)
-            for i in range(0, count, TOGETHER):
-                walk = asked(coming, held, walk, lines)
-                keys, to = four_keys(desk + KEYS + 8 * i, g * k_head), desk + SCORES + apart * h + size(f) * i
-                bounds = dim, min(TOGETHER, count - i), some
-                if some > 1:
-                    heads_compared(f, q + step * h, keys, bounds, tail, to)
-                else:
-                    head_compared(f, q + step * h, keys, bounds, tail, to)
-            h += some
+        for i in range(0, count, TOGETHER):
+            walk = asked(coming, held, walk, lines)
+            keys, to = four_keys(desk + KEYS + 8 * i, g * k_head), desk + SCORES + apart * h + size(f) * i
+            bounds = dim, min(TOGETHER, count - i), some
+            if some > 1:
+                heads_compared(f, q + step * h, keys, bounds, tail, to)
+            else:
+                head_compared(f, q + step * h, keys, bounds, tail, to)
+        h += some
 
 
 @njit
@@ -90,22 +90,22 @@ def gather_all(f, told, desk, part, count, following):
     factors, h = desk + SCORES + size(f) * heads * BLOCK, 0
     tail = factors + size(f) * wide(heads)
     shrink(f, told, factors, part)
-    for g in range(groups):
-        last, walk = g + 1 == groups, (0, 0)
+    walk = 0, 0
+    while h < heads:
+        g = h // each
+        last, some, walk = g + 1 == groups, abreast((g + 1) * each - h), walk if h > g * each else (0, 0)
         coming = desk + (NEXT + KEYS if last else VALUES), following if last else count
         held = 0 if last else (g + 1) * v_head, lies(f) * (whole(told + At.DIM) if last else dim)
         lines = paced(coming[1], held[1], each, count)
-        while h < (g + 1) * each:
-            some = abreast((g + 1) * each - h)
-            for i in range(0, count, TOGETHER):
-                walk = asked(coming, held, walk, lines)
-                keys, scores = four_keys(desk + VALUES + 8 * i, g * v_head), desk + SCORES + apart * h + size(f) * i
-                bounds = dim, min(TOGETHER, count - i), some
-                if some > 1:
-                    heads_read(f, scores, keys, bounds, tail, (part + step * h, step))
-                else:
-                    head_read(f, scores, keys, bounds, tail, part + step * h)
-            h += some
+        for i in range(0, count, TOGETHER):
+            walk = asked(coming, held, walk, lines)
+            keys, scores = four_keys(desk + VALUES + 8 * i, g * v_head), desk + SCORES + apart * h + size(f) * i
+            bounds = dim, min(TOGETHER, count - i), some
+            if some > 1:
+                heads_read(f, scores, keys, bounds, tail, (part + step * h, step))
+            else:
+                head_read(f, scores, keys, bounds, tail, part + step * h)
+        h += some
 
 
 @njit

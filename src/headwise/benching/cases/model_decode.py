@@ -19,9 +19,9 @@ from ..others import given, imported
 
 TITLE = "One-token step of a whole model"
 TRIED = (
-    "A kernel for few tokens and large matrices, attention by the decoding kernel, keys and values, gate and up in one "
-    "product each. Beside sdpa's 89 ms transformers' own modules and cache take 24 without any attention, so that 3.7 "
-    "times is the most there is to reach; of ours 14 of 24 ms are not attention. See log/2026-11-22-fast-models.md."
+    "Kernels for products of a few tokens, for attention, and for norms, turns and gates between them, called without "
+    "torch's way into an operation; queries, keys and values, gate and up in one product each. Beside sdpa's 83 ms "
+    "transformers' own modules and cache take 20 to 24 without any attention. See log/2026-11-22-fast-models.md."
 )
 # The shape of a Llama of 107.2 million parameters, one table for both ends.
 SHAPE = {

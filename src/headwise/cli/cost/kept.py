@@ -22,7 +22,7 @@ def take(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile",
         metavar="NAME",
-        help="how it runs: dense, composed, sdpa, flash-cuda, or as published: paper-2022, zhihu-624740065",
+        help="how it runs: dense, composed, halves, sdpa, flash-cuda, or as published: paper-2022, zhihu-624740065",
     )
     parser.add_argument("--checkpoint", metavar="WHAT", help="computed anew on the way back: none, block or core")
     parser.add_argument("--dropout", type=float, metavar="RATE", help="dropped behind every branch of a model's blocks")
