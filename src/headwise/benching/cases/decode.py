@@ -15,10 +15,10 @@ from ..case import LIMIT, Aim, Case, Need, Run
 
 TITLE = "Decoding: one query per row"
 TRIED = (
-    "Keys and values four at a time in the order of memory, asked for 16 to 256 KB ahead into each cache, blocks of 16 "
-    "to 128 keys: 62 to 66 % of the read limit in fp32 and 58 to 63 % in bf16 (before: 42 to 64 and 37). From near "
-    "memory a key of four heads takes 22 ns, from far memory 29 without products, with them 60: the two add up and do "
-    "not overlap. See log/2026-11-22-fast-decode.md."
+    "Keys and values four at a time in the order of memory, asked for 12 KB ahead into the first cache: 59 to 68 % of the "
+    "read limit in fp32 and 62 to 64 % in bf16 on two threads where `sum` reads 40 GB/s (before: 63 and 59); every "
+    "other distance, cache, order and assignment to threads reads the same or less. Processors drop part of what is "
+    "asked for beside products. See log/2026-11-22-fast-decode.md."
 )
 HEADS, GROUPS, DIM, TOKENS = 32, 8, 128, 8192
 BYTES = 128 * 2**20  # a case turns over caches that are at least so large together: 4 times a last-level cache of 32 MB
