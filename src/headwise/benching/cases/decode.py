@@ -15,8 +15,8 @@ from ..case import LIMIT, Aim, Case, Need, Run
 
 TITLE = "Decoding: one query per row"
 TRIED = (
-    "Keys and values four at a time in the order of memory, asked for 12 KB ahead into the first cache: 59 to 68 % of the "
-    "read limit in fp32 and 62 to 64 % in bf16 on two threads where `sum` reads 40 GB/s (before: 63 and 59); every "
+    "Keys and values four at a time in the order of memory, asked for 12 KB ahead into the first cache: 59 to 68 % of "
+    "the read limit in fp32 and 62 to 64 % in bf16 on two threads where `sum` reads 40 GB/s (before: 63 and 59); every "
     "other distance, cache, order and assignment to threads reads the same or less. Processors drop part of what is "
     "asked for beside products. See log/2026-11-22-fast-decode.md."
 )
