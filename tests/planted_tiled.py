@@ -8,7 +8,6 @@ from planting import bug
 KERNEL, BACKEND = "kernels/every.py", "backends/tiled.py"
 TESTS = "test_tiled.py"
 ENDS = f"{TESTS}::test_units_end_where_they_should"
-SPENDS = f"{TESTS}::test_it_spends_what_torch_counts"
 bug(
     "tiled-causal-reads-one-key-more",
     KERNEL,
@@ -101,13 +100,6 @@ bug(
     f"{TESTS}::test_pairs_are_counted_without_counting[3]",
 )
 bug(
-    "tiled-spends-without-a-source",
-    BACKEND,
-    "if job.spec.pattern == Causal() and job.spec.source is None else None",
-    "if job.spec.pattern == Causal() else work.queries",
-    f"{SPENDS}[64-words3]",
-)
-bug(
     "tiled-follows-gradients-twice",
     KERNEL,
     "        check_once(PLAIN)\n        *given, ends",
@@ -120,13 +112,6 @@ bug(
     "return True, None, reading.ahead",
     "return True, None, 0",
     f"{TESTS}::test_a_long_prompt_behind_what_is_cached",
-)
-bug(
-    "tiled-mixes-precisions",
-    BACKEND,
-    "coarse = q.dtype not in NUMBERS or torch.is_autocast_enabled(q.device.type)",
-    "coarse = q.dtype not in NUMBERS",
-    f"{TESTS}::test_under_autocast_torchs_call_reads",
 )
 bug(
     "tiled-what-was-read-is-half-its-gradient",
