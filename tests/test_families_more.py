@@ -438,7 +438,7 @@ def test_they_keep_what_formulas_say(name: str, dtype: torch.dtype):
     """New placements and norms, for the way back."""
     model = read(KINDS[name])
     load = hw.Load(2, 11, "fp32" if dtype == torch.float32 else "bf16", "cpu")
-    way = hw.Way(profile(model), source=13 if len(model.stacks) > 1 else None)
+    way = hw.Way(profile(model, load.dtype), source=13 if len(model.stacks) > 1 else None)
     assert hw.kept_by(model, load, way).total == measured(model, dtype, way)
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .orders import PLAIN, check_once
-from .read import Table, filled, narrowed, room, straight, table
+from .read import Table, narrowed, room, run, straight, table
 from .reading import At
-from .rereading import KERNELS
 from .tiles import ROWS
 
 KEYS = 512  # whose gradients are a part at least
@@ -159,7 +158,7 @@ def _forth(
     q, k, v = straight(q, k, v)
     o, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
     plan = Plan.of(q, k, v, ahead, scale)
-    KERNELS.start("forward", q.dtype, filled(_ending(plan.forth, ends), q, k, v, o, lse))
+    run("forward", _ending(plan.forth, ends), q, k, v, o, lse)
     return o, lse
 
 
@@ -174,7 +173,7 @@ def _back(
     # Who reads nothing of a part writes nothing.
     make = q.new_empty if ends is None and plan.parts == 1 else q.new_zeros
     grads = room(q, k, v, plan.parts, make)
-    KERNELS.start("backward", q.dtype, filled(_ending(plan.back, ends), q, k, v, o, lse, grad.contiguous(), *grads))
+    run("backward", _ending(plan.back, ends), q, k, v, o, lse, grad.contiguous(), *grads)
     return narrowed(grads, k, v)
 
 

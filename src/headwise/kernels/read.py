@@ -51,7 +51,7 @@ def reading(
     q, k, v = straight(q, k, v)
     o, lse = make(*q.shape[:3], v.shape[-1]), make(q.shape[:3])
     lines, ends, units, _ = told
-    KERNELS.start("forward", q.dtype, filled(table(q, k, v, (units, lines, ends), scale), q, k, v, o, lse))
+    run("forward", table(q, k, v, (units, lines, ends), scale), q, k, v, o, lse)
     return o, lse
 
 
@@ -64,7 +64,7 @@ def slopes(
     lines, ends, _, units = told
     grads = room(q, k, v, len(units) // (len(k) * k.shape[2]), make)
     known = table(q, k, v, (units, lines, ends), scale)
-    KERNELS.start("backward", q.dtype, filled(known, q, k, v, o, lse, grad.contiguous(), *grads))
+    run("backward", known, q, k, v, o, lse, grad.contiguous(), *grads)
     return narrowed(grads, k, v)
 
 
@@ -93,11 +93,14 @@ def table(q: Tensor, k: Tensor, v: Tensor, told: tuple[Tensor, ...], scale: floa
     return numbers
 
 
-def filled(known: Table, *tensors: Tensor) -> Table:
-    """The same with the places of q, k, v, what is read and its log-sum-exp; backwards also of gradients."""
+def run(which: str, known: Table, *tensors: Tensor) -> None:
+    """Tell the kernel where q, k, v, what is read and its log-sum-exp lie, backwards also gradients, and run it.
+
+    All of these are held until it is done: some of them nobody else may hold.
+    """
     for at, tensor in zip(PLACES, tensors, strict=False):
         known[at] = tensor.data_ptr()
-    return known
+    KERNELS.start(which, tensors[0].dtype, known)
 
 
 def room(q: Tensor, k: Tensor, v: Tensor, parts: int, make: Callable[..., Tensor]) -> tuple[Tensor, Tensor, Tensor]:
