@@ -26,7 +26,7 @@ from .job import Inputs, Job
 from .lines import Lines
 from .speaking import Pack, Piece, Reading, chunks, packs
 
-LEAST = 768  # keys from which on it was measured to be faster: docs/backends.md
+LEAST = 1024  # keys from which on it was measured to be faster: docs/backends.md
 
 
 def edges() -> tuple[int, ...]:

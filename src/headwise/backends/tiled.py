@@ -20,7 +20,7 @@ from .bound import Bound, spread_heads
 from .job import Inputs, Job
 from .speaking import Reading
 
-LEAST = 100  # keys from which on it was measured to be faster: docs/backends.md
+LEAST = 64  # keys from which on it was measured to be faster: docs/backends.md
 
 
 def edges() -> tuple[int, ...]:

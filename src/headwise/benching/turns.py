@@ -54,7 +54,7 @@ class Pace:
     least: int = 3
     most: int = 15
     budget: float = 20.0
-    wide: float = 0.1
+    wide: float = 0.15
 
     def calls(self, seconds: float) -> int:
         """How many calls of so many seconds are a sample.
