@@ -90,7 +90,7 @@ bug(
     "kernels/within.py",
     "held = spans_BN3.contiguous()",
     "held = spans_BN3",
-    CALLERS + "spans_of_nothing_may_name_anything",
+    CALLERS + "spans_that_lie_apart_are_looked_at_alone",
 )
 bug(
     "callers-biases-of-less-than-the-call",

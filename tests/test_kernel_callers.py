@@ -187,3 +187,9 @@ def test_numbers_of_two_kinds_are_refused():
     for k, v in ((q.double(), q), (q, q.double())):
         with pytest.raises(ValueError, match="give all in one"):
             read_lines(q, k, v, told.told, 1.0, told.formed)
+
+
+def test_spans_that_lie_apart_are_looked_at_alone():
+    spans_BN3 = torch.tensor([[[1, 0, 4], [9, 0, 9], [0, 1, 3]]])
+    assert within.astray(spans_BN3[:, ::2], pages=2, slots=4) == -1
+    assert within.astray(spans_BN3, pages=2, slots=4) == 1

@@ -133,13 +133,12 @@ def copied(f, to, of, count):
 def fetched(f, told, this, q, part):
     """Lay the queries of all rows side by side, and what they have read of this piece before."""
     heads, groups, dim = whole(told + At.HEADS), whole(told + At.GROUPS), wide(whole(told + At.DIM))
-    order, rows, each, held = whole(told + At.ORDER) + 24 * whole(this), whole(this + 8), heads // groups, 0
+    order, rows, each = whole(told + At.ORDER) + 24 * whole(this), whole(this + 8), heads // groups
     held = wide(whole(told + At.VDIM)) + 2
     for m in range(rows):
         row = whole(order + 24 * m)
-        of = whole(told + At.PARTS) + (
-            whole(whole(told + At.ROWS) + 24 * row) + whole(this + 40)
-        ) * heads * held * size(f)
+        first = whole(whole(told + At.ROWS) + 24 * row) + whole(this + 40)
+        of = whole(told + At.PARTS) + first * heads * held * size(f)
         for g in range(groups):
             to, own = (g * rows + m) * each, whole(told + At.Q) + (row * heads + g * each) * dim * size(f)
             copied(f, q + to * dim * size(f), own, each * dim)
