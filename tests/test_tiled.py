@@ -298,7 +298,7 @@ def test_it_takes_plain_heads(job, words):
         ({"normaliser": hw.Sigmoid()}, {}, "normalises by softmax"),
         ({"modifiers": (hw.TalkingHeads(),)}, {}, "mixes heads"),
         ({"modifiers": (hw.WeightDropout(0.1),)}, {"training": True}, "drops weights"),
-        ({"pattern": "window(9)"}, {}, "leaves keys out"),
+        ({"pattern": "window(9)"}, {}, "leaves out keys"),
         ({}, {"masked": True}, "caller's own"),
         ({}, {"one": True}, "fills no unit"),
         ({}, {"device": "cuda"}, "not that of cuda"),

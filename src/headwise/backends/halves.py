@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.orders import PLAIN, check_once, transformed
-from ..parts.softmax import Softmax
-from ..pattern import Causal, Full
+from ..pattern import Causal
 from ..probe import Probe
-from ..seams import ScoreStep
 from ..terms import Work
 from ..tokens import Sight
 from . import dense, sdpa
@@ -51,11 +49,7 @@ def edges() -> tuple[int, ...]:
 
 def refuses(job: Job) -> list[str]:
     """Why this job cannot run here."""
-    spec, reasons = job.spec, sdpa.refuses_core(job)
-    if any(isinstance(part, ScoreStep) for _, part in spec.parts()) or not isinstance(spec.normaliser, Softmax):
-        reasons.append("it reads by a plain softmax over products, with nothing added")
-    if spec.pattern not in (Full(), Causal()):
-        reasons.append(f"{spec.pattern.text} leaves out keys whose scores it would form")
+    reasons = sdpa.refuses_plain(job)
     if not job.groups:
         reasons.append("its groups of heads must be equal")
     if job.one:

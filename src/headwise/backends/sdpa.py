@@ -13,6 +13,7 @@ from ..parts.dot import Dot
 from ..parts.sink_softmax import SinkSoftmax
 from ..parts.softmax import Softmax
 from ..parts.weight_dropout import WeightDropout
+from ..pattern import Causal, Full
 from ..probe import Probe
 from ..seams import Mix, ScoreStep, ValueStep
 from ..terms import Work
@@ -58,6 +59,16 @@ def refuses_core(job: Job) -> list[str]:
         reasons.append("it can show lse only on the CPU, without gradients or sinks, for keys as wide as values")
     if not job.straight:
         reasons.append("not every score head speaks for itself")
+    return reasons
+
+
+def refuses_plain(job: Job) -> list[str]:
+    """What is more than a plain softmax over products of all keys, or of all that are not ahead."""
+    spec, reasons = job.spec, refuses_core(job)
+    if any(isinstance(part, ScoreStep) for _, part in spec.parts()) or not isinstance(spec.normaliser, Softmax):
+        reasons.append("it reads by a plain softmax over products, with nothing added")
+    if spec.pattern not in (Full(), Causal()):
+        reasons.append(f"{spec.pattern.text} leaves out keys whose scores it would form")
     return reasons
 
 

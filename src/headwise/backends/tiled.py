@@ -9,10 +9,8 @@ from ..kernels.compiled import NUMBERS
 from ..kernels.every import Size, pairs, read_every
 from ..kernels.orders import transformed
 from ..kernels.tiles import ROWS
-from ..parts.softmax import Softmax
-from ..pattern import Causal, Full
+from ..pattern import Causal
 from ..probe import Probe
-from ..seams import ScoreStep
 from ..terms import Work
 from ..tokens import Sight
 from . import sdpa
@@ -30,11 +28,7 @@ def edges() -> tuple[int, ...]:
 
 def refuses(job: Job) -> list[str]:
     """Why this job cannot run here."""
-    spec, reasons = job.spec, sdpa.refuses_core(job)
-    if any(isinstance(part, ScoreStep) for _, part in spec.parts()) or not isinstance(spec.normaliser, Softmax):
-        reasons.append("it reads by a plain softmax over products, with nothing added")
-    if spec.pattern not in (Full(), Causal()):
-        reasons.append(f"{spec.pattern.text} leaves keys out, which others do not form")
+    reasons = sdpa.refuses_plain(job)
     if job.device != "cpu":
         reasons.append(f"its kernel is the CPU's, not that of {job.device}")
     if job.dtype not in NUMBERS:
