@@ -10,8 +10,9 @@ from ..plan import Map
 
 MAPS: dict[str, Map] = {}
 for _module in iter_modules(__path__):
-    _map: Map = import_module(f"{__name__}.{_module.name}").MAP
-    MAPS |= dict.fromkeys(_map.families, _map)
+    for _map in vars(import_module(f"{__name__}.{_module.name}")).values():
+        if isinstance(_map, Map):
+            MAPS |= dict.fromkeys(_map.families, _map)
 
 
 def map_of(family: str) -> Map:
