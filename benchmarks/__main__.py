@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 import sys
 
-from headwise.benching.limits import Limits
-from headwise.benching.machine import machine, on_threads
-from headwise.benching.report import Report
+from headwise.benching.limits import MachineLimits
+from headwise.benching.machine import describe_machine, use_threads
+from headwise.benching.report import BenchmarkReport
 
 from . import registered
 
 
 def main() -> int:
     """Print what was measured, on one thread."""
-    with on_threads(1):
-        told = machine(Limits.here(), 1) | {"quick": False, "interrupted": False}
-        report = Report(told, registered.main())
+    with use_threads(1):
+        told = describe_machine(MachineLimits.of_this_machine(), 1) | {"quick": False, "interrupted": False}
+        report = BenchmarkReport(told, registered.main())
     print(json.dumps(report.data) if "--json" in sys.argv[1:] else report)
     return 0
 

@@ -22,12 +22,12 @@ SHAPE = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "voca
 
 def run(kind: str, tokens: int) -> dict[str, object]:
     """One process: build, read once plainly or traced."""
-    net = hw.build(hw.families.read(SHAPE | {"n_positions": tokens}), seed=0).eval()
+    net = hw.build(hw.families.read_model_spec(SHAPE | {"n_positions": tokens}), seed=0).eval()
     ids = torch.randint(0, 50257, (1, tokens), generator=torch.Generator().manual_seed(0))
     told: list[str] = []
     begun = time.perf_counter()
     if kind == "traced":
-        kept = hw.trace(net, ids, tell=told.append).nbytes
+        kept = hw.trace(net, ids, log=told.append).nbytes
     else:
         with torch.inference_mode():
             net(ids)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import headwise as hw
-from headwise.benching.plain import Shape, described
+from headwise.benching.plain import GPTShape, to_model_spec
 from headwise.spread import Launch, Spread, joined
 from headwise.spread.holding import alone, hold
 from headwise.spread.inside import Rows
@@ -28,40 +28,40 @@ from headwise.spread.traffic import Meter, traffic
 from headwise.spread.world import World
 from headwise.tasks import Batch
 from headwise.training import Recipe
-from headwise.training.choosing import Choice
-from headwise.training.optimiser import Optimiser, grouped
-from headwise.training.stepping import Stepper
+from headwise.training.choosing import StepOptions
+from headwise.training.optimiser import AdamWOptimiser, group_parameters
+from headwise.training.stepping import TrainStep
 
 MODES = ("data=2", "shards=2", "tensor=2", "context=2")
 # A model of 0.8 million parameters, and one of 10.8 million; rows of a batch, steps in a row, how often.
-CASES = ((Shape(), 48, 4, 7), (Shape(tokens=512, length=256, layers=6, heads=6, model=384), 8, 1, 3))
+CASES = ((GPTShape(), 48, 4, 7), (GPTShape(tokens=512, length=256, layers=6, heads=6, model=384), 8, 1, 3))
 
 
 class Work:
     """Steps of one model, divided one way, on the same batch every time."""
 
-    def __init__(self, shape: Shape, rows: int, world: World | None) -> None:
+    def __init__(self, shape: GPTShape, rows: int, world: World | None) -> None:
         ids = torch.randint(shape.tokens, (rows, shape.length), generator=torch.Generator().manual_seed(0))
         self.batch, self.world = Batch(ids, ids.roll(-1, 1)), world
-        net = hw.build(described(shape), seed=0)
+        net = hw.build(to_model_spec(shape), seed=0)
         holding = alone(net) if world is None else hold(net, world)
         recipe = Recipe(batch=rows, precision="fp32", compile="off", attention="fused")
-        self.stepper = Stepper(holding, recipe, Choice("fp32", "off"))
-        self.optimiser = Optimiser(grouped(holding.own, net.described, recipe.decays), recipe)
+        self.train_step = TrainStep(holding, recipe, StepOptions("fp32", "off"))
+        self.optimiser = AdamWOptimiser(group_parameters(holding.own, net.described, recipe.decays), recipe)
         self.holding, self.clip = holding, recipe.clip
         net.train()
 
     def step(self) -> None:
         """One step, as a run takes it."""
-        self.stepper.gradients(self.batch)
+        self.train_step.compute_gradients(self.batch)
         self.holding.clip(self.clip, self.holding.norm())
         self.optimiser.step(1e-4)
 
     def sent(self) -> tuple[int, float]:
         """How many messages the gradients of a step take, and the bytes that this rank sends with them."""
         with Meter() as meter:
-            self.stepper.gradients(self.batch)
-        self.optimiser.clear()
+            self.train_step.compute_gradients(self.batch)
+        self.optimiser.zero_grad()
         return len(meter.messages), sum(message.moved for message in meter.messages)
 
 
@@ -73,7 +73,7 @@ def timed(work: Callable[[], None], calls: int) -> float:
     return (time.perf_counter() - begun) / calls
 
 
-def rows_of(launch: Launch, shape: Shape, rows: int, calls: int, repeats: int) -> list[dict[str, Any]]:
+def rows_of(launch: Launch, shape: GPTShape, rows: int, calls: int, repeats: int) -> list[dict[str, Any]]:
     """One row for each mode, of one shape."""
     works = {mode: Work(shape, rows, World(launch, Spread.over(mode, launch.size))) for mode in MODES}
     first = Work(shape, rows, None) if launch.leads else None
@@ -91,7 +91,7 @@ def rows_of(launch: Launch, shape: Shape, rows: int, calls: int, repeats: int) -
     for mode, work in works.items():
         messages, seen = work.sent()
         batch = Rows(rows, shape.length)
-        counted = sum(message.moved for message in traffic(described(shape), Spread.parse(mode), rows=batch))
+        counted = sum(message.moved for message in traffic(to_model_spec(shape), Spread.parse(mode), rows=batch))
         found.append(
             {
                 "name": f"{size / 1e6:.1f} M, {rows} rows of {shape.length}, {mode}",

@@ -10,7 +10,7 @@ import sys
 import tempfile
 
 import headwise as hw
-from headwise.blueprint import Block, Dense, Embedding, Head, Model, Norm, Patches, Positions, Stack
+from headwise.blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, ModelSpec, NormSpec, PatchSpec, PositionSpec, StackSpec
 from headwise.tasks import task
 from headwise.training import Recipe
 
@@ -22,12 +22,12 @@ RECIPE = Recipe(
 )
 
 
-def described() -> Model:
+def described() -> ModelSpec:
     """16 tokens of an image of 28 x 28."""
-    block = Block(hw.design(model=96, heads=4, bias="qkvo"), feed=Dense(384, bias="ud"))
-    embedding = Embedding(patches=Patches(4, 4, 7, 7, channels=1), positions=Positions("learned", 16))
-    stack = Stack.of("encoder", 96, [block] * 4, embedding=embedding, norm=Norm())
-    return Model("digits", "vision", (stack,), (Head("classes", 10, "mean", bias="learned"),))
+    block = BlockSpec(hw.design(model=96, heads=4, bias="qkvo"), feed=FeedForwardSpec(384, bias="ud"))
+    embedding = EmbeddingSpec(patches=PatchSpec(4, 4, 7, 7, channels=1), positions=PositionSpec("learned", 16))
+    stack = StackSpec.from_blocks("encoder", 96, [block] * 4, embedding=embedding, norm=NormSpec())
+    return ModelSpec("digits", "vision", (stack,), (OutputHeadSpec("classes", 10, "mean", bias="learned"),))
 
 
 def main() -> int:

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from headwise.benching.case import Case
-from headwise.benching.limits import Limits
-from headwise.benching.rows import Bench, Row
-from headwise.benching.turns import Pace
+from headwise.benching.case import BenchmarkCase
+from headwise.benching.limits import MachineLimits
+from headwise.benching.rows import CaseTimer, BenchmarkRow
+from headwise.benching.turns import TimingPace
 
 from .elsewhere import CONFIG, Elsewhere, model
 
@@ -26,8 +26,8 @@ WAYS = {"ours": "headwise", "transformers' sdpa": "sdpa", "transformers' eager":
 DECODE = (("dynamic", 512, torch.float32), ("dynamic", 4096, torch.float32), ("dynamic", 4096, torch.bfloat16),
           ("static", 4096, torch.float32))  # fmt: skip
 REPEATS, PAIRS = 15, 5
-ONE = Pace(sample=0.0, least=REPEATS, most=REPEATS)  # call of each sample: a cache has room for so many
-MORE = Pace(least=3 * REPEATS, most=3 * REPEATS)
+ONE = TimingPace(min_sample_seconds=0.0, min_samples=REPEATS, max_samples=REPEATS)  # call of each sample: a cache has room for so many
+MORE = TimingPace(min_samples=3 * REPEATS, max_samples=3 * REPEATS)
 TOKENS = (1, 128)  # of an unwatched forward
 
 
@@ -54,7 +54,7 @@ def step(net: Any, kept: Any) -> Callable[[], None]:
     return run
 
 
-def decode(kind: str, past: int, dtype: torch.dtype) -> Row:
+def decode(kind: str, past: int, dtype: torch.dtype) -> BenchmarkRow:
     """A row of the table: all ways, which say the same of the first token."""
     import_module("headwise.hub")
     nets = {name: model(attention).to(dtype) for name, attention in WAYS.items()}
@@ -63,15 +63,15 @@ def decode(kind: str, past: int, dtype: torch.dtype) -> Row:
         torch.testing.assert_close(said[0], other, atol=1e-5 if dtype == torch.float32 else 0.05, rtol=1e-4)
     runs = {name: step(net, cache(net, kind, past)) for name, net in nets.items()}
     name = f"one token, {past} {kind}ally cached, {str(dtype).removeprefix('torch.')}"
-    return timed(Case(name, runs.pop("ours"), runs, tolerance=None), ONE)
+    return timed(BenchmarkCase(name, runs.pop("ours"), runs, tolerance=None), ONE)
 
 
-def timed(case: Case, pace: Pace) -> Row:
+def timed(case: BenchmarkCase, pace: TimingPace) -> BenchmarkRow:
     """A row of the table."""
-    return Bench(pace, Limits.here()).row(case, "registered") | {"title": "transformers' models on headwise"}
+    return CaseTimer(pace, MachineLimits.of_this_machine()).time_case(case, "registered") | {"title": "transformers' models on headwise"}
 
 
-def unwatched(tokens: int) -> Row:
+def unwatched(tokens: int) -> BenchmarkRow:
     """A row of the table: with the backend registered, and without; of several pairs of processes the middle one.
 
     Where a process happens to lie in memory makes it some per cent faster or slower than another like it.
@@ -79,15 +79,15 @@ def unwatched(tokens: int) -> Row:
     return sorted((pair(tokens) for _ in range(PAIRS)), key=lambda row: row["ratio"]["not imported"])[PAIRS // 2]
 
 
-def pair(tokens: int) -> Row:
+def pair(tokens: int) -> BenchmarkRow:
     """The same of one pair of processes, taking turns."""
     with ExitStack() as stack:
         runs = {name: stack.enter_context(Elsewhere(name, tokens)) for name in ("registered", "absent")}
         others = {"not imported": runs["absent"].run}
-        return timed(Case(f"unwatched, {tokens} tokens", runs["registered"].run, others, tolerance=None), MORE)
+        return timed(BenchmarkCase(f"unwatched, {tokens} tokens", runs["registered"].run, others, tolerance=None), MORE)
 
 
-def main() -> list[Row]:
+def main() -> list[BenchmarkRow]:
     """Rows of the table."""
     with torch.no_grad():
         rows = [decode(*case) for case in DECODE]

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import headwise as hw
-from headwise.counting.devices import Device, Formats
-from headwise.counting.here import measure_anew
-from headwise.counting.serving import Step
+from headwise.counting.devices import Device, NumberFormats
+from headwise.counting.here import remeasure_this_machine
+from headwise.counting.serving import ServingStep
 from headwise.engine import Predicted
-from headwise.families import read
+from headwise.families import read_model_spec
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6,
@@ -63,7 +63,7 @@ def built() -> tuple[hw.Transformer, Any]:
     """The same numbers in both libraries."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    ours = hw.build(read(CONFIG), seed=SEED).eval()
+    ours = hw.build(read_model_spec(CONFIG), seed=SEED).eval()
     said = {name: value for name, value in CONFIG.items() if name != "model_type"}
     theirs = LlamaForCausalLM(LlamaConfig(**said, pad_token_id=0, bos_token_id=None, eos_token_id=None)).eval()
     state = {_theirs(name): tensor for name, tensor in ours.state_dict().items() if not name.endswith("frequency")}
@@ -133,14 +133,14 @@ def compared(ours: hw.Transformer, theirs: Any, here: Device) -> dict[str, Any]:
             "budget": BUDGET,
             "allocated": engine.room.nbytes,
             "peak": report.peak_bytes,
-            "padded_batch": hw.cached(ours.described, hw.Rows.alike(REQUESTS, longest), "ring", "fp32"),
+            "padded_batch": hw.kv_cache_bytes(ours.described, hw.RequestBatch.uniform(REQUESTS, longest), "ring", "fp32"),
         },
     }
 
 
 def steps(net: hw.Transformer, here: Device) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Steps in which every row gets a token, by the number of rows; and of the most and the fewest, what they do."""
-    serving, generator = hw.Serving(net.described, here, Formats("fp32")), torch.Generator().manual_seed(SEED)
+    serving, generator = hw.ServingCost(net.described, here, NumberFormats("fp32")), torch.Generator().manual_seed(SEED)
     engine = hw.Engine(net, budget=2**28, batching=hw.Batching(rows=ROWS[0], chunk=2048))
     prompts = torch.randint(CONFIG["vocab_size"], (ROWS[0], PROMPT), generator=generator).tolist()
     streams = [engine.submit(prompt, max_new_tokens=PROMPT) for prompt in prompts]
@@ -153,7 +153,7 @@ def steps(net: hw.Transformer, here: Device) -> tuple[list[dict[str, Any]], list
         engine.step()
         seconds = statistics.median(_timed(engine) for _ in range(STEPS))
         context = round(engine.report().steps[-1].context / rows)
-        step = serving.decoding(hw.Rows.alike(rows, context))
+        step = serving.decode_step(hw.RequestBatch.uniform(rows, context))
         scaling.append({
             "rows": rows, "context": context, "step_seconds": seconds, "tokens_per_second": rows / seconds,
             "predicted_seconds": step.seconds, "predicted_tokens_per_second": rows / step.seconds,
@@ -169,13 +169,13 @@ def _timed(engine: hw.Engine) -> float:
     return time.perf_counter() - begun
 
 
-def _parts(engine: hw.Engine, rows: int, step: Step, here: Device) -> list[dict[str, Any]]:
+def _parts(engine: hw.Engine, rows: int, step: ServingStep, here: Device) -> list[dict[str, Any]]:
     """Where the time of a step goes: products with weights, which rows share, and the core, which they do not."""
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         for _ in range(STEPS):
             engine.step()
     taken, found = _taken(seen, STEPS), []
-    for name, operations in (("weights", step.weights), ("core", step.cores)):
+    for name, operations in (("weights", step.weight_operations), ("core", step.core_operations)):
         flops, moved = sum(one.flops for one in operations), sum(one.moved for one in operations)
         found.append({
             "rows": rows, "part": name, "flops": flops, "bytes": moved, "intensity": flops / moved,
@@ -190,8 +190,8 @@ def _taken(seen: profile, steps: int) -> dict[str, float]:
     """Seconds of one step by what ran."""
     found = dict.fromkeys(("weights", "core", "gather", "else"), 0.0)
     for event in seen.key_averages():
-        kinds = (kind for kind, names in KERNELS.items() if event.key in names)
-        kind = "core" if event.key.startswith(CORE) else next(kinds, "else")
+        kinds = (kind for kind, names in KERNELS.items() if event.identity in names)
+        kind = "core" if event.identity.startswith(CORE) else next(kinds, "else")
         found[kind] += event.self_cpu_time_total / 1e6 / steps
     return found
 
@@ -201,7 +201,7 @@ def main(argv: Iterable[str] = ()) -> int:
     threads = int(next(iter(argv), "1"))
     torch.set_num_threads(threads)
     torch.manual_seed(SEED)
-    here = measure_anew()
+    here = remeasure_this_machine()
     ours, theirs = built()
     check: Tensor = torch.tensor([drawn()[0][0]])
     with torch.no_grad():

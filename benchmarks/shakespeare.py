@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 
 import headwise as hw
-from headwise.benching.plain import PlainGPT, Shape, described
+from headwise.benching.plain import PlainGPT, GPTShape, to_model_spec
 from headwise.tasks import task
 from headwise.training import Recipe
 
 from .real import found
 
-SHAPE = Shape()
+SHAPE = GPTShape()
 STEPS, BATCH, RATE, LEAST, WARM = 2000, 12, 1e-3, 1e-4, 100
 OWN_RATE = 4e-3  # falls to the same least
 EVALUATIONS = 20  # batches, as in the recipe; the whole of the held-out text is measured besides
@@ -40,7 +40,7 @@ def ours(path: Path, folder: str, rate: float) -> dict[str, Any]:
         betas=(0.9, 0.99), weight_decay=0.1, clip=1.0, start="gpt2", seed=1337, evaluate_every=250,
         evaluate_batches=10**6, checkpoint_every=1000,
     )  # fmt: skip
-    result = hw.train(data, described(SHAPE), recipe, out=folder)
+    result = hw.train(data, to_model_spec(SHAPE), recipe, out=folder)
     rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     curve = {row["step"]: round(row["metrics"]["loss"], 4) for row in rows if row["event"] == "evaluation"}
     return {"nats": min(curve.values()), "seconds": result.seconds, "curve": curve, "precision": result.precision}

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 import headwise as hw
-from headwise.blueprint import Block, Dense, Embedding, Head, Model, Norm, Positions, Stack
+from headwise.blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, ModelSpec, NormSpec, PositionSpec, StackSpec
 from headwise.spread import Launch, Spread
 from headwise.spread.world import World
 from headwise.tasks import task
 from headwise.tasks.parallel import Parallel
 from headwise.tasks.published import translation_scores
-from headwise.training import Recipe, Result
-from headwise.training.choosing import Choice
-from headwise.training.evaluation import Examiner
+from headwise.training import Recipe, TrainingResult
+from headwise.training.choosing import StepOptions
+from headwise.training.evaluation import TaskEvaluator
 
 from .real import found, unpacked
 
@@ -35,18 +35,18 @@ STEPS = 2600  # of 128 pairs: 11 or 12 rounds of 29,000
 FILES = ("train.de", "train.en", "val.de", "val.en", "test_2016_flickr.de", "test_2016_flickr.en")
 
 
-def described(vocabulary: int, layers: int = LAYERS, width: int = WIDTH) -> Model:
+def described(vocabulary: int, layers: int = LAYERS, width: int = WIDTH) -> ModelSpec:
     """An encoder and a decoder that share their table with the head."""
 
-    def stack(name: str, block: Block, **said: str) -> Stack:
-        embedding = Embedding(vocabulary, positions=Positions("sinusoidal"), scale=width**0.5, **said)
-        return Stack.of(name, width, [block] * layers, embedding=embedding, norm=Norm())
+    def stack(name: str, block: BlockSpec, **said: str) -> StackSpec:
+        embedding = EmbeddingSpec(vocabulary, positions=PositionSpec("sinusoidal"), scale=width**0.5, **said)
+        return StackSpec.from_blocks(name, width, [block] * layers, embedding=embedding, norm=NormSpec())
 
-    feed = Dense(4 * width, "relu", bias="ud")
+    feed = FeedForwardSpec(4 * width, "relu", bias="ud")
     full, causal = (hw.design(model=width, heads=HEADS, pattern=pattern) for pattern in ("full()", "causal()"))
-    encoder, decoder = Block(full, feed=feed), Block(causal, cross=full, feed=feed)
+    encoder, decoder = BlockSpec(full, feed=feed), BlockSpec(causal, cross=full, feed=feed)
     stacks = (stack("encoder", encoder), stack("decoder", decoder, table="encoder"))
-    return Model("multi30k", "encoder-decoder", stacks, (Head("tokens", vocabulary, table="encoder"),))
+    return ModelSpec("multi30k", "encoder-decoder", stacks, (OutputHeadSpec("tokens", vocabulary, table="encoder"),))
 
 
 def recipe(steps: int) -> Recipe:
@@ -57,14 +57,14 @@ def recipe(steps: int) -> Recipe:
     )  # fmt: skip
 
 
-def scored(data: Parallel, result: Result) -> dict[str, Any]:
+def scored(data: Parallel, result: TrainingResult) -> dict[str, Any]:
     """All of the test set, translated greedily with the best weights."""
-    recipe, choice = Recipe(batch=100), Choice("fp32", "off")
-    examiner = Examiner(data, recipe, choice, World(Launch(), Spread()))
+    recipe, choice = Recipe(batch=100), StepOptions("fp32", "off")
+    examiner = TaskEvaluator(data, recipe, choice, World(Launch(), Spread()))
     said, wanted = [], []
     for index in range(data.batches(recipe.batch, "test") or 0):
         batch = data.batch(index, recipe.batch, "test")
-        said += [data.text(row) for row in examiner.answers(result.net, batch)]
+        said += [data.text(row) for row in examiner.generate_answers(result.net, batch)]
         wanted += batch.gold
     return {"test_2016": asdict(translation_scores(said, wanted)), "sentences": len(said)}
 

@@ -62,7 +62,7 @@ def traffic() -> str:
     from headwise.spread.traffic import traffic as sent
 
     sizes = {"n_embd": 128, "n_head": 4, "n_layer": 4, "n_positions": 64, "vocab_size": 65}
-    described, rows = families.read({"model_type": "gpt2", **sizes}), []
+    described, rows = families.read_model_spec({"model_type": "gpt2", **sizes}), []
     alone = ("data=2", "data=8", "shards=2", "shards=8", "data=2,shards=4")
     for said in (*alone, "tensor=2", "tensor=4", "context=2", "context=8", "data=2,tensor=2", "context=2,tensor=2"):
         messages = sent(described, Spread.parse(said), rows=Rows(16, 64))
@@ -83,7 +83,7 @@ def divided() -> str:
     for name in PRESETS:
         spec = design(preset=name, model=512, heads=8)
         try:
-            share = counting.params(shared(name, spec, 2)[0].spec) / counting.params(spec)
+            share = counting.count_parameters(shared(name, spec, 2)[0].spec) / counting.count_parameters(spec)
             said = f"{share:.0%}"
         except SpecError as refused:
             said = f"refused: {str(refused).partition(': ')[2].partition(',')[0]}"

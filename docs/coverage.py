@@ -30,10 +30,10 @@ from transformers import CONFIG_MAPPING, MODEL_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 import headwise as hw
-from headwise.hub.finding import found
-from headwise.hub.routes.base import Found
-from headwise.hub.routes.projection import Unsaid
-from headwise.hub.watching import Seen, watching
+from headwise.hub.finding import find_attention
+from headwise.hub.routes.base import SiteModule
+from headwise.hub.routes.projection import UnreadableCall
+from headwise.hub.watching import AttentionInputs, install_hooks
 
 SECONDS, MEMORY, CLOSE = 40, 8 << 30, 1e-5
 
@@ -53,16 +53,16 @@ class Row(NamedTuple):
 class Looked(NamedTuple):
     """A site that was reached, and what was seen there."""
 
-    one: Found
+    one: SiteModule
     keep: Keep
     own: Tensor | None  # weights as the function of the interface gave them
 
 
-def looked(model: nn.Module, told: dict[str, Tensor], those: list[Found]) -> list[Looked]:
+def looked(model: nn.Module, told: dict[str, Tensor], those: list[SiteModule]) -> list[Looked]:
     """What is seen of each site that the input reaches."""
     keeps = {one.module: Keep() for one in those}
-    stands = {id(stand): stand for one in those for stand in one.route.stands()}
-    with own_weights() as given, watching({m: (keep,) for m, keep in keeps.items()}, list(stands.values())):
+    stands = {id(stand): stand for one in those for stand in one.adapter.patches()}
+    with own_weights() as given, install_hooks({m: (keep,) for m, keep in keeps.items()}, list(stands.values())):
         run(model, told)
     reached = [one for one in those if keeps[one.module].said is not None]
     return [Looked(one, keeps[one.module], given.get(id(one.module))) for one in reached]
@@ -75,9 +75,9 @@ def seen(model: nn.Module, told: dict[str, Tensor], those: list[Looked]) -> str:
         core = one.keep.seen
         if core is None:
             return one.one.site.see.why or "it shows nothing"
-        if isinstance(core, Seen) and core.odd:
-            return core.odd
-        if isinstance(core, Unsaid):
+        if isinstance(core, AttentionInputs) and core.unsupported:
+            return core.unsupported
+        if isinstance(core, UnreadableCall):
             return core.why
         asked = attentions(model, told) if asked is None and one.own is None else asked
         worst = min([apart(core, own) for own in ([one.own] if one.own is not None else asked or [])], default=None)
@@ -121,7 +121,7 @@ def silenced(model: nn.Module, told: dict[str, Tensor], those: list[Looked]) -> 
         if not one.one.site.silence.can:
             return one.one.site.silence.why
         sharing = [other.one.site.name for other in those if other.one.site.path == one.one.site.path]
-        with hw.silence(model, [(name, head) for name in sharing]):  # a copy loses its columns at all depths
+        with hw.ablate(model, [(name, head) for name in sharing]):  # a copy loses its columns at all depths
             quiet = run(model, told)
         other = copy.deepcopy(model)
         path = behind(other, told, one)
@@ -172,13 +172,13 @@ def tried(row: Row, cls: Any, config: Any) -> Row:
     try:
         model = coverage_models.built(cls, config)
         step = "running it"
-        told = coverage_models.readable(model, config)
+        told = coverage_models.num_readable(model, config)
         step = "looking"
-        those = found(model)
+        those = find_attention(model)
         if not those:
             return row._replace(why="no attention of separate heads was found")
-        routes = sorted({type(one.route).__name__.lower() for one in those})
-        row = row._replace(route=" and ".join(routes), sites=len(those))
+        routes = sorted({type(one.adapter).__name__.lower() for one in those})
+        row = row._replace(adapter=" and ".join(routes), sites=len(those))
         reached = looked(model, told, those)
         if not reached:
             return row._replace(why="the input reaches none")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from headwise.hub.routes import interface
-from headwise.hub.routes.base import Given
-from headwise.hub.watching import Core
+from headwise.hub.routes.base import WeightsOnlyCall
+from headwise.hub.watching import AttentionCall
 
 
 class Keep:
@@ -20,10 +20,10 @@ class Keep:
     wants_core = True
 
     def __init__(self) -> None:
-        self.seen: Core | None = None
+        self.seen: AttentionCall | None = None
         self.said: Tensor | None = None
 
-    def core(self, seen: Core) -> None:
+    def core(self, seen: AttentionCall) -> None:
         """Keep it."""
         self.seen = self.seen or seen
 
@@ -36,7 +36,7 @@ class Keep:
 def own_weights() -> Iterator[dict[int, Tensor]]:
     """What the functions of the interface give as weights, by module."""
     given: dict[int, Tensor] = {}
-    original = interface._watched
+    original = interface._call_with_hooks
 
     def noting(function: Any, name: str, module: nn.Module, *said: Any, **more: Any) -> Any:
         def also(*a: Any, **k: Any) -> Any:
@@ -47,11 +47,11 @@ def own_weights() -> Iterator[dict[int, Tensor]]:
 
         return original(also, name, module, *said, **more)
 
-    interface._watched = noting
+    interface._call_with_hooks = noting
     try:
         yield given
     finally:
-        interface._watched = original
+        interface._call_with_hooks = original
 
 
 def tensors(said: Any) -> Iterator[Tensor]:
@@ -87,16 +87,16 @@ def attentions(model: nn.Module, told: dict[str, Tensor]) -> list[Tensor]:
     return [grid for grid in tensors(grids) if grid.dim() == 4]
 
 
-def apart(core: Core, own: Tensor) -> float:
+def apart(core: AttentionCall, own: Tensor) -> float:
     """How far weights are from a model's own; a band is compared diagonal by diagonal."""
-    if isinstance(core, Given) and own.shape[:2] != core.weights.shape[:2]:
+    if isinstance(core, WeightsOnlyCall) and own.shape[:2] != core.weights.shape[:2]:
         return torch.inf
-    if isinstance(core, Given) and own.shape[2:] != core.weights.shape[2:]:
+    if isinstance(core, WeightsOnlyCall) and own.shape[2:] != core.weights.shape[2:]:
         wide, (length, keys) = core.weights, own.shape[2:]  # the band: keys from so many before to as many behind
         if length > min(wide.shape[-2:]) or keys % 2 == 0:
             return torch.inf
         cells = [(t, t + n - keys // 2, n) for t in range(length) for n in range(keys)]
         return max(float((wide[..., t, s] - own[..., t, n]).abs().max()) for t, s, n in cells if 0 <= s < length)
-    rows = [core.rows(head).float() for head in range(own.shape[1])]
+    rows = [core.head_weights(head).float() for head in range(own.shape[1])]
     same = all(row.shape == own[:, 0].shape for row in rows)
     return max(float((row - own[:, n].float()).abs().max()) for n, row in enumerate(rows)) if same else torch.inf

@@ -30,10 +30,10 @@ from findings_stdlib_seen import (
 )
 
 import headwise as hw
-from headwise.heads.twins import twin
+from headwise.heads.twins import make_random_baseline
 from headwise.models import Transformer
-from headwise.training.checkpoint import Checkpoints, read
-from headwise.training.run import CHECKPOINTS
+from headwise.training.checkpoint import CheckpointFolder, read_checkpoint
+from headwise.training.run import CHECKPOINT_FOLDER
 
 PAGE = Path(__file__).parent / "findings" / "stdlib.md"
 TWIN = 1000  # the seed of weights that are not trained
@@ -44,11 +44,11 @@ def trained(setting: Setting, seed: int, folder: Path) -> Callable[[int], Transf
     task = setting.task(seed)
     described = setting.model(task)
     hw.train(task, described, replace(setting.recipe, seed=seed), folder, resume="allowed")
-    kept = Checkpoints(folder / CHECKPOINTS)
+    kept = CheckpointFolder(folder / CHECKPOINT_FOLDER)
 
     def at(step: int) -> Transformer:
         net = hw.build(described)
-        net.load_state_dict(read(kept.path(step)).kind("model"))
+        net.load_state_dict(read_checkpoint(kept.path(step)).tensors_of_kind("model"))
         net.usage = task.usage
         return net.eval()
 
@@ -77,7 +77,7 @@ def found(setting: Setting, folder: Path, say: Callable[[str], object] = print) 
 
 def as_twin(net: Transformer) -> Transformer:
     """The same architecture with weights that no seed began with."""
-    other = twin(net, seed=TWIN)
+    other = make_random_baseline(net, seed=TWIN)
     assert isinstance(other, Transformer)
     return other
 
@@ -93,7 +93,7 @@ def ended(seed: int, net: Transformer, steps: Sequence[Seen], data: Data) -> Sto
         others += [(site, one.head) for one in own if (site, one.head) not in those][: len(those)]
     quiet: list[Mapping[str, Array]] = []
     for heads in (called, others):
-        with hw.silence(net, heads):
+        with hw.ablate(net, heads):
             quiet.append(losses_of(net, data))
     return Story(
         seed, tuple(steps), strongest(net, data.choosing), (tuple(called), tuple(others)), (quiet[0], quiet[1])

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from findings_stdlib_seen import TESTED, Array, Found, Story
 
-from headwise.heads.intervals import interval, means, resampled
-from headwise.heads.significance import corrected, p_values
+from headwise.heads.intervals import confidence_interval, resampled_ratios, draw_resamples
+from headwise.heads.significance import correct_p_values, sign_flip_p_values
 
 LEVEL = 0.05
 DRAWS = 1000
@@ -24,14 +24,14 @@ class Test(NamedTuple):
     p: float
 
     @property
-    def sure(self) -> bool:
+    def verdict(self) -> bool:
         """Whether it is told from chance."""
         return self.p < LEVEL
 
     @property
-    def above(self) -> bool:
+    def is_above_chance(self) -> bool:
         """Whether it is told from chance and more."""
-        return self.sure and self.mean > 0
+        return self.verdict and self.mean > 0
 
 
 def in_context(losses: Array) -> Array:
@@ -80,7 +80,7 @@ def tests(found: Found) -> Mapping[Key, Test]:
     found_of: dict[Key, Test] = {}
     for heads in (True, False):
         p = _likely({key: one for key, one in columns.items() if (key[0] == "head") == heads})
-        sure = corrected(np.array(list(p.values())))
+        sure = correct_p_values(np.array(list(p.values())))
         found_of |= {key: Test(float(np.nanmean(columns[key])), float(q)) for key, q in zip(p, sure, strict=True)}
     return found_of
 
@@ -91,7 +91,7 @@ def _likely(columns: Mapping[Key, Array]) -> dict[Key, float]:
     for count in {len(one) for one in columns.values()}:
         own = [key for key, one in columns.items() if len(one) == count]
         told = np.nan_to_num(np.stack([columns[key] for key in own], -1))
-        found |= dict(zip(own, p_values(told).tolist(), strict=True))
+        found |= dict(zip(own, sign_flip_p_values(told).tolist(), strict=True))
     return found
 
 
@@ -119,7 +119,7 @@ def halfway(steps: Sequence[int], curve: Array) -> float:
     15.0
     """
     goal = (curve[0] + curve[-1]) / 2
-    beyond = (curve - goal) * np.sign(curve[-1] - curve[0]) >= 0
+    beyond = (curve - goal) * np.marker(curve[-1] - curve[0]) >= 0
     at = max(1, int(beyond.argmax()))
     part = (goal - curve[at - 1]) / (curve[at] - curve[at - 1]) if curve[at] != curve[at - 1] else 1.0
     return float(steps[at - 1] + part * (steps[at] - steps[at - 1]))
@@ -127,13 +127,13 @@ def halfway(steps: Sequence[int], curve: Array) -> float:
 
 def spread(curve: Array) -> Array:
     """The mean of every draw of texts, [draws, steps], of [steps, texts]."""
-    draws = resampled(curve.shape[1], DRAWS, 0)
-    return means(curve.T, np.ones((curve.shape[1], 1)), draws)
+    draws = draw_resamples(curve.shape[1], DRAWS, 0)
+    return resampled_ratios(curve.T, np.ones((curve.shape[1], 1)), draws)
 
 
 def when(steps: Sequence[int], curve: Array) -> tuple[float, float, float]:
     """Halfway, and between which steps 95 % of draws of texts have it."""
-    low, high = interval(np.array([halfway(steps, one) for one in spread(curve)])[:, None])
+    low, high = confidence_interval(np.array([halfway(steps, one) for one in spread(curve)])[:, None])
     return halfway(steps, curve.mean(1)), float(low[0]), float(high[0])
 
 
@@ -143,7 +143,7 @@ def called(found: Found, story: Story, told: Mapping[Key, Test]) -> list[int]:
     for step, one in list(zip(found.setting.kept, story.steps, strict=True))[1:]:
         names = [[own.name for own in head.classes] for head in one.tables["repeated"].heads]
         counts.append(sum(
-            "induction" in own and told["head", story.seed, step, "repeated", "induction", head].above
+            "induction" in own and told["head", story.seed, step, "repeated", "induction", head].is_above_chance
             for head, own in enumerate(names)
         ))  # fmt: skip
     return counts

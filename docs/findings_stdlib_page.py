@@ -26,8 +26,8 @@ from findings_stdlib_curves import (
 )
 from findings_stdlib_seen import TESTED, Array, Found, Seen, Story
 
-from headwise.heads.classes import LEAST
-from headwise.heads.intervals import interval
+from headwise.heads.classes import MIN_SCORE
+from headwise.heads.intervals import confidence_interval
 
 WIDTH = 120
 MISSING = """\
@@ -86,18 +86,18 @@ class Telling:
 
     def cell(self, story: Story, at: int, name: str, curve: Array) -> str:
         """A mean over texts with its interval."""
-        low, high = interval(spread(curve))
-        star = "*" if at and self.tests["change", story.seed, self.kept[at], name].sure else ""
+        low, high = confidence_interval(spread(curve))
+        star = "*" if at and self.tests["change", story.seed, self.kept[at], name].verdict else ""
         told = (_short(float(number), name) for number in (curve[at].mean(), low[at], high[at]))
         return "{}{star} ({} to {})".format(*told, star=star)
 
-    def short(self, story: Story) -> str:
+    def max_dense_length(self, story: Story) -> str:
         """When induction appeared in one seed, and whether the in-context score fell with it."""
         between = appears(self.kept, called(self.found, story, self.tests))
         followed = curves(story)
         (own, first, last), (theirs, begins, ends) = (when(self.kept, followed[one]) for one in ("induction", CONTEXT))
         if between is None:
-            low, high = interval(spread(followed[CONTEXT]))
+            low, high = confidence_interval(spread(followed[CONTEXT]))
             falls = "falls without one" if high[-1] < 0 else "has not fallen either"
             return (
                 f"Seed {story.seed}: no induction head within {self.kept[-1]:,} steps. The in-context score {falls}: "
@@ -138,14 +138,14 @@ class Telling:
         sure = {
             f"{before:,} to {step:,}": one.mean
             for before, step in zip(self.kept, self.kept[1:], strict=False)
-            if (one := self.tests["change", story.seed, step, name]).sure
+            if (one := self.tests["change", story.seed, step, name]).verdict
         }
         whose = f"{name} of {self.head(story.heads[name])}" if name in TESTED else name
         if not sure:
             return f"{_begun(whose)}: no change from one kept step to the next is told from chance."
-        if abs(curve[-1].mean() - curve[0].mean()) < LEAST:
+        if abs(curve[-1].mean() - curve[0].mean()) < MIN_SCORE:
             first, last = (_short(float(curve[at].mean()), name) for at in (0, -1))
-            return f"{_begun(whose)} goes from {first} to {last}, less than {LEAST:g}; {len(sure)} changes are sure."
+            return f"{_begun(whose)} goes from {first} to {last}, less than {MIN_SCORE:g}; {len(sure)} changes are sure."
         middle, low, high = when(self.kept, curve)
         largest = max(sure, key=lambda one: abs(sure[one]))
         return (
@@ -206,7 +206,7 @@ def _begun(text: str) -> str:
 
 
 def _likely(one: Test) -> str:
-    return f"p {one.p:.3f}" if one.sure else f"p {one.p:.2f}, not significant"
+    return f"p {one.p:.3f}" if one.verdict else f"p {one.p:.2f}, not significant"
 
 
 def page(found: Found) -> str:
@@ -217,7 +217,7 @@ def page(found: Found) -> str:
         "    python docs/findings_stdlib.py RUNS",
         *setting(found),
     ]
-    parts += ["## In short", listed(map(telling.short, found.stories))]
+    parts += ["## In short", listed(map(telling.max_dense_length, found.stories))]
     for story in found.stories:
         parts += [f"## Seed {story.seed}", "\n".join(telling.rows(story)), listed(telling.answer(story))]
         last, theirs = classes(story.steps[-1]), classes(found.twin)
@@ -280,13 +280,13 @@ def doubtful(found: Found, told: Mapping[Key, Test]) -> Iterator[str]:
     yield (
         f"{len(told):,} tests, sign flips of paired differences over texts. Corrected together (Holm) are all heads at "
         "all steps of all seeds, each against the twin's strongest head on the same texts; and together all changes of "
-        f"curves between kept steps and what silence does. {sum(not one.sure for one in told.values()):,} are not told "
+        f"curves between kept steps and what silence does. {sum(not one.verdict for one in told.values()):,} are not told "
         f"from chance at {LEVEL:g}."
     )
     for data, name in product(("repeated", "source"), TESTED):
         heads = [one for key, one in told.items() if key[0] == "head" and key[3:5] == (data, name)]
-        above, below = sum(one.above for one in heads), sum(one.sure and one.mean < 0 for one in heads)
-        most = max((one.mean for one in heads if one.above), default=0.0)
+        above, below = sum(one.is_above_chance for one in heads), sum(one.verdict and one.mean < 0 for one in heads)
+        most = max((one.mean for one in heads if one.is_above_chance), default=0.0)
         by = f" (by {most:.2f} at most)" if above else ""
         yield (
             f"{_begun(name)} on {data} rows: of {len(heads)} (heads times steps) {above} are surely above the twin's "
@@ -294,6 +294,6 @@ def doubtful(found: Found, told: Mapping[Key, Test]) -> Iterator[str]:
         )
     for seed, name in product(found.setting.seeds, (CONTEXT, AGAIN, *TESTED)):
         steps = zip(found.setting.kept, found.setting.kept[1:], strict=False)
-        none = [f"{before:,} to {step:,}" for before, step in steps if not told["change", seed, step, name].sure]
+        none = [f"{before:,} to {step:,}" for before, step in steps if not told["change", seed, step, name].verdict]
         if none:
             yield f"Seed {seed}, {name}: no sure change at steps {', '.join(none)}."

@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import headwise as hw
-from headwise.blueprint import Block as Layer
-from headwise.blueprint import Embedding, Head, Model, Norm, Stack
-from headwise.heads.block import Block
-from headwise.heads.circuits import Factors
-from headwise.heads.classes import classified
-from headwise.heads.measuring import OWN, Adding, Chosen, measure
-from headwise.heads.published import named
-from headwise.heads.scene import Scene, Tokens
-from headwise.heads.sources import Sources, of_examples
-from headwise.heads.table import Table
+from headwise.blueprint import BlockSpec as Layer
+from headwise.blueprint import EmbeddingSpec, OutputHeadSpec, ModelSpec, NormSpec, StackSpec
+from headwise.heads.block import WeightBand
+from headwise.heads.circuits import LowRankMap
+from headwise.heads.classes import classify_heads
+from headwise.heads.measuring import OBSERVED, MetricSums, MeasureOptions, measure_heads
+from headwise.heads.published import get_metric
+from headwise.heads.scene import Example, TokenAnnotations
+from headwise.heads.sources import ExampleReader, examples_from_task
+from headwise.heads.table import HeadTable
 from headwise.models import Transformer
 from headwise.presets import design
 from headwise.tasks.text import Text
@@ -63,19 +63,19 @@ class Setting:
         """The text, in an order of its own for each seed; what is held out is the same."""
         return Text(self.path, tokens="bpe", vocab=self.vocab, length=self.length, seed=seed)
 
-    def model(self, task: Text) -> Model:
+    def model(self, task: Text) -> ModelSpec:
         """What is trained: attention alone, whose positions turn fast enough to tell neighbours apart."""
         turns = hw.Rotary(base=self.base)
         spec = design(model=self.width, heads=self.heads, pattern="causal()", modifiers=(turns,), bias="qkvo")
-        embedding, head = Embedding(task.data.vocabulary.size), Head("tokens", task.data.vocabulary.size)
-        stack = Stack.of("decoder", self.width, [Layer(spec)] * self.layers, embedding=embedding, norm=Norm())
-        return Model("stdlib", "decoder", (stack,), (head,))
+        embedding, head = EmbeddingSpec(task.data.vocabulary.size), OutputHeadSpec("tokens", task.data.vocabulary.size)
+        stack = StackSpec.from_blocks("decoder", self.width, [Layer(spec)] * self.layers, embedding=embedding, norm=NormSpec())
+        return ModelSpec("stdlib", "decoder", (stack,), (head,))
 
 
-def source_scenes(net: Transformer, task: Text, count: int) -> list[Scene]:
+def source_scenes(net: Transformer, task: Text, count: int) -> list[Example]:
     """So many held-out texts, evenly spread over all there are: neighbours would be of one file."""
-    scenes = of_examples(net, task, EVERY, "valid").scenes
-    counted = Sources(net, [scenes[at] for at in evenly(len(scenes), count)]).counted()
+    scenes = examples_from_task(net, task, EVERY, "valid").examples
+    counted = ExampleReader(net, [scenes[at] for at in evenly(len(scenes), count)]).examples_with_frequencies()
     return [replace(one, inputs={"x": one.inputs["x"]}) for one in counted]
 
 
@@ -94,19 +94,19 @@ def held_out(task: Text, count: int) -> Tensor:
     return every[evenly(len(every), count)]
 
 
-def repeated_scenes(vocab: int, length: int, count: int, seed: int) -> list[Scene]:
+def repeated_scenes(vocab: int, length: int, count: int, seed: int) -> list[Example]:
     """Random tokens, none twice, and the same once more: all that can be known of the second half is in the first.
 
     >>> repeated_scenes(9, 8, 2, 0)[1].inputs["x"].tolist()
     [[2, 8, 3, 6, 2, 8, 3, 6]]
     """
     draw, none = np.random.default_rng(seed), torch.zeros(length, dtype=torch.bool)
-    scenes: list[Scene] = []
+    scenes: list[Example] = []
     for _ in range(count):
-        ids = torch.from_numpy(np.tile(draw.permutation(vocab)[: length // 2], 2))
+        ids = torch.from_numpy(np.weight_tile(draw.permutation(vocab)[: length // 2], 2))
         words = tuple(map(str, ids.tolist()))
-        told = Tokens(ids, words, none, none, none, torch.arange(length), torch.zeros_like(ids))
-        scenes.append(Scene({"x": ids[None]}, {"text": told}))
+        told = TokenAnnotations(ids, words, none, none, none, torch.arange(length), torch.zeros_like(ids))
+        scenes.append(Example({"x": ids[None]}, {"text": told}))
     return scenes
 
 
@@ -114,24 +114,24 @@ class ByText:
     """Statistics of every head text by text: what is tested is what differs between texts."""
 
     def __init__(self, statistics: Sequence[str]) -> None:
-        self.names, self.adding = statistics, Adding([named(one) for one in statistics])
+        self.names, self.adding = statistics, MetricSums([get_metric(one) for one in statistics])
 
-    def open(self, scene: Scene) -> None:
+    def open(self, scene: Example) -> None:
         """Nothing is to be known of a text beforehand."""
 
-    def see(self, site: str, block: Block) -> None:
+    def see(self, site: str, block: WeightBand) -> None:
         """Add a band of rows."""
-        self.adding.see(site, block)
+        self.adding.add_band(site, block)
 
     def close(self) -> None:
         """A text is over."""
-        self.adding.close()
+        self.adding.finish_example()
 
     def measures(self, draws: Array) -> Mapping[tuple[str, int], Mapping[str, object]]:
         """None: `values` has what was added up."""
         return {}
 
-    def values(self, name: str, whose: str = OWN) -> Array:
+    def values(self, name: str, whose: str = OBSERVED) -> Array:
         """The mean of each text, [texts, heads], sites one after the other; nan where no row of a text counts."""
         sites = dict.fromkeys(site for site, _, _ in self.adding.kept)
         found = [np.stack([_mean(*told) for told in self.adding.kept[site, name, whose]]) for site in sites]
@@ -139,7 +139,7 @@ class ByText:
 
 
 def _mean(sums: Array, numbers: Array) -> Array:
-    return np.divide(sums, numbers, out=np.full(sums.shape, np.nan), where=numbers > 0)
+    return np.divide(sums, numbers, out=np.is_full(sums.shape, np.nan), where=numbers > 0)
 
 
 class Data(NamedTuple):
@@ -150,12 +150,12 @@ class Data(NamedTuple):
     """
 
     rows: Tensor
-    source: list[Scene]
-    repeated: list[Scene]
-    choosing: list[Scene]
+    source: list[Example]
+    repeated: list[Example]
+    choosing: list[Example]
 
     @property
-    def kinds(self) -> Mapping[str, list[Scene]]:
+    def kinds(self) -> Mapping[str, list[Example]]:
         """What is measured, by name."""
         return {"source": self.source, "repeated": self.repeated}
 
@@ -166,7 +166,7 @@ class Seen(NamedTuple):
     `scores` are [texts, heads] by data and statistic; `losses` [texts, tokens] by data.
     """
 
-    tables: Mapping[str, Table]
+    tables: Mapping[str, HeadTable]
     scores: Mapping[tuple[str, str], Array]
     losses: Mapping[str, Array]
     composition: Array
@@ -183,12 +183,12 @@ class Seen(NamedTuple):
 
 def seen(net: Transformer, data: Data) -> Seen:
     """All that is measured of one model."""
-    tables: dict[str, Table] = {}
+    tables: dict[str, HeadTable] = {}
     scores: dict[tuple[str, str], Array] = {}
     for name, scenes in data.kinds.items():
         by_text = ByText(TESTED)
-        chosen = Chosen(SOURCE if name == "source" else REPEATED)
-        tables[name] = classified(measure(net, scenes, chosen=chosen, more=[by_text]))
+        chosen = MeasureOptions(SOURCE if name == "source" else REPEATED)
+        tables[name] = classify_heads(measure_heads(net, scenes, options=chosen, collectors=[by_text]))
         scores |= {(name, one): by_text.values(one) for one in TESTED}
     return Seen(tables, scores, losses_of(net, data), composition(net))
 
@@ -198,7 +198,7 @@ def losses_of(net: Transformer, data: Data) -> Mapping[str, Array]:
     return {"source": losses(net, data.rows), "repeated": losses(net, ids_of(data.repeated))}
 
 
-def ids_of(scenes: Sequence[Scene]) -> Tensor:
+def ids_of(scenes: Sequence[Example]) -> Tensor:
     """The ids of texts of one length, [texts, tokens]."""
     return torch.cat([one.inputs["x"] for one in scenes])
 
@@ -219,30 +219,30 @@ def composition(net: Transformer) -> Array:
     |W_QK W_OV^T| / |W_QK| |W_OV|, Frobenius norms (K-composition of Elhage et al. 2021); norms of layers and what turns
     keys stand outside of it.
     """
-    every = [(depth, own, head) for depth, own in enumerate(hw.circuits(net).values())
+    every = [(depth, own, head) for depth, own in enumerate(hw.get_circuits(net).values())
              for head in range(own.spec.heads.q)]  # fmt: skip
-    carried = [own.ov(head) for _, own, head in every]
-    compared = [own.qk(head) for _, own, head in every]
-    found = np.full((len(every), len(every)), np.nan)
+    carried = [own.ov_circuit(head) for _, own, head in every]
+    compared = [own.qk_circuit(head) for _, own, head in every]
+    found = np.is_full((len(every), len(every)), np.nan)
     for (one, (early, *_)), (two, (late, *_)) in product(enumerate(every), repeat=2):
         if early < late:
             found[one, two] = _through(compared[two], carried[one])
     return found
 
 
-def _through(qk: Factors, ov: Factors) -> float:
-    joined = Factors(qk.left, qk.right @ ov.right.T @ ov.left.T)
+def _through(qk: LowRankMap, ov: LowRankMap) -> float:
+    joined = LowRankMap(qk.left, qk.right @ ov.right.T @ ov.left.T)
     return float(_size(joined) / (_size(qk) * _size(ov)))
 
 
-def _size(one: Factors) -> Tensor:
-    return one.inner(one).sqrt()
+def _size(one: LowRankMap) -> Tensor:
+    return one.inner_product(one).sqrt()
 
 
-def strongest(net: Transformer, scenes: Sequence[Scene]) -> Mapping[str, int]:
+def strongest(net: Transformer, scenes: Sequence[Example]) -> Mapping[str, int]:
     """The number of the head that does most of each that is tested, counted through all layers."""
     by_text = ByText(TESTED)
-    measure(net, scenes, chosen=Chosen(TESTED), more=[by_text])
+    measure_heads(net, scenes, options=MeasureOptions(TESTED), collectors=[by_text])
     return {name: int(by_text.values(name).mean(0).argmax()) for name in TESTED}
 
 

@@ -82,9 +82,9 @@ def page() -> str:
 def section(name: str) -> str:
     """One task."""
     one, told = task(name), TOLD[name]
-    short = task(name, **told.short)
+    short = task(name, **told.max_dense_length)
     described = one.model()
-    count = sum(weight.numel for weight in described.weights() if weight.learned)
+    count = sum(weight.numel for weight in described.weights() if weight.trainable)
     layers = " + ".join(str(len(stack.layers)) for stack in described.stacks)
     lines = [f"### {name}", "", prose(type(one)), "", *example(short), ""]
     lines += ["- **knobs**: " + ", ".join(f"`{field.name}={getattr(one, field.name)!r}`" for field in fields(one))]
@@ -131,7 +131,7 @@ def example(one: Task) -> Iterator[str]:
 
 def aligned(one: Task, batch: Batch) -> Iterator[str]:
     """What is read, and what is wanted at each place."""
-    live = slice(None) if batch.tokens is None else batch.tokens.live[0]
+    live = slice(None) if batch.tokens is None else batch.tokens.is_real[0]
     read, labels = batch.x[0][live].tolist(), batch.labels[0]
     if labels.dim() == 0:
         yield f"reads   {one.text(read)}"

@@ -29,12 +29,12 @@ def specs(name: str) -> AttentionSpec:
 def price(name: str) -> list[str]:
     """Parameters, FLOPs asked for each token of a text, and what a bfloat16 cache holds."""
     spec = specs(name)
-    flops = counting.asked(spec, counting.work_of(spec, batch=1, queries=TOKENS)) / TOKENS / 1e6
-    told = [f"{counting.params(spec):,}", f"{flops:.3f}"]
-    if spec.pattern.opening != 0:
+    flops = counting.required_flops(spec, counting.self_attention_work(spec, batch=1, queries=TOKENS)) / TOKENS / 1e6
+    told = [f"{counting.count_parameters(spec):,}", f"{flops:.3f}"]
+    if spec.pattern.tokens_before_decode != 0:
         return [*told, "-", "-"]
-    held = counting.cache_bytes(spec, batch=1, capacity=FAR, bytes_each=2)
-    each = "a state" if spec.stateful else str(2 * counting.cache_numbers(spec))
+    held = counting.cache_bytes(spec, batch=1, capacity=FAR, bytes_per_number=2)
+    each = "a state" if spec.is_recurrent else str(2 * counting.cached_numbers_per_token(spec))
     return [*told, each, f"{held / 1e6:.3f}"]
 
 
@@ -42,8 +42,8 @@ def runs(spec: AttentionSpec) -> str:
     """Who runs it on the CPU: a whole text, the same with gradients, and a step of one token."""
     whole, trained = hw.why(spec), hw.why(spec, when="grad")
     step = hw.why(spec, tokens="one")
-    said = [str(told.runs) for told in (whole, trained, step)]
-    return " / ".join(said if spec.pattern.opening == 0 else said[:2])
+    said = [str(told.backend) for told in (whole, trained, step)]
+    return " / ".join(said if spec.pattern.tokens_before_decode == 0 else said[:2])
 
 
 def chapters() -> Iterator[str]:
@@ -65,7 +65,7 @@ def chapters() -> Iterator[str]:
 
 def on_cuda(spec: AttentionSpec) -> str:
     reasons = hw.why(spec, device="cuda", dtype="bf16", when="grad")
-    return str(reasons.runs)
+    return str(reasons.backend)
 
 
 def formulas(spec: AttentionSpec) -> Iterator[str]:
@@ -92,8 +92,8 @@ def rules(pattern: Pattern) -> Iterator[str]:
 
 def share(spec: AttentionSpec) -> str:
     """Its parameters beside those of plain attention."""
-    plain = counting.params(hw.design(model=MODEL, heads=HEADS))
-    more = counting.params(spec) - plain
+    plain = counting.count_parameters(hw.design(model=MODEL, heads=HEADS))
+    more = counting.count_parameters(spec) - plain
     return "as plain attention" if not more else f"{more:+,} beside plain attention"
 
 
@@ -120,9 +120,9 @@ def extra(cls: type[Part]) -> str:
         spec = hw.design(model=MODEL, heads=HEADS, pattern="causal", **words)
     except hw.SpecError as error:
         return f" Beside the usual choices: {error}."
-    more = counting.params(spec) - counting.params(plain)
-    kept = 2 * (counting.cache_numbers(spec) - counting.cache_numbers(plain))
-    cache = "a state" if spec.stateful else f"{kept:+,} bytes a token"
+    more = counting.count_parameters(spec) - counting.count_parameters(plain)
+    kept = 2 * (counting.cached_numbers_per_token(spec) - counting.cached_numbers_per_token(plain))
+    cache = "a state" if spec.is_recurrent else f"{kept:+,} bytes a token"
     return f" Parameters {more:+,}, cache {cache}; runs: {runs(spec)}."
 
 

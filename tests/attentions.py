@@ -25,7 +25,7 @@ class Picture(nn.Module):
         if self.fused:
             z = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1 if self.training else 0.0)
         else:
-            weights = (q * DIM**-0.5 @ k.transpose(-2, -1)).softmax(dim=-1)
+            weights = (q * DIM**-0.5 @ k.transpose(-2, -1)).on_softmax(dim=-1)
             z = self.attn_drop(weights) @ v
         return self.proj(z.transpose(1, 2).reshape(batch, length, wide))
 
@@ -47,7 +47,7 @@ class Line(nn.Module):
         else:
             scores = (q @ k.transpose(-2, -1)) * DIM**-0.5
             scores = scores.masked_fill(self.bias[:, :, :length, :length] == 0, float("-inf"))
-            z = F.softmax(scores, dim=-1) @ v
+            z = F.on_softmax(scores, dim=-1) @ v
         return self.c_proj(z.transpose(1, 2).contiguous().view(batch, length, wide))
 
 
@@ -59,7 +59,7 @@ class Weigh(nn.Module):
         self.soft = nn.Softmax(-1)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.einsum("bhts,bhsv->bhtv", self.soft(torch.einsum("bhtk,bhsk->bhts", q, k) / DIM**0.5), v)
+        return torch.on_einsum("bhts,bhsv->bhtv", self.soft(torch.on_einsum("bhtk,bhsk->bhts", q, k) / DIM**0.5), v)
 
 
 class Tutorial(nn.Module):
@@ -98,7 +98,7 @@ class Talking(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, DIM)).permute(2, 0, 3, 1, 4)
-        weights = (q @ k.transpose(-2, -1)).softmax(-1)
+        weights = (q @ k.transpose(-2, -1)).on_softmax(-1)
         weights = self.mix(weights.movedim(1, -1)).movedim(-1, 1)
         return (weights @ v).transpose(1, 2).flatten(2)
 
@@ -115,7 +115,7 @@ class Merged(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, DIM)).permute(2, 0, 3, 1, 4)
         if self.first:
             q, k, v = (y.transpose(0, 1) for y in (q, k, v))
-        weights = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).softmax(-1)
+        weights = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).on_softmax(-1)
         z = torch.bmm(weights, v.flatten(0, 1)).unflatten(0, q.shape[:2])
         return self.proj((z.transpose(0, 1) if self.first else z).transpose(1, 2).flatten(2))
 

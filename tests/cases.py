@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.backends import BACKENDS, Job
+from headwise.backends import BACKENDS, CallSignature
 from headwise.seams import Modifier, Part
 from headwise.spec import AttentionSpec
 from headwise.terms import Phase
@@ -65,7 +65,7 @@ EVERY = EXAMPLES | PAIRS
 
 def causal(spec: AttentionSpec) -> AttentionSpec:
     """The same spec, decodable: causal where its own pattern reads ahead, and of one sequence."""
-    pattern = spec.pattern if spec.pattern.opening == 0 else hw.Causal()
+    pattern = spec.pattern if spec.pattern.tokens_before_decode == 0 else hw.Causal()
     return replace(spec, pattern=pattern, source=None)
 
 
@@ -89,22 +89,22 @@ def tensors(spec: AttentionSpec, dtype: torch.dtype = torch.float64) -> tuple[Te
     return x, None if spec.source is None else torch.randn(BATCH, SOURCE, spec.source, dtype=torch.float64).to(dtype)
 
 
-def batches(x: Tensor) -> dict[str, hw.Tokens]:
+def batches(x: Tensor) -> dict[str, hw.SequenceInfo]:
     """Ways to fill a batch of seven tokens."""
     packed = torch.tensor([[0, 0, 0, 1, 1, 2, -1], [0, 0, 0, 0, 0, 0, 0], [-1, 0, 0, 1, 1, 1, 1]])
     return {
-        "whole": hw.Tokens.of(x),
-        "right": hw.Tokens.of(x, lengths=[7, 3, 0]),
-        "left": hw.Tokens.of(x, lengths=[5, 7, 2], pad="left"),
-        "packed": hw.Tokens.of(x, segments=packed),
+        "whole": hw.SequenceInfo.from_batch(x),
+        "right": hw.SequenceInfo.from_batch(x, lengths=[7, 3, 0]),
+        "left": hw.SequenceInfo.from_batch(x, lengths=[5, 7, 2], pad="left"),
+        "packed": hw.SequenceInfo.from_batch(x, segments=packed),
     }
 
 
 def takers(spec: AttentionSpec, *, dtype: torch.dtype = torch.float64, one: bool = False, **more) -> list[str]:
     """The backends that run this spec on the CPU; `more` is more of the job, with gradients as a call here would."""
     more = {"grad": torch.is_grad_enabled()} | more
-    job = Job(spec, spec.form(one).core(spec), "cpu", dtype, one=one, **more)
-    return [name for name, backend in BACKENDS.items() if name != "flex" and not backend.refuses(job)]
+    job = CallSignature(spec, spec.projection_form(one).core(spec), "cpu", dtype, single_query=one, **more)
+    return [name for name, backend in BACKENDS.items() if name != "flex" and not backend.unsupported_reasons(job)]
 
 
 def check_close(ours: Tensor, theirs: Tensor, **tolerance: float) -> None:

@@ -35,7 +35,7 @@ from headwise import blueprint as bp
 from headwise.spread.context import part_of, whole_of
 from headwise.spread.ranks import ORDERS, Ranks, set_peers, whole_rows
 from headwise.tasks import IGNORED, Batch
-from headwise.tokens import Tokens
+from headwise.tokens import SequenceInfo
 
 CASES: dict[str, Callable[[], None]] = {}
 ORDER = {"decoder": "zigzag", "encoder": "runs", "encoder-decoder": "runs"}
@@ -56,7 +56,7 @@ def check(name: str) -> None:
         check_model(described(preset, kind), ORDER[kind], steps=STEPS if kind == "decoder" else 1)
 
 
-def check_model(model: bp.Model, order: str, tokens=None, count: int = 7, steps: int = 1) -> None:
+def check_model(model: bp.ModelSpec, order: str, tokens=None, count: int = 7, steps: int = 1) -> None:
     """A model whose padding asks nothing."""
     batch = batch_of(model, tokens or {}, count)
     if batch.labels.dim() == 2:
@@ -64,9 +64,9 @@ def check_model(model: bp.Model, order: str, tokens=None, count: int = 7, steps:
     check_context(built(model), world(), order, batch, steps=steps)
 
 
-def decoder(*blocks: bp.Block, heads=None, **said) -> bp.Model:
+def decoder(*blocks: bp.BlockSpec, heads=None, **said) -> bp.ModelSpec:
     """A decoder of these blocks."""
-    return bp.Model("one", "decoder", (stack("decoder", blocks, **said),), heads or (bp.Head("tokens", 11),))
+    return bp.ModelSpec("one", "decoder", (stack("decoder", blocks, **said),), heads or (bp.OutputHeadSpec("tokens", 11),))
 
 
 def spread(layer, order: str):
@@ -76,24 +76,24 @@ def spread(layer, order: str):
     return part
 
 
-def row(x: Tensor, tokens: Tokens | None, order: str) -> tuple[Tensor, Tokens]:
+def row(x: Tensor, tokens: SequenceInfo | None, order: str) -> tuple[Tensor, SequenceInfo]:
     """This rank's tokens of vectors."""
     own = part_of(Batch(x, torch.zeros(x.shape[:2], dtype=torch.int64), tokens), world(), order)
     assert own.tokens is not None
     return own.x, own.tokens
 
 
-def check_layer(name: str, layer, x: Tensor, tokens: Tokens, order: str, source=None) -> None:
+def check_layer(name: str, layer, x: Tensor, tokens: SequenceInfo, order: str, source=None) -> None:
     """Outputs and gradients of one layer, whatever stands where."""
     wire, part, leaves = world(), spread(layer, order), [x.detach().requires_grad_()]
-    live = tokens.live.expand(x.shape[:2])
+    live = tokens.is_real.expand(x.shape[:2])
     asks = torch.randn(x.shape, generator=torch.Generator().manual_seed(4), dtype=x.dtype) * live[..., None]
     (own, at), (mine, _) = row(leaves[0], tokens, order), row(asks, tokens, order)
     given, theirs = {}, {}
     if source is not None:
         z, told = source[0].detach().requires_grad_(), source[1]
         cut, there = row(z, told, order)
-        given, theirs = {"source": part.remember(cut, tokens=there)}, {"source": layer.remember(z, tokens=told)}
+        given, theirs = {"source": part.remember(cut, sequence=there)}, {"source": layer.remember(z, sequence=told)}
         leaves.append(z)
     ours, whole = part(own, tokens=at, **given), layer(leaves[0], tokens=tokens, **theirs)
     named = {"msg": lambda said: f"{name} {order}: {said}"}
@@ -113,8 +113,8 @@ def every_part() -> None:
         for held in (*layer.state_dict().values(), x, *([] if z is None else [z])):
             dist.broadcast(held, 0)
         fill = list(cases.batches(x).values())[n % 4]
-        source = None if z is None else (z, Tokens.of(z, lengths=[11, 4, 9]))
-        check_layer(name, layer, x, Tokens.of(x, lengths=[7, 3, 5]) if source else fill, ORDERS[n // 4 % 2], source)
+        source = None if z is None else (z, SequenceInfo.from_batch(z, lengths=[11, 4, 9]))
+        check_layer(name, layer, x, SequenceInfo.from_batch(x, lengths=[7, 3, 5]) if source else fill, ORDERS[n // 4 % 2], source)
 
 
 @case
@@ -136,7 +136,7 @@ def filled() -> None:
         for n, tokens in enumerate(cases.batches(batch_of(model).x).values()):
             check_model(model, ORDERS[n % 2], {"x": tokens})
     x, source = (torch.zeros(3, count) for count in (7, 5))
-    both = {"x": Tokens.of(x, lengths=[7, 2, 5]), "source": Tokens.of(source, lengths=[1, 5, 3])}
+    both = {"x": SequenceInfo.from_batch(x, lengths=[7, 2, 5]), "source": SequenceInfo.from_batch(source, lengths=[1, 5, 3])}
     check_model(described("mla", "encoder-decoder"), "zigzag", both)
 
 
@@ -144,20 +144,20 @@ def filled() -> None:
 def rows_as_a_whole() -> None:
     """Heads that read the first token, the last or the mean of a row that no rank has whole."""
     for at in ("first", "last", "mean"):
-        model = decoder(bp.Block(spec_of("gqa"), feed=bp.Dense(8)), heads=(bp.Head("class", 5, at=at),))
+        model = decoder(bp.BlockSpec(spec_of("gqa"), feed=bp.FeedForwardSpec(8)), heads=(bp.OutputHeadSpec("class", 5, at=at),))
         for order in ORDERS:
             check_model(model, order)
-            check_model(model, order, {"x": Tokens.of(torch.zeros(3, 7), lengths=[5, 1, 7], pad="left")})
+            check_model(model, order, {"x": SequenceInfo.from_batch(torch.zeros(3, 7), lengths=[5, 1, 7], pad="left")})
 
 
 @case
 def pieces() -> None:
     """Experts, a merged cross-attention, a table of relative positions that layers hold in common, norms anywhere."""
-    feed = bp.Experts(bp.Dense(6), count=3, active=2, shared=bp.Dense(8))
+    feed = bp.ExpertsSpec(bp.FeedForwardSpec(6), count=3, active=2, shared=bp.FeedForwardSpec(8))
     bias = hw.design(model=MODEL, heads=HEADS, modifiers=(hw.T5Bias(buckets=8, reach=9), hw.Softcap(2.0)))
-    check_model(decoder(*[bp.Block(bias, feed=feed, placement="sandwich")] * 2), "zigzag")
+    check_model(decoder(*[bp.BlockSpec(bias, feed=feed, placement="sandwich")] * 2), "zigzag")
     one = described("mha", "encoder-decoder")
-    block = bp.Block(cross=spec_of("mha", bias="o"), form="merged")
+    block = bp.BlockSpec(cross=spec_of("mha", bias="o"), form="merged")
     check_model(replace(one, stacks=(one.stacks[0], stack("decoder", [block] * 2))), "runs")
 
 
@@ -179,12 +179,12 @@ def a_block_of_several_layers() -> None:
 def terms() -> None:
     """A balance over the tokens of all ranks, and a price of heads."""
     gates = (hw.Rotary(), hw.Routed(always=1, active=1), hw.Concrete())
-    model = decoder(*[bp.Block(hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=gates))] * 2)
+    model = decoder(*[bp.BlockSpec(hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=gates))] * 2)
     net, ledgers = built(model).eval(), []
 
     def loss(one, batch) -> Tensor:
-        ledger = hw.Ledger()
-        one.probes = {name: hw.Probe(ledger=hw.Ledger(ledger.terms, name)) for name, _ in model.specs()}
+        ledger = hw.AuxLosses()
+        one.probes = {name: hw.Probe(aux_losses=hw.AuxLosses(ledger.terms, name)) for name, _ in model.attention_specs()}
         out = loss_of(one, batch) + 3 * ledger.total("balance") + 5 * ledger.total("l0")
         ledgers.append(ledger)
         return out
@@ -214,7 +214,7 @@ def a_mask_over_all_keys() -> None:
 def a_prompt_into_a_cache() -> None:
     """Every rank remembers the tokens of all, and goes on alone."""
     for preset in ("gqa", "linear", "mla", "dcmha"):
-        net = built(decoder(*[bp.Block(spec_of(preset))] * 2)).eval()
+        net = built(decoder(*[bp.BlockSpec(spec_of(preset))] * 2)).eval()
         part, ids = spread(net, "runs"), batch_of(net.described, count=8).x
         own = part_of(Batch(ids[:, :6], ids[:, :6]), world())
         with torch.no_grad():
@@ -229,13 +229,13 @@ def a_prompt_into_a_cache() -> None:
 @case
 def nobody_said_where() -> None:
     """Tokens that stand at the beginning of their row on every rank are refused."""
-    part = spread(built(decoder(bp.Block(spec_of("gqa")))), "runs")
+    part = spread(built(decoder(bp.BlockSpec(spec_of("gqa")))), "runs")
     if world().rank:
         with pytest.raises(ValueError, match="rank 1 of 2 takes its 3 tokens for the first of their rows; hand over"):
             part(torch.zeros(1, 3, dtype=torch.int64))
     x = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="two tokens of one segment stand at the same position"):
-        part(x, tokens=Tokens.of(x, lengths=[3, 2]))
+        part(x, tokens=SequenceInfo.from_batch(x, lengths=[3, 2]))
     with pytest.raises(ValueError, match="takes its 3 tokens for the first of their rows"):
         spread(part, "zigzag")(x)
 

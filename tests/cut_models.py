@@ -8,7 +8,7 @@ import torch
 
 import headwise as hw
 from headwise import blueprint as bp
-from headwise.heads.scene import Scene, Tokens
+from headwise.heads.scene import Example, TokenAnnotations
 from headwise.models import Transformer
 
 WORDS = 23
@@ -19,22 +19,22 @@ def attention(pattern: str = "causal", heads: int = 4, kv: int = 2, **said: Any)
     return hw.design(model=24, heads=heads, kv=kv, pattern=pattern, **said)
 
 
-def model(kind: str, blocks: int = 2, words: int = WORDS, modifiers: tuple[Any, ...] = (hw.Rotary(),)) -> bp.Model:
+def model(kind: str, blocks: int = 2, words: int = WORDS, modifiers: tuple[Any, ...] = (hw.Rotary(),)) -> bp.ModelSpec:
     """A model of one kind."""
-    feed = bp.Dense(31)
-    own = bp.Block(attention("causal" if kind == "decoder" else "full", modifiers=modifiers), feed=feed)
-    patches = bp.Patches(3, 5, 2, 2, channels=1)
-    embedding = bp.Embedding(patches=patches, first=1) if kind == "vision" else bp.Embedding(words)
-    heads = (bp.Head("classes", 7, at="first"),) if kind == "vision" else (bp.Head("tokens", words),)
-    stacks = (bp.Stack.of("encoder" if kind != "decoder" else kind, 24, [own] * blocks, embedding=embedding,
-                          norm=bp.Norm()),)  # fmt: skip
+    feed = bp.FeedForwardSpec(31)
+    own = bp.BlockSpec(attention("causal" if kind == "decoder" else "full", modifiers=modifiers), feed=feed)
+    patches = bp.PatchSpec(3, 5, 2, 2, channels=1)
+    embedding = bp.EmbeddingSpec(patches=patches, first=1) if kind == "vision" else bp.EmbeddingSpec(words)
+    heads = (bp.OutputHeadSpec("classes", 7, at="first"),) if kind == "vision" else (bp.OutputHeadSpec("tokens", words),)
+    stacks = (bp.StackSpec.from_blocks("encoder" if kind != "decoder" else kind, 24, [own] * blocks, embedding=embedding,
+                          norm=bp.NormSpec()),)  # fmt: skip
     if kind == "encoder-decoder":
-        both = bp.Block(attention(), cross=attention("full"), feed=feed)
-        stacks += (bp.Stack.of("decoder", 24, [both] * blocks, embedding=bp.Embedding(words), norm=bp.Norm()),)
-    return bp.Model(f"small {kind}", kind, stacks, heads)
+        both = bp.BlockSpec(attention(), cross=attention("full"), feed=feed)
+        stacks += (bp.StackSpec.from_blocks("decoder", 24, [both] * blocks, embedding=bp.EmbeddingSpec(words), norm=bp.NormSpec()),)
+    return bp.ModelSpec(f"small {kind}", kind, stacks, heads)
 
 
-def built(described: bp.Model, seed: int = 0) -> Transformer:
+def built(described: bp.ModelSpec, seed: int = 0) -> Transformer:
     """With weights large enough for heads to differ, in single precision."""
     net = hw.build(described, seed=seed)
     with torch.no_grad():
@@ -44,14 +44,14 @@ def built(described: bp.Model, seed: int = 0) -> Transformer:
     return net.eval()
 
 
-def scenes(kind: str, count: int = 6, words: int = WORDS) -> list[Scene]:
+def scenes(kind: str, count: int = 6, words: int = WORDS) -> list[Example]:
     """Texts of several lengths, or pictures with labels."""
     draw = torch.Generator().manual_seed(5)
     if kind == "vision":
         shape = (1, 1, 6, 10)
-        return [Scene({"x": torch.randn(shape, generator=draw), "labels": torch.tensor([n % 7])}, {})
+        return [Example({"x": torch.randn(shape, generator=draw), "labels": torch.tensor([n % 7])}, {})
                 for n in range(count)]  # fmt: skip
-    found = list[Scene]()
+    found = list[Example]()
     for n in range(count):
         text = torch.randint(3, words, (1, 6 + n % 4), generator=draw)
         streams = {"text": _tokens(text[0])}
@@ -59,13 +59,13 @@ def scenes(kind: str, count: int = 6, words: int = WORDS) -> list[Scene]:
         if kind == "encoder-decoder":
             inputs["source"] = torch.randint(3, words, (1, 7), generator=draw)
             streams["source"] = _tokens(inputs["source"][0])
-        found.append(Scene(inputs, streams))
+        found.append(Example(inputs, streams))
     return found
 
 
-def _tokens(ids: torch.Tensor) -> Tokens:
+def _tokens(ids: torch.Tensor) -> TokenAnnotations:
     none = torch.zeros(len(ids), dtype=torch.bool)
-    return Tokens(ids, tuple(map(str, ids.tolist())), none, none, none, torch.arange(len(ids)), torch.ones(len(ids)))
+    return TokenAnnotations(ids, tuple(map(str, ids.tolist())), none, none, none, torch.arange(len(ids)), torch.ones(len(ids)))
 
 
 KEEP = {

@@ -33,28 +33,28 @@ def spec_of(preset: str, **said) -> hw.AttentionSpec:
     return hw.design(preset=preset, **({"model": MODEL, "heads": HEADS} | small.get(preset, {}) | said))
 
 
-def stack(name: str, blocks, **said) -> bp.Stack:
+def stack(name: str, blocks, **said) -> bp.StackSpec:
     """A stack over a table of words with learned positions."""
-    table = bp.Embedding(WORDS, positions=bp.Positions("learned", 12))
-    return bp.Stack.of(name, MODEL, blocks, **({"embedding": table, "norm": bp.Norm()} | said))
+    table = bp.EmbeddingSpec(WORDS, positions=bp.PositionSpec("learned", 12))
+    return bp.StackSpec.from_blocks(name, MODEL, blocks, **({"embedding": table, "norm": bp.NormSpec()} | said))
 
 
-def described(preset: str, kind: str) -> bp.Model:
+def described(preset: str, kind: str) -> bp.ModelSpec:
     """Two layers of a preset: a decoder of vectors, an encoder that says one thing of a row, or both kinds of stack."""
-    feed, full = bp.Dense(10, bias="ud"), {} if preset in ("longformer", "bigbird") else {"pattern": "full()"}
-    heads = (bp.Head("tokens", WORDS, bias="learned"),)
+    feed, full = bp.FeedForwardSpec(10, bias="ud"), {} if preset in ("longformer", "bigbird") else {"pattern": "full()"}
+    heads = (bp.OutputHeadSpec("tokens", WORDS, bias="learned"),)
     if kind == "decoder":
-        return bp.Model(
-            "one", kind, (stack("decoder", [bp.Block(spec_of(preset), feed=feed)] * 2, embedding=None),), heads
+        return bp.ModelSpec(
+            "one", kind, (stack("decoder", [bp.BlockSpec(spec_of(preset), feed=feed)] * 2, embedding=None),), heads
         )
-    encoder = stack("encoder", [bp.Block(spec_of(preset, **full), feed=feed)] * (2 if kind == "encoder" else 1))
+    encoder = stack("encoder", [bp.BlockSpec(spec_of(preset, **full), feed=feed)] * (2 if kind == "encoder" else 1))
     if kind == "encoder":
-        return bp.Model("one", kind, (encoder,), (bp.Head("class", 5, at="mean"),))
+        return bp.ModelSpec("one", kind, (encoder,), (bp.OutputHeadSpec("class", 5, at="mean"),))
     cross = spec_of(preset, pattern="full()", source=MODEL)
-    return bp.Model("two", kind, (encoder, stack("decoder", [bp.Block(spec_of(preset), cross, feed)])), heads)
+    return bp.ModelSpec("two", kind, (encoder, stack("decoder", [bp.BlockSpec(spec_of(preset), cross, feed)])), heads)
 
 
-def built(model: bp.Model, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> hw.Transformer:
+def built(model: bp.ModelSpec, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> hw.Transformer:
     """The model with no number at the zero or one it starts from; the same on every rank."""
     net = hw.build(model, seed=1, dropout=dropout).to(dtype)
     draw = torch.Generator().manual_seed(2)
@@ -64,7 +64,7 @@ def built(model: bp.Model, dtype: torch.dtype = torch.float64, dropout: float = 
     return net
 
 
-def batch_of(model: bp.Model, tokens: Mapping[str, hw.Tokens | None] = {}, count: int = 7) -> Batch:
+def batch_of(model: bp.ModelSpec, tokens: Mapping[str, hw.SequenceInfo | None] = {}, count: int = 7) -> Batch:
     """Three rows of what a model reads, with labels."""
     draw = torch.Generator().manual_seed(3)
     ids, source = (torch.randint(WORDS, (3, size), generator=draw) for size in (count, 5))
@@ -176,4 +176,4 @@ def check_context(net, wire: Wire, order: str, batch: Batch, loss: Loss = loss_o
 def alive(batch: Batch) -> Tensor:
     """Which tokens are no padding [B, T]."""
     shape = batch.x.shape[:2]
-    return torch.ones(shape, dtype=torch.bool) if batch.tokens is None else batch.tokens.live.expand(shape)
+    return torch.ones(shape, dtype=torch.bool) if batch.tokens is None else batch.tokens.is_real.expand(shape)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise import blueprint as bp
-from headwise.heads.scene import Scene, Tokens
+from headwise.heads.scene import Example, TokenAnnotations
 
 WORDS, PLACES, HEADS, DIM = 11, 23, 3, 23
 MODEL = WORDS + PLACES + WORDS
@@ -23,14 +23,14 @@ SHARP = 30.0  # the score of what is looked for, all else being at 0
 COMMON = torch.tensor([500 - 40 * one for one in range(WORDS)])  # how often each id was met: the last is the rarest
 
 
-def _stack(name: str, pattern: str, layers: int, **said: hw.AttentionSpec) -> bp.Stack:
+def _stack(name: str, pattern: str, layers: int, **said: hw.AttentionSpec) -> bp.StackSpec:
     own = hw.design(model=MODEL, heads=HEADS, dim=DIM, pattern=pattern)
-    blocks = [bp.Block(own, norm=bp.Norm("rms"), **said)] * layers
-    embedding = bp.Embedding(WORDS, positions=bp.Positions("learned", PLACES))
-    return bp.Stack.of(name, MODEL, blocks, embedding=embedding)
+    blocks = [bp.BlockSpec(own, norm=bp.NormSpec("rms"), **said)] * layers
+    embedding = bp.EmbeddingSpec(WORDS, positions=bp.PositionSpec("learned", PLACES))
+    return bp.StackSpec.from_blocks(name, MODEL, blocks, embedding=embedding)
 
 
-def _fresh(described: bp.Model) -> hw.Transformer:
+def _fresh(described: bp.ModelSpec) -> hw.Transformer:
     """Unit vectors for tokens and places; all else small and random."""
     net = hw.build(described, seed=0).eval()
     draw = torch.Generator().manual_seed(0)
@@ -70,7 +70,7 @@ def decoder() -> hw.Transformer:
 
     (1, 0) reads behind earlier same tokens, with (0, 0) an induction pair; (0, 2) and (1, 1) are small and random.
     """
-    net = _fresh(bp.Model("handmade", "decoder", (_stack("decoder", "causal()", 2),), (bp.Head("tokens", WORDS),)))
+    net = _fresh(bp.ModelSpec("handmade", "decoder", (_stack("decoder", "causal()", 2),), (bp.OutputHeadSpec("tokens", WORDS),)))
     behind = torch.eye(PLACES).roll(1, 0)
     behind[0] = 0  # nobody stands behind the last
     _compare(net, "decoder.0.attention", 0, _map(PLACE, torch.eye(PLACES)), _map(PLACE, behind), 2)
@@ -91,28 +91,28 @@ def translator() -> hw.Transformer:
     """An encoder and a decoder of one layer; cross head 1 reads the source word of the same id."""
     cross = hw.design(model=MODEL, heads=HEADS, dim=DIM)
     stacks = _stack("encoder", "full()", 1), _stack("decoder", "causal()", 1, cross=cross)
-    net = _fresh(bp.Model("handmade", "encoder-decoder", stacks, (bp.Head("tokens", WORDS),)))
+    net = _fresh(bp.ModelSpec("handmade", "encoder-decoder", stacks, (bp.OutputHeadSpec("tokens", WORDS),)))
     _compare(net, "decoder.0.cross", 1, _map(TOKEN, torch.eye(WORDS)), _map(TOKEN, torch.eye(WORDS)), 2)
     return net
 
 
-def _tokens(ids: Tensor) -> Tokens:
+def _tokens(ids: Tensor) -> TokenAnnotations:
     flags = [torch.zeros(len(ids), dtype=torch.bool) for _ in range(3)]
-    return Tokens(ids, tuple(f"w{one}" for one in ids.tolist()), *flags, torch.arange(len(ids)), COMMON[ids])
+    return TokenAnnotations(ids, tuple(f"w{one}" for one in ids.tolist()), *flags, torch.arange(len(ids)), COMMON[ids])
 
 
-def texts(count: int, seed: int = 0) -> list[Scene]:
+def texts(count: int, seed: int = 0) -> list[Example]:
     """Texts of random tokens that all begin with the commonest."""
     draw = np.random.default_rng(seed)
     rows = [torch.from_numpy(draw.integers(0, WORDS, draw.integers(13, PLACES + 1))) for _ in range(count)]
     for ids in rows:
         ids[0] = 0
-    return [Scene(ids[None], {"text": _tokens(ids)}) for ids in rows]
+    return [Example(ids[None], {"text": _tokens(ids)}) for ids in rows]
 
 
-def pairs(count: int, seed: int = 0) -> list[Scene]:
+def pairs(count: int, seed: int = 0) -> list[Example]:
     """Words in one order and in another, linked where they are the same."""
-    draw, found = np.random.default_rng(seed), list[Scene]()
+    draw, found = np.random.default_rng(seed), list[Example]()
     for _ in range(count):
         words = int(draw.integers(5, WORDS + 1))
         source = torch.from_numpy(draw.permutation(WORDS)[:words])
@@ -120,5 +120,5 @@ def pairs(count: int, seed: int = 0) -> list[Scene]:
         links = [(int(order[t]), t, bool(draw.random() < 0.8)) for t in range(words)]
         text = source[order]
         streams = {"source": _tokens(source), "text": _tokens(text)}
-        found.append(Scene({"x": text[None], "source": source[None]}, streams, links=links))
+        found.append(Example({"x": text[None], "source": source[None]}, streams, alignment_links=links))
     return found

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.blueprint import Block, Dense, Embedding, Head, Model, Positions, Stack
+from headwise.blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, ModelSpec, PositionSpec, StackSpec
 from headwise.models import Transformer
 from headwise.spread.holding import alone
 from headwise.tasks import IGNORED, SPLITS, Batch, Tally, Task
 from headwise.tasks.base import check_split
 from headwise.training import Recipe
-from headwise.training.choosing import Choice
-from headwise.training.stepping import Stepper
+from headwise.training.choosing import StepOptions
+from headwise.training.stepping import TrainStep
 
 IDS, LONGEST = 11, 7
 QUICK = {
@@ -49,13 +49,13 @@ class Echo(Task):
         for n, row in enumerate(rows):
             x[n, : len(row)] = row
             labels[n, 1 : len(row)] = row[:-1]
-        return Batch(x, labels, hw.Tokens.of(x, lengths=[len(row) for row in rows]))
+        return Batch(x, labels, hw.SequenceInfo.from_batch(x, lengths=[len(row) for row in rows]))
 
-    def model(self) -> Model:
+    def model(self) -> ModelSpec:
         spec = hw.design(model=8, heads=2, pattern="causal")
-        embedding = Embedding(tokens=IDS, positions=Positions("learned", LONGEST))
-        stack = Stack.of("decoder", 8, [Block(spec, feed=Dense(13, bias="ud"))], embedding=embedding)
-        return Model("echo", "decoder", (stack,), (Head("tokens", IDS, table="decoder", bias="learned"),))
+        embedding = EmbeddingSpec(tokens=IDS, positions=PositionSpec("learned", LONGEST))
+        stack = StackSpec.from_blocks("decoder", 8, [BlockSpec(spec, feed=FeedForwardSpec(13, bias="ud"))], embedding=embedding)
+        return ModelSpec("echo", "decoder", (stack,), (OutputHeadSpec("tokens", IDS, table="decoder", bias="learned"),))
 
     @property
     def chance(self) -> Mapping[str, float]:
@@ -83,15 +83,15 @@ class Routed(Echo):
 
     name: ClassVar[str] = "routed"
 
-    def model(self) -> Model:
+    def model(self) -> ModelSpec:
         described = super().model()
         spec = hw.design(model=8, heads=4, pattern="causal", modifiers=(hw.Routed(always=1, active=2),))
         stack = described.stacks[0]
-        blocks = [Block(spec, feed=block.feed) for block in stack.layers * 2]
-        return Model(
+        blocks = [BlockSpec(spec, feed=block.feed) for block in stack.layers * 2]
+        return ModelSpec(
             "routed",
             "decoder",
-            (Stack.of("decoder", 8, blocks, embedding=stack.embedding),),
+            (StackSpec.from_blocks("decoder", 8, blocks, embedding=stack.embedding),),
             described.heads,
         )
 
@@ -101,9 +101,9 @@ def quick(**said: object) -> Recipe:
     return Recipe(**{"steps": 6, "batch": 5, "evaluate_every": 3, "checkpoint_every": 2, **QUICK, **said})
 
 
-PLAIN = Choice("fp32", "off")
+PLAIN = StepOptions("fp32", "off")
 
 
-def stepper(net: Transformer, recipe: Recipe, choice: Choice = PLAIN) -> Stepper:
+def stepper(net: Transformer, recipe: Recipe, choice: StepOptions = PLAIN) -> TrainStep:
     """What steps on this rank alone, on the CPU."""
-    return Stepper(alone(net), recipe, choice)
+    return TrainStep(alone(net), recipe, choice)

@@ -25,10 +25,10 @@ from headwise.spread.traffic import Meter, traffic
 from headwise.spread.world import World
 from headwise.tasks import IGNORED, Batch, Task
 from headwise.training import Recipe, setup, train
-from headwise.training.choosing import Choice
-from headwise.training.optimiser import Optimiser, grouped
-from headwise.training.probing import Trial
-from headwise.training.stepping import Stepper
+from headwise.training.choosing import StepOptions
+from headwise.training.optimiser import AdamWOptimiser, group_parameters
+from headwise.training.probing import StepTrial
+from headwise.training.stepping import TrainStep
 from learning import IDS, Echo, Routed, quick
 
 STEPS, ECHO = 3, Echo()
@@ -48,31 +48,31 @@ class Odd(Echo):
         labels[: size // 2, 2:] = IGNORED  # the first rank is asked less than the second
         return Batch(found.x, labels, found.tokens, source.x, source.tokens)
 
-    def model(self) -> bp.Model:
+    def model(self) -> bp.ModelSpec:
         relative = (hw.T5Bias(buckets=4, reach=6),)
         full, causal = (hw.design(model=8, heads=2, pattern=p, modifiers=relative) for p in ("full", "causal"))
         cross = hw.design(model=8, heads=2)
-        encoder = [bp.Block(full, feed=bp.Dense(13))] * 2
-        feed = bp.Experts(bp.Dense(5, bias="ud"), 3, 2)
-        decoder = [bp.Block(causal, cross=cross, feed=feed), bp.Block(cross=cross, feed=feed, form="merged")]
+        encoder = [bp.BlockSpec(full, feed=bp.FeedForwardSpec(13))] * 2
+        feed = bp.ExpertsSpec(bp.FeedForwardSpec(5, bias="ud"), 3, 2)
+        decoder = [bp.BlockSpec(causal, cross=cross, feed=feed), bp.BlockSpec(cross=cross, feed=feed, form="merged")]
         stacks = (
-            bp.Stack.of("encoder", 8, encoder, embedding=bp.Embedding(tokens=IDS), norm=bp.Norm()),
-            bp.Stack.of("decoder", 8, decoder, embedding=bp.Embedding(tokens=IDS, table="encoder")),
+            bp.StackSpec.from_blocks("encoder", 8, encoder, embedding=bp.EmbeddingSpec(tokens=IDS), norm=bp.NormSpec()),
+            bp.StackSpec.from_blocks("decoder", 8, decoder, embedding=bp.EmbeddingSpec(tokens=IDS, table="encoder")),
         )
-        heads = (bp.Head("tokens", IDS, table="encoder", bias="learned"), bp.Head("unread", 3))
-        return bp.Model("odd", "encoder-decoder", stacks, heads)
+        heads = (bp.OutputHeadSpec("tokens", IDS, table="encoder", bias="learned"), bp.OutputHeadSpec("unread", 3))
+        return bp.ModelSpec("odd", "encoder-decoder", stacks, heads)
 
 
 def stepped(task: Task, net: Transformer, said: Recipe, launch: Launch, spread: str) -> dict[str, Any]:
     """Losses, norms and gradients of a few steps, and weights after them, whole."""
     world = World(launch, Spread.over(spread, launch.size))
     holding = hold(net, world)
-    stepper = Stepper(holding, said, Choice("fp32", "off"))
-    optimiser = Optimiser(grouped(holding.own, net.described, said.decays), said)
+    stepper = TrainStep(holding, said, StepOptions("fp32", "off"))
+    optimiser = AdamWOptimiser(group_parameters(holding.own, net.described, said.decays), said)
     found: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
     for step in range(STEPS):
         net.train()
-        found["losses"].append(stepper.gradients(task.batch(step, said.batch)).item())
+        found["losses"].append(stepper.compute_gradients(task.batch(step, said.batch)).item())
         found["norms"].append(holding.norm().item())
         holding.clip(said.clip, holding.norm())
         found["gradients"].append({name: gradient(holding, name, p) for name, p in holding.own.items()})
@@ -121,9 +121,9 @@ def sent(folder: Path) -> dict[str, Any]:
         for way in ways_of(launch):
             for name, model, parts in (("wide", wide, 1), ("odd", Odd().model(), 3)):
                 holding = hold(hw.build(model, seed=3), World(launch, Spread.over(way, launch.size)))
-                stepper = Stepper(holding, quick(batch=6, accumulate=parts), Choice("fp32", "off"))
+                stepper = TrainStep(holding, quick(batch=6, accumulate=parts), StepOptions("fp32", "off"))
                 with Meter() as meter:
-                    stepper.gradients((Odd() if name == "odd" else Echo()).batch(0, 6))
+                    stepper.compute_gradients((Odd() if name == "odd" else Echo()).batch(0, 6))
                 found[way, name] = [tuple(message) for message in meter.messages]
                 found[way, name, "counted"] = [tuple(m) for m in traffic(model, holding.world.spread, parts)]
     return found
@@ -230,7 +230,7 @@ class Missing(Echo):
         raise FileNotFoundError("the data is not here; copy it to this machine")
 
 
-def smaller() -> bp.Model:
+def smaller() -> bp.ModelSpec:
     return bp.from_toml(bp.to_toml(Echo().model()).replace("hidden = 13", "hidden = 17"))
 
 
@@ -282,7 +282,7 @@ def runs(folder: Path) -> dict[str, Any]:
 
 def compiled(folder: Path) -> None:
     """A run that compiles, and goes on in slices, which must not."""
-    compiling, Trial.choose = torch.compile, lambda self: Choice("fp32", "on")
+    compiling, StepTrial.choose = torch.compile, lambda self: StepOptions("fp32", "on")
     try:
         torch.compile = lambda hidden: hidden
         until(1, quick(**{**PLAIN, "compile": "auto"}), folder)

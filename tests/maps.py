@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwise.heads.block import Block
-from headwise.heads.scene import Tokens
+from headwise.heads.block import WeightBand
+from headwise.heads.scene import TokenAnnotations
 
 HEADS = 3
 
 
-def tokens(count: int, draw: np.random.Generator, *, kinds: int = 5, ends: bool = True) -> Tokens:
+def tokens(count: int, draw: np.random.Generator, *, kinds: int = 5, ends: bool = True) -> TokenAnnotations:
     """Tokens of few kinds, some of them special: words of one to three pieces between them."""
     special = draw.random(count) < 0.15
     if ends:
         special[[0, -1]] = True
     separator = special & (draw.random(count) < 0.6)
-    word, at = np.full(count, -1), -1
+    word, at = np.is_full(count, -1), -1
     for t in np.flatnonzero(~special):
         new = t == 0 or special[t - 1] or draw.random() < 0.6
         at += bool(new)
@@ -29,7 +29,7 @@ def tokens(count: int, draw: np.random.Generator, *, kinds: int = 5, ends: bool 
     common = draw.integers(1, 4, kinds)[ids] * (draw.random(kinds) < 0.9)[ids]
     spelt = tuple([".", ",", "a", "bc", "d"][one % 5] for one in ids)
     flags = [torch.from_numpy(np.asarray(one)) for one in (special, separator, ~special & (ids < 2))]
-    return Tokens(torch.from_numpy(ids), spelt, *flags, torch.from_numpy(word), torch.from_numpy(common))
+    return TokenAnnotations(torch.from_numpy(ids), spelt, *flags, torch.from_numpy(word), torch.from_numpy(common))
 
 
 def masked(kind: str, asks: int, told: int, draw: np.random.Generator) -> np.ndarray:
@@ -46,7 +46,7 @@ def masked(kind: str, asks: int, told: int, draw: np.random.Generator) -> np.nda
     return np.stack([causal, np.ones((asks, told), bool), draw.random((asks, told)) < 0.5])
 
 
-def block(kind: str, seed: int, *, count: int = 17, other: int = 0, **said: Any) -> Block:
+def block(kind: str, seed: int, *, count: int = 17, other: int = 0, **said: Any) -> WeightBand:
     """A whole map of one text, or of a text of `other` tokens that reads one of `count`."""
     draw = np.random.default_rng(seed)
     told = tokens(count, draw, **said)
@@ -58,11 +58,11 @@ def block(kind: str, seed: int, *, count: int = 17, other: int = 0, **said: Any)
     mass = raw.sum(-1, keepdims=True)
     weights = np.divide(raw, mass, out=np.zeros_like(raw), where=mass > 0)
     weights[0] *= 0.9  # a learned sink takes the rest
-    return Block(torch.from_numpy(weights), torch.from_numpy(allowed), 0, asks, told)
+    return WeightBand(torch.from_numpy(weights), torch.from_numpy(allowed), 0, asks, told)
 
 
-def bands(whole: Block, step: int) -> Iterator[Block]:
+def bands(whole: WeightBand, step: int) -> Iterator[WeightBand]:
     """The same, so many rows at a time."""
-    for start in range(0, whole.asks.count, step):
+    for start in range(0, whole.query_tokens.count, step):
         rows = slice(start, start + step)
-        yield Block(whole.w_HTS[:, rows], whole.allowed[..., rows, :], start, whole.asks, whole.told)
+        yield WeightBand(whole.w_HTS[:, rows], whole.allowed[..., rows, :], start, whole.query_tokens, whole.key_tokens)

@@ -98,7 +98,7 @@ def heads(draw: st.DrawFn) -> hw.Heads:
 def readings(draw: st.DrawFn, q: int, kv: int) -> tuple[int, ...]:
     """Who reads whom: q readers of kv heads, none of them unread."""
     rest = draw(st.lists(st.integers(0, kv - 1), min_size=q - kv, max_size=q - kv))
-    return tuple(draw(st.permutations([*range(kv), *rest])))
+    return tuple(draw(st.num_permutations([*range(kv), *rest])))
 
 
 # --- specs ---------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def specs(draw: st.DrawFn, *, forward: bool = False, most: int = 3) -> hw.Attent
     `forward` draws only patterns that can be decoded token by token.
     """
     spec = draw(st.sampled_from([one for _, one in examples()]))
-    if forward and spec.pattern.opening != 0:
+    if forward and spec.pattern.tokens_before_decode != 0:
         spec = replace(spec, pattern=hw.Causal())
     changes: list[tuple[str, st.SearchStrategy[Any]]] = [
         ("heads", heads()),

@@ -34,7 +34,7 @@ from headwise import blueprint as bp
 from headwise.spread.portions import divided
 from headwise.spread.ranks import Ranks, set_peers
 from headwise.spread.tensor import Divided
-from headwise.tokens import Tokens
+from headwise.tokens import SequenceInfo
 
 CASES: dict[str, Callable[[], None]] = {}
 
@@ -66,16 +66,16 @@ def first(x: Tensor) -> Tensor:
     return world().beside(x.detach())[0]
 
 
-def check_model(model: bp.Model, tokens=None, steps: int = 1) -> None:
+def check_model(model: bp.ModelSpec, tokens=None, steps: int = 1) -> None:
     """A model, and this rank's portion of it."""
     net = built(model)
     part, parts = halves(net)
     check_tensor(net, part, parts, batch_of(model, tokens or {}), steps=steps)
 
 
-def decoder(*blocks: bp.Block, **said) -> bp.Model:
+def decoder(*blocks: bp.BlockSpec, **said) -> bp.ModelSpec:
     """A decoder of these blocks."""
-    return bp.Model("one", "decoder", (stack("decoder", blocks, **said),), (bp.Head("tokens", 11),))
+    return bp.ModelSpec("one", "decoder", (stack("decoder", blocks, **said),), (bp.OutputHeadSpec("tokens", 11),))
 
 
 @case
@@ -91,10 +91,10 @@ def every_part() -> None:
         for held in layer.state_dict().values():
             dist.broadcast(held, 0)
         small = hw.Attention(own.spec).double().eval()
-        small.load_state_dict(hw.axes.cut(spec, layer.state_dict(), own.by_axis["out"])[1])
+        small.load_state_dict(hw.axes.keep_heads(spec, layer.state_dict(), own.by_axis["out"])[1])
         set_peers(small, Ranks(tensor=wire))
         x, z = (None if t is None else first(t).requires_grad_() for t in cases.tensors(spec))
-        tokens = None if spec.source is None and "source" in name else Tokens.of(x, lengths=[7, 3, 5])
+        tokens = None if spec.source is None and "source" in name else SequenceInfo.from_batch(x, lengths=[7, 3, 5])
         asks = first(torch.randn(3, 7, spec.model, dtype=torch.float64))
         found = []
         for one in (layer, small):
@@ -115,22 +115,22 @@ def uneven_heads() -> None:
     """Five heads and seven hidden units between two ranks; a key-value head that both read."""
     heads = hw.Heads(q=5, kv=3, dim=4, reads=(0, 0, 1, 1, 2))
     spec = replace(spec_of("gqa"), heads=heads)
-    check_model(decoder(bp.Block(spec, feed=bp.Dense(7, "silu", form="gated", bias="ugd"))))
+    check_model(decoder(bp.BlockSpec(spec, feed=bp.FeedForwardSpec(7, "silu", form="gated", bias="ugd"))))
 
 
 @case
 def groups_of_a_mixing() -> None:
     """Heads that are composed in two groups, one to each rank."""
     mixed = (hw.Dynamic(groups=2), hw.Dynamic(on="weights", groups=2, static="full"))
-    check_model(decoder(bp.Block(hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=mixed))))
+    check_model(decoder(bp.BlockSpec(hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=mixed))))
 
 
 @case
 def experts() -> None:
     """Every expert narrower on each rank, one of them shared by all tokens."""
-    each = bp.Dense(6, bias="ud")
-    feed = bp.Experts(each, count=3, active=2, shared=bp.Dense(8, bias="d"), bias="learned", scores="chosen")
-    check_model(decoder(*[bp.Block(spec_of("gqa"), feed=feed)] * 2))
+    each = bp.FeedForwardSpec(6, bias="ud")
+    feed = bp.ExpertsSpec(each, count=3, active=2, shared=bp.FeedForwardSpec(8, bias="d"), bias="learned", scores="chosen")
+    check_model(decoder(*[bp.BlockSpec(spec_of("gqa"), feed=feed)] * 2))
 
 
 @case
@@ -140,15 +140,15 @@ def placements() -> None:
         model=MODEL, heads=HEADS, pattern="causal", modifiers=(hw.T5Bias(buckets=8, reach=9),), bias="qkvo"
     )
     for placement in ("post", "sandwich", "parallel"):
-        model = decoder(*[bp.Block(spec, feed=bp.Dense(9), placement=placement)] * 2)
-        check_model(model, {"x": Tokens.of(torch.zeros(3, 7), lengths=[7, 4, 1])})
+        model = decoder(*[bp.BlockSpec(spec, feed=bp.FeedForwardSpec(9), placement=placement)] * 2)
+        check_model(model, {"x": SequenceInfo.from_batch(torch.zeros(3, 7), lengths=[7, 4, 1])})
 
 
 @case
 def merged() -> None:
     """A cross-attention that adds a mean of the past through the same maps."""
     one = described("mha", "encoder-decoder")
-    block = bp.Block(cross=spec_of("mha", bias="o"), feed=bp.Dense(6), form="merged")
+    block = bp.BlockSpec(cross=spec_of("mha", bias="o"), feed=bp.FeedForwardSpec(6), form="merged")
     check_model(replace(one, stacks=(one.stacks[0], stack("decoder", [block] * 2))))
 
 
@@ -170,16 +170,16 @@ def terms() -> None:
     """What parts add to the loss: a balance over tokens, a price of heads."""
     gates = (hw.Rotary(), hw.Routed(always=1, active=1), hw.Concrete())
     spec = hw.design(model=MODEL, heads=HEADS, pattern="causal", modifiers=gates)
-    model = decoder(*[bp.Block(spec)] * 2, embedding=None)
+    model = decoder(*[bp.BlockSpec(spec)] * 2, embedding=None)
     net = built(model).eval()  # gates are not drawn
     part, parts = halves(net)
     ledgers: dict[int, dict] = {id(net): {}, id(part): {}}
     for one in (net, part):
-        one.probes = {name: hw.Probe(ledger=hw.Ledger(ledgers[id(one)], name)) for name, _ in model.specs()}
+        one.probes = {name: hw.Probe(aux_losses=hw.AuxLosses(ledgers[id(one)], name)) for name, _ in model.attention_specs()}
 
     def loss(one, batch) -> Tensor:
         out = loss_of(one, batch)
-        return out + 3 * hw.Ledger(ledgers[id(one)]).total("balance") + 5 * hw.Ledger(ledgers[id(one)]).total("l0")
+        return out + 3 * hw.AuxLosses(ledgers[id(one)]).total("balance") + 5 * hw.AuxLosses(ledgers[id(one)]).total("l0")
 
     check_tensor(net, part, parts, batch_of(model), loss)
     assert len(ledgers[id(net)]) == 4
@@ -191,7 +191,7 @@ def terms() -> None:
 def dropout() -> None:
     """What is added to the stream is dropped alike on both ranks, what heads do for themselves is not."""
     spec = hw.design(model=MODEL, heads=2, bias="o", modifiers=(hw.WeightDropout(0.5), hw.Concrete()))
-    net = built(decoder(*[bp.Block(spec, feed=bp.Dense(2048, "linear"))] * 2), dropout=0.5)
+    net = built(decoder(*[bp.BlockSpec(spec, feed=bp.FeedForwardSpec(2048, "linear"))] * 2), dropout=0.5)
     part, _ = halves(net.train())
     wire, ids = world(), torch.randint(11, (2, 9), generator=torch.Generator().manual_seed(0))
     both = wire.beside(part(ids).detach())
@@ -209,7 +209,7 @@ def dropout() -> None:
 def recomputing() -> None:
     """A block that is computed anew on the way back draws the same numbers."""
     spec = hw.design(model=MODEL, heads=HEADS, modifiers=(hw.WeightDropout(0.5),))
-    net = built(decoder(*[bp.Block(spec, feed=bp.Dense(8))] * 2), dropout=0.5)
+    net = built(decoder(*[bp.BlockSpec(spec, feed=bp.FeedForwardSpec(8))] * 2), dropout=0.5)
     found = []
     for checkpointing in ("none", "block"):
         net.checkpointing = checkpointing
@@ -241,7 +241,7 @@ def one_file_whatever_the_split() -> None:
 @case
 def decoding() -> None:
     """Each rank remembers its own heads; what is said is the same."""
-    net = built(decoder(*[bp.Block(spec_of("gqa"), feed=bp.Dense(8))] * 2)).eval()
+    net = built(decoder(*[bp.BlockSpec(spec_of("gqa"), feed=bp.FeedForwardSpec(8))] * 2)).eval()
     part, _ = halves(net)
     ids = batch_of(net.described).x
     cache = part.cache(batch=3, capacity=7)

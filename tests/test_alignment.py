@@ -9,32 +9,32 @@ import pytest
 import torch
 
 import maps
-from headwise.heads.alignment import Alignment
-from headwise.heads.block import Block
-from headwise.heads.intervals import resampled
-from headwise.heads.scene import Scene, Tokens
+from headwise.heads.alignment import AlignmentScores
+from headwise.heads.block import WeightBand
+from headwise.heads.intervals import draw_resamples
+from headwise.heads.scene import Example, TokenAnnotations
 
 SITE = "decoder.0.cross"
 Links = list[tuple[int, int, bool]]
 
 
-def pair(seed: int, kind: str = "full") -> tuple[Block, Links]:
+def pair(seed: int, kind: str = "full") -> tuple[WeightBand, Links]:
     """A map between the pieces of two texts, and gold links between their words, some of them sure."""
     draw = np.random.default_rng(seed)
     block = maps.block(kind, seed, count=13, other=17)
-    source, text = int(block.told.word.max()) + 1, int(block.asks.word.max()) + 1
+    source, text = int(block.key_tokens.word_index.max()) + 1, int(block.query_tokens.word_index.max()) + 1
     links = {(int(draw.integers(source)), int(draw.integers(text))): bool(draw.random() < 0.6) for _ in range(9)}
     return block, [(s, t, sure) for (s, t), sure in links.items()]
 
 
-def links_of(block: Block, row: str) -> tuple[list[dict[tuple[int, int], float]], int]:
+def links_of(block: WeightBand, row: str) -> tuple[list[dict[tuple[int, int], float]], int]:
     """The links of each head, of uniform weights and of the diagonal, each with its share of a tie; and how many."""
-    said = block.asks.word.tolist()
+    said = block.query_tokens.word_index.tolist()
     said = said if row == "read" else [*said[1:], -1]
-    told = block.told.word.tolist()
+    told = block.key_tokens.word_index.tolist()
     allowed = block.allowed.numpy() if block.allowed.dim() == 2 else block.allowed.numpy().any(0)
     words = sorted({one for one in said if one >= 0})
-    counts = max(block.asks.word.tolist()) + 1, max(told) + 1
+    counts = max(block.query_tokens.word_index.tolist()) + 1, max(told) + 1
     grids = [w.numpy() for w in block.w_HTS]
     found: list[dict[tuple[int, int], float]] = [{} for _ in range(len(grids) + 2)]
     linked = 0
@@ -59,13 +59,13 @@ def links_of(block: Block, row: str) -> tuple[list[dict[tuple[int, int], float]]
 @pytest.mark.parametrize("kind", ["full", "holes", "each"])
 def test_links_are_counted_as_sets(kind: str, row: str, step: int):
     texts = [pair(seed, kind) for seed in range(5)]
-    alignment = Alignment(rows=(row,))
+    alignment = AlignmentScores(row_conventions=(row,))
     for block, links in texts:
-        alignment.open(Scene(None, {"source": block.told, "text": block.asks}, links=links))
+        alignment.start_example(Example(None, {"source": block.key_tokens, "text": block.query_tokens}, alignment_links=links))
         for band in maps.bands(block, step):
-            alignment.see(SITE, band)
-        alignment.close()
-    measures = alignment.measures(resampled(5, 50, 0))
+            alignment.add_band(SITE, band)
+        alignment.finish_example()
+    measures = alignment.measures(draw_resamples(5, 50, 0))
     right, drawn, gold = np.zeros((2, maps.HEADS + 2)), 0, 0
     for block, links in texts:
         found, linked = links_of(block, row)
@@ -85,19 +85,19 @@ def test_a_head_that_draws_the_gold_links_has_no_error():
     """One that links all target words as people did, of whom some were not sure, and one along the diagonal."""
     count, order = 7, [3, 1, 0, 6, 5, 2, 4]
     flags = [torch.zeros(count, dtype=torch.bool)] * 3
-    source, text = (Tokens(torch.arange(count), ("w",) * count, *flags, torch.arange(count), torch.ones(count))
+    source, text = (TokenAnnotations(torch.arange(count), ("w",) * count, *flags, torch.arange(count), torch.ones(count))
                     for _ in range(2))  # fmt: skip
     w = torch.zeros(2, count, count)
     w[0, range(count), order] = 1
     w[1] = torch.eye(count)
-    alignment = Alignment()
+    alignment = AlignmentScores()
     for _ in range(2):
         links = [(s, t, t != 2) for t, s in enumerate(order)]
-        alignment.open(Scene(None, {"source": source, "text": text}, links=links))
-        alignment.see(SITE, Block(w, torch.ones(count, count, dtype=torch.bool), 0, text, source))
-        alignment.see("decoder.0.attention", Block(w, torch.ones(count, count, dtype=torch.bool), 0, text, text))
-        alignment.close()
-    measures = alignment.measures(resampled(2, 10, 0))
+        alignment.start_example(Example(None, {"source": source, "text": text}, alignment_links=links))
+        alignment.add_band(SITE, WeightBand(w, torch.ones(count, count, dtype=torch.bool), 0, text, source))
+        alignment.add_band("decoder.0.attention", WeightBand(w, torch.ones(count, count, dtype=torch.bool), 0, text, text))
+        alignment.finish_example()
+    measures = alignment.measures(draw_resamples(2, 10, 0))
     assert set(measures) == {(SITE, 0), (SITE, 1)}
     assert measures[SITE, 0]["alignment read"].value == 1
     assert measures[SITE, 1]["alignment read"].value == measures[SITE, 1]["alignment read"].chance == 2 / 13
@@ -110,26 +110,26 @@ def test_a_head_that_draws_the_gold_links_has_no_error():
 def test_links_out_of_range_are_refused(link: tuple[int, int, bool], says: str):
     block, _ = pair(0)
     with pytest.raises(ValueError, match=says):
-        Alignment().open(Scene(None, {"source": block.told, "text": block.asks}, links=[link]))
+        AlignmentScores().start_example(Example(None, {"source": block.key_tokens, "text": block.query_tokens}, alignment_links=[link]))
 
 
 def test_links_without_words_or_without_a_source_are_refused():
     block, links = pair(0)
-    nothing = replace(block.told, word=torch.full_like(block.told.word, -1))
+    nothing = replace(block.key_tokens, word_index=torch.full_like(block.key_tokens.word_index, -1))
     with pytest.raises(ValueError, match="the source has none; count words from 0"):
-        Alignment().open(Scene(None, {"source": nothing, "text": block.asks}, links=links))
+        AlignmentScores().start_example(Example(None, {"source": nothing, "text": block.query_tokens}, alignment_links=links))
     with pytest.raises(ValueError, match="links lead from a source to a text, and here is only text; leave"):
-        Alignment().open(Scene(None, {"text": block.asks}, links=links))
+        AlignmentScores().start_example(Example(None, {"text": block.query_tokens}, alignment_links=links))
     with pytest.raises(ValueError, match="rows=\\('wrote',\\) are unknown; give some of"):
-        Alignment(rows=("wrote",))
+        AlignmentScores(row_conventions=("wrote",))
 
 
 def test_texts_without_links_are_left_out():
     block, links = pair(0)
-    alignment = Alignment()
+    alignment = AlignmentScores()
     for some in (links, [], links):
-        alignment.open(Scene(None, {"source": block.told, "text": block.asks}, links=some))
-        alignment.see(SITE, block)
-        alignment.close()
+        alignment.start_example(Example(None, {"source": block.key_tokens, "text": block.query_tokens}, alignment_links=some))
+        alignment.add_band(SITE, block)
+        alignment.finish_example()
     assert [bool(told) for told in alignment.kept] == [True, False, True]
-    assert alignment.measures(resampled(3, 10, 0))
+    assert alignment.measures(draw_resamples(3, 10, 0))

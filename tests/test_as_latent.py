@@ -11,8 +11,8 @@ import torch
 import cases
 import headwise as hw
 from cases import EVERY, base, check_close
-from headwise.parts.latent import as_latent
-from headwise.parts.routed import as_routed
+from headwise.parts.latent import convert_to_latent
+from headwise.parts.routed import convert_to_mixture_of_heads
 
 
 def twin(spec, weights, dtype=torch.float64) -> hw.Attention:
@@ -37,12 +37,12 @@ def test_a_merged_layer_is_refused_or_the_same(name):
     x, z = cases.tensors(spec)
     if name in ONES or {part.rstrip("0123456789s") for part in name.split("-")} & NO_LATENT:
         with pytest.raises(hw.SpecError):
-            as_latent(spec, layer.state_dict())
+            convert_to_latent(spec, layer.state_dict())
         return
-    made, weights = as_latent(spec, layer.state_dict())
+    made, weights = convert_to_latent(spec, layer.state_dict())
     shared = twin(made, weights)
     check_close(shared(x, source=z), layer(x, source=z))
-    if z is None and spec.pattern.opening == 0:
+    if z is None and spec.pattern.tokens_before_decode == 0:
         cache = shared.cache(batch=3, capacity=7)
         steps = [shared(x[:, t : t + 1], cache=cache) for t in range(7)]
         check_close(torch.cat(steps, 1), layer(x))
@@ -67,15 +67,15 @@ def test_a_token_is_remembered_in_as_many_numbers_and_they_are_its_keys_and_valu
     spec = base(**({"kv": 3, "vdim": 5} | said))
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
-    made, weights = as_latent(spec, layer.state_dict())
+    made, weights = convert_to_latent(spec, layer.state_dict())
     shared = twin(made, weights)
     check_close(shared(x, source=z), layer(x, source=z))
-    assert hw.counting.cache_numbers(made) == hw.counting.cache_numbers(spec)
+    assert hw.counting.cached_numbers_per_token(made) == hw.counting.cached_numbers_per_token(spec)
     read = x if z is None else z
-    ours, theirs = shared.remember(read).entry, layer.remember(read).entry
+    ours, theirs = shared.project_source(read).entry, layer.project_source(read).entry
     told = torch.cat([ours["c"], ours["r"]], -1).sort(-1).values
     check_close(told, torch.cat([theirs["k"].flatten(2), theirs["v"].flatten(2)], -1).sort(-1).values)
-    half = as_latent(spec, {name: held.float() for name, held in layer.state_dict().items()})
+    half = convert_to_latent(spec, {name: held.float() for name, held in layer.state_dict().items()})
     check_close(
         twin(*half, torch.float32)(x.float(), source=z if z is None else z.float()),
         layer(x, source=z),
@@ -86,8 +86,8 @@ def test_a_token_is_remembered_in_as_many_numbers_and_they_are_its_keys_and_valu
 
 def test_copies_turn_each_head_as_it_turned_alone():
     spec = hw.design(model=6, heads=1, dim=12, modifiers=(hw.Rotary(copies=3),))
-    rate = hw.Attention(spec).rotary["frequency"].numpy()
-    assert np.allclose(rate, np.tile([1.0, 10_000.0**-0.5], 3))
+    rate = hw.Attention(spec).make_rotary["frequency"].numpy()
+    assert np.allclose(rate, np.weight_tile([1.0, 10_000.0**-0.5], 3))
     with pytest.raises(hw.SpecError, match=r"Rotary\(copies=4\) does not divide 6 pairs"):
         replace(spec, modifiers=(hw.Rotary(copies=4),))
 
@@ -101,7 +101,7 @@ def test_why_a_layer_is_no_latent():
     ):
         spec = base(**said)
         with pytest.raises(hw.SpecError, match=reason):
-            as_latent(spec, cases.layer(spec).state_dict())
+            convert_to_latent(spec, cases.layer(spec).state_dict())
     for bias in ("k", "v", "qk", "vk"):
         with pytest.raises(hw.SpecError, match=r"Latent\(bias="):
             hw.design(model=8, heads=2, project=hw.Latent(rank=4, rope=0, bias=bias))
@@ -115,7 +115,7 @@ def test_all_heads_routed_to_are_the_same_layer(shared):
     spec = base(kv=2, pattern="causal()", bias="qkvo", modifiers=(hw.Rotary(), hw.Alibi()))
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
-    check_close(twin(*as_routed(spec, layer.state_dict(), shared, 6 - len(shared)))(x), layer(x))
+    check_close(twin(*convert_to_mixture_of_heads(spec, layer.state_dict(), shared, 6 - len(shared)))(x), layer(x))
 
 
 @pytest.mark.parametrize("shared", [(), (4,), (5, 1)], ids=str)
@@ -130,14 +130,14 @@ def test_a_token_silences_the_heads_with_the_shortest_queries(shared):
     gate = np.ones((3, 7, 6))
     for silent in range(len(others) - 2):
         np.put_along_axis(gate, np.array(others)[order[..., silent : silent + 1]], 0.0, -1)
-    heads = layer.heads(x).detach().numpy() * gate[..., None]
-    told = np.einsum("btov,dov->btd", heads, held["output.o"].reshape(10, 6, 4)) + held["output.o_bias"]
-    check_close(twin(*as_routed(spec, layer.state_dict(), shared, 2))(x), torch.tensor(told))
+    heads = layer.head_outputs(x).detach().numpy() * gate[..., None]
+    told = np.on_einsum("btov,dov->btd", heads, held["output.o"].reshape(10, 6, 4)) + held["output.o_bias"]
+    check_close(twin(*convert_to_mixture_of_heads(spec, layer.state_dict(), shared, 2))(x), torch.tensor(told))
 
 
 def test_pairs_are_routed_by_the_query_of_the_first():
     spec = base(heads=3, modifiers=(hw.DifferentialV2(),))
-    made, weights = as_routed(spec, cases.layer(spec).state_dict(), [1], 1)
+    made, weights = convert_to_mixture_of_heads(spec, cases.layer(spec).state_dict(), [1], 1)
     assert weights["routed.asker"].tolist() == [0, 4]
     assert weights["routed.slot"].tolist() == [1, 0, 2]
     assert made.modifiers[-1] == hw.Routed(always=1, active=1, router="norm")
@@ -155,4 +155,4 @@ def test_what_cannot_be_routed_is_refused():
     ):
         spec = base(**said)
         with pytest.raises(hw.SpecError, match=reason):
-            as_routed(spec, cases.layer(spec).state_dict(), shared, active)
+            convert_to_mixture_of_heads(spec, cases.layer(spec).state_dict(), shared, active)

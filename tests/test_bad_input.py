@@ -40,14 +40,14 @@ def whole(*shape: int) -> Tensor:
     return torch.zeros(*shape, dtype=torch.int64)
 
 
-def at(position: list[int], segment: list[int]) -> hw.Tokens:
-    return hw.Tokens(torch.tensor([position]), torch.tensor([segment]))
+def at(position: list[int], segment: list[int]) -> hw.SequenceInfo:
+    return hw.SequenceInfo(torch.tensor([position]), torch.tensor([segment]))
 
 
 def cached(x: Tensor, **said: object) -> Tensor:
     """A causal layer with a cache that fits it but for what is said."""
     usual = {"spec": base(pattern="causal()"), "batch": 2, "capacity": 9, "dtype": torch.float64}
-    return causal()(x, cache=hw.Cache.of(**(usual | said)))
+    return causal()(x, cache=hw.KVCache.for_spec(**(usual | said)))
 
 
 def toml(said: str) -> hw.AttentionSpec:
@@ -261,7 +261,7 @@ CACHES = {
     "state": {"pattern": "causal()", "similarity": hw.FeatureMap(), "normaliser": hw.Sum()},
 }
 REFUSALS = {
-    "tokens that go back": {"tokens": hw.Tokens.run(1, 2, "cpu")},
+    "tokens that go back": {"tokens": hw.SequenceInfo.contiguous(1, 2, "cpu")},
     "a mask of floats": {"mask": torch.ones(2, 1, 2, 2)},
     "no backend": {"backend": "absent"},
 }
@@ -275,10 +275,10 @@ def test_a_refusal_leaves_the_cache_as_it_was(kind: str, what: str):
     used, x, call = layer(**CACHES[kind]), numbers(2, 7, 10), dict(REFUSALS[what])
     cache = used.cache(batch=2, capacity=9)
     used(x[:, :3], cache=cache)
-    used.only = call.pop("backend", None)
+    used.backend_name = call.pop("backend", None)
     with pytest.raises((ValueError, hw.NoBackend)):
         used(x[:, 3:5], cache=cache, **call)
-    used.only = None
+    used.backend_name = None
     torch.testing.assert_close(used(x[:, 3:], cache=cache), used(x)[:, 3:], rtol=0, atol=1e-12)
 
 
@@ -287,7 +287,7 @@ def test_a_full_cache_says_so_and_keeps_what_it_has(ragged: bool):
     used, x = causal(), numbers(2, 7, 10)
     cache = used.cache(batch=2, capacity=7)
     lengths = [5, 4] if ragged else [5, 5]
-    used(x[:, :5], cache=cache, tokens=hw.Tokens.of(x[:, :5], lengths=lengths) if ragged else None)
+    used(x[:, :5], cache=cache, tokens=hw.SequenceInfo.from_batch(x[:, :5], lengths=lengths) if ragged else None)
     with pytest.raises(hw.CacheFull, match=r"8 tokens do not fit in 7 slots; .*capacity=8"):
         used(x[:, :3], cache=cache)
     torch.testing.assert_close(used(x[:, 5:], cache=cache)[0], used(x)[0, 5:], rtol=0, atol=1e-12)

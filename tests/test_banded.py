@@ -16,10 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import cases
 import headwise as hw
 from headwise import counting
-from headwise.backends import BACKENDS, Job, bands, folds
-from headwise.backends.banding import Axis, formed, height, pieces
-from headwise.backends.residues import rate
-from headwise.pattern import parse
+from headwise.backends import BACKENDS, CallSignature, bands, folds
+from headwise.backends.banding import TokenAxis, count_batch_pairs, choose_block_size, plan_block_batches
+from headwise.backends.residues import find_dilation
+from headwise.pattern import parse_pattern
 
 PATTERNS = [
     "window(100)",
@@ -40,15 +40,15 @@ PATTERNS = [
 
 def told(pattern, asks: range, *runs: range) -> tuple[Tensor, Tensor]:
     """Which pairs the pieces say are read, and how often each is formed, by slots."""
-    slots, axes = 0, list[Axis]()
+    slots, axes = 0, list[TokenAxis]()
     for places in runs:
-        axes.append(Axis(places, slots))
+        axes.append(TokenAxis(places, slots))
         slots += len(places)
     allowed, found = torch.zeros(2, len(asks), slots, dtype=torch.int64)
-    for piece in pieces(pattern, Axis(asks), axes):
+    for piece in plan_block_batches(pattern, TokenAxis(asks), axes):
         mask = torch.ones(len(piece.queries[0]), sum(map(len, piece.keys[0])), dtype=torch.bool)
-        if piece.places is not None:
-            i, j = (torch.tensor([n for some in each for n in some]) for each in ([piece.places[0]], piece.places[1]))
+        if piece.first_block_positions is not None:
+            i, j = (torch.tensor([n for some in each for n in some]) for each in ([piece.first_block_positions[0]], piece.first_block_positions[1]))
             mask = pattern.allows(i[:, None], j)
         for rows, keys in zip(piece.queries, piece.keys, strict=True):
             where = torch.tensor(list(rows))[:, None], torch.tensor([n for some in keys for n in some])
@@ -61,45 +61,45 @@ def told(pattern, asks: range, *runs: range) -> tuple[Tensor, Tensor]:
 @settings(max_examples=25, deadline=None)
 @given(start=st.integers(0, 150), count=st.integers(1, 200), cut=st.integers(0, 300), gap=st.integers(0, 40))
 def test_pieces_read_every_allowed_pair_once_and_no_other(pattern, start, count, cut, gap):
-    pattern = parse(pattern)
+    pattern = parse_pattern(pattern)
     asks, runs = range(start, start + count), (range(cut), range(cut + gap, 300 + gap))
     allowed, found = told(pattern, asks, *runs)
     i, j = torch.tensor(list(asks))[:, None], torch.tensor([n for places in runs for n in places])
     assert (allowed == (pattern.allows(i, j) & torch.ones_like(allowed, dtype=torch.bool))).all()
     assert found.max() <= 1
-    assert int(found.sum()) == sum(piece.pairs for piece in pieces(pattern, Axis(asks), _axes(runs)))
+    assert int(found.sum()) == sum(piece.num_pairs for piece in plan_block_batches(pattern, TokenAxis(asks), _axes(runs)))
 
 
-def _axes(runs) -> list[Axis]:
-    return [Axis(places, sum(map(len, runs[:n]))) for n, places in enumerate(runs)]
+def _axes(runs) -> list[TokenAxis]:
+    return [TokenAxis(places, sum(map(len, runs[:n]))) for n, places in enumerate(runs)]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_what_is_formed_is_the_sum_of_the_pieces(pattern):
-    pattern = parse(pattern)
+    pattern = parse_pattern(pattern)
     for queries, keys in [(range(1500), range(1500)), (range(700, 1900), range(1900)), (range(300), range(77))]:
-        every = pieces(pattern, Axis(queries), [Axis(keys)])
-        assert formed(pattern, queries, keys) == sum(piece.pairs for piece in every)
+        every = plan_block_batches(pattern, TokenAxis(queries), [TokenAxis(keys)])
+        assert count_batch_pairs(pattern, queries, keys) == sum(piece.num_pairs for piece in every)
 
 
 def test_gaps_are_left_out():
-    assert [rate(parse(text)) for text in PATTERNS] == [1, 1, 1, 1, 3, 200, 1, 2, 2, 1, 1, 1, 1]
-    far, dense = parse("dilated(64, rate=32)"), parse("window(64)")
-    assert formed(far, range(8192), range(8192)) <= 1.3 * formed(dense, range(8192), range(8192))
-    assert [height(parse(text)) for text in ("window(32)", "window(256)", "window(2048)")] == [32, 64, 128]
+    assert [find_dilation(parse_pattern(text)) for text in PATTERNS] == [1, 1, 1, 1, 3, 200, 1, 2, 2, 1, 1, 1, 1]
+    far, dense = parse_pattern("dilated(64, rate=32)"), parse_pattern("window(64)")
+    assert count_batch_pairs(far, range(8192), range(8192)) <= 1.3 * count_batch_pairs(dense, range(8192), range(8192))
+    assert [choose_block_size(parse_pattern(text)) for text in ("window(32)", "window(256)", "window(2048)")] == [32, 64, 128]
 
 
 def truth(q, k, v, allowed, sinks, scale) -> tuple[Tensor, Tensor]:
     """o_BTHV and the log-sum-exp l_BTH in float64, pair by pair."""
     each = q.shape[2] // k.shape[2]
     k, v = (x.double().repeat_interleave(each, 2) for x in (k, v))
-    s = torch.einsum("bthd,bshd->bhts", q.double(), k) * scale
+    s = torch.on_einsum("bthd,bshd->bhts", q.double(), k) * scale
     s = s.masked_fill(~allowed, -torch.inf)
     if sinks is not None:
         s = torch.cat([s, sinks.double()[None, :, None, None].expand(*s.shape[:3], 1)], -1)
     w = (s - s.amax(-1, keepdim=True).clamp(min=-1e300)).exp()
     w = w / w.sum(-1, keepdim=True).clamp(min=1e-300)
-    return torch.einsum("bhts,bshd->bthd", w[..., : k.shape[1]], v), s.logsumexp(-1).transpose(1, 2)
+    return torch.on_einsum("bhts,bshd->bthd", w[..., : k.shape[1]], v), s.logsumexp(-1).transpose(1, 2)
 
 
 @st.composite
@@ -110,18 +110,18 @@ def filled(draw) -> tuple[int, list[list[int]], str]:
     return count, cuts, draw(st.sampled_from(["texts", "padding", "anywhere", "apart"]))
 
 
-def laid(count: int, cuts: list[list[int]], way: str) -> hw.Tokens:
+def laid(count: int, cuts: list[list[int]], way: str) -> hw.SequenceInfo:
     places = torch.arange(count)
     segment = torch.stack([sum((places >= cut).long() for cut in row) + 0 * places for row in cuts])
     if way == "padding":
         segment = segment.where(segment % 2 == 0, -1)
-    tokens = hw.Tokens.of(segment[..., None], segments=segment)
+    tokens = hw.SequenceInfo.from_batch(segment[..., None], segments=segment)
     if way == "anywhere":
         order = torch.stack([torch.randperm(count) for _ in cuts])
-        return hw.Tokens(tokens.position.gather(1, order), segment.gather(1, order))
+        return hw.SequenceInfo(tokens.position.gather(1, order), segment.gather(1, order))
     if way == "apart":  # the same text goes on further behind, as in a ring
         whole = torch.where(places < count // 3, places, places + 50).expand(len(cuts), -1)
-        return hw.Tokens(whole.roll(40, 1), torch.zeros_like(whole))
+        return hw.SequenceInfo(whole.roll(40, 1), torch.zeros_like(whole))
     return tokens
 
 
@@ -136,8 +136,8 @@ def test_ragged_rows_are_read_and_learn_as_the_definition_says(pattern, rows, ea
     )
     sinks = torch.randn(6, dtype=torch.float64, requires_grad=True) if sunk else None
     same = [tokens.position, tokens.segment] * 2
-    o, lse = bands.banded(q, k, v, sinks, same, [], pattern, 0.7)
-    expected, sums = truth(q, k, v, hw.Sight(tokens, tokens, parse(pattern)).allowed, sinks, 0.7)
+    o, lse = bands.block_sparse_attention(q, k, v, sinks, same, [], pattern, 0.7)
+    expected, sums = truth(q, k, v, hw.AttentionMask(tokens, tokens, parse_pattern(pattern)).allowed, sinks, 0.7)
     cases.check_close(o, expected)
     torch.testing.assert_close(lse, sums.detach(), rtol=1e-9, atol=1e-9)  # of nothing it is -inf
     learn = [q, k, v, *([sinks] if sunk else [])]
@@ -152,7 +152,7 @@ def test_ragged_rows_are_read_and_learn_as_the_definition_says(pattern, rows, ea
 @pytest.mark.parametrize("pattern", ["window(100)", "dilated(5, rate=3)", "dilated(9, rate=200, after=4)"])
 def test_what_is_added_at_once_does_not_overlap(pattern, monkeypatch):
     """Threads share an addition out: two that add to the same token at once lose what one of them adds."""
-    added, inside, view, overlap = [], [], folds.Fold._view, folds.Fold._overlap
+    added, inside, view, overlap = [], [], folds.BatchedBlocks._view, folds.BatchedBlocks._overlap
 
     def viewed(self, x, ranges):
         given = view(self, x, ranges)
@@ -164,10 +164,10 @@ def test_what_is_added_at_once_does_not_overlap(pattern, monkeypatch):
         overlap(self, *told)
         inside.clear()
 
-    monkeypatch.setattr(folds.Fold, "_view", viewed)
-    monkeypatch.setattr(folds.Fold, "_overlap", overlapped)
+    monkeypatch.setattr(folds.BatchedBlocks, "_view", viewed)
+    monkeypatch.setattr(folds.BatchedBlocks, "_overlap", overlapped)
     q, k, v = (torch.randn(1, 700, 2, 4).requires_grad_() for _ in "qkv")
-    o, _ = bands.banded(q, k, v, None, [], [0, 0], pattern, 0.5)
+    o, _ = bands.block_sparse_attention(q, k, v, None, [], [0, 0], pattern, 0.5)
     torch.autograd.grad(o.sum(), [q, k, v])
     assert any(len(some) > 1 for some in added)
     for some in added:
@@ -185,9 +185,9 @@ def large(dtype) -> tuple[Tensor, ...]:
 def test_errors_are_at_most_twice_those_of_one_masked_call(pattern, dtype, peer):
     q, k, v = large(dtype)
     place = torch.arange(300)
-    mask = parse(pattern).allows(place[:, None], place)
+    mask = parse_pattern(pattern).allows(place[:, None], place)
     exact, _ = truth(q, k, v, mask, None, 0.25)
-    ours = bands.banded(q, k, v, None, [], [0, 0], pattern, 0.25)[0]
+    ours = bands.block_sparse_attention(q, k, v, None, [], [0, 0], pattern, 0.25)[0]
     theirs = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask, scale=0.25)
     errors = [(o.double() - exact).abs().max() for o in (ours, theirs.transpose(1, 2))]
     assert errors[0] <= 2 * errors[1] + torch.finfo(peer).eps * exact.abs().max()
@@ -196,7 +196,7 @@ def test_errors_are_at_most_twice_those_of_one_masked_call(pattern, dtype, peer)
 def test_huge_scores_and_sinks_give_numbers():
     q, k, v = (x.requires_grad_() for x in large(torch.float32))
     for sinks in (None, torch.tensor([-1e4, 0.0, 1e4], requires_grad=True)):
-        o, _ = bands.banded(q, k, v, sinks, [], [0, 150], "window(100)", 1e4)
+        o, _ = bands.block_sparse_attention(q, k, v, sinks, [], [0, 150], "window(100)", 1e4)
         grads = torch.autograd.grad(o.sum(), [q, k, v, *([] if sinks is None else [sinks])])
         assert all(x.isfinite().all() for x in (o, *grads))
         assert (o[:, :150] == 0).all()  # these stand before every key
@@ -221,10 +221,10 @@ class Made(TorchDispatchMode):
 def made(pattern: str, count: int) -> int:
     q, k, v = (torch.randn(1, count, 2, 8) for _ in "qkv")
     how = None, [], [0, 0], pattern, 0.3
-    bands.read(q, k, v, *how)
+    bands.run_forward(q, k, v, *how)
     with Made() as mode:
-        o, lse = bands.read(q, k, v, *how)
-        bands.gradients(o, o, lse, q, k, v, *how)
+        o, lse = bands.run_forward(q, k, v, *how)
+        bands.run_backward(o, o, lse, q, k, v, *how)
     return mode.nbytes
 
 
@@ -242,7 +242,7 @@ def test_work_and_memory_grow_with_the_length(pattern):
     layer = hw.Attention(hw.design(model=16, heads=2, pattern=pattern), backend="banded")
     kept = [kept_for_backward(layer, count) for count in (1024, 2048)]
     numbers = [made(pattern, count) for count in (1024, 2048)]
-    spent = [formed(parse(pattern), range(count), range(count)) for count in (1024, 2048)]
+    spent = [count_batch_pairs(parse_pattern(pattern), range(count), range(count)) for count in (1024, 2048)]
     assert spent[1] <= 2.2 * spent[0]
     assert numbers[1] <= 2.2 * numbers[0]
     assert kept[1] <= 2.2 * kept[0]
@@ -281,13 +281,13 @@ def test_gradients_are_counted_as_torch_counts_them(pattern):
     spec = cases.base(pattern=pattern, kv=2)
     layer = cases.layer(spec, torch.float32, "banded")
     x = torch.randn(2, 300, 10, requires_grad=True)
-    job, work = Job(spec, spec.core, grad=True), counting.work_of(spec, batch=2, queries=300)
-    core = BACKENDS["banded"].spent(job, work)
+    job, work = CallSignature(spec, spec.core, needs_grad=True), counting.self_attention_work(spec, batch=2, queries=300)
+    core = BACKENDS["banded"].executed_flops(job, work)
     with FlopCounterMode(display=False) as counter:
         y = layer(x)
         forth = counter.get_total_flops()
         y.sum().backward()
-    assert forth == counting.spent(spec, work, core)
+    assert forth == counting.executed_flops(spec, work, core)
     assert counter.get_total_flops() - forth == 2 * (forth - core) + 5 * core // 2
 
 
@@ -317,7 +317,7 @@ def test_patterns_are_one_graph(words):
     x = torch.randn(2, 300, 10, dtype=torch.float64, requires_grad=True)
     torch._dynamo.reset()
     y = torch.compile(layer, fullgraph=True, backend="eager")(x)
-    layer.only = "dense"
+    layer.backend_name = "dense"
     cases.check_close(y, layer(x))
     ours, theirs = (torch.autograd.grad(one.sum(), x)[0] for one in (y, layer(x)))
     cases.check_close(ours, theirs, rtol=1e-8, atol=1e-9)

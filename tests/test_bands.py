@@ -13,12 +13,12 @@ import headwise as hw
 import maps
 from cases import check_close
 from headwise.heads import looking
-from headwise.heads.block import Block
-from headwise.heads.looking import Looker
-from headwise.heads.measuring import Adding, measure
-from headwise.heads.published import EVERY
-from headwise.heads.scene import Scene
-from headwise.hub.watching import Seen
+from headwise.heads.block import WeightBand
+from headwise.heads.looking import WeightBandHook
+from headwise.heads.measuring import MetricSums, measure_heads
+from headwise.heads.published import ALL_METRICS
+from headwise.heads.scene import Example
+from headwise.hub.watching import AttentionInputs
 from test_sites import looked
 
 COUNT = 23
@@ -34,25 +34,25 @@ SPECS = {
 }
 
 
-def told(count: int = COUNT) -> Scene:
-    return Scene(None, {"text": maps.block("full", 0, count=count).told})
+def told(count: int = COUNT) -> Example:
+    return Example(None, {"text": maps.block("full", 0, count=count).key_tokens})
 
 
-def bands(core, cells: int, monkeypatch: pytest.MonkeyPatch) -> list[Block]:
-    seen: list[Block] = []
-    monkeypatch.setattr(looking, "CELLS", cells)
-    Looker("site", told(), ("text", "text"), lambda _, block: seen.append(block)).core(core)
+def bands(core, cells: int, monkeypatch: pytest.MonkeyPatch) -> list[WeightBand]:
+    seen: list[WeightBand] = []
+    monkeypatch.setattr(looking, "MAX_CELLS", cells)
+    WeightBandHook("site", told(), ("text", "text"), lambda _, block: seen.append(block)).on_call(core)
     return seen
 
 
-def spread(some: list[Block]) -> tuple[torch.Tensor, torch.Tensor]:
+def spread(some: list[WeightBand]) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and pairs of all bands at their places, [H, T, S]."""
     heads = some[0].w_HTS.shape[0]
     weights = torch.zeros(heads, COUNT, COUNT, dtype=some[0].w_HTS.dtype)
     allowed = torch.zeros(heads, COUNT, COUNT, dtype=torch.bool)
     for one in some:
         _, rows, keys = one.w_HTS.shape
-        here = slice(one.start, one.start + rows), slice(one.first, one.first + keys)
+        here = slice(one.start, one.start + rows), slice(one.first_key, one.first_key + keys)
         weights[:, here[0], here[1]], allowed[:, here[0], here[1]] = one.w_HTS, one.allowed
     return weights, allowed
 
@@ -68,7 +68,7 @@ def test_bands_are_the_weights_of_the_definition(name: str, cells: int, monkeypa
             layer(x)
         (keep,) = keeps.values()
         weights, allowed = spread(bands(keep.seen[0], cells, monkeypatch))
-    check_close(weights, probe.seen["weights"][0])
+    check_close(weights, probe.tensors["weights"][0])
     wanted = torch.tensor([[SPECS[name].pattern.allows(t, s) for s in range(COUNT)] for t in range(COUNT)])
     assert torch.equal(allowed, wanted.expand_as(allowed))
 
@@ -79,12 +79,12 @@ def test_bands_are_as_narrow_as_what_they_read(monkeypatch: pytest.MonkeyPatch):
         layer(torch.randn(1, COUNT, 12, dtype=torch.float64))
     (keep,) = keeps.values()
     some = bands(keep.seen[0], 1, monkeypatch)
-    assert [(one.start, one.first, one.w_HTS.shape[2]) for one in some] == [
+    assert [(one.start, one.first_key, one.w_HTS.shape[2]) for one in some] == [
         (t, max(0, t - 3), min(t, 3) + 1) for t in range(COUNT)
     ]
     some = bands(keep.seen[0], 3 * COUNT * 2, monkeypatch)
     assert max(one.w_HTS.shape[1] for one in some) > 4  # of few keys there are more rows
-    assert all(one.w_HTS.numel() <= looking.TALL * 3 * COUNT * 2 for one in some)
+    assert all(one.w_HTS.numel() <= looking.MAX_HEIGHT_RATIO * 3 * COUNT * 2 for one in some)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", "each"])
@@ -96,14 +96,14 @@ def test_seen_keys_are_all_that_rows_may_read(kind: str):
     may[4] = False
     may = torch.stack([may, may.roll(1, 0)]).repeat(3, 1, 1) if kind == "each" else may
     mask = torch.zeros(may.shape).masked_fill(~may, -torch.inf) if kind == "float" else may
-    seen = Seen(q, k, k, 0.5, mask=mask)
+    seen = AttentionInputs(q, k, k, 0.5, mask=mask)
     rows, keys = slice(2, 7), slice(2, 8)
     scores = torch.stack([q[0, :, h] @ k[0, :, h // 2].T * 0.5 for h in range(6)])
     raw = torch.where(may, scores.exp(), 0)
     wanted = (raw / raw.sum(-1, keepdim=True).clamp(min=1e-300))[None, :, rows]
-    check_close(seen.every(rows), wanted)
-    check_close(seen.every(rows, keys), wanted[..., keys])
-    assert torch.equal(seen.allowed(rows), may.expand(1, 6 if kind == "each" else 1, 9, 11)[:, :, rows])
+    check_close(seen.all_weights(rows), wanted)
+    check_close(seen.all_weights(rows, keys), wanted[..., keys])
+    assert torch.equal(seen.allowed_pairs(rows), may.expand(1, 6 if kind == "each" else 1, 9, 11)[:, :, rows])
 
 
 @pytest.mark.parametrize("kind", ["causal", "holes", "each"])
@@ -114,13 +114,13 @@ def test_keys_that_nobody_reads_add_nothing(kind: str):
     may[..., :3] = may[..., 17:] = False
     weights = torch.where(may, block.w_HTS[:, rows], 0)
     weights[0, 3] = 0  # nor is one of these the largest, where nothing is
-    whole = Block(weights, may, 2, block.asks, block.told)
-    cut = replace(whole, w_HTS=weights[..., 3:17], allowed=may[..., 3:17], first=3)
+    whole = WeightBand(weights, may, 2, block.query_tokens, block.key_tokens)
+    cut = replace(whole, w_HTS=weights[..., 3:17], allowed=may[..., 3:17], first_key=3)
     sums = []
     for one in (whole, cut):
-        adding = Adding(tuple(EVERY.values()))
-        adding.see("site", one)
-        adding.close()
+        adding = MetricSums(tuple(ALL_METRICS.values()))
+        adding.add_band("site", one)
+        adding.finish_example()
         sums.append(adding.kept)
     for key, [both] in sums[0].items():
         for own, other in zip(both, sums[1][key][0], strict=True):
@@ -130,14 +130,14 @@ def test_keys_that_nobody_reads_add_nothing(kind: str):
 def test_chance_is_the_same_whether_it_was_known():
     """The second site of a text takes over what the first one found."""
     block = maps.block("causal", 5)
-    adding = Adding(tuple(EVERY.values()))
+    adding = MetricSums(tuple(ALL_METRICS.values()))
     for site in ("one", "two"):
-        adding.see(site, block)
-    adding.close()
-    alone = Adding(tuple(EVERY.values()))
-    alone.see("one", block.uniform)
-    alone.close()
-    for name in EVERY:
+        adding.add_band(site, block)
+    adding.finish_example()
+    alone = MetricSums(tuple(ALL_METRICS.values()))
+    alone.add_band("one", block.uniform_baseline)
+    alone.finish_example()
+    for name in ALL_METRICS:
         found = [adding.kept[site, name, "chance"][0] for site in ("one", "two")] + [alone.kept["one", name, "own"][0]]
         for other in found[1:]:
             for own, same in zip(found[0], other, strict=True):
@@ -151,16 +151,16 @@ def test_tokens_fewer_than_the_model_asks_for_are_refused():
     with pytest.raises(
         ValueError, match=f"reads {text.count} tokens and asks for {text.count}, where {text.count - 1}"
     ):
-        measure(handmade.decoder(), [Scene(scene.inputs, {"text": short}), *more])
+        measure_heads(handmade.decoder(), [Example(scene.inputs, {"text": short}), *more])
 
 
 def test_few_tokens_of_many_are_picked():
     """Whether few or many are asked for, and wherever the band begins."""
     block = maps.block("causal", 1, count=301)
-    cut = replace(block, w_HTS=block.w_HTS[..., 5:], allowed=block.allowed[..., 5:], first=5)
+    cut = replace(block, w_HTS=block.w_HTS[..., 5:], allowed=block.allowed[..., 5:], first_key=5)
     for chosen in ([0], [7], [5, 100, 250], list(range(0, 301, 3))):
         keys = torch.zeros(301, dtype=torch.bool)
         keys[chosen] = True
         for one in (block, cut):
-            wanted = block.w_HTS[..., [s for s in chosen if s >= one.first]].sum(-1)
-            check_close(one.on(keys), wanted)
+            wanted = block.w_HTS[..., [s for s in chosen if s >= one.first_key]].sum(-1)
+            check_close(one.weight_on(keys), wanted)

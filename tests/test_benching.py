@@ -15,15 +15,15 @@ import torch
 import headwise as hw
 from headwise import cli
 from headwise.benching import agreeing, around, bars, limits, machine, rows, running
-from headwise.benching.case import LIMIT, Absent, Aim, Case, Need
-from headwise.benching.limits import PRODUCTS, READ, Last, Limits
-from headwise.benching.report import Report, lasting, timed
-from headwise.benching.turns import Pace, Samples, in_turns, once, turns
+from headwise.benching.case import LIMIT, MissingPeer, SpeedTarget, BenchmarkCase, RequiredWork
+from headwise.benching.limits import MATMUL_RUN, READ_RUN, LastLevelCache, MachineLimits
+from headwise.benching.report import BenchmarkReport, format_duration, format_seconds
+from headwise.benching.turns import TimingPace, TimingSamples, time_interleaved, time_warm_call, interleaved_order
 from headwise.heads import inks
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SAME = torch.arange(7.0)
-LAST = Last(2**10, True)
+LAST = LastLevelCache(2**10, True)
 
 
 class Clock:
@@ -53,47 +53,47 @@ def clock() -> Clock:
     return Clock()
 
 
-class Fixed(Limits):
+class Fixed(MachineLimits):
     """A machine that reads and multiplies by the fake clock."""
 
-    def runs(self, need: Need | None) -> dict[str, Any]:
-        made = super().runs(need)
-        return {name: CLOCKS[-1].run(name, {READ: 0.125, PRODUCTS: 0.5}[name]) for name in made}
+    def runs(self, need: RequiredWork | None) -> dict[str, Any]:
+        made = super().limit_runs(need)
+        return {name: CLOCKS[-1].run(name, {READ_RUN: 0.125, MATMUL_RUN: 0.5}[name]) for name in made}
 
 
 CLOCKS: list[Clock] = []
 
 
 @pytest.fixture
-def bench(clock: Clock) -> rows.Bench:
+def bench(clock: Clock) -> rows.CaseTimer:
     CLOCKS.append(clock)
-    return rows.Bench(Pace(sample=0.02, least=3, most=5, budget=100.0), Fixed(LAST), clock)
+    return rows.CaseTimer(TimingPace(min_sample_seconds=0.02, min_samples=3, max_samples=5, max_seconds=100.0), Fixed(LAST), clock)
 
 
-def row(bench: rows.Bench, case: Case) -> dict[str, Any]:
-    return bench.row(case, "fake") | {"title": "Fake work"}
+def row(bench: rows.CaseTimer, case: BenchmarkCase) -> dict[str, Any]:
+    return bench.time_case(case, "fake") | {"title": "Fake work"}
 
 
 # --- turns ---------------------------------------------------------------------------------------------
 
 
 def test_a_sample_lasts_long_enough_and_says_seconds_of_one_call(clock: Clock):
-    taken = in_turns({"a": clock.run("a", 0.25), "b": clock.run("b", 0.0078125)}, Pace(most=4), clock)
-    assert taken["a"] == Samples((0.25,) * 4, 1)
-    assert taken["b"].calls == 3  # 0.02 seconds and no less
+    taken = time_interleaved({"a": clock.run("a", 0.25), "b": clock.run("b", 0.0078125)}, TimingPace(max_samples=4), clock)
+    assert taken["a"] == TimingSamples((0.25,) * 4, 1)
+    assert taken["b"].calls_per_sample == 3  # 0.02 seconds and no less
     assert taken["b"].seconds == pytest.approx((0.0078125,) * 4, rel=1e-12)
 
 
 def test_what_is_slow_is_sampled_less_often_but_often_enough(clock: Clock):
-    pace = Pace(least=3, most=15, budget=30.0)
-    taken = in_turns({"slow": clock.run("slow", 60.0), "some": clock.run("some", 2.5), "fast": clock.run("fast", 0.1)},
+    pace = TimingPace(min_samples=3, max_samples=15, max_seconds=30.0)
+    taken = time_interleaved({"slow": clock.run("slow", 60.0), "some": clock.run("some", 2.5), "fast": clock.run("fast", 0.1)},
                      pace, clock)  # fmt: skip
     assert [len(taken[name].seconds) for name in ("slow", "some", "fast")] == [3, 4, 15]
 
 
 def test_a_call_as_long_as_a_sample_is_one_from_the_first_round_on(clock: Clock):
     runs = {"long": clock.run("long", 0.75, 0.5), "short": clock.run("short", 0.015625)}
-    taken = in_turns(runs, Pace(sample=0.02, least=3, most=3), clock)
+    taken = time_interleaved(runs, TimingPace(min_sample_seconds=0.02, min_samples=3, max_samples=3), clock)
     assert taken["long"].seconds == (0.75, 0.5, 0.5)
     assert clock.order.count("long") == 3
     assert len(taken["short"].seconds) == 3
@@ -102,16 +102,16 @@ def test_a_call_as_long_as_a_sample_is_one_from_the_first_round_on(clock: Clock)
 
 def test_who_is_widely_spread_has_all_sampled_as_often_again(clock: Clock):
     runs = {"even": clock.run("even", 1.0), "odd": clock.run("odd", 1.0, 1.0, 2.0, 3.0, 1.0)}
-    taken = in_turns(runs, Pace(least=3, most=15, budget=1.0), clock)
+    taken = time_interleaved(runs, TimingPace(min_samples=3, max_samples=15, max_seconds=1.0), clock)
     assert {name: len(samples.seconds) for name, samples in taken.items()} == {"even": 6, "odd": 6}
-    again = in_turns({"odd": clock.run("odd", 1.0, 1.0, 2.0, 3.0)}, Pace(least=3, most=3, budget=1.0), clock)
+    again = time_interleaved({"odd": clock.run("odd", 1.0, 1.0, 2.0, 3.0)}, TimingPace(min_samples=3, max_samples=3, max_seconds=1.0), clock)
     assert len(again["odd"].seconds) == 3  # no more than are taken at most
 
 
 def test_turns_are_mixed_the_same_way_every_time():
-    told = list(turns({"a": 40, "b": 40, "c": 20}, seed=0))
-    assert told == list(turns({"a": 40, "b": 40, "c": 20}, seed=0))
-    assert told != list(turns({"a": 40, "b": 40, "c": 20}, seed=1))
+    told = list(interleaved_order({"a": 40, "b": 40, "c": 20}, seed=0))
+    assert told == list(interleaved_order({"a": 40, "b": 40, "c": 20}, seed=0))
+    assert told != list(interleaved_order({"a": 40, "b": 40, "c": 20}, seed=1))
     assert {name: told.count(name) for name in "abc"} == {"a": 40, "b": 40, "c": 20}
     halves = told[: len(told) // 2]
     assert halves.count("c") == 10  # spread over the rounds, not at one end
@@ -121,7 +121,7 @@ def test_turns_are_mixed_the_same_way_every_time():
 
 
 def test_the_warm_estimate_is_the_shortest_of_some(clock: Clock):
-    assert once(clock.run("a", 0.015625, 0.00390625, 0.0078125), clock, 0.02) == 0.00390625
+    assert time_warm_call(clock.run("a", 0.015625, 0.00390625, 0.0078125), clock, 0.02) == 0.00390625
     assert len(clock.order) == 3  # as many as take 0.02 seconds together
 
 
@@ -129,13 +129,13 @@ def test_the_collector_rests_while_runs_are_timed(clock: Clock):
     import gc
 
     seen = []
-    in_turns({"a": lambda: (seen.append(gc.isenabled()), clock.run("a", 1.0)())}, Pace(most=3), clock)
+    time_interleaved({"a": lambda: (seen.append(gc.isenabled()), clock.run("a", 1.0)())}, TimingPace(max_samples=3), clock)
     assert set(seen) == {False}
     assert gc.isenabled()
 
 
 def test_median_and_spread_are_of_the_middle():
-    samples = Samples((1.0, 100.0, 2.0, 3.0, 4.0))
+    samples = TimingSamples((1.0, 100.0, 2.0, 3.0, 4.0))
     assert samples.median == 3.0
     assert samples.spread == pytest.approx((4.0 - 2.0) / 3.0)
 
@@ -157,23 +157,23 @@ def test_median_and_spread_are_of_the_middle():
         (torch.tensor([torch.nan]), torch.tensor([1.0]), False),
         ((SAME, SAME), (SAME, SAME * torch.nan), False),
         (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0], dtype=torch.bfloat16), True),
-        (torch.zeros(3), torch.full((3,), 0.01), False),
+        (torch.zeros(3), torch.is_full((3,), 0.01), False),
         (torch.empty(0, 3), torch.empty(0, 3), True),
         (3.5, 3.5, True),
     ],
 )
 def test_results_are_held_to_their_largest_number(ours: Any, theirs: Any, same: bool):
-    assert (agreeing.difference(ours, theirs, 1e-3) == "") is same
+    assert (agreeing.describe_difference(ours, theirs, 1e-3) == "") is same
 
 
 # --- verdicts ------------------------------------------------------------------------------------------
 
 
-def test_a_row_has_medians_ratios_the_limit_and_verdicts(bench: rows.Bench, clock: Clock):
-    case = Case(
+def test_a_row_has_medians_ratios_the_limit_and_verdicts(bench: rows.CaseTimer, clock: Clock):
+    case = BenchmarkCase(
         "a case", clock.run("ours", 0.5), {"one": clock.run("one", 1.5), "two": clock.run("two", 0.25)},
-        aims=(Aim("one", 3.0), Aim("two", 1.0), Aim(LIMIT, 0.5)), need=Need(reads=2**15), notes={"memory": "7 MB"},
-        tried="everything.",
+        targets=(SpeedTarget("one", 3.0), SpeedTarget("two", 1.0), SpeedTarget(LIMIT, 0.5)), required_work=RequiredWork(bytes_read=2**15), notes={"memory": "7 MB"},
+        history="everything.",
     )  # fmt: skip
     got = row(bench, case)
     assert got["ours_s"] == 0.5
@@ -189,106 +189,106 @@ def test_a_row_has_medians_ratios_the_limit_and_verdicts(bench: rows.Bench, cloc
     json.dumps(got, allow_nan=False)
 
 
-def test_a_limit_is_the_longer_of_reading_and_products(bench: rows.Bench, clock: Clock):
-    need = Need(reads=2**14, flops=2 * 2048**3 * 3, dtype=torch.float64)
-    taken = {READ: Samples((0.125,) * 3), PRODUCTS: Samples((0.5,) * 3)}
-    got = Limits(LAST).of(need, taken)
+def test_a_limit_is_the_longer_of_reading_and_products(bench: rows.CaseTimer, clock: Clock):
+    need = RequiredWork(bytes_read=2**14, flops=2 * 2048**3 * 3, dtype=torch.float64)
+    taken = {READ_RUN: TimingSamples((0.125,) * 3), MATMUL_RUN: TimingSamples((0.5,) * 3)}
+    got = MachineLimits(LAST).bound(need, taken)
     assert (got["seconds"], got["waits_for"]) == (1.5, "compute")
     assert got["bytes_per_second"] == 2**13 / 0.125
     assert got["flops_per_second"] == 2 * 2048**3 / 0.5
-    assert Limits(LAST).of(Need(reads=2**17), taken)["waits_for"] == "memory"
+    assert MachineLimits(LAST).bound(RequiredWork(bytes_read=2**17), taken)["waits_for"] == "memory"
 
 
 def test_the_machine_reads_more_than_its_cache_holds_and_multiplies_in_the_dtype(clock: Clock):
-    runs = Limits(Last(2**12, True)).runs(Need(reads=1, flops=1, dtype=torch.bfloat16))
-    assert set(runs) == {READ, PRODUCTS}
-    assert runs[READ]().item() == 8 * 2**12 / 4  # ones, four bytes each
-    assert runs[PRODUCTS]().dtype == torch.bfloat16
-    assert Limits(LAST).runs(None) == {}
+    runs = MachineLimits(LastLevelCache(2**12, True)).limit_runs(RequiredWork(bytes_read=1, flops=1, dtype=torch.bfloat16))
+    assert set(runs) == {READ_RUN, MATMUL_RUN}
+    assert runs[READ_RUN]().item() == 8 * 2**12 / 4  # ones, four bytes each
+    assert runs[MATMUL_RUN]().dtype == torch.bfloat16
+    assert MachineLimits(LAST).limit_runs(None) == {}
 
 
-def test_who_is_absent_is_named(bench: rows.Bench, clock: Clock):
+def test_who_is_absent_is_named(bench: rows.CaseTimer, clock: Clock):
     def broken() -> Any:
         raise RuntimeError("no\ncompiler")
 
-    peers = {"gone": Absent("gone is not installed"), "broken": broken, "there": clock.run("there", 1.0)}
-    got = row(bench, Case("a case", clock.run("ours", 0.5), peers, aims=(Aim("gone", 2.0), Aim("there", 2.0))))
+    peers = {"gone": MissingPeer("gone is not installed"), "broken": broken, "there": clock.run("there", 1.0)}
+    got = row(bench, BenchmarkCase("a case", clock.run("ours", 0.5), peers, targets=(SpeedTarget("gone", 2.0), SpeedTarget("there", 2.0))))
     assert got["absent"] == {"gone": "gone is not installed", "broken": "failed: RuntimeError: no compiler"}
     assert list(got["peers"]) == ["there"]
     assert [one["met"] for one in got["aim"]] == [None, True]
     assert got["met"] is None
-    said = str(Report(MACHINE, [got]))
+    said = str(BenchmarkReport(MACHINE, [got]))
     assert "gone: gone is not installed" in said
     assert "broken: failed: RuntimeError: no compiler" in said
 
 
-def test_other_results_give_no_verdict(bench: rows.Bench, clock: Clock):
+def test_other_results_give_no_verdict(bench: rows.CaseTimer, clock: Clock):
     peers = {"liar": clock.run("liar", 9.0, gives=SAME + 1), "one": clock.run("one", 9.0)}
-    got = row(bench, Case("a case", clock.run("ours", 0.5), peers, aims=(Aim("one", 2.0),)))
+    got = row(bench, BenchmarkCase("a case", clock.run("ours", 0.5), peers, targets=(SpeedTarget("one", 2.0),)))
     assert list(got["differs"]) == ["liar"]
     assert (got["met"], got["aim"][0]["why"]) == (None, "not the same results")
-    report = Report(MACHINE, [got])
-    assert not report.sound
+    report = BenchmarkReport(MACHINE, [got])
+    assert not report.is_valid
     assert "liar says something else" in str(report)
-    lenient = Case("a case", clock.run("ours", 0.5), peers, aims=(Aim("one", 2.0),), tolerance=None)
+    lenient = BenchmarkCase("a case", clock.run("ours", 0.5), peers, targets=(SpeedTarget("one", 2.0),), tolerance=None)
     assert row(bench, lenient)["met"] is True
 
 
-def test_a_loose_spread_gives_no_verdict(bench: rows.Bench, clock: Clock):
+def test_a_loose_spread_gives_no_verdict(bench: rows.CaseTimer, clock: Clock):
     shaky = clock.run("shaky", 1.0, 1.0, 1.0, 1.5, 2.0, 2.5, 3.0)
-    got = row(bench, Case("a case", clock.run("ours", 0.5), {"shaky": shaky, "calm": clock.run("calm", 1.0)},
-                          aims=(Aim("shaky", 0.1), Aim("calm", 2.0))))  # fmt: skip
+    got = row(bench, BenchmarkCase("a case", clock.run("ours", 0.5), {"shaky": shaky, "calm": clock.run("calm", 1.0)},
+                          targets=(SpeedTarget("shaky", 0.1), SpeedTarget("calm", 2.0))))  # fmt: skip
     assert got["spread"]["shaky"] > 0.2
     assert [one["met"] for one in got["aim"]] == [None, True]
     assert "spread of shaky above 20%" in got["aim"][0]["why"]
-    loose = row(bench, Case("a case", clock.run("ours", 0.5, 0.5, 0.5, 0.8, 1.1, 1.4, 1.7),
-                            {"calm": clock.run("calm", 1.0)}, aims=(Aim("calm", 0.1),)))  # fmt: skip
+    loose = row(bench, BenchmarkCase("a case", clock.run("ours", 0.5, 0.5, 0.5, 0.8, 1.1, 1.4, 1.7),
+                            {"calm": clock.run("calm", 1.0)}, targets=(SpeedTarget("calm", 0.1),)))  # fmt: skip
     assert loose["met"] is None
 
 
-def test_what_fails_of_ours_is_said_and_is_not_sound(bench: rows.Bench):
+def test_what_fails_of_ours_is_said_and_is_not_sound(bench: rows.CaseTimer):
     def ours() -> Any:
         raise ValueError("this is new")
 
-    got = row(bench, Case("a case", ours, {}, aims=(Aim(LIMIT, 0.5),), need=Need(reads=1)))
+    got = row(bench, BenchmarkCase("a case", ours, {}, targets=(SpeedTarget(LIMIT, 0.5),), required_work=RequiredWork(bytes_read=1)))
     assert (got["ours_s"], got["failed"], got["met"]) == (None, "ValueError: this is new", None)
-    report = Report(MACHINE, [got])
-    assert not report.sound
+    report = BenchmarkReport(MACHINE, [got])
+    assert not report.is_valid
     assert "ours failed: ValueError: this is new" in str(report)
-    assert bars.bars(got) == []
+    assert bars.row_bars(got) == []
 
 
 def test_a_row_says_where_its_time_went(capsys, fakes, clock: Clock):
-    def slow(quick: bool) -> Iterator[Case]:
+    def slow(quick: bool) -> Iterator[BenchmarkCase]:
         clock.now += 4.0
-        yield Case("first", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)})
+        yield BenchmarkCase("first", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)})
         clock.now += 60.0
-        yield Case("second", clock.run("ours", 0.5), {})
+        yield BenchmarkCase("second", clock.run("ours", 0.5), {})
 
     fakes["slow"] = SimpleNamespace(cases=slow, TITLE="Slow work")
     _, out, _ = run(capsys, "slow", "--json")
     told = json.loads(out)
-    pace = running.PACES[False]
-    seconds = 0.5 * pace.repeats(0.5, 2) + 1.0 * pace.repeats(1.0, 2)
+    pace = running.TIMING_PACES[False]
+    seconds = 0.5 * pace.num_samples(0.5, 2) + 1.0 * pace.num_samples(1.0, 2)
     assert told["rows"][0]["took"] == pytest.approx({"making": 4.0, "first calls": 1.5, "samples": seconds})
     assert told["rows"][1]["took"]["making"] == 60.0
     whole = sum(sum(row["took"].values()) for row in told["rows"])
     assert told["machine"]["took"] == pytest.approx(whole)
     said = " ".join(run(capsys, "slow")[1].split())
-    assert f"all took {lasting(whole)}" in said
-    assert f"Time went to: slow {lasting(whole)}." in said
+    assert f"all took {format_duration(whole)}" in said
+    assert f"Time went to: slow {format_duration(whole)}." in said
 
 
-def test_an_aim_at_nobody_is_a_mistake(bench: rows.Bench, clock: Clock):
+def test_an_aim_at_nobody_is_a_mistake(bench: rows.CaseTimer, clock: Clock):
     with pytest.raises(ValueError, match="aims at 'nobody', and has no such peer"):
-        bench.row(Case("a case", clock.run("ours", 1.0), {}, aims=(Aim("nobody", 1.0),)), "fake")
+        bench.time_case(BenchmarkCase("a case", clock.run("ours", 1.0), {}, targets=(SpeedTarget("nobody", 1.0),)), "fake")
     with pytest.raises(ValueError, match="aims at a limit, and says no need"):
-        bench.row(Case("a case", clock.run("ours", 1.0), {}, aims=(Aim(LIMIT, 1.0),)), "fake")
+        bench.time_case(BenchmarkCase("a case", clock.run("ours", 1.0), {}, targets=(SpeedTarget(LIMIT, 1.0),)), "fake")
 
 
-def test_no_aims_no_verdict_and_all_met_is_met(bench: rows.Bench, clock: Clock):
-    assert row(bench, Case("a", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}))["met"] is None
-    assert row(bench, Case("a", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}, (Aim("one", 2.0),)))["met"]
+def test_no_aims_no_verdict_and_all_met_is_met(bench: rows.CaseTimer, clock: Clock):
+    assert row(bench, BenchmarkCase("a", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}))["met"] is None
+    assert row(bench, BenchmarkCase("a", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}, (SpeedTarget("one", 2.0),)))["met"]
 
 
 # --- the machine ---------------------------------------------------------------------------------------
@@ -312,25 +312,25 @@ def caches(folder: Path, *told: tuple[int, str, str, str]) -> Path:
 
 def test_the_last_level_is_that_of_all_processors_once(tmp_path: Path):
     told = [(0, "1", "48K", "0"), (0, "3", "32768K", "0-1"), (1, "3", "32768K", "0-1"), (2, "3", "16M", "2-3")]
-    assert limits.last_level(caches(tmp_path / "a", *told)) == (48 * 2**20, True)
-    assert limits.last_level(tmp_path / "nothing") == (2**25, False)
+    assert limits.find_last_level_cache(caches(tmp_path / "a", *told)) == (48 * 2**20, True)
+    assert limits.find_last_level_cache(tmp_path / "nothing") == (2**25, False)
     damaged = caches(tmp_path / "b", (0, "3", "unknown", "0-1"), (1, "2", "2M", "1"))
-    assert limits.last_level(damaged) == (2 * 2**20, True)
+    assert limits.find_last_level_cache(damaged) == (2 * 2**20, True)
 
 
 def test_where_nobody_says_which_processors_all_count(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(machine.os, "sched_getaffinity")
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 3)
-    assert machine.processors() == machine.checked(None) == 3
+    assert machine.num_processors() == machine.check_threads(None) == 3
 
 
 def test_odd_machines_are_labelled(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Limits, "header", lambda self: {})
+    monkeypatch.setattr(MachineLimits, "header", lambda self: {})
     monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.5, 9.0, 9.0))
-    assert machine.machine(Limits(LAST), 2)["labels"] == []
+    assert machine.describe_machine(MachineLimits(LAST), 2)["labels"] == []
     monkeypatch.setattr(machine, "version", lambda name: {"torch": "2.13.0", "entmax": None}.get(name, "1"))
     monkeypatch.setattr(machine.os, "getloadavg", lambda: (3.25, 0.0, 0.0))
-    labels = machine.machine(Limits(Last(2**25, False)), 1)["labels"]
+    labels = machine.describe_machine(MachineLimits(LastLevelCache(2**25, False)), 1)["labels"]
     assert labels == [
         "1 thread: others use more",
         "entmax: unknown version",
@@ -344,12 +344,12 @@ def test_who_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch):
         raise machine.PackageNotFoundError(name)
 
     monkeypatch.setattr(machine, "version", missing)
-    assert machine.versions() == {}
+    assert machine.package_versions() == {}
 
 
 def test_threads_are_as_before_afterwards(monkeypatch: pytest.MonkeyPatch):
     before = torch.get_num_threads()
-    with machine.on_threads(1):
+    with machine.use_threads(1):
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
 
@@ -361,21 +361,21 @@ def test_threads_are_as_before_afterwards(monkeypatch: pytest.MonkeyPatch):
 def fakes(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> dict[str, Any]:
     """Two kinds of work that take no time, on a machine that nobody measures."""
 
-    def slow(quick: bool) -> Iterator[Case]:
-        yield Case(
-            "slow, forward", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}, (Aim("one", 3.0), Aim("one", 2.0))
+    def slow(quick: bool) -> Iterator[BenchmarkCase]:
+        yield BenchmarkCase(
+            "slow, forward", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}, (SpeedTarget("one", 3.0), SpeedTarget("one", 2.0))
         )
-        yield Case("slow, backward", clock.run("ours", 0.5), {"gone": Absent("gone is not installed")})
+        yield BenchmarkCase("slow, backward", clock.run("ours", 0.5), {"gone": MissingPeer("gone is not installed")})
 
-    def other(quick: bool) -> Iterator[Case]:
-        yield Case("other", clock.run("ours", 0.5), {"liar": clock.run("liar", 1.0, gives=SAME + 1)})
+    def other(quick: bool) -> Iterator[BenchmarkCase]:
+        yield BenchmarkCase("other", clock.run("ours", 0.5), {"liar": clock.run("liar", 1.0, gives=SAME + 1)})
 
     made = {"slow": SimpleNamespace(cases=slow, TITLE="Slow work"),
             "other": SimpleNamespace(cases=other, TITLE="Other work")}  # fmt: skip
-    monkeypatch.setattr(running, "kinds", lambda: made)
-    monkeypatch.setattr(around, "machine", lambda limits, threads: MACHINE | {"threads": threads})
-    bench = rows.Bench
-    monkeypatch.setattr(around, "Bench", lambda pace, limits: bench(pace, limits, clock))
+    monkeypatch.setattr(running, "case_modules", lambda: made)
+    monkeypatch.setattr(around, "describe_machine", lambda limits, threads: MACHINE | {"threads": threads})
+    bench = rows.CaseTimer
+    monkeypatch.setattr(around, "CaseTimer", lambda pace, limits: bench(pace, limits, clock))
     return made
 
 
@@ -411,14 +411,14 @@ def test_the_table_fits_a_terminal(capsys, fakes):
     assert "1 met, 1 missed" in out
 
 
-def test_the_widest_line_fits_too(bench: rows.Bench, clock: Clock):
+def test_the_widest_line_fits_too(bench: rows.CaseTimer, clock: Clock):
     name = "somebody whose name is long, as published (plain PyTorch, compiled)"
     shaky = clock.run(name, 1.0, 1.0, 1.0, 1.5, 2.0, 2.5, 3.0)
-    aims = (Aim(name, 20.0), Aim(LIMIT, 0.8), Aim(name, 200.0))
+    aims = (SpeedTarget(name, 20.0), SpeedTarget(LIMIT, 0.8), SpeedTarget(name, 200.0))
     got = row(
-        bench, Case(3 * name, clock.run("ours", 0.5), {name: shaky}, aims, need=Need(reads=2**14), tried=9 * name)
+        bench, BenchmarkCase(3 * name, clock.run("ours", 0.5), {name: shaky}, aims, required_work=RequiredWork(bytes_read=2**14), history=9 * name)
     )
-    lines = str(Report(MACHINE | {"labels": [2 * name], "quick": True}, [got])).splitlines()
+    lines = str(BenchmarkReport(MACHINE | {"labels": [2 * name], "quick": True}, [got])).splitlines()
     assert max(map(len, lines)) <= 80
     assert [line.split()[-2:] for line in lines if "20.0 x:" in line] == [["no", "verdict"]]
 
@@ -469,7 +469,7 @@ def test_a_wrong_piece_of_a_name_costs_no_rows_that_were_measured(capsys, fakes)
 
 
 def test_an_interrupt_shows_what_is_done(capsys, fakes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    def stopped(quick: bool) -> Iterator[Case]:
+    def stopped(quick: bool) -> Iterator[BenchmarkCase]:
         raise KeyboardInterrupt
         yield
 
@@ -478,12 +478,12 @@ def test_an_interrupt_shows_what_is_done(capsys, fakes, monkeypatch: pytest.Monk
     assert code == 130
     assert "slow, forward" in out
     assert "interrupted: not every row is here" in out
-    assert Report.read(tmp_path / "new" / "bench.json").machine["interrupted"]
+    assert BenchmarkReport.read(tmp_path / "new" / "bench.json").machine["interrupted"]
 
 
 def test_a_kind_that_cannot_be_made_is_a_row(capsys, fakes):
-    def broken(quick: bool) -> Iterator[Case]:
-        yield from fakes["slow"].cases(quick)
+    def broken(quick: bool) -> Iterator[BenchmarkCase]:
+        yield from fakes["slow"].features(quick)
         raise RuntimeError("not here")
 
     fakes["other"] = SimpleNamespace(cases=broken, TITLE="Other work")
@@ -494,29 +494,29 @@ def test_a_kind_that_cannot_be_made_is_a_row(capsys, fakes):
 
 
 def test_the_folder_holds_numbers_and_a_drawing(fakes, tmp_path: Path):
-    report = hw.bench("slow", out=tmp_path / "new")
+    report = hw.run_benchmarks("slow", output_folder=tmp_path / "new")
     assert {path.name for path in (tmp_path / "new").iterdir()} >= {"bench.json", "bench.svg"}
-    assert Report.read(tmp_path / "new" / "bench.json") == report
+    assert BenchmarkReport.read(tmp_path / "new" / "bench.json") == report
     drawing = (tmp_path / "new" / "bench.svg").read_bytes()
     assert ElementTree.fromstring(drawing).tag.endswith("svg")
-    assert drawing == bars.drawn(report.rows)  # the same rows are the same file
+    assert drawing == bars.render_chart(report.rows)  # the same rows are the same file
 
 
-AIMED = (Aim("one", 3.0), Aim("one", 4.0), Aim(LIMIT, 0.8))
+AIMED = (SpeedTarget("one", 3.0), SpeedTarget("one", 4.0), SpeedTarget(LIMIT, 0.8))
 
 
-def drawn(bench: rows.Bench, clock: Clock, *aims: Aim) -> tuple[list[bars.Bar], ElementTree.Element]:
+def drawn(bench: rows.CaseTimer, clock: Clock, *aims: SpeedTarget) -> tuple[list[bars.RatioBar], ElementTree.Element]:
     """The bars of a row in which one takes 3 times our seconds, and the drawing of it."""
-    case = Case("a case", clock.run("ours", 0.5), {"one": clock.run("one", 1.5)}, aims, need=Need(reads=2**14))
+    case = BenchmarkCase("a case", clock.run("ours", 0.5), {"one": clock.run("one", 1.5)}, aims, required_work=RequiredWork(bytes_read=2**14))
     got = row(bench, case)
-    return bars.bars(got), ElementTree.fromstring(bars.drawn([got]))
+    return bars.row_bars(got), ElementTree.fromstring(bars.render_chart([got]))
 
 
 def of_class(drawing: ElementTree.Element, *names: str) -> list[dict[str, str]]:
     return [found.attrib for found in drawing.iter() if {*names} <= set(found.get("class", "").split())]
 
 
-def test_a_drawing_shows_every_peer_and_the_limit(bench: rows.Bench, clock: Clock):
+def test_a_drawing_shows_every_peer_and_the_limit(bench: rows.CaseTimer, clock: Clock):
     lines, drawing = drawn(bench, clock)
     assert lines == [
         ("a case", None, "ours 500 ms", (), False),
@@ -526,56 +526,56 @@ def test_a_drawing_shows_every_peer_and_the_limit(bench: rows.Bench, clock: Cloc
     (slower,), (limit,) = of_class(drawing, "slower"), of_class(drawing, "limit")
     one = float(slower["x"])  # where bars begin
     assert float(limit["x"]) + float(limit["width"]) == pytest.approx(one, abs=0.1)
-    scale = bars.Scale.of(lines)
-    assert float(slower["width"]) == pytest.approx(scale.at(3.0) - one, abs=0.1)
-    assert float(limit["x"]) == scale.at(0.5)
+    scale = bars.LogScale.from_bars(lines)
+    assert float(slower["width"]) == pytest.approx(scale.position(3.0) - one, abs=0.1)
+    assert float(limit["x"]) == scale.position(0.5)
     assert of_class(drawing, "mark") == []
-    assert "nothing to draw" in "".join(ElementTree.fromstring(bars.drawn([])).itertext())
+    assert "nothing to draw" in "".join(ElementTree.fromstring(bars.render_chart([])).itertext())
 
 
-def test_aims_are_drawn_and_those_missed_are_seen(bench: rows.Bench, clock: Clock):
+def test_aims_are_drawn_and_those_missed_are_seen(bench: rows.CaseTimer, clock: Clock):
     lines, drawing = drawn(bench, clock, *AIMED)
-    assert [[goal.met for goal in line.goals] for line in lines] == [[], [True, False], [False]]
-    scale = bars.Scale.of(lines)
+    assert [[goal.is_met for goal in line.targets] for line in lines] == [[], [True, False], [False]]
+    scale = bars.LogScale.from_bars(lines)
     marks = {kind: [mark["d"] for mark in of_class(drawing, "mark", kind)] for kind in ("met", "missed", "told")}
     places = {kind: [float(d[1:].split()[0]) for d in found] for kind, found in marks.items()}
-    assert places == {"met": [scale.at(3.0)], "missed": [scale.at(4.0), scale.at(0.8)], "told": []}
+    assert places == {"met": [scale.position(3.0)], "missed": [scale.position(4.0), scale.position(0.8)], "told": []}
     gaps = [(gap["d"].split()[0], gap["d"].split("H")[1]) for gap in of_class(drawing, "gap")]
-    assert gaps == [(f"M{scale.at(3.0):g}", f"{scale.at(4.0):g}"), (f"M{scale.at(0.5):g}", f"{scale.at(0.8):g}")]
+    assert gaps == [(f"M{scale.position(3.0):g}", f"{scale.position(4.0):g}"), (f"M{scale.position(0.5):g}", f"{scale.position(0.8):g}")]
     said = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert {"aim 3.00 x: met", "aim 4.00 x: missed", "aim 80 %: missed"} <= set(said)
 
 
 def test_a_drawing_is_small_and_its_words_stay_in_their_columns():
     """The one on the page; letters of the widest font are 0.61 of its size wide on average, in bold 0.7."""
-    rows = Report.read(DOCS / "bench.json").rows
-    made = bars.drawn(rows)
+    rows = BenchmarkReport.read(DOCS / "bench.json").rows
+    made = bars.render_chart(rows)
     assert made == (DOCS / "bench.svg").read_bytes()
     assert len(made) < 150_000
     drawing = ElementTree.fromstring(made)
     texts = {kind: [*drawing.iterfind(f".//{{*}}text[@class='{kind}']")] for kind in ("end", "row", "missed", "told")}
-    names = [text for text in texts["end"] if float(text.attrib["x"]) == bars.NAMED]
-    assert max(len(text.text or "") for text in names) * 0.61 * 11.5 < bars.NAMED
-    assert max(len(text.text or "") for text in texts["row"]) * 0.7 * 11.5 < bars.AIMED
+    names = [text for text in texts["end"] if float(text.attrib["x"]) == bars.NAME_X]
+    assert max(len(text.text or "") for text in names) * 0.61 * 11.5 < bars.NAME_X
+    assert max(len(text.text or "") for text in texts["row"]) * 0.7 * 11.5 < bars.TARGET_X
     for kind, wide in (("missed", 0.7), ("told", 0.61)):
-        assert max(len(text.text or "") for text in texts[kind]) * wide * 11.5 < bars.WIDE - bars.AIMED
+        assert max(len(text.text or "") for text in texts[kind]) * wide * 11.5 < bars.CHART_WIDTH - bars.TARGET_X
     places = [(text.get("x"), text.get("y")) for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert len(places) == len(set(places))
     assert max(float(y or 0) for _, y in places) < float(drawing.attrib["height"])
 
 
 def test_a_drawing_is_for_light_and_for_dark_paper():
-    style = ElementTree.fromstring(bars.drawn([])).findtext("{http://www.w3.org/2000/svg}style") or ""
+    style = ElementTree.fromstring(bars.render_chart([])).findtext("{http://www.w3.org/2000/svg}style") or ""
     light, _, dark = style.partition("@media (prefers-color-scheme:dark)")
     for name, told in (("light", light), ("dark", dark)):
-        paper = inks.PAPERS[name]
-        for colour in (paper.paper, paper.ink, paper.faint, *paper.pair):
+        paper = inks.FIGURE_THEMES[name]
+        for colour in (paper.background, paper.foreground, paper.muted, *paper.pair_colours):
             assert colour in told
 
 
 def test_drawing_of_random_states_and_seeds_leaves_none_behind(fakes):
     before = torch.random.get_rng_state()
-    hw.bench("slow")
+    hw.run_benchmarks("slow")
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -583,4 +583,4 @@ def test_drawing_of_random_states_and_seeds_leaves_none_behind(fakes):
     ("seconds", "said"), [(1e-6, "1.0 us"), (0.00099, "990 us"), (0.1234, "123 ms"), (75, "75.0 s")]
 )
 def test_seconds_are_told_in_three_figures(seconds: float, said: str):
-    assert timed(seconds) == said
+    assert format_seconds(seconds) == said

@@ -122,8 +122,8 @@ def test_a_bias_before_the_turn_of_a_single_position_is_forgotten():
 def constant(layer: hw.Attention) -> Tensor:
     """b_V W_O by heads: each output head adds the bias of the value head that it reads, through its own W_O."""
     heads, out = layer.spec.heads, layer.output["o"].view(10, layer.spec.heads.q, -1)
-    bias = layer.project["v_bias"].view(heads.v, heads.vdim)
-    return sum(out[:, h] @ bias[heads.value_of[h]] for h in range(heads.q))
+    bias = layer.project["v_bias"].view(heads.num_value_heads, heads.vdim)
+    return sum(out[:, h] @ bias[heads.value_head_of_row[h]] for h in range(heads.q))
 
 
 UNEVEN = {"uneven": hw.Heads(q=6, kv=3, dim=4, vdim=5, reads=(2, 0, 0, 1, 0, 0))}
@@ -172,11 +172,11 @@ def test_a_query_without_a_key_gets_no_constant(backend: str):
     """Fully masked rows read zero, so there b_V is not handed on; the others in the same call get all of it."""
     plain, biased = built("v", kv=2)
     for layer in (plain, biased):
-        layer.only = backend
+        layer.backend_name = backend
     x = numbers(BATCH, TOKENS, 10)
-    tokens = hw.Tokens.of(x, lengths=[TOKENS, 5])
+    tokens = hw.SequenceInfo.from_batch(x, lengths=[TOKENS, 5])
     added = biased(x, tokens=tokens) - plain(x, tokens=tokens)
-    live = tokens.live
+    live = tokens.is_real
     torch.testing.assert_close(added[live], constant(biased).expand_as(added[live]), rtol=0, atol=ROUNDING)
     assert (added[~live] == 0).all()
 
@@ -186,7 +186,7 @@ def test_a_query_without_a_key_gets_no_constant(backend: str):
 
 @pytest.mark.parametrize(("model", "heads"), [(10, 5), (14, 7), (512, 8)])
 def test_multi_head_biases_are_four_times_the_width(model: int, heads: int):
-    with_all, without = (hw.counting.params(hw.design(model=model, heads=heads, bias=b)) for b in ("qkvo", ""))
+    with_all, without = (hw.counting.count_parameters(hw.design(model=model, heads=heads, bias=b)) for b in ("qkvo", ""))
     assert with_all - without == 4 * model
     assert without == 4 * model**2
 
@@ -194,7 +194,7 @@ def test_multi_head_biases_are_four_times_the_width(model: int, heads: int):
 @pytest.mark.parametrize(("h", "g", "d_k", "d_v", "d"), [(6, 2, 4, 5, 10), (6, 6, 4, 3, 11), (5, 1, 2, 7, 13)])
 def test_biases_in_general(h: int, g: int, d_k: int, d_v: int, d: int):
     def counted(bias: str) -> int:
-        return hw.counting.params(hw.design(model=d, heads=h, kv=g, dim=d_k, vdim=d_v, bias=bias))
+        return hw.counting.count_parameters(hw.design(model=d, heads=h, kv=g, dim=d_k, vdim=d_v, bias=bias))
 
     assert counted("qkvo") - counted("") == h * d_k + g * (d_k + d_v) + d
     each = {"q": h * d_k, "k": g * d_k, "v": g * d_v, "o": d}
@@ -233,7 +233,7 @@ def test_folding_removes_what_can_go_and_says_what_stays(case: str):
         for parameter in layer.parameters():
             parameter.normal_()
     folded = hw.fold_bias(layer.spec, layer.state_dict())
-    assert (folded.spec.project.bias, folded.spec.merge.bias, tuple(folded.stayed)) == (inner, outer, stayed)
+    assert (folded.spec.project.bias, folded.spec.merge.bias, tuple(folded.reasons_kept)) == (inner, outer, stayed)
     twin = hw.Attention(folded.spec).double()
     twin.load_state_dict(folded.weights)
     x = numbers(BATCH, TOKENS, 10)

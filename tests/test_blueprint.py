@@ -20,22 +20,22 @@ import headwise as hw
 from cases import EXAMPLES
 from headwise import blueprint, counting, families
 from headwise.blueprint import (
-    Beyond,
-    Block,
-    Dense,
-    Embedding,
-    Experts,
-    Head,
-    Model,
-    Nearly,
-    Norm,
-    Patches,
-    Positions,
-    Run,
-    Stack,
-    Transform,
+    UnsupportedPart,
+    BlockSpec,
+    FeedForwardSpec,
+    EmbeddingSpec,
+    ExpertsSpec,
+    OutputHeadSpec,
+    ModelSpec,
+    ApproximateAttention,
+    NormSpec,
+    PatchSpec,
+    PositionSpec,
+    LayerRun,
+    StackSpec,
+    HeadTransformSpec,
 )
-from headwise.counting.whole import parameters
+from headwise.counting.whole import parameter_terms
 
 SPOKEN = {name: getattr(blueprint, name) for name in blueprint.__all__}
 
@@ -47,16 +47,16 @@ def spec(**said: Any) -> hw.AttentionSpec:
 LOCAL, FULL = spec(pattern="window(3)"), spec(pattern="causal()")
 
 
-def block(attention: Any = FULL, **said: Any) -> Block:
-    return Block(attention, **({"feed": Dense(7)} | said))
+def block(attention: Any = FULL, **said: Any) -> BlockSpec:
+    return BlockSpec(attention, **({"feed": FeedForwardSpec(7)} | said))
 
 
-def stack(*blocks: Block, name: str = "decoder", model: int = 10, **said: Any) -> Stack:
-    return Stack.of(name, model, blocks, **said)
+def stack(*blocks: BlockSpec, name: str = "decoder", model: int = 10, **said: Any) -> StackSpec:
+    return StackSpec.from_blocks(name, model, blocks, **said)
 
 
-def decoder(*blocks: Block, **said: Any) -> Model:
-    return Model("small", "decoder", (stack(*blocks, embedding=Embedding(11)),), **said)
+def decoder(*blocks: BlockSpec, **said: Any) -> ModelSpec:
+    return ModelSpec("small", "decoder", (stack(*blocks, embedding=EmbeddingSpec(11)),), **said)
 
 
 def shapes(piece: Any, model: int = 10) -> dict[str, tuple[int, ...]]:
@@ -65,52 +65,52 @@ def shapes(piece: Any, model: int = 10) -> dict[str, tuple[int, ...]]:
 
 # Between them they have every field of every piece, none at its default.
 EVERY = (
-    decoder(*[block(LOCAL), block()] * 3, heads=(Head("tokens", 11, table="decoder", bias="learned", cap=3.0),)),
+    decoder(*[block(LOCAL), block()] * 3, heads=(OutputHeadSpec("tokens", 11, table="decoder", bias="learned", cap=3.0),)),
     decoder(
-        block(Nearly(FULL, "it bends", (("bend", 3),))),
+        block(ApproximateAttention(FULL, "it bends", (("bend", 3),))),
         block(None),
         block(None, still=("attention",)),
         notes=("as told",),
     ),
-    Model(
+    ModelSpec(
         "image",
         "vision",
         (
             stack(
-                block(feed=Experts(Dense(7, "silu", "gated", "ugd"), 5, 2, Dense(3), "sigmoid", "constant", 2.5)),
-                block(norm=Norm("rms", 1e-3), placement="sandwich"),
+                block(feed=ExpertsSpec(FeedForwardSpec(7, "silu", "gated", "ugd"), 5, 2, FeedForwardSpec(3), "sigmoid", "constant", 2.5)),
+                block(norm=NormSpec("rms", 1e-3), placement="sandwich"),
                 block(placement="parallel"),
-                block(norm=Norm("bare"), placement="after", scale=0.25),
+                block(norm=NormSpec("bare"), placement="after", scale=0.25),
                 block(placement="abreast"),
                 name="encoder",
-                embedding=Embedding(
-                    patches=Patches(2, 3, 4, 5, channels=1, bias="none"),
+                embedding=EmbeddingSpec(
+                    patches=PatchSpec(2, 3, 4, 5, channels=1, bias="none"),
                     first=1,
-                    positions=Positions("learned", 7, skipped=2),
+                    positions=PositionSpec("learned", 7, skipped=2),
                     scale=0.5,
                 ),
-                norm=Norm("offset"),
+                norm=NormSpec("offset"),
             ),
         ),
-        (Head("classes", 13, "first", Transform(17, "gelu", Norm("unbiased")), "constant", scale=2.0),),
+        (OutputHeadSpec("classes", 13, "first", HeadTransformSpec(17, "gelu", NormSpec("unbiased")), "constant", scale=2.0),),
     ),
-    Model(
+    ModelSpec(
         "pair",
         "encoder-decoder",
         (
-            stack(block(), name="encoder", embedding=Embedding(11, types=2, norm=Norm())),
+            stack(block(), name="encoder", embedding=EmbeddingSpec(11, types=2, norm=NormSpec())),
             stack(
                 block(cross=spec(source=10), placement="post"),
-                Block(cross=spec(source=10), form="merged"),
-                embedding=Embedding(11, positions=Positions("sinusoidal", layout="halves"), table="encoder"),
+                BlockSpec(cross=spec(source=10), form="merged"),
+                embedding=EmbeddingSpec(11, positions=PositionSpec("sinusoidal", layout="halves"), table="encoder"),
             ),
         ),
     ),
-    Model(
+    ModelSpec(
         "one layer",
         "decoder",
-        (stack(block(), embedding=Embedding(11), weights_of="first"),),
-        beyond=(Beyond("bends", (("decoder.0.feed.bend", 3),)),),
+        (stack(block(), embedding=EmbeddingSpec(11), weights_of="first"),),
+        beyond=(UnsupportedPart("bends", (("decoder.0.feed.bend", 3),)),),
     ),
 )
 
@@ -122,9 +122,9 @@ def test_every_tensor_is_named_once_and_is_what_the_spec_builds():
     for model in EVERY:
         names = [w.name for w in model.weights()]
         assert len(set(names)) == len(names)
-        for name, attention in model.specs():
+        for name, attention in model.attention_specs():
             built = {f"{name}.{key}": tuple(t.shape) for key, t in hw.Attention(attention).state_dict().items()}
-            assert built.items() <= model.shapes().items()
+            assert built.items() <= model.shapes_by_name().items()
 
 
 @pytest.mark.parametrize(
@@ -132,20 +132,20 @@ def test_every_tensor_is_named_once_and_is_what_the_spec_builds():
     [("pre", 3), ("post", 3), ("after", 3), ("sandwich", 6), ("parallel", 1), ("abreast", 3)],
 )
 def test_norms_by_placement(placement: str, norms: int):
-    whole = Block(FULL, spec(), Dense(7), placement=placement)
-    assert len(whole.norms) == norms == sum(w.role == "norm" for w in replace(whole, norm=Norm("rms")).weights(10))
-    assert Block(FULL, placement="pre").norms == ("attention_norm",)
-    assert Block(placement=placement).norms == ()
+    whole = BlockSpec(FULL, spec(), FeedForwardSpec(7), placement=placement)
+    assert len(whole.norm_names) == norms == sum(w.role == "norm" for w in replace(whole, norm=NormSpec("rms")).weights(10))
+    assert BlockSpec(FULL, placement="pre").norm_names == ("attention_norm",)
+    assert BlockSpec(placement=placement).norm_names == ()
 
 
 def test_a_merged_block_holds_its_cross_attention_alone():
     """The mean is read through the same maps (1908.11365): 4 d^2, where two attentions have 8 d^2."""
     cross = hw.design(model=10, heads=2)
-    merged, plain = Block(cross=cross, feed=Dense(7), form="merged"), Block(cross, cross, Dense(7))
-    assert merged.norms == ("cross_norm", "feed_norm")
+    merged, plain = BlockSpec(cross=cross, feed=FeedForwardSpec(7), form="merged"), BlockSpec(cross, cross, FeedForwardSpec(7))
+    assert merged.norm_names == ("cross_norm", "feed_norm")
     both = [sum(w.numel for w in one.weights(10) if w.role in ("attention", "cross")) for one in (merged, plain)]
     assert both == [4 * 100, 8 * 100]
-    for wrong in (Block(cross, cross), Block()):
+    for wrong in (BlockSpec(cross, cross), BlockSpec()):
         with pytest.raises(hw.SpecError, match=r"Block\(form='merged'\) adds a mean .*; give cross=, and no attention"):
             replace(wrong, form="merged")
 
@@ -154,14 +154,14 @@ def test_a_feed_forward_is_what_torch_makes_of_it():
     for gated in ("plain", "gated"):
         maps = {"up": (10, 7), "down": (7, 10)} | ({"gate": (10, 7)} if gated == "gated" else {})
         linear = {name: torch.nn.Linear(*sizes) for name, sizes in maps.items()}
-        made = shapes(Dense(7, form=gated, bias="ugd" if gated == "gated" else "ud"))
+        made = shapes(FeedForwardSpec(7, form=gated, bias="ugd" if gated == "gated" else "ud"))
         assert made == {name: tuple(of.weight.shape) for name, of in linear.items()} | {
             f"{name}_bias": tuple(of.bias.shape) for name, of in linear.items()
         }
 
 
 def test_experts_have_one_of_each_and_a_constant_is_not_learned():
-    experts = Experts(Dense(7, form="gated", bias="u"), count=5, active=2, shared=Dense(3), bias="constant")
+    experts = ExpertsSpec(FeedForwardSpec(7, form="gated", bias="u"), count=5, active=2, shared=FeedForwardSpec(3), bias="constant")
     assert shapes(experts) == {
         "router": (5, 10),
         "router_bias": (5,),
@@ -173,18 +173,18 @@ def test_experts_have_one_of_each_and_a_constant_is_not_learned():
         "shared.down": (10, 3),
     }
     model = decoder(block(feed=experts))
-    assert counting.constants(model) == 5
-    assert counting.params(model) == sum(w.numel for w in model.weights()) - 5
+    assert counting.count_constants(model) == 5
+    assert counting.count_parameters(model) == sum(w.numel for w in model.weights()) - 5
 
 
 @pytest.mark.parametrize(("model", "heads", "hidden"), [(512, 8, 2048), (1024, 16, 4096)], ids=["base", "big"])
 def test_vaswani_in_both_sizes_is_torch_nn_transformer(model: int, heads: int, hidden: int):
     """torch's has biases everywhere, and a norm behind either stack; 44,140,544 numbers in the base model."""
     every, past = (hw.design(model=model, heads=heads, bias="qkvo", pattern=p) for p in ("full()", "causal()"))
-    feed = Dense(hidden, "relu", bias="ud")
-    encoder = Stack.of("encoder", model, [Block(every, feed=feed, placement="post")] * 6, norm=Norm())
-    both = Stack.of("decoder", model, [Block(past, every, feed, placement="post")] * 6, norm=Norm())
-    told = counting.params(Model("vaswani", "encoder-decoder", (encoder, both)))
+    feed = FeedForwardSpec(hidden, "relu", bias="ud")
+    encoder = StackSpec.from_blocks("encoder", model, [BlockSpec(every, feed=feed, placement="post")] * 6, norm=NormSpec())
+    both = StackSpec.from_blocks("decoder", model, [BlockSpec(past, every, feed, placement="post")] * 6, norm=NormSpec())
+    told = counting.count_parameters(ModelSpec("vaswani", "encoder-decoder", (encoder, both)))
     with torch.device("meta"):
         made = torch.nn.Transformer(model, heads, 6, 6, hidden, batch_first=True).state_dict()
     assert told == sum(math.prod(tensor.shape) for tensor in made.values())
@@ -192,24 +192,24 @@ def test_vaswani_in_both_sizes_is_torch_nn_transformer(model: int, heads: int, h
 
 
 def test_numbers_beyond_any_machine_are_exact():
-    model = decoder(block(feed=Dense(2**70 + 1)), heads=(Head("tokens", 2**65),))
-    small = decoder(block(feed=Dense(1)), heads=(Head("tokens", 1),))
-    assert counting.params(model) - counting.params(small) == 2 * 10 * 2**70 + 10 * (2**65 - 1)
+    model = decoder(block(feed=FeedForwardSpec(2**70 + 1)), heads=(OutputHeadSpec("tokens", 2**65),))
+    small = decoder(block(feed=FeedForwardSpec(1)), heads=(OutputHeadSpec("tokens", 1),))
+    assert counting.count_parameters(model) - counting.count_parameters(small) == 2 * 10 * 2**70 + 10 * (2**65 - 1)
     assert blueprint.from_json(blueprint.to_json(model)) == model
 
 
 def test_terms_add_up_and_say_how():
     for model in EVERY:
-        bill = parameters(model)
-        assert bill.total == counting.params(model)
+        bill = parameter_terms(model)
+        assert bill.total == counting.count_parameters(model)
         assert len(set(bill.terms)) == len(bill.terms)
         for term in bill.terms:
             times, _, axes = term.formula.rpartition(" · ")
             alike = [
-                w for w in model.weights() if re.sub(r"^(\w+)\.\d+\.", r"\1.*.", w.name) == term.name and w.learned
+                w for w in model.weights() if re.sub(r"^(\w+)\.\d+\.", r"\1.*.", w.name) == term.name and w.trainable
             ]
             product = re.sub(r"(?<=[\w)]) (?=[\w(])", "*", axes)
-            each = {eval(product, {"source": w.sizes.get("model"), **w.sizes}): w.numel for w in alike}
+            each = {eval(product, {"source": w.axis_sizes.get("model"), **w.axis_sizes}): w.numel for w in alike}
             assert term.value == int(times or 1) * each[term.value // int(times or 1)]
 
 
@@ -224,7 +224,7 @@ def test_a_description_needs_no_torch():
 
 def test_a_table_of_relative_positions_is_named_where_it_first_stands():
     bias = spec(modifiers=(hw.T5Bias(buckets=8, reach=9),), similarity=hw.Dot(scale=1.0))
-    named = decoder(*[block(bias)] * 3).shapes()
+    named = decoder(*[block(bias)] * 3).shapes_by_name()
     assert [name for name in named if name.endswith("t5_bias.table")] == ["decoder.0.attention.t5_bias.table"]
     assert sum(name.endswith("t5_bias.column") for name in named) == 3
 
@@ -232,17 +232,17 @@ def test_a_table_of_relative_positions_is_named_where_it_first_stands():
 def test_tables_of_another_shape_are_not_shared():
     few = spec(modifiers=(hw.T5Bias(buckets=8, reach=9),), similarity=hw.Dot(scale=1.0))
     more = replace(few, modifiers=(hw.T5Bias(buckets=4, reach=9),))
-    assert sum("table" in name for name in decoder(block(few), block(more), block(few)).shapes()) == 2
+    assert sum("table" in name for name in decoder(block(few), block(more), block(few)).shapes_by_name()) == 2
 
 
 def test_ties_name_the_owner():
     model = EVERY[0]
-    assert model.ties() == {"head.tokens.weight": "decoder.embedding.tokens"}
-    assert "head.tokens.weight" not in model.shapes()
-    assert EVERY[3].ties() == {"decoder.embedding.tokens": "encoder.embedding.tokens"}
-    own = replace(model, heads=(Head("tokens", 11),))
-    assert own.ties() == {}
-    assert own.shapes()["head.tokens.weight"] == (11, 10)
+    assert model.tied_weights() == {"head.tokens.weight": "decoder.embedding.tokens"}
+    assert "head.tokens.weight" not in model.shapes_by_name()
+    assert EVERY[3].tied_weights() == {"decoder.embedding.tokens": "encoder.embedding.tokens"}
+    own = replace(model, heads=(OutputHeadSpec("tokens", 11),))
+    assert own.tied_weights() == {}
+    assert own.shapes_by_name()["head.tokens.weight"] == (11, 10)
 
 
 # --- depth ---------------------------------------------------------------------------------------------
@@ -251,16 +251,16 @@ SCHEDULED = hw.design(model=12, heads=2, modifiers=(hw.Differential(),))
 
 
 def test_a_stack_places_schedules_by_depth():
-    made = Stack.of("decoder", 12, [Block(SCHEDULED, SCHEDULED)] * 3)
+    made = StackSpec.from_blocks("decoder", 12, [BlockSpec(SCHEDULED, SCHEDULED)] * 3)
     depths = [
-        tuple(s.modifiers[0].depth for s in layer.specs.values())  # pyright: ignore[reportAttributeAccessIssue] - it is one
+        tuple(s.modifiers[0].depth for s in layer.attention_specs.values())  # pyright: ignore[reportAttributeAccessIssue] - it is one
         for layer in made.layers
     ]
     assert depths == [(0, 0), (1, 1), (2, 2)]
-    assert Stack.of("decoder", 12, made.layers) == made
-    near = Stack.of("decoder", 12, [Block(Nearly(SCHEDULED, "so"))] * 2)
-    assert [layer.specs["attention"] for layer in near.layers] == [
-        layer.specs["attention"] for layer in made.layers[:2]
+    assert StackSpec.from_blocks("decoder", 12, made.layers) == made
+    near = StackSpec.from_blocks("decoder", 12, [BlockSpec(ApproximateAttention(SCHEDULED, "so"))] * 2)
+    assert [layer.attention_specs["attention"] for layer in near.layers] == [
+        layer.attention_specs["attention"] for layer in made.layers[:2]
     ]
 
 
@@ -268,15 +268,15 @@ def test_an_unplaced_schedule_is_refused_with_the_reason():
     with pytest.raises(
         hw.SpecError, match=r"layer 1 holds Differential\(\).*depth.*Stack\.of.*Differential\(depth=1\)"
     ):
-        Stack("decoder", 12, (Run(2, (Block(SCHEDULED),)),))
+        StackSpec("decoder", 12, (LayerRun(2, (BlockSpec(SCHEDULED),)),))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_example_stands_in_a_stack(name: str):
     attention = EXAMPLES[name]
-    made = Stack.of("decoder", attention.model, [Block(attention)] * 3)
+    made = StackSpec.from_blocks("decoder", attention.model, [BlockSpec(attention)] * 3)
     assert len(made.layers) == 3
-    model = Model(name, "decoder", (made,))
+    model = ModelSpec(name, "decoder", (made,))
     assert blueprint.from_toml(blueprint.to_toml(model)) == model
 
 
@@ -286,20 +286,20 @@ def test_every_example_stands_in_a_stack(name: str):
 def test_a_pattern_of_layers_is_one_run():
     made = stack(*[block(LOCAL), block(LOCAL), block()] * 4, block(LOCAL))
     assert [(run.times, len(run.blocks)) for run in made.runs] == [(4, 3), (1, 1)]
-    assert made == Stack("decoder", 10, (Run(1, made.layers),))
+    assert made == StackSpec("decoder", 10, (LayerRun(1, made.layers),))
 
 
 @given(st.lists(st.integers(0, 2), max_size=30))
 def test_runs_are_the_layers_however_they_repeat(kinds: list[int]):
-    blocks = [Block(feed=Dense(kind + 1)) for kind in kinds]
-    assert list(Stack.of("decoder", 3, blocks).layers) == blocks
+    blocks = [BlockSpec(feed=FeedForwardSpec(kind + 1)) for kind in kinds]
+    assert list(StackSpec.from_blocks("decoder", 3, blocks).layers) == blocks
 
 
 # --- text ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", EVERY, ids=lambda model: model.name)
-def test_text_is_read_back_as_the_same_model(model: Model):
+def test_text_is_read_back_as_the_same_model(model: ModelSpec):
     assert blueprint.from_toml(str(model)) == model
     assert blueprint.from_json(blueprint.to_json(model)) == model
     assert eval(repr(model), SPOKEN | vars(hw)) == model
@@ -322,7 +322,7 @@ def test_a_blueprint_may_leave_out_what_is_usual(tmp_path: Path):
         'name = "small"\nkind = "decoder"\n[[stacks]]\nname = "decoder"\nmodel = 10\n[[stacks.runs]]\ntimes = 2\n'
         "[[stacks.runs.blocks]]\nattention = {model = 10, heads = {q = 6, kv = 2, dim = 4}}\n"
     )
-    assert families.read(file) == Model("small", "decoder", (stack(*[Block(spec())] * 2),))
+    assert families.read_model_spec(file) == ModelSpec("small", "decoder", (stack(*[BlockSpec(spec())] * 2),))
 
 
 # --- bad input -----------------------------------------------------------------------------------------
@@ -403,8 +403,8 @@ def test_an_impossible_piece_is_refused(does: str, words: str):
     check_refused(does, words)
 
 
-def config(family: str, **said: Any) -> Model:
-    return families.read({"model_type": family, "num_hidden_layers": 2} | said)
+def config(family: str, **said: Any) -> ModelSpec:
+    return families.read_model_spec({"model_type": family, "num_hidden_layers": 2} | said)
 
 
 CONFIGS = """
@@ -488,7 +488,7 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path):
 
 def test_numbers_of_a_config_are_exact():
     wide, narrow = (config("llama", vocab_size=size, hidden_size=64) for size in (2**70, 1))
-    assert counting.params(wide) - counting.params(narrow) == 2 * 64 * (2**70 - 1)
+    assert counting.count_parameters(wide) - counting.count_parameters(narrow) == 2 * 64 * (2**70 - 1)
 
 
 def test_what_a_description_leaves_out_is_noted():
@@ -502,14 +502,14 @@ def test_what_a_description_leaves_out_is_noted():
 
 
 def test_a_family_is_known_by_the_class_alone():
-    assert families.read({"architectures": ["Qwen3ForCausalLM"]}).name == "qwen3"
-    assert families.read({"architectures": ["GPT2LMHeadModel"]}).name == "gpt2"
+    assert families.read_model_spec({"architectures": ["Qwen3ForCausalLM"]}).name == "qwen3"
+    assert families.read_model_spec({"architectures": ["GPT2LMHeadModel"]}).name == "gpt2"
 
 
 def test_biases_that_no_word_has_are_counted_and_said():
     model = config("deepseek_v3", attention_bias=True, architectures=["DeepseekV3Model"])
-    assert "attention_bias" in model.unsaid()["decoder.1.attention"]
-    shape = {name: size for name, size in model.shapes().items() if name.startswith("decoder.1.attention.project.")}
+    assert "attention_bias" in model.approximation_reasons()["decoder.1.attention"]
+    shape = {name: size for name, size in model.shapes_by_name().items() if name.startswith("decoder.1.attention.project.")}
     assert shape["decoder.1.attention.project.q_down_bias"] == (1536,)
     assert shape["decoder.1.attention.project.kv_down_bias"] == (576,)
 
@@ -519,4 +519,4 @@ def test_layers_that_read_the_first_hold_nothing_of_their_own():
     assert [w.name for w in first.weights()] == [w.name for w in each.weights() if not w.name.startswith("decoder.1.")]
     assert len(first.layers) == 2
     with pytest.raises(hw.SpecError, match="cannot be built: in decoder all layers read the weights of the first; "):
-        hw.build(Model("small", "decoder", (first,)))
+        hw.build(ModelSpec("small", "decoder", (first,)))

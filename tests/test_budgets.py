@@ -10,34 +10,34 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.surgery import Budget, By, Until
-from headwise.surgery.budgets import cache_bytes
-from headwise.surgery.phases import Pace
+from headwise.surgery import PruningBudget, HeadRanking, PruneToBudget
+from headwise.surgery.budgets import count_cache_bytes
+from headwise.surgery.phases import TimingOptions
 from headwise.surgery.pruning import prune
-from headwise.surgery.quality import quality
-from headwise.surgery.removing import removed
-from headwise.surgery.worths import worths
+from headwise.surgery.quality import measure_quality
+from headwise.surgery.removing import remove_heads
+from headwise.surgery.worths import score_heads
 from test_pruning import FAINT, LLAMA, RANDOM, faint
 from test_removing import noisy
 from weighed import GPT2, built, scenes
 
-MICHEL = By("michel")
+MICHEL = HeadRanking("michel")
 
 
 def test_numbers_go_down_to_what_was_asked():
     net = noisy(built(LLAMA))
-    done = prune(net, Until(Budget("parameters", 0.9), RANDOM))
-    was, now = (hw.counting.params(one.described) for one in (net, done.after))
+    done = prune(net, PruneToBudget(PruningBudget("parameters", 0.9), RANDOM))
+    was, now = (hw.counting.count_parameters(one.described) for one in (net, done.after))
     assert now <= 0.9 * was
     unit = 2 * 4 * 12 * 2 + 2 * 4 * 12  # two heads of queries and outputs, one of keys and values
     assert now + unit > 0.9 * was
-    assert prune(net, Until(Budget("parameters", float(now)), RANDOM)).plan.keep == done.plan.keep
+    assert prune(net, PruneToBudget(PruningBudget("parameters", float(now)), RANDOM)).plan.keep == done.plan.keep
 
 
 def test_caches_go_down_to_what_was_asked():
     net = noisy(built(LLAMA))
-    done = prune(net, Until(Budget("cache", 0.5), RANDOM))
-    assert cache_bytes(net.described, 8) == net.cache(batch=1, capacity=1).nbytes
+    done = prune(net, PruneToBudget(PruningBudget("cache", 0.5), RANDOM))
+    assert count_cache_bytes(net.described, 8) == net.cache(batch=1, capacity=1).nbytes
     assert done.after.cache(batch=1, capacity=9).nbytes * 2 == net.cache(batch=1, capacity=9).nbytes
 
 
@@ -50,26 +50,26 @@ def test_time_goes_down_to_what_was_asked(monkeypatch):
 
     monkeypatch.setattr("headwise.surgery.budgets.speeds", timed)
     net = built(LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 4})
-    done = prune(net, Until(Budget("time", 0.75), RANDOM, least=1))
-    assert done.plan.count == 6
+    done = prune(net, PruneToBudget(PruningBudget("time", 0.75), RANDOM, min_units=1))
+    assert done.plan.num_kept == 6
 
 
 def test_time_is_measured():
     net = built(LLAMA)
-    done = prune(net, Until(Budget("time", 0.999), RANDOM, pace=Pace(length=8, steps=1, seconds=0.05)))
-    assert 1 <= done.plan.count < 12
+    done = prune(net, PruneToBudget(PruningBudget("time", 0.999), RANDOM, timing=TimingOptions(length=8, steps=1, seconds=0.05)))
+    assert 1 <= done.plan.num_kept < 12
 
 
 def test_loss_grows_no_further_than_allowed():
     net, texts = faint(noisy(built(LLAMA)), FAINT), scenes(built(LLAMA))
-    plain = quality(net, texts).rows[0].after.value
-    done = prune(net, Until(Budget("loss", 0.05), MICHEL, unit="head"), texts)
-    assert quality(done.after, texts).rows[0].after.value - plain <= 0.05
-    assert set(FAINT) <= set(done.plan.gone)
-    order = sorted(worths(net, texts, MICHEL).of.items(), key=lambda one: one[1])
-    assert {head for head, _ in order[: len(done.plan.gone)]} == set(done.plan.gone)
-    following = removed(net, _without(net, [head for head, _ in order[: len(done.plan.gone) + 1]]))
-    assert quality(following, texts).rows[0].after.value - plain > 0.05
+    plain = measure_quality(net, texts).rows[0].after.value
+    done = prune(net, PruneToBudget(PruningBudget("loss", 0.05), MICHEL, unit="head"), texts)
+    assert measure_quality(done.after, texts).rows[0].after.value - plain <= 0.05
+    assert set(FAINT) <= set(done.plan.removed_heads)
+    order = sorted(score_heads(net, texts, MICHEL).scores.items(), key=lambda one: one[1])
+    assert {head for head, _ in order[: len(done.plan.removed_heads)]} == set(done.plan.removed_heads)
+    following = remove_heads(net, _without(net, [head for head, _ in order[: len(done.plan.removed_heads) + 1]]))
+    assert measure_quality(following, texts).rows[0].after.value - plain > 0.05
 
 
 def _without(net, heads):
@@ -80,48 +80,48 @@ def _without(net, heads):
 def test_worths_are_found_anew_when_asked():
     """After each head, of what is left: as if every step were a choice of its own."""
     net, texts = noisy(built(LLAMA)), scenes(built(LLAMA))
-    done = prune(net, Until(Budget("parameters", 0.92), MICHEL, again=1, unit="head"), texts)
-    heads = {(site, head): head for site, spec in net.described.specs() for head in range(len(spec.speaks))}
+    done = prune(net, PruneToBudget(PruningBudget("parameters", 0.92), MICHEL, rescore_every=1, unit="head"), texts)
+    heads = {(site, head): head for site, spec in net.described.attention_specs() for head in range(len(spec.score_head_of_output))}
     gone, now = list[tuple[str, int]](), net
-    while hw.counting.params(now.described) > 0.92 * hw.counting.params(net.described):
-        found = worths(now, texts, MICHEL).of
+    while hw.counting.count_parameters(now.described) > 0.92 * hw.counting.count_parameters(net.described):
+        found = score_heads(now, texts, MICHEL).scores
         site, place = min(found, key=lambda one: found[one])
         left = [head for there, head in heads if there == site and (site, head) not in gone]
         gone.append((site, left[place]))
-        now = removed(net, _without(net, gone))
-    assert set(done.plan.gone) == set(gone)
+        now = remove_heads(net, _without(net, gone))
+    assert set(done.plan.removed_heads) == set(gone)
 
 
 def test_what_was_done_is_taken_up(tmp_path):
     net, state = noisy(built(LLAMA)), tmp_path / "state.json"
-    whole = prune(net, Until(Budget("parameters", 0.8), RANDOM, state=state)).plan
+    whole = prune(net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM, state_path=state)).plan
     told = json.loads(state.read_text())
     assert len(told["gone"]) > 2
     told["gone"] = told["gone"][:2]
     state.write_text(json.dumps(told))
     heard = list[str]()
-    again = prune(net, Until(Budget("parameters", 0.8), RANDOM, state=state), tell=heard.append).plan
+    again = prune(net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM, state_path=state), log=heard.append).plan
     assert again == whole
     assert next(line for line in heard if "gone" in line).startswith("3 of 6 units gone")
     with pytest.raises(hw.SpecError, match="is of another model or another choice; remove it"):
-        prune(net, Until(Budget("parameters", 0.7), RANDOM, state=state))
+        prune(net, PruneToBudget(PruningBudget("parameters", 0.7), RANDOM, state_path=state))
     with pytest.raises(hw.SpecError, match="is of another model or another choice; remove it"):
-        prune(built(LLAMA, seed=1), Until(Budget("parameters", 0.8), RANDOM, state=state))
+        prune(built(LLAMA, seed=1), PruneToBudget(PruningBudget("parameters", 0.8), RANDOM, state_path=state))
     state.write_text('{"model": 1')
     with pytest.raises(hw.SpecError, match="does not say what was done"):
-        prune(net, Until(Budget("parameters", 0.8), RANDOM, state=state))
+        prune(net, PruneToBudget(PruningBudget("parameters", 0.8), RANDOM, state_path=state))
 
 
 @pytest.mark.parametrize(
     ("choice", "told"),
     [
-        (lambda: Until(Budget("parametres", 0.5)), "there is no budget of 'parametres'; did you mean 'parameters'"),
-        (lambda: Until(Budget("cache", 0)), "a budget of 0 cache leaves nothing"),
-        (lambda: Until(Budget("time", 3.0)), "time=3 is no share of what the model takes now"),
-        (lambda: Until(Budget("loss", 0.1), again=0), "again=0 is no number of units"),
-        (lambda: Until(Budget("loss", 0.1), RANDOM), "a budget of loss is measured on texts, and there are 0"),
+        (lambda: PruneToBudget(PruningBudget("parametres", 0.5)), "there is no budget of 'parametres'; did you mean 'parameters'"),
+        (lambda: PruneToBudget(PruningBudget("cache", 0)), "a budget of 0 cache leaves nothing"),
+        (lambda: PruneToBudget(PruningBudget("time", 3.0)), "time=3 is no share of what the model takes now"),
+        (lambda: PruneToBudget(PruningBudget("loss", 0.1), rescore_every=0), "again=0 is no number of units"),
+        (lambda: PruneToBudget(PruningBudget("loss", 0.1), RANDOM), "a budget of loss is measured on texts, and there are 0"),
         (
-            lambda: Until(Budget("parameters", 0.01), RANDOM, least=1),
+            lambda: PruneToBudget(PruningBudget("parameters", 0.01), RANDOM, min_units=1),
             "parameters=0.01 cannot be met: it is 2388 with the 4 heads that have to stay; give more",
         ),
     ],
@@ -133,5 +133,5 @@ def test_what_cannot_be_kept_to_is_told(choice, told):
 
 def test_a_cache_without_attention_is_empty():
     net = built(GPT2)
-    assert cache_bytes(removed(net, {"decoder.0.attention": ()}).described, 8) * 2 == cache_bytes(net.described, 8)
+    assert count_cache_bytes(remove_heads(net, {"decoder.0.attention": ()}).described, 8) * 2 == count_cache_bytes(net.described, 8)
     assert torch.is_tensor(net(torch.tensor([[1, 2]])))

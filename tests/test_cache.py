@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.cache import PlainCache, RingCache, StateCache
+from headwise.cache import ContiguousCache, RingCache, RecurrentStateCache
 
 MODEL = 10
 KINDS = {
@@ -27,7 +27,7 @@ KINDS = {
     "latent ring": {"pattern": "window(4)", "project": hw.Latent(rank=8, rope=2), "modifiers": (hw.Rotary(),)},
     "state": {"pattern": "causal()", "similarity": hw.FeatureMap(), "normaliser": hw.Sum(), "kv": 2, "vdim": 5},
 }
-TYPES = {"ring": RingCache, "dilated": RingCache, "sinks": RingCache, "latent ring": RingCache, "state": StateCache}
+TYPES = {"ring": RingCache, "dilated": RingCache, "sinks": RingCache, "latent ring": RingCache, "state": RecurrentStateCache}
 SLOTS = {"ring": 3, "dilated": 5, "sinks": 5, "latent ring": 4}
 ONE_DOCUMENT = {
     "right padding": [["aaaaa", "aaa.."], ["a", "a"], ["a", "."], ["a", "a"], [".", "a"], ["aaa", ".aa"], ["a", "a"]],
@@ -61,7 +61,7 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def told(stream: list[list[str]]) -> Iterator[tuple[Tensor, hw.Tokens]]:
+def told(stream: list[list[str]]) -> Iterator[tuple[Tensor, hw.SequenceInfo]]:
     """x and tokens of each chunk; a token stands after those of its segment that the row has had."""
     seen: list[dict[str, int]] = [defaultdict(int) for _ in stream[0]]
     for words in stream:
@@ -72,10 +72,10 @@ def told(stream: list[list[str]]) -> Iterator[tuple[Tensor, hw.Tokens]]:
                 if letter != ".":
                     position[b, t], segment[b, t] = seen[b][letter], ord(letter) - ord("a")
                     seen[b][letter] += 1
-        yield numbers(len(words), len(words[0]), MODEL), hw.Tokens(position, segment)
+        yield numbers(len(words), len(words[0]), MODEL), hw.SequenceInfo(position, segment)
 
 
-def check_stream(layer: hw.Attention, stream: list[list[str]], cache: hw.Cache, *, unsaid: bool = False) -> None:
+def check_stream(layer: hw.Attention, stream: list[list[str]], cache: hw.KVCache, *, unsaid: bool = False) -> None:
     """Each document, passed alone and at once, says what its tokens said as they arrived.
 
     `unsaid` leaves it to the cache to know where the tokens stand.
@@ -84,7 +84,7 @@ def check_stream(layer: hw.Attention, stream: list[list[str]], cache: hw.Cache, 
     with torch.no_grad():
         for x, at in told(stream):
             y = layer(x, cache=cache, tokens=None if unsaid else at)
-            for b, t in at.live.nonzero().tolist():
+            for b, t in at.is_real.nonzero().tolist():
                 asked[b, int(at.segment[b, t])].append(x[b, t])
                 said[b, int(at.segment[b, t])].append(y[b, t])
         for document, xs in asked.items():
@@ -132,12 +132,12 @@ def test_a_ring_wraps_many_times(kind: str):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kind_follows_from_the_spec(kind: str):
-    assert type(built(kind).cache(batch=2, capacity=31)) is TYPES.get(kind, PlainCache)
+    assert type(built(kind).cache(batch=2, capacity=31)) is TYPES.get(kind, ContiguousCache)
 
 
 def test_a_ring_no_shorter_than_the_capacity_is_plain():
     layer = built("sinks")
-    assert isinstance(layer.cache(batch=2, capacity=5), PlainCache)
+    assert isinstance(layer.cache(batch=2, capacity=5), ContiguousCache)
     assert isinstance(layer.cache(batch=2, capacity=6), RingCache)
 
 
@@ -176,9 +176,9 @@ def test_rows_go_their_own_way(kind: str, ragged: bool, moves: str):
     x = numbers(3, 4, MODEL)
     past = [x[b, :length] for b, length in enumerate(lengths)]
     with torch.no_grad():
-        layer(x, cache=cache, tokens=hw.Tokens.of(x, lengths=lengths) if ragged else None)
+        layer(x, cache=cache, tokens=hw.SequenceInfo.from_batch(x, lengths=lengths) if ragged else None)
         for move in MOVES[moves]:
-            cache.rows(torch.tensor(move))
+            cache.select_rows(torch.tensor(move))
             past = [past[b] for b in move]
             for count in (1, 2, 1):
                 x = numbers(len(move), count, MODEL)
@@ -202,19 +202,19 @@ def test_a_copy_goes_its_own_way(kind: str):
 # --- bytes and shapes ----------------------------------------------------------------------------------
 
 
-def held(cache: hw.Cache) -> dict[str, Tensor]:
+def held(cache: hw.KVCache) -> dict[str, Tensor]:
     """Every tensor of remembered numbers."""
     return dict(cache.state) or cache.entry
 
 
-def check_bytes(cache: hw.Cache, capacity: int) -> None:
+def check_bytes(cache: hw.KVCache, capacity: int) -> None:
     """What is said, what is counted and what is really there; no tensor is a window on a larger one."""
     width = torch.empty(0, dtype=cache.dtype).element_size()
-    counted = hw.counting.cache_bytes(cache.spec, batch=cache.batch, capacity=capacity, bytes_each=width)
+    counted = hw.counting.cache_bytes(cache.spec, batch=cache.batch, capacity=capacity, bytes_per_number=width)
     stored = sum(tensor.untyped_storage().nbytes() for tensor in held(cache).values())
     assert cache.nbytes == counted == stored
     others = [value for value in vars(cache).values() if isinstance(value, Tensor)]
-    if not isinstance(cache, StateCache):
+    if not isinstance(cache, RecurrentStateCache):
         others += [cache.tokens.position, cache.tokens.segment]
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in others)
 
@@ -230,7 +230,7 @@ def test_bytes_are_those_counted(kind: str, dtype: torch.dtype):
             layer(torch.randn(3, count, MODEL, dtype=dtype), cache=cache)
             check_bytes(cache, 31)
     for rows in ([2, 0], [0, 0, 1, 1, 1], [4]):
-        cache.rows(torch.tensor(rows))
+        cache.select_rows(torch.tensor(rows))
         check_bytes(cache, 31)
 
 
@@ -243,7 +243,7 @@ def test_a_step_never_changes_a_shape(kind: str, ragged: bool, monkeypatch: pyte
     append = cache.append
     monkeypatch.setattr(cache, "append", lambda entry, at: handed.append(append(entry, at)) or handed[-1])
     with torch.no_grad():
-        layer(x, cache=cache, tokens=hw.Tokens.of(x, lengths=[5, 2]) if ragged else None)
+        layer(x, cache=cache, tokens=hw.SequenceInfo.from_batch(x, lengths=[5, 2]) if ragged else None)
         for _ in range(9):
             layer(numbers(2, 1, MODEL), cache=cache)
     steps = [{name: (t.shape, t.data_ptr()) for name, t in entry.items()} for entry, _ in handed[1:]]
@@ -259,16 +259,16 @@ def test_a_step_never_changes_a_shape(kind: str, ragged: bool, monkeypatch: pyte
 def test_the_next_tokens_stand_after_the_last_of_each_row(kind: str):
     layer = built(kind)
     cache, x = layer.cache(batch=3, capacity=31), numbers(3, 5, MODEL)
-    assert cache.next(2).position.tolist() == [[0, 1]]
+    assert cache.next_positions(2).position.tolist() == [[0, 1]]
     with torch.no_grad():
         layer(x, cache=cache)
-        after = cache.next(2)
+        after = cache.next_positions(2)
         assert (after.position.tolist(), after.start) == ([[5, 6]], 5)
-        layer(x, cache=cache, tokens=hw.Tokens(torch.arange(5, 10).repeat(3, 1), ragged([5, 0, 3])))
-    assert cache.next(2).position.tolist() == [[10, 11], [5, 6], [8, 9]]
-    assert cache.next(2).segment.tolist() == [[0, 0]] * 3
-    cache.rows(torch.tensor([2, 1]))
-    assert cache.next(1).position.tolist() == [[8], [5]]
+        layer(x, cache=cache, tokens=hw.SequenceInfo(torch.arange(5, 10).repeat(3, 1), ragged([5, 0, 3])))
+    assert cache.next_positions(2).position.tolist() == [[10, 11], [5, 6], [8, 9]]
+    assert cache.next_positions(2).segment.tolist() == [[0, 0]] * 3
+    cache.select_rows(torch.tensor([2, 1]))
+    assert cache.next_positions(1).position.tolist() == [[8], [5]]
 
 
 def ragged(lengths: list[int]) -> Tensor:
@@ -279,6 +279,6 @@ def ragged(lengths: list[int]) -> Tensor:
 def test_the_next_tokens_stay_in_the_last_segment():
     layer, x = built("sinks"), numbers(2, 5, MODEL)
     cache = layer.cache(batch=2, capacity=31)
-    layer(x, cache=cache, tokens=hw.Tokens.of(x, segments=torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, -1]])))
-    assert cache.next(1).position.tolist() == [[3], [2]]
-    assert cache.next(1).segment.tolist() == [[1], [2]]
+    layer(x, cache=cache, tokens=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, -1]])))
+    assert cache.next_positions(1).position.tolist() == [[3], [2]]
+    assert cache.next_positions(1).segment.tolist() == [[1], [2]]

@@ -12,14 +12,14 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.heads.circuits import Circuits, Factors, angles, circuits, copying, kin, similarity, tables
-from headwise.heads.twins import as_ours, twin
-from headwise.heads.writing import writing
-from headwise.hub.finding import found
+from headwise.heads.circuits import AttentionCircuits, LowRankMap, principal_angles, get_circuits, copying_score, compare_circuits, map_similarity, get_token_tables
+from headwise.heads.twins import as_native_model, make_random_baseline
+from headwise.heads.writing import measure_residual_contributions
+from headwise.hub.finding import find_attention
 from scenes import WORDS, scenes, small
 
 
-def layer(**said: Any) -> Circuits:
+def layer(**said: Any) -> AttentionCircuits:
     """The circuits of one attention of 8 channels and 4 heads with weights in float64."""
     torch.manual_seed(0)
     made = hw.Attention(hw.design(**({"model": 8, "heads": 4} | said))).double()
@@ -27,13 +27,13 @@ def layer(**said: Any) -> Circuits:
         for name, parameter in made.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_()
-    (one,) = circuits(torch.nn.ModuleList([made])).values()
+    (one,) = get_circuits(torch.nn.ModuleList([made])).values()
     return one
 
 
-def drawn(rank: int = 2, wide: int = 7, seed: int = 0) -> Factors:
+def drawn(rank: int = 2, wide: int = 7, seed: int = 0) -> LowRankMap:
     draw = torch.Generator().manual_seed(seed)
-    return Factors(
+    return LowRankMap(
         *(torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in ((wide, rank), (rank, wide)))
     )
 
@@ -50,17 +50,17 @@ def test_scores_and_outputs_are_those_of_the_layer(said: dict[str, Any]):
     probe = hw.Probe("scores", "weights", "heads")
     with torch.no_grad():
         y = made.layer(x, source=z if "source" in said else None, probe=probe)
-        nothing = made.layer.merge(torch.zeros_like(probe.seen["heads"]))
+        nothing = made.layer.merge_heads(torch.zeros_like(probe.tensors["heads"]))
     total = torch.zeros_like(y[0])
     for head in range(4):
-        qk, ov = made.qk(head), made.ov(head)
-        scores = x[0] @ qk.whole @ z[0].T / math.sqrt(2)
-        torch.testing.assert_close(probe.seen["scores"][0, head], scores.detach())
-        total += probe.seen["weights"][0, head] @ z[0] @ ov.whole
-        said_one = torch.zeros_like(probe.seen["heads"])
-        said_one[0, :, head] = probe.seen["heads"][0, :, head]
-        wrote = probe.seen["heads"][0, :, head] @ made.writes(head)
-        torch.testing.assert_close(wrote, (made.layer.merge(said_one) - nothing)[0].detach())
+        qk, ov = made.qk_circuit(head), made.ov_circuit(head)
+        scores = x[0] @ qk.product @ z[0].T / math.sqrt(2)
+        torch.testing.assert_close(probe.tensors["scores"][0, head], scores.detach())
+        total += probe.tensors["weights"][0, head] @ z[0] @ ov.product
+        said_one = torch.zeros_like(probe.tensors["heads"])
+        said_one[0, :, head] = probe.tensors["heads"][0, :, head]
+        wrote = probe.tensors["heads"][0, :, head] @ made.output_map(head)
+        torch.testing.assert_close(wrote, (made.layer.merge_heads(said_one) - nothing)[0].detach())
     torch.testing.assert_close(total + nothing[0], y[0])
 
 
@@ -73,8 +73,8 @@ def test_models_of_transformers_are_read_from_their_live_weights(name: str):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.1)  # whatever a folder says
-    made = circuits(model)
-    assert [one.site.name for one in found(model)] == list(made)
+    made = get_circuits(model)
+    assert [one.site.name for one in find_attention(model)] == list(made)
     wide = made[next(iter(made))].spec.heads.dim * 4
     first = next(iter(made.values()))
     own = dict(model.named_parameters())
@@ -85,7 +85,7 @@ def test_models_of_transformers_are_read_from_their_live_weights(name: str):
              "t5": "encoder.block.0.layer.0.SelfAttention.q.weight"}  # fmt: skip
     q = own[names[name]].detach()
     q = q.T[:wide] if name == "gpt2" else q[:wide]
-    torch.testing.assert_close(first.qk(1).left, q.view(4, 8, -1)[1].T)
+    torch.testing.assert_close(first.qk_circuit(1).left, q.view(4, 8, -1)[1].T)
 
 
 def test_models_that_nobody_reads_are_refused_with_the_reason():
@@ -93,22 +93,22 @@ def test_models_that_nobody_reads_are_refused_with_the_reason():
     from foreign import FALLBACK
 
     with pytest.raises(SpecError, match="deberta-v2"):
-        circuits(FALLBACK["deberta-v2"].build())
+        get_circuits(FALLBACK["deberta-v2"].build())
     with pytest.raises(SpecError, match=r"it keeps no config; give a model of hw\.build"):
-        circuits(torch.nn.MultiheadAttention(8, 2))
+        get_circuits(torch.nn.MultiheadAttention(8, 2))
 
 
 def test_what_has_no_such_maps_is_refused():
     with pytest.raises(SpecError, match="no one matrix by head gives q; circuits are of layers"):
-        layer(project=hw.Collaborative(width=4)).qk(0)
+        layer(project=hw.Collaborative(width=4)).qk_circuit(0)
     with pytest.raises(SpecError, match="which is no product of W_Q and W_K"):
-        layer(similarity=hw.Additive()).qk(0)
+        layer(similarity=hw.Additive()).qk_circuit(0)
     with pytest.raises(SpecError, match=r"joins rows by Differential.*no one W_V"):
-        layer(heads=8, modifiers=(hw.Differential(),), vdim=2).ov(0)
+        layer(heads=8, modifiers=(hw.Differential(),), vdim=2).ov_circuit(0)
     with pytest.raises(ValueError, match=r"there is no score head 4 of 4; give one in 0\.\.3"):
-        layer().qk(4)
+        layer().qk_circuit(4)
     with pytest.raises(ValueError, match="there is no output head -1 of 4"):
-        layer().ov(-1)
+        layer().ov_circuit(-1)
 
 
 def test_what_stands_between_is_said():
@@ -123,18 +123,18 @@ def test_what_stands_between_is_said():
 
 def test_the_inner_product_is_that_of_full_products():
     one, other = drawn(seed=1), drawn(rank=3, seed=2)
-    a, b = one.whole.numpy(), other.whole.numpy()
-    assert similarity(one, other) == pytest.approx((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b))
-    assert similarity(one, Factors(-2 * one.left, one.right)) == pytest.approx(-1)
+    a, b = one.product.numpy(), other.product.numpy()
+    assert map_similarity(one, other) == pytest.approx((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b))
+    assert map_similarity(one, LowRankMap(-2 * one.left, one.right)) == pytest.approx(-1)
     turn, _ = torch.linalg.qr(torch.randn(2, 2, dtype=torch.float64))
-    assert similarity(one, Factors(one.left @ turn, turn.T @ one.right)) == pytest.approx(1)
-    assert math.isnan(similarity(one, Factors(0 * one.left, one.right)))
+    assert map_similarity(one, LowRankMap(one.left @ turn, turn.T @ one.right)) == pytest.approx(1)
+    assert math.isnan(map_similarity(one, LowRankMap(0 * one.left, one.right)))
 
 
 @pytest.mark.parametrize("which", ["qk", "ov"])
 def test_kin_of_all_heads_of_a_model(which: str):
     net = small()
-    told, made = kin(net, which), circuits(net)
+    told, made = compare_circuits(net, which), get_circuits(net)
     whole = [getattr(one, which)(head).whole.double().numpy() for one in made.values() for head in range(4)]
     for one, other in ((0, 0), (1, 6), (5, 2)):
         a, b = whole[one], whole[other]
@@ -142,7 +142,7 @@ def test_kin_of_all_heads_of_a_model(which: str):
         assert told.values[one, other].item() == pytest.approx(wanted, abs=1e-6)
     assert told.heads[6] == ("decoder.1.attention", 1, 2)
     with pytest.raises(ValueError, match="which='vo' is unknown; use 'qk' or 'ov'"):
-        kin(net, "vo")
+        compare_circuits(net, "vo")
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -150,24 +150,24 @@ def test_angles_are_those_of_full_products(side: str):
     one, other = drawn(seed=1), drawn(rank=3, seed=2)
     spans: list[np.ndarray] = []
     for each in (one, other):
-        u, size, v = np.linalg.svd(each.whole.numpy())
+        u, size, v = np.linalg.svd(each.product.numpy())
         rank = int((size > 1e-9).sum())
         spans.append(u[:, :rank] if side == "left" else v[:rank].T)
     wanted = np.arccos(np.clip(np.linalg.svd(spans[0].T @ spans[1], compute_uv=False), -1, 1))
-    np.testing.assert_allclose(angles(one, other, side).numpy(), wanted, atol=1e-7)
+    np.testing.assert_allclose(principal_angles(one, other, side).numpy(), wanted, atol=1e-7)
     with pytest.raises(ValueError, match="side='up' is unknown; use 'left'"):
-        angles(one, other, "up")
+        principal_angles(one, other, "up")
 
 
 def test_squared_cosines_of_drawn_subspaces_are_their_share_of_the_width():
-    told = [angles(drawn(seed=n, wide=20), drawn(seed=n + 500, wide=20)).cos().square().mean() for n in range(150)]
+    told = [principal_angles(drawn(seed=n, wide=20), drawn(seed=n + 500, wide=20)).cos().square().mean() for n in range(150)]
     assert float(torch.stack(told).mean()) == pytest.approx(2 / 20, rel=0.15)
 
 
 def test_singular_values_are_those_of_the_full_product():
     one = drawn(rank=3)
-    wanted = np.linalg.svd(one.whole.numpy(), compute_uv=False)
-    np.testing.assert_allclose(one.singular.numpy(), wanted[:3], atol=1e-9)
+    wanted = np.linalg.svd(one.product.numpy(), compute_uv=False)
+    np.testing.assert_allclose(one.singular_values.numpy(), wanted[:3], atol=1e-9)
     assert wanted[3:].max() < 1e-9
 
 
@@ -178,10 +178,10 @@ def test_copying_of_the_whole_map_from_tokens_to_tokens():
     ov, draw = drawn(rank=3), torch.Generator().manual_seed(5)
     embed = torch.randn(11, 7, generator=draw, dtype=torch.float64)
     unembed = torch.randn(7, 11, generator=draw, dtype=torch.float64)
-    values = np.linalg.eigvals((embed @ ov.whole @ unembed).numpy())
-    assert copying(ov, embed, unembed) == pytest.approx(values.sum().real / np.abs(values).sum(), abs=1e-6)
-    states = np.linalg.eigvals(ov.whole.numpy())
-    assert copying(ov) == pytest.approx(states.sum().real / np.abs(states).sum(), abs=1e-6)
+    values = np.linalg.eigvals((embed @ ov.product @ unembed).numpy())
+    assert copying_score(ov, embed, unembed) == pytest.approx(values.sum().real / np.abs(values).sum(), abs=1e-6)
+    states = np.linalg.eigvals(ov.product.numpy())
+    assert copying_score(ov) == pytest.approx(states.sum().real / np.abs(states).sum(), abs=1e-6)
 
 
 def planted(sign: float) -> Any:
@@ -199,8 +199,8 @@ def planted(sign: float) -> Any:
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_a_head_that_copies_and_one_that_takes_back(sign: float):
     net = planted(sign)
-    embed, unembed, note = tables(net, "decoder")
-    assert copying(circuits(net)["decoder.0.attention"].ov(0), embed, unembed) == pytest.approx(sign)
+    embed, unembed, note = get_token_tables(net, "decoder")
+    assert copying_score(get_circuits(net)["decoder.0.attention"].ov_circuit(0), embed, unembed) == pytest.approx(sign)
     assert (embed.shape, unembed.shape, note) == ((WORDS, 20), (20, WORDS), "")
     assert torch.equal(embed, unembed.T)  # GPT-2 ties them
 
@@ -210,7 +210,7 @@ def test_a_model_that_says_no_tokens_is_held_to_its_own_table():
     from foreign import ZOO
 
     model = ZOO["bert"].build()
-    embed, unembed, note = tables(model, "encoder")
+    embed, unembed, note = get_token_tables(model, "encoder")
     assert torch.equal(embed, model.get_parameter("embeddings.word_embeddings.weight"))
     assert torch.equal(unembed, embed.T)
     assert "held to the table that it reads" in note
@@ -221,18 +221,18 @@ def test_a_model_that_says_no_tokens_is_held_to_its_own_table():
 
 def test_norms_and_shares_of_what_is_written():
     net, texts = small(), scenes(4)
-    told = {(one.site, one.head): one for one in writing(net, texts)}
+    told = {(one.site, one.head): one for one in measure_residual_contributions(net, texts)}
     norms: list[Tensor] = []
     shares: list[Tensor] = []
-    made = circuits(net)["decoder.1.attention"].layer
+    made = get_circuits(net)["decoder.1.attention"].layer
     for text in texts:
         probe = hw.Probe("heads")
         net.probes = {"decoder.1.attention": probe}
         with torch.no_grad():
             net(text.inputs["x"])
-            z = probe.seen["heads"]
+            z = probe.tensors["heads"]
             each = torch.stack([
-                made.merge(z * (torch.arange(4) == head)[:, None])[0] - made.merge(0 * z)[0] for head in range(4)
+                made.merge_heads(z * (torch.arange(4) == head)[:, None])[0] - made.merge_heads(0 * z)[0] for head in range(4)
             ])  # fmt: skip
         net.probes = {}
         whole = each.sum(0)
@@ -250,9 +250,9 @@ def test_norms_and_shares_of_what_is_written():
 
 def test_what_is_written_in_pieces_is_written_at_once(monkeypatch: pytest.MonkeyPatch):
     net, texts = small(), scenes(2)
-    whole = writing(net, texts)
+    whole = measure_residual_contributions(net, texts)
     monkeypatch.setattr("headwise.heads.writing.CHUNK", 200)
-    assert [one.share.value for one in writing(net, texts)] == pytest.approx([one.share.value for one in whole])
+    assert [one.share.value for one in measure_residual_contributions(net, texts)] == pytest.approx([one.share.value for one in whole])
 
 
 # --- twins ---------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_what_is_written_in_pieces_is_written_at_once(monkeypatch: pytest.Monkey
 def test_a_twin_has_the_same_shapes_and_fresh_weights():
     net: Any = small()
     state = torch.get_rng_state()
-    one, again, other = twin(net, seed=1), twin(net, seed=1), twin(net, seed=2)
+    one, again, other = make_random_baseline(net, seed=1), make_random_baseline(net, seed=1), make_random_baseline(net, seed=2)
     assert torch.equal(state, torch.get_rng_state())
     shapes = [{name: tensor.shape for name, tensor in each.state_dict().items()} for each in (net, one)]
     assert shapes[0] == shapes[1]
@@ -277,10 +277,10 @@ def test_a_twin_of_somebody_elses(name: str):
     from foreign import ZOO
 
     model = ZOO[name].build("sdpa")
-    one = twin(model, seed=1)
+    one = make_random_baseline(model, seed=1)
     torch.rand(3)
     state = torch.get_rng_state()
-    again = twin(model, seed=1)
+    again = make_random_baseline(model, seed=1)
     assert torch.equal(state, torch.get_rng_state())
     assert type(one) is type(model)
     assert one.state_dict().keys() == model.state_dict().keys()
@@ -290,7 +290,7 @@ def test_a_twin_of_somebody_elses(name: str):
 
 def test_a_twin_of_a_bare_module_is_refused():
     with pytest.raises(ValueError, match="Linear keeps no description that it could be built from anew"):
-        twin(torch.nn.Linear(2, 2))
+        make_random_baseline(torch.nn.Linear(2, 2))
 
 
 def test_one_of_ours_made_of_theirs_says_the_same():
@@ -299,4 +299,4 @@ def test_one_of_ours_made_of_theirs_says_the_same():
 
     model, ids = ZOO["gpt2"].build(), torch.randint(3, 60, (2, 9))
     with torch.no_grad():
-        torch.testing.assert_close(as_ours(model)(ids), run(model, {"input_ids": ids}), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(as_native_model(model)(ids), run(model, {"input_ids": ids}), atol=1e-4, rtol=1e-4)

@@ -10,35 +10,35 @@ import torch
 import handmade
 import headwise as hw
 from headwise.heads import published
-from headwise.heads.alignment import Alignment
-from headwise.heads.classes import KINDS, classified, score
-from headwise.heads.measuring import Chosen, measure
-from headwise.heads.scene import Scene
-from headwise.heads.statistics import STATISTICS
-from headwise.heads.syntax import Syntax
-from headwise.heads.table import Head, Measure, Table
+from headwise.heads.alignment import AlignmentScores
+from headwise.heads.classes import CLASS_RULES, classify_heads, normalised_score
+from headwise.heads.measuring import MeasureOptions, measure_heads
+from headwise.heads.scene import Example
+from headwise.heads.statistics import HEAD_METRICS
+from headwise.heads.syntax import DependencyScores
+from headwise.heads.table import HeadMeasures, Measure, HeadTable
 
 FIRST, SECOND, CROSS = "decoder.0.attention", "decoder.1.attention", "decoder.0.cross"
 PLANTED = {(FIRST, 0): "previous", (FIRST, 1): "sink", (SECOND, 0): "induction", (SECOND, 2): "rare-token"}
-CALLED = (*(kind.name for kind in KINDS), "alignment")
+CALLED = (*(kind.name for kind in CLASS_RULES), "alignment")
 
 
 @pytest.fixture(scope="module")
-def decoder() -> Table:
-    return measure(handmade.decoder(), handmade.texts(40))
+def decoder() -> HeadTable:
+    return measure_heads(handmade.decoder(), handmade.texts(40))
 
 
 @pytest.fixture(scope="module")
-def translator() -> Table:
-    return measure(handmade.translator(), handmade.pairs(40), more=[Alignment()])
+def translator() -> HeadTable:
+    return measure_heads(handmade.translator(), handmade.pairs(40), collectors=[AlignmentScores()])
 
 
-def names(table: Table, site: str, number: int) -> dict[str, float]:
+def names(table: HeadTable, site: str, number: int) -> dict[str, float]:
     return {one.name: one.score for one in table.head(site, number).classes}
 
 
-def test_heads_set_by_hand_are_found_and_nothing_else_is(decoder: Table):
-    table = classified(decoder)
+def test_heads_set_by_hand_are_found_and_nothing_else_is(decoder: HeadTable):
+    table = classify_heads(decoder)
     for head in table.heads:
         found = names(table, head.site, head.head)
         planted = PLANTED.get((head.site, head.head))
@@ -48,8 +48,8 @@ def test_heads_set_by_hand_are_found_and_nothing_else_is(decoder: Table):
             assert head.classes[0].name == planted
 
 
-def test_an_aligned_cross_head_is_found_and_nothing_else_is(translator: Table):
-    table = classified(translator)
+def test_an_aligned_cross_head_is_found_and_nothing_else_is(translator: HeadTable):
+    table = classify_heads(translator)
     assert names(table, CROSS, 1)["alignment"] > 0.95
     for head in table.heads:
         if (head.site, head.head) != (CROSS, 1):
@@ -57,20 +57,20 @@ def test_an_aligned_cross_head_is_found_and_nothing_else_is(translator: Table):
     assert "1 - AER 1.00; uniform or diagonal" in table.head(CROSS, 1).classes[0].evidence
 
 
-def test_small_random_heads_are_broad(decoder: Table):
-    table = classified(decoder)
+def test_small_random_heads_are_broad(decoder: HeadTable):
+    table = classify_heads(decoder)
     for site, number in ((FIRST, 2), (SECOND, 1)):
         assert names(table, site, number)["broad"] > 0.95
 
 
-def test_words_measure_what_tokens_measure_where_each_is_one(decoder: Table):
-    again = measure(handmade.decoder(), handmade.texts(40), chosen=Chosen(units="words"))
+def test_words_measure_what_tokens_measure_where_each_is_one(decoder: HeadTable):
+    again = measure_heads(handmade.decoder(), handmade.texts(40), options=MeasureOptions(units="words"))
     for one, other in zip(decoder.heads, again.heads, strict=True):
         for name in ("previous", "sink", "induction", "rare", "support90", "positional_share"):
             assert other.measures[name].value == pytest.approx(one.measures[name].value, abs=1e-5, nan_ok=True)
 
 
-def test_a_head_at_a_fixed_distance_is_what_distance_explains(decoder: Table):
+def test_a_head_at_a_fixed_distance_is_what_distance_explains(decoder: HeadTable):
     assert decoder.head(FIRST, 0).measures["positional_share"].value > 0.99
     assert decoder.head(SECOND, 0).measures["positional_share"].value < 0.5
 
@@ -78,23 +78,23 @@ def test_a_head_at_a_fixed_distance_is_what_distance_explains(decoder: Table):
 # --- rules ---------------------------------------------------------------------------------------------
 
 
-def head(**measures: tuple[float, float, float, float]) -> Head:
+def head(**measures: tuple[float, float, float, float]) -> HeadMeasures:
     told = {name.replace("_", " "): Measure(*values) for name, values in measures.items()}
-    return Head("decoder", "attention", 0, 0, 0, FIRST, told)
+    return HeadMeasures("decoder", "attention", 0, 0, 0, FIRST, told)
 
 
-def called(one: Head, criteria: str = "ours") -> dict[str, float]:
-    (found,) = classified(Table("small", "9 texts", (one,)), criteria=criteria).heads
+def called(one: HeadMeasures, criteria: str = "ours") -> dict[str, float]:
+    (found,) = classify_heads(HeadTable("small", "9 texts", (one,)), criteria=criteria).heads
     return {own.name: own.score for own in found.classes}
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", CLASS_RULES, ids=lambda kind: kind.name)
 def test_a_class_is_how_far_a_measure_is_between_chance_and_perfect(kind):
     assert called(head(**{kind.measure: (0.6, 0.5, 0.7, 0.2)})) == {kind.name: pytest.approx(0.5)}
     assert called(head(**{kind.measure: (0.6, 0.1, 0.9, 0.2)})) == {"unclear": 0}  # its interval holds chance
     assert called(head(**{kind.measure: (0.21, 0.205, 0.22, 0.2)})) == {"unclear": 0}  # surely there, and nothing
     assert called(head(**{kind.measure: (float("nan"),) * 3 + (0.2,)})) == {"unclear": 0}
-    assert score(Measure(1.0, 1.0, 1.0, 1.0)) == 0
+    assert normalised_score(Measure(1.0, 1.0, 1.0, 1.0)) == 0
 
 
 def test_a_head_may_be_several_things_the_surest_first():
@@ -113,14 +113,14 @@ def test_relations_are_told_with_how_much_better_than_the_best_offset():
     one = head(sink=(0.2, 0.2, 0.2, 0.2), syntactic_obj_to_governor=(0.7, 0.6, 0.8, 0.4),
                syntactic_all_to_governor=(0.7, 0.6, 0.8, 0.4),
                syntactic_det_to_dependent=(0.5, 0.3, 0.7, 0.4))  # fmt: skip
-    (found,) = classified(Table("small", "9 texts", (one,))).heads[0].classes
+    (found,) = classify_heads(HeadTable("small", "9 texts", (one,))).heads[0].classes
     assert (found.name, found.score) == ("syntactic obj to governor", pytest.approx(0.5))
     margin = "+0.30 over the best offset or all alike, 0.40, 95 % interval 0.60 to 0.80"
     assert found.evidence == f"finds the governor of obj in 0.70 of arcs; {margin}"
 
 
 def test_what_is_unclear_says_what_it_is_most_of_all():
-    (found,) = classified(Table("small", "9 texts", (head(sink=(0.25, 0.1, 0.9, 0.2)),))).heads[0].classes
+    (found,) = classify_heads(HeadTable("small", "9 texts", (head(sink=(0.25, 0.1, 0.9, 0.2)),))).heads[0].classes
     most = "puts 0.25 of its weight on sinks; chance 0.20, 95 % interval 0.10 to 0.90"
     assert found.evidence == f"nothing stands out from chance; most of all it is sink: {most}"
 
@@ -153,8 +153,8 @@ def test_voitas_relations_are_ten_points_above_the_best_offset():
 
 @pytest.mark.parametrize(("criteria", "wanted"), [("clark", {0: "previous"}), ("voita", {0: "previous"})])
 def test_published_criteria_name_a_head_set_by_hand(criteria: str, wanted: dict[int, str]):
-    chosen = Chosen(published.chosen(criteria))
-    table = classified(measure(handmade.decoder(), handmade.texts(20), chosen=chosen), criteria=criteria)
+    chosen = MeasureOptions(published.metrics_for_criteria(criteria))
+    table = classify_heads(measure_heads(handmade.decoder(), handmade.texts(20), options=chosen), criteria=criteria)
     for number, name in wanted.items():
         assert name in names(table, FIRST, number)
     assert "previous" not in names(table, FIRST, 2)
@@ -163,15 +163,15 @@ def test_published_criteria_name_a_head_set_by_hand(criteria: str, wanted: dict[
 # --- what is refused -----------------------------------------------------------------------------------
 
 
-def test_unknown_criteria_and_measures_that_are_missing(decoder: Table):
+def test_unknown_criteria_and_measures_that_are_missing(decoder: HeadTable):
     with pytest.raises(ValueError, match="criteria='clarks' are unknown; did you mean 'clark'"):
-        classified(decoder, criteria="clarks")
+        classify_heads(decoder, criteria="clarks")
     with pytest.raises(
         ValueError, match="has no measure that 'voita' names heads by; measure with Chosen\\(statistics="
     ):
-        classified(decoder, criteria="voita")
+        classify_heads(decoder, criteria="voita")
     with pytest.raises(ValueError, match="names heads by; measure with Chosen\\(\\)"):
-        classified(Table("small", "9 texts", (head(distance=(1.0, 1.0, 1.0, 1.0)),)))
+        classify_heads(HeadTable("small", "9 texts", (head(distance=(1.0, 1.0, 1.0, 1.0)),)))
     with pytest.raises(ValueError, match="the table has no head 3 of 'decoder"):
         decoder.head(FIRST, 3)
 
@@ -179,44 +179,44 @@ def test_unknown_criteria_and_measures_that_are_missing(decoder: Table):
 @pytest.mark.parametrize("count", [0, 1])
 def test_fewer_than_two_texts_leave_no_interval(count: int):
     with pytest.raises(ValueError, match=f"{count} texts leave no interval; give at least two"):
-        measure(handmade.decoder(), handmade.texts(count))
+        measure_heads(handmade.decoder(), handmade.texts(count))
 
 
 def test_tokens_that_are_not_the_models_are_refused():
     scenes = handmade.texts(3)
-    wrong = Scene(scenes[0].inputs, scenes[1].streams)
+    wrong = Example(scenes[0].inputs, scenes[1].streams)
     with pytest.raises(ValueError, match="are known; tell of all tokens as the model's tokenizer makes them"):
-        measure(handmade.decoder(), [wrong, scenes[2]])
+        measure_heads(handmade.decoder(), [wrong, scenes[2]])
 
 
 def test_what_sinks_leave_is_told():
     one = head(sink=(0.6, 0.5, 0.7, 0.2), previous=(0.9, 0.8, 1.0, 0.1))
-    (found, _) = classified(Table("small", "9 texts", (one,))).heads[0].classes
+    (found, _) = classify_heads(HeadTable("small", "9 texts", (one,))).heads[0].classes
     assert found.evidence.startswith("of the 0.40 that sinks leave, puts 0.90 on the token before; chance 0.10,")
 
 
 def test_units_are_tokens_or_words():
     with pytest.raises(ValueError, match="units='word' are unknown; did you mean 'words'"):
-        measure(handmade.decoder(), handmade.texts(2), chosen=Chosen(units="word"))
+        measure_heads(handmade.decoder(), handmade.texts(2), options=MeasureOptions(units="word"))
 
 
-def _arcs(scenes: Sequence[Scene]) -> list[Scene]:
+def _arcs(scenes: Sequence[Example]) -> list[Example]:
     """The same texts, each word dependent on the first."""
-    found: list[Scene] = []
+    found: list[Example] = []
     for one in scenes:
         arcs = [(word, 0, "nsubj") for word in range(1, one.streams["text"].count)]
-        found.append(Scene(one.inputs, one.streams, arcs))
+        found.append(Example(one.inputs, one.streams, arcs))
     return found
 
 
 def test_a_sink_head_finds_the_word_that_all_depend_on():
-    table = classified(measure(handmade.decoder(), _arcs(handmade.texts(20)), more=[Syntax()]))
+    table = classify_heads(measure_heads(handmade.decoder(), _arcs(handmade.texts(20)), collectors=[DependencyScores()]))
     assert names(table, FIRST, 1)["syntactic nsubj to governor"] > 0.95
     for site, number in ((FIRST, 0), (SECOND, 1), (SECOND, 2)):
         assert names(table, site, number).get("syntactic nsubj to governor", 0) < 0.5
 
 
-def test_the_published_are_no_part_of_what_is_measured_unasked(decoder: Table):
-    assert set(decoder.heads[0].measures) == set(STATISTICS)
+def test_the_published_are_no_part_of_what_is_measured_unasked(decoder: HeadTable):
+    assert set(decoder.heads[0].measures) == set(HEAD_METRICS)
     assert hw.sites(handmade.decoder())[0].name == FIRST
     assert torch.is_grad_enabled()

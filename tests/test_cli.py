@@ -108,7 +108,7 @@ def test_set_changes_one_thing(capsys):
     told = json.loads(run(capsys, *argv, "--json")[1])
     expected = hw.design(preset="gqa", kv=4, bias="qv", modifiers=(hw.Rotary(base=500000.0),))
     assert hw.from_json(json.dumps(told["spec"])) == expected
-    assert told["counts"]["parameters"] == hw.counting.params(expected)
+    assert told["counts"]["parameters"] == hw.counting.count_parameters(expected)
 
 
 BAD = {
@@ -175,7 +175,7 @@ def test_interrupted(capsys, monkeypatch: pytest.MonkeyPatch):
     def stop(argv: list[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_run", stop)
+    monkeypatch.setattr(cli, "_run_verb", stop)
     assert run(capsys, "why", "mha") == (130, "", "")
 
 

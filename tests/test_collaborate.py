@@ -14,7 +14,7 @@ import torch
 import cases
 import headwise as hw
 from cases import base, check_close
-from headwise.parts.trilinear import Form, truncated
+from headwise.parts.trilinear import BilinearForm, factorise_truncated_svd
 
 
 def twin(made) -> hw.Attention:
@@ -26,7 +26,7 @@ def twin(made) -> hw.Attention:
 def scores(layer: hw.Attention, x, z=None):
     seen = hw.Probe("scores")
     layer(x, source=z, probe=seen)
-    return seen.seen["scores"]
+    return seen.tensors["scores"]
 
 
 def forms(layer: hw.Attention) -> np.ndarray:
@@ -76,10 +76,10 @@ def test_full_width_is_exact(said):
     layer = cases.layer(base(**said))
     x, z = cases.tensors(layer.spec)
     heads = layer.spec.heads
-    made = hw.collaborate(layer.spec, layer.state_dict(), heads.q * heads.dim)
+    made = hw.convert_to_collaborative(layer.spec, layer.state_dict(), heads.q * heads.dim)
     check_close(twin(made)(x, source=z), layer(x, source=z))
     assert made.sweeps == 0
-    assert made.error < 1e-15
+    assert made.relative_error < 1e-15
     assert made.weights["project.mixing"].tolist() == torch.eye(heads.q).repeat_interleave(heads.dim, 1).tolist()
     if "k" not in said.get("bias", ""):
         check_close(scores(twin(made), x, z), scores(layer, x, z))
@@ -89,11 +89,11 @@ def test_full_width_is_exact(said):
 def test_a_space_that_is_shared_is_found(width):
     layer = sharing(width, base())
     x, _ = cases.tensors(layer.spec)
-    made = hw.collaborate(layer.spec, layer.state_dict(), width)
-    assert made.error < 1e-6
+    made = hw.convert_to_collaborative(layer.spec, layer.state_dict(), width)
+    assert made.relative_error < 1e-6
     check_close(twin(made)(x), layer(x), atol=1e-5, rtol=1e-5)
     check_close(scores(twin(made), x), scores(layer, x), atol=1e-4, rtol=1e-5)  # at the scale they had
-    assert hw.collaborate(layer.spec, layer.state_dict(), width - 1).error > 0.01
+    assert hw.convert_to_collaborative(layer.spec, layer.state_dict(), width - 1).relative_error > 0.01
 
 
 def test_bands_that_overlap_are_found():
@@ -107,8 +107,8 @@ def test_bands_that_overlap_are_found():
             rows = slice(4 * h, 4 * h + 4)
             layer.project["q"][rows] = torch.randn(4, 1, dtype=torch.float64) * shared[0, band]
             layer.project["k"][rows] = shared[1, band]
-    made = hw.collaborate(spec, layer.state_dict(), 12, sweeps=2000)
-    assert made.error < 1e-6
+    made = hw.convert_to_collaborative(spec, layer.state_dict(), 12, max_sweeps=2000)
+    assert made.relative_error < 1e-6
 
 
 @pytest.mark.parametrize("said", [{}, {"kv": 2, "source": 13}, {"dim": 11, "heads": 2}], ids=str)
@@ -116,32 +116,32 @@ def test_bands_that_overlap_are_found():
 def test_the_error_is_that_of_the_tensor(said, width):
     layer = cases.layer(base(**said))
     for sweeps in (0, 3):
-        made = hw.collaborate(layer.spec, layer.state_dict(), width, sweeps=sweeps)
-        assert made.error == pytest.approx(brute(layer, made), rel=1e-9, abs=1e-14)
+        made = hw.convert_to_collaborative(layer.spec, layer.state_dict(), width, max_sweeps=sweeps)
+        assert made.relative_error == pytest.approx(brute(layer, made), rel=1e-9, abs=1e-14)
         assert made.sweeps <= sweeps
 
 
 def test_sweeps_and_ranks_never_make_it_worse():
     layer = cases.layer(base(kv=3, vdim=5))
     weights = layer.state_dict()
-    swept = [hw.collaborate(layer.spec, weights, 9, sweeps=n, tolerance=0.0).error for n in range(25)]
+    swept = [hw.convert_to_collaborative(layer.spec, weights, 9, max_sweeps=n, tolerance=0.0).relative_error for n in range(25)]
     assert all(after <= before + 1e-12 for before, after in pairwise(swept))
     assert swept[-1] < 0.98 * swept[0]
     for sweeps in (0, 500):
-        ranks = [hw.collaborate(layer.spec, weights, width, sweeps=sweeps).error for width in (1, 4, 9, 14, 19, 24)]
+        ranks = [hw.convert_to_collaborative(layer.spec, weights, width, max_sweeps=sweeps).relative_error for width in (1, 4, 9, 14, 19, 24)]
         assert all(after < before for before, after in pairwise(ranks))
 
 
 def test_each_step_is_the_best_for_the_others():
     """After many sweeps no factor can be bettered alone: a least-squares fit of each on the tensor finds it again."""
     layer = cases.layer(base())
-    made = hw.collaborate(layer.spec, layer.state_dict(), 5, sweeps=3000, tolerance=0.0)
+    made = hw.convert_to_collaborative(layer.spec, layer.state_dict(), 5, max_sweeps=3000, tolerance=0.0)
     q, m, k = (made.weights[f"project.{name}"].numpy() for name in ("q", "mixing", "k"))
     whole = forms(layer)
-    design = np.einsum("rd,re->der", q, k).reshape(-1, 5)
+    design = np.on_einsum("rd,re->der", q, k).reshape(-1, 5)
     best = np.linalg.lstsq(design, whole.reshape(6, -1).T, rcond=None)[0].T
     np.testing.assert_allclose(best, m, atol=1e-4)
-    design = np.einsum("hr,re->her", m, k).reshape(-1, 5)
+    design = np.on_einsum("hr,re->her", m, k).reshape(-1, 5)
     best = np.linalg.lstsq(design, whole.transpose(0, 2, 1).reshape(-1, 10), rcond=None)[0]
     np.testing.assert_allclose(best, q, atol=1e-4)
 
@@ -150,19 +150,19 @@ def test_it_starts_from_singular_triples_and_not_from_noise():
     layer = cases.layer(base())
     whole = forms(layer)
     sizes = np.sort(np.concatenate([np.linalg.svd(form, compute_uv=False)[:4] for form in whole]))
-    started = hw.collaborate(layer.spec, layer.state_dict(), 9, sweeps=0).error
+    started = hw.convert_to_collaborative(layer.spec, layer.state_dict(), 9, max_sweeps=0).relative_error
     assert started == pytest.approx(np.linalg.norm(sizes[:-9]) / np.linalg.norm(whole), rel=1e-9)
     rng = np.random.default_rng(0)
     for _ in range(20):  # random vectors, with the very best mixing of them
         q, k = rng.standard_normal((2, 9, 10))
-        design = np.einsum("rd,re->der", q, k).reshape(-1, 9)
+        design = np.on_einsum("rd,re->der", q, k).reshape(-1, 9)
         mixing = np.linalg.lstsq(design, whole.reshape(6, -1).T, rcond=None)[0]
         assert started < np.linalg.norm(design @ mixing - whole.reshape(6, -1).T) / np.linalg.norm(whole)
 
 
 def test_the_same_twice_and_in_the_dtype_it_had():
     layer = cases.layer(base(bias="q"), torch.float32)
-    one, two = (hw.collaborate(layer.spec, layer.state_dict(), 9) for _ in range(2))
+    one, two = (hw.convert_to_collaborative(layer.spec, layer.state_dict(), 9) for _ in range(2))
     assert all(torch.equal(one.weights[name], two.weights[name]) for name in one.weights)
     assert {tensor.dtype for tensor in one.weights.values()} == {torch.float32}
     assert one.spec == two.spec
@@ -170,10 +170,10 @@ def test_the_same_twice_and_in_the_dtype_it_had():
 
 def test_heads_wider_than_what_they_compare():
     """Two heads of 11 on 10 channels have 20 products at most; the rest of the width is empty, and exact."""
-    form = Form(*torch.randn(2, 2, 11, 10, dtype=torch.float64))
-    q, mixing, k = truncated(form, 21)
+    form = BilinearForm(*torch.randn(2, 2, 11, 10, dtype=torch.float64))
+    q, mixing, k = factorise_truncated_svd(form, 21)
     assert q.shape == k.shape == (21, 10)
-    check_close(torch.einsum("rd,hr,re->hde", q, mixing, k), form.q.mT @ form.k)
+    check_close(torch.on_einsum("rd,hr,re->hde", q, mixing, k), form.q.mT @ form.k)
 
 
 REFUSED = {
@@ -203,7 +203,7 @@ NO_NUMBERS = {
 def test_what_is_no_number_is_refused(reason):
     said = {"width": 5, "weights": cases.layer(base()).state_dict()} | NO_NUMBERS[reason]
     with pytest.raises(hw.SpecError, match=reason):
-        hw.collaborate(base(), **said)
+        hw.convert_to_collaborative(base(), **said)
 
 
 @pytest.mark.parametrize(
@@ -212,11 +212,11 @@ def test_what_is_no_number_is_refused(reason):
 def test_the_error_does_not_depend_on_size(times):
     layer = cases.layer(base())
     weights, x = layer.state_dict(), torch.randn(3, 7, 10, dtype=torch.float64)
-    plain = hw.collaborate(layer.spec, weights, 7)
+    plain = hw.convert_to_collaborative(layer.spec, weights, 7)
     scaled = {name: held * times.get(name.removeprefix("project."), 1.0) for name, held in weights.items()}
-    made = hw.collaborate(layer.spec, scaled, 7)
-    assert made.error == pytest.approx(plain.error, rel=1e-6)
-    assert hw.collaborate(layer.spec, scaled, 24).error == 0
+    made = hw.convert_to_collaborative(layer.spec, scaled, 7)
+    assert made.relative_error == pytest.approx(plain.relative_error, rel=1e-6)
+    assert hw.convert_to_collaborative(layer.spec, scaled, 24).relative_error == 0
     assert twin(made)(x).isfinite().all()
 
 
@@ -228,8 +228,8 @@ def test_heads_that_compare_nothing(heads, sides, width):
     with torch.no_grad():
         for side in sides:
             layer.project[side][: 4 * heads] = 0
-    made = hw.collaborate(layer.spec, layer.state_dict(), width)
-    assert made.error < 1e-15 if heads == 6 or width == 24 else 0 < made.error < 1
+    made = hw.convert_to_collaborative(layer.spec, layer.state_dict(), width)
+    assert made.relative_error < 1e-15 if heads == 6 or width == 24 else 0 < made.relative_error < 1
     assert all(held.isfinite().all() for held in made.weights.values())
     x, _ = cases.tensors(layer.spec)
     if heads == 6 or width == 24:
@@ -247,22 +247,22 @@ def test_what_cannot_be_shared_is_refused(reason):
     said, width = REFUSED[reason]
     spec = base(**said)
     with pytest.raises(hw.SpecError, match=reason):
-        hw.collaborate(spec, cases.layer(spec).state_dict(), width)
+        hw.convert_to_collaborative(spec, cases.layer(spec).state_dict(), width)
 
 
 def test_the_query_bias_needs_no_softmax():
     layer = cases.layer(base(bias="qv", normaliser=hw.Sigmoid(), modifiers=(hw.Softcap(limit=3.0),)))
     x, _ = cases.tensors(layer.spec)
-    check_close(twin(hw.collaborate(layer.spec, layer.state_dict(), 24))(x), layer(x))
+    check_close(twin(hw.convert_to_collaborative(layer.spec, layer.state_dict(), 24))(x), layer(x))
 
 
 def test_a_converted_layer_can_be_cut():
     layer = cases.layer(base(bias="q", kv=2))
-    made = hw.collaborate(layer.spec, layer.state_dict(), 9)
+    made = hw.convert_to_collaborative(layer.spec, layer.state_dict(), 9)
     x, _ = cases.tensors(layer.spec)
     loud = torch.tensor([0.0, 1, 0, 1, 1, 0], dtype=torch.float64)[:, None]
-    silenced = twin(made)(x, probe=hw.Probe("heads", see=lambda _, o: o * loud))
-    spec, weights = hw.axes.cut(made.spec, made.weights, [1, 3, 4])
+    silenced = twin(made)(x, probe=hw.Probe("heads", callback=lambda _, o: o * loud))
+    spec, weights = hw.axes.keep_heads(made.spec, made.weights, [1, 3, 4])
     cut = hw.Attention(spec).double().eval()
     cut.load_state_dict(weights)
     check_close(cut(x), silenced)

@@ -12,16 +12,16 @@ import cases
 import headwise as hw
 from cases import check_close
 from headwise import axes, counting
-from headwise.backends import BACKENDS, Job
+from headwise.backends import BACKENDS, CallSignature
 
 
 def test_a_state_in_half_precision_sums_thousands():
     torch.manual_seed(0)
     exact = hw.Attention(hw.design(preset="linear", model=32, heads=2))
     x = 3 * torch.randn(2, 1024, 32)
-    tokens = hw.Tokens.of(x, lengths=[1024, 1000])  # not one segment: a single chunk, whose shares reach far
-    coarse = exact.half().heads(x.half(), tokens=tokens)
-    fine = exact.float().heads(x, tokens=tokens)
+    tokens = hw.SequenceInfo.from_batch(x, lengths=[1024, 1000])  # not one segment: a single chunk, whose shares reach far
+    coarse = exact.half().head_outputs(x.half(), sequence=tokens)
+    fine = exact.float().head_outputs(x, sequence=tokens)
     check_close(coarse[:, 900:1000].float(), fine[:, 900:1000], rtol=0.1, atol=0.02)
 
 
@@ -34,8 +34,8 @@ def test_a_cut_behind_another_number_of_rows(heads, rows, keep, merge, on):
     layer, x = cases.layer(spec), torch.randn(2, 5, 8, dtype=torch.float64)
     loud = torch.zeros(rows, 1, dtype=x.dtype)
     loud[keep] = 1
-    silenced = layer(x, probe=hw.Probe("heads", see=lambda _, o: o * loud))
-    small, weights = axes.cut(spec, layer.state_dict(), keep)
+    silenced = layer(x, probe=hw.Probe("heads", callback=lambda _, o: o * loud))
+    small, weights = axes.keep_heads(spec, layer.state_dict(), keep)
     cut = hw.Attention(small).double().eval()
     cut.load_state_dict(weights)
     check_close(cut(x), silenced)
@@ -72,7 +72,7 @@ def test_what_cannot_be_meant(words, said):
 @pytest.mark.parametrize(("layer", "layers"), [("0", 2), (0, "2"), (2, 2), (True, 2)])
 def test_a_depth_is_a_whole_number(layer, layers):
     with pytest.raises(hw.SpecError, match="give whole numbers"):
-        hw.design(model=8, heads=2).placed(layer, layers)
+        hw.design(model=8, heads=2).at_depth(layer, layers)
 
 
 def test_the_order_of_writing_is_the_order_of_phases():
@@ -84,7 +84,7 @@ def test_the_order_of_writing_is_the_order_of_phases():
 def test_sharing_says_why_it_cannot():
     spec = hw.design(model=8, heads=4, modifiers=(hw.TalkingHeads(on="weights", heads=2),))
     with pytest.raises(hw.SpecError, match="grouped apart"):
-        axes.share(spec, hw.Attention(spec).state_dict(), [[0, 1], [2, 3]])
+        axes.share_kv_heads(spec, hw.Attention(spec).state_dict(), [[0, 1], [2, 3]])
 
 
 @pytest.mark.parametrize("kv", [1, 2, 4])
@@ -109,11 +109,11 @@ def test_what_is_spent_on_a_source_or_a_single_query(backend, words, tokens, sou
     spec = hw.design(**({"model": 16, "heads": 2} | words))
     layer = hw.Attention(spec, backend=backend)
     z = None if source is None else torch.randn(1, source, 12)
-    work, job = hw.Work(1, tokens, source or tokens, source or tokens), Job(spec, spec.core, one=tokens == 1)
+    work, job = hw.CallSize(1, tokens, source or tokens, source or tokens), CallSignature(spec, spec.core, single_query=tokens == 1)
     if hasattr(BACKENDS[backend], "formed"):
-        work = replace(work, pairs=BACKENDS[backend].formed(job, work))
-    spent = BACKENDS[backend].spent(job, work)
-    assert torch_counts(layer, torch.randn(1, tokens, 16), source=z) == counting.spent(spec, work, spent)
+        work = replace(work, pairs=BACKENDS[backend].num_pairs(job, work))
+    spent = BACKENDS[backend].executed_flops(job, work)
+    assert torch_counts(layer, torch.randn(1, tokens, 16), source=z) == counting.executed_flops(spec, work, spent)
 
 
 def test_a_ring_hands_over_what_it_holds_in_turn():

@@ -12,20 +12,20 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
-from headwise.counting.along import WORDS, Along, asked_flops, sample
-from headwise.counting.breakeven import spans
-from headwise.counting.complexity import Complexity, Sizes, attentions
-from headwise.counting.growth import growth
-from headwise.counting.pricing import price
+from headwise.counting.along import QUANTITY_LABELS, CostByLength, prefill_flops, cost_at_length
+from headwise.counting.breakeven import find_ranges
+from headwise.counting.complexity import ComplexityTable, LayerSizes, attention_specs
+from headwise.counting.growth import measure_scaling
+from headwise.counting.pricing import estimate_cost
 
 D, H = 512, 8
 MHA = hw.design(model=D, heads=H, pattern="causal")
-LOAD = hw.Load(batch=3)
+LOAD = hw.Workload(batch=3)
 
 
-def told(one, other, load: hw.Load = LOAD) -> dict[str, str]:
+def told(one, other, load: hw.Workload = LOAD) -> dict[str, str]:
     """What is said of the second against the first, by quantity."""
-    return {row.quantity: str(row) for row in hw.break_even({"other": other, "one": one}, load).rows}
+    return {row.quantity: str(row) for row in hw.find_crossovers({"other": other, "one": one}, load).crossovers}
 
 
 # --- what a length costs -------------------------------------------------------------------------------
@@ -33,28 +33,28 @@ def told(one, other, load: hw.Load = LOAD) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["mha", "gqa", "mla", "linear", "dcmha", "bigbird", "average"])
 def test_a_sample_is_the_price_in_its_totals(name):
-    load = hw.Load(batch=3, context=301, dtype="fp32", device="cpu", generate=5)
-    short, whole = sample(hw.design(preset=name), load), price(hw.design(preset=name), hw.Load(3, 301, "fp32", "cpu"))
-    decodes = whole.decode is not None
-    assert short.prefill_flops == whole.prefill.total
+    load = hw.Workload(batch=3, context=301, dtype="fp32", device="cpu", generate=5)
+    short, whole = cost_at_length(hw.design(preset=name), load), estimate_cost(hw.design(preset=name), hw.Workload(3, 301, "fp32", "cpu"))
+    decodes = whole.decode_flops is not None
+    assert short.prefill_flops == whole.prefill_flops.total
     assert short.prefill_seconds == whole.seconds("prefill")
-    assert short.step_flops == (whole.decode.total if decodes else None)
-    assert short.cache_bytes == (whole.kept_bytes if decodes else None)
+    assert short.step_flops == (whole.decode_flops.total if decodes else None)
+    assert short.cache_bytes == (whole.cache_bytes if decodes else None)
     assert short.step_seconds == (whole.seconds("decode") if decodes else None)
 
 
 def test_models_are_sampled_too_sources_included():
-    t5 = hw.families.read({"model_type": "t5", "num_layers": 2, "d_model": 48, "d_kv": 12, "num_heads": 4, "d_ff": 96})
-    load = hw.Load(batch=2, context=11, source=29)
-    assert sample(t5, load).cache_bytes == price(t5, load).kept_bytes
-    assert sample(t5, load).prefill_flops == price(t5, load).prefill.total
+    t5 = hw.families.read_model_spec({"model_type": "t5", "num_layers": 2, "d_model": 48, "d_kv": 12, "num_heads": 4, "d_ff": 96})
+    load = hw.Workload(batch=2, context=11, source=29)
+    assert cost_at_length(t5, load).cache_bytes == estimate_cost(t5, load).cache_bytes
+    assert cost_at_length(t5, load).prefill_flops == estimate_cost(t5, load).prefill_flops.total
 
 
 def test_how_far_it_can_be_asked():
-    named = {"rule": MHA, "table": hw.design(preset="bigbird"), "known": hw.families.read({"model_type": "gpt2"})}
-    along = Along(named, LOAD)
-    assert [along.farthest(name) for name in named] == [2**40, 2**14, 1024]
-    assert along.farthest("rule", "known") == 1024
+    named = {"rule": MHA, "table": hw.design(preset="bigbird"), "known": hw.families.read_model_spec({"model_type": "gpt2"})}
+    along = CostByLength(named, LOAD)
+    assert [along.max_length(name) for name in named] == [2**40, 2**14, 1024]
+    assert along.max_length("rule", "known") == 1024
 
 
 # --- breaking even, by hand ----------------------------------------------------------------------------
@@ -105,14 +105,14 @@ def test_never_always_equal_and_nothing_to_compare():
 
 def test_seconds_change_sides_where_prices_do():
     gqa, mla = (hw.design(preset=name, model=4096, heads=32) for name in ("gqa", "mla"))
-    (row,) = (row for row in hw.break_even({"gqa": gqa, "mla": mla}).rows if row.quantity == "step_seconds")
-    first = row.spans[0].first
+    (row,) = (row for row in hw.find_crossovers({"gqa": gqa, "mla": mla}).crossovers if row.quantity == "step_seconds")
+    first = row.ranges[0].first
     gains = [
-        price(gqa, hw.Load(context=t)).seconds("decode") - price(mla, hw.Load(context=t)).seconds("decode")
+        estimate_cost(gqa, hw.Workload(context=t)).seconds("decode") - estimate_cost(mla, hw.Workload(context=t)).seconds("decode")
         for t in (first - 1, first, 10 * first, 10**9)
     ]
     assert [gain > 0 for gain in gains] == [False, True, True, True]
-    assert len(row.spans) == 1
+    assert len(row.ranges) == 1
 
 
 def test_what_does_not_stay_is_told_span_by_span():
@@ -121,10 +121,10 @@ def test_what_does_not_stay_is_told_span_by_span():
         hw.design(preset="gqa", model=2048, heads=16),
         hw.design(preset="linear", model=2048, heads=16, dim=80),
     )
-    less = [asked_flops(linear, hw.Load(context=t)) < asked_flops(gqa, hw.Load(context=t)) for t in range(1, 300)]
+    less = [prefill_flops(linear, hw.Workload(context=t)) < prefill_flops(gqa, hw.Workload(context=t)) for t in range(1, 300)]
     assert [t for t in range(1, 299) if less[t] != less[t - 1]] == [1, 3, 181]
-    (row,) = (row for row in hw.break_even({"gqa": gqa, "it": linear}).rows if row.quantity == "prefill_flops")
-    assert (str(row), row.spans) == ("from 2 to 3, from 182 on", ((2, 3), (182, None)))
+    (row,) = (row for row in hw.find_crossovers({"gqa": gqa, "it": linear}).crossovers if row.quantity == "prefill_flops")
+    assert (str(row), row.ranges) == ("from 2 to 3, from 182 on", ((2, 3), (182, None)))
 
 
 @given(st.lists(st.integers(1, 7), max_size=4), st.booleans())
@@ -137,28 +137,28 @@ def test_spans_are_found_to_the_token(gaps, first):
 
     ends = [1, *changes, None]
     wanted = [(a, b and b - 1) for n, (a, b) in enumerate(pairwise(ends)) if first ^ (n % 2 == 1)]
-    assert [tuple(span) for span in spans(holds, 2**62)] == wanted
+    assert [tuple(span) for span in find_ranges(holds, 2**62)] == wanted
 
 
 def test_break_even_needs_two():
     for alone, said in (({"one": MHA}, "one"), ({}, "nothing"), (MHA, "AttentionSpec")):
         with pytest.raises(hw.SpecError, match=f"{said}.* has nothing to break even with; give two or more by name"):
-            hw.break_even(alone)
+            hw.find_crossovers(alone)
 
 
 def test_the_page_and_the_plain_values():
-    found = hw.break_even({"mha": MHA, "window": hw.design(model=D, heads=H, pattern="window(100)")}, LOAD)
+    found = hw.find_crossovers({"mha": MHA, "window": hw.design(model=D, heads=H, pattern="window(100)")}, LOAD)
     assert "window (looked at up to 1,099,511,627,776 tokens)" in str(found)
     assert max(map(len, str(found).splitlines())) <= 80
     rows = {row["quantity"]: row for row in found.data}
-    assert list(rows) == list(WORDS)
+    assert list(rows) == list(QUANTITY_LABELS)
     assert rows["cache_bytes"]["cheaper"] == [{"first": 101, "last": None}]
 
 
 # --- beside recurrences and convolutions ---------------------------------------------------------------
 
-SIZES = Sizes(tokens=37, model=20, heads=4, kernel=5, window=7)
-LAYERS = {layer.name: layer for layer in Complexity.of(SIZES).layers}
+SIZES = LayerSizes(tokens=37, model=20, heads=4, kernel=5, window=7)
+LAYERS = {layer.name: layer for layer in ComplexityTable.from_sizes(SIZES).layers}
 
 
 def seen(run) -> int:
@@ -171,7 +171,7 @@ def test_attention_is_counted_as_torch_counts_it():
     layer = LAYERS["self-attention"]
     n, d = SIZES.tokens, SIZES.model
     x = torch.randn(1, n, d)
-    assert layer.flops == seen(lambda: hw.Attention(attentions(SIZES)["self-attention"], backend="dense")(x))
+    assert layer.flops == seen(lambda: hw.Attention(attention_specs(SIZES)["self-attention"], backend="dense")(x))
     assert layer.flops == 8 * n * d**2 + 4 * n**2 * d
     assert layer.formula == "8 n d^2 + 4 n^2 d"
     pairs = sum(min(i + 1, 7) for i in range(n))
@@ -220,7 +220,7 @@ def reached(tokens: int, back) -> int:
     ("tokens", "kernel", "window"), [(1, 2, 2), (2, 2, 3), (27, 3, 5), (28, 3, 7), (64, 2, 64), (65, 4, 9)]
 )
 def test_paths_are_as_long_as_walking_them(tokens, kernel, window):
-    found = {one.name: one for one in Complexity.of(Sizes(tokens, 8, 2, kernel, window)).layers}
+    found = {one.name: one for one in ComplexityTable.from_sizes(LayerSizes(tokens, 8, 2, kernel, window)).layers}
     assert found["convolution"].path == reached(tokens, lambda _: range(kernel))
     assert found["separable conv."].path == found["convolution"].path
     assert found["dilated convolution"].path == reached(
@@ -249,7 +249,7 @@ def test_orders_are_those_of_the_paper():
 
 def test_from_which_length_attention_is_dearer_by_hand():
     """8 n d^2 + 4 n^2 d against 4 g n d^2, or 2 k n d^2: beyond n = (g - 2) d, or (k / 2 - 2) d."""
-    found = {one.name: one.dearer for one in Complexity.of(Sizes(9, 64, 4, kernel=7, window=10)).layers}
+    found = {one.name: one.dearer for one in ComplexityTable.from_sizes(LayerSizes(9, 64, 4, kernel=7, window=10)).layers}
     assert (found["recurrent"], found["GRU"], found["LSTM"]) == (1, 64 + 1, 2 * 64 + 1)
     assert (found["convolution"], found["separable conv."], found["in a window"]) == (96 + 1, 1, 2)
     assert found["self-attention"] is None
@@ -258,19 +258,19 @@ def test_from_which_length_attention_is_dearer_by_hand():
 
 
 def test_what_grows_is_measured_in_ratios():
-    found = growth(SIZES, lengths=(8, 16, 32))
+    found = measure_scaling(SIZES, lengths=(8, 16, 32))
     assert set(found.layers) == set(LAYERS) - {"dilated convolution"}
     assert all(seconds > 0 for each in found.layers.values() for seconds in each)
-    assert found.times["GRU"] == tuple(b / a for a, b in pairwise(found.layers["GRU"]))
+    assert found.growth_factors["GRU"] == tuple(b / a for a, b in pairwise(found.layers["GRU"]))
     assert max(map(len, str(found).splitlines())) <= 80
 
 
 @pytest.mark.parametrize("tokens", [1, 2**40])
 def test_the_table_fits_the_screen(tokens):
-    assert max(map(len, str(Complexity.of(Sizes(tokens, 4096, 32))).splitlines())) <= 80
+    assert max(map(len, str(ComplexityTable.from_sizes(LayerSizes(tokens, 4096, 32))).splitlines())) <= 80
 
 
 @pytest.mark.parametrize("said", [{"tokens": 0}, {"kernel": 1}, {"window": 1.5}, {"model": True}, {"heads": 3}])
 def test_sizes_that_cannot_be_meant_are_refused(said):
     with pytest.raises(hw.SpecError, match=r"give a whole number|does not divide"):
-        Complexity.of(Sizes(**({"tokens": 5, "model": 8, "heads": 2} | said)))
+        ComplexityTable.from_sizes(LayerSizes(**({"tokens": 5, "model": 8, "heads": 2} | said)))

@@ -109,7 +109,7 @@ def test_probes_hinder_and_other_words_are_refused():
 
 def test_rows_of_several_lengths_say_why_they_are_not_compiled():
     net, prompt = built(decoder()), torch.tensor([[3, 1, 4], [0, 1, 5]])
-    told = hw.Tokens.of(prompt, lengths=[3, 2], pad="left")
+    told = hw.SequenceInfo.from_batch(prompt, lengths=[3, 2], pad="left")
     with torch.no_grad():
         for tokens, compiled in ((told, False), (None, True)):
             choice = Course(net, prompt, count=2, tokens=tokens, how=hw.Decoding(compile="on")).choice

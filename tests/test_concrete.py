@@ -14,7 +14,7 @@ import cases
 import headwise as hw
 from cases import base, check_close
 from headwise import axes
-from headwise.terms import Asked
+from headwise.terms import QueryContext
 
 WIDE = {"temperature": 0.7, "low": -0.2, "high": 1.4}
 LIMITS = [{}, WIDE, {"temperature": 2 / 3, "low": -0.3, "high": 1.05}]
@@ -29,10 +29,10 @@ def gated(log_a: Tensor, said: dict[str, object] | None = None, **spec: object) 
     return made
 
 
-def gates(layer: hw.Attention, ledger: hw.Ledger | None = None) -> Tensor:
+def gates(layer: hw.Attention, ledger: hw.AuxLosses | None = None) -> Tensor:
     """g_O of one call."""
     x = torch.zeros(1, 1, layer.spec.model, dtype=torch.float64)
-    return layer.spec.modifiers[0].gate(Asked(x, x, 1.0, hw.Tokens.of(x)), layer.concrete, ledger)[:, 0]
+    return layer.spec.modifiers[0].gate(QueryContext(x, x, 1.0, hw.SequenceInfo.from_batch(x)), layer.concrete, ledger)[:, 0]
 
 
 def drawn(many: int, log_a: float, said: dict[str, float], seed: int) -> Tensor:
@@ -93,7 +93,7 @@ def test_the_chance_is_that_of_a_gate_not_shut():
     for said in LIMITS:
         temperature, low, high = limits(said)
         expected = sigmoid(SIX.numpy() - temperature * math.log(-low / high))
-        check_close(hw.Concrete(**said).chance(SIX), torch.from_numpy(expected))
+        check_close(hw.Concrete(**said).probability_nonzero(SIX), torch.from_numpy(expected))
 
 
 def test_one_draw_for_each_head_and_call():
@@ -107,7 +107,7 @@ def test_one_draw_for_each_head_and_call():
     for _ in range(2):
         seen = hw.Probe("heads")
         layer(x, probe=seen)
-        ratio = seen.seen["heads"] / whole.seen["heads"]
+        ratio = seen.tensors["heads"] / whole.tensors["heads"]
         check_close(ratio, ratio[:1, :1, :, :1].expand_as(ratio))
         gates_of.append(ratio[0, 0, :, 0])
     assert len(set(gates_of[0].tolist())) > 3
@@ -151,9 +151,9 @@ def test_shut_gates_are_silenced_heads_and_cut_ones(mode):
     usual = hw.Attention(base(heads=6, kv=2, vdim=5, pattern="causal()")).double()
     usual.load_state_dict({k: v for k, v in layer.state_dict().items() if "log_a" not in k})
     loud = (ends > 0).double()[:, None]
-    silenced = usual(x, probe=hw.Probe("heads", see=lambda _, o: o * loud))
+    silenced = usual(x, probe=hw.Probe("heads", callback=lambda _, o: o * loud))
     check_close(layer(x), silenced)
-    small, weights = axes.cut(layer.spec, layer.state_dict(), [0, 2, 5])
+    small, weights = axes.keep_heads(layer.spec, layer.state_dict(), [0, 2, 5])
     cut = hw.Attention(small).double().train("sample" in mode)
     cut.load_state_dict(weights)
     check_close(cut(x), silenced)
@@ -179,7 +179,7 @@ def test_gradients_reach_every_gate():
 @pytest.mark.parametrize("layers", [1, 4])
 def test_the_gradient_of_the_penalty_is_in_closed_form(said, layers):
     ends = torch.cat([SIX, torch.tensor([-60.0, 60.0])])
-    layer, ledger = gated(ends, {**said, "regulariser": "mean", "layers": layers}), hw.Ledger()
+    layer, ledger = gated(ends, {**said, "regulariser": "mean", "layers": layers}), hw.AuxLosses()
     gates(layer, ledger)
     temperature, low, high = limits(said)
     chance = sigmoid(ends.numpy() - temperature * math.log(-low / high))
@@ -197,23 +197,23 @@ def test_the_gradient_of_the_penalty_is_in_closed_form(said, layers):
 @pytest.mark.parametrize("regulariser", ["sum", "mean"])
 def test_the_ledger_adds_up_two_layers(regulariser, training):
     """The sum over all heads, or the mean over layers of the sum over the heads of each."""
-    x, ledger = cases.tensors(base())[0], hw.Ledger()
+    x, ledger = cases.tensors(base())[0], hw.AuxLosses()
     expected = []
     for depth, heads in enumerate((6, 4)):
         spec = base(heads=heads, modifiers=(hw.Concrete(start=0.5 - depth, regulariser=regulariser),))
-        layer = hw.Attention(spec.placed(depth, 2)).double()
+        layer = hw.Attention(spec.at_depth(depth, 2)).double()
         getattr(layer, training)()
         ledger.layer = str(depth)
         for _ in range(2):  # a layer run again sets its term and does not add to it
-            layer(x, probe=hw.Probe(ledger=ledger))
+            layer(x, probe=hw.Probe(aux_losses=ledger))
         expected.append(heads * sigmoid(0.5 - depth - 0.33 * math.log(0.1 / 1.1)))
     total = np.sum(expected) if regulariser == "sum" else np.mean(expected)
     assert ledger.total("l0").item() == pytest.approx(total)
 
 
 def test_only_a_mean_has_to_know_the_depth():
-    assert hw.Concrete().placed(3, 12) == hw.Concrete()
-    assert hw.Concrete(regulariser="mean").placed(3, 12) == hw.Concrete(regulariser="mean", layers=12)
+    assert hw.Concrete().at_depth(3, 12) == hw.Concrete()
+    assert hw.Concrete(regulariser="mean").at_depth(3, 12) == hw.Concrete(regulariser="mean", layers=12)
 
 
 def test_recomputing_a_layer_draws_the_same():
@@ -222,8 +222,8 @@ def test_recomputing_a_layer_draws_the_same():
     found = []
     for run in (layer, lambda *args, **kwargs: checkpoint(layer, *args, use_reentrant=False, **kwargs)):
         torch.manual_seed(11)
-        ledger = hw.Ledger()
-        loss = run(x, probe=hw.Probe(ledger=ledger)).square().sum() + ledger.total("l0")
+        ledger = hw.AuxLosses()
+        loss = run(x, probe=hw.Probe(aux_losses=ledger)).square().sum() + ledger.total("l0")
         found.append((loss.detach(), *torch.autograd.grad(loss, [x, layer.concrete["log_a"]])))
         assert len(ledger.terms) == 1
     for plain, again in zip(*found, strict=True):

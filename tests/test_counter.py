@@ -16,9 +16,9 @@ import headwise as hw
 from headwise import auditing
 from headwise import blueprint as bp
 from headwise.backends import dense, sdpa
-from headwise.backends.job import Inputs
+from headwise.backends.job import CoreInputs
 from headwise.counting import bills
-from headwise.counting.checkpoints import fused_backward, recomputed, recomputed_by
+from headwise.counting.checkpoints import fused_backward_flops, layer_recompute_flops, recompute_flops
 
 CHANGED = "torch's counter has changed here; see whether auditing.FUSED and docs are still needed"
 B, N, S, K = 2, 3, 5, 7
@@ -40,7 +40,7 @@ def heads(*shape: int) -> Tensor:
 def test_torch_counts_the_fused_kernel_of_the_cpu_as_nothing():
     q = heads(B, N, S, K)
     assert flops(lambda: F.scaled_dot_product_attention(q, q, q).sum().backward()) == 0, CHANGED
-    assert not set(auditing.FUSED) & set(flop_registry), CHANGED
+    assert not set(auditing.FUSED_FLOPS) & set(flop_registry), CHANGED
 
 
 def test_torch_counts_no_causal_mask():
@@ -81,7 +81,7 @@ def test_torch_counts_products_with_vectors_as_nothing(run):
 
 def test_torch_counts_a_sum_over_channels_by_einsum():
     x, w = torch.randn(B, S, K), torch.randn(K)
-    assert flops(lambda: torch.einsum("bsd,d->bs", x, w)) == 2 * B * S * K, CHANGED
+    assert flops(lambda: torch.on_einsum("bsd,d->bs", x, w)) == 2 * B * S * K, CHANGED
 
 
 # --- ours --------------------------------------------------------------------------------------------
@@ -92,8 +92,8 @@ def test_the_fused_kernel_is_counted(g, causal):
     n, t = 4, S if causal else 11
     q, k, v = heads(B, n, S, K), heads(B, g, t, K), heads(B, g, t, K)
     run = partial(F.scaled_dot_product_attention, q, k, v, is_causal=causal, enable_gqa=True)
-    assert flops(run, auditing.counter()) == 2 * B * n * S * t * 2 * K
-    both = flops(lambda: run().sum().backward(), auditing.counter())
+    assert flops(run, auditing.flop_counter()) == 2 * B * n * S * t * 2 * K
+    both = flops(lambda: run().sum().backward(), auditing.flop_counter())
     assert both == 2 * B * n * S * t * (2 * K + 3 * K + 2 * K)
 
 
@@ -108,16 +108,16 @@ def test_the_fused_kernel_is_counted(g, causal):
 )
 def test_a_product_without_a_formula_is_an_error(run, name):
     a, x = torch.randn(S, S), torch.randn(S)
-    with pytest.raises(auditing.Uncounted, match=f"{name} multiplies but has no formula"):
-        flops(partial(run, a, x), auditing.counter())
+    with pytest.raises(auditing.UncountedOperation, match=f"{name} multiplies but has no formula"):
+        flops(partial(run, a, x), auditing.flop_counter())
 
 
 def test_fast_paths_are_errors_and_other_names_are_not():
     encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    with torch.no_grad(), pytest.raises(auditing.Uncounted, match="transformer_encoder_layer"):
-        flops(lambda: encoder(torch.randn(B, S, 8)), auditing.counter())
+    with torch.no_grad(), pytest.raises(auditing.UncountedOperation, match="transformer_encoder_layer"):
+        flops(lambda: encoder(torch.randn(B, S, 8)), auditing.flop_counter())
     x = torch.randn(B, S, 8)
-    flops(lambda: F.layer_norm(F.gelu(x), (8,)).softmax(-1).cumsum(1).norm(), auditing.counter())
+    flops(lambda: F.layer_norm(F.gelu(x), (8,)).on_softmax(-1).cumsum(1).norm(), auditing.flop_counter())
 
 
 def test_an_audit_runs_under_the_guard(monkeypatch):
@@ -128,24 +128,24 @@ def test_an_audit_runs_under_the_guard(monkeypatch):
         return plain(*args)
 
     monkeypatch.setattr(dense, "attend", attend)
-    with pytest.raises(auditing.Uncounted, match=r"aten\.mv"):
-        hw.audit(hw.design(model=8, heads=2))
+    with pytest.raises(auditing.UncountedOperation, match=r"aten\.mv"):
+        hw.check_formulas(hw.design(model=8, heads=2))
 
 
 @pytest.mark.parametrize("preset", ["mha", "gqa", "mqa", "longformer", "moh"])
 def test_gradients_under_the_fused_kernel(preset):
     spec = hw.design(preset=preset, model=32, heads=4)
     x = torch.randn(B, S, 32, requires_grad=True)
-    layer, work = hw.Attention(spec, backend="sdpa"), hw.Work(B, S, S, S)
-    with auditing.counter() as counted:
+    layer, work = hw.Attention(spec, backend="sdpa"), hw.CallSize(B, S, S, S)
+    with auditing.flop_counter() as counted:
         y = layer(x)
         ahead = counted.get_total_flops()
         y.sum().backward()
-    assert ahead == bills.forward(spec, work).total
-    assert counted.get_total_flops() - ahead == fused_backward(spec, work).total
+    assert ahead == bills.forward_flops(spec, work).total
+    assert counted.get_total_flops() - ahead == fused_backward_flops(spec, work).total
     heads, core = spec.heads, spec.core
-    plain = bills.backward(spec, work).total - 4 * B * heads.q * S * S * (core.dim + core.vdim)
-    assert fused_backward(spec, work).total == plain + 2 * B * heads.q * S * S * (3 * core.dim + 2 * core.vdim)
+    plain = bills.backward_flops(spec, work).total - 4 * B * heads.q * S * S * (core.dim + core.vdim)
+    assert fused_backward_flops(spec, work).total == plain + 2 * B * heads.q * S * S * (3 * core.dim + 2 * core.vdim)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def again(plain, job, sight, inputs, bound, probe):
 
     def run(q, k, v, x, own, *held):
         told = asked._replace(x_BTD=x, q_BTHK=own)
-        return plain(job, sight, Inputs(q, k, v, told, dict(zip(entry, held, strict=True)), state), bound, probe)
+        return plain(job, sight, CoreInputs(q, k, v, told, dict(zip(entry, held, strict=True)), state), bound, probe)
 
     return checkpoint(run, q, k, v, asked.x_BTD, asked.q_BTHK, *entry.values(), use_reentrant=False)
 
@@ -166,7 +166,7 @@ def more(spec: hw.AttentionSpec, kind: str) -> tuple[int, int]:
     """FLOPs that a checkpointed layer does beyond a plain one, and the bytes it keeps."""
     x, z = (t if t is None else t.requires_grad_() for t in cases.tensors(spec, torch.float32))
     layer = hw.Attention(spec, backend="dense")
-    with FlopCounterMode(display=False) as counted, auditing.Watch.over(layer) as watch:
+    with FlopCounterMode(display=False) as counted, auditing.SavedTensorRecorder.for_module(layer) as watch:
         y = (
             layer(x, source=z)
             if kind == "core"
@@ -174,12 +174,12 @@ def more(spec: hw.AttentionSpec, kind: str) -> tuple[int, int]:
         )
         ahead = counted.get_total_flops()
         y.sum().backward()
-    return counted.get_total_flops() - ahead - bills.backward(spec, work_of(spec)).total, watch.total
+    return counted.get_total_flops() - ahead - bills.backward_flops(spec, work_of(spec)).total, watch.total_bytes
 
 
-def work_of(spec: hw.AttentionSpec) -> hw.Work:
-    keys = cases.TOKENS if spec.source is None else cases.SOURCE
-    return hw.Work(cases.BATCH, cases.TOKENS, keys, keys)
+def work_of(spec: hw.AttentionSpec) -> hw.CallSize:
+    keys = cases.NUM_TOKENS if spec.source is None else cases.SOURCE
+    return hw.CallSize(cases.BATCH, cases.NUM_TOKENS, keys, keys)
 
 
 @pytest.mark.parametrize("kind", ["block", "core"])
@@ -190,18 +190,18 @@ def test_checkpoints_do_again_and_keep_what_they_say(name, kind, monkeypatch):
         if kind == "core":
             patch.setattr(dense, "attend", partial(again, dense.attend))
         done, kept = more(spec, kind)
-    assert recomputed(spec, work_of(spec), kind).total == done
+    assert layer_recompute_flops(spec, work_of(spec), kind).total == done
     source = None if spec.source is None else cases.SOURCE
-    load = hw.Load(cases.BATCH, cases.TOKENS, "fp32", "cpu")
-    assert hw.activations(spec, load, "dense", checkpoint=kind, source=source).total == kept
+    load = hw.Workload(cases.BATCH, cases.NUM_TOKENS, "fp32", "cpu")
+    assert hw.layer_activation_memory(spec, load, "dense", checkpoint=kind, source=source).total == kept
 
 
 def test_a_reading_behind_the_values_is_refused():
     spec = next(cases.EXAMPLES[name] for name in cases.EXAMPLES if name == "Shaw0")
     with pytest.raises(hw.SpecError, match="reads behind the values"):
-        recomputed(spec, work_of(spec), "core")
+        layer_recompute_flops(spec, work_of(spec), "core")
     with pytest.raises(hw.SpecError, match="did you mean 'block'"):
-        recomputed(spec, work_of(spec), "blck")
+        layer_recompute_flops(spec, work_of(spec), "blck")
 
 
 class Block(nn.Module):
@@ -211,15 +211,15 @@ class Block(nn.Module):
         super().__init__()
         d = spec.model
         self.attention, self.place, self.dropout = hw.Attention(spec, backend="dense"), place, dropout
-        self.norms = nn.ModuleList(nn.LayerNorm(d) for _ in range(4))
+        self.norm_names = nn.ModuleList(nn.LayerNorm(d) for _ in range(4))
         self.up, self.down = nn.Linear(d, 3 * d), nn.Linear(3 * d, d)
 
     def forward(self, x: Tensor) -> Tensor:
         branches = (self.attention, lambda z: self.down(F.relu(self.up(z))))
         if self.place == "parallel":
-            z = self.norms[0](x)
+            z = self.norm_names[0](x)
             return x + sum(F.dropout(run(z), self.dropout) for run in branches)
-        for run, one, two in zip(branches, self.norms[:2], self.norms[2:], strict=True):
+        for run, one, two in zip(branches, self.norm_names[:2], self.norm_names[2:], strict=True):
             y = F.dropout(run(x if self.place == "post" else one(x)), self.dropout)
             x = one(x + y) if self.place == "post" else x + (two(y) if self.place == "sandwich" else y)
         return x
@@ -239,20 +239,20 @@ def test_a_checkpointed_block_does_all_but_the_last_product_again(place, dropout
         h.sum().backward()
 
     done = flops(partial(run, True)) - flops(partial(run, False))
-    described = bp.Block(spec, feed=bp.Dense(36, "relu"), placement=place)
-    model = bp.Model("three", "decoder", (bp.Stack.of("decoder", 12, [described] * layers),))
-    way = hw.Way("dense", "block", dropout)
-    assert recomputed_by(model, hw.Load(B, S), way).total == done
-    assert recomputed_by(model, hw.Load(B, S)).total == 0
+    described = bp.BlockSpec(spec, feed=bp.FeedForwardSpec(36, "relu"), placement=place)
+    model = bp.ModelSpec("three", "decoder", (bp.StackSpec.from_blocks("decoder", 12, [described] * layers),))
+    way = hw.ActivationSettings("dense", "block", dropout)
+    assert recompute_flops(model, hw.Workload(B, S), way).total == done
+    assert recompute_flops(model, hw.Workload(B, S)).total == 0
 
 
 def test_the_fused_call_takes_no_other_path_unnoticed():
     """What the audit of a fused layer rests on: whether torch really fuses it."""
-    job = hw.backends.Job(hw.design(preset="gqa"), hw.design(preset="gqa").core, grad=True, training=True)
-    assert sdpa.refuses(job) == []
-    checks = {check.what: check for check in hw.audit(hw.design(preset="mla"))}
+    job = hw.backends.CallSignature(hw.design(preset="gqa"), hw.design(preset="gqa").core, needs_grad=True, training=True)
+    assert sdpa.unsupported_reasons(job) == []
+    checks = {check.what: check for check in hw.check_formulas(hw.design(preset="mla"))}
     assert (
         checks["its gradients, FLOP, sdpa"].measured == checks["its gradients, FLOP"].measured
     )  # composed: wider keys
-    checks = {check.what: check for check in hw.audit(hw.design(preset="gqa"))}
+    checks = {check.what: check for check in hw.check_formulas(hw.design(preset="gqa"))}
     assert checks["its gradients, FLOP, sdpa"].measured > checks["its gradients, FLOP"].measured

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.benching.ctranslated import Stepped
+from headwise.benching.ctranslated import CTranslate2Stepper
 
 ROWS, WORDS = 3, 7
 
@@ -29,22 +29,22 @@ class Library:
         going = [*range(len(words))]
         while going and self.steps < max_length:
             self.steps += 1
-            logits = np.full((len(words), WORDS), self.steps, np.float32)
+            logits = np.is_full((len(words), WORDS), self.steps, np.float32)
             going = [row for row in going if not callback(SimpleNamespace(batch_id=row, logits=logits))]
 
 
 def test_each_call_is_a_step_of_all_rows():
     library = Library()
-    stepped = Stepped(library, Path("nowhere"), [[1, 2]] * ROWS, most=50, threads=1)
+    stepped = CTranslate2Stepper(library, Path("nowhere"), [[1, 2]] * ROWS, most=50, threads=1)
     for step in (1, 2, 3):
-        assert torch.equal(stepped(), torch.full((ROWS, WORDS), float(step)))
+        assert torch.equal(stepped(), torch.is_full((ROWS, WORDS), float(step)))
         assert library.steps == step  # and waits
 
 
 def test_what_nobody_asks_any_more_ends_at_once():
     """The rows before the last would go on to the last token, beside whatever is measured next."""
     library = Library()
-    stepped = Stepped(library, Path("nowhere"), [[1, 2]] * ROWS, most=50, threads=1)
+    stepped = CTranslate2Stepper(library, Path("nowhere"), [[1, 2]] * ROWS, most=50, threads=1)
     stepped()
     worker = stepped._worker
     del stepped
@@ -55,7 +55,7 @@ def test_what_nobody_asks_any_more_ends_at_once():
 
 def test_more_steps_than_were_said_are_refused():
     library = Library()
-    stepped = Stepped(library, Path("nowhere"), [[1, 2]], most=2, threads=1)
+    stepped = CTranslate2Stepper(library, Path("nowhere"), [[1, 2]], most=2, threads=1)
     stepped(), stepped()
     with pytest.raises(RuntimeError, match="asked for more than 2 tokens"):
         stepped()

@@ -15,22 +15,22 @@ import torch.nn.functional as F
 
 import headwise as hw
 from headwise import cli
-from headwise.heads.classes import classified
-from headwise.heads.inks import PAPERS, group_of, paper_of
-from headwise.heads.measuring import measure
-from headwise.heads.scene import Scene
-from headwise.heads.sources import of_examples
+from headwise.heads.classes import classify_heads
+from headwise.heads.inks import FIGURE_THEMES, class_group, get_theme
+from headwise.heads.measuring import measure_heads
+from headwise.heads.scene import Example
+from headwise.heads.sources import examples_from_task
 from headwise.models import Transformer
-from headwise.surgery import By, judging
-from headwise.surgery.claims import answers, apart, can_go, stayed
-from headwise.surgery.curve_figures import by_order, columns, figures, spread
-from headwise.surgery.curve_page import page
-from headwise.surgery.curves import ALL, Curves, Line, Point, Sweep, swept
-from headwise.surgery.gates import Gating, gated
-from headwise.surgery.orders import Ordering
-from headwise.surgery.quality import Between, Counts, Row, row_of
-from headwise.surgery.scores import task_rows
-from headwise.surgery.worths import worths
+from headwise.surgery import HeadRanking, judging
+from headwise.surgery.claims import list_findings, compare_losses, find_smallest_harmless, assess_group_survival
+from headwise.surgery.curve_figures import plot_by_order, plot_columns, list_figures, spread_labels
+from headwise.surgery.curve_page import render_report
+from headwise.surgery.curves import ALL_PARTS, PruningCurves, PruningCurve, CurvePoint, SweepOptions, run_sweep
+from headwise.surgery.gates import GateTrainingOptions, train_gates
+from headwise.surgery.orders import OrderingOptions
+from headwise.surgery.quality import IntervalEstimate, TextCounts, MetricRow, build_metric_row
+from headwise.surgery.scores import compare_task_scores
+from headwise.surgery.worths import score_heads
 from headwise.tasks import task
 from headwise.tasks.vocabulary import Bytes
 from scenes import scenes as told_scenes
@@ -46,18 +46,18 @@ def net() -> Transformer:
 
 
 @pytest.fixture(scope="module")
-def found(net: Transformer) -> Curves:
-    how = Sweep(Ordering(seed=4), ("random", "leave-one-out"), (0.2, 0.5), seeds=2)
-    return swept(net, scenes(net)[:3], scenes(net)[3:], how)
+def found(net: Transformer) -> PruningCurves:
+    how = SweepOptions(OrderingOptions(seed=4), ("random", "leave-one-out"), (0.2, 0.5), seeds=2)
+    return run_sweep(net, scenes(net)[:3], scenes(net)[3:], how)
 
 
-def silenced_loss(net: Transformer, texts: list[Scene], keep: dict[str, tuple[int, ...]]) -> float:
+def silenced_loss(net: Transformer, texts: list[Example], keep: dict[str, tuple[int, ...]]) -> float:
     """The loss of the next token in all texts together, of the model itself with the other heads silent."""
-    there = {site: len(spec.speaks) for site, spec in net.described.specs()}
+    there = {site: len(spec.score_head_of_output) for site, spec in net.described.attention_specs()}
     gone = [(site, n) for site, heads in keep.items() for n in range(there[site]) if n not in heads]
     total, count = 0.0, 0
     for text in texts:
-        with torch.no_grad(), hw.silence(net, gone):
+        with torch.no_grad(), hw.ablate(net, gone):
             logits = net(text.inputs["x"], source=text.inputs["source"])[0]
         wanted = text.inputs["x"][0, 1:]
         total += float(F.cross_entropy(logits[:-1], wanted, reduction="sum"))
@@ -65,11 +65,11 @@ def silenced_loss(net: Transformer, texts: list[Scene], keep: dict[str, tuple[in
     return total / count
 
 
-def test_every_point_says_what_the_model_says_with_those_heads_silent(net: Transformer, found: Curves):
+def test_every_point_says_what_the_model_says_with_those_heads_silent(net: Transformer, found: PruningCurves):
     whole = silenced_loss(net, scenes(net)[3:], {})
-    for line in found.lines:
+    for line in found.curves:
         for point in line.points:
-            row = point.row("loss")
+            row = point.get_row("loss")
             assert row is not None
             assert row.change is not None
             wanted = silenced_loss(net, scenes(net)[3:], dict(point.keep))
@@ -77,46 +77,46 @@ def test_every_point_says_what_the_model_says_with_those_heads_silent(net: Trans
             assert row.change.value == pytest.approx(wanted - whole, abs=1e-9)
 
 
-def test_a_part_loses_its_own_heads_and_no_others_by_what_they_are_worth(net: Transformer, found: Curves):
-    assert {part: found.heads(part) for part in found.parts} == {"all": 16, "encoder": 6, "decoder": 6, "cross": 4}
-    assert [p.left for p in found.own(ALL, "leave-one-out")[0].points] == [16, 8, 3]
-    for line in found.lines:
-        by = By(line.order, seed=4 + line.seed)
-        of = worths(net, scenes(net)[:3], by).of
+def test_a_part_loses_its_own_heads_and_no_others_by_what_they_are_worth(net: Transformer, found: PruningCurves):
+    assert {part: found.count_part_heads(part) for part in found.parts} == {"all": 16, "encoder": 6, "decoder": 6, "cross": 4}
+    assert [p.num_heads for p in found.select_curves(ALL_PARTS, "leave-one-out")[0].points] == [16, 8, 3]
+    for line in found.curves:
+        by = HeadRanking(line.order, seed=4 + line.seed)
+        of = score_heads(net, scenes(net)[:3], by).scores
         for point in line.points:
             own = {(site, n) for site, heads in point.keep.items() for n in heads}
             every = sorted(
                 ((site, n) for site, count in found.parts[line.part].items() for n in range(count)),
                 key=lambda head: -of[head],
             )
-            assert own == set(every[: point.left])
+            assert own == set(every[: point.num_heads])
             assert set(point.keep) == set(found.parts[line.part])
 
 
-def test_chance_is_drawn_so_often_and_its_band_is_the_range(found: Curves):
-    own = found.own(ALL, "random")
+def test_chance_is_drawn_so_often_and_its_band_is_the_range(found: PruningCurves):
+    own = found.select_curves(ALL_PARTS, "random")
     assert len(own) == 2
     assert own[0].points[-1].keep != own[1].points[-1].keep
-    values = [point.change.value for line in own for point in line.points if point.left == 8]
-    mark = next(mark for mark in found.marks(ALL, "random", "loss") if mark.left == 8)
+    values = [point.loss_change.value for line in own for point in line.points if point.num_heads == 8]
+    mark = next(mark for mark in found.list_values(ALL_PARTS, "random", "loss") if mark.num_heads == 8)
     assert (mark.value, mark.low, mark.high) == (pytest.approx(np.mean(values)), min(values), max(values))
-    assert len(found.own(ALL, "leave-one-out")) == 1
+    assert len(found.select_curves(ALL_PARTS, "leave-one-out")) == 1
 
 
 def test_heads_that_must_stay_in_every_attention_stay(net: Transformer):
-    how = Sweep(Ordering(), ("random",), (0.3,), (ALL, "cross"), seeds=1, least=1)
-    for line in swept(net, scenes(net)[:2], scenes(net)[:2], how).lines:
+    how = SweepOptions(OrderingOptions(), ("random",), (0.3,), (ALL_PARTS, "cross"), seeds=1, least=1)
+    for line in run_sweep(net, scenes(net)[:2], scenes(net)[:2], how).curves:
         assert min(map(len, line.points[-1].keep.values())) >= 1
-        assert line.points[-1].left == {ALL: 6, "cross": 2}[line.part]
-    one = swept(net, scenes(net)[:2], scenes(net)[:2], Sweep(Ordering(), ("random",), (0.01,), ("cross",), seeds=1))
-    assert one.lines[0].points[-1].left == 1
+        assert line.points[-1].num_heads == {ALL_PARTS: 6, "cross": 2}[line.part]
+    one = run_sweep(net, scenes(net)[:2], scenes(net)[:2], SweepOptions(OrderingOptions(), ("random",), (0.01,), ("cross",), seeds=1))
+    assert one.curves[0].points[-1].num_heads == 1
 
 
 def test_gates_order_heads_by_the_chance_that_they_are_open(net: Transformer):
-    gating = Gating(heads=0.5, steps=3, batch=2, freeze="model", seed=2)
-    how = Sweep(Ordering(gates=gating), ("gates",), (0.25,), (ALL,))
-    point = swept(net, scenes(net), scenes(net)[:2], how).lines[0].points[-1]
-    chances = gated(net, scenes(net), gating).chances
+    gating = GateTrainingOptions(heads=0.5, steps=3, batch=2, freeze="model", seed=2)
+    how = SweepOptions(OrderingOptions(gate_options=gating), ("gates",), (0.25,), (ALL_PARTS,))
+    point = run_sweep(net, scenes(net), scenes(net)[:2], how).curves[0].points[-1]
+    chances = train_gates(net, scenes(net), gating).open_probabilities
     every = sorted(((site, n) for site, own in chances.items() for n in range(len(own))),
                    key=lambda head: -chances[head[0]][head[1]])  # fmt: skip
     assert {(site, n) for site, heads in point.keep.items() for n in heads} == set(every[:4])
@@ -124,54 +124,54 @@ def test_gates_order_heads_by_the_chance_that_they_are_open(net: Transformer):
 
 def test_classes_are_the_first_of_every_head_and_drift_is_measured_where_there_is_no_loss():
     net, texts = small(layers=1), told_scenes(6)
-    how = Sweep(Ordering("drift"), ("random",), (0.5,), seeds=1)
-    curves = swept(net, texts, texts, how)
-    table = classified(measure(net, texts))
-    assert curves.classes == {(one.site, one.head): group_of(one.classes[0].name) for one in table.heads}
-    assert curves.names[0] == "drift"
-    assert curves.lines[0].points[0].change.value == pytest.approx(0, abs=1e-6)
-    assert curves.lines[0].points[1].change.value > 0.001
+    how = SweepOptions(OrderingOptions("drift"), ("random",), (0.5,), seeds=1)
+    curves = run_sweep(net, texts, texts, how)
+    table = classify_heads(measure_heads(net, texts))
+    assert curves.classes == {(one.site, one.head): class_group(one.classes[0].name) for one in table.heads}
+    assert curves.metric_names[0] == "drift"
+    assert curves.curves[0].points[0].loss_change.value == pytest.approx(0, abs=1e-6)
+    assert curves.curves[0].points[1].loss_change.value > 0.001
     assert any("texts are not parsed" in note for note in curves.notes)
 
 
 # --- claims ---------------------------------------------------------------------------------------------------------
 
 
-def point(left: int, losses: list[float], share: float = 0.5, keep: dict[str, tuple[int, ...]] | None = None) -> Point:
+def point(left: int, losses: list[float], share: float = 0.5, keep: dict[str, tuple[int, ...]] | None = None) -> CurvePoint:
     """A point with these losses of four texts, beside a whole model that says everything."""
-    counts = tuple(Counts({"loss": loss * n}, n) for loss, n in zip(losses, PLACES, strict=True))
-    row = row_of("loss", "loss", (counts, tuple(Counts({"loss": 0.0}, n) for n in PLACES)))
-    return Point(share, left, keep or {}, (row,), counts)
+    counts = tuple(TextCounts({"loss": loss * n}, n) for loss, n in zip(losses, PLACES, strict=True))
+    row = build_metric_row("loss", "loss", (counts, tuple(TextCounts({"loss": 0.0}, n) for n in PLACES)))
+    return CurvePoint(share, left, keep or {}, (row,), counts)
 
 
 def test_a_difference_between_points_is_drawn_by_texts_and_corrected():
     one, other = point(3, [1.0, 2.0, 0.5, 1.5]), point(3, [0.5, 1.0, 1.0, 1.0])
     differs = np.array([0.5, 1.0, -0.5, 0.5]) * PLACES
-    told = apart([one], [other])
+    told = compare_losses([one], [other])
     assert told.value == pytest.approx(differs.sum() / sum(PLACES))
     draw = np.random.default_rng(9).integers(0, 4, (40_000, 4))
     means = differs[draw].sum(1) / np.array(PLACES)[draw].sum(1)
     for tests in (1, 5):
         wanted = np.quantile(means, [0.025 / tests, 1 - 0.025 / tests])
-        np.testing.assert_allclose(apart([one], [other], tests)[1:], wanted, atol=0.02)
-    assert apart([one, one], [other, one]).value == pytest.approx(told.value / 2)
-    assert apart([one], [point(1, [0.5, 1.5, 0.0, 1.0])]) == Between(*[pytest.approx(0.5)] * 3)
+        np.testing.assert_allclose(compare_losses([one], [other], tests)[1:], wanted, atol=0.02)
+    assert compare_losses([one, one], [other, one]).value == pytest.approx(told.value / 2)
+    assert compare_losses([one], [point(1, [0.5, 1.5, 0.0, 1.0])]) == IntervalEstimate(*[pytest.approx(0.5)] * 3)
 
 
 def test_heads_can_go_until_an_interval_no_longer_stays_below():
     whole, fine, bad = (point(n, [loss] * 4) for n, loss in ((9, 0.0), (7, 0.05), (5, 0.3)))
     wide, again = point(6, [0.0, 0.0, 0.4, 0.0]), point(3, [0.0] * 4)
-    assert can_go(Line(ALL, "ours", 0, (whole, fine, bad, again)), 0.1) is fine
-    assert wide.change.value < 0.11 < wide.change.high
-    assert can_go(Line(ALL, "ours", 0, (whole, fine, wide, again)), 0.11) is fine
-    assert can_go(Line(ALL, "ours", 0, (whole, bad)), 0.1) is whole
-    assert can_go(Line(ALL, "ours", 0, (whole, fine, again)), 0.1) is again
+    assert find_smallest_harmless(PruningCurve(ALL_PARTS, "ours", 0, (whole, fine, bad, again)), 0.1) is fine
+    assert wide.loss_change.value < 0.11 < wide.loss_change.high
+    assert find_smallest_harmless(PruningCurve(ALL_PARTS, "ours", 0, (whole, fine, wide, again)), 0.11) is fine
+    assert find_smallest_harmless(PruningCurve(ALL_PARTS, "ours", 0, (whole, bad)), 0.1) is whole
+    assert find_smallest_harmless(PruningCurve(ALL_PARTS, "ours", 0, (whole, fine, again)), 0.1) is again
 
 
 def test_what_stays_against_chance_by_trying_every_draw():
     groups = {("a", n): "seldom" if n < 3 else "often" for n in range(9)}
     kept = [[("a", n) for n in heads] for heads in ((0, 1, 2, 3), (4, 5, 6, 7, 8), (0, 1, 2))]
-    found = {(one.group, one.left, one.own): one for one in stayed(groups, kept)}
+    found = {(one.group, one.num_heads, one.num_in_group): one for one in assess_group_survival(groups, kept)}
     raw = {}
     for heads in kept:
         for group in ("seldom", "often"):
@@ -182,30 +182,30 @@ def test_what_stays_against_chance_by_trying_every_draw():
     order, level = sorted(raw, key=lambda key: raw[key]), 0.0
     for place, key in enumerate(order):
         level = max(level, min(1.0, raw[key] * (len(raw) - place)))
-        assert found[key].level == pytest.approx(level)
-        assert found[key].chance == pytest.approx(key[1] * (3 if key[0] == "seldom" else 6) / 9)
+        assert found[key].p_value == pytest.approx(level)
+        assert found[key].expected_in_group == pytest.approx(key[1] * (3 if key[0] == "seldom" else 6) / 9)
     many = {("a", n): "x" if n < 10 else "y" for n in range(40)}
-    more, fewer = stayed(many, [[("a", n) for n in range(10)]])
-    assert (more.sure, fewer.sure) == ("more", "fewer")
+    more, fewer = assess_group_survival(many, [[("a", n) for n in range(10)]])
+    assert (more.verdict, fewer.verdict) == ("more", "fewer")
 
 
-def made(costs: dict[str, list[float]], classes: dict[tuple[str, int], str] | None = None) -> Curves:
+def made(costs: dict[str, list[float]], classes: dict[tuple[str, int], str] | None = None) -> PruningCurves:
     """Curves of a translator with 3 x 12 heads, which lose so much at half of each part; heads go from the end."""
     parts = {"encoder": {"e": 12}, "decoder": {"d": 12}, "cross": {"c": 12}}
     lines = []
-    for part, sites in ({ALL: {"e": 12, "d": 12, "c": 12}} | parts).items():
+    for part, sites in ({ALL_PARTS: {"e": 12, "d": 12, "c": 12}} | parts).items():
         heads = sum(sites.values())
         whole = point(heads, [0.0] * 4, 1.0, {site: tuple(range(12)) for site in sites})
-        half = {"e": (), "d": tuple(range(6)), "c": tuple(range(12))} if part == ALL else dict.fromkeys(sites, (0,) * 6)
-        lines.append(Line(part, "ours", 0, (whole, point(heads // 2, costs.get(part, [1.0] * 4), 0.5, half))))
-        lines += [Line(part, "random", n, (whole, point(heads // 2, [1.5 + n / 9] * 4, 0.5, half))) for n in range(2)]
-    every = {ALL: {"e": 12, "d": 12, "c": 12}} | parts
-    return Curves("small", "translation", 4, sum(PLACES), every, tuple(lines), classes or {}, 0.1)
+        half = {"e": (), "d": tuple(range(6)), "c": tuple(range(12))} if part == ALL_PARTS else dict.fromkeys(sites, (0,) * 6)
+        lines.append(PruningCurve(part, "ours", 0, (whole, point(heads // 2, costs.get(part, [1.0] * 4), 0.5, half))))
+        lines += [PruningCurve(part, "random", n, (whole, point(heads // 2, [1.5 + n / 9] * 4, 0.5, half))) for n in range(2)]
+    every = {ALL_PARTS: {"e": 12, "d": 12, "c": 12}} | parts
+    return PruningCurves("small", "translation", 4, sum(PLACES), every, tuple(lines), classes or {}, 0.1)
 
 
 def test_answers_say_what_is_shown_and_what_is_not():
     sure = made({"encoder": [0.01] * 4, "decoder": [0.4] * 4, "cross": [2.0] * 4})
-    told = "\n".join(answers(sure))
+    told = "\n".join(list_findings(sure))
     assert "That the encoder goes first and cross-attention last: shown." in told
     begun = "alone: translation loss surely grows by less than 0.1 with so many gone, of the counts that were tried"
     assert f"The 12 heads of encoder {begun}: 6 by ours (+0.010 to +0.010), 0 by random (2 draws)." in told
@@ -214,23 +214,23 @@ def test_answers_say_what_is_shown_and_what_is_not():
     assert "What stays by ours, part by part: encoder fewer than by chance with 18 left (surest 0 of 18" in told
     assert "of decoder no difference from chance is shown; the last is gone of encoder with 18 left." in told
     vague = made({"encoder": [0.3] * 4, "decoder": [0.1, 0.9, 0.1, 0.6], "cross": [2.0] * 4})
-    assert "cross-attention last: so it was found, but not shown, for an interval holds 0." in "\n".join(answers(vague))
+    assert "cross-attention last: so it was found, but not shown, for an interval holds 0." in "\n".join(list_findings(vague))
     other = made({"encoder": [0.9] * 4, "decoder": [0.2] * 4, "cross": [2.0] * 4})
-    assert "cross-attention last: not so; from the cheapest on decoder, encoder, cross." in "\n".join(answers(other))
+    assert "cross-attention last: not so; from the cheapest on decoder, encoder, cross." in "\n".join(list_findings(other))
 
 
 def test_free_answers_are_told_with_what_was_shown_of_them():
     curves = made({})
-    falls = {6: Between(-0.2, -0.5, 0.1), 18: Between(-0.4, -0.6, -0.2), 12: Between(0, 0, 0), 36: Between(0, 0, 0)}
+    falls = {6: IntervalEstimate(-0.2, -0.5, 0.1), 18: IntervalEstimate(-0.4, -0.6, -0.2), 12: IntervalEstimate(0, 0, 0), 36: IntervalEstimate(0, 0, 0)}
     lines = [
         line._replace(
-            points=tuple(p._replace(rows=(*p.rows, Row("BLEU", "higher", falls[p.left]))) for p in line.points)
+            points=tuple(p._replace(rows=(*p.rows, MetricRow("BLEU", "higher", falls[p.num_heads]))) for p in line.points)
         )
-        if line.order == "ours" and line.part in (ALL, "cross")
+        if line.order == "ours" and line.part in (ALL_PARTS, "cross")
         else line
-        for line in curves.lines
+        for line in curves.curves
     ]
-    told = [said for said in answers(replace(curves, lines=tuple(lines))) if "BLEU" in said]
+    told = [said for said in list_findings(replace(curves, curves=tuple(lines))) if "BLEU" in said]
     assert told == [
         "All 36 heads, by ours: BLEU of free answers is surely lower with 18 left.",
         "The 12 heads of cross alone, by ours: BLEU of free answers is not told apart with 6 left.",
@@ -240,11 +240,11 @@ def test_free_answers_are_told_with_what_was_shown_of_them():
 def test_free_answers_to_a_task_are_asked_for_once_of_the_model_before(monkeypatch: pytest.MonkeyPatch):
     dates = task("dates")
     before, after = (hw.build(dates.model(), seed=seed).eval() for seed in (0, 1))
-    monkeypatch.setattr(judging, "EXAMPLES", 3)
-    judge = judging.Judge.of(before, of_examples(before, dates, 2).counted()).freely(dates)
-    wanted = {row.name: row for row in task_rows(before, after, dates, 3) if "/" not in row.name}
-    assert {row.name: row for row in judge.answered(after)} == wanted
-    assert all(row.after == row.before for row in judge.answered(before))
+    monkeypatch.setattr(judging, "DEFAULT_NUM_EXAMPLES", 3)
+    judge = judging.ModelEvaluator.of(before, examples_from_task(before, dates, 2).examples_with_frequencies()).with_generation(dates)
+    wanted = {row.name: row for row in compare_task_scores(before, after, dates, 3) if "/" not in row.name}
+    assert {row.name: row for row in judge.score_generation(after)} == wanted
+    assert all(row.after == row.before for row in judge.score_generation(before))
 
 
 # --- figures and files ----------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_free_answers_to_a_task_are_asked_for_once_of_the_model_before(monkeypat
 
 @pytest.mark.parametrize("values", [[0.5, 0.5, 0.5, 0.5], [0.0, 0.01, 1.0], [0.99, 1.0, 0.2, 0.21], [0.4]])
 def test_labels_stand_apart_in_their_order_and_inside(values: list[float]):
-    places = spread(values, 0.0, 1.0)
+    places = spread_labels(values, 0.0, 1.0)
     order = sorted(range(len(values)), key=lambda n: values[n])
     assert all(places[b] - places[a] >= 0.075 - 1e-9 for a, b in pairwise(order))
     assert min(places) >= -1e-9
@@ -264,7 +264,7 @@ def test_no_label_at_the_end_of_a_line_lies_upon_another():
     from matplotlib.text import Text  # without its leader
 
     curves = made({"encoder": [1.5] * 4, "decoder": [1.55] * 4})
-    figure = by_order(curves, "loss", paper_of("light"))
+    figure = plot_by_order(curves, "loss", get_theme("light"))
     FigureCanvasAgg(figure).draw()
     for axes in figure.axes:
         boxes = [Text.get_window_extent(text) for text in axes.texts if text.get_text() in curves.orders]
@@ -277,7 +277,7 @@ def test_columns_hold_every_head_and_mark_where_a_group_is_gone():
     kinds = {("e", n): "positional" for n in range(12)} | {("d", n): "broad" for n in range(12)}
     curves = made({}, kinds | {("c", n): "unclear" for n in range(12)})
     inks = {"positional": ("P", "#56B4E9"), "broad": ("B", "#F0E442"), "unclear": ("U", "#F2F2F2")}
-    (axes,) = columns(curves, "ours", curves.classes, inks, paper_of("light")).axes
+    (axes,) = plot_columns(curves, "ours", curves.classes, inks, get_theme("light")).axes
     heights = Counter[int]()
     for bar in axes.patches:
         heights[round(bar.get_x() + bar.get_width() / 2)] += round(bar.get_height())
@@ -288,22 +288,22 @@ def test_columns_hold_every_head_and_mark_where_a_group_is_gone():
     assert "U 12 ▲" in [text.get_text() for text in axes.texts]
 
 
-def test_figures_and_the_page(found: Curves):
-    names = [name for name, _ in figures(found)]
+def test_figures_and_the_page(found: PruningCurves):
+    names = [name for name, _ in list_figures(found)]
     assert names == ["curves", "curves-accuracy", "parts", "parts-left"]
-    told = page(found, names)
+    told = render_report(found, names)
     assert max(len(row) for row in told.splitlines() if not row.startswith("![")) <= 80
-    mark = found.marks("cross", "leave-one-out", "loss")[-1]
+    mark = found.list_values("cross", "leave-one-out", "loss")[-1]
     rows = [[cell.strip() for cell in row.split("|")[1:3]] for row in told.splitlines()]
-    assert [str(mark.left), f"{mark.value:+.3f} ({mark.low:+.3f}, {mark.high:+.3f})"] in rows
+    assert [str(mark.num_heads), f"{mark.value:+.3f} ({mark.low:+.3f}, {mark.high:+.3f})"] in rows
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("sweep")
     config = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 300, "n_positions": 32}
-    net = hw.build(hw.families.read(config), seed=0)
-    net.usage = hw.Usage(tokenizer=Bytes().document)
+    net = hw.build(hw.families.read_model_spec(config), seed=0)
+    net.usage = hw.ProcessorSpec(tokenizer=Bytes().document)
     hw.save(net, base / "ours")
     (base / "texts").write_text("".join(f"text {n} of {n * n} words\n" for n in range(10)))
     return base
@@ -322,7 +322,7 @@ def test_one_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert data["answers"]
     assert data["command"].startswith("headwise prune")
     names = {"curves", "curves-accuracy", "classes-left"}
-    drawn = {f"{name}-{paper}{suffix}" for name in names for paper in PAPERS for suffix in (".svg", ".png")}
+    drawn = {f"{name}-{paper}{suffix}" for name in names for paper in FIGURE_THEMES for suffix in (".svg", ".png")}
     assert {path.name for path in out.iterdir()} == {"curves.json", "CURVES.md"} | drawn
     assert all(f"![{name}]({name}-light.svg)" in (out / "CURVES.md").read_text() for name in names)
 

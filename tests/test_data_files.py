@@ -120,7 +120,7 @@ def test_labels_stay_with_their_texts(lines: str):
     found = []
     for split in tasks.SPLITS:
         for batch in swept(task, split):
-            live = batch.tokens.live if batch.tokens else torch.ones_like(batch.x, dtype=torch.bool)
+            live = batch.tokens.is_real if batch.tokens else torch.ones_like(batch.x, dtype=torch.bool)
             read = [task.text(row[at].tolist()) for row, at in zip(batch.x, live, strict=True)]
             found += read
             assert [by_text[one] for one in read] == [task.data.names[label] for label in batch.labels]
@@ -247,7 +247,7 @@ def test_channels_may_come_first_or_last(tmp_path: Path):
 def test_pictures_of_several_sizes_are_brought_to_one(tmp_path: Path):
     for n, label in enumerate("aabbab"):
         (tmp_path / label).mkdir(exist_ok=True)
-        Image.new("RGB", (8 + n, 6), (40 * n, 0, 0)).save(tmp_path / label / f"{n}.png")
+        Image.new_plan("RGB", (8 + n, 6), (40 * n, 0, 0)).save(tmp_path / label / f"{n}.png")
     batch = open_data(str(tmp_path), {"size": [6, 8]}).batch(0, 4)
     assert batch.x.shape == (4, 3, 6, 8)
     assert (batch.x.std((2, 3)) < 1e-4).all()  # of one colour, and still so
@@ -279,7 +279,7 @@ def spoken(task: Task) -> list[tuple[np.ndarray, list[int]]]:
     """Every utterance of every split, as it was before, with its labels."""
     found = []
     for batch in (batch for split in tasks.SPLITS for batch in swept(task, split)):
-        live = batch.tokens.live if batch.tokens else torch.ones(batch.x.shape[:2], dtype=torch.bool)
+        live = batch.tokens.is_real if batch.tokens else torch.ones(batch.x.shape[:2], dtype=torch.bool)
         for x, label, at in zip(batch.x, batch.labels, live, strict=True):
             assert not x[~at].any()
             assert label.ndim == 0 or (label[~at] == IGNORED).all()
@@ -301,7 +301,7 @@ def test_frames_stay_with_their_labels(write: Any, each: str, tmp_path: Path):
             n for n, one in enumerate(SPOKEN) if one.shape == frames.shape and np.allclose(one, frames, atol=1e-4)
         )
         assert names == (SAID[place].tolist() if each == "frame" else [len(frames)])
-    train = torch.cat([b.x[b.tokens.live] if b.tokens else b.x.flatten(0, 1) for b in swept(task, "train")])
+    train = torch.cat([b.x[b.tokens.is_real] if b.tokens else b.x.flatten(0, 1) for b in swept(task, "train")])
     assert float(train.mean(0).abs().max()) < 1e-5
     assert float((train.std(0, correction=0) - 1).abs().max()) < 1e-4
     described = task.model()

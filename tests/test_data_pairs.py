@@ -90,13 +90,13 @@ def test_epochs_differ_in_order_and_batches_follow_from_their_numbers(path: str,
 def test_padding_is_told_and_asks_nothing(path: str):
     batch = made(path).batch(0, 7)
     assert ((batch.labels == IGNORED) == (batch.tokens.segment < 0)).all()
-    for row, at in zip(batch.tokens.position, batch.tokens.live, strict=True):
+    for row, at in zip(batch.tokens.position, batch.tokens.is_real, strict=True):
         assert row[at].tolist() == list(range(int(at.sum())))
 
 
 def test_neighbours_in_a_batch_are_of_about_one_length(path: str):
     task = made(path)
-    widths = [batch.tokens.live.sum(1) for batch in swept(task, "train", 7)]
+    widths = [batch.tokens.is_real.sum(1) for batch in swept(task, "train", 7)]
     spread = sum(float((width.max() - width).sum()) for width in widths)
     every = torch.cat(widths)
     assert spread < 0.2 * float((every.max() - every).sum())
@@ -234,7 +234,7 @@ def test_published_scores_are_those_of_sacrebleu(monkeypatch: pytest.MonkeyPatch
 
 def test_a_few_held_out_batches_have_short_and_long_sentences(path: str):
     task = made(path, valid=0.5)
-    longest = [int(task.batch(n, 3, "valid").tokens.live.sum(1).max()) for n in range(task.batches(3, "valid"))]
+    longest = [int(task.batch(n, 3, "valid").tokens.is_real.sum(1).max()) for n in range(task.batches(3, "valid"))]
     assert longest != sorted(longest)
     assert max(longest[:4]) > 0.7 * max(longest)
     assert min(longest[:4]) < 0.7 * max(longest)

@@ -75,7 +75,7 @@ def test_multi30k_keeps_its_own_splits(shared: Path):
     read = [reference for batch in batches for reference in batch.gold]
     assert Counter(read) == Counter(line.strip() for line in lines[1])
     for batch in batches:
-        for ids, at, reference in zip(batch.source, batch.source_tokens.live, batch.gold, strict=True):
+        for ids, at, reference in zip(batch.source, batch.source_tokens.is_real, batch.gold, strict=True):
             assert known[task.data.vocabularies[0].decode(ids[at].tolist())].strip() == reference
     assert translation_scores(read, read).bleu == pytest.approx(100)
 

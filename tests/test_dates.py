@@ -212,12 +212,12 @@ def test_rows_are_what_a_translator_is_trained_on():
     assert batch.tokens is not None
     assert batch.source_tokens is not None
     for n in range(60):
-        x, labels = batch.x[n][batch.tokens.live[n]].tolist(), batch.labels[n].tolist()
+        x, labels = batch.x[n][batch.tokens.is_real[n]].tolist(), batch.labels[n].tolist()
         wanted = [token for token in labels if token != IGNORED]
         assert x == [BEGIN, *wanted[:-1]]
         assert wanted[-1] == END
         assert labels == wanted + [IGNORED] * (len(labels) - len(wanted))
-        assert (batch.source[n] != PAD).tolist() == batch.source_tokens.live[n].tolist()
+        assert (batch.source[n] != PAD).tolist() == batch.source_tokens.is_real[n].tolist()
 
 
 # What tokens are worth by themselves: a digit, a month, a currency.

@@ -20,13 +20,13 @@ VALUES = [41.375, 45.5, 45.0769, 45.5, 45.5, 45.49999993, 45.465599, 44.406018, 
 
 
 def test_soft_look_up_gives_the_known_numbers():
-    found = [one.value for one in lookup.answers()]
+    found = [one.value for one in lookup.look_up_by_all_methods()]
     for ours, known in zip(found, VALUES, strict=True):
         assert math.isclose(ours, known, abs_tol=6 * 10.0 ** -len(str(known).partition(".")[2])), (ours, known)
 
 
 def test_every_answer_is_a_mean():
-    assert all(math.isclose(sum(one.weights), 1) and min(one.weights) >= 0 for one in lookup.answers())
+    assert all(math.isclose(sum(one.weights), 1) and min(one.weights) >= 0 for one in lookup.look_up_by_all_methods())
 
 
 def test_weights_that_grow_with_distance_go_wrong():
@@ -38,15 +38,15 @@ def test_weights_that_grow_with_distance_go_wrong():
 
 def test_the_pages_fit_a_terminal_and_end_with_a_proof():
     said: list[str] = []
-    demo.run(said.append, said.append)
+    demo.run_demo(said.append, said.append)
     lines = "\n".join(said).splitlines()
     assert max(map(len, lines)) <= 80
     assert any(line.startswith("float64") for line in lines)
 
 
 def test_the_data_is_what_the_library_counts():
-    told = json.loads(json.dumps(demo.data()))
-    assert told["counts"]["parameters"] == counting.params(demo.spec())
+    told = json.loads(json.dumps(demo.demo_data()))
+    assert told["counts"]["parameters"] == counting.count_parameters(demo.demo_spec())
     exact = next(row for row in told["proof"] if row["dtype"] == "float64")
     assert 0 < exact["largest"] < 1e-12
     assert exact["tokens"] > exact["slots"]  # the ring has forgotten, and nothing changed
@@ -54,7 +54,7 @@ def test_the_data_is_what_the_library_counts():
 
 @pytest.mark.parametrize("width", [1e-3, 1e6])
 def test_kernel_regression_at_its_ends(width: float):
-    near = lookup.answer("end", lookup.gaussian(width), query=56.4 if width < 1 else 57.0)
+    near = lookup.look_up("end", lookup.gaussian_weights(width), query=56.4 if width < 1 else 57.0)
     assert math.isclose(near.value, 43.0 if width < 1 else sum(lookup.VALUES) / 3, rel_tol=1e-6)
 
 
@@ -69,7 +69,7 @@ def wide(line: str) -> int:
 
 
 def test_the_translators_pages_fit_a_terminal(learned: translator.Translator):
-    pages = [learned.told(), learned.said(), learned.read()]
+    pages = [learned.training_page(), learned.examples_page(), learned.alignment_page()]
     assert max(wide(line) for page in pages for line in page.splitlines()) <= 80
     assert "2 steps" in pages[0]
     assert {one.direction for one in learned.batch.gold} == {line.split()[0] for line in pages[1].splitlines()[::2]}
@@ -78,8 +78,8 @@ def test_the_translators_pages_fit_a_terminal(learned: translator.Translator):
 def test_heads_are_judged_by_known_links(learned: translator.Translator):
     """Weights that stand on one known link of each token are right everywhere, and elsewhere nowhere."""
     batch, net = learned.batch, learned.result.net
-    for w_BHTS in translator.read(net, batch).values():
-        live = batch.tokens.live[:, None].expand(w_BHTS.shape[:3])
+    for w_BHTS in translator.cross_attention_weights(net, batch).values():
+        live = batch.tokens.is_real[:, None].expand(w_BHTS.shape[:3])
         torch.testing.assert_close(w_BHTS.sum(-1), live.float())
     shape = (len(batch.gold), batch.x.shape[1], batch.source.shape[1])
     good, bad = torch.zeros(shape), torch.zeros(shape)
@@ -87,14 +87,14 @@ def test_heads_are_judged_by_known_links(learned: translator.Translator):
         for s, t in one.links:
             good[row, t, s] = 1.0
         bad[row, :, 0] = 1.0  # the tag, which translates nothing
-    counts = {translator.right(weights, batch) for weights in (good, bad)}
+    counts = {translator.count_correct_links(weights, batch) for weights in (good, bad)}
     asked = sum(len({t for _, t in one.links}) for one in batch.gold)
     assert counts == {(asked, asked), (0, asked)}
     assert net.probes == {}
 
 
 def test_the_picture_shows_weights_where_they_are(learned: translator.Translator):
-    drawn = translator.picture(learned.result.net, learned.heads[0], learned.batch)
+    drawn = translator.make_alignment_map(learned.result.net, learned.head_alignments[0], learned.batch)
     assert all(abs(sum(row) - 1) < 1e-5 for row in drawn.weights)
     sharp = replace(drawn, weights=tuple(tuple(float(s == 1) for s in range(len(row))) for row in drawn.weights))
     for line in str(sharp).splitlines()[1:]:

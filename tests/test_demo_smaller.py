@@ -16,27 +16,27 @@ import torch
 
 import headwise as hw
 from headwise.demo import beside, smaller
-from headwise.demo.progress import Progress
-from headwise.demo.smaller import CHANGES, LEARNING, SCORE, Scale, Smaller
-from headwise.demo.story import Story
+from headwise.demo.progress import RetrainingProgress
+from headwise.demo.smaller import COMPRESSION_METHODS, RETRAINING, SCORE_NAME, CompressionScale, CompressedTranslator
+from headwise.demo.story import TrainingDemo
 from headwise.demo.translator import RECIPE, Translator
 from headwise.errors import SpecError
 from headwise.models import greedy
-from headwise.surgery.course import Point
-from headwise.surgery.folders import plan_of
-from headwise.surgery.marks import mark_of
+from headwise.surgery.course import RetrainingPoint
+from headwise.surgery.folders import read_record
+from headwise.surgery.marks import fingerprint_model
 from headwise.training import Recipe
 
 SAID = {"steps": 6, "batch": 8, "evaluate_every": 6, "evaluate_batches": 1, "precision": "fp32", "compile": "off"}
-SMALL = Scale(lessons=96, judges=8, texts=4, examples=4, seconds=0.05)
-NAMES = [change.name for change in CHANGES]
+SMALL = CompressionScale(num_distillation_texts=96, num_selection_texts=8, num_proof_texts=4, num_scored_examples=4, seconds=0.05)
+NAMES = [change.name for change in COMPRESSION_METHODS]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def brief() -> Iterator[None]:
     """Steps as they end, not at their best: so few of them would be thrown away, and nothing learned be seen."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(smaller, "LEARNING", replace(LEARNING, keep="last", batch=16))
+        patch.setattr(smaller, "RETRAINING", replace(RETRAINING, keep="last", batch=16))
         yield
 
 
@@ -48,13 +48,13 @@ def translator(tmp_path_factory: pytest.TempPathFactory) -> Translator:
 
 
 @pytest.fixture(scope="module")
-def made(translator: Translator) -> dict[str, Smaller]:
-    every = {change.name: Smaller(translator, change, SMALL) for change in CHANGES}
+def made(translator: Translator) -> dict[str, CompressedTranslator]:
+    every = {change.name: CompressedTranslator(translator, change, SMALL) for change in COMPRESSION_METHODS}
     assert all(one.data for one in every.values())
     return every
 
 
-def test_half_of_the_heads_are_gone_and_a_layer_has_one_head_of_keys(made: dict[str, Smaller]):
+def test_half_of_the_heads_are_gone_and_a_layer_has_one_head_of_keys(made: dict[str, CompressedTranslator]):
     """Counted in the tensors that lie in the folders: 24 heads of 32 channels in six attentions 128 wide."""
     nets = {name: hw.load(one.folder) for name, one in made.items()}
     tensors = {name: net.state_dict() for name, net in nets.items()}
@@ -64,10 +64,10 @@ def test_half_of_the_heads_are_gone_and_a_layer_has_one_head_of_keys(made: dict[
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_shown_is_what_the_folders_translate(translator: Translator, made: dict[str, Smaller], name: str):
+def test_what_is_shown_is_what_the_folders_translate(translator: Translator, made: dict[str, CompressedTranslator], name: str):
     """Exact match, before and after, by a loop of its own over held-out examples."""
-    task, batch = translator.task, translator.task.batch(0, 32, "valid").rows(slice(0, SMALL.examples))
-    row, found = beside.scored(made[name].data), []
+    task, batch = translator.task, translator.task.batch(0, 32, "valid").rows(slice(0, SMALL.num_scored_examples))
+    row, found = beside.exact_match_rows(made[name].data), []
     assert batch.source is not None
     for net in (translator.result.net, hw.load(made[name].folder)):
         with torch.no_grad():
@@ -79,16 +79,16 @@ def test_what_is_shown_is_what_the_folders_translate(translator: Translator, mad
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_changed_translator_learns_again_for_a_part_of_the_training(made: dict[str, Smaller], name: str):
+def test_a_changed_translator_learns_again_for_a_part_of_the_training(made: dict[str, CompressedTranslator], name: str):
     data, part = made[name].data, {"pruned": 1 / 2, "shared": 1 / 4}[name]
     assert data["steps"] == max(1, round(part * SAID["steps"])) == data["curve"][-1]["step"]
     assert data["kept"] == data["steps"]
-    assert made[name].how.seed == LEARNING.seed == 0
+    assert made[name].retraining.seed == RETRAINING.seed == 0
 
 
-def test_a_second_look_shows_what_the_first_did(translator: Translator, made: dict[str, Smaller]):
+def test_a_second_look_shows_what_the_first_did(translator: Translator, made: dict[str, CompressedTranslator]):
     files = {path: path.read_bytes() for one in made.values() for path in one.folder.iterdir()}
-    again = {change.name: Smaller(translator, change, SMALL).data for change in CHANGES}
+    again = {change.name: CompressedTranslator(translator, change, SMALL).data for change in COMPRESSION_METHODS}
     assert again == {name: one.data for name, one in made.items()}
     assert {path: path.read_bytes() for path in files} == files
 
@@ -103,14 +103,14 @@ def test_what_was_made_of_another_translator_is_made_anew(
     with torch.no_grad():
         next(net.parameters()).mul_(1.5)
     other._result = replace(translator.result, net=net)
-    before = plan_of(tmp_path / "run" / "shared").done["model"]
-    assert before == mark_of(translator.result.net)
+    before = read_record(tmp_path / "run" / "shared").done["model"]
+    assert before == fingerprint_model(translator.result.net)
     asked, shown = list[str](), type(translator.task).batch
     monkeypatch.setattr(type(translator.task), "batch", lambda *a: asked.append((*a, "train")[3]) or shown(*a))
-    assert Smaller(other, CHANGES[1], SMALL).data["model"] == mark_of(net) != before
+    assert CompressedTranslator(other, COMPRESSION_METHODS[1], SMALL).data["model"] == fingerprint_model(net) != before
     judged = asked.index("valid")
     assert asked[:judged] == ["train"] * len(asked[:judged])
-    assert len(asked[:judged]) >= SMALL.lessons
+    assert len(asked[:judged]) >= SMALL.num_distillation_texts
     assert set(asked[judged:]) == {"valid"}
 
 
@@ -119,7 +119,7 @@ def test_a_folder_of_somebody_else_is_refused_before_anything_is_trained(tmp_pat
     mine.mkdir(parents=True)
     (mine / "thesis.txt").write_text("mine")
     with pytest.raises(SpecError, match=r"pruned holds thesis.txt; give a new folder"):
-        Smaller(Translator(tmp_path / "run"), CHANGES[0])
+        CompressedTranslator(Translator(tmp_path / "run"), COMPRESSION_METHODS[0])
     assert (mine / "thesis.txt").read_text() == "mine"
 
 
@@ -128,42 +128,42 @@ def wide(line: str) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_pages_fit_a_terminal(made: dict[str, Smaller], name: str):
-    page = beside.page(made[name].data)
+def test_the_pages_fit_a_terminal(made: dict[str, CompressedTranslator], name: str):
+    page = beside.format_comparison(made[name].data)
     assert max(map(wide, page.splitlines())) <= 80
     assert str(made[name].folder / "PROOF.md") in " ".join(page.split()).replace("- ", "-") or len(str(made)) > 80
     for number in ("before", "at once", "learnt again", "exact match", "cache, a token", "decode, tokens/s"):
         assert number in page
 
 
-def test_the_report_holds_every_page_and_number(translator: Translator, made: dict[str, Smaller]):
-    story = Story(translator.folder, translator.recipe, SMALL)
+def test_the_report_holds_every_page_and_number(translator: Translator, made: dict[str, CompressedTranslator]):
+    story = TrainingDemo(translator.folder, translator.recipe, SMALL)
     path = story.report([("Soft look-up", "1 < 2"), *((one.change.title, "as text") for one in made.values())])
     page = path.read_text()
     assert path == translator.folder / "report.html"
     assert "1 &lt; 2" in page
     assert "as text" not in page
     for one in made.values():
-        for line in beside.lines(one.data):
+        for line in beside.comparison_rows(one.data):
             assert "".join(f"<td>{cell}</td>" for cell in line) in page
-        assert beside.verdict(one.data) in page
+        assert beside.change_verdict(one.data) in page
     assert "http" not in page  # nothing is fetched
     xml.dom.minidom.parseString(page[page.index("<body>") : page.index("</html>")])  # every tag is closed
 
 
 @pytest.mark.parametrize(("lost", "said"), [(0.0, "no more"), (0.01, "no more"), (0.02, "MORE"), (-0.01, "no more")])
 def test_the_verdict_is_honest(lost: float, said: str):
-    row = {"name": SCORE, "change": {"value": -lost, "low": -lost - 0.01, "high": -lost + 0.01}}
-    verdict = beside.verdict({"cut": {"name": SCORE}, "proof": {"quality": {"rows": [row]}}})
+    row = {"name": SCORE_NAME, "change": {"value": -lost, "low": -lost - 0.01, "high": -lost + 0.01}}
+    verdict = beside.change_verdict({"cut": {"name": SCORE_NAME}, "proof": {"quality": {"rows": [row]}}})
     assert f"That is {said} " in verdict
     assert f"lost: {100 * lost:.1f} points (95% of draws: {100 * lost - 1:.1f} to {100 * lost + 1:.1f})" in verdict
 
 
 def test_progress_is_told_in_lines_where_nothing_moves():
     heard = io.StringIO()
-    said = Progress("pruned", 300, heard)
+    said = RetrainingProgress("pruned", 300, heard)
     for step in (0, 1, 2, 300):
-        said.point(Point(step, 0.5 if step else None))
+        said.report_step(RetrainingPoint(step, 0.5 if step else None))
     assert heard.getvalue().splitlines()[0] == "pruned: step 0 of 300"
     assert [line.split(",")[0] for line in heard.getvalue().splitlines()] == [
         "pruned: step 0 of 300",
@@ -171,7 +171,7 @@ def test_progress_is_told_in_lines_where_nothing_moves():
     ]
 
 
-def test_the_numbers_are_plain_values(made: dict[str, Smaller]):
+def test_the_numbers_are_plain_values(made: dict[str, CompressedTranslator]):
     for one in made.values():
         assert json.loads(json.dumps(one.data)) == one.data
 
@@ -179,11 +179,11 @@ def test_the_numbers_are_plain_values(made: dict[str, Smaller]):
 @pytest.mark.slow
 def test_half_of_the_heads_go_for_a_point_and_keys_are_shared_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The demo as it is: a translator of its own, half of 24 heads, one head of keys and values for four."""
-    monkeypatch.setattr(smaller, "LEARNING", LEARNING)
+    monkeypatch.setattr(smaller, "RETRAINING", RETRAINING)
     learned = Translator(tmp_path / "run", RECIPE)
-    assert learned.result.metrics[SCORE] >= 0.98
-    for change in CHANGES:
-        data = Smaller(learned, change).data
-        row = beside.scored(data)
-        assert row["before"]["value"] - row["after"]["value"] <= beside.POINT, (change.name, row)
+    assert learned.result.metrics[SCORE_NAME] >= 0.98
+    for change in COMPRESSION_METHODS:
+        data = CompressedTranslator(learned, change).data
+        row = beside.exact_match_rows(data)
+        assert row["before"]["value"] - row["after"]["value"] <= beside.SIGNIFICANT_CHANGE, (change.name, row)
         assert data["cut"]["after"]["value"] < 0.5  # it is learning that brings it back

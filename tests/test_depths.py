@@ -65,7 +65,7 @@ def test_silenced_at_one_depth(shape: str):
     for depth in range(layers * inner):
         other = apart(model)
         attentions(other)[depth].dense.weight[:, 8:16] = 0
-        with hw.silence(model, [(depth, 1)]):
+        with hw.ablate(model, [(depth, 1)]):
             quiet = run(model, IDS)
             assert torch.equal(run(model, IDS), quiet)  # every forward counts anew
         assert torch.allclose(quiet, run(other, IDS), atol=1e-5)
@@ -79,7 +79,7 @@ def test_several_depths_at_once_and_inside_each_other():
     other = apart(model)
     for depth, head in ((0, 1), (2, 3), (4, 0)):
         attentions(other)[depth].dense.weight[:, 8 * head : 8 * head + 8] = 0
-    with hw.silence(model, [(0, 1), (4, 0)]), hw.silence(model, [(2, 3)]):
+    with hw.ablate(model, [(0, 1), (4, 0)]), hw.ablate(model, [(2, 3)]):
         assert torch.allclose(run(model, IDS), run(other, IDS), atol=1e-5)
 
 
@@ -100,7 +100,7 @@ def test_means_of_one_depth():
 @torch.no_grad()
 def test_after_a_forward_that_failed_depths_are_counted_anew():
     model = albert("one", "AlbertForMaskedLM")
-    with hw.silence(model, [(1, 2)]):
+    with hw.ablate(model, [(1, 2)]):
         quiet = model(**IDS).logits
         with pytest.raises(RuntimeError, match="on purpose"), broken(model):
             model(**IDS)
@@ -121,20 +121,20 @@ def broken(model: nn.Module):
 def test_a_part_of_the_depths_is_refused():
     model = albert("one")
     group = model.encoder.albert_layer_groups[0]
-    with pytest.raises(ValueError, match="a module of 3 depths, which ran 1 times"), hw.silence(model, [(1, 2)]):
+    with pytest.raises(ValueError, match="a module of 3 depths, which ran 1 times"), hw.ablate(model, [(1, 2)]):
         group(torch.randn(1, 3, WIDE))
-    with pytest.raises(ValueError, match="not called by a forward"), hw.silence(model, [(1, 2)]):
+    with pytest.raises(ValueError, match="not called by a forward"), hw.ablate(model, [(1, 2)]):
         group.albert_layers[0].attention.forward(torch.randn(1, 3, WIDE))
 
 
 @torch.no_grad()
 def test_a_trace_keeps_every_depth():
     model = albert("odd")
-    kept = hw.trace(model, IDS, tell=lambda _: None)
+    kept = hw.trace(model, IDS, log=lambda _: None)
     own = model(**IDS, output_attentions=True).attentions
     assert len(own) == len(kept.layers) == 5
     for depth in range(5):
-        assert torch.allclose(torch.from_numpy(kept.rows(depth, 3)), own[depth][0, 3], atol=1e-5)
+        assert torch.allclose(torch.from_numpy(kept.head_weights(depth, 3)), own[depth][0, 3], atol=1e-5)
 
 
 class Attention(nn.Module):
@@ -166,9 +166,9 @@ class Again(nn.Module):
 @torch.no_grad()
 def test_depths_that_nothing_speaks_of_are_refused():
     model, x = Again(), torch.randn(2, 5, 12)
-    with pytest.raises(ValueError, match="runs more than 1 times in one forward"), hw.silence(model, [(0, 1)]):
+    with pytest.raises(ValueError, match="runs more than 1 times in one forward"), hw.ablate(model, [(0, 1)]):
         model(x)
-    with hw.silence(model.layer, [(0, 1)]):  # all of them are meant
+    with hw.ablate(model.layer, [(0, 1)]):  # all of them are meant
         quiet = model(x)
     model.layer.proj.weight[:, 4:8] = 0
     assert torch.allclose(quiet, model(x), atol=1e-6)
@@ -185,5 +185,5 @@ def test_one_module_in_two_places(own: bool):
     other[2] = copy.deepcopy(other[2])
     weight = other[2].weights["output"].o if own else other[2].proj.weight
     weight[:, 4:8] = 0
-    with hw.silence(model, [(second.name, 1)]):
+    with hw.ablate(model, [(second.name, 1)]):
         assert torch.allclose(model(x), other(x), atol=1e-6)

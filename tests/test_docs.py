@@ -84,15 +84,15 @@ def test_it_equals_the_reference(temperature: ModuleType):
         for backend in cases.takers(spec):
             fast = cases.layer(spec, backend=backend)
             fast.load_state_dict(layer.state_dict())
-            cases.check_close(fast(x, source=z), reference.attention(layer, x, source=z))
+            cases.check_close(fast(x, source=z), reference.reference_attention(layer, x, source=z))
 
 
 def test_it_decodes_as_it_runs(temperature: ModuleType):
     for spec in map(cases.causal, specs(temperature)):
         layer = cases.layer(spec)
         x, _ = cases.tensors(spec)
-        cache = layer.cache(batch=cases.BATCH, capacity=cases.TOKENS)
-        steps = [layer(x[:, t : t + 1], cache=cache) for t in range(cases.TOKENS)]
+        cache = layer.cache(batch=cases.BATCH, capacity=cases.NUM_TOKENS)
+        steps = [layer(x[:, t : t + 1], cache=cache) for t in range(cases.NUM_TOKENS)]
         cases.check_close(torch.cat(steps, 1), layer(x))
 
 
@@ -101,10 +101,10 @@ def test_it_is_cut_as_it_is_silenced(temperature: ModuleType):
         layer = cases.layer(spec)
         x, z = cases.tensors(spec)
         keep = [1, 4]
-        loud = torch.zeros(len(spec.speaks), 1, dtype=x.dtype)
+        loud = torch.zeros(len(spec.score_head_of_output), 1, dtype=x.dtype)
         loud[keep] = 1
-        silenced = layer(x, source=z, probe=hw.Probe("heads", see=lambda _, o, loud=loud: o * loud))
-        small, weights = axes.cut(spec, layer.state_dict(), keep)
+        silenced = layer(x, source=z, probe=hw.Probe("heads", callback=lambda _, o, loud=loud: o * loud))
+        small, weights = axes.keep_heads(spec, layer.state_dict(), keep)
         cut = hw.Attention(small).double()
         cut.load_state_dict(weights)
         cases.check_close(cut(x, source=z), silenced)
@@ -114,7 +114,7 @@ def test_it_is_cut_as_it_is_silenced(temperature: ModuleType):
 def test_it_is_counted_and_written(temperature: ModuleType):
     for spec in specs(temperature):
         layer = hw.Attention(spec)
-        assert counting.params(spec) == sum(p.numel() for p in layer.parameters())
+        assert counting.count_parameters(spec) == sum(p.numel() for p in layer.parameters())
         assert hw.from_toml(hw.to_toml(spec)) == spec
         assert hw.from_json(hw.to_json(spec)) == spec
         assert eval(repr(spec), vars(hw) | {"Temperature": temperature.Temperature}) == spec
@@ -124,5 +124,5 @@ def test_generated_pages_are_fresh(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     import build
 
-    stale = [page.name for page in build.pages() if build.fresh(page) != page.read_text()]
+    stale = [page.name for page in build.pages() if build.new_sequence(page) != page.read_text()]
     assert stale == []

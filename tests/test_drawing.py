@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 import headwise as hw
 from headwise import cli
 from headwise.counting import drawing
-from headwise.counting.charts import Chart, Line, Point, Roof, charts
-from headwise.counting.labels import shortened, spread
-from headwise.counting.pricing import price
-from headwise.counting.sheet import sheet
+from headwise.counting.charts import LineChart, ChartLine, RooflinePoint, RooflineChart, make_charts
+from headwise.counting.labels import shorten_label, spread_labels
+from headwise.counting.pricing import estimate_cost
+from headwise.counting.sheet import to_csv
 
-LOAD = hw.Load(batch=2, context=300)
+LOAD = hw.Workload(batch=2, context=300)
 NAMES = ("gqa", "mla", "linear")
-PRICES = {name: price(hw.design(preset=name), LOAD, name) for name in NAMES}
+PRICES = {name: estimate_cost(hw.design(preset=name), LOAD, name) for name in NAMES}
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
@@ -36,42 +36,42 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
 
 
 def test_lines_are_the_prices_at_every_length():
-    _, kept, asked, shares = charts(PRICES)
+    _, kept, asked, shares = make_charts(PRICES)
     for chart in (kept, asked, shares):
         assert [line.name for line in chart.lines] == list(NAMES)
         assert {300, 64, 96, 2**17} <= set(chart.lines[0].xs)
     for n, name in enumerate(NAMES):
         at = kept.lines[n].xs.index(300)
-        assert kept.lines[n].ys[at] == PRICES[name].kept_bytes
-        assert asked.lines[n].ys[at] == PRICES[name].prefill.total / 600
+        assert kept.lines[n].ys[at] == PRICES[name].cache_bytes
+        assert asked.lines[n].ys[at] == PRICES[name].prefill_flops.total / 600
         assert shares.lines[n].ys[at] == PRICES[name].seconds("decode") / PRICES["gqa"].seconds("decode")
     assert shares.lines[0].label == "gqa"
 
 
 def test_points_stand_where_calls_do():
-    roof = charts(PRICES, "roofline")[0]
-    assert (roof.peak, roof.bandwidth) == (989e12, 4.8e12)
-    assert roof.ridge == pytest.approx(206, rel=1e-3)
+    roof = make_charts(PRICES, "roofline")[0]
+    assert (roof.peak_flops, roof.bandwidth) == (989e12, 4.8e12)
+    assert roof.ridge_point == pytest.approx(206, rel=1e-3)
     step = PRICES["mla"].operations["decode"]
     flops, moved, seconds = (sum(getattr(one, what) for one in step) for what in ("flops", "moved", "seconds"))
-    assert Point("mla", "a step", flops / moved, flops / seconds) in roof.points
-    assert all(one.y <= min(roof.peak, one.x * roof.bandwidth) * 1.0001 for one in roof.points)
+    assert RooflinePoint("mla", "a step", flops / moved, flops / seconds) in roof.points
+    assert all(one.y <= min(roof.peak_flops, one.x * roof.bandwidth) * 1.0001 for one in roof.points)
 
 
 def test_what_reads_ahead_is_named_beside_the_lines_and_not_drawn_alone():
-    prices = PRICES | {"mha": price(hw.design(preset="mha"), LOAD, "mha")}
-    chart = charts(prices, "kv")[0]
-    assert (len(chart.lines), chart.without) == (3, ("mha",))
+    prices = PRICES | {"mha": estimate_cost(hw.design(preset="mha"), LOAD, "mha")}
+    chart = make_charts(prices, "kv")[0]
+    assert (len(chart.lines), chart.missing_names) == (3, ("mha",))
     with pytest.raises(hw.SpecError, match="nothing here is remembered, for they read ahead: mha; give them pattern"):
-        charts({"mha": prices["mha"]}, "kv")
+        make_charts({"mha": prices["mha"]}, "kv")
     with pytest.raises(hw.SpecError, match="gqa has nothing to break even with"):
-        charts({"gqa": PRICES["gqa"]}, "breakeven")
-    assert len(charts({"gqa": PRICES["gqa"]})) == 3
+        make_charts({"gqa": PRICES["gqa"]}, "breakeven")
+    assert len(make_charts({"gqa": PRICES["gqa"]})) == 3
 
 
 def test_a_line_ends_where_positions_do():
-    model = hw.families.read({"model_type": "gpt2", "n_layer": 2})
-    chart = charts({"gpt2": price(model, LOAD, "gpt2")}, "flops")[0]
+    model = hw.families.read_model_spec({"model_type": "gpt2", "n_layer": 2})
+    chart = make_charts({"gpt2": estimate_cost(model, LOAD, "gpt2")}, "flops")[0]
     assert chart.lines[0].xs[-1] == 1024
 
 
@@ -82,7 +82,7 @@ PLACES = st.lists(st.floats(0, 1), min_size=1, max_size=20)
 
 @given(PLACES, st.floats(0.001, 0.3))
 def test_names_keep_their_distance_and_their_order(wanted, gap):
-    found = spread(wanted, gap)
+    found = spread_labels(wanted, gap)
     gap = min(gap, 1 / max(len(wanted) - 1, 1))
     ordered = sorted(found)
     assert all(b - a >= gap - 1e-6 for a, b in pairwise(ordered))
@@ -93,7 +93,7 @@ def test_names_keep_their_distance_and_their_order(wanted, gap):
 @given(st.lists(st.integers(0, 20), min_size=3, max_size=3))
 def test_names_move_as_little_as_they_can(wanted):
     """Against every place of three names on a grid of halves."""
-    found = spread([one / 20 for one in wanted], 0.2)
+    found = spread_labels([one / 20 for one in wanted], 0.2)
     moved = sum((20 * place - one) ** 2 for place, one in zip(found, wanted, strict=True))
     order = sorted(range(3), key=lambda n: wanted[n])
     grid = [n / 2 for n in range(41)]
@@ -103,8 +103,8 @@ def test_names_move_as_little_as_they_can(wanted):
 
 
 def test_long_names_lose_their_middle():
-    assert shortened("gqa", 3) == "gqa"
-    assert shortened("abcdefghij", 5) == "ab…ij"
+    assert shorten_label("gqa", 3) == "gqa"
+    assert shorten_label("abcdefghij", 5) == "ab…ij"
 
 
 def fan(count: int) -> tuple[dict, list]:
@@ -112,15 +112,15 @@ def fan(count: int) -> tuple[dict, list]:
     names = [f"{'a-model-with-a-long-name-' if n % 5 == 3 else 'spec'}{n}" for n in range(count)]
     ends = [10.0 ** (6 + (n % 3 == 0) + n / 400) for n in range(count)]
     lines = tuple(
-        Line(name, f"{name} from {n:,}", (64, 4096, 2**17), (1e3, end / 7, end))
+        ChartLine(name, f"{name} from {n:,}", (64, 4096, 2**17), (1e3, end / 7, end))
         for n, (name, end) in enumerate(zip(names, ends, strict=True))
     )
-    roof = Roof("Roofline, FLOP a second", 1e15, 5e12, tuple(
+    roof = RooflineChart("Roofline, FLOP a second", 1e15, 5e12, tuple(
         point for n, name in enumerate(names)
-        for point in (Point(name, "all tokens", 900.0 + n, 1e15), Point(name, "a step", 1 + n / 30, 5e12 + n * 1e10))
+        for point in (RooflinePoint(name, "all tokens", 900.0 + n, 1e15), RooflinePoint(name, "a step", 1 + n / 30, 5e12 + n * 1e10))
     ))  # fmt: skip
-    chart = Chart("Cache of 16 rows, bytes", 4096, lines, tuple(names))
-    return dict.fromkeys(names, PRICES["gqa"]), [roof, chart, chart, Chart("Time of a step, spec0 = 1", 4096, lines)]
+    chart = LineChart("Cache of 16 rows, bytes", 4096, lines, tuple(names))
+    return dict.fromkeys(names, PRICES["gqa"]), [roof, chart, chart, LineChart("Time of a step, spec0 = 1", 4096, lines)]
 
 
 def beyond(axis) -> list:
@@ -138,8 +138,8 @@ def test_no_text_covers_another_or_leaves_the_drawing(count, panels):
 
     prices, shown = fan(count)
     with matplotlib.rc_context():
-        matplotlib.rcParams.update(drawing.STYLE)
-        figure = drawing.figure(prices, shown[:panels])
+        matplotlib.rcParams.update(drawing.MATPLOTLIB_STYLE)
+        figure = drawing.make_figure(prices, shown[:panels])
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         renderer = canvas.get_renderer()
@@ -154,7 +154,7 @@ def test_no_text_covers_another_or_leaves_the_drawing(count, panels):
         if not (whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1)
     ]
     assert outside == []
-    flat = [(said, box.padded(-1.5)) for said, box in boxes if not said.endswith("B a second")]  # which leans
+    flat = [(said, box.padded_sdpa(-1.5)) for said, box in boxes if not said.endswith("B a second")]  # which leans
     assert [(one, other) for (one, a), (other, b) in combinations(flat, 2) if a.overlaps(b)] == []
     assert len(texts) > 2 * count
 
@@ -165,12 +165,12 @@ def test_no_text_covers_another_or_leaves_the_drawing(count, panels):
 @pytest.mark.parametrize("suffix", ["svg", "png", "pdf"])
 def test_the_same_costs_are_the_same_file(tmp_path, suffix, monkeypatch):
     prices = {"gqa": PRICES["gqa"], "a_$x$": PRICES["mla"]}
-    drawing.draw(prices, tmp_path / f"one.{suffix}", "kv")
+    drawing.save_plot(prices, tmp_path / f"one.{suffix}", "kv")
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
     import matplotlib
 
     with matplotlib.rc_context({"axes.facecolor": "red", "xtick.major.size": 9}):
-        drawing.draw(prices, tmp_path / f"two.{suffix}", "kv")
+        drawing.save_plot(prices, tmp_path / f"two.{suffix}", "kv")
     one, two = ((tmp_path / f"{name}.{suffix}").read_bytes() for name in ("one", "two"))
     assert one == two
     assert sorted(os.listdir(tmp_path)) == [f"one.{suffix}", f"two.{suffix}"]
@@ -181,9 +181,9 @@ def test_the_same_costs_are_the_same_file(tmp_path, suffix, monkeypatch):
 def test_a_failed_drawing_leaves_the_old_one(tmp_path, monkeypatch):
     path = tmp_path / "costs.svg"
     path.write_text("old")
-    monkeypatch.setattr(drawing, "figure", lambda *_: 1 / 0)
+    monkeypatch.setattr(drawing, "make_figure", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        drawing.draw(PRICES, path, "kv")
+        drawing.save_plot(PRICES, path, "kv")
     assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["costs.svg"])
 
 
@@ -208,7 +208,7 @@ def test_the_sheet_is_the_document_again(capsys):
 
 
 def test_names_in_a_sheet_are_quoted():
-    told = list(csv.reader(io.StringIO(sheet([{"name": 'a,"b"\nc'}]), newline=""), strict=True))
+    told = list(csv.reader(io.StringIO(to_csv([{"name": 'a,"b"\nc'}]), newline=""), strict=True))
     assert told == [["name"], ['a,"b"\nc']]
 
 

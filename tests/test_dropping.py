@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from headwise.dropping import dropped
+from headwise.dropping import dropout
 
 COUNT = 1_000_003
 
@@ -15,7 +15,7 @@ COUNT = 1_000_003
 @pytest.mark.parametrize("rate", [0.1, 0.25, 0.5, 0.9])
 def test_as_many_are_dropped_as_it_says(rate):
     torch.manual_seed(0)
-    y = dropped(torch.ones(COUNT), rate, training=True)
+    y = dropout(torch.ones(COUNT), rate, training=True)
     stay = (y != 0).double()
     assert abs(stay.mean().item() - (1 - rate)) < 4 * math.sqrt(rate * (1 - rate) / COUNT) + 1 / 2**17
     assert y.max().item() == pytest.approx(1 / (1 - rate), rel=1e-3)
@@ -25,7 +25,7 @@ def test_as_many_are_dropped_as_it_says(rate):
 def test_each_alone():
     """No neighbour, near or as far as numbers that are drawn together, tells anything."""
     torch.manual_seed(1)
-    stay = (dropped(torch.ones(COUNT), 0.5, training=True) != 0).double() - 0.5
+    stay = (dropout(torch.ones(COUNT), 0.5, training=True) != 0).double() - 0.5
     for far in (1, 2, 3, 4, 5, 8):
         assert abs((stay[far:] * stay[:-far]).mean().item()) < 4 * 0.25 / math.sqrt(COUNT)
 
@@ -33,7 +33,7 @@ def test_each_alone():
 def test_gradients_pass_where_numbers_did():
     torch.manual_seed(2)
     x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
-    y = dropped(x, 0.3, training=True)
+    y = dropout(x, 0.3, training=True)
     y.sum().backward()
     assert torch.allclose(x.grad * x, y)
     assert 0 < (y == 0).sum() < y.numel()
@@ -42,11 +42,11 @@ def test_gradients_pass_where_numbers_did():
 def test_a_seed_repeats_it_and_nothing_is_drawn_when_nothing_is_dropped():
     x = torch.ones(3, 5)
     torch.manual_seed(3)
-    first = dropped(x, 0.5, training=True)
+    first = dropout(x, 0.5, training=True)
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    assert torch.equal(dropped(x, 0.0, training=True), x)
-    assert torch.equal(dropped(x, 0.5, training=False), x)
+    assert torch.equal(dropout(x, 0.0, training=True), x)
+    assert torch.equal(dropout(x, 0.5, training=False), x)
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(dropped(x, 0.5, training=True), first)
-    assert not dropped(x, 0.999_999, training=True).any()
+    assert torch.equal(dropout(x, 0.5, training=True), first)
+    assert not dropout(x, 0.999_999, training=True).any()

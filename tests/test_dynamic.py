@@ -29,9 +29,9 @@ def matrices(p, part, side, x, heads):
     for n in range(groups):
         own = slice(n * each, (n + 1) * each)
         mine = u[..., n * units : (n + 1) * units]
-        a, b = (np.einsum("rhu,btu->btrh", w[:, own], mine) for w in (w1, w2))
+        a, b = (np.on_einsum("rhu,btu->btrh", w[:, own], mine) for w in (w1, w2))
         a = a / np.sqrt((a**2).mean(-1, keepdims=True) + 1e-6)
-        made[:, :, own, own] = np.einsum("btrh,btro->btho", a, b)
+        made[:, :, own, own] = np.on_einsum("btrh,btro->btho", a, b)
     return made + np.eye(heads) * g[:, :, None]
 
 
@@ -67,8 +67,8 @@ def test_one_matrix_for_every_pair(on, groups, sides, static, rank):
     plain.load_state_dict({name: layer.state_dict()[name] for name in plain.state_dict()})
     plain(x, source=z, probe=usual)
     mixing = merged(layer, part, x.numpy(), z.numpy())
-    expected = np.einsum("bhts,btsho->bots", usual.seen[on].detach().numpy(), mixing)
-    check_close(seen.seen[on], torch.from_numpy(expected))
+    expected = np.on_einsum("bhts,btsho->bots", usual.tensors[on].detach().numpy(), mixing)
+    check_close(seen.tensors[on], torch.from_numpy(expected))
 
 
 def part_of(weights, spec, small, group):
@@ -117,22 +117,22 @@ def test_outputs_in_another_order(groups):
     spec = base(modifiers=(hw.Dynamic(on="weights", groups=groups, static="full"),))
     layer = cases.layer(spec)
     order = (5, 0, 3, 1, 2, 4)
-    weights = hw.axes.changed(spec, layer.state_dict(), {"out": hw.axes.take(order)})
+    weights = hw.axes.transform_axes(spec, layer.state_dict(), {"out": hw.axes.select_heads(order)})
     turned = cases.normal(spec, heads=hw.Heads(q=6, kv=6, dim=4, speaks=order))
     twin = hw.Attention(turned).double().eval()
     twin.load_state_dict(weights)
     x, _ = cases.tensors(spec)
     check_close(twin(x), layer(x))
-    check_close(twin(x), hw.reference.attention(twin, x))
+    check_close(twin(x), hw.reference.reference_attention(twin, x))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_what_is_remembered_grows_by_ten_numbers_a_head(groups):
     """2405.08553: 5 N a stage at rank 2, w1, w2 and g of each key, so (4 R + 2) N for both; nothing for queries."""
-    plain = hw.counting.cache_numbers(hw.design(model=64, heads=8))
+    plain = hw.counting.cached_numbers_per_token(hw.design(model=64, heads=8))
     for rank, sides, each in [(2, "both", 10), (2, "key", 10), (2, "query", 0), (3, "both", 14), (1, "both", 6)]:
         parts = tuple(hw.Dynamic(on=on, rank=rank, sides=sides, groups=groups) for on in ("scores", "weights"))
-        assert hw.counting.cache_numbers(hw.design(model=64, heads=8, modifiers=parts)) == plain + each * 8
+        assert hw.counting.cached_numbers_per_token(hw.design(model=64, heads=8, modifiers=parts)) == plain + each * 8
 
 
 @pytest.mark.parametrize(("groups", "sides", "branches"), [(1, "both", 2), (4, "both", 2), (2, "query", 1)])
@@ -140,7 +140,7 @@ def test_how_many_parameters_a_stage_has(groups, sides, branches):
     spec = hw.design(model=64, heads=8, modifiers=(hw.Dynamic(groups=groups, sides=sides, static="full"),))
     d, n, r = 64, 8, 2
     branch = 2 * r * n * d + (2 * r * n) * (2 * r * n) // groups + n * d
-    extra = hw.counting.params(spec) - hw.counting.params(hw.design(model=64, heads=8))
+    extra = hw.counting.count_parameters(spec) - hw.counting.count_parameters(hw.design(model=64, heads=8))
     assert extra == branches * branch + n * n // groups
 
 
@@ -148,7 +148,7 @@ def test_how_many_parameters_a_stage_has(groups, sides, branches):
 def test_whole_groups_are_cut(on):
     spec = base(modifiers=(hw.Dynamic(on=on, groups=3, static="full"),), kv=3)
     layer = cases.layer(spec)
-    small, weights = hw.axes.cut(spec, layer.state_dict(), [3, 4])
+    small, weights = hw.axes.keep_heads(spec, layer.state_dict(), [3, 4])
     assert (small.heads.q, small.heads.kv, small.speaks) == (4, 2, (1, 2))
     assert small.modifiers == (hw.Dynamic(on=on, members=2, static="full"),)
     assert weights["dynamic.query_hidden"].shape == (4 * 4, 10)
@@ -157,15 +157,15 @@ def test_whole_groups_are_cut(on):
     cut.load_state_dict(weights)
     alone = torch.zeros(6, 1, dtype=torch.float64)
     alone[3:5] = 1
-    check_close(cut(x), layer(x, probe=hw.Probe("heads", see=lambda _, o: o * alone)))
+    check_close(cut(x), layer(x, probe=hw.Probe("heads", callback=lambda _, o: o * alone)))
 
 
 def test_groups_that_cross_are_kept_until_all_are_whole():
     """Head 0 needs the pair (0, 1), that the trio (0, 1, 2), that the pair (2, 3), and that all."""
     crossing = (hw.Dynamic(groups=2), hw.Dynamic(on="weights", groups=3))
-    assert base(modifiers=crossing).sources(0) == frozenset(range(6))
-    assert base(modifiers=crossing[:1]).sources(0) == {0, 1, 2}
-    assert base(modifiers=crossing[1:]).sources(5) == {4, 5}
+    assert base(modifiers=crossing).required_score_heads(0) == frozenset(range(6))
+    assert base(modifiers=crossing[:1]).required_score_heads(0) == {0, 1, 2}
+    assert base(modifiers=crossing[1:]).required_score_heads(5) == {4, 5}
 
 
 REFUSED = {

@@ -23,14 +23,14 @@ FEW = settings(max_examples=settings().max_examples // 8, deadline=None)  # of t
 
 def causal(preset: str) -> hw.AttentionSpec:
     """A preset, tiny and decodable."""
-    said = {} if hw.design(preset=preset, model=MODEL, heads=4).pattern.opening == 0 else {"pattern": "causal()"}
+    said = {} if hw.design(preset=preset, model=MODEL, heads=4).pattern.tokens_before_decode == 0 else {"pattern": "causal()"}
     small = {"dim": 4, "project": hw.Latent(rank=6, rope=2)} if preset == "mla" else {}
     return hw.design(preset=preset, model=MODEL, heads=4, **small, **said)
 
 
-def stack(*specs: hw.AttentionSpec, **embedding: object) -> bp.Stack:
-    blocks = [bp.Block(spec, feed=bp.Dense(18), norm=bp.Norm("rms")) for spec in specs]
-    return bp.Stack.of("decoder", MODEL, blocks, embedding=bp.Embedding(TOKENS, **embedding), norm=bp.Norm("rms"))
+def stack(*specs: hw.AttentionSpec, **embedding: object) -> bp.StackSpec:
+    blocks = [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(18), norm=bp.NormSpec("rms")) for spec in specs]
+    return bp.StackSpec.from_blocks("decoder", MODEL, blocks, embedding=bp.EmbeddingSpec(TOKENS, **embedding), norm=bp.NormSpec("rms"))
 
 
 def drawn(net: hw.Transformer) -> hw.Transformer:
@@ -44,7 +44,7 @@ def drawn(net: hw.Transformer) -> hw.Transformer:
 
 def language(*specs: hw.AttentionSpec, **embedding: object) -> hw.Transformer:
     layers = stack(*specs, **embedding)
-    return drawn(hw.build(bp.Model("tiny", "decoder", (layers,), heads=(bp.Head("tokens", TOKENS),)), seed=1))
+    return drawn(hw.build(bp.ModelSpec("tiny", "decoder", (layers,), heads=(bp.OutputHeadSpec("tokens", TOKENS),)), seed=1))
 
 
 def plain(**said: object) -> hw.AttentionSpec:
@@ -60,8 +60,8 @@ MODELS = {
     "mixed": lambda: language(plain(pattern="window(3)"), plain(pattern="window(3)"), plain(kv=1)),
     "state and tokens": lambda: language(causal("linear"), plain()),
     "prefix": lambda: language(plain(pattern="prefix(3)"), plain(pattern="prefix(3)")),
-    "learned": lambda: language(plain(modifiers=()), positions=bp.Positions("learned", 64)),
-    "sinusoidal": lambda: language(plain(modifiers=()), positions=bp.Positions("sinusoidal")),
+    "learned": lambda: language(plain(modifiers=()), positions=bp.PositionSpec("learned", 64)),
+    "sinusoidal": lambda: language(plain(modifiers=()), positions=bp.PositionSpec("sinusoidal")),
 }
 
 
@@ -113,7 +113,7 @@ def test_a_request_gets_what_it_gets_alone(name: str, asked, events, way: hw.Bat
         assert said == (expected[: len(said)] if stream.ended == "cancelled" else expected)
         assert stream.ended in ("cancelled", "length")
     assert engine.room.used == 0
-    assert engine.room.pool.book.pages.held == 0
+    assert engine.room.pool.book.pages.num_held == 0
 
 
 def smallest(net: hw.Transformer, way: hw.Batching, asked: list[tuple[list[int], int]]) -> int:
@@ -179,7 +179,7 @@ def test_beginnings_are_read_once():
     assert [stream.result() for stream in streams] == [alone(net, prompt, 5) for prompt in prompts]
     shared = 24  # two layers keep 24 numbers of each of 4 tokens in a page, one keeps 8 of each of 24
     assert engine.report().shared == 5 * shared
-    assert engine.room.pool.book.pages.held == 0
+    assert engine.room.pool.book.pages.num_held == 0
     again = engine.submit([*begin, 9, 9, 9], max_new_tokens=2)  # nobody holds those pages, but they are still known
     assert again.result() == alone(net, [*begin, 9, 9, 9], 2)
     assert engine.report().shared == 6 * shared
@@ -193,13 +193,13 @@ def test_what_is_shared_is_in_memory_once():
         engine.submit([*begin, n], max_new_tokens=4)
     engine.step()
     engine.step()
-    rows = hw.Rows.of([50, 49, 49, 49, 49], shared=48)  # the first has said two tokens, and reads the first of them
-    assert engine.room.used == hw.cached(spec, rows, "paged(4)", "fp32")
+    rows = hw.RequestBatch.from_lengths([50, 49, 49, 49, 49], shared=48)  # the first has said two tokens, and reads the first of them
+    assert engine.room.used == hw.kv_cache_bytes(spec, rows, "paged(4)", "fp32")
 
 
 def test_a_source_is_part_of_what_a_beginning_follows_from():
     net = translator("seq")
-    net.usage = hw.Usage(begin=(1, 2, 3, 4, 5, 6, 7, 8), end=(0,))
+    net.usage = hw.ProcessorSpec(begin=(1, 2, 3, 4, 5, 6, 7, 8), end=(0,))
     engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(page=1, chunk=16))
     sources = [[3, 4, 5], [5, 4, 3, 6, 7], [3, 4, 5], [6]]
     streams = [engine.submit(source, max_new_tokens=7) for source in sources]
@@ -211,17 +211,17 @@ def test_a_source_is_part_of_what_a_beginning_follows_from():
 def translator(form: str) -> hw.Transformer:
     """Two stacks; the second attends to itself and to the first, or merges both."""
     own = hw.design(model=MODEL, heads=4, modifiers=(hw.Rotary(),))
-    first = bp.Block(own, feed=bp.Dense(18), norm=bp.Norm("rms"))
+    first = bp.BlockSpec(own, feed=bp.FeedForwardSpec(18), norm=bp.NormSpec("rms"))
     cross = hw.design(model=MODEL, heads=4)
     attention = {"form": "merged"} if form == "merged" else {"attention": plain()}
-    second = bp.Block(**attention, cross=cross, feed=bp.Dense(18), norm=bp.Norm("rms"))
+    second = bp.BlockSpec(**attention, cross=cross, feed=bp.FeedForwardSpec(18), norm=bp.NormSpec("rms"))
     stacks = (
-        bp.Stack.of("encoder", MODEL, [first] * 2, embedding=bp.Embedding(TOKENS)),
-        bp.Stack.of("decoder", MODEL, [second] * 2, embedding=bp.Embedding(TOKENS, table="encoder")),
+        bp.StackSpec.from_blocks("encoder", MODEL, [first] * 2, embedding=bp.EmbeddingSpec(TOKENS)),
+        bp.StackSpec.from_blocks("decoder", MODEL, [second] * 2, embedding=bp.EmbeddingSpec(TOKENS, table="encoder")),
     )
-    described = bp.Model("tiny", "encoder-decoder", stacks, heads=(bp.Head("tokens", TOKENS, table="encoder"),))
+    described = bp.ModelSpec("tiny", "encoder-decoder", stacks, heads=(bp.OutputHeadSpec("tokens", TOKENS, table="encoder"),))
     net = drawn(hw.build(described, seed=1))
-    net.usage = hw.Usage(begin=(1, 2), end=(0,))
+    net.usage = hw.ProcessorSpec(begin=(1, 2), end=(0,))
     return net
 
 
@@ -243,7 +243,7 @@ def test_two_stacks_answer_together(form: str, sources: list[list[int]], way: hw
 def test_the_budget_is_kept_and_what_waits_is_let_in_when_pages_are_free():
     spec = plain()
     net, way = language(spec), hw.Batching(page=4, chunk=16)
-    each = hw.cached(spec, hw.Rows.alike(1, 20), "paged(4)", "fp32")
+    each = hw.kv_cache_bytes(spec, hw.RequestBatch.uniform(1, 20), "paged(4)", "fp32")
     engine = hw.Engine(net, budget=3 * 2 * each, batching=way)  # as much again for the buffer, of one layer
     streams = [engine.submit([n] * 13, max_new_tokens=8) for n in range(9)]
     most = 0
@@ -501,7 +501,7 @@ def test_a_window_goes_on_beyond_the_last_position():
 
 def test_text_is_answered_by_text_and_stops_where_it_is_told():
     net = language(plain())
-    net.usage = hw.Usage(tokenizer=letters(), before=(1,), end=(0,))
+    net.usage = hw.ProcessorSpec(tokenizer=letters(), before=(1,), end=(0,))
     engine = hw.Engine(net, budget=ROOMY)
     whole = generated(net, "cab", max_new_tokens=12)
     assert len(whole) > 4

@@ -28,10 +28,10 @@ from foreign import (
     transformers,
 )
 from headwise import families
-from headwise.counting.pricing import price
-from headwise.hub.finding import found
-from headwise.hub.forwards import standing
-from headwise.hub.watching import Core
+from headwise.counting.pricing import estimate_cost
+from headwise.hub.finding import find_attention
+from headwise.hub.forwards import hook_sites
+from headwise.hub.watching import AttentionCall
 from test_kept_models import measured, profile
 
 FLAT = {key: value for key, value in LLAMA.items() if key != "head_dim"}
@@ -188,9 +188,9 @@ KINDS: dict[str, Kind] = {
 }  # fmt: skip
 
 
-def read(kind: Kind) -> hw.blueprint.Model:
+def read(kind: Kind) -> hw.blueprint.ModelSpec:
     """What its config says."""
-    return families.read(kind.made.to_dict() | {"architectures": [kind.model]})
+    return families.read_model_spec(kind.made.to_dict() | {"architectures": [kind.model]})
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -199,7 +199,7 @@ def test_as_many_numbers_as_there(name: str):
     kind = KINDS[name]
     with torch.device("meta"):
         theirs = getattr(transformers, kind.model)._from_config(kind.made)
-    assert hw.counting.params(read(kind)) == sum(p.numel() for p in theirs.parameters() if p.requires_grad)
+    assert hw.counting.count_parameters(read(kind)) == sum(p.numel() for p in theirs.parameters() if p.requires_grad)
 
 
 # --- attention: the layer that our spec builds, with their weights, says what theirs says ----------------------------
@@ -212,10 +212,10 @@ class Passing(NamedTuple):
     call: int
     inputs: list[tuple[Tensor, Tensor | None]]
     heads: list[Tensor]
-    seen: list[Core]
+    seen: list[AttentionCall]
     wants_core: bool = True
 
-    def core(self, seen: Core) -> None:
+    def core(self, seen: AttentionCall) -> None:
         self.seen.append(seen)
 
     def take(self, z: Tensor) -> None:
@@ -239,10 +239,10 @@ class Watching:
 
 @contextmanager
 def watched(model: nn.Module):
-    those = found(model)
-    passing = {one.site.name: Passing(model.get_submodule(one.site.path), one.call, [], [], []) for one in those}
+    those = find_attention(model)
+    passing = {one.site.name: Passing(model.get_submodule(one.site.path), one.call_index, [], [], []) for one in those}
     hooks = [one.module.register_forward_pre_hook(one.enter, with_kwargs=True) for one in passing.values()]
-    with standing(model, those, {name: Watching(one) for name, one in passing.items()}), torch.no_grad():
+    with hook_sites(model, those, {name: Watching(one) for name, one in passing.items()}), torch.no_grad():
         yield passing
     for hook in hooks:
         hook.remove()
@@ -311,7 +311,7 @@ def test_attention_says_what_theirs_says(name: str):
         kind = kind._replace(reads="pixels")
     model = kind.build(attn_implementation="eager", **EXPERTS.get(name, {})).double()
     specs = {site.name: site.spec for site in hw.sites(model)}
-    assert set(specs.values()) <= {spec for _, spec in read(kind).specs()} | {None}
+    assert set(specs.values()) <= {spec for _, spec in read(kind).attention_specs()} | {None}
     inputs = {key: x.double() if x.is_floating_point() else x for key, x in kind.inputs().items()}
     with watched(model) as passing:
         model(**inputs)
@@ -343,7 +343,7 @@ def test_the_mask_is_theirs(name: str):
     """As their own function is told it, at every site that the interface shows; windows as the modules keep them."""
     kind = KINDS[name]._replace(reads="pixels") if "projected" in name else KINDS[name]
     model = kind.build(attn_implementation="eager", **EXPERTS.get(name, {}))
-    specs = {site.name: spec for site in hw.sites(model) for spec in [dict(read(kind).specs()).get(site.name)] if spec}
+    specs = {site.name: spec for site in hw.sites(model) for spec in [dict(read(kind).attention_specs()).get(site.name)] if spec}
     with watched(model) as passing:
         model(**kind.inputs())
     for site, spec in specs.items():
@@ -356,10 +356,10 @@ def test_the_mask_is_theirs(name: str):
         elif "sliding_window" in vars(one.module):
             assert kept is None
         for seen in one.seen:
-            told = seen.allowed()[0, 0]
+            told = seen.allowed_pairs()[0, 0]
             expected = allowed(spec.pattern, *told.shape)
             assert not (told & ~expected).any(), site
-            if seen.told is not None:  # else weights alone are known, of which the least may be zero
+            if seen.attention_inputs is not None:  # else weights alone are known, of which the least may be zero
                 assert torch.equal(told, expected), site
 
 
@@ -393,8 +393,8 @@ def test_every_site_of_the_zoo_is_said_or_has_its_reason(name: str):
 @pytest.mark.parametrize("name", REASONS)
 def test_what_no_spec_says_has_its_reason(name: str):
     described = read(KINDS[name])
-    assert described.unsaid()
-    assert all(REASONS[name] in why for why in described.unsaid().values())
+    assert described.approximation_reasons()
+    assert all(REASONS[name] in why for why in described.approximation_reasons().values())
     assert all(site.spec is None and REASONS[name] in site.unsaid for site in hw.sites(KINDS[name].build()))
     with pytest.raises(hw.SpecError, match=r"cannot be built: .*; "):
         hw.build(described)
@@ -415,8 +415,8 @@ def test_towers_are_read_from_configs_inside():
         both = transformers.Gemma3ForConditionalGeneration(config)
     specs = [site.spec for site in hw.sites(both) if site.spec is not None]
     assert [spec.pattern.text for spec in specs] == ["full()"] * 2 + ["window(5)", "causal()"]
-    assert families.read(config.to_dict()).specs() is not None
-    assert any("vision_config" in note for note in families.read(config.to_dict()).notes)
+    assert families.read_model_spec(config.to_dict()).attention_specs() is not None
+    assert any("vision_config" in note for note in families.read_model_spec(config.to_dict()).notes)
 
 
 def test_a_config_that_no_class_fits_still_says_its_layers():
@@ -437,22 +437,22 @@ PLACED += ("clip-vision-projected",)
 def test_they_keep_what_formulas_say(name: str, dtype: torch.dtype):
     """New placements and norms, for the way back."""
     model = read(KINDS[name])
-    load = hw.Load(2, 11, "fp32" if dtype == torch.float32 else "bf16", "cpu")
-    way = hw.Way(profile(model, load.dtype), source=13 if len(model.stacks) > 1 else None)
-    assert hw.kept_by(model, load, way).total == measured(model, dtype, way)
+    load = hw.Workload(2, 11, "fp32" if dtype == torch.float32 else "bf16", "cpu")
+    way = hw.ActivationSettings(profile(model, load.dtype), source=13 if len(model.stacks) > 1 else None)
+    assert hw.activation_memory(model, load, way).total == measured(model, dtype, way)
 
 
 def test_what_is_beyond_words_is_counted_said_and_not_built():
     described = read(KINDS["whisper"])
     (sound,) = described.beyond
     assert sum(w.numel for w in sound.weights()) == 32 * 16 * 3 + 32 + 32 * 32 * 3 + 32
-    assert any("two convolutions" in note for note in price(described, hw.Load(1, 5)).notes)
-    assert "two convolutions" in str(hw.blueprint.Table(described))
+    assert any("two convolutions" in note for note in estimate_cost(described, hw.Workload(1, 5)).notes)
+    assert "two convolutions" in str(hw.blueprint.ModelTable(described))
     for name, words in {"whisper": "two convolutions", "albert": "weights of the first", "dinov2": "channel"}.items():
         with pytest.raises(hw.SpecError, match=f"cannot be built: .*{words}.*; "):
             hw.build(read(KINDS[name]))
     with pytest.raises(hw.SpecError, match="write its stack, its place and its name"):
-        hw.blueprint.Beyond("bends", (("decoder", 3),))
+        hw.blueprint.UnsupportedPart("bends", (("decoder", 3),))
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -478,7 +478,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_config_that_says_something_else_is_refused_in_one_line(name: str):
     said, words = BAD[name]
     with pytest.raises(hw.SpecError) as caught:
-        families.read({"model_type": name} | said)
+        families.read_model_spec({"model_type": name} | said)
     told = str(caught.value)
     assert words in told
     assert "\n" not in told
@@ -501,18 +501,18 @@ def test_what_old_files_leave_out_is_the_usual():
     assert (_turn(old).dims, _turn(old).base) == (48, 500.0)
     old = {"model_type": "gemma3_text", "rope_theta": 700.0, "rope_local_base_freq": 30.0}
     old |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    bent = {spec.pattern.text: _turn(old, depth) for depth, (_, spec) in enumerate(families.read(old).specs())}
+    bent = {spec.pattern.text: _turn(old, depth) for depth, (_, spec) in enumerate(families.read_model_spec(old).attention_specs())}
     assert (bent["window(4096)"].base, bent["window(4096)"].scaling) == (30.0, hw.Plain())
     assert (bent["causal()"].base, bent["causal()"].scaling) == (700.0, hw.PI(8.0))
 
 
 def _turn(config: dict[str, Any], depth: int = 0) -> hw.Rotary:
-    spec = dict(families.read(config).specs())[f"decoder.{depth}.attention"]
+    spec = dict(families.read_model_spec(config).attention_specs())[f"decoder.{depth}.attention"]
     return next(part for _, part in spec.parts() if isinstance(part, hw.Rotary))
 
 
 def _plainly(said: dict[str, Any]) -> dict[str, Any]:
-    told = hw.blueprint.to_dict(families.read(said))
+    told = hw.blueprint.to_dict(families.read_model_spec(said))
     told.pop("notes", None)
     return told
 

@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
-from headwise.blueprint import Dense, Norm
-from headwise.kernels import decode, few, thin
-from headwise.kernels.orders import alone
+from headwise.blueprint import FeedForwardSpec, NormSpec
+from headwise.kernels import attend_paged, few, multiply_small_batch
+from headwise.kernels.orders import can_skip_dispatcher
 from headwise.models.feeds import Feed, Normed
 from headwise.parts.rotary import Rotary
 
@@ -41,15 +41,15 @@ def test_a_norm_divides_by_the_root_of_the_mean_square(rows, lanes, single, weig
     scale = torch.ones(16 * lanes).double() if w is None else w.double() + offset
     exact = x.double()
     truth = exact / (exact.square().mean(-1, keepdim=True) + 0.5).sqrt() * scale
-    check_near(few.normed(x, w, 0.5, offset), truth)
+    check_near(few.rms_norm(x, w, 0.5, offset), truth)
 
 
 def test_a_norm_reads_rows_that_lie_apart_and_keeps_what_is_no_number():
     x = drawn(0, 3, 4, 96)[..., 16:48]
-    torch.testing.assert_close(few.normed(x, None, 1e-6), F.rms_norm(x, (32,), eps=1e-6))
+    torch.testing.assert_close(few.rms_norm(x, None, 1e-6), F.rms_norm(x, (32,), eps=1e-6))
     x = x.clone()
     x[1, 2, 5], x[0, 0, 0] = torch.nan, 0.0
-    y = few.normed(x, None, 0.0)
+    y = few.rms_norm(x, None, 0.0)
     assert y[1, 2].isnan().all()
     assert y.isnan().sum() == 32
 
@@ -67,7 +67,7 @@ def test_pairs_turn_by_their_angles(batch, tokens, heads, lanes, rest, single):
         a, b, left = x.double().split([pairs, pairs, 16 * rest], -1)
         cos, sin = angle.cos() * 1.25, angle.sin() * 1.25
         truth = torch.cat([a * cos - b * sin, a * sin + b * cos, left], -1)
-        check_near(few.turned(x, position, frequency, 1.25), truth, 2 * x.double().abs().amax())
+        check_near(few.apply_rotary(x, position, frequency, 1.25), truth, 2 * x.double().abs().amax())
 
 
 @settings(max_examples=30, deadline=None)
@@ -77,13 +77,13 @@ def test_gates_open_as_they_are_defined(batch, tokens, lanes, single):
     gate, up = (drawn(0, batch, tokens, 2 * width, dtype=dtype) * 9).split(width, -1)
     exact = gate.double()
     truth = exact / (1 + (-exact).exp()) * up.double()
-    check_near(few.gated(gate, up).view(gate.shape), truth, 1e-5)
+    check_near(few.silu_and_multiply(gate, up).view(gate.shape), truth, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gates_are_open_closed_or_no_number(dtype):
     gate = torch.tensor([0.0, -87.0, -100.0, -1e30, 100.0, 1e30, torch.inf, torch.nan] * 2, dtype=dtype)[None]
-    y = few.gated(gate, torch.full_like(gate, 2.0))[0, :8]
+    y = few.silu_and_multiply(gate, torch.full_like(gate, 2.0))[0, :8]
     wanted = torch.tensor([0.0, 0.0, 0.0, 0.0, 200.0, 2e30, torch.inf, torch.nan], dtype=dtype)
     torch.testing.assert_close(y, wanted, equal_nan=True, rtol=1e-2, atol=1e-6)
 
@@ -102,7 +102,7 @@ def called(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["rms", "offset"])
 def test_a_norm_of_a_few_tokens_is_one_call(monkeypatch, kind, dtype):
     norm, x, calls = (
-        Normed(Norm(kind, eps=1e-3), 48).to(dtype),
+        Normed(NormSpec(kind, eps=1e-3), 48).to(dtype),
         drawn(0, 4, 1, 48, dtype=dtype),
         called(monkeypatch, "normed"),
     )
@@ -137,7 +137,7 @@ def test_other_turns_are_for_torch(monkeypatch, turn):
 
 def test_a_gated_feed_of_a_few_tokens_gates_in_one_call(monkeypatch):
     calls, x = called(monkeypatch, "gated"), drawn(0, 2, 1, 32)
-    feed = Feed(Dense(48, form="gated", activation="silu"), 32)
+    feed = Feed(FeedForwardSpec(48, form="gated", activation="silu"), 32)
     with torch.no_grad():
         y = feed(x)
     assert calls == ["gated"]
@@ -147,36 +147,36 @@ def test_a_gated_feed_of_a_few_tokens_gates_in_one_call(monkeypatch):
 
 @pytest.mark.parametrize(
     "x",
-    [drawn(0, 1, few.FEW + 16), drawn(0, 1, 24), drawn(0, 1, 32).double(), drawn(0, 32, 16).T, drawn(0, 0, 32)],
+    [drawn(0, 1, few.MAX_SMALL_NUMEL + 16), drawn(0, 1, 24), drawn(0, 1, 32).double(), drawn(0, 32, 16).T, drawn(0, 0, 32)],
     ids=["many", "width", "double", "turned", "none"],
 )
 def test_what_else_there_is_is_for_torch(x):
     with torch.no_grad():
-        assert not few.takes(x)
-        assert few.takes(drawn(0, 1, few.FEW))
-        assert not few.takes(drawn(0, 1, 32), drawn(0, 32).double())
+        assert not few.is_small_batch(x)
+        assert few.is_small_batch(drawn(0, 1, few.MAX_SMALL_NUMEL))
+        assert not few.is_small_batch(drawn(0, 1, 32), drawn(0, 32).double())
 
 
 def test_who_follows_an_operation_is_told_of_it():
     """Gradients, graphs, transformations, modes and profilers: none of them is passed by."""
     x, w = drawn(0, 2, 16), drawn(1, 3, 16)
-    assert not alone(x)
+    assert not can_skip_dispatcher(x)
     with torch.no_grad():
-        assert alone(x, torch.nn.Parameter(w))
-        assert not alone(x.to("meta"))
-        assert not alone(torch.nn.Buffer(x).as_subclass(Followed))
-        assert not torch.func.vmap(lambda row: torch.tensor(alone(row)))(x).any()
+        assert can_skip_dispatcher(x, torch.nn.Parameter(w))
+        assert not can_skip_dispatcher(x.to("meta"))
+        assert not can_skip_dispatcher(torch.nn.Buffer(x).as_subclass(Followed))
+        assert not torch.func.vmap(lambda row: torch.tensor(can_skip_dispatcher(row)))(x).any()
         with FlopCounterMode(display=False) as counted:
-            assert not alone(x)
-            thin(x, [w])
+            assert not can_skip_dispatcher(x)
+            multiply_small_batch(x, [w])
             q, k = x.view(2, 1, 16), drawn(2, 2, 1, 5, 16)
-            decode(q, k, k, None, scale=1.0)
+            attend_paged(q, k, k, None, scale=1.0)
         assert counted.get_total_flops() == 2 * 2 * 16 * 3 + 4 * 2 * 5 * 16
         with profile(activities=[ProfilerActivity.CPU]) as seen:
-            assert not alone(x)
-            thin(x, [w])
+            assert not can_skip_dispatcher(x)
+            multiply_small_batch(x, [w])
         assert "headwise::thin" in {event.name for event in seen.events() or ()}
-        assert alone(x)
+        assert can_skip_dispatcher(x)
 
 
 class Followed(Tensor):

@@ -84,7 +84,7 @@ def test_a_system_that_takes_little_at_a_time_gets_all(tmp_path: Path, monkeypat
 def test_leftovers_are_swept(tmp_path: Path):
     for name in ("a", ".a.1234.tmp", ".hidden"):
         (tmp_path / name).write_bytes(b"")
-    files.sweep(tmp_path)
+    files.remove_temporary_files(tmp_path)
     assert sorted(contents(tmp_path)) == [".hidden", "a"]
 
 
@@ -110,27 +110,27 @@ def test_a_lock_names_its_holder_and_outlives_it_not(tmp_path: Path):
     assert holder.stdout is not None
     holder.stdout.readline()
     with pytest.raises(SpecError, match=f"is being written by process {holder.pid} on .*; wait for it"):
-        files.Lock(tmp_path).__enter__()
+        files.FolderLock(tmp_path).__enter__()
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
-    with files.Lock(tmp_path):
+    with files.FolderLock(tmp_path):
         pass
-    with files.Lock(tmp_path):
+    with files.FolderLock(tmp_path):
         assert f"process {os.getpid()} " in (tmp_path / files.LOCK).read_text()
 
 
 def test_a_lock_makes_its_folder(tmp_path: Path):
-    with files.Lock(tmp_path / "a" / "b"):
+    with files.FolderLock(tmp_path / "a" / "b"):
         assert (tmp_path / "a" / "b").is_dir()
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OSError, match="cannot be written"):
-        files.Lock(tmp_path / "file" / "b").__enter__()
+        files.FolderLock(tmp_path / "file" / "b").__enter__()
 
 
 def test_lines_are_read_back_but_for_a_torn_one(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     for record in ({"step": 1}, {"step": 2, "loss": 0.1}):
-        lines = files.Lines(path)
+        lines = files.JsonLines(path)
         lines.add(record)
         lines.sync()
         lines.close()
@@ -149,7 +149,7 @@ def test_a_wrong_line_inside_is_no_torn_one(tmp_path: Path):
 
 
 def test_full_is_said_of_lines_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    lines = files.Lines(tmp_path / "a.jsonl")
+    lines = files.JsonLines(tmp_path / "a.jsonl")
     monkeypatch.setattr(os, "write", failing(1, os.write, OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(OSError, match=r"a.jsonl cannot be written: No space left"):
         lines.add({"step": 1})

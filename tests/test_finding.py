@@ -72,9 +72,9 @@ def test_what_an_attention_does_finds_it(name: str):
     (core,) = keeps[those[0].name].seen
     expected = spelt_out(model[0], X, pattern == "causal()")
     for head in range(HEADS):
-        assert torch.allclose(core.rows(head).double(), expected[:, head], atol=1e-5)
-        assert torch.allclose(core.rows(head, slice(1, 3)).double(), expected[:, head, 1:3], atol=1e-5)
-    with hw.silence(model, [(1, 0), (1, 2)]):
+        assert torch.allclose(core.head_weights(head).double(), expected[:, head], atol=1e-5)
+        assert torch.allclose(core.head_weights(head, slice(1, 3)).double(), expected[:, head, 1:3], atol=1e-5)
+    with hw.ablate(model, [(1, 0), (1, 2)]):
         quiet = model(X)
     other = copy.deepcopy(model)
     assert hw.sites(other) == []  # nobody has heard the copy
@@ -99,7 +99,7 @@ def test_all_that_the_function_was_told_is_seen():
     k = layer.kv(X).unflatten(-1, (2, 2, 3))[:, :, 0]
     for head in range(4):
         scores = q[:, :, head] @ k[:, :, head // 2].transpose(1, 2) * 0.7 + mask
-        assert torch.allclose(keep.seen[0].rows(head), scores.softmax(-1), atol=1e-6)
+        assert torch.allclose(keep.seen[0].head_weights(head), scores.on_softmax(-1), atol=1e-6)
 
 
 UNCLEAR = {
@@ -118,7 +118,7 @@ def test_what_is_not_understood_is_listed_and_refused(name: str):
     site = next(site for site in those if site.path == "0")
     assert why in site.see.why
     assert why in " ".join(str(those).split())
-    with pytest.raises(ValueError, match=why), hw.silence(model, [(site.name, 0)]):
+    with pytest.raises(ValueError, match=why), hw.ablate(model, [(site.name, 0)]):
         pass
 
 
@@ -126,18 +126,18 @@ def test_what_is_not_understood_is_listed_and_refused(name: str):
 def test_a_declared_attention_is_seen_where_its_weights_explain_what_heads_say():
     for first in (True, False):
         model = blocks(lambda first=first: Merged(first))
-        hw.declare(model[1], heads=HEADS, out="proj")
+        hw.declare(model[1], heads=HEADS, output="proj")
         with looked(model) as keeps:
             model(X)
         (keep,) = keeps.values()
         if first:  # which an order of heads before the batch does not
             with pytest.raises(ValueError, match="not what its weights read"):
-                keep.seen[0].rows(0)
+                keep.seen[0].head_weights(0)
             continue
         q, k, _ = model[1].qkv(model[0](X)).unflatten(-1, (3, HEADS, DIM)).unbind(2)
         for head in range(HEADS):
-            expected = (q[:, :, head] @ k[:, :, head].transpose(1, 2)).softmax(-1)
-            assert torch.allclose(keep.seen[0].rows(head), expected, atol=1e-6)
+            expected = (q[:, :, head] @ k[:, :, head].transpose(1, 2)).on_softmax(-1)
+            assert torch.allclose(keep.seen[0].head_weights(head), expected, atol=1e-6)
 
 
 @torch.no_grad()
@@ -146,11 +146,11 @@ def test_a_call_unlike_the_example_is_refused():
     hw.sites(model, X)
     state, whole = dict(vars(model[0])), model(X)
     model[0].fused = False
-    with hw.silence(model, [(0, 1)]):  # the other branch compares as well
+    with hw.ablate(model, [(0, 1)]):  # the other branch compares as well
         quiet = model(X)
     assert not torch.allclose(quiet, whole, atol=1e-2)
     model[0].forward = lambda x: x
-    with pytest.raises(ValueError, match="replaced on the module itself"), hw.silence(model, [(0, 1)]):
+    with pytest.raises(ValueError, match="replaced on the module itself"), hw.ablate(model, [(0, 1)]):
         pass
     del model[0].forward
     model[0].fused = True
@@ -158,7 +158,7 @@ def test_a_call_unlike_the_example_is_refused():
     mute = blocks(lambda: Tutorial())
     hw.sites(mute, X)
     mute[1].core.soft = nn.Identity()
-    with pytest.raises(ValueError, match="does not compare as when"), hw.silence(mute, [(1, 1)]):
+    with pytest.raises(ValueError, match="does not compare as when"), hw.ablate(mute, [(1, 1)]):
         mute(X)
 
 
@@ -169,7 +169,7 @@ def test_listening_leaves_nothing_and_is_heard_by_nobody_else():
     whole, seen = model(X), []
     hooks = torch.nn.modules.module._global_forward_hooks, torch.nn.modules.module._global_forward_pre_hooks
     assert not any(hooks)
-    with hw.silence(model, [(0, 1)]):
+    with hw.ablate(model, [(0, 1)]):
         quiet = model(X)
         thread = Thread(target=lambda: seen.append(model(X)))
         thread.start()
@@ -220,7 +220,7 @@ def test_rows_of_models_that_ask_no_interface(name: str):
         (core,) = keep.seen
         own = said.attentions[layer] if name != "longformer" else dense(said, layer, 2)
         for head in range(4):
-            row = core.rows(head)[:, :11]
+            row = core.head_weights(head)[:, :11]
             assert torch.allclose(row.sum(-1), torch.ones(()), atol=1e-5)
             assert torch.allclose(row[..., :11], own[:, head], atol=1e-5)
             assert not row[..., 11:].any()
@@ -258,7 +258,7 @@ def test_an_adapter_is_silenced_with_what_it_is_beside():
         assert "merge it first" in those[1].cut.why
         assert "merge" not in those[0].cut.why
         whole = run(model, zoo.inputs())
-        with hw.silence(model, [(1, 1)]):
+        with hw.ablate(model, [(1, 1)]):
             quiet = run(model, zoo.inputs())
         wrapped = getattr(attention, attribute)
         wrapped.base_layer.weight[:, 8:16] = 0
@@ -289,7 +289,7 @@ def test_quantised_weights_are_silenced_and_not_cut():
     those = hw.sites(model)
     assert "quantised (int8)" in those[0].cut.why
     assert "quantised" not in those[1].cut.why
-    with hw.silence(model, [(0, 2)]):
+    with hw.ablate(model, [(0, 2)]):
         quiet = run(model, zoo.inputs())
     attention.out_proj.weight[:, 16:24] = 0
     assert torch.allclose(quiet, run(model, zoo.inputs()), atol=1e-5)
@@ -306,7 +306,7 @@ def test_layers_without_attention_are_told():
     those = hw.sites(model)
     assert len(those) == 1
     assert "1 of 2 layers have no attention (Steady instead): model.layers.1" in str(those)
-    assert those.data["notes"] == those.notes
+    assert those.to_dict["notes"] == those.notes
     assert ZOO["t5"].build() is not None
     for name in ("t5", "bart", "bert"):
         assert hw.sites(ZOO[name].build()).notes == []
@@ -338,7 +338,7 @@ class Tiles(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).flatten(1, 2).unflatten(-1, (3, HEADS, DIM)).permute(2, 0, 3, 1, 4)
-        z = (q @ k.transpose(-2, -1)).softmax(-1) @ v
+        z = (q @ k.transpose(-2, -1)).on_softmax(-1) @ v
         return self.proj(z.transpose(1, 2).flatten(2).unflatten(1, x.shape[1:3]))
 
 
@@ -346,11 +346,11 @@ class Tiles(nn.Module):
 def test_tokens_on_two_axes():
     model = blocks(Tiles)
     x = torch.randn(2, 3, 2, WIDE)
-    hw.declare(model[0], heads=HEADS, out="proj")
-    with looked(model) as keeps, hw.silence(model, [(0, 1)]):
+    hw.declare(model[0], heads=HEADS, output="proj")
+    with looked(model) as keeps, hw.ablate(model, [(0, 1)]):
         quiet = model(x)
     (keep,) = keeps.values()
-    assert keep.seen[0].rows(0).shape == (2, 6, 6)
+    assert keep.seen[0].head_weights(0).shape == (2, 6, 6)
     model[0].proj.weight[:, DIM : 2 * DIM] = 0
     assert torch.allclose(quiet, model(x), atol=1e-6)
 
@@ -362,7 +362,7 @@ def test_sites_of_stages_have_names_of_their_own():
     assert len(names) == len(set(names)) == 3
     pixels, name = torch.randn(1, 3, 16, 16), names[1]
     with torch.no_grad():
-        with hw.silence(model, [(name, 1)]):
+        with hw.ablate(model, [(name, 1)]):
             quiet = model(pixels).last_hidden_state
         modules = dict(model.named_modules())
         path = next(site.path for site in hw.sites(model) if site.name == name)
@@ -427,7 +427,7 @@ def test_patterns_of_local_and_global_layers_are_what_they_read(name: str):
     with torch.no_grad():
         grids = model(ids, output_attentions=True).attentions
     for grid, text in zip(grids, patterns, strict=True):
-        pattern = hw.pattern.parse(text)
+        pattern = hw.pattern.parse_pattern(text)
         allowed = torch.tensor([[bool(pattern.allows(t, s)) for s in range(12)] for t in range(12)])
         assert torch.equal(grid[0, 0] > 0, allowed)
 
@@ -438,7 +438,7 @@ def test_weights_are_those_before_dropout():
     hw.sites(model, X)
     with looked(model) as keeps:
         model.train()(X)
-    rows = keeps["model.0.attention"].seen[0].rows(1)
+    rows = keeps["model.0.attention"].seen[0].head_weights(1)
     assert torch.allclose(rows.double(), spelt_out(model[0], X, False)[:, 1], atol=1e-5)
 
 
@@ -446,7 +446,7 @@ class Soften(nn.Module):
     """Weights in a module of their own, which is all it does."""
 
     def forward(self, s: Tensor) -> Tensor:
-        return s.softmax(-1)
+        return s.on_softmax(-1)
 
 
 class Apart(nn.Module):
@@ -472,7 +472,7 @@ class Read(nn.Module):
 def test_a_comparison_in_two_modules_is_that_of_the_one_around_them():
     model = blocks(Apart)
     assert [site.path for site in hw.sites(model, X)] == ["0", "1"]
-    with hw.silence(model, [(1, 1)]):
+    with hw.ablate(model, [(1, 1)]):
         quiet = model(X)
     assert not quiet[..., DIM : 2 * DIM].any()
     assert torch.equal(quiet[..., :DIM], model(X)[..., :DIM])
@@ -493,11 +493,11 @@ def test_a_forward_that_goes_on_to_its_parents_is_one():
     louder.load_state_dict(model[0].proj.state_dict())
     model[0].proj = louder
     for one in (model, plain):
-        hw.declare(one[0], heads=HEADS, out="proj")
+        hw.declare(one[0], heads=HEADS, output="proj")
     x, quiet = torch.randn(2, 3, 2, WIDE), []
     plain.load_state_dict(model.state_dict())
     hw.sites(plain)  # so that the parent's forward is stood at too
     for one in (model, plain):
-        with hw.silence(one, [(0, 1)], scale=0.5):
+        with hw.ablate(one, [(0, 1)], scale=0.5):
             quiet.append(one(x))
     assert torch.equal(*quiet)

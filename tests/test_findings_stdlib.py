@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.heads.measuring import Chosen, measure
+from headwise.heads.measuring import MeasureOptions, measure_heads
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("seen", "curves", "page")
@@ -62,11 +62,11 @@ def net_of(tiny: Any) -> Any:
 def test_text_by_text_is_the_measure_of_each_text(parts: Any, tiny: Any):
     net, scenes = net_of(tiny), parts.seen.repeated_scenes(270, 16, 4, 0)
     by_text = parts.seen.ByText(parts.seen.TESTED)
-    table = measure(net, scenes, chosen=Chosen(parts.seen.TESTED), more=[by_text])
+    table = measure_heads(net, scenes, options=MeasureOptions(parts.seen.TESTED), collectors=[by_text])
     for name in parts.seen.TESTED:
         told = [one.measures[name].value for one in table.heads]
         np.testing.assert_allclose(by_text.values(name).mean(0), told, rtol=1e-6)  # all texts have as many rows
-        alone = measure(net, [scenes[2], scenes[2]], chosen=Chosen((name,)))
+        alone = measure_heads(net, [scenes[2], scenes[2]], options=MeasureOptions((name,)))
         np.testing.assert_allclose(
             by_text.values(name)[2], [one.measures[name].value for one in alone.heads], rtol=1e-6
         )
@@ -75,7 +75,7 @@ def test_text_by_text_is_the_measure_of_each_text(parts: Any, tiny: Any):
 def test_induction_of_repeated_rows_by_hand(parts: Any, tiny: Any):
     """A row of the second half may read one token behind its like; a head that reads all alike has 1 of t."""
     net, scenes = net_of(tiny), parts.seen.repeated_scenes(270, 16, 3, 0)
-    table = measure(net, scenes, chosen=Chosen(("induction",)))
+    table = measure_heads(net, scenes, options=MeasureOptions(("induction",)))
     by_hand = sum(1 / at for at in range(8, 16)) / 8  # at 8..15, of the keys 1..at: the first is a sink
     assert math.isclose(table.heads[0].measures["induction"].chance, by_hand, rel_tol=1e-6)
 
@@ -143,12 +143,12 @@ def told(parts: Any, shift: float) -> Any:
 def test_tests_find_what_is_there_and_nothing_else(parts: Any):
     found = parts.curves.tests(told(parts, 0.3))
     rise = {("head", 0, 10, "repeated", "induction", 4), ("head", 0, 20, "repeated", "induction", 4)}
-    assert {key for key, one in found.items() if one.above} == rise | {("change", 0, 10, "induction")}
+    assert {key for key, one in found.items() if one.is_above_chance} == rise | {("change", 0, 10, "induction")}
     assert len(found) == 2 * 2 * 2 * 6 + 2 * 4
     # Of 9,999 turns none is as far out, and the least p of 48 heads at steps is 48 times as large.
     assert found["head", 0, 10, "repeated", "induction", 4].p == pytest.approx(48 / 10_000)
     nothing = parts.curves.tests(told(parts, 0.0))
-    assert not any(one.above for one in nothing.values())
+    assert not any(one.is_above_chance for one in nothing.values())
 
 
 def test_halfway_has_an_interval_around_it(parts: Any):
@@ -165,4 +165,4 @@ def test_a_head_is_held_to_the_twins_strongest(parts: Any):
     found = parts.curves.tests(made)
     assert found["head", 0, 20, "repeated", "induction", 4].mean == pytest.approx(-0.2, abs=0.01)
     assert found["head", 0, 20, "repeated", "induction", 1].mean == pytest.approx(-0.5, abs=0.01)
-    assert not any(one.above for key, one in found.items() if key[0] == "head")
+    assert not any(one.is_above_chance for key, one in found.items() if key[0] == "head")

@@ -23,14 +23,14 @@ from torch import Tensor
 import headwise as hw
 from foreign import ZOO, run, transformers
 from headwise import axes
-from headwise.blueprint.records import HEADS
-from headwise.hub.living import copied
+from headwise.blueprint.records import RECORD_FILE
+from headwise.hub.living import copy_live_model
 from headwise.models import Transformer, build
 from headwise.parts.alibi import Alibi
 from headwise.surgery import folders, folders_resized, folders_trying
-from headwise.surgery.folders_form import plain, with_specs
-from headwise.surgery.rebuilding import Changed, rebuilt, weights_of
-from headwise.surgery.removing import removed
+from headwise.surgery.folders_form import to_canonical_form, replace_specs
+from headwise.surgery.rebuilding import AttentionChange, replace_attentions, get_attention_parameters
+from headwise.surgery.removing import remove_heads
 
 WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
 OWN, NEXT = "decoder.0.attention", "decoder.1.attention"
@@ -41,21 +41,21 @@ transformers.utils.logging.disable_progress_bar()
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders are tried in this process: one of their own takes seconds to begin."""
 
-    def asked(command: list[str]) -> folders_trying.Try:
+    def asked(command: list[str]) -> folders_trying.LoadCheck:
         program, said = command[4].replace('sys.modules["headwise"] = None', ""), io.StringIO()
         with monkeypatch.context() as patch, contextlib.redirect_stdout(said):
             patch.setattr(sys, "argv", ["-c", *command[5:]])
             exec(compile(program, "driver", "exec"), {})
         return judged(command, said.getvalue())
 
-    judged = _judging(folders_trying._asked)
-    monkeypatch.setattr(folders_trying, "_asked", asked)
+    judged = _judging(folders_trying._run_loader)
+    monkeypatch.setattr(folders_trying, "_run_loader", asked)
 
 
-def _judging(asked: Callable[[list[str]], folders_trying.Try]) -> Callable[[list[str], str], folders_trying.Try]:
+def _judging(asked: Callable[[list[str]], folders_trying.LoadCheck]) -> Callable[[list[str], str], folders_trying.LoadCheck]:
     """What is made of the output of a process, without one."""
 
-    def judged(command: list[str], said: str) -> folders_trying.Try:
+    def judged(command: list[str], said: str) -> folders_trying.LoadCheck:
         with pytest.MonkeyPatch.context() as patch:
             done = subprocess.CompletedProcess(command, 0, said, "")
             patch.setattr(folders_trying.subprocess, "run", lambda *_, **__: done)
@@ -72,7 +72,7 @@ def source(name: str, folder: Path, **keys: Any) -> Transformer:
 
 
 def everywhere(net: Transformer, heads: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    return {site: heads for site, _ in net.described.specs()}
+    return {site: heads for site, _ in net.described.attention_specs()}
 
 
 def said(net: Transformer) -> tuple[dict[str, Tensor], Tensor]:
@@ -116,33 +116,33 @@ def own(folder: Path) -> torch.nn.Module:
 
 
 def record(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / HEADS).read_text())
+    return json.loads((folder / RECORD_FILE).read_text())
 
 
 # --- plain checkpoints ---------------------------------------------------------------------------------
 
 
 def shared(net: Transformer, groups: list[list[int]]) -> Transformer:
-    changes = {site: Changed(*axes.share(spec, weights_of(net, site), groups)) for site, spec in net.described.specs()}
-    return rebuilt(net, changes)
+    changes = {site: AttentionChange(*axes.share_kv_heads(spec, get_attention_parameters(net, site), groups)) for site, spec in net.described.attention_specs()}
+    return replace_attentions(net, changes)
 
 
 ALONE = {"num_key_value_heads": 4}
 UNIFORM: dict[str, tuple[str, dict[str, Any], Callable[[Transformer], Transformer], dict[str, Any]]] = {
-    "llama": ("llama", ALONE, lambda n: removed(n, everywhere(n, (0, 3))), {"num_attention_heads": 2}),
-    "llama by groups": ("llama", {}, lambda n: removed(n, everywhere(n, (2, 3))), {"num_key_value_heads": 1}),
+    "llama": ("llama", ALONE, lambda n: remove_heads(n, everywhere(n, (0, 3))), {"num_attention_heads": 2}),
+    "llama by groups": ("llama", {}, lambda n: remove_heads(n, everywhere(n, (2, 3))), {"num_key_value_heads": 1}),
     "llama shared": ("llama", ALONE, lambda n: shared(n, [[0, 1], [2, 3]]), {"num_key_value_heads": 2}),
     "llama shared by likeness": ("llama", ALONE, lambda n: shared(n, [[0, 2], [3, 1]]), {"num_key_value_heads": 2}),
-    "llama of three heads": ("llama", ALONE, lambda n: removed(n, everywhere(n, (0, 1, 3))), {"model_type": "mistral"}),
-    "mistral": ("mistral", ALONE, lambda n: removed(n, everywhere(n, (0, 2, 3))), {"num_attention_heads": 3}),
-    "qwen3": ("qwen3", {}, lambda n: removed(n, everywhere(n, (1, 2))), {"num_attention_heads": 2}),
-    "gemma2": ("gemma2", ALONE, lambda n: removed(n, everywhere(n, (0, 3))), {"num_key_value_heads": 2}),
-    "t5": ("t5", {}, lambda n: removed(n, everywhere(n, (1, 3))), {"num_heads": 2}),
+    "llama of three heads": ("llama", ALONE, lambda n: remove_heads(n, everywhere(n, (0, 1, 3))), {"model_type": "mistral"}),
+    "mistral": ("mistral", ALONE, lambda n: remove_heads(n, everywhere(n, (0, 2, 3))), {"num_attention_heads": 3}),
+    "qwen3": ("qwen3", {}, lambda n: remove_heads(n, everywhere(n, (1, 2))), {"num_attention_heads": 2}),
+    "gemma2": ("gemma2", ALONE, lambda n: remove_heads(n, everywhere(n, (0, 3))), {"num_key_value_heads": 2}),
+    "t5": ("t5", {}, lambda n: remove_heads(n, everywhere(n, (1, 3))), {"num_heads": 2}),
     "t5 of other heads": (
-        "t5", {}, lambda n: removed(n, {s: (0, 3) if s.startswith("e") else (1, 2) for s in everywhere(n, ())}),
+        "t5", {}, lambda n: remove_heads(n, {s: (0, 3) if s.startswith("e") else (1, 2) for s in everywhere(n, ())}),
         {"num_heads": 2},
     ),
-    "deepseek": ("deepseek", {}, lambda n: removed(n, everywhere(n, (0, 3))), {"head_dim": 4}),
+    "deepseek": ("deepseek", {}, lambda n: remove_heads(n, everywhere(n, (0, 3))), {"head_dim": 4}),
 }  # fmt: skip
 
 
@@ -150,9 +150,9 @@ UNIFORM: dict[str, tuple[str, dict[str, Any], Callable[[Transformer], Transforme
 def test_layers_alike_are_a_plain_checkpoint(case: str, tmp_path: Path, here: None):
     name, keys, change, wanted = UNIFORM[case]
     net = change(source(name, tmp_path / "source", **keys))
-    told = folders.write(net, tmp_path / "source", tmp_path / "cut", {})
-    assert told.kind == "transformers", told.sentence
-    assert told.sentence.startswith("A transformers checkpoint: ")
+    told = folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    assert told.kind == "transformers", told.summary
+    assert told.summary.startswith("A transformers checkpoint: ")
     check_same(loaded(tmp_path / "cut"), net)
     before, after = (json.loads((tmp_path / where / CONFIG).read_text()) for where in ("source", "cut"))
     assert {key: after[key] for key in wanted} == wanted
@@ -160,7 +160,7 @@ def test_layers_alike_are_a_plain_checkpoint(case: str, tmp_path: Path, here: No
         assert {key for key in after if after[key] != before.get(key)} <= {
             "num_attention_heads", "num_key_value_heads", "num_heads", "head_dim"
         }  # fmt: skip
-    assert hw.load(tmp_path / "cut").described.stacks == hw.families.read(tmp_path / "cut").stacks
+    assert hw.load(tmp_path / "cut").described.stacks == hw.families.read_model_spec(tmp_path / "cut").stacks
 
 
 def test_shards_dtypes_and_what_the_map_ignores_stay(tmp_path: Path, here: None):
@@ -168,9 +168,9 @@ def test_shards_dtypes_and_what_the_map_ignores_stay(tmp_path: Path, here: None)
     one = ZOO["llama"].build().to(torch.bfloat16)
     one.save_pretrained(tmp_path / "source", max_shard_size="12KB")
     besides(tmp_path / "source")
-    net = removed(hw.load(tmp_path / "source"), {OWN: (2, 3), NEXT: (0, 1)})
-    told = folders.write(net, tmp_path / "source", tmp_path / "cut", {})
-    assert told.kind == "transformers", told.sentence
+    net = remove_heads(hw.load(tmp_path / "source"), {OWN: (2, 3), NEXT: (0, 1)})
+    told = folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    assert told.kind == "transformers", told.summary
     where = [json.loads((tmp_path / folder / INDEX).read_text()) for folder in ("source", "cut")]
     assert where[0]["weight_map"] == where[1]["weight_map"]
     held = 0
@@ -184,7 +184,7 @@ def test_shards_dtypes_and_what_the_map_ignores_stay(tmp_path: Path, here: None)
     assert len(set(where[0]["weight_map"].values())) > 3
     kept = sorted(path.relative_to(tmp_path / "cut").as_posix() for path in (tmp_path / "cut").rglob("*.*"))
     assert [name for name in kept if "safetensors" not in name] == [
-        "1_Pooling/config.json", CONFIG, "generation_config.json", HEADS, "merges.txt", "modules.json",
+        "1_Pooling/config.json", CONFIG, "generation_config.json", RECORD_FILE, "merges.txt", "modules.json",
         "tokenizer_config.json", "vocab.json",
     ]  # fmt: skip
 
@@ -230,22 +230,22 @@ def cut(case: str, folder: Path) -> Transformer:
     name, keys, keep, constants = UNEVEN[case]
     net = source(name, folder, **keys)
     draw = torch.Generator().manual_seed(3)
-    return removed(net, keep, {site: torch.randn(32, generator=draw) for site in constants})
+    return remove_heads(net, keep, {site: torch.randn(32, generator=draw) for site in constants})
 
 
 @pytest.mark.parametrize("case", UNEVEN)
 def test_what_no_config_says_comes_with_a_loader(case: str, tmp_path: Path, here: None):
     """Our reading, the loader's, and the model agree; transformers alone refuses, and does not make numbers up."""
     net = cut(case, tmp_path / "source")
-    told = folders.write(net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: [0]}})
-    assert told.kind == "resized", told.sentence
-    assert told.sentence.startswith("Not a plain transformers checkpoint, because ")
-    assert told.sentence.endswith("; load it with headwise.load or load_model.py.")
+    told = folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: [0]}})
+    assert told.kind == "resized", told.summary
+    assert told.summary.startswith("Not a plain transformers checkpoint, because ")
+    assert told.summary.endswith("; load it with headwise.load or load_model.py.")
     model = own(tmp_path / "cut")
     check_same(model, net)
     again = hw.load(tmp_path / "cut")
     assert torch.allclose(said(again)[1], said(net)[1], atol=1e-6)
-    assert hw.families.read(tmp_path / "cut") == again.described
+    assert hw.families.read_model_spec(tmp_path / "cut") == again.described
     assert type(model) is getattr(transformers, ZOO[UNEVEN[case][0]].model)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         loaded(tmp_path / "cut")
@@ -254,7 +254,7 @@ def test_what_no_config_says_comes_with_a_loader(case: str, tmp_path: Path, here
 @pytest.mark.parametrize("case", ["llama without the first", "t5 without the first", "bart", "gpt2 without one"])
 def test_a_layer_without_heads_counts_tokens(case: str, tmp_path: Path, here: None):
     """With a cache and without one a text goes on alike, though nothing is remembered in some layers."""
-    folders.write(cut(case, tmp_path / "source"), tmp_path / "source", tmp_path / "cut", {})
+    folders.write_model_folder(cut(case, tmp_path / "source"), tmp_path / "source", tmp_path / "cut", {})
     model = own(tmp_path / "cut")
     ids = torch.randint(3, 67, (2, 6), generator=torch.Generator().manual_seed(2))
     how = {"max_new_tokens": 7, "do_sample": False, "attention_mask": torch.ones_like(ids), "eos_token_id": None}
@@ -270,40 +270,40 @@ def test_a_layer_without_heads_counts_tokens(case: str, tmp_path: Path, here: No
 def test_folders_are_cut_again(tmp_path: Path, here: None):
     """What was cut and is not plain may be cut once more, and be plain again."""
     net = source("llama", tmp_path / "source", **ALONE)
-    once = removed(net, {OWN: (0, 1)})
-    assert folders.write(once, tmp_path / "source", tmp_path / "once", {}).kind == "resized"
-    twice = removed(hw.load(tmp_path / "once"), {NEXT: (2, 3)})
-    assert folders.write(twice, tmp_path / "once", tmp_path / "twice", {}).kind == "transformers"
-    check_same(loaded(tmp_path / "twice"), removed(net, {OWN: (0, 1), NEXT: (2, 3)}))
-    gone = removed(hw.load(tmp_path / "once"), {OWN: (), NEXT: (2,)})
-    assert folders.write(gone, tmp_path / "once", tmp_path / "gone", {}).kind == "resized"
+    once = remove_heads(net, {OWN: (0, 1)})
+    assert folders.write_model_folder(once, tmp_path / "source", tmp_path / "once", {}).kind == "resized"
+    twice = remove_heads(hw.load(tmp_path / "once"), {NEXT: (2, 3)})
+    assert folders.write_model_folder(twice, tmp_path / "once", tmp_path / "twice", {}).kind == "transformers"
+    check_same(loaded(tmp_path / "twice"), remove_heads(net, {OWN: (0, 1), NEXT: (2, 3)}))
+    gone = remove_heads(hw.load(tmp_path / "once"), {OWN: (), NEXT: (2,)})
+    assert folders.write_model_folder(gone, tmp_path / "once", tmp_path / "gone", {}).kind == "resized"
     check_same(own(tmp_path / "gone"), gone)
 
 
 def test_a_layer_that_went_before_stays_away(tmp_path: Path, here: None):
     """Its empty tensors travel on, and what other layers keep may change."""
-    first = removed(source("bert", tmp_path / "source"), {"encoder.0.attention": (), "encoder.1.attention": C})
-    folders.write(first, tmp_path / "source", tmp_path / "first", {})
-    second = removed(hw.load(tmp_path / "first"), {"encoder.1.attention": (0, 2)})
-    assert folders.write(second, tmp_path / "first", tmp_path / "second", {}).kind == "resized"
+    first = remove_heads(source("bert", tmp_path / "source"), {"encoder.0.attention": (), "encoder.1.attention": C})
+    folders.write_model_folder(first, tmp_path / "source", tmp_path / "first", {})
+    second = remove_heads(hw.load(tmp_path / "first"), {"encoder.1.attention": (0, 2)})
+    assert folders.write_model_folder(second, tmp_path / "first", tmp_path / "second", {}).kind == "resized"
     check_same(own(tmp_path / "second"), second)
     assert torch.allclose(said(hw.load(tmp_path / "second"))[1], said(second)[1], atol=1e-6)
 
 
 def test_a_vector_that_was_folded_in_before_stays(tmp_path: Path, here: None):
     """Llama's files have no such bias; it is read back, written again, and loaded by whoever has no headwise."""
-    first = removed(source("llama", tmp_path / "source", **ALONE), {OWN: C}, {OWN: torch.linspace(-1, 1, 32)})
-    folders.write(first, tmp_path / "source", tmp_path / "first", {})
-    second = removed(hw.load(tmp_path / "first"), {NEXT: A})
-    assert folders.write(second, tmp_path / "first", tmp_path / "second", {}).kind == "resized"
+    first = remove_heads(source("llama", tmp_path / "source", **ALONE), {OWN: C}, {OWN: torch.linspace(-1, 1, 32)})
+    folders.write_model_folder(first, tmp_path / "source", tmp_path / "first", {})
+    second = remove_heads(hw.load(tmp_path / "first"), {NEXT: A})
+    assert folders.write_model_folder(second, tmp_path / "first", tmp_path / "second", {}).kind == "resized"
     check_same(own(tmp_path / "second"), second)
 
 
 def test_keys_shared_in_one_layer_alone(tmp_path: Path, here: None):
     net = source("llama", tmp_path / "source", **ALONE)
-    spec = dict(net.described.specs())[NEXT]
-    small = rebuilt(net, {NEXT: Changed(*axes.share(spec, weights_of(net, NEXT), [[3, 0], [1, 2]]))})
-    assert folders.write(small, tmp_path / "source", tmp_path / "cut", {}).kind == "resized"
+    spec = dict(net.described.attention_specs())[NEXT]
+    small = replace_attentions(net, {NEXT: AttentionChange(*axes.share_kv_heads(spec, get_attention_parameters(net, NEXT), [[3, 0], [1, 2]]))})
+    assert folders.write_model_folder(small, tmp_path / "source", tmp_path / "cut", {}).kind == "resized"
     check_same(own(tmp_path / "cut"), small)
     assert record(tmp_path / "cut")["modules"]["model.layers.1.self_attn"]["set"] == {"num_key_value_groups": 2}
 
@@ -328,11 +328,11 @@ assert "headwise" not in {name.partition(".")[0] for name in sys.modules if sys.
 def test_both_kinds_load_where_headwise_is_not(tmp_path: Path, request: pytest.FixtureRequest):
     """In a process that cannot import headwise; the check while writing was in one of its own."""
     net = source("llama", tmp_path / "source", **ALONE)
-    nets = {"other": removed(net, {OWN: C, NEXT: B}), "plain": removed(net, everywhere(net, (1, 3)))}
+    nets = {"other": remove_heads(net, {OWN: C, NEXT: B}), "plain": remove_heads(net, everywhere(net, (1, 3)))}
     ids = said(net)[0]["input_ids"]
     safetensors.torch.save_file({"ids": ids}, tmp_path / "in.safetensors")
     for name, one in nets.items():
-        folders.write(one, tmp_path / "source", tmp_path / name, {})
+        folders.write_model_folder(one, tmp_path / "source", tmp_path / name, {})
         assert record(tmp_path / name)["checked"].startswith("loaded without headwise, it differs from headwise by ")
         request.getfixturevalue("here")
     asked = [sys.executable, "-I", "-B", "-c", CLEAN, *(str(tmp_path / name) for name in nets), str(tmp_path)]
@@ -349,11 +349,11 @@ def test_both_kinds_load_where_headwise_is_not(tmp_path: Path, request: pytest.F
 def test_other_sources_give_our_folder(tmp_path: Path):
     net = source("llama", tmp_path / "source")
     hw.save(net, tmp_path / "ours")
-    small = removed(net, {OWN: (0, 1)})
+    small = remove_heads(net, {OWN: (0, 1)})
     for n, where in enumerate((tmp_path / "ours", None)):
-        told = folders.write(small, where, tmp_path / f"cut{n}", {"kept": {}}, more={"PROOF.md": b"seen"})
+        told = folders.write_model_folder(small, where, tmp_path / f"cut{n}", {"kept": {}}, extra_files={"PROOF.md": b"seen"})
         assert told.kind == "ours"
-        assert set(told.files) == {"README.md", "headwise.toml", HEADS, WEIGHTS, "PROOF.md"}
+        assert set(told.files) == {"README.md", "headwise.toml", RECORD_FILE, WEIGHTS, "PROOF.md"}
         assert torch.equal(said(hw.load(tmp_path / f"cut{n}"))[1], said(small)[1])
 
 
@@ -366,44 +366,44 @@ def test_other_sources_give_our_folder(tmp_path: Path):
     ],
 )
 def test_what_no_loader_can_is_our_folder(name: str, keep: Mapping[str, Any], why: str, tmp_path: Path, here: None):
-    net = removed(source(name, tmp_path / "source"), keep)
-    told = folders.write(net, tmp_path / "source", tmp_path / "cut", {})
+    net = remove_heads(source(name, tmp_path / "source"), keep)
+    told = folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     assert told.kind == "ours"
-    assert why in told.sentence
-    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == ["README.md", HEADS, "headwise.toml", WEIGHTS]
+    assert why in told.summary
+    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == ["README.md", RECORD_FILE, "headwise.toml", WEIGHTS]
     assert torch.equal(said(hw.load(tmp_path / "cut"))[1], said(net)[1])
 
 
 def test_a_loader_that_says_something_else_is_not_given(tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch):
-    text = folders_resized.TEXT.read_text().replace("torch.zeros_like(x) + bias", "torch.zeros_like(x) - bias")
+    text = folders_resized.LOADER_SOURCE.read_text().replace("torch.zeros_like(x) + bias", "torch.zeros_like(x) - bias")
     (tmp_path / "wrong.txt").write_text(text)
-    monkeypatch.setattr(folders_resized, "TEXT", tmp_path / "wrong.txt")
-    told = folders.write(cut("llama without the first", tmp_path / "source"), tmp_path / "source", tmp_path / "cut", {})
+    monkeypatch.setattr(folders_resized, "LOADER_SOURCE", tmp_path / "wrong.txt")
+    told = folders.write_model_folder(cut("llama without the first", tmp_path / "source"), tmp_path / "source", tmp_path / "cut", {})
     assert told.kind == "ours"
-    assert "what it says differs by" in told.sentence
+    assert "what it says differs by" in told.summary
 
 
 def test_without_transformers_nothing_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     net = source("llama", tmp_path / "source", **ALONE)
     for module in ("folders_trying", "folders_resized", "folders_config"):
         monkeypatch.setattr(f"headwise.surgery.{module}.find_spec", lambda _: None)
-    plainly = folders.write(removed(net, everywhere(net, A)), tmp_path / "source", tmp_path / "a", {})
-    assert (plainly.kind, "not tried with transformers, which is not installed" in plainly.sentence) == (
+    plainly = folders.write_model_folder(remove_heads(net, everywhere(net, A)), tmp_path / "source", tmp_path / "a", {})
+    assert (plainly.kind, "not tried with transformers, which is not installed" in plainly.summary) == (
         "transformers", True
     )  # fmt: skip
-    other = folders.write(removed(net, {OWN: A}), tmp_path / "source", tmp_path / "b", {})
+    other = folders.write_model_folder(remove_heads(net, {OWN: A}), tmp_path / "source", tmp_path / "b", {})
     assert (other.kind, "load_model.py" in other.files) == ("resized", False)
-    assert "because layer 1 keeps 4 heads and layer 0 2; " in other.sentence
-    assert "so that no loader could be tried" in other.sentence
-    assert torch.allclose(said(hw.load(tmp_path / "b"))[1], said(removed(net, {OWN: A}))[1], atol=1e-6)
+    assert "because layer 1 keeps 4 heads and layer 0 2; " in other.summary
+    assert "so that no loader could be tried" in other.summary
+    assert torch.allclose(said(hw.load(tmp_path / "b"))[1], said(remove_heads(net, {OWN: A}))[1], atol=1e-6)
 
 
 # --- heads.json ----------------------------------------------------------------------------------------
 
 
 def test_the_record_says_what_was_done_and_to_what(tmp_path: Path, here: None):
-    net = removed(source("gpt2", tmp_path / "source"), {OWN: A})
-    folders.write(net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: list(A)}})
+    net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
+    folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: list(A)}})
     said_there = record(tmp_path / "cut")
     assert (said_there["format"], said_there["done"]) == (1, {"kept": {OWN: [0, 2]}})
     for folder, named in (("source", "source"), ("cut", "files")):
@@ -411,12 +411,12 @@ def test_the_record_says_what_was_done_and_to_what(tmp_path: Path, here: None):
         assert sums == said_there[named]
     assert set(said_there["source"]) == {CONFIG, WEIGHTS}
     assert said_there["loader"] == {"name": "load_model.py", "sha256": said_there["files"]["load_model.py"]}
-    plan = folders.plan_of(tmp_path / "cut")
-    assert folders.plan_of(tmp_path / "cut" / HEADS) == plan
-    folders.check_plan(plan, tmp_path / "source")
+    plan = folders.read_record(tmp_path / "cut")
+    assert folders.read_record(tmp_path / "cut" / RECORD_FILE) == plan
+    folders.check_record(plan, tmp_path / "source")
     source("gpt2", tmp_path / "other", initializer_range=0.1)
     with pytest.raises(hw.SpecError, match=r"made for another checkpoint: config\.json differs from .*other"):
-        folders.check_plan(plan, tmp_path / "other")
+        folders.check_record(plan, tmp_path / "other")
 
 
 def harmed(name: str, change: Callable[[str], str]) -> Callable[[Path], object]:
@@ -427,19 +427,19 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     "loader": (harmed("load_model.py", lambda text: text + "\n"), "load_model.py is not what heads.json says"),
     "loader gone": (lambda f: (f / "load_model.py").unlink(), "load_model.py is missing, of which heads.json speaks"),
     "weights": (lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-9]), f"{WEIGHTS} is not what"),
-    "no json": (harmed(HEADS, lambda text: text[:40]), "heads.json cannot be read"),
-    "format": (harmed(HEADS, lambda text: text.replace('"format": 1', '"format": 2')), "format = 2; this version"),
-    "kind": (harmed(HEADS, lambda text: text.replace('"kind": "resized"', '"kind": "own"')), "kind = 'own', none of"),
-    "model": (harmed(HEADS, lambda text: text.replace('"model":', '"modell":')), "does not say what a folder of kind"),
+    "no json": (harmed(RECORD_FILE, lambda text: text[:40]), "heads.json cannot be read"),
+    "format": (harmed(RECORD_FILE, lambda text: text.replace('"format": 1', '"format": 2')), "format = 2; this version"),
+    "kind": (harmed(RECORD_FILE, lambda text: text.replace('"kind": "resized"', '"kind": "own"')), "kind = 'own', none of"),
+    "model": (harmed(RECORD_FILE, lambda text: text.replace('"model":', '"modell":')), "does not say what a folder of kind"),
     "table": (
-        lambda f: (f / HEADS).write_text(json.dumps(record(f) | {"files": []})), "files = \\[\\] is no table"
+        lambda f: (f / RECORD_FILE).write_text(json.dumps(record(f) | {"files": []})), "files = \\[\\] is no table"
     ),
 }  # fmt: skip
 
 
 def test_a_harmed_folder_is_refused_in_one_line(tmp_path: Path, here: None):
-    net = removed(source("gpt2", tmp_path / "source"), {OWN: A})
-    folders.write(net, tmp_path / "source", tmp_path / "cut", {})
+    net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
+    folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     whole = {path: path.read_bytes() for path in (tmp_path / "cut").iterdir()}
     for harm, words in HARM.values():
         harm(tmp_path / "cut")
@@ -460,16 +460,16 @@ def test_a_place_that_holds_something_is_left_alone(tmp_path: Path):
     (tmp_path / "file").write_text("c")
     net = source("gpt2", tmp_path / "source")
     for name, words in (("full", "holds a; give a new folder"), ("file", "is a file; give a new folder")):
-        for call in (folders.check_free, lambda place: folders.write(net, None, place, {})):
+        for call in (folders.check_folder_empty, lambda place: folders.write_model_folder(net, None, place, {})):
             with pytest.raises(hw.SpecError, match=words):
                 call(tmp_path / name)
     (tmp_path / "empty").mkdir()
-    folders.write(net, None, tmp_path / "empty", {})
+    folders.write_model_folder(net, None, tmp_path / "empty", {})
 
 
 def failing(call: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name = call.split(".")
-    place = {"os": os, "folders_shards": folders.rewrite.__globals__, "shutil": folders.shutil}[owner]
+    place = {"os": os, "folders_shards": folders.write_shards.__globals__, "shutil": folders.shutil}[owner]
     real, count = (place[name] if isinstance(place, dict) else getattr(place, name)), [0]
 
     def fails(*args: Any, **kwargs: Any) -> Any:
@@ -491,19 +491,19 @@ def failing(call: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_disk_that_fails_leaves_nothing(
     call: str, after: int, tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
 ):
-    net = removed(source("gpt2", tmp_path / "source"), {OWN: A})
+    net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
     with monkeypatch.context() as patch:
         failing(call, after, patch)
         with pytest.raises(OSError, match=r"cut cannot be written: .*; give another place") as refused:
-            folders.write(net, tmp_path / "source", tmp_path / "cut", {})
+            folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     assert "\n" not in str(refused.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
-    folders.write(net, tmp_path / "source", tmp_path / "cut", {})
+    folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
 
 
 def test_who_is_killed_leaves_no_folder(tmp_path: Path, here: None):
     """Nothing stands at the name asked for until all of it does."""
-    net, points = removed(source("gpt2", tmp_path / "source"), {OWN: A}), range(5)
+    net, points = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A}), range(5)
     for point in points:
         if (child := os.fork()) == 0:
             count, real = [0], os.fsync
@@ -516,19 +516,19 @@ def test_who_is_killed_leaves_no_folder(tmp_path: Path, here: None):
 
             os.fsync = dies
             with contextlib.suppress(BaseException):
-                folders.write(net, tmp_path / "source", tmp_path / "cut", {})
+                folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
         assert not (tmp_path / "cut").exists()
-    folders.write(net, tmp_path / "source", tmp_path / "cut", {})
+    folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     hw.load(tmp_path / "cut")
 
 
 def test_a_half_written_source_is_refused(tmp_path: Path):
-    net = removed(source("gpt2", tmp_path / "source"), {OWN: A})
+    net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
     (tmp_path / "source" / WEIGHTS).write_bytes((tmp_path / "source" / WEIGHTS).read_bytes()[:-7])
     with pytest.raises(hw.SpecError, match="cut short or no safetensors"):
-        folders.write(net, tmp_path / "source", tmp_path / "cut", {})
+        folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
@@ -538,16 +538,16 @@ def test_a_half_written_source_is_refused(tmp_path: Path):
 def test_the_plain_form_is_the_same_function(tmp_path: Path):
     """Heads in another order, columns of a shared table, and words that follow by themselves; in float32 this net, of
     logits up to 14, is up to 8e-5 away from float64."""
-    net = removed(source("t5", tmp_path), {s: (1, 3) if s.startswith("e") else (0, 1, 2) for s in sites("t5")})
-    specs = {site: axes.changed(spec, weights_of(net, site), turned(spec)) for site, spec in net.described.specs()}
+    net = remove_heads(source("t5", tmp_path), {s: (1, 3) if s.startswith("e") else (0, 1, 2) for s in sites("t5")})
+    specs = {site: axes.transform_axes(spec, get_attention_parameters(net, site), turned(spec)) for site, spec in net.described.attention_specs()}
     odd = build(net.described)
     odd.load_state_dict({
         name: specs.get(".".join(name.split(".")[:3]), {}).get(".".join(name.split(".")[3:]), tensor)
         for name, tensor in net.state_dict().items()
     })  # fmt: skip
     assert torch.allclose(said(odd.eval())[1], said(net)[1], atol=3e-4)
-    form = plain(odd)
-    same = build(form.described)
+    form = to_canonical_form(odd)
+    same = build(form.model_spec)
     same.load_state_dict(dict(form.tensors))
     assert torch.allclose(said(same.eval())[1], said(net)[1], atol=3e-4)
     columns = {n: t.tolist() for n, t in form.tensors.items() if n.endswith("column")}
@@ -557,11 +557,11 @@ def test_the_plain_form_is_the_same_function(tmp_path: Path):
 
 
 def sites(name: str) -> list[str]:
-    return [s for s, _ in copied(ZOO[name].build()).described.specs()]
+    return [s for s, _ in copy_live_model(ZOO[name].build()).described.attention_specs()]
 
 
 def turned(spec: hw.AttentionSpec) -> dict[str, Any]:
-    back = axes.take(range(spec.heads.q - 1, -1, -1))
+    back = axes.select_heads(range(spec.heads.q - 1, -1, -1))
     return {"q": back, "out": back, "kv": back}
 
 
@@ -569,27 +569,27 @@ def test_groups_in_any_order_are_made_regular():
     """Every head still reads what it read: checked against the layer computed as it was given."""
     spec = hw.design(model=7, heads=6, kv=3, dim=5, modifiers=(hw.QKNorm(), Alibi()), bias="qkvo")
     spec = spec.with_heads(reads=(2, 0, 1, 0, 1, 2))
-    stack = hw.blueprint.Stack.of("decoder", 7, [hw.blueprint.Block(spec)], embedding=hw.blueprint.Embedding(67))
-    net = build(hw.blueprint.Model("x", "decoder", (stack,)), seed=3).eval()
-    form = plain(net)
-    assert dict(form.described.specs())[OWN].heads == hw.Heads.grouped(q=6, kv=3, dim=5)
-    same = build(form.described)
+    stack = hw.blueprint.StackSpec.from_blocks("decoder", 7, [hw.blueprint.BlockSpec(spec)], embedding=hw.blueprint.EmbeddingSpec(67))
+    net = build(hw.blueprint.ModelSpec("x", "decoder", (stack,)), seed=3).eval()
+    form = to_canonical_form(net)
+    assert dict(form.model_spec.attention_specs())[OWN].heads == hw.Heads.grouped(q=6, kv=3, dim=5)
+    same = build(form.model_spec)
     same.load_state_dict(dict(form.tensors))
     assert torch.allclose(said(same.eval())[1], said(net)[1], atol=1e-6)
-    assert "decoder.0.attention.alibi.slope" in form.constants(hw.hub.maps.map_of("llama"))
+    assert "decoder.0.attention.alibi.slope" in form.find_extra_constants(hw.hub.maps.get_weight_names("llama"))
 
 
 def test_specs_change_places():
-    net = hw.build(hw.families.read({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 5}))
-    specs = dict(net.described.specs())
-    other = with_specs(net.described, specs | {NEXT: replace(specs[NEXT], pattern=hw.Full())})
+    net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 5}))
+    specs = dict(net.described.attention_specs())
+    other = replace_specs(net.described, specs | {NEXT: replace(specs[NEXT], pattern=hw.Full())})
     assert [block.attention.pattern for block in other.stacks[0].layers] == [specs[OWN].pattern, hw.Full()]
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "t5", "bart", "vit", "gemma2", "deepseek", "gpt-oss"])
 def test_a_model_in_memory_is_copied(name: str):
     model = ZOO[name].build()
-    net = copied(model)
+    net = copy_live_model(model)
     check_same(model, net)
     with torch.no_grad():
         before = said(net)[1]
@@ -600,28 +600,28 @@ def test_a_model_in_memory_is_copied(name: str):
 
 def test_what_cannot_be_copied_is_refused():
     with pytest.raises(hw.SpecError, match="weights of 'whisper' are not read yet"):
-        copied(ZOO["whisper"].build())
+        copy_live_model(ZOO["whisper"].build())
     with torch.device("meta"), pytest.raises(hw.SpecError, match="its weights are on the meta device"):
-        copied(transformers.GPT2Model(transformers.GPT2Config(**ZOO["gpt2"].keys)))
+        copy_live_model(transformers.GPT2Model(transformers.GPT2Config(**ZOO["gpt2"].keys)))
     fewer = ZOO["gpt2"].build()
     fewer.transformer.h[0].attn.c_attn.weight = torch.nn.Parameter(
         torch.ones(32, 96, dtype=torch.int8), requires_grad=False
     )
     with pytest.raises(hw.SpecError, match="GPT2LMHeadModel cannot be copied: its weights are quantised"):
-        copied(fewer)
+        copy_live_model(fewer)
 
 
 def test_numbers_of_modules_are_understood_by_what_they_follow(tmp_path: Path, here: None):
     """BERT's number of heads and their width together, from a model in which neither is its own width."""
-    net = removed(source("bert", tmp_path / "source"), {"encoder.0.attention": C})
-    folders.write(net, tmp_path / "source", tmp_path / "cut", {})
+    net = remove_heads(source("bert", tmp_path / "source"), {"encoder.0.attention": C})
+    folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     found = record(tmp_path / "cut")["modules"]["encoder.layer.0.attention.self"]["set"]
     assert found == {"num_attention_heads": 3, "all_head_size": 24}
 
 
 def test_the_loader_is_text_for_others():
     """Short, of torch, transformers and the standard library alone; nothing in headwise runs it."""
-    text = folders_resized.TEXT.read_text()
+    text = folders_resized.LOADER_SOURCE.read_text()
     assert len(text.splitlines()) < 150
     assert "headwise" not in text.split('"""')[2]
     names = {line.split()[1].partition(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
@@ -641,4 +641,4 @@ def test_every_kind_in_a_process_of_its_own(case: str, tmp_path: Path):
         net, kind = change(source(name, tmp_path / "source", **keys)), "transformers"
     else:
         net, kind = cut(case, tmp_path / "source"), "resized"
-    assert folders.write(net, tmp_path / "source", tmp_path / "cut", {}).kind == kind
+    assert folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {}).kind == kind

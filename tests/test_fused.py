@@ -31,7 +31,7 @@ def alphas(s: Tensor, alpha: float) -> Tensor:
 
 def entmax(s: Tensor, seen: Tensor, alpha: float) -> Tensor:
     """The weights of the kernel."""
-    return rows.entmax(s, seen, alphas(s, alpha), None, [])[0]
+    return rows.masked_entmax(s, seen, alphas(s, alpha), None, [])[0]
 
 
 # --- heads mixed ---------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ class Mixed:
 
     def kernel(self) -> Tensor:
         a, *factors = self.tensors
-        return mixing.composed(a, self.own, self.each, factors)
+        return mixing.mix_heads_by_factors(a, self.own, self.each, factors)
 
     def formula(self) -> Tensor:
         """a'_o = a_own (g_q + g_k) + sum_h a_h M[h, o], M from the ranks of query and key, within groups."""
@@ -66,10 +66,10 @@ class Mixed:
         heads = torch.arange(a.shape[1])
         to = self.own if self.each == a.shape[1] else heads
         joined = (heads[:, None] // self.each == to // self.each).double()
-        m = torch.einsum("btrh,btro->btho", qs, qt)[:, :, None] + torch.einsum("brhs,bros->bsho", ks, kt)[:, None]
+        m = torch.on_einsum("btrh,btro->btho", qs, qt)[:, :, None] + torch.on_einsum("brhs,bros->bsho", ks, kt)[:, None]
         gates = qg[:, :, None] + (kg[:, 0].transpose(1, 2)[:, None] if kg.shape[1] else 0.0)
         m = m * joined + (heads[:, None] == to).double() * gates[:, :, :, None]
-        return torch.einsum("bhts,btsho->bots", a, m)
+        return torch.on_einsum("bhts,btsho->bots", a, m)
 
 
 SIZES = st.fixed_dictionaries({
@@ -98,7 +98,7 @@ def test_threads_change_no_number():
         torch.set_num_threads(threads)
         made = mixed.kernel()
         found.append([made, *torch.autograd.grad(made, mixed.tensors, grad)])
-        found[-1] += [rows.softmax(scores, seen), *rows.entmax(scores, seen, alphas(scores, 1.5), None, [])]
+        found[-1] += [rows.masked_softmax(scores, seen), *rows.masked_entmax(scores, seen, alphas(scores, 1.5), None, [])]
     torch.set_num_threads(1)
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
@@ -112,11 +112,11 @@ def test_single_numbers_are_as_good_as_plain_ones():
         for parameter in layer.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.5)
     exact, x = copy.deepcopy(layer).double(), torch.randn(2, 259, 10)
-    exact.only = "dense"
+    exact.backend_name = "dense"
     truth = exact(x.double())
 
     def error(backend: str) -> float:
-        layer.only = backend
+        layer.backend_name = backend
         return (layer(x).double() - truth).abs().max().item()
 
     assert error("composed") <= 2 * error("dense")
@@ -133,8 +133,8 @@ def test_rows_are_softmax_over_what_is_allowed(keys, dtype):
     full[1, :, 2] = False
     for seen in (full, full[:1], full[:, :, :1], full[:1, :, :1]):
         below = s.double().masked_fill(~seen, -torch.inf)
-        expected = below.softmax(-1).nan_to_num(0.0)
-        ours = rows.softmax(s, seen)
+        expected = below.on_softmax(-1).nan_to_num(0.0)
+        ours = rows.masked_softmax(s, seen)
         check_close(ours, expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-7)
         mine = torch.autograd.grad(ours, s, grad)[0]
         w = expected.detach()
@@ -147,7 +147,7 @@ def test_far_scores_are_numbers(dtype):
     s = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4], [1e4, 1e4, -1e4]], dtype=dtype)[None, None].requires_grad_()
     seen = torch.ones(1, 1, 1, 3, dtype=torch.bool)
     expected = torch.tensor([[1, 0, 0], [1 / 3] * 3, [0.5, 0.5, 0]], dtype=dtype)[None, None]
-    for made in (rows.softmax(s, seen), *(entmax(s, seen, alpha) for alpha in ALPHAS)):
+    for made in (rows.masked_softmax(s, seen), *(entmax(s, seen, alpha) for alpha in ALPHAS)):
         check_close(made, expected, rtol=1e-6)
         assert torch.autograd.grad(made.square().sum(), s)[0].isfinite().all()
 
@@ -156,22 +156,22 @@ def test_far_scores_are_numbers(dtype):
 def test_what_is_no_number_is_seen(keys):
     s, seen = numbers(1, 2, 3, keys), torch.ones(1, 1, 1, keys, dtype=torch.bool)
     s[0, 0, 1, -1] = torch.nan
-    for made in (rows.softmax(s, seen), *(entmax(s, seen, alpha) for alpha in ALPHAS)):
+    for made in (rows.masked_softmax(s, seen), *(entmax(s, seen, alpha) for alpha in ALPHAS)):
         assert made[0, 0, 1].isnan().all()
         assert made.isnan().sum() == keys
-    assert not rows.softmax(s, seen.index_fill(3, torch.tensor(keys - 1), False)).isnan().any()
+    assert not rows.masked_softmax(s, seen.index_fill(3, torch.tensor(keys - 1), False)).isnan().any()
 
 
 def test_softmax_errs_no_more_than_twice_as_torchs():
     s = torch.randn(1, 4, 64, 1021) * 5
-    truth = s.double().softmax(-1)
-    ours = rows.softmax(s, torch.ones(1, 1, 1, 1021, dtype=torch.bool))
-    assert (ours - truth).abs().max() <= 2 * (s.softmax(-1) - truth).abs().max()
+    truth = s.double().on_softmax(-1)
+    ours = rows.masked_softmax(s, torch.ones(1, 1, 1, 1021, dtype=torch.bool))
+    assert (ours - truth).abs().max() <= 2 * (s.on_softmax(-1) - truth).abs().max()
 
 
 def test_nothing_is_no_row():
     seen = torch.ones(1, 1, 1, 5, dtype=torch.bool)
-    assert rows.softmax(torch.zeros(0, 2, 3, 5), seen).shape == (0, 2, 3, 5)
+    assert rows.masked_softmax(torch.zeros(0, 2, 3, 5), seen).shape == (0, 2, 3, 5)
     assert entmax(torch.zeros(2, 2, 0, 5), seen, 1.5).shape == (2, 2, 0, 5)
 
 
@@ -197,8 +197,8 @@ def test_gradients_of_keys_read_by_several_blocks_are_added_up(pattern):
     spec = base(kv=2, vdim=5, pattern=pattern, modifiers=(hw.Alibi(), hw.TalkingHeads(), hw.Dynamic(on="weights")))
     layer, x = hw.Attention(spec).double(), numbers(2, 300, 10).requires_grad_()
     found = {}
-    for layer.only in ("composed", "dense"):
-        found[layer.only] = gradients(layer, x)
+    for layer.backend_name in ("composed", "dense"):
+        found[layer.backend_name] = gradients(layer, x)
     for ours, theirs in zip(found["composed"], found["dense"], strict=True):
         check_close(ours, theirs, rtol=1e-8, atol=1e-9)
 
@@ -242,11 +242,11 @@ def test_what_was_cast_is_cast_again(monkeypatch):
     x = torch.randn(2, 300, 10, requires_grad=True)
     found, casts, form = {}, list[bool](), dense.attend
     monkeypatch.setattr(dense, "attend", lambda *said: casts.append(torch.is_autocast_enabled("cpu")) or form(*said))
-    for layer.only in ("dense", "composed"):
+    for layer.backend_name in ("dense", "composed"):
         casts.clear()
         with torch.autocast("cpu", torch.bfloat16):
             y = layer(x)
-        found[layer.only] = torch.autograd.grad(y.float().square().sum(), x)[0]
+        found[layer.backend_name] = torch.autograd.grad(y.float().square().sum(), x)[0]
     blocks, rest = divmod(len(casts), 2)
     assert blocks > 1
     assert (rest, casts) == (0, [True] * 2 * blocks)
@@ -324,10 +324,10 @@ def test_torch_knows_the_operations():
     mixed = Mixed({"b": 2, "h": 4, "t": 3, "s": 19, "q": 2, "k": 1})
     a, *factors = mixed.tensors
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    found = torch.library.opcheck(mixing.composed, (a, mixed.own, mixed.each, factors), test_utils=checks)
+    found = torch.library.opcheck(mixing.mix_heads_by_factors, (a, mixed.own, mixed.each, factors), test_utils=checks)
     s, seen = numbers(2, 3, 5, 7).requires_grad_(), torch.ones(1, 1, 5, 7, dtype=torch.bool)
-    found |= {f"softmax {k}": v for k, v in torch.library.opcheck(rows.softmax, (s, seen), test_utils=checks).items()}
+    found |= {f"softmax {k}": v for k, v in torch.library.opcheck(rows.masked_softmax, (s, seen), test_utils=checks).items()}
     for held in ((None, []), (numbers(2, 2, 7, 5).requires_grad_(), [0, 1, 1])):
         given = (s, seen, alphas(s, 1.3).requires_grad_(), *held)
-        more = torch.library.opcheck(rows.entmax, given, test_utils=checks)
+        more = torch.library.opcheck(rows.masked_entmax, given, test_utils=checks)
         assert {*found.values(), *more.values()} == {"SUCCESS"}

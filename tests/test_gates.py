@@ -11,16 +11,16 @@ import torch
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.heads.objectives import objective_of
-from headwise.heads.scene import Scene
+from headwise.heads.objectives import choose_objective
+from headwise.heads.scene import Example
 from headwise.models import Transformer
 from headwise.presets import with_gates
-from headwise.surgery.course import Point
-from headwise.surgery.gates import Gates, Gating, Multiplier, chances_of, gated, likeliest, sites_of, units_of
-from headwise.surgery.learning import Lessons
-from headwise.surgery.lessons import Texts
-from headwise.surgery.rebuilding import Changed, rebuilt, weights_of
-from headwise.surgery.removing import removed
+from headwise.surgery.course import RetrainingPoint
+from headwise.surgery.gates import GateTrainingResult, GateTrainingOptions, GateCountConstraint, get_open_probabilities, train_gates, select_most_open, select_attentions, list_gate_units
+from headwise.surgery.learning import DistillationLoader
+from headwise.surgery.lessons import DistillationTexts
+from headwise.surgery.rebuilding import AttentionChange, replace_attentions, get_attention_parameters
+from headwise.surgery.removing import remove_heads
 from weighed import LLAMA, WORDS, built, loud, scenes, translator
 
 NEEDLESS = {"decoder.0.attention": (1, 2), "decoder.1.attention": (0, 3)}
@@ -32,10 +32,10 @@ LONG: dict[str, Any] = {"steps": 80, "batch": 8, "every": 40, "freeze": "model",
 def needy(needless: dict[str, tuple[int, ...]], seed: int = 0, **config: Any) -> Transformer:
     """A model of two layers and four heads in each, of which these say nothing that reaches anybody."""
     told = {"model_type": "gpt2", "n_embd": 20, "n_head": 4, "n_layer": 2, "vocab_size": WORDS, "n_positions": 32}
-    net = loud(hw.build(hw.families.read(config or told), seed=seed), 3.0).float()
+    net = loud(hw.build(hw.families.read_model_spec(config or told), seed=seed), 3.0).float()
     with torch.no_grad():
         for site, heads in needless.items():
-            spec, weight = dict(net.described.specs())[site], weights_of(net, site)["output.o"]
+            spec, weight = dict(net.described.specs())[site], get_attention_parameters(net, site)["output.o"]
             weight.view(spec.model, len(spec.speaks), -1)[:, list(heads)] = 0
     return net
 
@@ -53,7 +53,7 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-def count(found: Gates) -> int:
+def count(found: GateTrainingResult) -> int:
     return sum(map(len, found.keep.values()))
 
 
@@ -64,21 +64,21 @@ def count(found: Gates) -> int:
 def test_needless_heads_are_found_and_can_be_cut_for_nothing(seed):
     net = needy(NEEDLESS, seed)
     before = state(net)
-    found = gated(net, scenes(net, 60), Gating(heads=4, seed=seed, **LONG))
+    found = train_gates(net, scenes(net, 60), GateTrainingOptions(heads=4, seed=seed, **LONG))
     assert found.keep == {"decoder.0.attention": (0, 3), "decoder.1.attention": (1, 2)}
     assert same(net, before)
     assert same(found.net, before)  # the model was frozen, and nothing of gates is left
     assert found.net.described == net.described
-    assert abs(found.curve[-1].opened - 4) < 0.75
+    assert abs(found.curve[-1].num_open_gates - 4) < 0.75
     x = scenes(net)[0].inputs["x"]
-    torch.testing.assert_close(removed(found.net, found.keep)(x), net(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(remove_heads(found.net, found.keep)(x), net(x), rtol=1e-5, atol=1e-5)
 
 
 def test_the_one_head_that_matters_is_found_while_the_model_learns_on():
     every = {"decoder.0.attention": (0, 1, 2, 3), "decoder.1.attention": (0, 1, 3)}
     net = needy(every)
-    how = Gating(heads=1, steps=60, batch=8, every=60, alpha=0.9, rate=1e-5, gates_rate=0.2)
-    found = gated(net, scenes(net, 60), how)
+    how = GateTrainingOptions(heads=1, steps=60, batch=8, every=60, alpha=0.9, rate=1e-5, gates_rate=0.2)
+    found = train_gates(net, scenes(net, 60), how)
     assert found.keep == {"decoder.0.attention": (), "decoder.1.attention": (2,)}
     assert not same(found.net, state(net))
     assert found.net.state_dict().keys() == net.state_dict().keys()
@@ -87,24 +87,24 @@ def test_the_one_head_that_matters_is_found_while_the_model_learns_on():
 
 def test_heads_of_a_group_go_together():
     net = needy({"decoder.0.attention": (2, 3), "decoder.1.attention": (0, 1)}, **GROUPED)
-    found = gated(net, scenes(net, 60), Gating(heads=0.5, unit="kv", **LONG))
+    found = train_gates(net, scenes(net, 60), GateTrainingOptions(heads=0.5, unit="kv", **LONG))
     assert found.keep == {"decoder.0.attention": (0, 1), "decoder.1.attention": (2, 3)}
-    assert all(told[0] == told[1] and told[2] == told[3] for told in found.chances.values())
-    small = removed(found.net, found.keep)
-    assert [spec.heads.kv for _, spec in small.described.specs()] == [1, 1]
+    assert all(told[0] == told[1] and told[2] == told[3] for told in found.open_probabilities.values())
+    small = remove_heads(found.net, found.keep)
+    assert [spec.heads.kv for _, spec in small.described.attention_specs()] == [1, 1]
 
 
 def test_the_count_of_groups_is_of_gates():
     net = needy({}, **GROUPED)
-    found = gated(net, scenes(net, 20), Gating(heads=3, unit="kv", start=0.7, **BRIEF))
-    assert found.curve[0].opened == pytest.approx(4 * sigmoid(0.7 - 0.33 * math.log(0.1 / 1.1)), abs=1e-5)
+    found = train_gates(net, scenes(net, 20), GateTrainingOptions(heads=3, unit="kv", start=0.7, **BRIEF))
+    assert found.curve[0].num_open_gates == pytest.approx(4 * sigmoid(0.7 - 0.33 * math.log(0.1 / 1.1)), abs=1e-5)
     assert count(found) == 6
 
 
 def test_gates_of_a_group_are_drawn_once():
     spec = hw.design(model=12, heads=6, kv=2, modifiers=(hw.Concrete(per="kv"),))
     layer, x = hw.Attention(spec).train(), torch.zeros(1, 1, 12)
-    asked = hw.terms.Asked(x, x, 1.0, hw.Tokens.of(x))
+    asked = hw.terms.QueryContext(x, x, 1.0, hw.SequenceInfo.from_batch(x))
     torch.manual_seed(0)
     drawn = torch.stack([spec.modifiers[0].gate(asked, layer.concrete, None)[:, 0] for _ in range(40)])
     assert torch.equal(drawn[:, :3], drawn[:, :1].expand(-1, 3))
@@ -118,59 +118,59 @@ def test_gates_of_a_group_are_drawn_once():
 
 def test_the_expected_count_is_the_closed_form_and_the_ledgers():
     net = needy({})
-    found = gated(net, scenes(net, 20), Gating(heads=3, start=0.7, **BRIEF))
-    assert found.curve[0].opened == pytest.approx(8 * sigmoid(0.7 - 0.33 * math.log(0.1 / 1.1)), abs=1e-5)
-    assert found.curve[-1].opened == pytest.approx(sum(map(sum, found.chances.values())), abs=1e-5)
+    found = train_gates(net, scenes(net, 20), GateTrainingOptions(heads=3, start=0.7, **BRIEF))
+    assert found.curve[0].num_open_gates == pytest.approx(8 * sigmoid(0.7 - 0.33 * math.log(0.1 / 1.1)), abs=1e-5)
+    assert found.curve[-1].num_open_gates == pytest.approx(sum(map(sum, found.open_probabilities.values())), abs=1e-5)
     spec = with_gates(net.described.stacks[0].layers[0].attention, start=0.7)
-    ledger, layer = hw.Ledger(), hw.Attention(spec)
-    layer(torch.zeros(1, 2, 20), probe=hw.Probe(ledger=ledger))
-    assert float(ledger.total("l0").detach()) * 2 == pytest.approx(found.curve[0].opened, abs=1e-5)
+    ledger, layer = hw.AuxLosses(), hw.Attention(spec)
+    layer(torch.zeros(1, 2, 20), probe=hw.Probe(aux_losses=ledger))
+    assert float(ledger.total("l0").detach()) * 2 == pytest.approx(found.curve[0].num_open_gates, abs=1e-5)
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8, 0.25, 0.6])
 def test_exactly_as_many_stay_as_were_asked_for(heads):
     net = needy({})
-    found = gated(net, scenes(net, 20), Gating(heads=heads, **BRIEF))
+    found = train_gates(net, scenes(net, 20), GateTrainingOptions(heads=heads, **BRIEF))
     assert count(found) == {0.25: 2, 0.6: 5}.get(heads, heads)
-    flat = sorted((chance for told in found.chances.values() for chance in told), reverse=True)
-    kept = [found.chances[site][head] for site, own in found.keep.items() for head in own]
+    flat = sorted((chance for told in found.open_probabilities.values() for chance in told), reverse=True)
+    kept = [found.open_probabilities[site][head] for site, own in found.keep.items() for head in own]
     assert sorted(kept, reverse=True) == flat[: count(found)]
 
 
 def test_of_equal_gates_the_first_are_kept():
-    assert likeliest({"a": (0.5, 0.5)}, {"a": ((0,), (1,))}, 1) == {"a": (0,)}
+    assert select_most_open({"a": (0.5, 0.5)}, {"a": ((0,), (1,))}, 1) == {"a": (0,)}
 
 
 def test_what_joins_the_loss_is_the_method_of_multipliers():
     net = needy({})
-    units = {site: units_of(spec, "head") for site, spec in sites_of(net).items()}
-    how = Gating(heads=2, steps=100, ramp=0.5, strength=0.8, gates_rate=0.1)
-    made = rebuilt(net, {site: Changed(with_gates(spec), gate_of(net, site)) for site, spec in sites_of(net).items()})
-    one, factor = Multiplier(made, units, 2, how), 0.0
+    units = {site: list_gate_units(spec, "head") for site, spec in select_attentions(net).items()}
+    how = GateTrainingOptions(heads=2, steps=100, ramp=0.5, strength=0.8, gates_rate=0.1)
+    made = replace_attentions(net, {site: AttentionChange(with_gates(spec), gate_of(net, site)) for site, spec in select_attentions(net).items()})
+    one, factor = GateCountConstraint(made, units, 2, how), 0.0
     for step, target in ((25, 5.0), (50, 2.0), (90, 2.0)):
-        expected = sum(float(chances_of(made, site).detach().double().sum()) for site in units)
+        expected = sum(float(get_open_probabilities(made, site).detach().double().sum()) for site in units)
         over = expected - target
-        added = one.added(step)
+        added = one.extra_loss(step)
         assert float(added.detach()) == pytest.approx(factor * over + 0.8 * over**2 / 8, rel=1e-4)
         added.backward()
         one.step(step)
         factor += 0.03 * 0.8 * over / 8
-        assert one.opened < expected  # each of the eight gates was pushed shut
+        assert one.num_open_gates < expected  # each of the eight gates was pushed shut
 
 
 def gate_of(net: Transformer, site: str) -> dict[str, torch.Tensor]:
-    return weights_of(net, site) | {"concrete.log_a": torch.full((4,), 2.0)}
+    return get_attention_parameters(net, site) | {"concrete.log_a": torch.is_full((4,), 2.0)}
 
 
 def test_the_loss_told_is_that_of_what_is_left():
     net = needy({})
-    those, how = scenes(net, 20), Gating(heads=3, seed=3, **BRIEF)
-    found = gated(net, those, how)
-    small, losses = removed(found.net, found.keep), []
-    for number in Lessons(Texts(net, those), how).held:
-        objective, _ = objective_of(net, None, those[number])
-        question = objective.question(net, those[number], number)
-        losses.append(float(objective.value(small(**question.given.names).detach(), None, question)))
+    those, how = scenes(net, 20), GateTrainingOptions(heads=3, seed=3, **BRIEF)
+    found = train_gates(net, those, how)
+    small, losses = remove_heads(found.net, found.keep), []
+    for number in DistillationLoader(DistillationTexts(net, those), how).held_out_ids:
+        objective, _ = choose_objective(net, None, those[number])
+        question = objective.prepare_input(net, those[number], number)
+        losses.append(float(objective.value(small(**question.inputs.kwargs).detach(), None, question)))
     assert found.held_out == pytest.approx(np.mean(losses), rel=1e-5)
 
 
@@ -180,16 +180,16 @@ def test_the_loss_told_is_that_of_what_is_left():
 def test_seeds_repeat():
     net = needy({})
     wanted = torch.get_rng_state()
-    runs = [gated(net, scenes(net, 20), Gating(heads=3, seed=seed, **BRIEF)) for seed in (4, 4, 5)]
+    runs = [train_gates(net, scenes(net, 20), GateTrainingOptions(heads=3, seed=seed, **BRIEF)) for seed in (4, 4, 5)]
     assert torch.equal(torch.get_rng_state(), wanted)
-    assert runs[0].chances == runs[1].chances != runs[2].chances
+    assert runs[0].open_probabilities == runs[1].open_probabilities != runs[2].open_probabilities
     assert same(runs[0].net, state(runs[1].net))
     assert runs[0].curve == runs[1].curve
 
 
 def test_a_frozen_decoder_stays_and_gates_stand_where_they_are_told():
     net = translator().float()
-    found = gated(net, scenes(net, 20), Gating(heads=3, sites=("encoder",), freeze="decoder", **BRIEF))
+    found = train_gates(net, scenes(net, 20), GateTrainingOptions(heads=3, sites=("encoder",), freeze="decoder", **BRIEF))
     assert list(found.keep) == ["encoder.0.attention", "encoder.1.attention"]
     moved = {
         name.split(".")[0] for name, one in found.net.state_dict().items() if not torch.equal(one, state(net)[name])
@@ -203,7 +203,7 @@ def test_a_table_that_the_decoder_reads_is_frozen_with_it():
 
     net = built(T5).float()
     assert net.described.stacks[-1].embedding.table == "encoder"
-    found = gated(net, scenes(net, 20), Gating(heads=3, sites=("encoder",), freeze="decoder", **BRIEF))
+    found = train_gates(net, scenes(net, 20), GateTrainingOptions(heads=3, sites=("encoder",), freeze="decoder", **BRIEF))
     moved = {name for name, one in found.net.state_dict().items() if not torch.equal(one, state(net)[name])}
     assert moved
     assert not [name for name in moved if name.startswith(("decoder.", "head.")) or name.endswith("embedding.tokens")]
@@ -216,13 +216,13 @@ def test_modifiers_that_were_there_keep_their_names():
 
 
 def test_who_interrupts_is_told_what_gates_knew():
-    def stop(point: Point) -> None:
+    def stop(point: RetrainingPoint) -> None:
         if point.step == 3:
             raise KeyboardInterrupt
 
     net = needy({})
-    found = gated(net, scenes(net, 20), Gating(heads=3, **BRIEF), stop)
-    assert found.ended == "interrupted at step 3 of 4"
+    found = train_gates(net, scenes(net, 20), GateTrainingOptions(heads=3, **BRIEF), stop)
+    assert found.stop_reason == "interrupted at step 3 of 4"
     assert count(found) == 3
     assert found.curve[-1].step == 2
     assert "gates were expected to be open when 3 were chosen" in found.notes[-1]
@@ -250,7 +250,7 @@ def test_who_interrupts_is_told_what_gates_knew():
 def test_what_cannot_be_meant_is_refused(said, why):
     net = needy({})
     with pytest.raises(SpecError, match=why) as told:
-        gated(net, scenes(net, 20), Gating(**{**BRIEF, **said}))
+        train_gates(net, scenes(net, 20), GateTrainingOptions(**{**BRIEF, **said}))
     assert "\n" not in str(told.value)
 
 
@@ -259,13 +259,13 @@ def test_models_that_gates_cannot_be_put_on_are_refused():
 
     none = headless()
     with pytest.raises(SpecError, match="no loss of its own in these texts; use alpha=1"):
-        gated(none, scenes(none, 20), Gating(heads=2, **BRIEF))
+        train_gates(none, scenes(none, 20), GateTrainingOptions(heads=2, **BRIEF))
     net = classifier("first")
     with pytest.raises(SpecError, match="no loss of its own"):
-        gated(net, [Scene(scene.inputs, {}) for scene in scenes(net, 20)], Gating(heads=2, **BRIEF))
+        train_gates(net, [Example(scene.inputs, {}) for scene in scenes(net, 20)], GateTrainingOptions(heads=2, **BRIEF))
     net = needy({})
-    sites = sites_of(net)
-    twice = rebuilt(net, {site: Changed(with_gates(spec), gate_of(net, site)) for site, spec in sites.items()})
+    sites = select_attentions(net)
+    twice = replace_attentions(net, {site: AttentionChange(with_gates(spec), gate_of(net, site)) for site, spec in sites.items()})
     with pytest.raises(SpecError, match=r"decoder\.0\.attention: its heads have learned gates already"):
-        gated(twice, scenes(net, 20), Gating(heads=2, **BRIEF))
-    assert gated(none, scenes(none, 20), Gating(heads=2, **{**BRIEF, "alpha": 1.0})).curve[0].held_out < 1e-9
+        train_gates(twice, scenes(net, 20), GateTrainingOptions(heads=2, **BRIEF))
+    assert train_gates(none, scenes(none, 20), GateTrainingOptions(heads=2, **{**BRIEF, "alpha": 1.0})).curve[0].held_out < 1e-9

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.surgery.gathering import gathered
-from headwise.surgery.products import Products
+from headwise.surgery.gathering import collect_kv_statistics
+from headwise.surgery.products import CrossProducts
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 12, "num_attention_heads": 6, "num_key_value_heads": 3,
@@ -22,15 +22,15 @@ T5 = {
 
 
 def net(config) -> hw.models.Transformer:
-    return hw.build(hw.families.read(config), seed=0).double().eval()
+    return hw.build(hw.families.read_model_spec(config), seed=0).double().eval()
 
 
-def judged(x: np.ndarray, weight: torch.Tensor, heads: int) -> Products:
+def judged(x: np.ndarray, weight: torch.Tensor, heads: int) -> CrossProducts:
     """Sums over rows x [tokens, width], one pair of heads after another."""
     rows = (x @ weight.detach().numpy().T).reshape(len(x), heads, -1)
     unit = rows / np.linalg.norm(rows, axis=-1, keepdims=True)
-    met = [torch.tensor(np.einsum("nia,njb->ijab", one, one)) for one in (rows, unit)]
-    return Products(*met, len(x))
+    met = [torch.tensor(np.on_einsum("nia,njb->ijab", one, one)) for one in (rows, unit)]
+    return CrossProducts(*met, len(x))
 
 
 def inputs_of(module, call) -> np.ndarray:
@@ -41,10 +41,10 @@ def inputs_of(module, call) -> np.ndarray:
     return torch.cat([x.flatten(0, 1) for x in seen]).numpy()
 
 
-def check_same(found: Products, wanted: Products):
-    assert found.rows == wanted.rows
+def check_same(found: CrossProducts, wanted: CrossProducts):
+    assert found.num_tokens == wanted.num_tokens
     torch.testing.assert_close(found.sums, wanted.sums, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(found.units, wanted.units, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found.normalised_sums, wanted.normalised_sums, rtol=1e-10, atol=1e-12)
 
 
 def test_keys_are_heard_before_they_turn_and_padding_not_at_all():
@@ -52,13 +52,13 @@ def test_keys_are_heard_before_they_turn_and_padding_not_at_all():
     batches = [torch.randint(0, 17, (2, 5)), torch.randint(0, 17, (3, 4))]
     site, layer = "decoder.1.attention", model.stacks["decoder"].blocks[1].attentions["attention"]
     x = inputs_of(layer, lambda: [model(batch) for batch in batches])
-    found = gathered(model, batches)
+    found = collect_kv_statistics(model, batches)
     assert list(found) == ["decoder.0.attention", site]
     for side in "kv":
         check_same(found[site][side], judged(x, layer.state_dict()[f"project.{side}"], 3))
     padded = torch.cat([batches[1], torch.zeros(3, 2, dtype=torch.int64)], 1)
-    told = {"x": padded, "tokens": hw.Tokens.of(padded, lengths=[4, 4, 4])}
-    again = gathered(model, [batches[0], told], [site])
+    told = {"x": padded, "tokens": hw.SequenceInfo.from_batch(padded, lengths=[4, 4, 4])}
+    again = collect_kv_statistics(model, [batches[0], told], [site])
     assert list(again) == [site]
     check_same(again[site]["k"], found[site]["k"])
 
@@ -68,29 +68,29 @@ def test_a_cross_attention_is_heard_by_what_it_reads():
     source, x = torch.randint(0, 17, (2, 7)), torch.randint(0, 17, (2, 3))
     states = model.encode(source).states.detach().flatten(0, 1).numpy()
     layer = model.stacks["decoder"].blocks[0].attentions["cross"]
-    found = gathered(model, [{"x": x, "source": source}])
+    found = collect_kv_statistics(model, [{"x": x, "source": source}])
     assert set(found) == {"encoder.0.attention", "decoder.0.attention", "decoder.0.cross"}
     for side in "kv":
         check_same(found["decoder.0.cross"][side], judged(states, layer.state_dict()[f"project.{side}"], 3))
-    assert found["decoder.0.attention"]["k"].rows == 6
+    assert found["decoder.0.attention"]["k"].num_tokens == 6
 
 
 def test_nothing_is_left_on_the_model():
     model, batch = net(LLAMA), torch.randint(0, 17, (1, 4))
-    before = hw.Attention.remember, hw.Attention._remembered
-    first = gathered(model, [batch])
-    second = gathered(model, [batch])
-    assert (hw.Attention.remember, hw.Attention._remembered) == before
+    before = hw.Attention.project_source, hw.Attention._remembered
+    first = collect_kv_statistics(model, [batch])
+    second = collect_kv_statistics(model, [batch])
+    assert (hw.Attention.project_source, hw.Attention._remembered) == before
     check_same(first["decoder.0.attention"]["k"], second["decoder.0.attention"]["k"])
 
 
 def test_what_cannot_be_heard_is_refused():
     model, batch = net(LLAMA), torch.randint(0, 17, (1, 4))
     with pytest.raises(hw.SpecError, match=r"no attention 'decoder\.2\.attention' of ours"):
-        gathered(model, [batch], ["decoder.2.attention"])
+        collect_kv_statistics(model, [batch], ["decoder.2.attention"])
     with pytest.raises(ValueError, match="at least one batch"):
-        gathered(model, [])
+        collect_kv_statistics(model, [])
     with pytest.raises(ValueError, match=r"give several, or one as \[batch\]"):
-        gathered(model, batch)
+        collect_kv_statistics(model, batch)
     with pytest.raises(ValueError, match=r"call \.eval\(\)"):
-        gathered(model.train(), [batch])
+        collect_kv_statistics(model.train(), [batch])

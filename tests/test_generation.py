@@ -15,7 +15,7 @@ from torch import Tensor
 
 import headwise as hw
 from headwise import blueprint as bp
-from headwise.draws import Stream
+from headwise.draws import RandomStream
 from headwise.models.generating import Course, answering
 from headwise.models.generating.beams import Search, followed
 from headwise.models.generating.picking import filtered
@@ -25,32 +25,32 @@ CAUSAL = hw.design(model=MODEL, heads=4, kv=1, pattern="causal()")
 FULL = hw.design(model=MODEL, heads=4)
 
 
-def stack(name: str, tokens: int, *blocks: bp.Block, positions: int = 0) -> bp.Stack:
-    places = bp.Positions("learned", positions) if positions else bp.Positions("sinusoidal")
-    return bp.Stack.of(name, MODEL, blocks, embedding=bp.Embedding(tokens, positions=places), norm=bp.Norm())
+def stack(name: str, tokens: int, *blocks: bp.BlockSpec, positions: int = 0) -> bp.StackSpec:
+    places = bp.PositionSpec("learned", positions) if positions else bp.PositionSpec("sinusoidal")
+    return bp.StackSpec.from_blocks(name, MODEL, blocks, embedding=bp.EmbeddingSpec(tokens, positions=places), norm=bp.NormSpec())
 
 
-def decoder(spec: hw.AttentionSpec = CAUSAL, words: int = WORDS, positions: int = 0) -> bp.Model:
-    block = bp.Block(spec, feed=bp.Dense(17))
-    return bp.Model(
-        "small", "decoder", (stack("decoder", words, block, block, positions=positions),), (bp.Head("tokens", words),)
+def decoder(spec: hw.AttentionSpec = CAUSAL, words: int = WORDS, positions: int = 0) -> bp.ModelSpec:
+    block = bp.BlockSpec(spec, feed=bp.FeedForwardSpec(17))
+    return bp.ModelSpec(
+        "small", "decoder", (stack("decoder", words, block, block, positions=positions),), (bp.OutputHeadSpec("tokens", words),)
     )
 
 
-def pair(words: int = WORDS) -> bp.Model:
-    first = stack("encoder", SOURCES, bp.Block(FULL, feed=bp.Dense(17)))
-    second = stack("decoder", words, bp.Block(CAUSAL, FULL, bp.Dense(17)))
-    return bp.Model("pair", "encoder-decoder", (first, second), (bp.Head("tokens", words),))
+def pair(words: int = WORDS) -> bp.ModelSpec:
+    first = stack("encoder", SOURCES, bp.BlockSpec(FULL, feed=bp.FeedForwardSpec(17)))
+    second = stack("decoder", words, bp.BlockSpec(CAUSAL, FULL, bp.FeedForwardSpec(17)))
+    return bp.ModelSpec("pair", "encoder-decoder", (first, second), (bp.OutputHeadSpec("tokens", words),))
 
 
-def built(described: bp.Model, **usage: Any) -> hw.Transformer:
+def built(described: bp.ModelSpec, **usage: Any) -> hw.Transformer:
     """In float64, every number one that matters, so that no two tokens are alike likely."""
     net = hw.build(described, seed=0).double().eval()
     with torch.no_grad():
         for name, p in net.named_parameters():
             if "norm." not in name:
                 p.copy_(torch.randn(p.shape, dtype=p.dtype) * 0.5)
-    net.usage = hw.Usage(**usage)
+    net.usage = hw.ProcessorSpec(**usage)
     return net
 
 
@@ -140,8 +140,8 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(name: str, temperature: fl
     expected = shares(logits.tolist(), past, temperature, how)
     rows = 1000
     said = {"temperature": temperature, "how": how}
-    found = hw.models.pick(logits.expand(rows, -1), [past] * rows, streams=[Stream(7, n) for n in range(rows)], **said)
-    again = Stream(7, 1234)
+    found = hw.models.pick(logits.expand(rows, -1), [past] * rows, streams=[RandomStream(7, n) for n in range(rows)], **said)
+    again = RandomStream(7, 1234)
     found += [hw.models.pick(logits[None], [past], streams=[again], **said)[0] for _ in range(300)]
     counts = Counter(found)
     assert p_value([counts[n] for n in range(9)], expected) > 1e-3
@@ -151,28 +151,28 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(name: str, temperature: fl
 def test_what_is_left_is_what_the_definitions_leave(name: str):
     for _ in range(50):
         logits = torch.randn(13, dtype=torch.float64) * 3
-        kept = filtered(logits[None], HOWS[name])[0].softmax(-1)
+        kept = filtered(logits[None], HOWS[name])[0].on_softmax(-1)
         assert kept.tolist() == pytest.approx(shares(logits.tolist(), [], 1.0, HOWS[name]))
 
 
 def test_texts_are_drawn_as_often_as_they_are_likely():
     """Two tokens in a row, by the chain rule."""
     net = built(decoder(words=5))
-    first = logits_of(net, [3, 1]).softmax(-1).tolist()
-    expected = [first[a] * share for a in range(5) for share in logits_of(net, [3, 1, a]).softmax(-1).tolist()]
+    first = logits_of(net, [3, 1]).on_softmax(-1).tolist()
+    expected = [first[a] * share for a in range(5) for share in logits_of(net, [3, 1, a]).on_softmax(-1).tolist()]
     said = hw.generate(net, [[3, 1]] * 1500, max_new_tokens=2, temperature=1.0, seed=5)
     counts = Counter(5 * a + b for a, b in said)
     assert p_value([counts[n] for n in range(25)], expected) > 1e-3
 
 
 def test_a_stream_goes_on_where_it_was_left():
-    whole = Stream(2**63 + 5, number=2**40)
-    units = [whole.unit() for _ in range(200)]
+    whole = RandomStream(2**63 + 5, number=2**40)
+    units = [whole.uniform() for _ in range(200)]
     assert 0 < min(units) < max(units) < 1
     assert len(set(units)) == 200
     for used in (0, 1, 63, 64, 65, 130):
-        assert Stream(2**63 + 5, number=2**40, used=used).unit() == units[used]
-    assert len({Stream(seed, number).unit() for seed in range(30) for number in range(30)}) == 900
+        assert RandomStream(2**63 + 5, number=2**40, used=used).uniform() == units[used]
+    assert len({RandomStream(seed, number).uniform() for seed in range(30) for number in range(30)}) == 900
     assert p_value(list(Counter(int(10 * unit) for unit in units).values()), [0.1] * 10) > 1e-3
 
 
@@ -191,7 +191,7 @@ def test_a_number_that_is_rounded_up_draws_no_impossible_token():
 def decodable(name: str) -> hw.AttentionSpec:
     small = {"mla": {"project": hw.Latent(rank=8, rope=4), "dim": 6}}.get(name, {})
     spec = hw.design(preset=name, **({"model": MODEL, "heads": 4, **small}))
-    return spec if spec.pattern.opening == 0 else replace(spec, pattern=hw.Causal())
+    return spec if spec.pattern.tokens_before_decode == 0 else replace(spec, pattern=hw.Causal())
 
 
 SPECS = {name: decodable(name) for name in hw.PRESETS}
@@ -207,7 +207,7 @@ def test_from_its_cache_a_model_says_what_it_says_anew(name: str):
     net = built(decoder(SPECS[name]))
     alone = []
     for row, prompt in enumerate(PROMPTS):
-        ids, own = list(prompt), Stream(row + 3)
+        ids, own = list(prompt), RandomStream(row + 3)
         for _ in range(6):
             ids += hw.models.pick(logits_of(net, ids)[None], temperature=1.0, streams=[own])
         alone.append(ids[len(prompt) :])
@@ -223,7 +223,7 @@ def test_a_translator_answers_each_source_as_alone(translator: hw.Transformer):
     assert hw.generate(translator, sources, max_new_tokens=6) == expected
     assert hw.generate(translator, sources[1], max_new_tokens=6) == expected[1]
     for end in {one for row in expected for one in row[:3]}:
-        translator.usage = hw.Usage(begin=(1,), end=(end,))
+        translator.usage = hw.ProcessorSpec(begin=(1,), end=(end,))
         cut = [row[: row.index(end)] if end in row else row for row in expected]
         assert hw.generate(translator, sources, max_new_tokens=6) == cut
     assert hw.generate(translator, sources, max_new_tokens=6, how=hw.Decoding(end=())) == expected
@@ -406,7 +406,7 @@ def test_a_stream_leaves_the_model_as_it_was_between_tokens():
 # --- what is refused -----------------------------------------------------------------------------------
 
 LEARNED = decoder(positions=8)
-BAD: dict[str, tuple[bp.Model, Any, dict[str, Any], str]] = {
+BAD: dict[str, tuple[bp.ModelSpec, Any, dict[str, Any], str]] = {
     "nothing": (LEARNED, [], {}, "the prompt is empty; give text, ids"),
     "an empty row": (LEARNED, [[3], []], {}, "the prompt is empty; give at least one token"),
     "a number": (LEARNED, 3, {}, "of type int; give text, ids such as"),

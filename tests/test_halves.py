@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import headwise as hw
 from cases import base, check_close
 from headwise import backends, inputs
-from headwise.backends import BACKENDS, Job, dense, halves, packed
+from headwise.backends import BACKENDS, CallSignature, dense, halves, packed
 from headwise.reasons import why
 from test_kept import by_layer
 
@@ -22,15 +22,15 @@ BF16 = torch.bfloat16
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of four queries, and no weights kept beyond nine keys."""
-    monkeypatch.setattr(halves, "BLOCK", 4)
-    monkeypatch.setattr(halves, "KEPT", 9)
+    monkeypatch.setattr(halves, "QUERY_BLOCK_SIZE", 4)
+    monkeypatch.setattr(halves, "MAX_SAVED_KEYS", 9)
 
 
 def pair(spec: hw.AttentionSpec, dtype: torch.dtype = torch.float64) -> tuple[hw.Attention, hw.Attention]:
     """The same layer in whole products, and in plain operations."""
     ours = hw.Attention(spec, backend="halves").to(dtype)
     other = copy.deepcopy(ours)
-    other.only = "dense"
+    other.backend_name = "dense"
     return ours, other
 
 
@@ -55,13 +55,13 @@ LENGTHS = st.lists(st.integers(0, 17), min_size=1, max_size=4).filter(lambda len
 def test_any_rows_give_what_plain_operations_give(lengths, kv, pattern, pad):
     ours, other = pair(hw.design(model=10, heads=6, kv=kv, dim=5, vdim=3, pattern=pattern))
     x = torch.randn(len(lengths), max(lengths), 10, dtype=torch.float64)
-    told = hw.Tokens.of(x) if pad == "none" else hw.Tokens.of(x, lengths=lengths, pad=pad)
-    was = halves.BLOCK, halves.KEPT
+    told = hw.SequenceInfo.from_batch(x) if pad == "none" else hw.SequenceInfo.from_batch(x, lengths=lengths, pad=pad)
+    was = halves.QUERY_BLOCK_SIZE, halves.MAX_SAVED_KEYS
     try:
-        halves.BLOCK, halves.KEPT = 4, 9
+        halves.QUERY_BLOCK_SIZE, halves.MAX_SAVED_KEYS = 4, 9
         made = gradients(ours, x, tokens=told)
     finally:
-        halves.BLOCK, halves.KEPT = was
+        halves.QUERY_BLOCK_SIZE, halves.MAX_SAVED_KEYS = was
     for one, expected in zip(made, gradients(other, x, tokens=told), strict=True):
         check_close(one, expected, rtol=1e-9, atol=1e-10)
 
@@ -74,16 +74,16 @@ def test_queries_may_stand_anywhere_beside_their_keys(queries, keys, before, pat
     """Behind them, before them, where the first read nothing, and where keys stand ahead of all."""
     ours, other = pair(hw.design(model=6, heads=2, pattern=pattern, source=7))
     x, z = (torch.randn(2, count, wide, dtype=torch.float64) for count, wide in ((queries, 6), (keys, 7)))
-    at = hw.Tokens.run(20 + before, queries, "cpu")
+    at = hw.SequenceInfo.contiguous(20 + before, queries, "cpu")
     made = []
-    was = halves.BLOCK, halves.KEPT
+    was = halves.QUERY_BLOCK_SIZE, halves.MAX_SAVED_KEYS
     try:
-        halves.BLOCK, halves.KEPT = 4, 9
+        halves.QUERY_BLOCK_SIZE, halves.MAX_SAVED_KEYS = 4, 9
         for layer in (ours, other):
-            source = layer.remember(z, tokens=hw.Tokens.run(20, keys, "cpu"))
+            source = layer.project_source(z, sequence=hw.SequenceInfo.contiguous(20, keys, "cpu"))
             made.append(gradients(layer, x, source=source, tokens=at))
     finally:
-        halves.BLOCK, halves.KEPT = was
+        halves.QUERY_BLOCK_SIZE, halves.MAX_SAVED_KEYS = was
     for one, expected in zip(*made, strict=True):
         check_close(one, expected, rtol=1e-9, atol=1e-10)
 
@@ -99,10 +99,10 @@ def test_prompts_are_read_behind_what_is_cached(small):
 def test_rows_that_read_nothing_read_zero_and_have_no_gradient(small):
     ours, _ = pair(base())
     x = torch.randn(2, 7, 10, dtype=torch.float64)
-    told = hw.Tokens.of(x, lengths=[7, 3])
+    told = hw.SequenceInfo.from_batch(x, lengths=[7, 3])
     seen = hw.Probe("heads")
     ours(x, tokens=told, probe=seen)
-    assert (seen.seen["heads"][1, 3:] == 0).all()
+    assert (seen.tensors["heads"][1, 3:] == 0).all()
     for one in gradients(ours, x, tokens=told):
         assert one.isfinite().all()
 
@@ -127,11 +127,11 @@ def test_sums_over_many_blocks_are_not_rounded_with_each():
     q = torch.zeros(1, 1200, 1, 2, dtype=BF16)
     v = torch.zeros(1, 1200, 1, 2, dtype=BF16).requires_grad_()
     spec = hw.design(model=2, heads=1, pattern="full")
-    at = hw.Tokens.run(0, 1200, "cpu")
-    asked = hw.terms.Asked(q, q, 1.0, at)
-    job = Job(spec, spec.core, dtype=BF16, grad=True)
-    told = backends.Inputs(q, q, v, asked, {}, {})
-    o = halves.attend(job, hw.Sight(at, at, spec.pattern), told, hw.Attention(spec).bound, None)
+    at = hw.SequenceInfo.contiguous(0, 1200, "cpu")
+    asked = hw.terms.QueryContext(q, q, 1.0, at)
+    job = CallSignature(spec, spec.core, dtype=BF16, needs_grad=True)
+    told = backends.CoreInputs(q, q, v, asked, {}, {})
+    o = halves.attend(job, hw.AttentionMask(at, at, spec.pattern), told, hw.Attention(spec).core_steps, None)
     o.backward(torch.ones_like(o))
     check_close(v.grad, torch.ones_like(v), rtol=0, atol=2**-8)
 
@@ -160,21 +160,21 @@ def test_weights_of_long_texts_are_not_kept():
 @pytest.mark.parametrize("count", [5, 128, 300, 513])
 def test_what_is_kept_is_billed(count):
     spec = hw.design(model=16, heads=4, kv=2, pattern="causal")
-    load = hw.Load(2, count, "bf16", "cpu")
+    load = hw.Workload(2, count, "bf16", "cpu")
     layer = hw.Attention(spec, backend="halves").to(BF16)
     x = torch.randn(2, count, 16).to(BF16).requires_grad_()
-    assert hw.activations(spec, load, "halves").total == by_layer(layer, x)
-    assert hw.activations(spec, load) == hw.activations(spec, load, "halves")
-    assert hw.activations(spec, hw.Load(2, count, "fp32", "cpu")) == hw.activations(
-        spec, hw.Load(2, count, "fp32", "cpu"), "sdpa"
+    assert hw.layer_activation_memory(spec, load, "halves").total == by_layer(layer, x)
+    assert hw.layer_activation_memory(spec, load) == hw.layer_activation_memory(spec, load, "halves")
+    assert hw.layer_activation_memory(spec, hw.Workload(2, count, "fp32", "cpu")) == hw.layer_activation_memory(
+        spec, hw.Workload(2, count, "fp32", "cpu"), "sdpa"
     )
 
 
 def test_what_is_kept_is_not_formed_again(small):
     spec = base(pattern="causal")
-    job = Job(spec, spec.core)
-    told = [backends.forms_again(halves, job, hw.Work(1, keys, keys, keys), 100) for keys in (9, 10)]
-    assert told == [0, 100 * spec.core.width // (spec.core.width + spec.core.vdim)]
+    job = CallSignature(spec, spec.core)
+    told = [backends.recomputed_flops(halves, job, hw.CallSize(1, keys, keys, keys), 100) for keys in (9, 10)]
+    assert told == [0, 100 * spec.core.score_dim // (spec.core.score_dim + spec.core.vdim)]
 
 
 # --- who takes what ------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_what_is_kept_is_not_formed_again(small):
 
 def ran(layer: hw.Attention) -> list[str]:
     """Who ran the calls of a layer so far."""
-    known = {module.attend: name for name, module in BACKENDS.items()}
+    known = {module.attend_recomputed: name for name, module in BACKENDS.items()}
     return [known[plan.attend] for plan in layer._plans.values()]
 
 
@@ -198,17 +198,17 @@ def test_numbers_of_16_bits_are_read_in_whole_products():
     low = copy.deepcopy(layer).to(BF16)
     low(x.to(BF16))
     assert ran(low)[-1] == "halves"
-    assert why(spec, dtype="bfloat16", tokens=5).runs == "halves"
-    assert why(spec, dtype="bfloat16").asked.stages == [(0, "halves")]
-    assert why(spec, tokens=5).runs == why(spec, dtype="bfloat16", device="cuda", tokens=5).runs == "sdpa"
+    assert why(spec, dtype="bfloat16", tokens=5).backend == "halves"
+    assert why(spec, dtype="bfloat16").call.length_ranges == [(0, "halves")]
+    assert why(spec, tokens=5).backend == why(spec, dtype="bfloat16", device="cuda", tokens=5).backend == "sdpa"
 
 
 def test_autocast_leaves_double_precision_alone():
     layer, x = hw.Attention(hw.design(model=8, heads=2)).double(), torch.randn(1, 5, 8, dtype=torch.float64)
     with torch.autocast("cpu", BF16):
-        assert inputs.worked(x) == torch.float64
+        assert inputs.compute_dtype(x) == torch.float64
         assert layer(x).dtype == torch.float64
-    assert inputs.worked(x.float()) == torch.float32
+    assert inputs.compute_dtype(x.float()) == torch.float32
 
 
 def test_an_autocast_layer_is_as_good_as_plain():
@@ -235,15 +235,15 @@ def test_an_autocast_layer_is_as_good_as_plain():
 )
 def test_it_says_what_it_cannot_do(words, state, said):
     spec = hw.design(model=12, heads=4, **words)
-    refused = halves.refuses(Job(spec, spec.core, **state))
+    refused = halves.unsupported_reasons(CallSignature(spec, spec.core, **state))
     assert any(said in one for one in refused), refused
 
 
 def test_packed_texts_stay_with_their_kernel(monkeypatch: pytest.MonkeyPatch):
     layer = hw.Attention(hw.design(model=8, heads=2, pattern="causal")).to(BF16)
-    told = hw.Tokens.packed([[3, 4]])
+    told = hw.SequenceInfo.packed([[3, 4]])
     calls = []
-    monkeypatch.setattr(packed, "texts", lambda qkv, *rest: calls.append(1) or qkv[2])
+    monkeypatch.setattr(packed, "attend_varlen", lambda qkv, *rest: calls.append(1) or qkv[2])
     layer(torch.randn(1, 7, 8).to(BF16), tokens=told)
     assert calls == [1]
 

@@ -16,7 +16,7 @@ import headwise as hw
 from cases import EVERY, base, check_close
 from headwise import axes
 from headwise.surgery import groups
-from headwise.surgery.arranging import arranged, neighbours
+from headwise.surgery.arranging import permute_heads, make_groups_contiguous
 
 
 def brute(score: np.ndarray, into: int) -> float:
@@ -39,10 +39,10 @@ def drawn(heads: int, seed: int) -> np.ndarray:
 def test_few_heads_are_grouped_as_well_as_can_be(sizes, seed):
     heads, into = sizes
     score = drawn(heads, seed)
-    found = groups.alike(torch.tensor(score), into)
+    found = groups.group_similar_heads(torch.tensor(score), into)
     assert sorted(head for group in found for head in group) == list(range(heads))
     assert {len(group) for group in found} == {heads // into}
-    assert groups.within(torch.tensor(score), found) == pytest.approx(brute(score, into), abs=1e-12)
+    assert groups.sum_similarity_within(torch.tensor(score), found) == pytest.approx(brute(score, into), abs=1e-12)
 
 
 @settings(deadline=None, max_examples=20)
@@ -50,26 +50,26 @@ def test_few_heads_are_grouped_as_well_as_can_be(sizes, seed):
 def test_climbing_finds_what_trying_all_finds(sizes, seed):
     heads, into = sizes
     score = torch.tensor(drawn(heads, seed))
-    every = groups.alike(score, into)
-    assert groups.ways(heads, into) <= groups.FEW
-    climbed = groups.climbed(score, into, seed=seed, starts=50)
-    assert groups.within(score, climbed) == pytest.approx(groups.within(score, every), abs=1e-12)
+    every = groups.group_similar_heads(score, into)
+    assert groups.count_groupings(heads, into) <= groups.MAX_EXHAUSTIVE
+    climbed = groups.search_by_swaps(score, into, seed=seed, restarts=50)
+    assert groups.sum_similarity_within(score, climbed) == pytest.approx(groups.sum_similarity_within(score, every), abs=1e-12)
 
 
 def test_many_heads_are_grouped_alike_every_time_and_never_worse_than_neighbours():
     score = torch.tensor(drawn(24, 5))
-    assert groups.ways(24, 6) > groups.FEW
-    once, again = (groups.alike(score, 6, seed=2, starts=20) for _ in range(2))
+    assert groups.count_groupings(24, 6) > groups.MAX_EXHAUSTIVE
+    once, again = (groups.group_similar_heads(score, 6, seed=2, restarts=20) for _ in range(2))
     assert once == again
-    assert groups.within(score, once) > groups.within(score, groups.evenly(24, 6))
-    alone = groups.climbed(score, 6, seed=2, starts=0)
-    assert groups.within(score, groups.evenly(24, 6)) < groups.within(score, alone) <= groups.within(score, once)
+    assert groups.sum_similarity_within(score, once) > groups.sum_similarity_within(score, groups.group_adjacent_heads(24, 6))
+    alone = groups.search_by_swaps(score, 6, seed=2, restarts=0)
+    assert groups.sum_similarity_within(score, groups.group_adjacent_heads(24, 6)) < groups.sum_similarity_within(score, alone) <= groups.sum_similarity_within(score, once)
 
 
 def test_hidden_groups_are_found():
     owner = torch.arange(32) * 7 % 8
     score = (owner[:, None] == owner).double() + 0.3 * torch.tensor(drawn(32, 1))
-    found = groups.alike(score, 8, seed=0, starts=10)
+    found = groups.group_similar_heads(score, 8, seed=0, restarts=10)
     assert {frozenset(group) for group in found} == {
         frozenset((owner == n).nonzero().flatten().tolist()) for n in range(8)
     }
@@ -77,8 +77,8 @@ def test_hidden_groups_are_found():
 
 def test_ways_are_counted_as_they_are_tried():
     for heads, into in ((4, 2), (6, 3), (8, 4), (9, 3)):
-        tried = list(groups._every(tuple(range(heads)), heads // into))
-        assert len(set(tried)) == len(tried) == groups.ways(heads, into)
+        tried = list(groups._iter_groupings(tuple(range(heads)), heads // into))
+        assert len(set(tried)) == len(tried) == groups.count_groupings(heads, into)
 
 
 def test_groups_that_do_not_come_out_are_refused():
@@ -86,10 +86,10 @@ def test_groups_that_do_not_come_out_are_refused():
         with pytest.raises(
             hw.SpecError, match=r"6 key-value heads do not make .* equal groups; use one of \[1, 2, 3, 6\]"
         ):
-            groups.alike(torch.zeros(6, 6), into)
-    for score in (torch.full((4, 4), torch.nan), torch.zeros(3, 4), torch.zeros(4)):
+            groups.group_similar_heads(torch.zeros(6, 6), into)
+    for score in (torch.is_full((4, 4), torch.nan), torch.zeros(3, 4), torch.zeros(4)):
         with pytest.raises(ValueError, match="no number for each pair of heads"):
-            groups.alike(score, 2)
+            groups.group_similar_heads(score, 2)
 
 
 def twin(spec, weights) -> hw.Attention:
@@ -101,34 +101,34 @@ def twin(spec, weights) -> hw.Attention:
 @pytest.mark.parametrize("name", EVERY)
 def test_another_order_is_refused_or_the_same_layer(name):
     spec = EVERY[name]
-    if not spec.heads.values and spec.project.grouped and "Differential" not in name:
+    if not spec.heads.values and spec.project.supports_grouping and "Differential" not in name:
         shuffled = replace(spec.heads, reads=tuple(np.random.default_rng(7).permutation(spec.heads.reads).tolist()))
-        spec = cases.normal(spec, heads=shuffled) if spec.project.plain else spec
+        spec = cases.normal(spec, heads=shuffled) if spec.project.uses_head_dims else spec
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
     order = np.random.default_rng(1).permutation(spec.heads.q).tolist()
-    mixes = any(len(spec.sources(out)) > len(spec.voices) // len(spec.speaks) for out in range(len(spec.speaks)))
+    mixes = any(len(spec.required_score_heads(out)) > len(spec.score_head_of_row) // len(spec.score_head_of_output) for out in range(len(spec.score_head_of_output)))
     if mixes or spec.heads.values:
         with pytest.raises(hw.SpecError, match=r"where they stand|grouped apart"):
-            arranged(spec, layer.state_dict(), order)
+            permute_heads(spec, layer.state_dict(), order)
         return
     if "Differential" in name:
         pairs = np.random.default_rng(1).permutation(spec.heads.q // 2)
         order = [2 * pair + half for pair in pairs.tolist() for half in range(2)]
-    for make in (lambda: arranged(spec, layer.state_dict(), order), lambda: neighbours(spec, layer.state_dict())):
+    for make in (lambda: permute_heads(spec, layer.state_dict(), order), lambda: make_groups_contiguous(spec, layer.state_dict())):
         check_close(twin(*make())(x, source=z), layer(x, source=z))
 
 
 def test_neighbours_make_what_was_shared_regular():
     for said in ({"modifiers": (hw.Alibi(), hw.HeadGate())}, {"heads": 3, "modifiers": (hw.DifferentialV2(),)}):
         spec = base(**({"heads": 6, "bias": "qkvo"} | said))
-        spec, weights = axes.share(
+        spec, weights = axes.share_kv_heads(
             spec, cases.layer(spec).state_dict(), [(0, 2), (1,)] if spec.heads.kv == 3 else [(0, 4, 2), (5, 1, 3)]
         )
         x, _ = cases.tensors(spec)
-        even, moved = neighbours(spec, weights)
-        assert not spec.heads.even
-        assert even.heads.even == (
+        even, moved = make_groups_contiguous(spec, weights)
+        assert not spec.heads.is_evenly_grouped
+        assert even.heads.is_evenly_grouped == (
             spec.heads.q == 6 and spec.heads.kv == 2 and len(set(map(spec.heads.reads.count, (0, 1)))) == 1
         )
         assert list(even.heads.reads) == sorted(spec.heads.reads)
@@ -139,8 +139,8 @@ def test_an_order_must_name_every_head_and_keep_pairs():
     spec = base(heads=4, modifiers=(hw.DifferentialV2(),))
     weights = cases.layer(spec).state_dict()
     with pytest.raises(hw.SpecError, match="must name each of 8 score heads once"):
-        arranged(spec, weights, [0, 1, 2])
+        permute_heads(spec, weights, [0, 1, 2])
     with pytest.raises(hw.SpecError):
-        arranged(spec, weights, [0, 2, 1, 3, 4, 5, 6, 7])
+        permute_heads(spec, weights, [0, 2, 1, 3, 4, 5, 6, 7])
     x, _ = cases.tensors(spec)
-    check_close(twin(*arranged(spec, weights, [4, 5, 0, 1, 6, 7, 2, 3]))(x), twin(spec, weights)(x))
+    check_close(twin(*permute_heads(spec, weights, [4, 5, 0, 1, 6, 7, 2, 3]))(x), twin(spec, weights)(x))

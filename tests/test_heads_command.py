@@ -11,9 +11,9 @@ import pytest
 import headwise as hw
 from headwise import cli
 from headwise.heads import figures, inks
-from headwise.heads.gallery import Picture, gallery, overlaid
-from headwise.heads.table import Head, Measure, Named, Table
-from headwise.heads.telling import listed, painted, told
+from headwise.heads.gallery import HeadPicture, draw_gallery, draw_head_overlay
+from headwise.heads.table import HeadMeasures, Measure, HeadClass, HeadTable
+from headwise.heads.telling import format_head_ranking, with_ansi_colour, format_head_table
 from test_sources import ROWS, reader, rows
 from test_trace_command import written
 
@@ -127,23 +127,23 @@ def test_wrong_arguments(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "one", "two"]
 
 
-def small() -> Table:
+def small() -> HeadTable:
     one = Measure(0.8, 0.7, 0.9, 0.1)
     names = ("previous", "syntactic det to governor", "unclear", "sink")
     heads = tuple(
-        Head("decoder", "attention", n // 2, n % 2, 0, f"decoder.{n // 2}.attention", {"entropy": one, "sink": one},
-             (Named(name, 0.3 + 0.2 * n, "it does"),))
+        HeadMeasures("decoder", "attention", n // 2, n % 2, 0, f"decoder.{n // 2}.attention", {"entropy": one, "sink": one},
+             (HeadClass(name, 0.3 + 0.2 * n, "it does"),))
         for n, name in enumerate(names)
     )  # fmt: skip
-    return Table("small", "9 texts", heads)
+    return HeadTable("small", "9 texts", heads)
 
 
 def test_letters_are_of_classes():
-    lines = told(small()).splitlines()
+    lines = format_head_table(small()).splitlines()
     assert lines[3].split() == ["decoder.0.attention", "p", "S"]
     assert lines[4].split() == ["decoder.1.attention", "·", "K"]
-    assert "\x1b[38;2;86;180;233mp\x1b[0m" in told(small(), painted)
-    assert listed(small(), "sink").splitlines()[3].split()[:6] == [
+    assert "\x1b[38;2;86;180;233mp\x1b[0m" in format_head_table(small(), with_ansi_colour)
+    assert format_head_ranking(small(), "sink").splitlines()[3].split()[:6] == [
         "decoder.0.attention",
         "0",
         "0.80",
@@ -153,27 +153,27 @@ def test_letters_are_of_classes():
     ]
 
 
-@pytest.mark.parametrize("paper", inks.PAPERS)
+@pytest.mark.parametrize("paper", inks.FIGURE_THEMES)
 def test_drawings_are_the_same_twice(paper: str, tmp_path: Path):
     weights = np.eye(4)
-    picture = Picture("previous", "previous", weights, list("abcd"), ["a", "<b>", "字", "\x1b"], [(1, 2)])
+    picture = HeadPicture("previous", "previous", weights, list("abcd"), ["a", "<b>", "字", "\x1b"], [(1, 2)])
     places = np.random.default_rng(0).normal(size=(4, 2))
     makers = {
-        "grid": lambda on: figures.grid(small(), on),
-        "layers": lambda on: figures.by_layer(small(), on),
-        "curve": lambda on: figures.curve(list("abc"), [(1, 0, 2), (3, 2, 4), (0, 0, 0)], "importance", on),
-        "atlas": lambda on: figures.atlas(small(), places, on),
-        "gallery": lambda on: gallery([picture] * 4, "heads", on),
-        "pair": lambda on: overlaid(picture, picture, on),
+        "grid": lambda on: figures.draw_head_grid(small(), on),
+        "layers": lambda on: figures.draw_measure_by_layer(small(), on),
+        "curve": lambda on: figures.draw_importance_curve(list("abc"), [(1, 0, 2), (3, 2, 4), (0, 0, 0)], "importance", on),
+        "atlas": lambda on: figures.draw_head_map(small(), places, on),
+        "gallery": lambda on: draw_gallery([picture] * 4, "heads", on),
+        "pair": lambda on: draw_head_overlay(picture, picture, on),
     }
     for name, make in makers.items():
         for again in (1, 2):
-            inks.write(make, tmp_path / f"{name}{again}.svg", paper)
+            inks.save_figure(make, tmp_path / f"{name}{again}.svg", paper)
         assert (tmp_path / f"{name}1.svg").read_bytes() == (tmp_path / f"{name}2.svg").read_bytes()
     with pytest.raises(ValueError, match=r"ends in none of \.svg, \.png"):
-        inks.write(makers["grid"], tmp_path / "a.pdf")
+        inks.save_figure(makers["grid"], tmp_path / "a.pdf")
     with pytest.raises(ValueError, match="there is no paper 'grey'"):
-        inks.write(makers["grid"], tmp_path / "a.svg", "grey")
+        inks.save_figure(makers["grid"], tmp_path / "a.svg", "grey")
 
 
 def test_what_is_told_besides(

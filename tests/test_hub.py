@@ -20,11 +20,11 @@ from torch import Tensor
 
 import headwise as hw
 from headwise import blueprint as bp
-from headwise.families import WRITERS, config_of
-from headwise.hub.maps import MAPS, map_of
-from headwise.hub.plan import Plan
-from headwise.hub.slots import Slot, pieces
-from headwise.layout import Layout
+from headwise.families import WRITERS, write_config
+from headwise.hub.maps import WEIGHT_NAMES, get_weight_names
+from headwise.hub.plan import CheckpointPlan
+from headwise.hub.slots import TensorLocation, make_pieces
+from headwise.layout import AxisLayout
 from headwise.tasks.vocabulary import Chars
 
 TOKENS, MODEL, HEADS, KV, HIDDEN, LAYERS = 11, 24, 6, 2, 13, 2
@@ -38,7 +38,7 @@ WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.
 
 def built(config: dict[str, Any], **said: Any) -> hw.Transformer:
     """A model with numbers that matter."""
-    net = hw.build(hw.families.read(config | said), seed=0).eval()
+    net = hw.build(hw.families.read_model_spec(config | said), seed=0).eval()
     with torch.no_grad():
         for p in net.parameters():
             p.add_(0.3 * torch.randn(p.shape))
@@ -75,8 +75,8 @@ def check_refused(words: str, load: Callable[[], object]) -> None:
 SIZES = {"q": 2, "dim": 6, "model": 5, "rank": 3, "vdim": 4, "expert": 3}
 
 
-def weight(layout: str, **sizes: int) -> bp.Weight:
-    return bp.Weight("ours", Layout.parse(layout), SIZES | sizes)
+def weight(layout: str, **sizes: int) -> bp.WeightSpec:
+    return bp.WeightSpec("ours", AxisLayout.parse(layout), SIZES | sizes)
 
 
 def test_a_place_in_a_fused_tensor_is_what_slicing_gives():
@@ -84,45 +84,45 @@ def test_a_place_in_a_fused_tensor_is_what_slicing_gives():
     fused = np.arange(5 * 36.0).reshape(5, 36)
     both = np.arange(2 * 10 * 3.0).reshape(20, 3)
     pairs = np.arange(12 * 5.0).reshape(12, 5)
-    cases: list[tuple[str, Slot, NDArray[Any], NDArray[Any]]] = [
-        ("(q dim) model", Slot("a", "model (qkv q dim)", {"qkv": 1}, {"qkv": 3}), fused, fused[:, 12:24].T),
-        ("(q vdim) rank", Slot("a", "(q [dim|vdim]) rank", {"dim|vdim": "vdim"}), both, np.r_[both[6:10], both[16:20]]),
-        ("model (q dim)", Slot("a", "(q dim) model"), pairs, pairs.T),
+    cases: list[tuple[str, TensorLocation, NDArray[Any], NDArray[Any]]] = [
+        ("(q dim) model", TensorLocation("a", "model (qkv q dim)", {"qkv": 1}, {"qkv": 3}), fused, fused[:, 12:24].T),
+        ("(q vdim) rank", TensorLocation("a", "(q [dim|vdim]) rank", {"dim|vdim": "vdim"}), both, np.r_[both[6:10], both[16:20]]),
+        ("model (q dim)", TensorLocation("a", "(q dim) model"), pairs, pairs.T),
         (
             "(q dim) model",
-            Slot("a", "(q pair side) model", sizes={"side": 2}, ours="(q side pair) model"),
+            TensorLocation("a", "(q pair side) model", extra_axes={"side": 2}, own_layout="(q side pair) model"),
             pairs,
             pairs[[0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]],
         ),
     ]
     for layout, slot, stored, wanted in cases:
         own = weight(layout)
-        (piece,) = pieces(slot, own, {})
+        (piece,) = make_pieces(slot, own, {})
         assert piece.shape == stored.shape
         ours = torch.zeros(own.shape, dtype=torch.float64)
-        piece.here.of(ours).copy_(piece.there.of(torch.from_numpy(stored)))
+        piece.own_view.view(ours).copy_(piece.file_view.view(torch.from_numpy(stored)))
         assert np.array_equal(ours.numpy(), wanted), layout
 
 
 def test_a_tensor_for_each_index_of_an_axis():
     own = weight("expert dim model")
-    found = list(pieces(Slot("{layer}.{expert}.w", "model dim"), own, {"layer": 7}))
+    found = list(make_pieces(TensorLocation("{layer}.{expert}.w", "model dim"), own, {"layer": 7}))
     assert [piece.path for piece in found] == ["7.0.w", "7.1.w", "7.2.w"]
     ours = torch.arange(3 * 6 * 5.0).view(3, 6, 5)
-    assert all(torch.equal(piece.here.of(ours), ours[n]) for n, piece in enumerate(found))
+    assert all(torch.equal(piece.own_view.view(ours), ours[n]) for n, piece in enumerate(found))
     assert all(piece.shape == (5, 6) for piece in found)
 
 
-@pytest.mark.parametrize("family", sorted(set(hw.families.FAMILIES) & set(MAPS)))
+@pytest.mark.parametrize("family", sorted(set(hw.families.FAMILIES) & set(WEIGHT_NAMES)))
 def test_every_family_that_is_described_is_read(family: str):
     """Every tensor of its usual model has a place; every number of a file is one of ours, and only one."""
-    described = hw.families.read({"model_type": family, "vocab_size": TOKENS} | FEW)
-    names = MAPS[family]
-    plan = Plan.of(described, names, names.trunks[0])
+    described = hw.families.read_model_spec({"model_type": family, "vocab_size": TOKENS} | FEW)
+    names = WEIGHT_NAMES[family]
+    plan = CheckpointPlan.from_spec(described, names, names.prefixes[0])
     for path, own in plan.pieces.items():
         stored = torch.empty(own[0].shape, device="meta")
         assert {piece.shape for piece in own} == {own[0].shape}, path
-        assert sum(piece.there.of(stored).numel() for piece in own) == stored.numel(), path
+        assert sum(piece.file_view.view(stored).numel() for piece in own) == stored.numel(), path
     placed = {piece.name for own in plan.pieces.values() for piece in own}
     assert {w.name for w in described.weights() if w.learned} <= placed
 
@@ -271,7 +271,7 @@ def test_a_tied_head_may_be_there_or_not(tmp_path: Path):
 def test_a_tokenizer_that_knows_few_words_is_read(tmp_path: Path):
     """It has nothing to say of words it does not know."""
     net = built(LLAMA)
-    net.usage = bp.Usage(before=(2,), tokenizer=Chars("0123456789\n").document)
+    net.usage = bp.ProcessorSpec(before=(2,), tokenizer=Chars("0123456789\n").document)
     hw.export(net, tmp_path / "f")
     usage = hw.load(tmp_path / "f").usage
     assert (usage.before, usage.behind) == ((2,), ())
@@ -281,7 +281,7 @@ def test_a_tokenizer_that_knows_few_words_is_read(tmp_path: Path):
 def test_families_without_a_table_are_refused_by_name():
     check_refused(
         "weights of 'falcon' are not read yet; those of bart, bert, .. qwen3, .. vit, xlm-roberta are",
-        lambda: map_of("falcon"),
+        lambda: get_weight_names("falcon"),
     )
 
 
@@ -295,9 +295,9 @@ def test_names_of_other_times_are_read(tmp_path: Path):
 
     changed(tmp_path / "f", older)
     check_same(hw.load(tmp_path / "f"), net)
-    bert = MAPS["bert"]
-    assert bert.usual("bert.embeddings.LayerNorm.gamma") == "bert.embeddings.LayerNorm.weight"
-    assert bert.usual("bert.embeddings.LayerNorm.weight") == "bert.embeddings.LayerNorm.weight"
+    bert = WEIGHT_NAMES["bert"]
+    assert bert.canonical_name("bert.embeddings.LayerNorm.gamma") == "bert.embeddings.LayerNorm.weight"
+    assert bert.canonical_name("bert.embeddings.LayerNorm.weight") == "bert.embeddings.LayerNorm.weight"
 
 
 def test_code_that_came_along_is_never_run(tmp_path: Path):
@@ -342,12 +342,12 @@ def test_what_is_no_model_is_refused(name: str, told: str, tmp_path: Path):
 # --- export --------------------------------------------------------------------------------------------
 
 
-def described(spec: hw.AttentionSpec, **said: Any) -> bp.Model:
+def described(spec: hw.AttentionSpec, **said: Any) -> bp.ModelSpec:
     """A Llama but for what is said."""
-    feed = said.pop("feed", bp.Dense(HIDDEN, "silu", "gated"))
-    block = bp.Block(spec, feed=feed, norm=bp.Norm("rms", 1e-5), **said)
-    stack = bp.Stack.of("decoder", MODEL, [block] * LAYERS, embedding=bp.Embedding(TOKENS), norm=bp.Norm("rms", 1e-5))
-    return bp.Model("mine", "decoder", (stack,), (bp.Head("tokens", TOKENS),))
+    feed = said.pop("feed", bp.FeedForwardSpec(HIDDEN, "silu", "gated"))
+    block = bp.BlockSpec(spec, feed=feed, norm=bp.NormSpec("rms", 1e-5), **said)
+    stack = bp.StackSpec.from_blocks("decoder", MODEL, [block] * LAYERS, embedding=bp.EmbeddingSpec(TOKENS), norm=bp.NormSpec("rms", 1e-5))
+    return bp.ModelSpec("mine", "decoder", (stack,), (bp.OutputHeadSpec("tokens", TOKENS),))
 
 
 def attention(*modifiers: Any, **said: Any) -> hw.AttentionSpec:
@@ -357,7 +357,7 @@ def attention(*modifiers: Any, **said: Any) -> hw.AttentionSpec:
     )
 
 
-UNSAID: dict[str, tuple[bp.Model, str]] = {
+UNSAID: dict[str, tuple[bp.ModelSpec, str]] = {
     "window": (
         described(attention(pattern="window(5) | first(2)")),
         "layers.0.attention.pattern = .. 'causal()', mine 'win",
@@ -378,13 +378,13 @@ UNSAID: dict[str, tuple[bp.Model, str]] = {
     "sink": (described(attention(normaliser=hw.SinkSoftmax())), "normaliser"),
     "placement": (described(attention(), placement="sandwich"), "placement = the usual, mine 'sandwich'"),
     "experts": (
-        described(attention(), feed=bp.Experts(bp.Dense(5), 3, 1)),
+        described(attention(), feed=bp.ExpertsSpec(bp.FeedForwardSpec(5), 3, 1)),
         "has one feed-forward in every layer, and mine",
     ),
     "no feed": (described(attention(), feed=None), "has one feed-forward in every layer, and mine has not"),
-    "encoder": (hw.families.read({"model_type": "bert", "num_hidden_layers": 1}), "kind = 'decoder', bert 'encoder'"),
+    "encoder": (hw.families.read_model_spec({"model_type": "bert", "num_hidden_layers": 1}), "kind = 'decoder', bert 'encoder'"),
     "classes": (
-        hw.families.read(LLAMA | {"architectures": ["LlamaForSequenceClassification"]}),
+        hw.families.read_model_spec(LLAMA | {"architectures": ["LlamaForSequenceClassification"]}),
         "heads.0.name = 'tokens'",
     ),
 }
@@ -401,22 +401,22 @@ def test_what_no_format_says_is_refused_by_the_first_difference(what: str, tmp_p
 @pytest.mark.parametrize("form", list(WRITERS))
 def test_a_config_that_was_read_is_written_to_say_the_same(form: str):
     for more in ({}, {"tie_word_embeddings": True}, {"hidden_act": "gelu_new", "activation_function": "relu"}):
-        model = hw.families.read(
+        model = hw.families.read_model_spec(
             (GPT2 if form == "gpt2" else LLAMA | {"architectures": None}) | {"model_type": form} | more
         )
-        again = hw.families.read(config_of(model, form))
+        again = hw.families.read_model_spec(write_config(model, form))
         assert (again.stacks, again.heads) == (model.stacks, model.heads)
 
 
 def test_words_and_lengths_that_cannot_be_meant(tmp_path: Path):
     check_refused(
-        "configs of 'lama' are not written; did you mean 'llama'?", lambda: config_of(built(LLAMA).described, "lama")
+        "configs of 'lama' are not written; did you mean 'llama'?", lambda: write_config(built(LLAMA).described, "lama")
     )
     for length in (0, True, 7.5):
         told = f"length={length!r} is no number of positions; give a whole number"
-        check_refused(told, lambda length=length: hw.export(built(LLAMA), tmp_path / "f", length=length))
+        check_refused(told, lambda length=length: hw.export(built(LLAMA), tmp_path / "f", max_length=length))
     told = "length=9 for a model with 7 learned positions; leave length out"
-    check_refused(told, lambda: hw.export(built(GPT2), tmp_path / "f", length=9))
+    check_refused(told, lambda: hw.export(built(GPT2), tmp_path / "f", max_length=9))
     net = built(LLAMA)
     net.decoder.norm.double()
     check_refused("parameters are of torch.float32 and torch.float64; bring", lambda: hw.export(net, tmp_path / "f"))

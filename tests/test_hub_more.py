@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.hub.maps import MAPS
+from headwise.hub.maps import WEIGHT_NAMES
 from test_families_more import EXPERTS, KINDS, read
 
-READ = [name for name, kind in KINDS.items() if kind.made.model_type in MAPS and kind.said]
+READ = [name for name, kind in KINDS.items() if kind.made.model_type in WEIGHT_NAMES and kind.said]
 
 
 @pytest.mark.parametrize("name", READ)

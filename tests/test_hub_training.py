@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 import headwise as hw
-from headwise.blueprint import Usage
+from headwise.blueprint import ProcessorSpec
 from headwise.cli import main
 from headwise.files import read_lines
 from headwise.tasks.text import Text
@@ -30,8 +30,8 @@ def text(tmp_path: Path) -> Path:
 
 
 def model(rows: int) -> hw.Transformer:
-    net = hw.build(hw.families.read(CONFIG | {"vocab_size": rows}), seed=0)
-    net.usage = Usage(before=(0,), end=(0,), tokenizer=WORDS.document)
+    net = hw.build(hw.families.read_model_spec(CONFIG | {"vocab_size": rows}), seed=0)
+    net.usage = ProcessorSpec(before=(0,), end=(0,), tokenizer=WORDS.document)
     return net
 
 
@@ -54,7 +54,7 @@ def test_a_folder_of_transformers_is_gone_on_with(more: int, dtype: torch.dtype,
 
 def test_other_tokens_are_used_where_they_are_said(text: Path, tmp_path: Path):
     net = model(256)
-    net.usage = Usage()
+    net.usage = ProcessorSpec()
     hw.export(net, tmp_path / "f")
     said = ["--model", str(tmp_path / "f"), "--out", str(tmp_path / "out"), *SMALL, "--set", "task.tokens=bytes"]
     assert main(["train", str(text), *said]) == 0
@@ -90,7 +90,7 @@ def test_a_table_may_be_wider_than_its_own_tokenizer_alone(text: Path, tmp_path:
     task = Text(str(text), tokens=str(tmp_path / "t.json"), length=8, test=0.0)
     recipe = hw.Recipe(steps=1, batch=4, precision="fp32", compile="off", attention="auto", evaluate_batches=1)
     net = model(WORDS.size + 7)
-    net.usage = Usage(tokenizer=learned([LINE * 9], size=270, specials=("<s>",)).document)
+    net.usage = ProcessorSpec(tokenizer=learned([LINE * 9], size=270, specials=("<s>",)).document)
     with pytest.raises(hw.SpecError, match=r"the task's tokenizer \d+ tokens; give it"):
         hw.train(task, net, recipe, tmp_path / "out")
 

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 import headwise as hw
 from foreign import BART, BERT, GPT, Foreign, without_columns
-from headwise.heads.methods import LeaveOneOut, Michel, Shapley, TimeUp, clock
-from headwise.heads.objectives import Drift, MaskedLoss
-from headwise.heads.passing import Passage, Restarted, Silent, passage
-from headwise.heads.rating import How
-from headwise.heads.scene import Scene
-from headwise.heads.significance import corrected, p_values
-from headwise.heads.weighing import METHODS, importance
-from headwise.hub.finding import found
-from headwise.hub.readable import readable
+from headwise.heads.methods import LeaveOneOut, GradientTimesActivation, ShapleyValue, TimeLimitReached, make_time_check
+from headwise.heads.objectives import OutputDrift, MaskedTokenLoss
+from headwise.heads.passing import RepeatedForward, PartialForward, HeadAblationHook, make_forward
+from headwise.heads.rating import ImportanceOptions
+from headwise.heads.scene import Example
+from headwise.heads.significance import correct_p_values, sign_flip_p_values
+from headwise.heads.weighing import IMPORTANCE_METHODS, estimate_importance
+from headwise.hub.finding import find_attention
+from headwise.hub.readable import prepare_inputs
 from weighed import BERT as OUR_BERT
 from weighed import GPT2, LLAMA, built, ids, loud, scenes, translator
 
@@ -33,7 +33,7 @@ THEIRS = {
     "gpt2": Foreign("GPT2LMHeadModel", "GPT2Config", GPT, "c_proj"),
     "bert": Foreign("BertForMaskedLM", "BertConfig", BERT, "output.dense"),
 }
-SMALL = MaskedLoss(mask=MASK)
+SMALL = MaskedTokenLoss(mask_id=MASK)
 
 
 def theirs(name: str) -> nn.Module:
@@ -44,15 +44,15 @@ def asked_of(name: str) -> Any:
     return SMALL if name == "bert" else "next-token"
 
 
-def loss_of(model: nn.Module, scene: Scene, objective: Any, number: int) -> Tensor:
+def loss_of(model: nn.Module, scene: Example, objective: Any, number: int) -> Tensor:
     """The loss of a text, by the definition."""
     if objective == "next-token":
         text = next(iter(scene.inputs.values()))
         said = model(text)
         logits = said if isinstance(said, Tensor) else said.logits
         return -logits[0, :-1].log_softmax(-1)[range(text.shape[1] - 1), text[0, 1:]].mean()
-    question = SMALL.question(model, scene, number)
-    logits = model(**question.given.names).logits[0]
+    question = SMALL.prepare_input(model, scene, number)
+    logits = model(**question.inputs.kwargs).logits[0]
     places = (question.labels != -100).nonzero().flatten()
     return -logits.log_softmax(-1)[places, question.labels[places]].mean()
 
@@ -77,7 +77,7 @@ def projections(model: nn.Module, name: str) -> list[nn.Module]:
 def test_leaving_out_is_a_copy_without_the_columns(name: str):
     model, asked = theirs(name), asked_of(name)
     texts = scenes(model, 3)
-    result = importance(model, texts, objective=asked)
+    result = estimate_importance(model, texts, objective=asked)
     assert any("run whole" in note for note in result.notes)
     for site, head in [(hw.sites(model)[0], 1), (hw.sites(model)[1], 3)]:
         other = copy.deepcopy(model)
@@ -90,8 +90,8 @@ def test_leaving_out_is_a_copy_without_the_columns(name: str):
 def test_leaving_out_reaches_two_stacks_of_somebody_elses():
     one = Foreign("BartForConditionalGeneration", "BartConfig", BART, "out_proj", "both")
     model = one.build().double()
-    texts = [Scene({"input_ids": ids(n, 6, 67), "decoder_input_ids": ids(9 + n, 5, 67)}, {}) for n in range(3)]
-    result = importance(model, texts)
+    texts = [Example({"input_ids": ids(n, 6, 67), "decoder_input_ids": ids(9 + n, 5, 67)}, {}) for n in range(3)]
+    result = estimate_importance(model, texts)
     assert result.objective == "translation"
     assert len(result.heads) == 6 * 4
     for path in ("model.encoder.layers.0.self_attn", "model.decoder.layers.1.encoder_attn"):
@@ -110,7 +110,7 @@ def test_leaving_out_reaches_two_stacks_of_somebody_elses():
 def test_leaving_out_is_a_copy_without_the_columns_in_a_model_of_ours(config: dict[str, Any]):
     net = built(config)
     texts = scenes(net)
-    result = importance(net, texts)
+    result = estimate_importance(net, texts)
     for layer, head in itertools.product(range(2), range(3)):
         other = copy.deepcopy(net)
         with torch.no_grad():
@@ -124,8 +124,8 @@ def test_leaving_out_of_torchs_own_is_a_copy_without_the_columns():
     torch.manual_seed(0)
     net = loud(nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 3, 20, batch_first=True), 2, None, False))
     draw = torch.Generator().manual_seed(0)
-    texts = [Scene(torch.randn(1, 5 + n, 12, generator=draw).double(), {}) for n in range(3)]
-    result = importance(net, texts, objective="token-drift-l2")
+    texts = [Example(torch.randn(1, 5 + n, 12, generator=draw).double(), {}) for n in range(3)]
+    result = estimate_importance(net, texts, objective="token-drift-l2")
     other = copy.deepcopy(net)
     with torch.no_grad():
         other.layers[1].self_attn.out_proj.weight[:, 4:8] = 0
@@ -136,32 +136,32 @@ def test_leaving_out_of_torchs_own_is_a_copy_without_the_columns():
 
 @pytest.mark.parametrize("net", [built(GPT2), built(OUR_BERT), translator()], ids=["decoder", "encoder", "both"])
 def test_beginning_again_midway_is_the_whole_run(net: Any):
-    those, given = found(net), readable(net, scenes(net)[0].inputs, 0)
-    again, whole = Restarted(net, those, given), Passage(net, those, given)
-    assert torch.equal(again.plain, whole.plain)
-    assert again.counts == whole.counts
+    those, given = find_attention(net), prepare_inputs(net, scenes(net)[0].inputs, 0)
+    again, whole = PartialForward(net, those, given), RepeatedForward(net, those, given)
+    assert torch.equal(again.baseline_outputs, whole.baseline_outputs)
+    assert again.head_counts == whole.head_counts
     for one in those:
         for head in range(one.site.heads):
-            silent = {one.site.name: Silent(head)}
-            assert torch.equal(again.watched(silent), whole.watched(silent))
-    everywhere = {one.site.name: Silent(0) for one in those}
-    assert torch.equal(again.watched(everywhere), whole.watched(everywhere))
-    assert not torch.equal(again.watched(everywhere), again.plain)
+            silent = {one.site.name: HeadAblationHook(head)}
+            assert torch.equal(again.run_with_hooks(silent), whole.run_with_hooks(silent))
+    everywhere = {one.site.name: HeadAblationHook(0) for one in those}
+    assert torch.equal(again.run_with_hooks(everywhere), whole.run_with_hooks(everywhere))
+    assert not torch.equal(again.run_with_hooks(everywhere), again.baseline_outputs)
 
 
 def test_a_run_that_begins_midway_runs_no_layer_before():
     net, ran = built(GPT2), list[str]()
-    way = passage(net, found(net), readable(net, {"x": ids(0)}, 0))
-    assert way.counts == {"decoder.0.attention": 3, "decoder.1.attention": 3}
+    way = make_forward(net, find_attention(net), prepare_inputs(net, {"x": ids(0)}, 0))
+    assert way.head_counts == {"decoder.0.attention": 3, "decoder.1.attention": 3}
     net.decoder.get_submodule("0").register_forward_pre_hook(lambda *_: ran.append("0"))
-    way.watched({"decoder.1.attention": Silent(0)})
+    way.run_with_hooks({"decoder.1.attention": HeadAblationHook(0)})
     assert not ran
 
 
 # --- gradients -------------------------------------------------------------------------------------------
 
 
-def by_masks(model: nn.Module, name: str, text: Scene, number: int, asked: Any) -> list[Tensor]:
+def by_masks(model: nn.Module, name: str, text: Example, number: int, asked: Any) -> list[Tensor]:
     """dL/dxi of masks xi [T, heads] written out before every projection."""
     count = next(iter(text.inputs.values())).shape[1]
     masks = [torch.ones(count, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
@@ -184,7 +184,7 @@ def test_michels_three_are_what_masks_say(name: str):
     slopes = [torch.stack([xi.sum(0) for xi in by_masks(model, name, one, n, asked)]) for n, one in enumerate(texts)]
     sizes = [torch.stack([xi.abs().sum(0) for xi in by_masks(model, name, o, n, asked)]) for n, o in enumerate(texts)]
     lengths = [next(iter(one.inputs.values())).shape[1] for one in texts]
-    asks = [SMALL.question(model, o, n).asked if name == "bert" else lengths[n] - 1 for n, o in enumerate(texts)]
+    asks = [SMALL.prepare_input(model, o, n).num_targets if name == "bert" else lengths[n] - 1 for n, o in enumerate(texts)]
     pairs = [(0, 1), (2, 3)]
     batched = sum(
         ((asks[a] * slopes[a] + asks[b] * slopes[b]) / (asks[a] + asks[b])).abs() for a, b in pairs
@@ -193,12 +193,12 @@ def test_michels_three_are_what_masks_say(name: str):
         "paper": torch.stack(slopes).abs().mean(0), "code": sum(sizes) / sum(lengths), "bertology": batched,
     }  # fmt: skip
     for kind, own in wanted.items():
-        method = Michel(kind, batch=2 if kind == "bertology" else 1)
-        result = importance(model, texts, method=method, objective=asked)
+        method = GradientTimesActivation(kind, batch_size=2 if kind == "bertology" else 1)
+        result = estimate_importance(model, texts, method=method, objective=asked)
         np.testing.assert_allclose(values(result), own.flatten().numpy(), rtol=1e-9, atol=1e-14)
-    signed = importance(model, texts, method="taylor", objective=asked)
+    signed = estimate_importance(model, texts, method="taylor", objective=asked)
     np.testing.assert_allclose(values(signed), -torch.stack(slopes).mean(0).flatten().numpy(), rtol=1e-9, atol=1e-14)
-    size = importance(model, texts, method="taylor-size", objective=asked)
+    size = estimate_importance(model, texts, method="taylor-size", objective=asked)
     own = torch.stack([one.abs() / count / 8 for one, count in zip(slopes, lengths, strict=True)]).mean(0)
     np.testing.assert_allclose(values(size), own.flatten().numpy(), rtol=1e-9, atol=1e-14)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -209,9 +209,9 @@ def test_taylor_is_the_slope_of_a_loss(net: Any):
     texts, step = scenes(net, 2), 1e-5
     for parameter in net.parameters():
         parameter.requires_grad_(False)  # nothing of a model has to be learned for its heads to be weighed
-    result = importance(net, texts, method="taylor")
+    result = estimate_importance(net, texts, method="taylor")
 
-    def loss(text: Scene) -> float:
+    def loss(text: Example) -> float:
         target = text.inputs["x"]
         logits = net(**text.inputs)[0, :-1]
         return float(F.cross_entropy(logits, target[0, 1:]))
@@ -219,15 +219,15 @@ def test_taylor_is_the_slope_of_a_loss(net: Any):
     for one in result.heads[::2]:
         sides = []
         for scale in (1 - step, 1 + step):
-            with hw.silence(net, [(one.site, one.head)], scale=scale):
+            with hw.ablate(net, [(one.site, one.head)], scale=scale):
                 sides.append(np.mean([loss(text) for text in texts]))
         assert one.value == pytest.approx(-(sides[1] - sides[0]) / (2 * step), rel=1e-5, abs=1e-8)
 
 
 def test_a_layers_worth_has_length_one_when_normalised():
     net = built(GPT2)
-    plain = importance(net, scenes(net), method="michel")
-    result = importance(net, scenes(net), method="michel", how=How(normalised="layer"))
+    plain = estimate_importance(net, scenes(net), method="michel")
+    result = estimate_importance(net, scenes(net), method="michel", options=ImportanceOptions(normalisation="layer"))
     for layer in range(2):
         own, told = ([one.value for one in each.heads if one.layer == layer] for each in (plain, result))
         np.testing.assert_allclose(told, np.array(own) / np.linalg.norm(own))
@@ -236,15 +236,15 @@ def test_a_layers_worth_has_length_one_when_normalised():
 # --- every method ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", list(IMPORTANCE_METHODS))
 def test_a_head_without_weights_matters_nothing_and_one_that_alone_speaks_most(method: str):
     net = built(GPT2)
     with torch.no_grad():
         for layer in range(2):
             o = net.get_parameter(f"decoder.{layer}.attention.output.o")
             o[:, : 8 if layer else 12] = 0
-    one = Michel("bertology", batch=2) if method == "michel-bertology" else method
-    result = importance(net, scenes(net), method=one)
+    one = GradientTimesActivation("bertology", batch_size=2) if method == "michel-bertology" else method
+    result = estimate_importance(net, scenes(net), method=one)
     for rated in result.heads:
         alone = (rated.layer, rated.head) == (1, 2)
         if method == "lrp" and not rated.layer:  # a site that nothing went through has nothing to share
@@ -254,7 +254,7 @@ def test_a_head_without_weights_matters_nothing_and_one_that_alone_speaks_most(m
         assert (rated.low, rated.high) == (0, 0) or alone
     largest = max(result.heads[3:], key=lambda one: abs(one.value))
     assert largest.head == 2
-    assert result.ranked[-1].value <= largest.value or math.isnan(result.ranked[-1].value)
+    assert result.by_importance[-1].value <= largest.value or math.isnan(result.by_importance[-1].value)
 
 
 def permuted(net: Any, order: Sequence[int]) -> Any:
@@ -271,11 +271,11 @@ def permuted(net: Any, order: Sequence[int]) -> Any:
     return other
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "shapley"])  # which draws orders by number
+@pytest.mark.parametrize("method", [name for name in IMPORTANCE_METHODS if name != "shapley"])  # which draws orders by number
 def test_heads_in_another_order_are_worth_the_same(method: str):
     net, order = built(GPT2), [2, 0, 1]
-    one = Michel("bertology", batch=2) if method == "michel-bertology" else method
-    own, other = (importance(each, scenes(net), method=one).heads for each in (net, permuted(net, order)))
+    one = GradientTimesActivation("bertology", batch_size=2) if method == "michel-bertology" else method
+    own, other = (estimate_importance(each, scenes(net), method=one).heads for each in (net, permuted(net, order)))
     for place, head in enumerate(order):
         for field in ("value", "low", "high", "p", "level"):
             told = getattr(other[place], field)
@@ -285,15 +285,15 @@ def test_heads_in_another_order_are_worth_the_same(method: str):
 def test_shapley_shares_out_what_all_heads_are_worth():
     net = built(GPT2)
     texts = scenes(net)
-    result = importance(net, texts, method=Shapley(orders=2))
+    result = estimate_importance(net, texts, method=ShapleyValue(num_permutations=2))
     every = [(layer, head) for layer in range(2) for head in range(3)]
     before = mean_of([loss_of(net, one, "next-token", 0) for one in texts])
-    with hw.silence(net, every):
+    with hw.ablate(net, every):
         after = mean_of([loss_of(net, one, "next-token", 0) for one in texts])
     assert values(result).sum() == pytest.approx(after - before, abs=1e-12)
-    again = importance(net, texts, method=Shapley(orders=2))
+    again = estimate_importance(net, texts, method=ShapleyValue(num_permutations=2))
     assert again == result
-    assert importance(net, texts, method=Shapley(orders=2, seed=1)) != result
+    assert estimate_importance(net, texts, method=ShapleyValue(num_permutations=2, seed=1)) != result
 
 
 def test_shapley_of_many_orders_is_its_definition():
@@ -301,14 +301,14 @@ def test_shapley_of_many_orders_is_its_definition():
     worth: dict[frozenset[int], float] = {}
     for count in range(4):
         for gone in itertools.combinations(range(3), count):
-            with hw.silence(net, [(0, head) for head in gone]):
+            with hw.ablate(net, [(0, head) for head in gone]):
                 worth[frozenset(gone)] = mean_of([loss_of(net, one, "next-token", 0) for one in texts])
     wanted = np.zeros(3)
-    for order in itertools.permutations(range(3)):
+    for order in itertools.num_permutations(range(3)):
         for place, head in enumerate(order):
             gone = frozenset(order[:place])
             wanted[head] += (worth[gone | {head}] - worth[gone]) / 6
-    result = importance(net, texts, method=Shapley(orders=150))
+    result = estimate_importance(net, texts, method=ShapleyValue(num_permutations=150))
     np.testing.assert_allclose(values(result), wanted, atol=0.2 * np.abs(wanted).max())
 
 
@@ -319,87 +319,87 @@ def test_signs_are_turned_in_all_ways():
     told = np.random.default_rng(0).normal(0.4, 1, (7, 3))
     ways = np.array(list(itertools.product([1, -1], repeat=7)))
     wanted = (np.abs(ways @ told) >= np.abs(told.sum(0)) - 1e-12).mean(0)
-    np.testing.assert_allclose(p_values(told), wanted)
+    np.testing.assert_allclose(sign_flip_p_values(told), wanted)
     many = np.concatenate([told, told, told])
-    drawn = p_values(many, seed=0)
+    drawn = sign_flip_p_values(many, seed=0)
     ways = np.random.default_rng(7).choice([1, -1], (200_000, 21))
     np.testing.assert_allclose(drawn, (np.abs(ways @ many) >= np.abs(many.sum(0))).mean(0), atol=0.01)
 
 
 def test_chance_is_told_from_worth_as_often_as_it_says():
     told = np.random.default_rng(1).normal(0, 1, (20, 400))
-    assert (p_values(told) < 0.05).mean() == pytest.approx(0.05, abs=0.025)
-    assert corrected(p_values(told)).min() > 0.05
+    assert (sign_flip_p_values(told) < 0.05).mean() == pytest.approx(0.05, abs=0.025)
+    assert correct_p_values(sign_flip_p_values(told)).min() > 0.05
     told[:, 0] += 2
-    assert corrected(p_values(told))[0] < 0.05
-    assert p_values(np.zeros((20, 1)))[0] == 1
+    assert correct_p_values(sign_flip_p_values(told))[0] < 0.05
+    assert sign_flip_p_values(np.zeros((20, 1)))[0] == 1
 
 
 def test_too_few_texts_are_said_to_tell_nothing():
     net = built(GPT2)
     note = "4 texts tell no head from chance: no p is below 0.125, of 6 heads"
-    assert note in importance(net, scenes(net, 4)).notes
-    for method, how in (("michel", How()), ("taylor", How(correction="none"))):
-        assert note not in importance(net, scenes(net, 4), method=method, how=how).notes
-    assert not any("no head" in one for one in importance(net, scenes(net, 8)).notes)
+    assert note in estimate_importance(net, scenes(net, 4)).notes
+    for method, how in (("michel", ImportanceOptions()), ("taylor", ImportanceOptions(correction="none"))):
+        assert note not in estimate_importance(net, scenes(net, 4), method=method, options=how).notes
+    assert not any("no head" in one for one in estimate_importance(net, scenes(net, 8)).notes)
 
 
 def test_the_interval_is_that_of_texts():
     net = built(GPT2)
     texts = scenes(net, 6)
-    result = importance(net, texts)
-    one = [importance(net, [text, text], how=How(resamples=1)).heads[0].value for text in texts]
-    draws = np.random.default_rng(0).multinomial(6, np.full(6, 1 / 6), size=1000) / 6
+    result = estimate_importance(net, texts)
+    one = [estimate_importance(net, [text, text], options=ImportanceOptions(num_resamples=1)).heads[0].value for text in texts]
+    draws = np.random.default_rng(0).multinomial(6, np.is_full(6, 1 / 6), size=1000) / 6
     low, high = np.quantile(draws @ np.array(one), (0.025, 0.975))
     assert (result.heads[0].low, result.heads[0].high) == pytest.approx((low, high), abs=1e-12)
-    assert result.heads[0].p == pytest.approx(p_values(np.array(one)[:, None])[0])
+    assert result.heads[0].p == pytest.approx(sign_flip_p_values(np.array(one)[:, None])[0])
 
 
 def test_time_that_is_used_up_is_said(monkeypatch: pytest.MonkeyPatch):
     net, ticks = built(GPT2), itertools.count()
-    monkeypatch.setattr("headwise.heads.weighing.clock", lambda seconds: clock(seconds, lambda: next(ticks)))
+    monkeypatch.setattr("headwise.heads.weighing.clock", lambda seconds: make_time_check(seconds, lambda: next(ticks)))
     heard: list[int] = []
-    result = importance(net, scenes(net, 9), how=How(budget=25), tell=heard.append)
+    result = estimate_importance(net, scenes(net, 9), options=ImportanceOptions(max_seconds=25), progress=heard.append)
     assert (result.texts, heard) == (3, [1, 2, 3])  # a text is asked before, and before each of its six heads
     assert "stopped after 3 texts, when 25 seconds were used up" in result.notes
-    assert values(result).tolist() == values(importance(net, scenes(net, 3))).tolist()
+    assert values(result).tolist() == values(estimate_importance(net, scenes(net, 3))).tolist()
     with pytest.raises(ValueError, match="1 texts leave no interval; give at least two; give a larger budget"):
-        importance(net, scenes(net, 9), how=How(budget=10))
+        estimate_importance(net, scenes(net, 9), options=ImportanceOptions(max_seconds=10))
 
 
 def test_a_clock_rings_when_its_seconds_are_over():
     now = iter([0.0, 1.0, 2.5])
-    check = clock(2.0, lambda: next(now))
+    check = make_time_check(2.0, lambda: next(now))
     check()
-    with pytest.raises(TimeUp):
+    with pytest.raises(TimeLimitReached):
         check()
 
 
 def test_a_sample_is_drawn_and_said():
     net = built(GPT2)
-    result = importance(net, scenes(net, 9), how=How(sample=4))
+    result = estimate_importance(net, scenes(net, 9), options=ImportanceOptions(num_examples=4))
     assert result.texts == 4
     assert "4 of 9 texts, drawn with seed 0" in result.notes
-    assert importance(net, scenes(net, 9), how=How(sample=4)) == result
-    assert importance(net, scenes(net, 9), how=How(sample=4, seed=1)).heads != result.heads
+    assert estimate_importance(net, scenes(net, 9), options=ImportanceOptions(num_examples=4)) == result
+    assert estimate_importance(net, scenes(net, 9), options=ImportanceOptions(num_examples=4, seed=1)).heads != result.heads
 
 
 def test_texts_that_ask_nothing_are_left_out_and_counted():
     net = built(GPT2)
-    texts = [*scenes(net, 3), Scene({"x": ids(0, 1)}, {})]
-    result = importance(net, texts)
+    texts = [*scenes(net, 3), Example({"x": ids(0, 1)}, {})]
+    result = estimate_importance(net, texts)
     assert result.texts == 3
     assert "1 texts in which nothing is asked were left out" in result.notes
 
 
 def test_a_result_is_plain_values():
     net = built(GPT2)
-    result = importance(net, scenes(net), method="michel")
+    result = estimate_importance(net, scenes(net), method="michel")
     assert result.data["heads"][0]["p"] is None
     assert (result.data["method"], result.data["objective"], result.data["texts"]) == ("michel", "next-token", 5)
-    assert result.ranked[0].value == values(result).max()
+    assert result.by_importance[0].value == values(result).max()
     assert result.heads[0].measure.value == result.heads[0].value
-    assert result.significant == ()
+    assert result.significant_heads == ()
     with pytest.raises(ValueError, match=r"no head 7 of 'decoder.0.attention' was rated; the sites are decoder.0"):
         result.head("decoder.0.attention", 7)
 
@@ -420,7 +420,7 @@ def test_a_result_is_plain_values():
 def test_what_cannot_be_weighed_is_refused(said: dict[str, Any], reason: str):
     net = built(GPT2)
     with pytest.raises(ValueError, match=reason):
-        importance(net, scenes(net), **said)
+        estimate_importance(net, scenes(net), **said)
 
 
 def test_bad_input_is_refused():
@@ -428,20 +428,20 @@ def test_bad_input_is_refused():
     for texts, reason in [
         ([], "no text was given"),
         (scenes(net, 1), "1 texts leave no interval"),
-        ([Scene({"x": torch.cat([ids(0), ids(1)])}, {})] * 2, "a scene is one text, but its inputs hold 2 rows"),
+        ([Example({"x": torch.cat([ids(0), ids(1)])}, {})] * 2, "a scene is one text, but its inputs hold 2 rows"),
     ]:
         with pytest.raises(ValueError, match=reason):
-            importance(net, texts)
+            estimate_importance(net, texts)
     with pytest.raises(ValueError, match="no attention that can be silenced"):
-        importance(nn.Linear(2, 2), [Scene(torch.zeros(1, 2), {})])
+        estimate_importance(nn.Linear(2, 2), [Example(torch.zeros(1, 2), {})])
     with pytest.raises(ValueError, match="in train mode"):
-        importance(net.train(), scenes(net))
+        estimate_importance(net.train(), scenes(net))
     for made in (
-        lambda: Michel("papr"),
-        lambda: Michel("paper", batch=2),
-        lambda: Drift("token"),
-        lambda: How(sample=1),
+        lambda: GradientTimesActivation("papr"),
+        lambda: GradientTimesActivation("paper", batch_size=2),
+        lambda: OutputDrift("token"),
+        lambda: ImportanceOptions(num_examples=1),
     ):
         with pytest.raises(ValueError, match=r"unknown; did you mean|batch=2|sample=1"):
             made()
-    assert LeaveOneOut().refuses(net) == ""
+    assert LeaveOneOut().unsupported_reasons(net) == ""

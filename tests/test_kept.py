@@ -17,7 +17,7 @@ import cases
 import headwise as hw
 from headwise import blueprint as bp
 from headwise.counting import around
-from headwise.counting.nets import kept_by_block, peak
+from headwise.counting.nets import block_activation_memory, peak_activation_memory
 
 BYTES = {torch.float32: 4, torch.bfloat16: 2}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -42,8 +42,8 @@ def by_layer(layer: nn.Module, x: Tensor, z: Tensor | None = None) -> int:
     return kept(lambda: layer(x, source=z), *layer.parameters(), *layer.buffers())
 
 
-def load(batch: int, tokens: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> hw.Load:
-    return hw.Load(batch, tokens, NAMES[dtype], device)
+def load(batch: int, tokens: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> hw.Workload:
+    return hw.Workload(batch, tokens, NAMES[dtype], device)
 
 
 # --- attention, written out in plain torch: the lines of the tables ------------------------------------
@@ -76,7 +76,7 @@ class Plain(nn.Module):
     def weights(self, scores: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
         if mask is not None:
             scores = scores.masked_fill(mask, -torch.inf)
-        return F.dropout((scores * self.heads[2] ** -0.5).softmax(-1), dropout)
+        return F.dropout((scores * self.heads[2] ** -0.5).on_softmax(-1), dropout)
 
 
 @pytest.mark.parametrize("dtype", BYTES)
@@ -101,8 +101,8 @@ def test_plain_attention_keeps_what_the_tables_say(dtype, n, g):
     flash = each * (b * s * d + b * n * s * k + b * g * s * 2 * k + b * s * n * k) + 4 * b * n * s
     assert of("flash", width=k) == flash
     spec = hw.design(model=d, heads=n, kv=g, dim=k)
-    assert hw.activations(spec, load(b, s, dtype), "sdpa").total == flash
-    assert hw.activations(spec, load(b, s, dtype), "flash-cuda").total == flash
+    assert hw.layer_activation_memory(spec, load(b, s, dtype), "sdpa").total == flash
+    assert hw.layer_activation_memory(spec, load(b, s, dtype), "flash-cuda").total == flash
 
 
 def test_dense_keeps_weights_and_the_mask_twice():
@@ -110,7 +110,7 @@ def test_dense_keeps_weights_and_the_mask_twice():
     b, s, d, n, k = 3, 7, 20, 4, 5
     manual = 4 * (b * s * d + 3 * b * n * s * k + b * n * s * s + b * s * n * k)
     spec = hw.design(model=d, heads=n, dim=k, pattern="causal")
-    assert hw.activations(spec, load(b, s), "dense").total == manual + 4 * b * n * s * s + 2 * s * s
+    assert hw.layer_activation_memory(spec, load(b, s), "dense").total == manual + 4 * b * n * s * s + 2 * s * s
 
 
 @given(
@@ -124,7 +124,7 @@ def test_any_small_layer_keeps_what_its_formula_says(sizes, pattern, dtype):
     x = torch.randn(batch, tokens, 11, dtype=dtype, requires_grad=True)
     for profile in ("dense", "sdpa"):
         layer = hw.Attention(spec, backend=profile).to(dtype)
-        assert hw.activations(spec, load(batch, tokens, dtype), profile).total == by_layer(layer, x)
+        assert hw.layer_activation_memory(spec, load(batch, tokens, dtype), profile).total == by_layer(layer, x)
 
 
 @pytest.mark.parametrize("name", list(cases.EXAMPLES)[::2])
@@ -133,7 +133,7 @@ def test_every_part_keeps_what_its_formula_says(name):
     x, z = (t if t is None else t.requires_grad_() for t in cases.tensors(spec, dtype))
     source = None if z is None else z.shape[1]
     for profile in ["dense"] + ["sdpa"] * ("sdpa" in cases.takers(spec, dtype=dtype, training=True, grad=True)):
-        bill = hw.activations(spec, load(*x.shape[:2], dtype), profile, source=source)
+        bill = hw.layer_activation_memory(spec, load(*x.shape[:2], dtype), profile, source=source)
         assert bill.total == by_layer(hw.Attention(spec, backend=profile).to(dtype), x, z), profile
         for term in bill.terms:
             assert worth(term.formula, spec, (*x.shape[:2], source or x.shape[1])) == term.value, term
@@ -149,21 +149,21 @@ def worth(text: str, spec: hw.AttentionSpec, sizes: tuple[int, int, int]) -> int
 
 def test_blocks_of_queries_keep_what_the_core_is_handed():
     b, s, spec = 2, 150, hw.design(preset="entmax", model=6, heads=2, dim=3, modifiers=())
-    told = hw.activations(spec, load(b, s), "composed")
+    told = hw.layer_activation_memory(spec, load(b, s), "composed")
     assert told.total == by_layer(hw.Attention(spec, backend="composed"), torch.randn(b, s, 6, requires_grad=True))
-    assert told == hw.activations(spec, load(b, s), "dense", checkpoint="core")
-    assert hw.activations(spec, load(b, 128), "composed") == hw.activations(spec, load(b, 128), "dense")  # one block
+    assert told == hw.layer_activation_memory(spec, load(b, s), "dense", checkpoint="core")
+    assert hw.layer_activation_memory(spec, load(b, 128), "composed") == hw.layer_activation_memory(spec, load(b, 128), "dense")  # one block
 
 
 def test_weight_dropout_keeps_a_mask_of_the_cpu_and_one_byte_elsewhere():
     spec = hw.design(model=8, heads=2, modifiers=(hw.WeightDropout(0.5),))
     without, b, s = hw.design(model=8, heads=2), 3, 7
     layer = hw.Attention(spec, backend="dense").train()
-    cpu = hw.activations(spec, load(b, s), "dense")
+    cpu = hw.layer_activation_memory(spec, load(b, s), "dense")
     assert cpu.total == by_layer(layer, torch.randn(b, s, 8, requires_grad=True))
-    assert cpu.total - hw.activations(without, load(b, s), "dense").total == b * 2 * s * s * 4
+    assert cpu.total - hw.layer_activation_memory(without, load(b, s), "dense").total == b * 2 * s * s * 4
     with pytest.raises(hw.SpecError, match=r"drops weights that only dense can repeat.*profile='dense'"):
-        hw.activations(spec, load(b, s), "sdpa")
+        hw.layer_activation_memory(spec, load(b, s), "sdpa")
 
 
 # --- blocks and models, held to plain modules ----------------------------------------------------------
@@ -172,49 +172,49 @@ def test_weight_dropout_keeps_a_mask_of_the_cpu_and_one_byte_elsewhere():
 class Gpt(nn.Module):
     def __init__(self, h: int, a: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.one, self.two, self.dropout = nn.LayerNorm(h), nn.LayerNorm(h), dropout
+        self.one, self.has_source, self.dropout = nn.LayerNorm(h), nn.LayerNorm(h), dropout
         self.core = Plain("flash", h, (a, a, h // a, h // a))
         self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + F.dropout(self.core(self.one(x)), self.dropout)
-        return x + F.dropout(self.down(F.gelu(self.up(self.two(x)))), self.dropout)
+        return x + F.dropout(self.down(F.gelu(self.up(self.has_source(x)))), self.dropout)
 
 
 @pytest.mark.parametrize("dtype", BYTES)
 def test_a_gpt_block(dtype):
     b, s, h, a, each = 3, 7, 24, 4, BYTES[dtype]
     formula = each * 16 * b * s * h + 4 * b * a * s + 4 * b * s * each
-    block = bp.Block(hw.design(model=h, heads=a), feed=bp.Dense(4 * h, bias="ud"))
+    block = bp.BlockSpec(hw.design(model=h, heads=a), feed=bp.FeedForwardSpec(4 * h, bias="ud"))
     plain, x = Gpt(h, a).to(dtype), torch.randn(b, s, h, dtype=dtype, requires_grad=True)
     assert kept(lambda: plain(x), *plain.parameters()) == formula
-    at, way = load(b, s, dtype), hw.Way("sdpa")
-    assert kept_by_block(block, h, at, way).total == formula
+    at, way = load(b, s, dtype), hw.ActivationSettings("sdpa")
+    assert block_activation_memory(block, h, at, way).total == formula
     dense = each * (16 * b * s * h + b * a * s * s) + 4 * b * s * each
     more = 4 * b * a * s * s + 2 * s * s  # in single precision as well, and the masks: see above
-    assert kept_by_block(block, h, at, hw.Way("dense")).total == dense + more
+    assert block_activation_memory(block, h, at, hw.ActivationSettings("dense")).total == dense + more
     dropped = Gpt(h, a, 0.5).to(dtype)
     two = kept(lambda: dropped(x), *dropped.parameters()) - formula
     assert two == 2 * b * s * h * each  # of the CPU masks are as wide as numbers
     inside = 4 * b * s * h * each  # what a feed-forward of ours drops inside besides
-    assert kept_by_block(block, h, at, hw.Way("sdpa", dropout=0.5)).total == formula + two + inside
+    assert block_activation_memory(block, h, at, hw.ActivationSettings("sdpa", dropout=0.5)).total == formula + two + inside
 
 
 def test_the_two_published_constants_fall_out():
     """Half precision, masks of one byte: 16 elements of 2 bytes and two masks are 34 b s h."""
     b, s, h, a = 3, 7, 24, 4
-    block = bp.Block(hw.design(model=h, heads=a), feed=bp.Dense(4 * h, bias="ud"))
-    told = kept_by_block(block, h, load(b, s, torch.bfloat16), hw.Way("flash-cuda", dropout=0.1))
+    block = bp.BlockSpec(hw.design(model=h, heads=a), feed=bp.FeedForwardSpec(4 * h, bias="ud"))
+    told = block_activation_memory(block, h, load(b, s, torch.bfloat16), hw.ActivationSettings("flash-cuda", dropout=0.1))
     small = 4 * b * a * s + 4 * b * s * 4 + 4 * b * s * h  # row sums; statistics; the mask inside, which they leave out
     assert told.total == 34 * b * s * h + small
     for profile in ("paper-2022", "zhihu-624740065"):
         assert (
-            kept_by_block(block, h, load(b, s, torch.bfloat16), hw.Way(profile)).total
+            block_activation_memory(block, h, load(b, s, torch.bfloat16), hw.ActivationSettings(profile)).total
             == 34 * b * s * h + 5 * b * a * s**2
         )
-        core = kept_by_block(block, h, load(b, s, torch.bfloat16), hw.Way(profile, "core"))
+        core = block_activation_memory(block, h, load(b, s, torch.bfloat16), hw.ActivationSettings(profile, "core"))
         assert core.total == 34 * b * s * h
-        assert kept_by_block(block, h, load(b, s, torch.bfloat16), hw.Way(profile, "block")).total == 2 * b * s * h
+        assert block_activation_memory(block, h, load(b, s, torch.bfloat16), hw.ActivationSettings(profile, "block")).total == 2 * b * s * h
 
 
 class Llama(nn.Module):
@@ -222,13 +222,13 @@ class Llama(nn.Module):
 
     def __init__(self, d: int, heads: tuple[int, int, int, int], f: int) -> None:
         super().__init__()
-        self.one, self.two = nn.RMSNorm(d, eps=1e-5), nn.RMSNorm(d, eps=1e-5)
+        self.one, self.has_source = nn.RMSNorm(d, eps=1e-5), nn.RMSNorm(d, eps=1e-5)
         self.core = Plain("flash", d, heads)
         self.gate, self.up, self.down = (nn.Linear(*io, bias=False) for io in ((d, f), (d, f), (f, d)))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.core(self.one(x))
-        z = self.two(x)
+        z = self.has_source(x)
         return x + self.down(F.silu(self.gate(z)) * self.up(z))
 
 
@@ -241,8 +241,8 @@ def test_a_llama_block(dtype):
     plain, x = Llama(d, (n, g, k, k), f).to(dtype), torch.randn(b, s, d, dtype=dtype, requires_grad=True)
     assert kept(lambda: plain(x), *plain.parameters()) == formula
     spec = hw.design(preset="gqa", model=d, heads=n, kv=g, dim=k)
-    feed = bp.Dense(f, "silu", form="gated")
-    told = kept_by_block(bp.Block(spec, feed=feed, norm=bp.Norm("rms")), d, load(b, s, dtype), hw.Way("sdpa"))
+    feed = bp.FeedForwardSpec(f, "silu", form="gated")
+    told = block_activation_memory(bp.BlockSpec(spec, feed=feed, norm=bp.NormSpec("rms")), d, load(b, s, dtype), hw.ActivationSettings("sdpa"))
     turns = sum(term.value for term in told.terms if "rotary" in term.name)
     assert turns == 8 * s * k // 2  # a cosine and a sine of every pair of channels; rounded, once for either side
     assert told.total == formula + turns
@@ -256,9 +256,9 @@ def test_the_tail_of_a_language_model():
         lambda: F.cross_entropy(head(norm(x)).flatten(0, 1), labels), *norm.parameters(), *head.parameters(), labels
     )
     assert measured == 4 * 2 * b * s * h + 2 * b * s * 4 + 4 * b * s * vocab + 4
-    stack = bp.Stack.of("decoder", h, [], embedding=bp.Embedding(vocab), norm=bp.Norm())
-    model = bp.Model("tail", "decoder", (stack,), (bp.Head("tokens", vocab),))
-    assert hw.kept_by(model, load(b, s)).total == measured
+    stack = bp.StackSpec.from_blocks("decoder", h, [], embedding=bp.EmbeddingSpec(vocab), norm=bp.NormSpec())
+    model = bp.ModelSpec("tail", "decoder", (stack,), (bp.OutputHeadSpec("tokens", vocab),))
+    assert hw.activation_memory(model, load(b, s)).total == measured
 
 
 FORMS = {
@@ -287,8 +287,8 @@ def test_feed_forwards_by_activation(name, form, dropout):
         inner = act(x @ gate.T) * (x @ up.T) if form == "gated" else act(x @ up.T)
         return F.dropout(inner, dropout, True) @ down.T
 
-    at = around.Place.of(load(b, s), s, "sdpa", dropout)
-    told = sum(size for _, size in around.feed(bp.Dense(f, name, form), at.count, at))
+    at = around.ActivationContext.from_workload(load(b, s), s, "sdpa", dropout)
+    told = sum(size for _, size in around.feed_forward_bytes(bp.FeedForwardSpec(f, name, form), at.num_tokens, at))
     assert 4 * b * s * d + told == kept(run, up, gate, down)
 
 
@@ -301,11 +301,11 @@ def test_bounded_gates_and_parallel_blocks():
         g, u = (x @ gate.T).clamp(max=7.0), (x @ up.T).clamp(-7.0, 7.0)
         return (g * torch.sigmoid(1.702 * g) * (u + 1)) @ down.T
 
-    at = around.Place.of(load(b, s), s, "sdpa", 0.0)
-    feed = bp.Dense(f, "bounded_silu(1.702, 7.0)", "gated")
-    assert 4 * b * s * d + sum(size for _, size in around.feed(feed, at.count, at)) == kept(run, up, gate, down)
-    one, two = (bp.Block(hw.design(model=d, heads=2), feed=feed, placement=place) for place in ("parallel", "pre"))
-    shared = kept_by_block(two, d, load(b, s)).total - kept_by_block(one, d, load(b, s)).total
+    at = around.ActivationContext.from_workload(load(b, s), s, "sdpa", 0.0)
+    feed = bp.FeedForwardSpec(f, "bounded_silu(1.702, 7.0)", "gated")
+    assert 4 * b * s * d + sum(size for _, size in around.feed_forward_bytes(feed, at.num_tokens, at)) == kept(run, up, gate, down)
+    one, two = (bp.BlockSpec(hw.design(model=d, heads=2), feed=feed, placement=place) for place in ("parallel", "pre"))
+    shared = block_activation_memory(two, d, load(b, s)).total - block_activation_memory(one, d, load(b, s)).total
     assert shared == 4 * 2 * b * s * d + 2 * 4 * b * s  # one norm, whose output both read
 
 
@@ -313,21 +313,21 @@ def test_bounded_gates_and_parallel_blocks():
 
 
 def test_checkpoints_of_a_whole_model():
-    gpt = hw.families.read({"model_type": "gpt2", "n_layer": 5, "n_embd": 24, "n_head": 4, "vocab_size": 31})
-    at, way = load(3, 7), hw.Way("sdpa", "block")
-    every, stored = hw.kept_by(gpt, at, hw.Way("sdpa")).total, hw.kept_by(gpt, at, way).total
-    block = kept_by_block(gpt.stacks[0].layers[0], 24, at, hw.Way("sdpa")).total
+    gpt = hw.families.read_model_spec({"model_type": "gpt2", "n_layer": 5, "n_embd": 24, "n_head": 4, "vocab_size": 31})
+    at, way = load(3, 7), hw.ActivationSettings("sdpa", "block")
+    every, stored = hw.activation_memory(gpt, at, hw.ActivationSettings("sdpa")).total, hw.activation_memory(gpt, at, way).total
+    block = block_activation_memory(gpt.stacks[0].layers[0], 24, at, hw.ActivationSettings("sdpa")).total
     assert every - stored == 5 * (block - 4 * 3 * 7 * 24)
-    assert peak(gpt, at, way) == stored + block - 4 * 3 * 7 * 24
+    assert peak_activation_memory(gpt, at, way) == stored + block - 4 * 3 * 7 * 24
 
 
 def test_a_load_that_nothing_could_hold_stays_exact():
     batch, tokens = 2**62, 2**62
     spec = hw.design(model=512, heads=8)
-    told = hw.activations(spec, hw.Load(batch, tokens, "bf16"), "sdpa")
+    told = hw.layer_activation_memory(spec, hw.Workload(batch, tokens, "bf16"), "sdpa")
     assert told.total == 2 * 5 * batch * tokens * 512 + 4 * batch * 8 * tokens
     window = hw.design(model=512, heads=8, pattern="window(5)")
-    masked = hw.activations(window, hw.Load(batch, tokens, "bf16"), "sdpa")
+    masked = hw.layer_activation_memory(window, hw.Workload(batch, tokens, "bf16"), "sdpa")
     assert masked.total - told.total == 2 * tokens**2
 
 
@@ -335,27 +335,27 @@ def test_a_load_at_the_edge_of_a_pattern_or_of_a_table():
     for tokens in (4, 5, 6):  # a window of as many tokens is a triangle, which needs no mask
         spec, x = hw.design(model=8, heads=2, pattern="window(5)"), torch.randn(1, tokens, 8, requires_grad=True)
         layer = hw.Attention(spec, backend="sdpa")
-        assert hw.activations(spec, load(1, tokens), "sdpa").total == by_layer(layer, x)
+        assert hw.layer_activation_memory(spec, load(1, tokens), "sdpa").total == by_layer(layer, x)
     short = hw.design(model=8, heads=2, modifiers=(hw.Learned(length=1),))
     told = by_layer(hw.Attention(short, backend="dense"), torch.randn(3, 1, 8, requires_grad=True))
-    assert hw.activations(short, load(3, 1), "dense").total == told
+    assert hw.layer_activation_memory(short, load(3, 1), "dense").total == told
     with pytest.raises(ValueError, match="knows no position 1"):
-        hw.activations(short, load(3, 2), "dense")
+        hw.layer_activation_memory(short, load(3, 2), "dense")
 
 
 @pytest.mark.parametrize(
     ("run", "said"),
     [
-        (lambda s, at: hw.activations(s, at, "spda"), "did you mean 'sdpa'"),
-        (lambda s, at: hw.activations(s, at, checkpoint="blok"), "did you mean 'block'"),
-        (lambda s, at: hw.activations(s, at, "sdpa", checkpoint="core"), "keeps no scores"),
-        (lambda s, at: hw.activations(s, at, source=3), "reads no source"),
-        (lambda s, at: hw.activations(s, at, "paper-2022"), "numbers of 2 bytes"),
-        (lambda s, at: hw.activations(hw.design(preset="gqa"), at, "zhihu-624740065"), "plain multi-head attention"),
-        (lambda s, at: hw.kept_by(s, at, hw.Way(dropout=0.1)), "a layer alone has none"),
-        (lambda s, at: hw.Way(dropout=1.0), "no rate"),
-        (lambda s, at: hw.Way(source=0), "no length of a source"),
-        (lambda s, at: hw.activations(hw.design(preset="dcmha"), at, "sdpa"), "use profile='dense'"),
+        (lambda s, at: hw.layer_activation_memory(s, at, "spda"), "did you mean 'sdpa'"),
+        (lambda s, at: hw.layer_activation_memory(s, at, checkpoint="blok"), "did you mean 'block'"),
+        (lambda s, at: hw.layer_activation_memory(s, at, "sdpa", checkpoint="core"), "keeps no scores"),
+        (lambda s, at: hw.layer_activation_memory(s, at, source=3), "reads no source"),
+        (lambda s, at: hw.layer_activation_memory(s, at, "paper-2022"), "numbers of 2 bytes"),
+        (lambda s, at: hw.layer_activation_memory(hw.design(preset="gqa"), at, "zhihu-624740065"), "plain multi-head attention"),
+        (lambda s, at: hw.activation_memory(s, at, hw.ActivationSettings(dropout=0.1)), "a layer alone has none"),
+        (lambda s, at: hw.ActivationSettings(dropout=1.0), "no rate"),
+        (lambda s, at: hw.ActivationSettings(source=0), "no length of a source"),
+        (lambda s, at: hw.layer_activation_memory(hw.design(preset="dcmha"), at, "sdpa"), "use profile='dense'"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(run, said):
@@ -365,18 +365,18 @@ def test_what_cannot_be_meant_is_refused(run, said):
 
 
 @pytest.mark.parametrize(
-    "change", [{"placement": "parallel"}, {"norm": bp.Norm("rms")}, {"feed": bp.Dense(30)}, {"feed": None}]
+    "change", [{"placement": "parallel"}, {"norm": bp.NormSpec("rms")}, {"feed": bp.FeedForwardSpec(30)}, {"feed": None}]
 )
 def test_published_formulas_are_of_gpt_blocks_alone(change):
-    block = bp.Block(**{"attention": hw.design(model=8, heads=2), "feed": bp.Dense(32)} | change)
+    block = bp.BlockSpec(**{"attention": hw.design(model=8, heads=2), "feed": bp.FeedForwardSpec(32)} | change)
     with pytest.raises(hw.SpecError, match="is of GPT blocks"):
-        kept_by_block(block, 8, hw.Load(1, 5), hw.Way("paper-2022"))
+        block_activation_memory(block, 8, hw.Workload(1, 5), hw.ActivationSettings("paper-2022"))
 
 
 def test_gpt3_as_published():
     config = {"model_type": "gpt2", "n_layer": 96, "n_embd": 12288, "n_head": 96, "n_positions": 2048}
-    gpt3 = hw.families.read(config)
-    told = hw.kept_by(gpt3, hw.Load(1, 2048), hw.Way("zhihu-624740065"))
+    gpt3 = hw.families.read_model_spec(config)
+    told = hw.activation_memory(gpt3, hw.Workload(1, 2048), hw.ActivationSettings("zhihu-624740065"))
     assert told.total == 275_414_777_856
     whole = math.prod((96, 2, 2048, 12288))
-    assert hw.kept_by(gpt3, hw.Load(1, 2048), hw.Way("paper-2022", "block")).total == whole
+    assert hw.activation_memory(gpt3, hw.Workload(1, 2048), hw.ActivationSettings("paper-2022", "block")).total == whole

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import headwise as hw
-from headwise.counting.checkpoints import recomputed_by
-from headwise.counting.keeping import refused
-from headwise.counting.watching import Watch
+from headwise.counting.checkpoints import recompute_flops
+from headwise.counting.keeping import fused_unsupported_reason
+from headwise.counting.watching import SavedTensorRecorder
 
 pytest.importorskip("headwise.models", reason="models are not part of this build")
 
@@ -51,11 +51,11 @@ BATCH, TOKENS, SOURCE = 2, 11, 13
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def described(name: str) -> hw.blueprint.Model:
-    return hw.families.read({"model_type": name, **CONFIGS[name]})
+def described(name: str) -> hw.blueprint.ModelSpec:
+    return hw.families.read_model_spec({"model_type": name, **CONFIGS[name]})
 
 
-def given(stack: hw.blueprint.Stack, tokens: int, dtype: torch.dtype) -> Tensor:
+def given(stack: hw.blueprint.StackSpec, tokens: int, dtype: torch.dtype) -> Tensor:
     patches = stack.embedding.patches
     if patches is None:
         return torch.randint(1, stack.embedding.tokens, (BATCH, tokens))
@@ -64,36 +64,36 @@ def given(stack: hw.blueprint.Stack, tokens: int, dtype: torch.dtype) -> Tensor:
     )
 
 
-def measured(model: hw.blueprint.Model, dtype: torch.dtype, way: hw.Way) -> int:
+def measured(model: hw.blueprint.ModelSpec, dtype: torch.dtype, way: hw.ActivationSettings) -> int:
     """Bytes that hooks see of one step of training; ids, pixels and labels are given and do not count."""
     net = hw.build(model, dropout=way.dropout, seed=0).to(dtype).train()
     net.checkpointing = way.checkpoint
     more = {"source": given(model.stacks[0], SOURCE, dtype)} if len(model.stacks) > 1 else {}
     x, labels = given(model.stacks[-1], TOKENS, dtype), torch.zeros(BATCH * 99, dtype=torch.int64)
-    with Watch([*net.parameters(), *net.buffers(), x, *more.values(), labels], {}) as watch:
+    with SavedTensorRecorder([*net.parameters(), *net.buffers(), x, *more.values(), labels], {}) as watch:
         y = net(x, **more).flatten(0, -2)
         F.cross_entropy(y, labels[: len(y)])
-    return watch.total
+    return watch.total_bytes
 
 
-def profile(model: hw.blueprint.Model, dtype: str = "fp32") -> str:
+def profile(model: hw.blueprint.ModelSpec, dtype: str = "fp32") -> str:
     """In bfloat16 each attention has its own: the usual one."""
-    return "dense" if any(refused(spec) for _, spec in model.specs()) else "" if dtype == "bf16" else "sdpa"
+    return "dense" if any(fused_unsupported_reason(spec) for _, spec in model.attention_specs()) else "" if dtype == "bf16" else "sdpa"
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_keeps_what_its_formula_says(name, dtype, dropout):
-    model, load = described(name), hw.Load(BATCH, TOKENS, dtype, "cpu")
-    way = hw.Way(profile(model, dtype), dropout=dropout, source=SOURCE if len(described(name).stacks) > 1 else None)
-    assert hw.kept_by(model, load, way).total == measured(model, DTYPES[dtype], way)
+    model, load = described(name), hw.Workload(BATCH, TOKENS, dtype, "cpu")
+    way = hw.ActivationSettings(profile(model, dtype), dropout=dropout, source=SOURCE if len(described(name).stacks) > 1 else None)
+    assert hw.activation_memory(model, load, way).total == measured(model, DTYPES[dtype], way)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "deepseek_v3", "bert"])
 def test_a_model_with_checkpoints_keeps_the_inputs_of_its_blocks(name):
-    model, load, way = described(name), hw.Load(BATCH, TOKENS, "fp32", "cpu"), hw.Way("dense", "block")
-    assert hw.kept_by(model, load, way).total == measured(model, torch.float32, way)
+    model, load, way = described(name), hw.Workload(BATCH, TOKENS, "fp32", "cpu"), hw.ActivationSettings("dense", "block")
+    assert hw.activation_memory(model, load, way).total == measured(model, torch.float32, way)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -106,11 +106,11 @@ def test_a_model_with_checkpoints_does_again_what_its_formula_says(name, dropout
         net = hw.build(model, dropout=dropout, seed=0).train()
         for spec in net.modules():
             if isinstance(spec, hw.Attention):
-                spec.only = "dense"
+                spec.backend_name = "dense"
         net.checkpointing = checkpointing
         with FlopCounterMode(display=False) as counted:
             net(torch.randint(1, 61, (BATCH, TOKENS))).sum().backward()
         totals[checkpointing] = counted.get_total_flops()
-    way = hw.Way("dense", "block", dropout)
-    done = recomputed_by(model, hw.Load(BATCH, TOKENS, "fp32", "cpu"), way).total
+    way = hw.ActivationSettings("dense", "block", dropout)
+    done = recompute_flops(model, hw.Workload(BATCH, TOKENS, "fp32", "cpu"), way).total
     assert done == totals["block"] - totals["none"]

@@ -8,7 +8,7 @@ import pytest
 
 import headwise as hw
 from headwise import cli
-from headwise.counting.checkpoints import recomputed_by
+from headwise.counting.checkpoints import recompute_flops
 
 SIZES = ["--model", "64", "--heads", "4", "--context", "32", "--batch", "2"]
 
@@ -37,13 +37,13 @@ def test_the_page_says_every_step_with_its_formula(capsys):
 def test_the_document_has_the_same_numbers(capsys, checkpoint):
     code, out, _ = run(capsys, "gqa", *SIZES, "--json", "--profile", "dense", "--checkpoint", checkpoint)
     told = json.loads(out)["training"]["gqa"]
-    spec, load = hw.design(preset="gqa", model=64, heads=4), hw.Load(2, 32)
-    way = hw.Way("dense", checkpoint)
+    spec, load = hw.design(preset="gqa", model=64, heads=4), hw.Workload(2, 32)
+    way = hw.ActivationSettings("dense", checkpoint)
     assert code == 0
     assert (told["profile"], told["checkpoint"], told["dropout"]) == ("dense", checkpoint, 0.0)
-    assert told["kept_bytes"] == hw.kept_by(spec, load, way).total == sum(term["value"] for term in told["terms"])
-    assert told["peak_bytes"] == hw.kept_by(spec, load, hw.Way("dense")).total
-    assert told["recomputed_flops"] == recomputed_by(spec, load, way).total
+    assert told["kept_bytes"] == hw.activation_memory(spec, load, way).total == sum(term["value"] for term in told["terms"])
+    assert told["peak_bytes"] == hw.activation_memory(spec, load, hw.ActivationSettings("dense")).total
+    assert told["recomputed_flops"] == recompute_flops(spec, load, way).total
     assert (told["recomputed_flops"] > 0) == (checkpoint != "none")
 
 

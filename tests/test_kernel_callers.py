@@ -9,9 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from cases import check_close
-from headwise.backends.lines import Lines
-from headwise.kernels import Beside, decode, plainly, read, within
-from headwise.kernels.read import read_lines
+from headwise.backends.lines import RoutedWorkItems
+from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference, read, within
+from headwise.kernels.read import gathered_attention
 
 TABLE = torch.tensor([[[0, 0, 4], [1, 0, 2]], [[2, 0, 0], [0, 0, 0]], [[3, 1, 3], [0, 2, 2]]])
 LONG = 300  # tokens, more than a block of any kernel
@@ -36,7 +36,7 @@ def test_only_some_of_what_is_decoded_want_gradients(wanted):
     for n in wanted:
         given[n].requires_grad_()
     q, k, v = given
-    found = [run(q, k, v, TABLE, scale=0.3)[0] for run in (decode, plainly)]
+    found = [run(q, k, v, TABLE, scale=0.3)[0] for run in (attend_paged, attend_paged_reference)]
     ours, theirs = (torch.autograd.grad(o.square().sum(), [given[n] for n in wanted]) for o in found)
     for one, other in zip(ours, theirs, strict=True):
         check_close(one, other)
@@ -74,7 +74,7 @@ def test_hooks_of_parameters_are_called_once():
 def test_hooks_of_what_is_decoded_are_called_once():
     q, k, v = handed()
     k.requires_grad_()
-    o = decode(q, k, v, TABLE, scale=0.3)[0].square().sum()
+    o = attend_paged(q, k, v, TABLE, scale=0.3)[0].square().sum()
     expected = torch.autograd.grad(o, k, create_graph=True)[0]
     k.register_hook(lambda grad: 3 * grad)
     check_close(torch.autograd.grad(o, k, create_graph=True)[0], 3 * expected)
@@ -138,58 +138,58 @@ def test_spans_beside_the_pages_are_refused(span):
     table = TABLE.clone()
     table[2, 0] = torch.tensor(span)
     with pytest.raises(ValueError, match=r"within 5 pages of 4 slots"):
-        decode(*handed(), table, scale=0.3)
+        attend_paged(*handed(), table, scale=0.3)
 
 
 def test_spans_of_nothing_may_name_anything():
     table = TABLE.clone()
     table[1] = torch.tensor([[9, 3, 3], [-7, 99, 4]])
-    assert within.astray(table.transpose(0, 1), 5, 4) == -1
+    assert within.find_invalid_span(table.transpose(0, 1), 5, 4) == -1
     given = handed()
-    check_close(decode(*given, table, scale=0.3)[0], decode(*given, TABLE, scale=0.3)[0])
+    check_close(attend_paged(*given, table, scale=0.3)[0], attend_paged(*given, TABLE, scale=0.3)[0])
 
 
 @pytest.mark.parametrize(
     ("beside", "said"),
     [
-        (Beside(bias=torch.zeros(3, 4, 7)), r"the bias is \[3, 4, 7\]"),
-        (Beside(bias=torch.zeros(2, 1, 8)), r"the bias is \[2, 1, 8\]"),
-        (Beside(bias=torch.zeros(1, 3, 8)), r"the bias is \[1, 3, 8\]"),
-        (Beside(sink=torch.zeros(3)), "3 sinks"),
+        (PagedDecodeOptions(bias=torch.zeros(3, 4, 7)), r"the bias is \[3, 4, 7\]"),
+        (PagedDecodeOptions(bias=torch.zeros(2, 1, 8)), r"the bias is \[2, 1, 8\]"),
+        (PagedDecodeOptions(bias=torch.zeros(1, 3, 8)), r"the bias is \[1, 3, 8\]"),
+        (PagedDecodeOptions(sink=torch.zeros(3)), "3 sinks"),
     ],
     ids=["columns", "rows", "heads", "sinks"],
 )
 def test_what_stands_beside_is_as_large_as_the_call(beside, said):
     with pytest.raises(ValueError, match=said):
-        decode(*handed(), TABLE, scale=0.3, beside=beside)
+        attend_paged(*handed(), TABLE, scale=0.3, options=beside)
 
 
 @pytest.mark.parametrize("scale", [torch.ones(5, 2, 3), torch.ones(5, 2, 4, dtype=torch.bfloat16)], ids=["few", "half"])
 def test_scales_are_one_for_each_key(scale):
     q, k, v = handed()
     with pytest.raises(ValueError, match=r"give float32 \[5, 2, 4\]"):
-        decode(q.float(), k.to(torch.int8), v.to(torch.int8), TABLE, scale=0.3, beside=Beside(None, None, scale, scale))
+        attend_paged(q.float(), k.to(torch.int8), v.to(torch.int8), TABLE, scale=0.3, options=PagedDecodeOptions(None, None, scale, scale))
 
 
 def test_more_keys_than_numbers_tell_apart_are_refused():
-    most = read.MOST[torch.float32]
+    most = read.MAX_INDEX_BY_DTYPE[torch.float32]
     assert torch.tensor(float(most - 1)) + 1 == most
     assert torch.tensor(float(most)) + 1 == most
     q, k = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1).expand(1, most + 1, 1, 1)
-    told = Lines.of(torch.ones(1, 1, 1, dtype=torch.bool), 1, torch.tensor([[[most - 3, most + 1]]]), most + 1)
+    told = RoutedWorkItems.from_open_heads(torch.ones(1, 1, 1, dtype=torch.bool), 1, torch.tensor([[[most - 3, most + 1]]]), most + 1)
     with pytest.raises(ValueError, match=r"16,777,217 keys are more than 16,777,216 in torch.float32"):
-        read_lines(q, k, k, told.told, 1.0, told.formed)
+        gathered_attention(q, k, k, told.kernel_args, 1.0, told.num_pairs)
 
 
 def test_numbers_of_two_kinds_are_refused():
     q = torch.zeros(1, 1, 1, 4)
-    told = Lines.of(torch.ones(1, 1, 1, dtype=torch.bool), 1, torch.tensor([[[0, 1]]]), 1)
+    told = RoutedWorkItems.from_open_heads(torch.ones(1, 1, 1, dtype=torch.bool), 1, torch.tensor([[[0, 1]]]), 1)
     for k, v in ((q.double(), q), (q, q.double())):
         with pytest.raises(ValueError, match="give all in one"):
-            read_lines(q, k, v, told.told, 1.0, told.formed)
+            gathered_attention(q, k, v, told.kernel_args, 1.0, told.num_pairs)
 
 
 def test_spans_that_lie_apart_are_looked_at_alone():
     spans_BN3 = torch.tensor([[[1, 0, 4], [9, 0, 9], [0, 1, 3]]])
-    assert within.astray(spans_BN3[:, ::2], pages=2, slots=4) == -1
-    assert within.astray(spans_BN3, pages=2, slots=4) == 1
+    assert within.find_invalid_span(spans_BN3[:, ::2], pages=2, slots=4) == -1
+    assert within.find_invalid_span(spans_BN3, pages=2, slots=4) == 1

@@ -16,9 +16,9 @@ import headwise as hw
 from cases import check_close
 from headwise.backends import bands, ragged
 from headwise.hub import watching
-from headwise.hub.finding import found
-from headwise.kernels import Beside, decode, decoding, normalising
-from headwise.products import LARGE, abreast, linear
+from headwise.hub.finding import find_attention
+from headwise.kernels import PagedDecodeOptions, attend_paged, decoding, normalising
+from headwise.products import MIN_GEMV_WEIGHTS, linear_many, linear
 
 TABLE = torch.tensor([[[0, 0, 4], [1, 0, 2]], [[2, 0, 0], [0, 0, 0]], [[3, 1, 3], [0, 2, 2]]])
 LLAMA = {
@@ -37,7 +37,7 @@ def test_gradients_of_gradients_of_decoding_are_exact():
     given = (*handed(), torch.randn(4, dtype=torch.float64, requires_grad=True))
 
     def read(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
-        return decode(q, k, v, TABLE, scale=0.3, beside=Beside(sink=sink))[0]
+        return attend_paged(q, k, v, TABLE, scale=0.3, options=PagedDecodeOptions(sink=sink))[0]
 
     assert torch.autograd.gradgradcheck(read, given)
 
@@ -46,7 +46,7 @@ def test_a_row_whose_keys_are_all_hidden_has_no_gradient():
     q, k, v = handed()
     bias = torch.zeros(3, 1, 8, dtype=torch.float64)
     bias[0] = -torch.inf
-    o, _ = decode(q, k, v, TABLE, scale=0.3, beside=Beside(bias=bias))
+    o, _ = attend_paged(q, k, v, TABLE, scale=0.3, options=PagedDecodeOptions(bias=bias))
     slopes = torch.autograd.grad(o.sum(), (q, k, v))
     assert all(slope.isfinite().all() for slope in slopes)
     assert not slopes[0][0].any()
@@ -58,7 +58,7 @@ def test_what_nobody_reads_has_no_gradient_whatever_it_is():
     with torch.no_grad():
         for pages in (k, v):
             pages[1, :, 2:] = torch.nan
-    slopes = torch.autograd.grad(decode(q, k, v, TABLE, scale=0.3)[0].square().sum(), (q, k, v))
+    slopes = torch.autograd.grad(attend_paged(q, k, v, TABLE, scale=0.3)[0].square().sum(), (q, k, v))
     assert all(slope.isfinite().all() for slope in slopes)
     assert not slopes[1][1, :, 2:].any()
 
@@ -77,19 +77,19 @@ def test_numbers_that_would_be_read_as_others_are_refused(changed, said):
     told = {"k": k, "v": v, "spans": TABLE}
     told |= {name: told[name].to(dtype) for name, dtype in changed.items()}
     with pytest.raises(ValueError, match=said):
-        decode(q, told["k"], told["v"], told["spans"], scale=0.3)
+        attend_paged(q, told["k"], told["v"], told["spans"], scale=0.3)
 
 
 def test_shapes_that_do_not_meet_are_refused():
     q, k, v = handed()
     with pytest.raises(ValueError, match="H a multiple of G"):
-        decode(q[:, :3], k, v, TABLE, scale=0.3)
+        attend_paged(q[:, :3], k, v, TABLE, scale=0.3)
     with pytest.raises(ValueError, match=r"give int64 \[3, N, 3\]"):
-        decode(*handed(), TABLE[:2], scale=0.3)
+        attend_paged(*handed(), TABLE[:2], scale=0.3)
 
 
 def test_a_second_ceiling_counts(monkeypatch):
-    monkeypatch.setattr(ragged, "LEAST", dict.fromkeys(ragged.DTYPES, 0))
+    monkeypatch.setattr(ragged, "MIN_BYTES_BY_DTYPE", dict.fromkeys(ragged.RAGGED_DTYPES, 0))
     spec = hw.design(model=16, heads=4, pattern="causal", modifiers=(hw.Softcap(0.7), hw.Softcap(0.2)))
     layer, plain = hw.Attention(spec), hw.Attention(spec, backend="dense")
     plain.load_state_dict(layer.state_dict())
@@ -100,7 +100,7 @@ def test_a_second_ceiling_counts(monkeypatch):
             one(x[:, :-1], cache=cache)
             said.append(one(x[:, -1:], cache=cache))
     check_close(*said, rtol=1e-5, atol=1e-6)
-    assert "Softcap is not additive" in hw.why(spec, tokens="one").refusals["ragged"]
+    assert "Softcap is not additive" in hw.why(spec, tokens="one").unsupported["ragged"]
 
 
 # --- caches of 8 bits --------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_a_second_ceiling_counts(monkeypatch):
 @pytest.fixture
 def small():
     """A model, a text, and its caches in full and in 8 bits behind all of that but the last token."""
-    net = hw.build(hw.families.read(LLAMA), seed=0).eval()
+    net = hw.build(hw.families.read_model_spec(LLAMA), seed=0).eval()
     ids = torch.randint(31, (2, 40), generator=torch.Generator().manual_seed(0))
     caches = {store: net.cache(batch=2, capacity=50, store=store) for store in (None, "int8")}
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_who_looks_at_keys_of_8_bits_sees_numbers(small):
         net.probes = {"decoder.0.attention": probe}
         with torch.no_grad():
             net(last, cache=cache)
-        seen[store] = probe.seen
+        seen[store] = probe.tensors
     for name in "kv":
         check_close(seen["int8"][name], seen[None][name], rtol=0, atol=0.02 * seen[None][name].abs().max().item())
 
@@ -161,8 +161,8 @@ def test_weights_are_computed_again_from_8_bits(small):
     seen = {}
     for store, cache in caches.items():
         one = Weights()
-        sites = found(net)
-        with torch.no_grad(), watching.watching({site.module: (one,) for site in sites}, sites[0].route.stands()):
+        sites = find_attention(net)
+        with torch.no_grad(), watching.install_hooks({site.module: (one,) for site in sites}, sites[0].adapter.patches()):
             net(last, cache=cache)
         seen[store] = one.seen
     for eight, full in zip(seen["int8"], seen[None], strict=True):
@@ -188,21 +188,21 @@ def test_a_plan_is_handed_out_though_another_thread_forgets_all(monkeypatch):
     layer = hw.Attention(hw.design(model=8, heads=2, pattern="window(5)"))
     x = torch.randn(1, 300, 8)
     y = layer(x)
-    monkeypatch.setattr(bands, "_PLANS", Forgetful(bands._PLANS))
+    monkeypatch.setattr(bands, "_PLAN_CACHE", Forgetful(bands._PLAN_CACHE))
     assert torch.equal(layer(x), y)
 
 
 def test_a_matrix_of_another_width_is_refused():
-    w = torch.randn(LARGE // 4 // 64, 64)
+    w = torch.randn(MIN_GEMV_WEIGHTS // 4 // 64, 64)
     with torch.no_grad():
-        for call in (lambda: linear(torch.randn(1, 32), w), lambda: abreast(torch.randn(1, 32), (w, w))):
+        for call in (lambda: linear(torch.randn(1, 32), w), lambda: linear_many(torch.randn(1, 32), (w, w))):
             with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
                 call()
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.func.jvp itself
 def test_products_under_torch_func_are_torchs():
-    w, x, along = torch.randn(LARGE // 4 // 64, 64), torch.randn(2, 64), torch.randn(2, 64)
+    w, x, along = torch.randn(MIN_GEMV_WEIGHTS // 4 // 64, 64), torch.randn(2, 64), torch.randn(2, 64)
     with torch.no_grad():
         check_close(torch.vmap(lambda row: linear(row[None], w)[0])(x), x @ w.T, rtol=1e-5, atol=1e-5)
         slope = torch.func.jvp(lambda x: linear(x, w), (x,), (along,))[1]
@@ -229,9 +229,9 @@ def test_a_cache_goes_with_its_last_use(pattern):
 def test_no_two_kernels_are_kept_under_one_name():
     made = [("plan", None), ("work", torch.float32), ("work", torch.float64)]
     for name, dtype in made:
-        decoding.KERNELS.address(name, dtype)
-    normalising.KERNELS.address("softmax", torch.float32)
-    kernels = [*(decoding.KERNELS.made[own] for own in made), normalising.KERNELS.made["softmax", torch.float32]]
+        decoding.PAGED_DECODE_KERNELS.function_address(name, dtype)
+    normalising.SOFTMAX_KERNELS.function_address("softmax", torch.float32)
+    kernels = [*(decoding.PAGED_DECODE_KERNELS.compiled_functions[own] for own in made), normalising.SOFTMAX_KERNELS.compiled_functions["softmax", torch.float32]]
     kept = {kernel._cache._impl.filename_base for kernel in kernels}
     assert len(kept) == len(kernels), kept
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 import headwise as hw
 from headwise import blueprint as bp
 from headwise.hub import llama2c
-from headwise.hub.sentencepieces import document
+from headwise.hub.sentencepieces import make_tokenizer_json
 from llama2c_pieces import FIRST, Scores, merged, packed
 
 TOKENS, MODEL, HEADS, KV, HIDDEN, LAYERS, LENGTH = 11, 24, 6, 2, 13, 2, 19
@@ -114,7 +114,7 @@ def test_a_file_of_llama2c_says_what_its_definition_says(untied: bool, tmp_path:
 
 
 def header(**said: int) -> bytes:
-    sizes = dict(zip(llama2c.Header._fields, (MODEL, HIDDEN, LAYERS, HEADS, KV, TOKENS, LENGTH), strict=True))
+    sizes = dict(zip(llama2c.Llama2cHeader._fields, (MODEL, HIDDEN, LAYERS, HEADS, KV, TOKENS, LENGTH), strict=True))
     return struct.pack("<7i", *(sizes | said).values()) + drawn()[0][28:]
 
 
@@ -152,7 +152,7 @@ def test_sizes_that_begin_like_a_pickle_are_read(tmp_path: Path):
     """640 channels are the bytes 80 02, as of a pickle's second protocol."""
     sizes = (640, 1, 1, 1, 1, 1, 1)
     data = struct.pack("<7i", *sizes)
-    numbers = np.zeros((llama2c.Header(*sizes).bytes - 28) // 4, np.float32)
+    numbers = np.zeros((llama2c.Llama2cHeader(*sizes).file_size - 28) // 4, np.float32)
     numbers[-640:-320] = 1  # the cosines of position 0
     (tmp_path / "a.bin").write_bytes(data + numbers.tobytes())
     assert data[:2] == b"\x80\x02"
@@ -179,7 +179,7 @@ def test_text_is_cut_as_the_definition_cuts_it(tmp_path: Path):
     for _ in range(40):
         pieces, letters = invented(rng)
         (tmp_path / "t.bin").write_bytes(packed(pieces))
-        tokenizer = Tokenizer.from_str(document(tmp_path / "t.bin", len(pieces)))
+        tokenizer = Tokenizer.from_str(make_tokenizer_json(tmp_path / "t.bin", len(pieces)))
         for _ in range(25):
             text = "".join(rng.choices(letters + "\u00f1\n\u2581", [9] * len(letters) + [1, 1, 1], k=rng.randrange(31)))
             ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -208,7 +208,7 @@ def test_a_harmed_tokenizer_is_refused_in_one_line(what: str, tmp_path: Path):
     make, told = PIECES[what]
     (tmp_path / "a.bin").write_bytes(drawn()[0])
     (tmp_path / "other").write_bytes(make())
-    assert hw.load(tmp_path / "a.bin").usage == bp.Usage()
+    assert hw.load(tmp_path / "a.bin").usage == bp.ProcessorSpec()
     check_refused(told, lambda: hw.load(tmp_path / "a.bin", tokenizer=tmp_path / "other"))
     check_refused("cannot be read: No such file", lambda: hw.load(tmp_path / "a.bin", tokenizer=tmp_path / "none"))
     check_refused("is a folder, whose tokenizer lies in it", lambda: hw.load(tmp_path, tokenizer=tmp_path / "other"))

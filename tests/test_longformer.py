@@ -39,14 +39,14 @@ def built(spec: hw.AttentionSpec) -> hw.LongformerAttention:
     return block
 
 
-def truth(block: hw.LongformerAttention, x: Tensor, tokens: hw.Tokens) -> Tensor:
+def truth(block: hw.LongformerAttention, x: Tensor, tokens: hw.SequenceInfo) -> Tensor:
     """Each layer by the reference, on every token; the second's where a token is global."""
-    near = reference.attention(block.local, x, tokens=tokens)
+    near = reference.reference_attention(block.local, x, tokens=tokens)
     spec = replace(block.local.spec, pattern=hw.Full(), source=block.local.spec.model)
     shares = {name: (block.overall if name == "project" else block.local).weights[name] for name, _ in spec.parts()}
-    overall = hw.Attention(spec, shares=shares).eval()
-    far = reference.attention(overall, x, source=x, tokens=tokens, source_tokens=tokens)
-    chosen = torch.isin(tokens.position, torch.tensor(block.positions)) & tokens.live
+    overall = hw.Attention(spec, shared=shares).eval()
+    far = reference.reference_attention(overall, x, source=x, tokens=tokens, source_tokens=tokens)
+    chosen = torch.isin(tokens.position, torch.tensor(block.positions)) & tokens.is_real
     return torch.where(chosen[..., None], far, near)
 
 
@@ -103,8 +103,8 @@ def test_a_fresh_block_is_the_plain_layer_while_training_too(kind: str):
     x, kept = torch.randn(BATCH, TOKENS, 10).double(), []
     for made in (block, plain):
         torch.manual_seed(3)
-        probe = hw.Probe(ledger=hw.Ledger())
-        kept.append((made(x, probe=probe), probe.ledger.terms))
+        probe = hw.Probe(aux_losses=hw.AuxLosses())
+        kept.append((made(x, probe=probe), probe.aux_losses.terms))
     check_close(kept[0][0], kept[1][0])
     assert kept[0][1] == kept[1][1]
 
@@ -113,9 +113,9 @@ def test_a_fresh_block_is_the_plain_layer_while_training_too(kind: str):
 def test_positions_count_from_where_the_tokens_stand(start: int):
     """A run that begins later holds fewer global tokens, or none."""
     block, x = built(KINDS["turned"]), torch.randn(BATCH, TOKENS, 10).double()
-    run = hw.Tokens.run(start, TOKENS, "cpu")
+    run = hw.SequenceInfo.contiguous(start, TOKENS, "cpu")
     check_close(block(x, tokens=run), truth(block, x, run))
-    told = hw.Tokens(run.position.expand(BATCH, -1), run.segment.expand(BATCH, -1))
+    told = hw.SequenceInfo(run.position.expand(BATCH, -1), run.segment.expand(BATCH, -1))
     check_close(block(x, tokens=told), block(x, tokens=run))
 
 
@@ -124,21 +124,21 @@ def test_only_global_tokens_ask_twice(kind: str):
     """The products of a call: the local layer's, and the second's with two queries to all keys, without its merge."""
     spec = KINDS[kind]
     block = hw.LongformerAttention(spec).eval()
-    block.local.only = block.overall.only = "dense"
+    block.local.backend_name = block.overall.backend_name = "dense"
     x = torch.randn(BATCH, TOKENS, 10)
-    merge = 2 * BATCH * len(block.positions) * 10 * len(spec.speaks) * spec.heads.vdim
-    local = counting.counted(spec, hw.Work(BATCH, TOKENS, TOKENS, TOKENS))
-    overall = counting.counted(block.overall.spec, hw.Work(BATCH, len(block.positions), TOKENS, TOKENS))
+    merge = 2 * BATCH * len(block.positions) * 10 * len(spec.score_head_of_output) * spec.heads.vdim
+    local = counting.counted_flops(spec, hw.CallSize(BATCH, TOKENS, TOKENS, TOKENS))
+    overall = counting.counted_flops(block.overall.spec, hw.CallSize(BATCH, len(block.positions), TOKENS, TOKENS))
     assert torch_counts(block, x) == local + overall - merge
 
 
 def test_no_global_token_no_second_layer():
     block, x = hw.LongformerAttention(KINDS["plain"]), torch.randn(BATCH, 3, 10)
-    run = hw.Tokens.run(20, 3, "cpu")
+    run = hw.SequenceInfo.contiguous(20, 3, "cpu")
     assert torch_counts(block, x, tokens=run) == torch_counts(block.local, x, tokens=run)
     for empty in (x[:0], x[:, :0]):
         assert block(empty).shape == empty.shape
-        tokens = hw.Tokens.of(empty, segments=torch.zeros(empty.shape[:2], dtype=torch.int64))
+        tokens = hw.SequenceInfo.from_batch(empty, segments=torch.zeros(empty.shape[:2], dtype=torch.int64))
         assert block(empty, tokens=tokens).shape == empty.shape
 
 
@@ -165,7 +165,7 @@ def test_a_probe_looks_into_the_local_layer():
     seen, local = hw.Probe("heads"), hw.Probe("heads")
     block(x, probe=seen)
     block.local(x, probe=local)
-    check_close(seen.seen["heads"], local.seen["heads"])
+    check_close(seen.tensors["heads"], local.tensors["heads"])
 
 
 @pytest.mark.parametrize(

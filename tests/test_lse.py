@@ -48,8 +48,8 @@ def numbers(*shape: int) -> Tensor:
 def read(layer: hw.Attention, x: Tensor, kept: object, **call: object) -> tuple[Tensor, Tensor]:
     """o_BTOV and the log-sum-exp of its scores, l_BTO."""
     probe = hw.Probe("lse", "heads")
-    layer.heads(x, source=kept, probe=probe, **call)
-    return probe.seen["heads"], probe.seen["lse"].transpose(1, 2)
+    layer.head_outputs(x, source=kept, probe=probe, **call)
+    return probe.tensors["heads"], probe.tensors["lse"].transpose(1, 2)
 
 
 def merged(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -61,21 +61,21 @@ def merged(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     return above / total.masked_fill(total == 0, 1.0)[..., None]
 
 
-def in_parts(layer: hw.Attention, x: Tensor, z: Tensor, at: hw.Tokens, sizes: tuple[int, ...]) -> list[object]:
+def in_parts(layer: hw.Attention, x: Tensor, z: Tensor, at: hw.SequenceInfo, sizes: tuple[int, ...]) -> list[object]:
     """The memory cut into slices, each remembered on its own with the positions it has in the whole."""
     first, slices = 0, []
     for size in sizes:
         last = first + size
         position, segment = at.position[:, first:last], at.segment[:, first:last]
-        slices.append(layer.remember(z[:, first:last], tokens=hw.Tokens(position, segment)))
+        slices.append(layer.project_source(z[:, first:last], sequence=hw.SequenceInfo(position, segment)))
         first = last
     return slices
 
 
-def check_merges(layer: hw.Attention, sizes: tuple[int, ...], at: hw.Tokens, **call: object) -> list[Tensor]:
+def check_merges(layer: hw.Attention, sizes: tuple[int, ...], at: hw.SequenceInfo, **call: object) -> list[Tensor]:
     """One pass over the whole memory equals the merge of passes over its slices; gives the slices' lse."""
     x, z = numbers(BATCH, TOKENS, 10), numbers(BATCH, SOURCE, WIDTH)
-    whole, lse = read(layer, x, layer.remember(z, tokens=at), **call)
+    whole, lse = read(layer, x, layer.project_source(z, sequence=at), **call)
     parts = [read(layer, x, kept, **call) for kept in in_parts(layer, x, z, at, sizes)]
     torch.testing.assert_close(merged(parts), whole, rtol=0, atol=1e-11)
     together = torch.stack([part for _, part in parts]).logsumexp(0)
@@ -87,26 +87,26 @@ def check_merges(layer: hw.Attention, sizes: tuple[int, ...], at: hw.Tokens, **c
 @pytest.mark.parametrize("sizes", SPLITS, ids=str)
 @pytest.mark.parametrize("name", SPECS)
 def test_slices_merge(name: str, sizes: tuple[int, ...]):
-    check_merges(built(**SPECS[name]), sizes, hw.Tokens.run(0, SOURCE, "cpu"))
+    check_merges(built(**SPECS[name]), sizes, hw.SequenceInfo.contiguous(0, SOURCE, "cpu"))
 
 
 @pytest.mark.parametrize("sizes", SPLITS[:2], ids=str)
 def test_slices_merge_with_uneven_reading(sizes: tuple[int, ...]):
     layer = hw.Attention(replace(built(vdim=5).spec, heads=UNEVEN)).double()
-    check_merges(layer, sizes, hw.Tokens.run(0, SOURCE, "cpu"))
+    check_merges(layer, sizes, hw.SequenceInfo.contiguous(0, SOURCE, "cpu"))
 
 
 def test_slices_of_the_sequence_itself_merge():
     """Self-attention's own keys, handed over in parts."""
     layer = built(source=10, pattern="causal()", modifiers=(hw.Alibi(),), kv=2)
     x = numbers(BATCH, TOKENS, 10)
-    parts = [read(layer, x, kept) for kept in in_parts(layer, x, x, hw.Tokens.run(0, TOKENS, "cpu"), (3, 2, 2))]
-    torch.testing.assert_close(merged(parts), layer.heads(x), rtol=0, atol=1e-11)
+    parts = [read(layer, x, kept) for kept in in_parts(layer, x, x, hw.SequenceInfo.contiguous(0, TOKENS, "cpu"), (3, 2, 2))]
+    torch.testing.assert_close(merged(parts), layer.head_outputs(x), rtol=0, atol=1e-11)
 
 
 def test_a_slice_in_which_a_query_reads_nothing():
     """Under a causal pattern the early queries see none of the last slice: lse minus infinity, weight zero."""
-    lse = check_merges(built(pattern="causal()"), (5, 12), hw.Tokens.run(0, SOURCE, "cpu"))
+    lse = check_merges(built(pattern="causal()"), (5, 12), hw.SequenceInfo.contiguous(0, SOURCE, "cpu"))
     assert (lse[1][:, :5] == -torch.inf).all()
     assert torch.isfinite(lse[1][:, 5:]).all()
     assert torch.isfinite(lse[0]).all()
@@ -115,33 +115,33 @@ def test_a_slice_in_which_a_query_reads_nothing():
 def test_a_query_that_reads_nothing_anywhere():
     """Padding asks no one: minus infinity in every slice, zero in the merge."""
     layer, x = built(kv=2), numbers(BATCH, TOKENS, 10)
-    z, at = numbers(BATCH, SOURCE, WIDTH), hw.Tokens.run(0, SOURCE, "cpu")
-    asks = hw.Tokens.of(x, lengths=[TOKENS, 4])
+    z, at = numbers(BATCH, SOURCE, WIDTH), hw.SequenceInfo.contiguous(0, SOURCE, "cpu")
+    asks = hw.SequenceInfo.from_batch(x, lengths=[TOKENS, 4])
     parts = [read(layer, x, kept, tokens=asks) for kept in in_parts(layer, x, z, at, (8, 9))]
     assert all((lse[1, 4:] == -torch.inf).all() for _, lse in parts)
     assert (merged(parts)[1, 4:] == 0).all()
-    torch.testing.assert_close(merged(parts), read(layer, x, layer.remember(z), tokens=asks)[0], rtol=0, atol=1e-11)
+    torch.testing.assert_close(merged(parts), read(layer, x, layer.project_source(z), tokens=asks)[0], rtol=0, atol=1e-11)
 
 
 def test_slices_with_padding_merge():
     """A slice may be all padding for one row and whole for another."""
     z = numbers(BATCH, SOURCE, WIDTH)
-    lse = check_merges(built(vdim=5), (6, 11), hw.Tokens.of(z, lengths=[SOURCE, 5]))
+    lse = check_merges(built(vdim=5), (6, 11), hw.SequenceInfo.from_batch(z, lengths=[SOURCE, 5]))
     assert (lse[1][1] == -torch.inf).all()
     assert torch.isfinite(lse[1][0]).all()
 
 
 def test_the_order_of_slices_does_not_matter():
     layer, x, z = built(modifiers=(hw.Rotary(),)), numbers(BATCH, TOKENS, 10), numbers(BATCH, SOURCE, WIDTH)
-    parts = [read(layer, x, kept) for kept in in_parts(layer, x, z, hw.Tokens.run(0, SOURCE, "cpu"), (5, 1, 11))]
+    parts = [read(layer, x, kept) for kept in in_parts(layer, x, z, hw.SequenceInfo.contiguous(0, SOURCE, "cpu"), (5, 1, 11))]
     torch.testing.assert_close(merged(parts[::-1]), merged(parts), rtol=0, atol=1e-12)
 
 
 def test_the_mean_of_slices_is_not_the_whole():
     """What the log-sum-exp is for: without it, slices count alike however much weight they hold."""
     layer, x, z = built(), numbers(BATCH, TOKENS, 10), numbers(BATCH, SOURCE, WIDTH)
-    parts = [read(layer, x, kept)[0] for kept in in_parts(layer, x, z, hw.Tokens.run(0, SOURCE, "cpu"), (8, 9))]
-    assert (torch.stack(parts).mean(0) - layer.heads(x, source=z)).abs().max() > 1e-2
+    parts = [read(layer, x, kept)[0] for kept in in_parts(layer, x, z, hw.SequenceInfo.contiguous(0, SOURCE, "cpu"), (8, 9))]
+    assert (torch.stack(parts).mean(0) - layer.head_outputs(x, source=z)).abs().max() > 1e-2
 
 
 def test_the_log_sum_exp_is_that_of_the_scores_read():
@@ -149,5 +149,5 @@ def test_the_log_sum_exp_is_that_of_the_scores_read():
     probe = hw.Probe("scores", "lse")
     layer(x, probe=probe)
     for t in range(TOKENS):
-        read_here = probe.seen["scores"][:, :, t, max(0, t - 2) : t + 1]
-        torch.testing.assert_close(probe.seen["lse"][:, :, t], read_here.exp().sum(-1).log(), rtol=0, atol=1e-12)
+        read_here = probe.tensors["scores"][:, :, t, max(0, t - 2) : t + 1]
+        torch.testing.assert_close(probe.tensors["lse"][:, :, t], read_here.exp().sum(-1).log(), rtol=0, atol=1e-12)

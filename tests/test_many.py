@@ -15,7 +15,7 @@ from headwise.files import read_lines
 from headwise.spread import Launch, Spread
 from headwise.spread.traffic import traffic
 from headwise.tasks import IGNORED
-from headwise.training import Checkpoints, train
+from headwise.training import CheckpointFolder, train
 from learning import Echo, quick
 from many import PLAIN, STEPPED, steps_of, until
 from worlds import world
@@ -170,7 +170,7 @@ def ran(two: tuple[Path, list[dict[str, Any]]]) -> tuple[Path, list[dict[str, An
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    found, damages = Checkpoints(folder / "checkpoint").newest()
+    found, damages = CheckpointFolder(folder / "checkpoint").load_newest()
     assert found is not None
     assert not damages
     return dict(found.tensors)

@@ -18,7 +18,7 @@ import torch
 
 from headwise.files import read_lines
 from headwise.spread import joined, launch
-from headwise.training import Checkpoints
+from headwise.training import CheckpointFolder
 from worlds import begun, ended, environment, free_port, world
 
 QUICK = ["--batch", "4", "--precision", "fp32", "--compile", "off", "--device", "cpu"]
@@ -63,7 +63,7 @@ def test_what_is_refused_is_said_once(tmp_path: Path, more: list[str], told: str
 def wait_for_step(folder: Path, step: int) -> None:
     """Until a run has kept that step."""
     for _ in range(600):
-        paths = Checkpoints(folder / "checkpoint").paths
+        paths = CheckpointFolder(folder / "checkpoint").paths
         if paths and int(paths[0].stem) >= step:
             return
         time.sleep(0.1)
@@ -72,7 +72,7 @@ def wait_for_step(folder: Path, step: int) -> None:
 
 def check_same(first: Path, second: Path) -> None:
     """Bit by bit, what two runs ended with."""
-    one, other = (Checkpoints(folder / "checkpoint").newest()[0] for folder in (first, second))
+    one, other = (CheckpointFolder(folder / "checkpoint").load_newest()[0] for folder in (first, second))
     assert one is not None
     assert other is not None
     assert one.step == other.step
@@ -94,7 +94,7 @@ def test_a_killed_rank_ends_the_job_with_one_line_and_the_run_goes_on(tmp_path: 
     said = ended(processes, within=60)
     assert [code for code, _, _ in said] == [-signal.SIGKILL if rank == victim else 2 for rank in range(2)]
     assert said[1 - victim][2].splitlines()[-1] == f"headwise: rank {1 - victim} {LOST}"
-    assert Checkpoints(tmp_path / "killed" / "checkpoint").newest()[1] == []
+    assert CheckpointFolder(tmp_path / "killed" / "checkpoint").load_newest()[1] == []
     assert [c for c, _, _ in ended(begun(2, *command(tmp_path / "killed", *more, "--resume")))] == [0, 0]
     assert [c for c, _, _ in ended(begun(2, *command(tmp_path / "whole", *more)))] == [0, 0]
     check_same(tmp_path / "killed", tmp_path / "whole")
@@ -135,7 +135,7 @@ def test_torchrun_begins_a_killed_world_anew_and_it_goes_on(tmp_path: Path):
     kill(process, 0)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert Checkpoints(tmp_path / "checkpoint").paths[0].stem == f"{60:010}"
+    assert CheckpointFolder(tmp_path / "checkpoint").paths[0].stem == f"{60:010}"
     assert [record["event"] for record in read_lines(tmp_path / "metrics.jsonl")].count("run") == 2
 
 

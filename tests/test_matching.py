@@ -10,26 +10,26 @@ from hypothesis import strategies as st
 
 import cases
 import headwise as hw
-from headwise.counting.matching import BY, sized, sizes
-from headwise.counting.pricing import price
-from headwise.counting.search import Search
+from headwise.counting.matching import MATCH_QUANTITIES, with_size, list_sizes
+from headwise.counting.pricing import estimate_cost
+from headwise.counting.search import SizeSearch
 
 MHA = hw.design(model=512, heads=8, pattern="causal")
 GQA = hw.design(model=512, heads=8, kv=2, pattern="causal")
-LOAD = hw.Load(batch=3, context=700)
+LOAD = hw.Workload(batch=3, context=700)
 PRESETS = {name: hw.design(preset=name, model=96, heads=6) for name in hw.PRESETS if name not in ("mla", "bigbird")}
 SPECS = list({**PRESETS, **cases.EXAMPLES}.values())
 
 # What each number is, read off the whole price.
 PRICED = {
     "params": lambda told: told.parameters.total,
-    "flops": lambda told: told.prefill.total,
-    "kv": lambda told: told.kept_bytes,
+    "flops": lambda told: told.prefill_flops.total,
+    "kv": lambda told: told.cache_bytes,
 }
 
 
-def counted(spec, by: str, load: hw.Load = LOAD) -> int:
-    return PRICED[by](price(spec, load))
+def counted(spec, by: str, load: hw.Workload = LOAD) -> int:
+    return PRICED[by](estimate_cost(spec, load))
 
 
 @pytest.mark.parametrize(
@@ -43,10 +43,10 @@ def counted(spec, by: str, load: hw.Load = LOAD) -> int:
     ],
 )
 def test_grouped_heads_as_large_as_full_ones_by_hand(free, size, reached):
-    found = hw.match(GQA, like=MHA, free=free)
+    found = hw.match_size(GQA, like=MHA, free=free)
     assert (found.chosen, found.reached, found.wanted) == (size, reached, 4 * 512**2)
-    assert found.spec == sized(GQA, free, size)
-    assert hw.counting.params(found.spec) == reached
+    assert found.spec == with_size(GQA, free, size)
+    assert hw.counting.count_parameters(found.spec) == reached
     assert found.difference == (reached - 4 * 512**2) / (4 * 512**2)
 
 
@@ -56,7 +56,7 @@ def test_products_are_matched_to_the_nearest_of_all_widths():
     wanted = b * (8 * s * d * d + 4 * s * (s + 1) // 2 * d)
     each = {k: b * (4 * s * d * k * (q + kv) + 4 * s * (s + 1) // 2 * q * k) for k in range(1, 4000)}
     nearest = min(each, key=lambda k: abs(each[k] - wanted))
-    found = hw.match(GQA, like=MHA, by="flops", free="dim", load=LOAD)
+    found = hw.match_size(GQA, like=MHA, by="flops", free="dim", workload=LOAD)
     assert (found.wanted, found.chosen, found.reached) == (wanted, nearest, each[nearest])
 
 
@@ -72,36 +72,36 @@ def test_products_are_matched_to_the_nearest_of_all_widths():
     ids=["kv", "dim", "latent", "window", "ring"],
 )
 def test_caches_are_matched_by_hand(spec, free, size):
-    found = hw.match(spec, like=MHA, by="kv", free=free, load=LOAD)
+    found = hw.match_size(spec, like=MHA, by="kv", free=free, workload=LOAD)
     assert (found.chosen, found.reached, found.wanted) == (size, 3 * 700 * 1024 * 2, 3 * 700 * 1024 * 2)
 
 
 @given(spec=st.sampled_from(SPECS), like=st.sampled_from(SPECS), by=st.sampled_from(("params", "kv")), data=st.data())
 def test_nobody_nearer_exists(spec, like, by, data):
-    load = hw.Load(batch=2, context=13)
-    free = data.draw(st.sampled_from(sorted(sizes(spec))))
+    load = hw.Workload(batch=2, context=13)
+    free = data.draw(st.sampled_from(sorted(list_sizes(spec))))
     if by == "kv" and any(one.pattern.opening != 0 for one in (spec, like)):
         return
     spec, like = (replace(one, source=None) for one in (spec, like))
-    count = BY[by][0]
+    count = MATCH_QUANTITIES[by][0]
     wanted = count(like, load)
     off = min((abs(one - wanted), one) for one in every(spec, free, by, load, 400))
     try:
-        found = hw.match(spec, like=like, by=by, free=free, load=load)
+        found = hw.match_size(spec, like=like, by=by, free=free, workload=load)
     except hw.SpecError:
         around = list(every(spec, free, by, load, 120))
         assert wanted < min(around) or wanted > max(around)
         return
     assert count(found.spec, load) == found.reached
-    assert sizes(found.spec)[free] == found.chosen
+    assert list_sizes(found.spec)[free] == found.chosen
     assert abs(found.reached - wanted) <= off[0]
 
 
-def every(spec, free: str, by: str, load: hw.Load, most: int):
+def every(spec, free: str, by: str, load: hw.Workload, most: int):
     """The count of every size that there can be."""
     for size in range(1, most):
         try:
-            yield BY[by][0](sized(spec, free, size), load)
+            yield MATCH_QUANTITIES[by][0](with_size(spec, free, size), load)
         except hw.SpecError:
             continue
 
@@ -109,27 +109,27 @@ def every(spec, free: str, by: str, load: hw.Load, most: int):
 @pytest.mark.parametrize("name", ["gqa", "linear", "average", "diff", "moh"])
 def test_what_is_matched_is_what_is_priced(name):
     like, spec = hw.design(preset="mqa", model=96, heads=6), PRESETS[name]
-    for by in BY:
-        found = hw.match(spec, like=like, by=by, load=LOAD)
+    for by in MATCH_QUANTITIES:
+        found = hw.match_size(spec, like=like, by=by, workload=LOAD)
         assert (counted(like, by), counted(found.spec, by)) == (found.wanted, found.reached)
 
 
 def test_what_hangs_on_a_size_follows():
-    assert sized(MHA, "q", 5).heads == hw.Heads.grouped(q=5, dim=64)
-    assert sized(GQA, "q", 6).heads == hw.Heads.grouped(q=6, kv=2, dim=64)
-    assert sized(GQA, "model", 1024).heads == hw.Heads.grouped(q=8, kv=2, dim=128)
-    assert sized(PRESETS["diff"], "dim", 10).heads.vdim == 20
-    assert sized(PRESETS["mohsa"], "dim", 10).heads.vdim == 12
-    assert sized(PRESETS["mohsa"], "project.overlap", 3).heads.vdim == 16 + 6
-    assert sized(hw.design(model=96, heads=6, vdim=5), "dim", 10).heads.vdim == 5
-    assert sized(PRESETS["dcmha"], "dynamic_2.rank", 5).modifiers[-1].rank == 5
-    assert sized(GQA, "kv", 2) is GQA
+    assert with_size(MHA, "q", 5).heads == hw.Heads.grouped(q=5, dim=64)
+    assert with_size(GQA, "q", 6).heads == hw.Heads.grouped(q=6, kv=2, dim=64)
+    assert with_size(GQA, "model", 1024).heads == hw.Heads.grouped(q=8, kv=2, dim=128)
+    assert with_size(PRESETS["diff"], "dim", 10).heads.vdim == 20
+    assert with_size(PRESETS["mohsa"], "dim", 10).heads.vdim == 12
+    assert with_size(PRESETS["mohsa"], "project.overlap", 3).heads.vdim == 16 + 6
+    assert with_size(hw.design(model=96, heads=6, vdim=5), "dim", 10).heads.vdim == 5
+    assert with_size(PRESETS["dcmha"], "dynamic_2.rank", 5).modifiers[-1].rank == 5
+    assert with_size(GQA, "kv", 2) is GQA
 
 
 def test_the_first_size_that_reaches_is_free_unless_one_is_named():
-    assert hw.match(GQA, like=MHA).free == "dim"
-    assert hw.match(hw.design(preset="mla"), like=MHA, by="kv").free == "project.rank"
-    same = hw.match(MHA, like=MHA)
+    assert hw.match_size(GQA, like=MHA).free == "dim"
+    assert hw.match_size(hw.design(preset="mla"), like=MHA, by="kv").free == "project.rank"
+    same = hw.match_size(MHA, like=MHA)
     assert (same.chosen, same.was, same.difference) == (64, 64, 0.0)
 
 
@@ -162,14 +162,14 @@ def test_the_first_size_that_reaches_is_free_unless_one_is_named():
 )
 def test_an_impossible_match_says_what_is_near_and_what_else_to_free(spec, said, told):
     with pytest.raises(hw.SpecError) as refused:
-        hw.match(spec, **{"like": MHA, "load": LOAD} | said)
+        hw.match_size(spec, **{"like": MHA, "load": LOAD} | said)
     assert told in str(refused.value)
 
 
 def test_a_match_says_what_was_chosen():
-    found = hw.match(GQA, like=MHA)
+    found = hw.match_size(GQA, like=MHA)
     assert str(found) == "dim 102, was 64: 1,044,480 parameters, 0.39% fewer than the 1,048,576 wanted"
-    assert str(hw.match(MHA, like=MHA)) == "dim stays 64: 1,048,576 parameters, as many as wanted"
+    assert str(hw.match_size(MHA, like=MHA)) == "dim stays 64: 1,048,576 parameters, as many as wanted"
     assert found.data == {
         "by": "params",
         "free": "dim",
@@ -195,11 +195,11 @@ def test_a_search_finds_what_trying_everything_finds(shape, stride, bound, wante
     def count(size: int) -> int | None:
         return shape(size) if size > 0 and size % stride == 0 and (bound is None or size <= bound) else None
 
-    search = Search(count, start=stride * times)
+    search = SizeSearch(count, start=stride * times)
     size, found = search.nearest(wanted)
     everything = {n: told for n in range(1, 16_000) if (told := count(n)) is not None}
     assert everything[size] == found
-    if search.reached(wanted):
+    if search.is_bracketed(wanted):
         assert abs(found - wanted) == min(abs(told - wanted) for told in everything.values())
     else:
         assert wanted < min(everything.values()) or wanted > max(everything.values())
@@ -207,16 +207,16 @@ def test_a_search_finds_what_trying_everything_finds(shape, stride, bound, wante
 
 @pytest.mark.parametrize("wanted", [99_000, 50_000, 1234])
 def test_counts_that_fall_are_searched_the_other_way(wanted):
-    size, found = Search(lambda n: 10**5 - 31 * n if n > 0 else None, start=1).nearest(wanted)
+    size, found = SizeSearch(lambda n: 10**5 - 31 * n if n > 0 else None, start=1).nearest(wanted)
     assert (size, found) == (round((10**5 - wanted) / 31), 10**5 - 31 * round((10**5 - wanted) / 31))
 
 
 @pytest.mark.parametrize(("q", "start"), [(12, 4), (7, 1), (521, 1), (96, 32)])
 def test_the_next_size_may_be_far_where_heads_are_shared_evenly(q, start):
-    search = Search(lambda kv: kv if kv > 0 and q % kv == 0 else None, start, gap=q)
+    search = SizeSearch(lambda kv: kv if kv > 0 and q % kv == 0 else None, start, gap=q)
     assert search.nearest(q) == (q, q)
     assert search.nearest(10 * q) == (q, q)
-    assert not search.reached(10 * q)
+    assert not search.is_bracketed(10 * q)
 
 
 def test_what_goes_up_and_down_is_tried_one_by_one():
@@ -224,12 +224,12 @@ def test_what_goes_up_and_down_is_tried_one_by_one():
         return size * 10 + (size * 7) % 31 * 9 if size else None
 
     for wanted in range(500, 9000, 371):
-        found = Search(zigzag, start=40).nearest(wanted)[1]
+        found = SizeSearch(zigzag, start=40).nearest(wanted)[1]
         assert abs(found - wanted) == min(abs((zigzag(n) or 0) - wanted) for n in range(1, 3000))
 
 
 def test_numbers_far_beyond_machine_words():
-    found = hw.match(GQA, like=hw.design(model=2**40, heads=1), free="dim")
+    found = hw.match_size(GQA, like=hw.design(model=2**40, heads=1), free="dim")
     assert abs(found.reached - 4 * 2**80) <= 512 * 20 // 2
     with pytest.raises(hw.SpecError, match="no q gives it"):
-        hw.match(GQA, like=hw.design(model=2**40, heads=1), free="q")
+        hw.match_size(GQA, like=hw.design(model=2**40, heads=1), free="q")

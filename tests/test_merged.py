@@ -15,8 +15,8 @@ from torch import Tensor
 import headwise as hw
 from cases import BATCH, SOURCE, TOKENS, base
 from headwise import counting
-from headwise.blocks.merged import averaging
-from headwise.seams import Turn
+from headwise.blocks.merged import averaging_spec
+from headwise.seams import QKTransform
 
 APART = hw.Heads(q=6, kv=2, dim=4, vdim=5, values=(0, 1, 0, 1, 2, 2))
 KINDS = {
@@ -41,13 +41,13 @@ CHUNKS = {
 
 
 @dataclass(frozen=True, repr=False)
-class Doubled(Turn):
+class Doubled(QKTransform):
     """Turns values."""
 
     def reaches(self, spec: hw.AttentionSpec) -> frozenset[str]:
         return frozenset("v")
 
-    def turn(self, x_BTHK: Tensor, side: str, placed: object, p: object) -> Tensor:
+    def transform(self, x_BTHK: Tensor, side: str, placed: object, p: object) -> Tensor:
         return 2 * x_BTHK
 
 
@@ -75,7 +75,7 @@ def rendered(block: hw.MergedAttention, x: np.ndarray, z: np.ndarray) -> np.ndar
     y = np.zeros_like(x)
     for t in range(len(x)):
         for o, h in enumerate(heads.speaks or range(heads.q)):
-            k, v = heads.reads[h], heads.value_of[h]
+            k, v = heads.reads[h], heads.value_head_of_row[h]
             scores = [head("q", h, heads.dim, x[t]) @ head("k", k, heads.dim, s) / heads.dim**0.5 for s in z]
             weights = np.exp(scores) / np.exp(scores).sum()
             cross = sum(w * head("v", v, heads.vdim, s) for w, s in zip(weights, z, strict=True))
@@ -105,7 +105,7 @@ def test_it_is_the_sum_of_two_layers_and_so_are_its_gradients(kind: str):
     cross.load_state_dict(block.cross.state_dict())
     mean.load_state_dict({name: cross.state_dict()[name] for name in mean.state_dict()})
     y = block(x, source=z)
-    both = cross.merge(cross.heads(x, source=z) + mean.heads(x))
+    both = cross.merge_heads(cross.head_outputs(x, source=z) + mean.head_outputs(x))
     check_close(y, both)
     slope = torch.linspace(-1, 2, y.numel()).double().view_as(y)
     (y * slope).sum().backward()
@@ -120,7 +120,7 @@ def test_it_is_the_sum_of_two_layers_and_so_are_its_gradients(kind: str):
 @pytest.mark.parametrize("kind", EVERY)
 def test_cached_decode_is_one_pass(kind: str, chunks: str):
     block, (x, z) = built(EVERY[kind]), numbers()
-    memory, cache = block.remember(z), block.cache(batch=BATCH, capacity=1)
+    memory, cache = block.project_source(z), block.cache(batch=BATCH, capacity=1)
     with torch.no_grad():
         steps = [block(part, source=memory, cache=cache) for part in x.split(CHUNKS[chunks], 1)]
         check_close(torch.cat(steps, 1), block(x, source=z))
@@ -131,20 +131,20 @@ def test_cached_decode_is_one_pass(kind: str, chunks: str):
 def test_padded_rows_come_out_as_if_alone(kind: str, pad: str):
     block, (x, z) = built(EVERY[kind]), numbers()
     lengths, told = [TOKENS, 3, 5], [4, SOURCE, 7]
-    at = hw.Tokens.of(x, lengths=lengths, pad=pad)
-    memory = block.remember(z, tokens=hw.Tokens.of(z, lengths=told, pad=pad))
+    at = hw.SequenceInfo.from_batch(x, lengths=lengths, pad=pad)
+    memory = block.project_source(z, sequence=hw.SequenceInfo.from_batch(z, lengths=told, pad=pad))
     with torch.no_grad():
         y = block(x, source=memory, tokens=at)
         for b in range(BATCH):
             mine, its = (slice(-n, None) if pad == "left" else slice(n) for n in (lengths[b], told[b]))
             check_close(y[b : b + 1, mine], block(x[b : b + 1, mine], source=z[b : b + 1, its]))
-            padding = y[b][~at.live[b]]
-            check_close(padding, block.cross.merge(torch.zeros(1, len(padding), *block_heads(block)).double())[0])
+            padding = y[b][~at.is_real[b]]
+            check_close(padding, block.cross.merge_heads(torch.zeros(1, len(padding), *block_heads(block)).double())[0])
 
 
 def block_heads(block: hw.MergedAttention) -> tuple[int, int]:
     spec = block.cross.spec
-    return len(spec.speaks), spec.heads.vdim
+    return len(spec.score_head_of_output), spec.heads.vdim
 
 
 @pytest.mark.parametrize("pad", ["right", "left"])
@@ -152,11 +152,11 @@ def block_heads(block: hw.MergedAttention) -> tuple[int, int]:
 def test_padded_prompts_decode_on(kind: str, pad: str):
     """Rows of different lengths in one prefill; then steps, where the cache knows where each row stands."""
     block, (x, z) = built(EVERY[kind]), numbers()
-    lengths, memory = [4, 1, 3], block.remember(z)
+    lengths, memory = [4, 1, 3], block.project_source(z)
     prompt, rest = x[:, :4], x[:, 4:]
     cache = block.cache(batch=BATCH, capacity=1)
     with torch.no_grad():
-        block(prompt, source=memory, cache=cache, tokens=hw.Tokens.of(prompt, lengths=lengths, pad=pad))
+        block(prompt, source=memory, cache=cache, tokens=hw.SequenceInfo.from_batch(prompt, lengths=lengths, pad=pad))
         steps = torch.cat([block(token, source=memory, cache=cache) for token in rest.split(1, 1)], 1)
         for b, n in enumerate(lengths):
             own = prompt[b : b + 1, -n:] if pad == "left" else prompt[b : b + 1, :n]
@@ -167,13 +167,13 @@ def test_padded_prompts_decode_on(kind: str, pad: str):
 def test_what_is_kept_does_not_grow():
     block = built(KINDS["grouped"])
     cache = block.cache(batch=BATCH, capacity=9999)
-    memory, sizes = block.remember(torch.randn(BATCH, SOURCE, 10).double()), [cache.nbytes]
+    memory, sizes = block.project_source(torch.randn(BATCH, SOURCE, 10).double()), [cache.nbytes]
     for count in (1, 6, 50):
         with torch.no_grad():
             block(torch.randn(BATCH, count, 10).double(), source=memory, cache=cache)
         sizes.append(cache.nbytes)
     assert sizes == [BATCH * 6 * (5 + 1) * 8] * 4  # of each head a sum of values and how many there were
-    assert counting.cache_bytes(block.average.spec, batch=BATCH, capacity=9999, bytes_each=8) == sizes[0]
+    assert counting.cache_bytes(block.average.spec, batch=BATCH, capacity=9999, bytes_per_number=8) == sizes[0]
 
 
 def test_rows_of_a_cache_can_be_taken():
@@ -181,7 +181,7 @@ def test_rows_of_a_cache_can_be_taken():
     cache, pick = block.cache(batch=BATCH, capacity=1), torch.tensor([2, 0, 2, 1])
     with torch.no_grad():
         block(x[:, :4], source=z, cache=cache)
-        cache.rows(pick)
+        cache.select_rows(pick)
         steps = [block(part[pick], source=z[pick], cache=cache) for part in x[:, 4:].split(1, 1)]
         check_close(torch.cat(steps, 1), block(x, source=z)[pick][:, 4:])
 
@@ -193,7 +193,7 @@ def test_it_saves_a_whole_self_attention():
     d = 512
     block = hw.MergedAttention(hw.design(model=d, heads=8))
     assert sum(p.numel() for p in block.parameters()) == 4 * d**2
-    assert counting.params(averaging(block.cross.spec)) == 2 * d**2  # of which nothing is its own
+    assert counting.count_parameters(averaging_spec(block.cross.spec)) == 2 * d**2  # of which nothing is its own
     assert not list(block.average.parameters())
     assert len({p.data_ptr() for p in block.parameters()}) == len(block.state_dict()) == 4
 
@@ -233,11 +233,11 @@ def test_copies_moves_and_reloads_stay_tied(tmp_path: Path):
 def test_weights_that_differ_cannot_be_shared():
     owner = hw.Attention(base())
     with pytest.raises(hw.SpecError, match=r"project.k is \[8, 10\] here and \[24, 10\] in the layer that owns it"):
-        hw.Attention(base(kv=2), shares={"project": owner.weights["project"]})
+        hw.Attention(base(kv=2), shared={"project": owner.weights["project"]})
     with pytest.raises(hw.SpecError, match=r"project.v_bias is \[24\] here and None"):
-        hw.Attention(base(bias="v"), shares={"project": owner.weights["project"]})
+        hw.Attention(base(bias="v"), shared={"project": owner.weights["project"]})
     with pytest.raises(hw.SpecError, match=r"no 'outputs' to share; did you mean 'output'"):
-        hw.Attention(base(), shares={"outputs": owner.weights["output"]})
+        hw.Attention(base(), shared={"outputs": owner.weights["output"]})
 
 
 # --- at the door ---------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ def test_autocast_remembers_and_reads():
     """A memory of bfloat16 is read by a decoder whose own tokens are float32; outside autocast that is refused."""
     block, (x, z) = built(KINDS["grouped"]).float(), (t.float() for t in numbers())
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        memory, cache = block.remember(z), block.cache(batch=BATCH, capacity=1)
+        memory, cache = block.project_source(z), block.cache(batch=BATCH, capacity=1)
         steps = torch.cat([block(token, source=memory, cache=cache) for token in x.split(1, 1)], 1)
         whole = block(x, source=memory)
     exact = block(x, source=z)

@@ -15,14 +15,14 @@ from torch.utils import flop_counter
 import headwise as hw
 import strategies
 from headwise import backends, blueprint, cli, counting, families
-from headwise.backends.blocks import blocks, summed
-from headwise.blueprint import Block, Dense, Embedding, Experts, Head, Model, Nearly, Norm, Patches, Positions, Stack
+from headwise.backends.blocks import split_queries, sum_block_pairs
+from headwise.blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, ExpertsSpec, OutputHeadSpec, ModelSpec, ApproximateAttention, NormSpec, PatchSpec, PositionSpec, StackSpec
 from headwise.counting.optimisers import OPTIMISERS
-from headwise.counting.pricing import Price, price
-from headwise.counting.published import PUBLISHED, beside
-from headwise.counting.scopes import layer
-from headwise.counting.symbols import Symbol
-from headwise.counting.whole import parameters, pieces
+from headwise.counting.pricing import CostEstimate, estimate_cost
+from headwise.counting.published import FORMULA_SOURCES, compare_formulas
+from headwise.counting.scopes import select_layer
+from headwise.counting.symbols import SymbolicInt
+from headwise.counting.whole import parameter_terms, list_components
 
 LLAMA3 = {"model_type": "llama", "hidden_size": 4096, "vocab_size": 128256, "intermediate_size": 14336}
 LLAMA3 |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -44,8 +44,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def priced(config: dict[str, Any], **load: Any) -> Price:
-    return price(families.read(config), hw.Load(**({"context": 512} | load)), "model")
+def priced(config: dict[str, Any], **load: Any) -> CostEstimate:
+    return estimate_cost(families.read_model_spec(config), hw.Workload(**({"context": 512} | load)), "model")
 
 
 # --- numbers from outside ------------------------------------------------------------------------------
@@ -71,23 +71,23 @@ def test_released_models(config, params, each):
 
 def test_of_experts_a_token_meets_its_own():
     """37 billion of 671 (2412.19437); 5.13 of 116.83 without the table of tokens (2508.10925)."""
-    assert priced(DEEPSEEK).active == 671_026_404_352 - 58 * (256 - 8) * 3 * 7168 * 2048
+    assert priced(DEEPSEEK).active_parameters == 671_026_404_352 - 58 * (256 - 8) * 3 * 7168 * 2048
     oss = priced({"model_type": "gpt_oss"})
-    assert round((oss.active - 201_088 * 2880) / 1e9, 2) == 5.13
+    assert round((oss.active_parameters - 201_088 * 2880) / 1e9, 2) == 5.13
 
 
 def test_gemma_keeps_windows_in_rings():
     """Every second of 26 layers keeps 4,096 tokens of 4 heads with 256 channels, the others all."""
     one = priced({"model_type": "gemma2"}, context=8192)
-    assert one.kept_bytes == 13 * (4096 + 8192) * 2 * 4 * 256 * 2
+    assert one.cache_bytes == 13 * (4096 + 8192) * 2 * 4 * 256 * 2
 
 
 def test_training_of_gpt_by_hand():
     """24 b s h^2 + 4 b s^2 h in every layer, and 2 b s h V, full square (zhihu 624740065)."""
     b, s, h = 3, 512, 768
     one = priced({"model_type": "gpt2"}, batch=b, context=s)
-    assert one.counted["prefill"] == 12 * (24 * b * s * h**2 + 4 * b * s**2 * h) + 2 * b * s * h * 50257
-    assert one.counted["backward"] == 2 * one.counted["prefill"]
+    assert one.counted_flops["prefill"] == 12 * (24 * b * s * h**2 + 4 * b * s**2 * h) + 2 * b * s * h * 50257
+    assert one.counted_flops["backward"] == 2 * one.counted_flops["prefill"]
 
 
 # --- sums ----------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_training_of_gpt_by_hand():
 def test_a_long_generation_by_hand():
     """2 b n (k + v) [G p + G (G - 1) / 2 + G] for the steps behind a prompt of p, G of them, in every layer."""
     b, p, g = 2, 1000, 10**12
-    steps = priced(LLAMA3, batch=b, context=p, generate=g + 1).calls["steps"]
+    steps = priced(LLAMA3, batch=b, context=p, generate=g + 1).flops_by_call["steps"]
     core = sum(term.value for term in steps.terms if "core" in term.name)
     assert core == 32 * 2 * b * 32 * 256 * (g * p + g * (g - 1) // 2 + g)
     head = next(term for term in steps.terms if term.name == "head.tokens.weight")
@@ -104,81 +104,81 @@ def test_a_long_generation_by_hand():
 
 
 @st.composite
-def models(draw: st.DrawFn) -> Model:
+def models(draw: st.DrawFn) -> ModelSpec:
     """Tiny models of every kind: patterns layer by layer, experts, cross-attention, images, heads of all sorts."""
-    kind = draw(st.sampled_from(blueprint.KINDS))
+    kind = draw(st.sampled_from(blueprint.MODEL_KINDS))
     back = kind in ("decoder", "encoder-decoder")
     feeds = st.sampled_from(
-        [None, Dense(7, bias="ud"), Dense(5, form="gated"), Experts(Dense(3, form="gated"), 4, 2, shared=Dense(9))]
+        [None, FeedForwardSpec(7, bias="ud"), FeedForwardSpec(5, form="gated"), ExpertsSpec(FeedForwardSpec(3, form="gated"), 4, 2, shared=FeedForwardSpec(9))]
     )
 
-    def stack(name: str, crosses: str, forward: bool) -> Stack:
+    def stack(name: str, crosses: str, forward: bool) -> StackSpec:
         attention = strategies.patterns(forward=forward).map(lambda p: strategies.base(pattern=p))
         cross = strategies.base(source=10) if crosses == "cross" else None
-        each = st.builds(Block, st.none() | attention, st.just(cross), feeds, st.just(Norm("rms")))
-        seen = Embedding(patches=Patches(2, 3, 2, 2), first=1, positions=Positions("learned", 7))
-        table = seen if kind == "vision" else Embedding(tokens=11, table="")
-        return Stack.of(name, 10, draw(st.lists(each, max_size=3)), embedding=table)
+        each = st.builds(BlockSpec, st.none() | attention, st.just(cross), feeds, st.just(NormSpec("rms")))
+        seen = EmbeddingSpec(patches=PatchSpec(2, 3, 2, 2), first=1, positions=PositionSpec("learned", 7))
+        table = seen if kind == "vision" else EmbeddingSpec(tokens=11, table="")
+        return StackSpec.from_blocks(name, 10, draw(st.lists(each, max_size=3)), embedding=table)
 
     stacks = [stack("encoder", "none", False)] if kind == "encoder-decoder" else []
     stacks.append(stack("last", "cross" if stacks else "none", back))
     at = st.sampled_from(["each", "first", "last", "mean"])
-    head = st.builds(Head, st.just("out"), st.just(5), at=at, transform=st.none() | st.just(blueprint.Transform(6)))
-    return Model("tiny", kind, tuple(stacks), tuple(draw(st.lists(head, max_size=1))))
+    head = st.builds(OutputHeadSpec, st.just("out"), st.just(5), at=at, transform=st.none() | st.just(blueprint.HeadTransformSpec(6)))
+    return ModelSpec("tiny", kind, tuple(stacks), tuple(draw(st.lists(head, max_size=1))))
 
 
-LOADS = st.builds(hw.Load, batch=st.integers(1, 3), context=st.integers(1, 9), source=st.integers(1, 7))
+LOADS = st.builds(hw.Workload, batch=st.integers(1, 3), context=st.integers(1, 9), source=st.integers(1, 7))
 
 
 @given(models(), LOADS)
 def test_terms_add_up(model, load):
-    one = price(model, load)
-    assert one.parameters.total == counting.params(model)
+    one = estimate_cost(model, load)
+    assert one.parameters.total == counting.count_parameters(model)
     every = one.data["terms"]
     assert len({(term["bill"], term["name"], term["formula"], term["value"]) for term in every}) == len(every)
-    for name, total in one.flops.items():
+    for name, total in one.required_flops.items():
         assert sum(term["value"] for term in every if term["bill"] == name) == total
-        assert total <= one.counted[name]
+        assert total <= one.counted_flops[name]
     for phase, operations in one.operations.items():
-        assert sum(each.flops for each in operations) == one.flops[phase]
-    alone = [layer(model, f"{s.name}.{n}") for s in model.stacks for n in range(len(s.layers))]
+        assert sum(each.flops for each in operations) == one.required_flops[phase]
+    alone = [select_layer(model, f"{s.name}.{n}") for s in model.stacks for n in range(len(s.layers))]
     bare = [replace(stack, embedding=None) for stack in model.stacks]
-    inner = price(replace(model, stacks=tuple(bare), heads=()), load) if model.kind != "vision" else None
+    inner = estimate_cost(replace(model, stacks=tuple(bare), heads=()), load) if model.kind != "vision" else None
     if inner is not None and model.kind != "encoder-decoder":
-        assert inner.flops["prefill"] == sum(price(part, load).flops["prefill"] for part in alone)
+        assert inner.required_flops["prefill"] == sum(estimate_cost(part, load).required_flops["prefill"] for part in alone)
 
 
 @given(models().filter(lambda model: "decoder" in model.kind), LOADS, st.integers(1, 6))
 def test_a_generation_is_the_sum_of_its_steps(model, load, written):
-    whole = price(model, replace(load, generate=written))
-    steps = [price(model, replace(load, context=load.context + n + 1)) for n in range(written - 1)]
+    whole = estimate_cost(model, replace(load, generate=written))
+    steps = [estimate_cost(model, replace(load, context=load.context + n + 1)) for n in range(written - 1)]
     for way in ("flops", "spent", "counted"):
         every = [getattr(step, way)["decode"] for step in steps]
         assert getattr(whole, way)["steps"] == sum(every)
         assert getattr(whole, way)["generate"] == getattr(whole, way)["prompt"] + sum(every)
-    assert whole.kept_bytes == price(model, replace(load, context=load.context + written - 1)).kept_bytes
+    assert whole.cache_bytes == estimate_cost(model, replace(load, context=load.context + written - 1)).cache_bytes
 
 
 def test_a_state_steps_as_long_as_it_likes():
-    load = hw.Load(batch=2, context=100, generate=8)
-    one = price(hw.design(preset="linear"), load)
-    assert one.flops["steps"] == 7 * one.flops["decode"]
-    assert one.spent["steps"] == 7 * one.spent["decode"]
-    assert one.counted["generate"] is None
+    load = hw.Workload(batch=2, context=100, generate=8)
+    one = estimate_cost(hw.design(preset="linear"), load)
+    assert one.required_flops["steps"] == 7 * one.required_flops["decode"]
+    assert one.executed_flops["steps"] == 7 * one.executed_flops["decode"]
+    assert one.counted_flops["generate"] is None
 
 
 def test_a_prompt_is_scored_at_its_end():
     one = priced({"model_type": "gpt2"}, batch=2, context=100, generate=1)
-    assert one.flops["prefill"] - one.flops["prompt"] == 2 * 2 * 99 * 768 * 50257
-    assert one.flops["steps"] == 0
+    assert one.required_flops["prefill"] - one.required_flops["prompt"] == 2 * 2 * 99 * 768 * 50257
+    assert one.required_flops["steps"] == 0
 
 
 def test_cross_attention_remembers_its_source_once():
     near, far = (priced(T5, context=10, source=n) for n in (100, 300))
     assert near.data["kv_bytes_per_token"] == near.data["kv_bytes_per_source_token"] == 6 * 2 * 512 * 2
-    assert near.kept_bytes == (10 + 100) * 6 * 2 * 512 * 2
-    assert far.kept_bytes - near.kept_bytes == 200 * 6 * 2 * 512 * 2
-    assert far.flops["decode"] - near.flops["decode"] == 6 * 2 * 200 * 8 * 128
+    assert near.cache_bytes == (10 + 100) * 6 * 2 * 512 * 2
+    assert far.cache_bytes - near.cache_bytes == 200 * 6 * 2 * 512 * 2
+    assert far.required_flops["decode"] - near.required_flops["decode"] == 6 * 2 * 200 * 8 * 128
     names = [one.name for one in near.operations["decode"]]
     assert names == ["embedding", "attention projections", "attention core", "cross projections", "cross core",
                      "feed-forward", "head"]  # fmt: skip
@@ -189,11 +189,11 @@ def test_cross_attention_remembers_its_source_once():
 def test_a_fused_core_forms_its_scores_once_more():
     """5 products backwards on 4, 3 k + 2 v (2205.14135); a plain one keeps its scores."""
     spec = hw.design(model=6, heads=2, dim=5, vdim=7)
-    fused = price(spec, hw.Load(context=64))
-    around = 2 * fused.counted["backward"] - 2 * 2 * 2 * 64**2 * 2 * 12
-    assert 2 * fused.spent["backward"] == around + 2 * 2 * 2 * 64**2 * (3 * 5 + 2 * 7)
-    mixed = price(replace(spec, modifiers=(hw.TalkingHeads(),)), hw.Load(context=64))
-    assert mixed.spent["backward"] == mixed.counted["backward"]
+    fused = estimate_cost(spec, hw.Workload(context=64))
+    around = 2 * fused.counted_flops["backward"] - 2 * 2 * 2 * 64**2 * 2 * 12
+    assert 2 * fused.executed_flops["backward"] == around + 2 * 2 * 2 * 64**2 * (3 * 5 + 2 * 7)
+    mixed = estimate_cost(replace(spec, modifiers=(hw.TalkingHeads(),)), hw.Workload(context=64))
+    assert mixed.executed_flops["backward"] == mixed.counted_flops["backward"]
 
 
 def test_gradients_are_spent_as_torch_spends_them():
@@ -208,54 +208,54 @@ def test_gradients_are_spent_as_torch_spends_them():
         y = hw.Attention(spec)(x)
         ahead = counter.get_total_flops()
         y.sum().backward()
-    one = price(spec, hw.Load(batch=2, context=64, dtype="fp32", device="cpu"))
-    assert one.spent["prefill"] == ahead
-    assert one.spent["backward"] == counter.get_total_flops() - ahead
+    one = estimate_cost(spec, hw.Workload(batch=2, context=64, dtype="fp32", device="cpu"))
+    assert one.executed_flops["prefill"] == ahead
+    assert one.executed_flops["backward"] == counter.get_total_flops() - ahead
 
 
 @given(strategies.patterns(), st.integers(0, 300), st.integers(1, 1500), st.integers(1, 1700))
 def test_blocks_are_summed_as_they_are(pattern, first, queries, keys):
     asks, told = range(first, first + queries), range(keys)
-    assert summed(pattern, asks, told) == sum(block.pairs for block in blocks(pattern, asks, told))
+    assert sum_block_pairs(pattern, asks, told) == sum(block.num_pairs for block in split_queries(pattern, asks, told))
 
 
 @pytest.mark.parametrize("said", ["window(300) | first(4)", "window(700, after=200)", "window(200) | prefix(500)",
                                   "dilated(10, 90)", "window(50) & causal()", "causal() | prefix(400)"])  # fmt: skip
 def test_many_blocks_are_summed_as_a_few(said):
-    pattern = hw.pattern.parse(said)
+    pattern = hw.pattern.parse_pattern(said)
     for asks, told in (((0, 5000), 5000), ((100, 7000), 7000), ((0, 3000), 100), ((0, 3000), 9000)):
-        every = blocks(pattern, range(*asks), range(told))
-        assert summed(pattern, range(*asks), range(told)) == sum(block.pairs for block in every)
+        every = split_queries(pattern, range(*asks), range(told))
+        assert sum_block_pairs(pattern, range(*asks), range(told)) == sum(block.num_pairs for block in every)
 
 
 def test_numbers_beyond_machine_words_stay_exact():
-    block = Block(hw.design(model=2**20, heads=2**10, pattern="window(4096)"), feed=Dense(2**30))
-    model = Model("vast", "decoder", (Stack.of("decoder", 2**20, [block] * 3, embedding=Embedding(tokens=2**40)),))
-    one = price(model, hw.Load(batch=2**40, context=2**50))
+    block = BlockSpec(hw.design(model=2**20, heads=2**10, pattern="window(4096)"), feed=FeedForwardSpec(2**30))
+    model = ModelSpec("vast", "decoder", (StackSpec.from_blocks("decoder", 2**20, [block] * 3, embedding=EmbeddingSpec(tokens=2**40)),))
+    one = estimate_cost(model, hw.Workload(batch=2**40, context=2**50))
     pairs = 2**50 * 4096 - 4096 * 4095 // 2
-    assert one.flops["prefill"] == 3 * 2**40 * (4 * pairs * 2**20 + 2**50 * (8 * 2**40 + 4 * 2**50))
-    assert json.loads(json.dumps(one.data))["flops"]["backward"] == 2 * one.flops["prefill"]
+    assert one.required_flops["prefill"] == 3 * 2**40 * (4 * pairs * 2**20 + 2**50 * (8 * 2**40 + 4 * 2**50))
+    assert json.loads(json.dumps(one.data))["flops"]["backward"] == 2 * one.required_flops["prefill"]
 
 
 def test_layers_that_are_equal_are_one_term():
-    terms = {term.name: term for term in priced(LLAMA3).prefill.terms}
+    terms = {term.name: term for term in priced(LLAMA3).prefill_flops.terms}
     scores = terms["decoder.*.attention.core (scores)"]
     assert scores.formula == "32 · 2 b pairs[causal()] q dim"
     assert scores.value == 32 * 2 * (512 * 513 // 2) * 32 * 128
-    local = [t for t in priced({"model_type": "gemma2"}).prefill.terms if t.name.endswith("core (scores)")]
+    local = [t for t in priced({"model_type": "gemma2"}).prefill_flops.terms if t.name.endswith("core (scores)")]
     assert [t.formula for t in local] == [f"13 · 2 b pairs[{said}] q dim" for said in ("window(4096)", "causal()")]
 
 
 def test_terms_say_how():
-    told = counting.bills.Bill.repeated([("a", Symbol.of(3, "x") + 1, 1), ("a", Symbol.of(3, "x") + 1, 1)])
+    told = counting.bills.CostBreakdown.from_repeated_items([("a", SymbolicInt.of(3, "x") + 1, 1), ("a", SymbolicInt.of(3, "x") + 1, 1)])
     assert told.terms[0].formula == "2 · (x + 1)"
-    shared = [term for term in parameters(families.read(T5)).terms if "table" in term.name]
+    shared = [term for term in parameter_terms(families.read_model_spec(T5)).terms if "table" in term.name]
     assert [term.formula for term in shared] == ["bucket column"] * 2
 
 
 def test_equal_blocks_are_one_piece_however_they_alternate():
-    near, far = (Block(hw.design(model=10, heads=2, pattern=p)) for p in ("window(3)", "causal()"))
-    found = pieces(Model("m", "decoder", (Stack.of("decoder", 10, [near, far, near, near]),)))
+    near, far = (BlockSpec(hw.design(model=10, heads=2, pattern=p)) for p in ("window(3)", "causal()"))
+    found = list_components(ModelSpec("m", "decoder", (StackSpec.from_blocks("decoder", 10, [near, far, near, near]),)))
     assert [(piece.spec.pattern.text, piece.times) for piece in found] == [("window(3)", 3), ("causal()", 1)]
 
 
@@ -263,20 +263,20 @@ def test_equal_blocks_are_one_piece_however_they_alternate():
 
 
 def test_a_block_is_a_model_of_one_layer():
-    model = families.read(T5)
-    block = price(layer(model, "decoder.3"), hw.Load(context=5, source=7))
-    cross = price(layer(model, "3.cross"), hw.Load(context=5, source=7))
-    own = price(layer(model, "encoder.0.attention"), hw.Load(context=5))
+    model = families.read_model_spec(T5)
+    block = estimate_cost(select_layer(model, "decoder.3"), hw.Workload(context=5, source=7))
+    cross = estimate_cost(select_layer(model, "3.cross"), hw.Workload(context=5, source=7))
+    own = estimate_cost(select_layer(model, "encoder.0.attention"), hw.Workload(context=5))
     assert block.parameters.total == 3 * 512 + 8 * 512**2 + 2 * 512 * 2048 + 256
-    assert cross.flops["prefill"] == 2 * 512**2 * (2 * 5 + 2 * 7) + 4 * 5 * 7 * 512
-    assert (cross.flops["decode"], own.decode) == (2 * 512**2 * 2 + 4 * 7 * 512, None)
-    assert layer(model, "encoder.1").kind == "encoder"
+    assert cross.required_flops["prefill"] == 2 * 512**2 * (2 * 5 + 2 * 7) + 4 * 5 * 7 * 512
+    assert (cross.required_flops["decode"], own.decode_flops) == (2 * 512**2 * 2 + 4 * 7 * 512, None)
+    assert select_layer(model, "encoder.1").kind == "encoder"
 
 
 def test_what_is_only_nearly_said_is_noted():
-    nearly = Nearly(hw.design(model=10, heads=2, pattern="causal()"), "it hums")
-    model = Model("m", "decoder", (Stack.of("decoder", 10, [Block(nearly)] * 2),), notes=("a note",))
-    assert price(model, hw.Load()).notes == ("a note", "decoder: nearly the attention that is priced; it hums")
+    nearly = ApproximateAttention(hw.design(model=10, heads=2, pattern="causal()"), "it hums")
+    model = ModelSpec("m", "decoder", (StackSpec.from_blocks("decoder", 10, [BlockSpec(nearly)] * 2),), notes=("a note",))
+    assert estimate_cost(model, hw.Workload()).notes == ("a note", "decoder: nearly the attention that is priced; it hums")
     assert "it hums" in str(hw.cost(model))
 
 
@@ -284,7 +284,7 @@ def test_what_is_only_nearly_said_is_noted():
 
 
 def published(name: str, config: dict[str, Any], **load: Any) -> dict[str, tuple[int, int | None]]:
-    rows = beside(priced(config, **load), PUBLISHED[name])
+    rows = compare_formulas(priced(config, **load), FORMULA_SOURCES[name])
     return {row.formula: (row.theirs, row.ours) for row in rows}
 
 
@@ -310,9 +310,9 @@ def test_the_papers_table():
 
 def test_the_seeds_formula_is_ours_without_biases():
     spec = hw.design(model=64, heads=4)
-    (row,) = beside(price(spec, hw.Load()), PUBLISHED["seeds"])
+    (row,) = compare_formulas(estimate_cost(spec, hw.Workload()), FORMULA_SOURCES["seeds"])
     assert row.theirs == row.ours == 3 * 4 * 64 * 16 + 64**2
-    (row,) = beside(price(hw.design(model=64, heads=4, bias="qkvo"), hw.Load()), PUBLISHED["seeds"])
+    (row,) = compare_formulas(estimate_cost(hw.design(model=64, heads=4, bias="qkvo"), hw.Workload()), FORMULA_SOURCES["seeds"])
     assert row.ours - row.theirs == 4 * 64
 
 
@@ -324,7 +324,7 @@ def test_rules_of_thumb():
 
 
 def test_optimisers():
-    each = {name: one.each for name, one in OPTIMISERS.items()}
+    each = {name: one.bytes_per_parameter for name, one in OPTIMISERS.items()}
     assert each == {"zero": 16, "megatron": 18, "zhihu-624740065": 20, "adam-fp32": 16, "sgd-momentum": 12, "muon": 12}
 
 
@@ -343,7 +343,7 @@ def folder(tmp_path):
     for name, config in CONFIGS.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.toml").write_text(str(families.read(CONFIGS["gemma2"])))
+    (tmp_path / "model.toml").write_text(str(families.read_model_spec(CONFIGS["gemma2"])))
     (tmp_path / "spec.toml").write_text(hw.to_toml(hw.design(preset="gqa")))
     return tmp_path
 
@@ -353,7 +353,7 @@ def test_a_config_is_priced(capsys, folder, name):
     code, out, err = run(capsys, folder / name / "config.json", "--json")
     (row,) = json.loads(out)["rows"]
     assert (code, err, row["name"]) == (0, "", name)
-    assert row["params"] == counting.params(families.read(CONFIGS[name]))
+    assert row["params"] == counting.count_parameters(families.read_model_spec(CONFIGS[name]))
     assert {"active_params", "flops", "spent", "counted", "kv_bytes_per_token", "activation_bytes"} <= set(row)
     assert {"weights_bytes", "intensity", "bound", "seconds", "operations", "notes", "terms"} <= set(row)
     assert ("decode" in row["flops"]) == (name not in ("bert", "vit"))
@@ -373,13 +373,13 @@ def test_all_stand_in_one_table(capsys, folder):
 
 
 def test_what_others_publish_is_printed_with_the_difference(capsys, folder):
-    said = [word for name in PUBLISHED for word in ("--beside", name)]
+    said = [word for name in FORMULA_SOURCES for word in ("--beside", name)]
     code, out, _ = run(capsys, folder / "gpt2", *said)
     assert code == 0
     assert "theirs 291,648,307,200, ours 291,648,307,200: equal" in out
     assert max(map(len, out.splitlines())) <= 80
     told = json.loads(run(capsys, folder / "gpt2", *said, "--optimiser", "muon", "--json")[1])
-    assert {row["beside"] for row in told["beside"]} == set(PUBLISHED)
+    assert {row["beside"] for row in told["beside"]} == set(FORMULA_SOURCES)
     assert told["training_state"]["rows"][0]["in_all"] == 12 * 124_439_808
 
 
@@ -463,8 +463,8 @@ def test_what_cannot_be_meant_is_refused_in_one_line(capsys, folder, argv, said)
 
 
 def test_a_backend_that_keeps_scores_forms_none_again():
-    job = backends.Job(hw.design(model=6, heads=2), hw.design(model=6, heads=2).core)
+    job = backends.CallSignature(hw.design(model=6, heads=2), hw.design(model=6, heads=2).core)
     told = {
-        name: backends.forms_again(one, job, hw.Work(1, 200, 200, 200), 100) for name, one in backends.BACKENDS.items()
+        name: backends.recomputed_flops(one, job, hw.CallSize(1, 200, 200, 200), 100) for name, one in backends.BACKENDS.items()
     }
     assert told == dict.fromkeys(backends.BACKENDS, 50) | {"linear": 0, "dense": 0, "halves": 0}

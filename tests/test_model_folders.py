@@ -18,18 +18,18 @@ from tokenizers.models import WordLevel
 import headwise as hw
 from headwise import blueprint as bp
 from headwise import cli, families
-from headwise.blueprint.manifest import Manifest
+from headwise.blueprint.manifest import ModelManifest
 from headwise.models import tokenizer_of
-from headwise.models.folder import MANIFEST, PAGE, TOKENIZER, WEIGHTS
+from headwise.models.folder import MANIFEST_FILE, PAGE, TOKENIZER_FILE, WEIGHTS_FILE
 
 WORDS = 11
 
 
-def described(words: int = WORDS, model: int = 12) -> bp.Model:
+def described(words: int = WORDS, model: int = 12) -> bp.ModelSpec:
     spec = hw.design(model=model, heads=3, kv=1, pattern="causal()", modifiers=(hw.Alibi(),))
-    blocks = [bp.Block(spec, feed=bp.Experts(bp.Dense(5), 3, 1, bias="constant"))] * 2
-    stack = bp.Stack.of("decoder", model, blocks, embedding=bp.Embedding(words), norm=bp.Norm("rms"))
-    return bp.Model("small", "decoder", (stack,), (bp.Head("tokens", words, table="decoder"),))
+    blocks = [bp.BlockSpec(spec, feed=bp.ExpertsSpec(bp.FeedForwardSpec(5), 3, 1, bias="constant"))] * 2
+    stack = bp.StackSpec.from_blocks("decoder", model, blocks, embedding=bp.EmbeddingSpec(words), norm=bp.NormSpec("rms"))
+    return bp.ModelSpec("small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", words, table="decoder"),))
 
 
 def words(count: int = WORDS) -> str:
@@ -71,16 +71,16 @@ def test_what_was_saved_is_loaded(tmp_path: Path, dtype: torch.dtype):
 
 
 def test_a_folder_holds_what_it_says(folder: Path):
-    assert sorted(path.name for path in folder.iterdir()) == sorted([MANIFEST, PAGE, TOKENIZER, WEIGHTS])
+    assert sorted(path.name for path in folder.iterdir()) == sorted([MANIFEST_FILE, PAGE, TOKENIZER_FILE, WEIGHTS_FILE])
     page = (folder / PAGE).read_text()
     assert "# small" in page
     assert "2 layers of 12, 1,800 parameters in float32" in page
     assert "## Training\n\nNone." in page
-    assert str(bp.Table(described())) in page
+    assert str(bp.ModelTable(described())) in page
     assert tokenizer_of(folder) == words()
-    assert families.read(folder) == described()
-    held = safetensors.torch.load_file(folder / WEIGHTS)
-    assert {name: tuple(t.shape) for name, t in held.items()} == described().shapes()
+    assert families.read_model_spec(folder) == described()
+    held = safetensors.torch.load_file(folder / WEIGHTS_FILE)
+    assert {name: tuple(t.shape) for name, t in held.items()} == described().shapes_by_name()
 
 
 def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path: Path):
@@ -104,7 +104,7 @@ def test_saving_again_takes_the_place_of_the_first(folder: Path):
     hw.save(other, folder)
     check_same(hw.load(folder), other)
     assert tokenizer_of(folder) is None
-    assert sorted(path.name for path in folder.iterdir()) == sorted([MANIFEST, PAGE, WEIGHTS])
+    assert sorted(path.name for path in folder.iterdir()) == sorted([MANIFEST_FILE, PAGE, WEIGHTS_FILE])
 
 
 # --- nothing is lost -----------------------------------------------------------------------------------
@@ -151,8 +151,8 @@ def test_whatever_fails_a_whole_model_is_there(folder: Path, error: BaseExceptio
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # counted all the same, and many times faster
     begin, place = folder.with_name("begin"), folder.with_name("place")
     spec = hw.design(model=2, heads=1, pattern="causal()")
-    stack = bp.Stack.of("decoder", 2, [bp.Block(spec)], embedding=bp.Embedding(WORDS))
-    old, new = (hw.build(bp.Model("tiny", "decoder", (stack,)), seed=seed) for seed in (0, 1))
+    stack = bp.StackSpec.from_blocks("decoder", 2, [bp.BlockSpec(spec)], embedding=bp.EmbeddingSpec(WORDS))
+    old, new = (hw.build(bp.ModelSpec("tiny", "decoder", (stack,)), seed=seed) for seed in (0, 1))
     hw.save(old, begin, tokenizer=words())
     shutil.copytree(begin, folder, dirs_exist_ok=True)
     _, calls = saved(new, folder, 0, error)
@@ -172,7 +172,7 @@ def test_whatever_fails_a_whole_model_is_there(folder: Path, error: BaseExceptio
     assert set(outcomes) == {"old", "new"}
 
 
-KEPT = sorted([MANIFEST, PAGE, TOKENIZER, WEIGHTS])
+KEPT = sorted([MANIFEST_FILE, PAGE, TOKENIZER_FILE, WEIGHTS_FILE])
 
 
 def check_whole(folder: Path, old: hw.Transformer, new: hw.Transformer) -> str:
@@ -191,13 +191,13 @@ def resaved(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     """Other tensors under a checksum that fits them."""
     import hashlib
 
-    held = safetensors.torch.load_file(folder / WEIGHTS)
+    held = safetensors.torch.load_file(folder / WEIGHTS_FILE)
     change(held)
     data = safetensors.torch.save(held)
-    (folder / WEIGHTS).write_bytes(data)
-    told = Manifest.of((folder / MANIFEST).read_text(), "")
-    checksums = dict(told.checksums) | {WEIGHTS: hashlib.sha256(data).hexdigest()}
-    (folder / MANIFEST).write_text(str(told._replace(checksums=checksums)))
+    (folder / WEIGHTS_FILE).write_bytes(data)
+    told = ModelManifest.from_toml((folder / MANIFEST_FILE).read_text(), "")
+    checksums = dict(told.checksums) | {WEIGHTS_FILE: hashlib.sha256(data).hexdigest()}
+    (folder / MANIFEST_FILE).write_text(str(told._replace(checksums=checksums)))
 
 
 ROUTER = "decoder.1.feed.router"
@@ -230,27 +230,27 @@ def edited(path: Path) -> None:
 
 
 HARM: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (lambda f: truncated(f / WEIGHTS), "model.safetensors is not what was saved: .* bytes with checksum"),
-    "edited": (lambda f: edited(f / WEIGHTS), "model.safetensors is not what was saved"),
-    "tokenizer": (lambda f: edited(f / TOKENIZER), "tokenizer.json is not what was saved"),
-    "gone": (lambda f: (f / WEIGHTS).unlink(), "model.safetensors is missing"),
-    "no tokenizer": (lambda f: (f / TOKENIZER).unlink(), "tokenizer.json is missing"),
-    "no manifest": (lambda f: (f / MANIFEST).unlink(), "holds neither headwise.toml nor config.json; give a folder"),
-    "empty": (lambda f: (f / MANIFEST).write_text(""), "says format = None; this version reads format = 1"),
-    "binary": (lambda f: (f / MANIFEST).write_bytes(b"\xff\xfe\0"), "cannot be read"),
-    "no toml": (lambda f: (f / MANIFEST).write_text("model = ["), "is not TOML"),
+    "truncated": (lambda f: truncated(f / WEIGHTS_FILE), "model.safetensors is not what was saved: .* bytes with checksum"),
+    "edited": (lambda f: edited(f / WEIGHTS_FILE), "model.safetensors is not what was saved"),
+    "tokenizer": (lambda f: edited(f / TOKENIZER_FILE), "tokenizer.json is not what was saved"),
+    "gone": (lambda f: (f / WEIGHTS_FILE).unlink(), "model.safetensors is missing"),
+    "no tokenizer": (lambda f: (f / TOKENIZER_FILE).unlink(), "tokenizer.json is missing"),
+    "no manifest": (lambda f: (f / MANIFEST_FILE).unlink(), "holds neither headwise.toml nor config.json; give a folder"),
+    "empty": (lambda f: (f / MANIFEST_FILE).write_text(""), "says format = None; this version reads format = 1"),
+    "binary": (lambda f: (f / MANIFEST_FILE).write_bytes(b"\xff\xfe\0"), "cannot be read"),
+    "no toml": (lambda f: (f / MANIFEST_FILE).write_text("model = ["), "is not TOML"),
     "newer": (lambda f: replaced(f, "format = 1", "format = 2"), "format = 2; this version reads format = 1"),
     "half": (lambda f: replaced(f, "[model]", "[other]"), "it must hold format, files and model"),
-    "elsewhere": (lambda f: replaced(f, f'"{WEIGHTS}"', '"../secret"'), "is none of model.safetensors"),
+    "elsewhere": (lambda f: replaced(f, f'"{WEIGHTS_FILE}"', '"../secret"'), "is none of model.safetensors"),
     "kind": (lambda f: replaced(f, 'kind = "decoder"', 'kind = "decodr"'), "did you mean 'decoder'"),
     "depth": (lambda f: replaced(f, "times = 2", "times = 3"), "decoder.2.attention.project.q is missing"),
 }
 
 
 def replaced(folder: Path, old: str, new: str) -> None:
-    text = (folder / MANIFEST).read_text()
+    text = (folder / MANIFEST_FILE).read_text()
     assert old in text
-    (folder / MANIFEST).write_text(text.replace(old, new))
+    (folder / MANIFEST_FILE).write_text(text.replace(old, new))
 
 
 @pytest.mark.parametrize("what", HARM)
@@ -317,27 +317,27 @@ def tabled(data: dict[str, Any]) -> list[tuple[str, list[int], bool]]:
 @pytest.mark.parametrize("name", ["gpt2", "t5", "gemma2", "deepseek_v3", "bert", "vit"])
 def test_a_table_is_the_whole_model(name: str):
     """Nothing twice and nothing missing, in 80 columns, with a sum that is the sum of its rows."""
-    model = families.read({"model_type": name})
-    table = bp.Table(model)
-    told = tabled(table.data)
-    assert sorted(told) == sorted((w.name, list(w.shape), w.learned) for w in model.weights())
+    model = families.read_model_spec({"model_type": name})
+    table = bp.ModelTable(model)
+    told = tabled(table.to_dict)
+    assert sorted(told) == sorted((w.name, list(w.shape), w.trainable) for w in model.weights())
     text = str(table)
     assert max(map(len, text.splitlines())) <= 80
     assert text.count("\n") < 160
-    assert f"{table.data['parameters']:,}" in [line.split()[-1] for line in text.splitlines() if line[:5] == "total"]
-    assert table.data["parameters"] == hw.counting.params(model)
+    assert f"{table.to_dict['parameters']:,}" in [line.split()[-1] for line in text.splitlines() if line[:5] == "total"]
+    assert table.to_dict["parameters"] == hw.counting.count_parameters(model)
 
 
 def test_headwise_spec_shows_a_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config, toml = tmp_path / "config.json", tmp_path / "model.toml"
     config.write_text(json.dumps({"model_type": "gpt2"}))
     toml.write_text(bp.to_toml(described()))
-    assert run(capsys, "spec", str(folder)) == (0, f"{bp.Table(described())}\n", "")
-    assert run(capsys, "spec", str(toml))[1] == f"{bp.Table(described())}\n"
+    assert run(capsys, "spec", str(folder)) == (0, f"{bp.ModelTable(described())}\n", "")
+    assert run(capsys, "spec", str(toml))[1] == f"{bp.ModelTable(described())}\n"
     assert run(capsys, "spec", str(config))[1].startswith("gpt2: decoder\n")
     code, out, err = run(capsys, "spec", str(toml), "--json")
     assert (code, err) == (0, "")
-    assert json.loads(out) == {"model": bp.to_dict(described()), "table": bp.Table(described()).data}
+    assert json.loads(out) == {"model": bp.to_dict(described()), "table": bp.ModelTable(described()).to_dict}
     assert bp.from_toml(run(capsys, "spec", str(folder), "--toml")[1]) == described()
     for argv, words in (
         ((str(folder), "--set", "heads.kv=4"), "--set is for one spec"),

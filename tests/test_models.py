@@ -16,7 +16,7 @@ import headwise as hw
 from anchors.test_families import FAMILIES, PUBLIC, TINY
 from headwise import blueprint as bp
 from headwise import counting, families, models
-from headwise.dropping import dropped
+from headwise.dropping import dropout
 from headwise.models import STARTS, Memory, Typed
 from headwise.models.feeds import Feed, Mixture, Normed
 
@@ -25,28 +25,28 @@ CAUSAL = hw.design(model=MODEL, heads=3, kv=1, pattern="causal()", bias="qkvo")
 FULL = hw.design(model=MODEL, heads=3)
 
 
-def stack(*blocks: bp.Block, name: str = "decoder", **said: Any) -> bp.Stack:
-    usual = {"embedding": bp.Embedding(WORDS, positions=bp.Positions("learned", 9)), "norm": bp.Norm()}
-    return bp.Stack.of(name, MODEL, blocks, **(usual | said))
+def stack(*blocks: bp.BlockSpec, name: str = "decoder", **said: Any) -> bp.StackSpec:
+    usual = {"embedding": bp.EmbeddingSpec(WORDS, positions=bp.PositionSpec("learned", 9)), "norm": bp.NormSpec()}
+    return bp.StackSpec.from_blocks(name, MODEL, blocks, **(usual | said))
 
 
-def model(*blocks: bp.Block, heads: tuple[bp.Head, ...] = (bp.Head("tokens", WORDS),), **said: Any) -> bp.Model:
-    return bp.Model("small", "decoder", (stack(*blocks, **said),), heads)
+def model(*blocks: bp.BlockSpec, heads: tuple[bp.OutputHeadSpec, ...] = (bp.OutputHeadSpec("tokens", WORDS),), **said: Any) -> bp.ModelSpec:
+    return bp.ModelSpec("small", "decoder", (stack(*blocks, **said),), heads)
 
 
-BLOCK = bp.Block(CAUSAL, feed=bp.Dense(17))
+BLOCK = bp.BlockSpec(CAUSAL, feed=bp.FeedForwardSpec(17))
 DECODER = model(BLOCK, BLOCK)
-PAIR = bp.Model(
+PAIR = bp.ModelSpec(
     "pair",
     "encoder-decoder",
-    (stack(bp.Block(FULL, feed=bp.Dense(17)), name="encoder"), stack(*[bp.Block(CAUSAL, FULL, bp.Dense(17))] * 2)),
-    (bp.Head("tokens", WORDS, table="decoder"),),
+    (stack(bp.BlockSpec(FULL, feed=bp.FeedForwardSpec(17)), name="encoder"), stack(*[bp.BlockSpec(CAUSAL, FULL, bp.FeedForwardSpec(17))] * 2)),
+    (bp.OutputHeadSpec("tokens", WORDS, table="decoder"),),
 )
-MERGING = bp.Block(cross=FULL, feed=bp.Dense(17), form="merged")
+MERGING = bp.BlockSpec(cross=FULL, feed=bp.FeedForwardSpec(17), form="merged")
 MERGED = replace(PAIR, stacks=(PAIR.stacks[0], stack(MERGING, MERGING)))
 
 
-def built(described: bp.Model, **said: Any) -> hw.Transformer:
+def built(described: bp.ModelSpec, **said: Any) -> hw.Transformer:
     """In float64, every number one that matters."""
     net = hw.build(described, **said).double().eval()
     with torch.no_grad():
@@ -66,29 +66,29 @@ def ids(rows: int = 3, count: int = 7) -> Tensor:
 def test_tensors_are_those_of_the_description(name: str, task: str, draw: int):
     """Over random configs of every family: names, shapes, and which are trained. What no spec says is refused."""
     random.seed(f"{name} {task} {draw}")
-    described = families.read(FAMILIES[name][1]() | {"model_type": name, "architectures": [task]})
-    if described.unsaid():
+    described = families.read_model_spec(FAMILIES[name][1]() | {"model_type": name, "architectures": [task]})
+    if described.approximation_reasons():
         with pytest.raises(hw.SpecError, match="cannot be built"):
             hw.build(described)
         return
     net = hw.build(described)
-    assert {key: tuple(t.shape) for key, t in net.state_dict().items()} == described.shapes()
-    assert sum(p.numel() for p in net.parameters()) == counting.params(described)
-    assert {key for key, _ in net.named_parameters()} == {w.name for w in described.weights() if w.learned}
+    assert {key: tuple(t.shape) for key, t in net.state_dict().items()} == described.shapes_by_name()
+    assert sum(p.numel() for p in net.parameters()) == counting.count_parameters(described)
+    assert {key for key, _ in net.named_parameters()} == {w.name for w in described.weights() if w.trainable}
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_models_are_built_with_their_numbers(name: str):
     with torch.device("meta"):
-        net = hw.build(families.read(PUBLIC[name][0]))
+        net = hw.build(families.read_model_spec(PUBLIC[name][0]))
     numbers = sum(p.numel() for p in net.parameters())
-    assert numbers == counting.params(net.described)
+    assert numbers == counting.count_parameters(net.described)
     assert numbers == (PUBLIC[name][1] or numbers)
 
 
 def test_what_is_shared_is_one_tensor():
     spec = replace(CAUSAL, modifiers=(hw.T5Bias(buckets=8, reach=9, looking="back"),))
-    net = built(model(*[bp.Block(spec)] * 3))
+    net = built(model(*[bp.BlockSpec(spec)] * 3))
     tables = [layer.attention.weights["t5_bias"]["table"] for layer in net.decoder.blocks]
     assert all(table is tables[0] for table in tables)
     other = copy.deepcopy(net)
@@ -111,7 +111,7 @@ def test_a_tied_head_is_the_table_of_its_stack():
     h = torch.randn(2, 3, MODEL, dtype=torch.float64)
     torch.testing.assert_close(net.read(h), h @ net.decoder.embedding.tokens.T)
     for reader, owner in (("decoder", "encoder"), ("encoder", "decoder")):
-        shared = bp.Embedding(WORDS, table=owner)
+        shared = bp.EmbeddingSpec(WORDS, table=owner)
         stacks = tuple(replace(one, embedding=shared) if one.name == reader else one for one in PAIR.stacks)
         net = built(replace(PAIR, stacks=stacks, heads=()))
         assert net.stacks[reader].embedding.table is net.stacks[owner].embedding.tokens
@@ -122,15 +122,15 @@ def test_a_tied_head_is_the_table_of_its_stack():
 
 ROWS = ([2, 5, 3, 7], [4], [1, 0, 6])
 POSITIONS = {
-    "learned": bp.Positions("learned", 9),
-    "skipped": bp.Positions("learned", 9, skipped=2),
-    "sinusoidal": bp.Positions("sinusoidal"),
+    "learned": bp.PositionSpec("learned", 9),
+    "skipped": bp.PositionSpec("learned", 9, skipped=2),
+    "sinusoidal": bp.PositionSpec("sinusoidal"),
     "none": None,
 }
 
 
 def positioned(kind: str) -> hw.Transformer:
-    embedding = bp.Embedding(WORDS, positions=POSITIONS[kind], norm=bp.Norm(), scale=3.0)
+    embedding = bp.EmbeddingSpec(WORDS, positions=POSITIONS[kind], norm=bp.NormSpec(), scale=3.0)
     return built(model(BLOCK, BLOCK, embedding=embedding))
 
 
@@ -141,17 +141,17 @@ def test_padded_rows_are_as_if_alone(kind: str, pad: str):
     x = torch.zeros(3, 4, dtype=torch.int64)
     for n, row in enumerate(ROWS):
         x[n, 4 - len(row) if pad == "left" else 0 :][: len(row)] = torch.tensor(row)
-    at = hw.Tokens.of(x, lengths=lengths, pad=pad)
+    at = hw.SequenceInfo.from_batch(x, lengths=lengths, pad=pad)
     got = net(x, tokens=at)
     for n, row in enumerate(ROWS):
-        torch.testing.assert_close(got[n][at.live[n]], net(torch.tensor([row]))[0])
+        torch.testing.assert_close(got[n][at.is_real[n]], net(torch.tensor([row]))[0])
 
 
 @pytest.mark.parametrize("kind", POSITIONS)
 def test_packed_rows_are_as_if_alone(kind: str):
     net = positioned(kind)
     x = torch.tensor([ROWS[0] + ROWS[2] + [0]])
-    at = hw.Tokens.of(x, segments=torch.tensor([[0] * 4 + [1] * 3 + [-1]]))
+    at = hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0] * 4 + [1] * 3 + [-1]]))
     got = net(x, tokens=at)
     torch.testing.assert_close(got[0, :4], net(torch.tensor([ROWS[0]]))[0])
     torch.testing.assert_close(got[0, 4:7], net(torch.tensor([ROWS[2]]))[0])
@@ -159,7 +159,7 @@ def test_packed_rows_are_as_if_alone(kind: str):
 
 def test_sinusoids_are_added_times_nothing():
     """The scale is that of the table alone (1706.03762, section 3.4)."""
-    net = hw.build(model(embedding=bp.Embedding(WORDS, positions=bp.Positions("sinusoidal"), scale=3.0), norm=None))
+    net = hw.build(model(embedding=bp.EmbeddingSpec(WORDS, positions=bp.PositionSpec("sinusoidal"), scale=3.0), norm=None))
     codes = torch.tensor([[0.0, 1.0] * 6])
     torch.testing.assert_close(net.hidden(torch.tensor([[4]]))[0], 3 * net.decoder.embedding.tokens[4:5] + codes)
 
@@ -167,12 +167,12 @@ def test_sinusoids_are_added_times_nothing():
 @pytest.mark.parametrize("pad", ["left", "right", "none"])
 @pytest.mark.parametrize("at", ["first", "last", "mean"])
 def test_heads_of_whole_rows_mind_padding(at: str, pad: str):
-    transform = bp.Transform(5, "tanh", bp.Norm("unbiased"))
-    head = bp.Head("classes", 3, at, transform, bias="learned", scale=2.0, cap=1.5)
+    transform = bp.HeadTransformSpec(5, "tanh", bp.NormSpec("unbiased"))
+    head = bp.OutputHeadSpec("classes", 3, at, transform, bias="learned", scale=2.0, cap=1.5)
     net = built(model(BLOCK, heads=(head,)))
     lengths = [4, 4, 4] if pad == "none" else [4, 1, 3]
     x = ids(3, 4)
-    tokens = None if pad == "none" else hw.Tokens.of(x, lengths=lengths, pad=pad)
+    tokens = None if pad == "none" else hw.SequenceInfo.from_batch(x, lengths=lengths, pad=pad)
     got = net(x, tokens=tokens)
     assert got.shape == (3, 3)
     for row, length in enumerate(lengths):
@@ -186,41 +186,41 @@ def test_heads_of_whole_rows_mind_padding(at: str, pad: str):
 
 
 def test_a_row_of_several_texts_cannot_be_read_as_a_whole():
-    net = built(model(BLOCK, heads=(bp.Head("classes", 3, "mean"),)))
+    net = built(model(BLOCK, heads=(bp.OutputHeadSpec("classes", 3, "mean"),)))
     x = ids(1, 4)
     with pytest.raises(ValueError, match=r"one of them holds several texts; give each its own row"):
-        net(x, tokens=hw.Tokens.of(x, segments=torch.tensor([[0, 0, 1, 1]])))
+        net(x, tokens=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 1, 1]])))
 
 
 # --- what enters ---------------------------------------------------------------------------------------
 
 
-def vision(**said: Any) -> bp.Model:
-    block = bp.Block(FULL, feed=bp.Dense(17))
-    one = bp.Stack.of("encoder", MODEL, [block], embedding=bp.Embedding(**said))
-    return bp.Model("eye", "vision", (one,), (bp.Head("classes", 3, "mean"),))
+def vision(**said: Any) -> bp.ModelSpec:
+    block = bp.BlockSpec(FULL, feed=bp.FeedForwardSpec(17))
+    one = bp.StackSpec.from_blocks("encoder", MODEL, [block], embedding=bp.EmbeddingSpec(**said))
+    return bp.ModelSpec("eye", "vision", (one,), (bp.OutputHeadSpec("classes", 3, "mean"),))
 
 
 def test_patches_are_one_linear_map():
-    net = built(vision(patches=bp.Patches(2, 3, 4, 5, channels=2), first=1, positions=bp.Positions("learned", 7)))
+    net = built(vision(patches=bp.PatchSpec(2, 3, 4, 5, channels=2), first=1, positions=bp.PositionSpec("learned", 7)))
     x = torch.randn(2, 2, 9, 15, dtype=torch.float64)
     embedding = net.encoder.embedding
-    got = embedding.place(embedding(x), hw.Tokens.run(0, 7, "cpu"), None) - embedding.positions
+    got = embedding.place(embedding(x), hw.SequenceInfo.contiguous(0, 7, "cpu"), None) - embedding.positions
     assert got.shape == (2, 7, MODEL)
     torch.testing.assert_close(got[1, 0], embedding.first[0])
     for row in range(2):
         for column in range(3):
             patch = x[1, :, 4 * row : 4 * row + 4, 5 * column : 5 * column + 5]
-            expected = torch.einsum("mchw,chw->m", embedding.patches, patch) + embedding.patches_bias
+            expected = torch.on_einsum("mchw,chw->m", embedding.patches, patch) + embedding.patches_bias
             torch.testing.assert_close(got[1, 1 + 3 * row + column], expected)
 
 
 def test_frames_over_time_are_an_image_of_one_column():
     """As many frames as there are: fewer than described are a beginning, and padding is as if it were not there."""
-    described = vision(patches=bp.Patches(9, 1, 1, 5, channels=1), positions=bp.Positions("sinusoidal"))
+    described = vision(patches=bp.PatchSpec(9, 1, 1, 5, channels=1), positions=bp.PositionSpec("sinusoidal"))
     net = built(described)
     x = torch.randn(2, 7, 5, dtype=torch.float64)
-    got = net(x, tokens=hw.Tokens.of(x, lengths=[7, 4]))
+    got = net(x, tokens=hw.SequenceInfo.from_batch(x, lengths=[7, 4]))
     torch.testing.assert_close(got[1], net(x[1:, :4])[0])
     torch.testing.assert_close(got[0], net(x[:1, None])[0])
 
@@ -234,7 +234,7 @@ def test_vectors_enter_where_there_is_no_embedding():
 
 
 def test_types_are_the_first_unless_told():
-    net = built(model(BLOCK, embedding=bp.Embedding(WORDS, types=3)))
+    net = built(model(BLOCK, embedding=bp.EmbeddingSpec(WORDS, types=3)))
     x = ids()
     torch.testing.assert_close(net(x), net(Typed(x, torch.zeros_like(x))))
     assert not torch.allclose(net(x), net(Typed(x, torch.full_like(x, 2))))
@@ -243,16 +243,16 @@ def test_types_are_the_first_unless_told():
 # --- feed-forwards -------------------------------------------------------------------------------------
 
 
-def brute(told: bp.Experts, p: Any, x: Tensor) -> Tensor:
+def brute(told: bp.ExpertsSpec, p: Any, x: Tensor) -> Tensor:
     """One token after the other, by the definition."""
     out = []
     for row in x.flatten(0, 1):
         logits = p.router @ row + (p.router_bias if told.bias == "learned" else 0)
-        score = {"softmax": logits.softmax(0), "chosen": logits, "sigmoid": logits.sigmoid()}[told.scores]
+        score = {"softmax": logits.on_softmax(0), "chosen": logits, "sigmoid": logits.sigmoid()}[told.scores]
         seen = score + (p.router_bias if told.bias == "constant" else 0)
         best = sorted(range(told.count), key=lambda expert: -seen[expert])[: told.active]
         share = score[best]
-        share = {"softmax": share, "chosen": share.softmax(0), "sigmoid": share / share.sum()}[told.scores]
+        share = {"softmax": share, "chosen": share.on_softmax(0), "sigmoid": share / share.sum()}[told.scores]
         y = torch.zeros_like(row)
         for weight, expert in zip(share, best, strict=True):
             gate, up = (getattr(p.each, name)[expert] @ row for name in ("gate", "up"))
@@ -266,8 +266,8 @@ def brute(told: bp.Experts, p: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("bias", ["", "learned", "constant"])
 @pytest.mark.parametrize("scores", ["softmax", "chosen", "sigmoid"])
 def test_experts_are_what_their_router_says(scores: str, bias: str):
-    shared = bp.Dense(3, "relu") if bias else None
-    told = bp.Experts(bp.Dense(7, "silu", "gated", "g"), 5, 2, shared, scores, bias, scale=1.7)
+    shared = bp.FeedForwardSpec(3, "relu") if bias else None
+    told = bp.ExpertsSpec(bp.FeedForwardSpec(7, "silu", "gated", "g"), 5, 2, shared, scores, bias, scale=1.7)
     feed = Mixture(told, 6).double()
     with torch.no_grad():
         for tensor in (*feed.parameters(), *feed.buffers()):
@@ -289,7 +289,7 @@ def test_an_expert_that_nobody_asks_costs_nothing():
     """32 tokens and one expert each: as many products as one feed-forward for all of them."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    feed, x = Mixture(bp.Experts(bp.Dense(16), 8, 1), 4), torch.randn(1, 32, 4)
+    feed, x = Mixture(bp.ExpertsSpec(bp.FeedForwardSpec(16), 8, 1), 4), torch.randn(1, 32, 4)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         feed(x)
     assert counter.get_total_flops() == 2 * 32 * (4 * 8 + 2 * 4 * 16)
@@ -303,7 +303,7 @@ def test_activations_by_name(name: str):
     expected = {"gelu": x * phi, "gelu_tanh": x * bent, "silu": x / (1 + torch.exp(-x)), "relu": x.clamp(min=0)}
     expected |= {"relu2": x.clamp(min=0) ** 2, "relu6": x.clamp(0, 6)}
     expected |= {"mish": x * torch.tanh(torch.log1p(torch.exp(x)))}
-    feed = Feed(bp.Dense(41, name), 41).double()
+    feed = Feed(bp.FeedForwardSpec(41, name), 41).double()
     with torch.no_grad():
         feed.up.copy_(torch.eye(41)), feed.down.copy_(torch.eye(41))
     torch.testing.assert_close(feed(x), expected[name])
@@ -311,7 +311,7 @@ def test_activations_by_name(name: str):
 
 @pytest.mark.parametrize("kind", ["layer", "unbiased", "rms", "offset"])
 def test_norms_by_their_definitions(kind: str):
-    norm = Normed(bp.Norm(kind, eps=0.1), 7).double()
+    norm = Normed(bp.NormSpec(kind, eps=0.1), 7).double()
     x = torch.randn(3, 7, dtype=torch.float64)
     for moved in (0.0, 1.0):  # as it starts, and after
         with torch.no_grad():
@@ -332,7 +332,7 @@ def test_dropout_acts_in_training_alone_and_where_it_should():
     assert not torch.equal(net(x), net(x))
     assert torch.equal(net.eval()(x), net(x))
     seen: list[int] = []
-    drop = dropped
+    drop = dropout
 
     def counted(h: Tensor, rate: float, training: bool) -> Tensor:
         seen.append(h.shape[-1])
@@ -341,7 +341,7 @@ def test_dropout_acts_in_training_alone_and_where_it_should():
 
     with pytest.MonkeyPatch.context() as patch:
         for place in (models.block, models.ends, models.feeds):
-            patch.setattr(place, "dropped", counted)
+            patch.setattr(place, "has_dropout", counted)
         net.train()(x)
     each = [MODEL, 17, MODEL]  # behind the attention, inside the feed-forward, behind it
     assert seen == [MODEL, *each, *each]  # and behind the embedding
@@ -372,18 +372,18 @@ def test_checkpointing_computes_again_what_it_forgot():
 def test_forward_is_one_graph():
     """Tables that layers share, experts, padding, checkpoints."""
     spec = replace(CAUSAL, modifiers=(hw.T5Bias(buckets=8, reach=9, looking="back"),))
-    block = bp.Block(spec, feed=bp.Experts(bp.Dense(7, form="gated"), 5, 2))
+    block = bp.BlockSpec(spec, feed=bp.ExpertsSpec(bp.FeedForwardSpec(7, form="gated"), 5, 2))
     net, x = built(model(block, block)), ids()
     check_one_graph(net, x)
     net.checkpointing = "block"
-    check_one_graph(net, x, tokens=hw.Tokens.of(x, lengths=[7, 3, 5]))
+    check_one_graph(net, x, tokens=hw.SequenceInfo.from_batch(x, lengths=[7, 3, 5]))
 
 
 @pytest.mark.compile
 def test_forward_of_two_stacks_is_one_graph():
-    short = replace(MERGED, stacks=(MERGED.stacks[0], replace(MERGED.stacks[1], runs=(bp.Run(1, (MERGING,)),))))
+    short = replace(MERGED, stacks=(MERGED.stacks[0], replace(MERGED.stacks[1], runs=(bp.LayerRun(1, (MERGING,)),))))
     x = ids()
-    check_one_graph(built(short), x, tokens=hw.Tokens.of(x, lengths=[7, 3, 5]), source=ids(3, 5))
+    check_one_graph(built(short), x, tokens=hw.SequenceInfo.from_batch(x, lengths=[7, 3, 5]), source=ids(3, 5))
 
 
 def check_one_graph(net: hw.Transformer, x: Tensor, **said: Any) -> None:
@@ -394,16 +394,16 @@ def check_one_graph(net: hw.Transformer, x: Tensor, **said: Any) -> None:
 
 def test_probes_look_into_attentions_by_name():
     net = built(PAIR)
-    probe, ledger = hw.Probe("weights"), hw.Ledger()
+    probe, ledger = hw.Probe("weights"), hw.AuxLosses()
     net.probes = {"decoder.1.cross": probe}
     x, source = ids(), ids(3, 5)
     net(x, source=source)
-    assert probe.seen["weights"].shape == (3, 3, 7, 5)
+    assert probe.tensors["weights"].shape == (3, 3, 7, 5)
     with pytest.raises(ValueError, match=r"no attention is called 'decoder.1.cros'; did you mean 'decoder.1.cross'"):
         net.probes = {"decoder.1.cros": probe}
     spec = replace(CAUSAL, modifiers=(hw.Routed(always=1, active=1),))
-    net = built(model(bp.Block(spec)))
-    net.probes = {"decoder.0.attention": hw.Probe(ledger=ledger)}
+    net = built(model(bp.BlockSpec(spec)))
+    net.probes = {"decoder.0.attention": hw.Probe(aux_losses=ledger)}
     with torch.no_grad():
         net(x)
     assert float(ledger.total("balance")) > 0
@@ -424,10 +424,10 @@ def test_a_seed_repeats_a_start_and_leaves_the_generator_alone():
 
 def wide(start: str, layers: int = 4) -> hw.Transformer:
     spec = hw.design(model=96, heads=4, pattern="causal()", bias="qkvo")
-    one = bp.Stack.of(
-        "decoder", 96, [bp.Block(spec, feed=bp.Dense(384, bias="ud"))] * layers, embedding=bp.Embedding(99)
+    one = bp.StackSpec.from_blocks(
+        "decoder", 96, [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(384, bias="ud"))] * layers, embedding=bp.EmbeddingSpec(99)
     )
-    return hw.build(bp.Model("wide", "decoder", (one,), (bp.Head("tokens", 99),)), seed=0, start=start)
+    return hw.build(bp.ModelSpec("wide", "decoder", (one,), (bp.OutputHeadSpec("tokens", 99),)), seed=0, start=start)
 
 
 def test_depth_scaled_start():
@@ -456,7 +456,7 @@ def test_the_usual_start():
     up = net.decoder.blocks[0].feed.up
     assert float(up.detach().abs().max()) == pytest.approx((6 / 480) ** 0.5, rel=0.01)
     assert float(net.decoder.embedding.tokens.detach().std()) == pytest.approx(96**-0.5, rel=0.05)
-    feed = Mixture(bp.Experts(bp.Dense(64), 5, 2), 32)
+    feed = Mixture(bp.ExpertsSpec(bp.FeedForwardSpec(64), 5, 2), 32)
     assert float(feed.each.up.detach().abs().max()) == pytest.approx((6 / 96) ** 0.5, rel=0.01)
     for start in STARTS:
         assert wide(start, 1)(torch.tensor([[1, 2]])).isfinite().all()
@@ -466,10 +466,10 @@ def test_the_usual_start():
 
 
 @pytest.mark.parametrize("described", [PAIR, MERGED], ids=["plain", "merged"])
-def test_what_was_encoded_is_read_again(described: bp.Model):
+def test_what_was_encoded_is_read_again(described: bp.ModelSpec):
     net = built(described)
     x, source = ids(), ids(3, 5)
-    told = hw.Tokens.of(source, lengths=[5, 2, 3])
+    told = hw.SequenceInfo.from_batch(source, lengths=[5, 2, 3])
     memory = net.encode(source, tokens=told)
     got = net(x, source=source, source_tokens=told)
     torch.testing.assert_close(net(x, source=memory), got)
@@ -481,7 +481,7 @@ def test_what_was_encoded_is_read_again(described: bp.Model):
 
 
 @pytest.mark.parametrize("described", [DECODER, PAIR, MERGED], ids=["decoder", "plain", "merged"])
-def test_rows_of_caches_can_be_taken(described: bp.Model):
+def test_rows_of_caches_can_be_taken(described: bp.ModelSpec):
     net = built(described)
     x, source = ids(), ids(3, 5)
     memory = net.encode(source) if described is not DECODER else None
@@ -503,9 +503,9 @@ def test_a_merged_block_is_the_block_of_attentions():
     merged = hw.MergedAttention(FULL).double().eval()
     merged.cross.load_state_dict(layer.cross.state_dict())
     z, x = (torch.randn(2, count, MODEL, dtype=torch.float64) for count in (5, 7))
-    at, told = hw.Tokens.run(0, 7, "cpu"), hw.Tokens.run(0, 5, "cpu")
+    at, told = hw.SequenceInfo.contiguous(0, 7, "cpu"), hw.SequenceInfo.contiguous(0, 5, "cpu")
     normed = layer.cross_norm(x)
-    mid = x + merged(normed, source=merged.remember(z))
+    mid = x + merged(normed, source=merged.project_source(z))
     expected = mid + layer.feed(layer.feed_norm(mid))
     from headwise.models.block import Call
 
@@ -513,14 +513,14 @@ def test_a_merged_block_is_the_block_of_attentions():
     assert net.cache(batch=2, capacity=1000).nbytes == 2 * 2 * 3 * (4 + 1) * 8  # of 3 heads of 4 a sum and a count
     for wrong in ({"attention": CAUSAL, "cross": FULL}, {}):
         with pytest.raises(hw.SpecError, match="give cross=, and no attention"):
-            bp.Block(**wrong, form="merged")
+            bp.BlockSpec(**wrong, form="merged")
     with pytest.raises(hw.SpecError, match="W_V reads the memory and x alike"):
         hw.build(
             replace(
                 MERGED,
                 stacks=(
                     replace(MERGED.stacks[0], model=10, runs=()),
-                    stack(bp.Block(cross=replace(FULL, source=10), form="merged")),
+                    stack(bp.BlockSpec(cross=replace(FULL, source=10), form="merged")),
                 ),
             )
         )
@@ -561,13 +561,13 @@ def test_generation_leaves_the_model_as_it_was():
     ("described", "words"),
     [
         ("gpt2", "give a blueprint.Model"),
-        (model(bp.Block(bp.Nearly(CAUSAL, "it bends"))), r"decoder\.0\.attention cannot be built: it bends"),
-        (model(bp.Block(feed=bp.Dense(3, "gelo"))), "no activation 'gelo'; did you mean 'gelu'"),
-        (model(bp.Block(feed=bp.Dense(3, "bounded_silu(1.0, 2.0)"))), "give Dense\\(form='gated'\\)"),
-        (model(embedding=bp.Embedding(WORDS, first=2)), "stand before patches"),
+        (model(bp.BlockSpec(bp.ApproximateAttention(CAUSAL, "it bends"))), r"decoder\.0\.attention cannot be built: it bends"),
+        (model(bp.BlockSpec(feed=bp.FeedForwardSpec(3, "gelo"))), "no activation 'gelo'; did you mean 'gelu'"),
+        (model(bp.BlockSpec(feed=bp.FeedForwardSpec(3, "bounded_silu(1.0, 2.0)"))), "give Dense\\(form='gated'\\)"),
+        (model(embedding=bp.EmbeddingSpec(WORDS, first=2)), "stand before patches"),
         (model(name="forward"), "stack cannot be called 'forward'"),
         (model(name="dropout"), "stack cannot be called 'dropout'"),
-        (model(heads=(bp.Head("keys", 3),)), "head cannot be called 'keys'"),
+        (model(heads=(bp.OutputHeadSpec("keys", 3),)), "head cannot be called 'keys'"),
     ],
 )
 def test_what_cannot_be_built_says_why(described: Any, words: str):
@@ -597,13 +597,13 @@ LONG, STRANGE = torch.zeros(1, 10, dtype=torch.int64), torch.tensor([[3, WORDS]]
         (DECODER, {"x": LONG}, r"no position 9.*Positions\('learned', 10\)"),
         (DECODER, {"x": LONG[:, :5], "source": LONG}, "one stack, which reads x alone"),
         (DECODER, {"x": LONG[:, :5], "head": "token"}, "no head 'token'; did you mean 'tokens'"),
-        (DECODER, {"x": LONG[:, :5], "tokens": hw.Tokens.run(0, 4, "cpu")}, r"tokens are \[1, 4\].*x is \[1, 5\]"),
+        (DECODER, {"x": LONG[:, :5], "tokens": hw.SequenceInfo.contiguous(0, 4, "cpu")}, r"tokens are \[1, 4\].*x is \[1, 5\]"),
         (DECODER, {"x": Typed(LONG[:, :5], LONG[:, :5])}, "knows no types of tokens"),
         (PAIR, {"x": LONG[:, :5]}, "reads two sequences; give source="),
         (PAIR, {"x": LONG[:, :5], "source": STRANGE}, "ids hold 11"),
     ],
 )
-def test_what_cannot_be_read_says_why(described: bp.Model, call: dict[str, Any], words: str):
+def test_what_cannot_be_read_says_why(described: bp.ModelSpec, call: dict[str, Any], words: str):
     net = hw.build(described)
     with pytest.raises(ValueError, match=words) as caught:
         net(call.pop("x"), **call)
@@ -618,7 +618,7 @@ def test_what_cannot_be_read_says_why(described: bp.Model, call: dict[str, Any],
     ],
 )
 def test_an_image_of_other_sizes_is_refused(shape: tuple[int, ...], words: str):
-    net = hw.build(vision(patches=bp.Patches(2, 3, 4, 5, channels=2)))
+    net = hw.build(vision(patches=bp.PatchSpec(2, 3, 4, 5, channels=2)))
     with pytest.raises(ValueError, match=words):
         net(torch.zeros(shape))
 
@@ -629,7 +629,7 @@ def test_an_image_of_other_sizes_is_refused(shape: tuple[int, ...], words: str):
         ({"count": 0}, "count=0"),
         ({"prompt": LONG[:, :0]}, "at least one token"),
         ({"prompt": LONG[0]}, "at least one token"),
-        ({"tokens": hw.Tokens.of(LONG[:, :3], lengths=[0])}, "all padding"),
+        ({"tokens": hw.SequenceInfo.from_batch(LONG[:, :3], lengths=[0])}, "all padding"),
     ],
 )
 def test_what_cannot_go_on_says_why(said: dict[str, Any], words: str):
@@ -639,8 +639,8 @@ def test_what_cannot_go_on_says_why(said: dict[str, Any], words: str):
 
 def test_a_model_without_words_says_none():
     with pytest.raises(hw.SpecError, match=r"its first head must be Head\('tokens', 11\)"):
-        hw.greedy(hw.build(model(BLOCK, heads=(bp.Head("classes", 3, "last"),))), LONG[:, :3], count=2)
+        hw.greedy(hw.build(model(BLOCK, heads=(bp.OutputHeadSpec("classes", 3, "last"),))), LONG[:, :3], count=2)
     with pytest.raises(hw.SpecError, match="no attention that reads its past"):
-        hw.greedy(hw.build(model(bp.Block(feed=bp.Dense(3)))), LONG[:, :3], count=2)
+        hw.greedy(hw.build(model(bp.BlockSpec(feed=bp.FeedForwardSpec(3)))), LONG[:, :3], count=2)
     with pytest.raises(ValueError, match="reads two sequences"):
         hw.greedy(hw.build(PAIR), LONG[:, :3], count=2)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import headwise as hw
 from foreign import BART, BERT, GPT, LLAMA, T5, WORDS, Foreign
 from headwise import blueprint as bp
-from headwise.heads.objectives import IGNORED, OBJECTIVES, Drift, Loss, MaskedLoss, objective_of
-from headwise.heads.saying import head_of, output_of
-from headwise.heads.scene import Scene, Tokens
-from headwise.heads.weighing import importance
+from headwise.heads.objectives import IGNORED, OBJECTIVES, OutputDrift, TargetLoss, MaskedTokenLoss, choose_objective
+from headwise.heads.saying import detect_head_objective, get_output_tensor
+from headwise.heads.scene import Example, TokenAnnotations
+from headwise.heads.weighing import estimate_importance
 from weighed import BERT as OUR_BERT
 from weighed import GPT2, built, ids, loud, translator
 
@@ -31,7 +31,7 @@ def text(number: int, count: int = 7, **more: Any) -> dict[str, Any]:
     return {"input_ids": ids(number, count, WORDS)} | more
 
 
-def value(model: nn.Module, objective: Any, scene: Scene, number: int = 0) -> float:
+def value(model: nn.Module, objective: Any, scene: Example, number: int = 0) -> float:
     """What an objective says of a model that nobody edits."""
     question = objective.question(model, scene, number)
     with torch.no_grad():
@@ -39,12 +39,12 @@ def value(model: nn.Module, objective: Any, scene: Scene, number: int = 0) -> fl
     return float(objective.value(said, said, question))
 
 
-def stream(count: int, *special: int) -> Tokens:
+def stream(count: int, *special: int) -> TokenAnnotations:
     """The tokens of a text, some of them special."""
     marks = torch.zeros(count, dtype=torch.bool)
     marks[list(special)] = True
     none = torch.zeros(count, dtype=torch.bool)
-    return Tokens(torch.arange(count), ("a",) * count, marks, none, none, torch.arange(count), torch.ones(count))
+    return TokenAnnotations(torch.arange(count), ("a",) * count, marks, none, none, torch.arange(count), torch.ones(count))
 
 
 # --- losses ----------------------------------------------------------------------------------------------
@@ -54,14 +54,14 @@ def test_next_token_loss_is_transformers_own():
     model = THEIRS["next-token"].build()
     told = text(0)
     wanted = float(model(**told, labels=told["input_ids"]).loss.detach())
-    assert value(model, Loss("next-token"), Scene(told, {})) == pytest.approx(wanted, rel=1e-5)
+    assert value(model, TargetLoss("next-token"), Example(told, {})) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_masked_loss_is_transformers_own():
-    model, scene = THEIRS["masked-token"].build(), Scene(text(0, 20), {"text": stream(20, 0, 19)})
-    objective = MaskedLoss(mask=1)
-    question = objective.question(model, scene, 3)
-    masked, labels = question.given.names["input_ids"], question.labels
+    model, scene = THEIRS["masked-token"].build(), Example(text(0, 20), {"text": stream(20, 0, 19)})
+    objective = MaskedTokenLoss(mask_id=1)
+    question = objective.prepare_input(model, scene, 3)
+    masked, labels = question.inputs.kwargs["input_ids"], question.labels
     assert labels is not None
     places = (labels != IGNORED).nonzero().flatten().tolist()
     assert len(places) == 3  # 15 % of 18, special tokens aside
@@ -70,16 +70,16 @@ def test_masked_loss_is_transformers_own():
     assert torch.equal(torch.where(labels == IGNORED, masked[0], labels), scene.inputs["input_ids"][0])
     wanted = float(model(input_ids=masked, labels=labels[None]).loss.detach())
     assert value(model, objective, scene, 3) == pytest.approx(wanted, rel=1e-5)
-    again = objective.question(model, scene, 3).labels
+    again = objective.prepare_input(model, scene, 3).labels
     assert again is not None
     assert torch.equal(again, labels)
-    assert not torch.equal(objective.question(model, scene, 4).given.names["input_ids"], masked)
+    assert not torch.equal(objective.prepare_input(model, scene, 4).inputs.kwargs["input_ids"], masked)
 
 
 def test_label_loss_is_transformers_own():
     model, told = THEIRS["label"].build(), torch.tensor([3])
     wanted = float(model(**text(0), labels=told).loss.detach())
-    assert value(model, Loss("label"), Scene(text(0, labels=told), {})) == pytest.approx(wanted, rel=1e-5)
+    assert value(model, TargetLoss("label"), Example(text(0, labels=told), {})) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_translation_loss_is_transformers_own():
@@ -87,10 +87,10 @@ def test_translation_loss_is_transformers_own():
     told = text(0) | {"decoder_input_ids": ids(1, 5, WORDS)}
     labels = torch.cat([told["decoder_input_ids"][:, 1:], torch.tensor([[IGNORED]])], 1)
     wanted = float(model(**told, labels=labels).loss.detach())
-    assert value(model, Loss("translation"), Scene(told, {})) == pytest.approx(wanted, rel=1e-5)
+    assert value(model, TargetLoss("translation"), Example(told, {})) == pytest.approx(wanted, rel=1e-5)
     ended = torch.cat([told["decoder_input_ids"][:, 1:], torch.tensor([[2]])], 1)
     wanted = float(model(**told, labels=ended).loss.detach())
-    assert value(model, Loss("translation"), Scene(told | {"labels": ended}, {})) == pytest.approx(wanted, rel=1e-5)
+    assert value(model, TargetLoss("translation"), Example(told | {"labels": ended}, {})) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_losses_of_models_of_ours_are_their_definition():
@@ -98,7 +98,7 @@ def test_losses_of_models_of_ours_are_their_definition():
         told = {"x": ids(0)} | ({"source": ids(1)} if name == "translation" else {})
         logits = net(**told)[0].detach()
         wanted = -logits[:-1].log_softmax(-1)[range(6), told["x"][0, 1:]].mean()
-        assert value(net, OBJECTIVES[name], Scene(told, {})) == pytest.approx(float(wanted))
+        assert value(net, OBJECTIVES[name], Example(told, {})) == pytest.approx(float(wanted))
 
 
 # --- drift -----------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_drift_is_its_definition():
         "token-drift": np.mean([cosine(a, b) for a, b in zip(new[0], old[0], strict=True)]),
         "token-drift-l2": np.mean([l2(a, b) for a, b in zip(new[0], old[0], strict=True)]),
     }  # fmt: skip
-    question = Drift().question(built(GPT2), Scene({"x": ids(0)}, {}), 0)
+    question = OutputDrift().prepare_input(built(GPT2), Example({"x": ids(0)}, {}), 0)
     for name, own in wanted.items():
         told = OBJECTIVES[name].value(torch.from_numpy(new), torch.from_numpy(old), question)
         assert float(told) == pytest.approx(own, rel=1e-12)
@@ -129,11 +129,11 @@ def test_drift_is_its_definition():
 def test_an_output_is_found_in_what_is_returned():
     one = torch.ones(1, 2, 3)
     model = Foreign("BertModel", "BertConfig", BERT, "").build()
-    assert output_of(model(**text(0))).shape == (1, 7, 32)
-    assert output_of(one) is one
-    assert output_of((one, None)) is one
+    assert get_output_tensor(model(**text(0))).shape == (1, 7, 32)
+    assert get_output_tensor(one) is one
+    assert get_output_tensor((one, None)) is one
     with pytest.raises(ValueError, match="the model returns int, and none of it is known to be its output"):
-        output_of(3)
+        get_output_tensor(3)
 
 
 # --- which is chosen -------------------------------------------------------------------------------------
@@ -141,51 +141,51 @@ def test_an_output_is_found_in_what_is_returned():
 
 def test_the_objective_is_that_of_the_models_head():
     for name, one in THEIRS.items():
-        assert head_of(one.build()) == name
-    assert head_of(Foreign("LlamaForCausalLM", "LlamaConfig", LLAMA, "").build()) == "next-token"
-    assert head_of(Foreign("T5ForConditionalGeneration", "T5Config", T5, "").build()) == "translation"
-    assert head_of(Foreign("BertModel", "BertConfig", BERT, "").build()) == ""
-    assert [head_of(net) for net in (built(GPT2), built(OUR_BERT), translator())] == [
+        assert detect_head_objective(one.build()) == name
+    assert detect_head_objective(Foreign("LlamaForCausalLM", "LlamaConfig", LLAMA, "").build()) == "next-token"
+    assert detect_head_objective(Foreign("T5ForConditionalGeneration", "T5Config", T5, "").build()) == "translation"
+    assert detect_head_objective(Foreign("BertModel", "BertConfig", BERT, "").build()) == ""
+    assert [detect_head_objective(net) for net in (built(GPT2), built(OUR_BERT), translator())] == [
         "next-token", "masked-token", "translation",
     ]  # fmt: skip
-    assert head_of(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2), 1, None, False)) == ""
+    assert detect_head_objective(nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2), 1, None, False)) == ""
 
 
 def classifier(at: str = "mean", outputs: int = 5) -> Any:
-    block = bp.Block(hw.design(model=12, heads=3), feed=bp.Dense(20))
-    stack = bp.Stack.of("encoder", 12, [block], embedding=bp.Embedding(13))
-    heads = (bp.Head("class", outputs, at=at),) if outputs else ()
-    return loud(hw.build(bp.Model("small", "encoder", (stack,), heads), seed=0))
+    block = bp.BlockSpec(hw.design(model=12, heads=3), feed=bp.FeedForwardSpec(20))
+    stack = bp.StackSpec.from_blocks("encoder", 12, [block], embedding=bp.EmbeddingSpec(13))
+    heads = (bp.OutputHeadSpec("class", outputs, at=at),) if outputs else ()
+    return loud(hw.build(bp.ModelSpec("small", "encoder", (stack,), heads), seed=0))
 
 
 def test_what_is_chosen_is_told():
-    def scene(**more: Tensor) -> Scene:
-        return Scene({"x": ids(0)} | more, {})
+    def scene(**more: Tensor) -> Example:
+        return Example({"x": ids(0)} | more, {})
 
-    chosen, said = objective_of(built(GPT2), None, scene())
+    chosen, said = choose_objective(built(GPT2), None, scene())
     assert (chosen.name, said) == ("next-token", "what is measured is next-token loss, of the model's own head")
-    chosen, said = objective_of(classifier(), None, scene(labels=torch.tensor([2])))
+    chosen, said = choose_objective(classifier(), None, scene(labels=torch.tensor([2])))
     assert chosen.name == "label"
-    chosen, said = objective_of(classifier(), None, scene())
+    chosen, said = choose_objective(classifier(), None, scene())
     assert (chosen.name, said) == ("drift", "what is measured is drift: the texts come without labels")
-    chosen, said = objective_of(classifier(outputs=0), None, scene())
+    chosen, said = choose_objective(classifier(outputs=0), None, scene())
     assert (chosen.name, "has no head whose loss is known" in said) == ("drift", True)
-    chosen, said = objective_of(built(OUR_BERT), None, scene())
+    chosen, said = choose_objective(built(OUR_BERT), None, scene())
     assert (chosen.name, "say it, as in MaskedLoss(mask=103)" in said) == ("drift", True)
     net = built(OUR_BERT)
-    net.usage = hw.Usage(mask=3)
-    assert objective_of(net, None, scene())[0].name == "masked-token"
-    assert objective_of(net, "token-drift", scene()) == (Drift("tokens"), "")
+    net.usage = hw.ProcessorSpec(mask=3)
+    assert choose_objective(net, None, scene())[0].name == "masked-token"
+    assert choose_objective(net, "token-drift", scene()) == (OutputDrift("tokens"), "")
 
 
 def test_labels_of_each_token_are_a_loss():
     net = classifier("each")
     labels = torch.tensor([[0, 1, IGNORED, 2, 4, 3, 0]])
-    scene = Scene({"x": ids(0), "labels": labels}, {})
+    scene = Example({"x": ids(0), "labels": labels}, {})
     logits = net(ids(0))[0].detach().log_softmax(-1)
     wanted = -np.mean([float(logits[t, one]) for t, one in enumerate(labels[0].tolist()) if one != IGNORED])
-    assert value(net, Loss("label"), scene) == pytest.approx(wanted)
-    result = importance(net, [scene] * 3, method="michel")
+    assert value(net, TargetLoss("label"), scene) == pytest.approx(wanted)
+    result = estimate_importance(net, [scene] * 3, method="michel")
     assert result.objective == "label"
 
 
@@ -200,19 +200,19 @@ def test_labels_of_each_token_are_a_loss():
 )
 def test_a_model_without_the_head_is_refused(objective: str, reason: str):
     with pytest.raises(ValueError, match=reason):
-        objective_of(classifier(), objective, Scene({"x": ids(0)}, {}))
+        choose_objective(classifier(), objective, Example({"x": ids(0)}, {}))
 
 
 def test_labels_that_do_not_fit_are_refused():
     net = classifier("each")
-    first = Scene({"x": ids(0), "labels": torch.tensor([[0] * 7])}, {})
-    wrong = Scene({"x": ids(0), "labels": torch.tensor([[0] * 6])}, {})
+    first = Example({"x": ids(0), "labels": torch.tensor([[0] * 7])}, {})
+    wrong = Example({"x": ids(0), "labels": torch.tensor([[0] * 6])}, {})
     with pytest.raises(ValueError, match="the model says 7 places and 6 labels are given"):
-        importance(net, [first, wrong])
+        estimate_importance(net, [first, wrong])
     with pytest.raises(ValueError, match="text 1 has no label"):
-        importance(net, [first, Scene({"x": ids(0)}, {})])
+        estimate_importance(net, [first, Example({"x": ids(0)}, {})])
     with pytest.raises(ValueError, match="a label of a text is 5, but the model has 5 of them"):
-        importance(net, [Scene({"x": ids(0), "labels": torch.tensor([[5] * 7])}, {})] * 2)
-    for made in (lambda: Loss("tokn"), lambda: MaskedLoss(share=0.0)):
+        estimate_importance(net, [Example({"x": ids(0), "labels": torch.tensor([[5] * 7])}, {})] * 2)
+    for made in (lambda: TargetLoss("tokn"), lambda: MaskedTokenLoss(mask_fraction=0.0)):
         with pytest.raises(ValueError, match=r"Loss\('tokn'\) is unknown|share=0.0"):
             made()

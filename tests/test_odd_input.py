@@ -28,9 +28,9 @@ def numbers(*shape: int) -> Tensor:
 
 PATTERNS = ("full()", "causal()", "window(2)", "first(2)")
 TOKENS = {
-    "whole": lambda x: hw.Tokens.run(0, 7, "cpu"),
-    "packed": lambda x: hw.Tokens.of(x, segments=torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 3)),
-    "padded": lambda x: hw.Tokens.of(x, lengths=[7, 5, 3]),
+    "whole": lambda x: hw.SequenceInfo.contiguous(0, 7, "cpu"),
+    "packed": lambda x: hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 3)),
+    "padded": lambda x: hw.SequenceInfo.from_batch(x, lengths=[7, 5, 3]),
 }
 
 
@@ -45,7 +45,7 @@ def test_a_nan_is_never_hidden(backend: str, pattern: str, tokens: str):
     used, x = layer(backend, pattern=pattern, kv=2), numbers(3, 7, 10)
     at = TOKENS[tokens](x)
     x[1, 1] = NAN
-    y, sight = used(x, tokens=at), hw.Sight(at, at, used.spec.pattern)
+    y, sight = used(x, tokens=at), hw.AttentionMask(at, at, used.spec.pattern)
     reads = sight.allowed.expand(3, -1, -1, -1)[1, 0, :, 1]
     assert reads.any()
     assert y[1][reads].isnan().all()
@@ -88,10 +88,10 @@ def test_a_query_with_nothing_to_read_reads_zero(backend: str, normaliser: objec
     z = numbers(2, 7, 10)
     x = numbers(2, 1, 10) if backend == "grouped" else z
     hidden = torch.tensor([True, False])[:, None, None, None].expand(2, 1, x.shape[1], 7) if mask else None
-    kept = used.remember(z, tokens=None if mask else hw.Tokens.of(z, lengths=[7, 0]))
+    kept = used.project_source(z, sequence=None if mask else hw.SequenceInfo.from_batch(z, lengths=[7, 0]))
     with torch.no_grad():
         used.output["o_bias"].normal_()
-    y, o = used(x, source=kept, mask=hidden), used.heads(x, source=kept, mask=hidden)
+    y, o = used(x, source=kept, mask=hidden), used.head_outputs(x, source=kept, mask=hidden)
     assert (o[1] == 0).all()
     assert (o[0].abs() > 0).any()
     torch.testing.assert_close(y[1], used.output["o_bias"].expand_as(y[1]), rtol=0, atol=1e-12)
@@ -105,7 +105,7 @@ def test_a_query_with_nothing_to_read_reads_zero(backend: str, normaliser: objec
 def test_nothing_is_a_legal_amount(keys: int, shape: tuple[int, int], backend: str | None):
     """No row, no query, one token, no key: the same shapes as ever, and zero where nothing could be read."""
     used = layer(backend, kv=2, vdim=5, source=13)
-    y = used.heads(numbers(*shape, 10), source=numbers(shape[0], keys, 13))
+    y = used.head_outputs(numbers(*shape, 10), source=numbers(shape[0], keys, 13))
     assert y.shape == (*shape, 6, 5)
     assert keys or (y == 0).all()
     own = layer(backend, kv=2, pattern="causal()")
@@ -144,8 +144,8 @@ def speaking(plain: hw.Attention, speaks: tuple[int, ...], backend: str | None) 
 def test_heads_may_speak_in_any_order(backend: str | None, who: str, kv: int, count: int):
     plain, x, z = layer("dense", kv=kv), numbers(3, count, 10), numbers(3, 11, 10)
     chosen = speaking(plain, SPEAKING[who], backend)
-    wanted = plain.heads(x, source=z)[:, :, list(SPEAKING[who])]
-    torch.testing.assert_close(chosen.heads(x, source=z), wanted, rtol=0, atol=1e-12)
+    wanted = plain.head_outputs(x, source=z)[:, :, list(SPEAKING[who])]
+    torch.testing.assert_close(chosen.head_outputs(x, source=z), wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("who", SPEAKING)
@@ -164,8 +164,8 @@ def test_every_causal_spec_can_be_decoded(said: dict[str, object]):
     torch.testing.assert_close(used(x, cache=cache), used(x), rtol=0, atol=1e-12)
 
 
-def at(position: list[int], segment: list[int]) -> hw.Tokens:
-    return hw.Tokens(torch.tensor([position]), torch.tensor([segment]))
+def at(position: list[int], segment: list[int]) -> hw.SequenceInfo:
+    return hw.SequenceInfo(torch.tensor([position]), torch.tensor([segment]))
 
 
 def test_a_later_document_may_not_be_forgotten():
@@ -187,17 +187,17 @@ def test_a_later_prefix_must_come_at_once_too():
     """The first keys of a second document are read by queries that were there before them."""
     used, x = layer(pattern="prefix(3)"), numbers(1, 9, 10)
     cache, whole_row = used.cache(batch=1, capacity=9), at([0, 1, 2, 3, 0, 1, 2, 3, 4], [0] * 4 + [1] * 5)
-    cut = hw.Tokens(whole_row.position[:, :6], whole_row.segment[:, :6])
+    cut = hw.SequenceInfo(whole_row.position[:, :6], whole_row.segment[:, :6])
     with pytest.raises(ValueError, match="first 3 tokens"):
         used(x[:, :6], cache=cache, tokens=cut)
 
 
 def test_what_a_caller_claims_of_tokens_is_not_believed():
     """`start` is what the library knows; handed in from outside it says nothing, and a list will do for a tensor."""
-    claimed = hw.Tokens(torch.arange(3)[None] + 5, torch.zeros(1, 3, dtype=torch.int64), start=0)
+    claimed = hw.SequenceInfo(torch.arange(3)[None] + 5, torch.zeros(1, 3, dtype=torch.int64), start=0)
     assert claimed.start is None
     x = numbers(2, 7, 10)
-    assert torch.equal(hw.Tokens.of(x, segments=[[0] * 7] * 2).position, torch.arange(7).expand(2, 7))
+    assert torch.equal(hw.SequenceInfo.from_batch(x, segments=[[0] * 7] * 2).position, torch.arange(7).expand(2, 7))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32], ids=str)
@@ -205,19 +205,19 @@ def test_positions_of_small_types_are_positions(dtype: torch.dtype):
     """A window reaches back by subtraction, which small unsigned numbers cannot take."""
     for said in ({"pattern": "window(3)"}, {"pattern": "causal()", "modifiers": (hw.Shaw(reach=2), hw.Alibi())}):
         used, x = layer(**said), numbers(2, 7, 10)
-        small = hw.Tokens(torch.arange(7, dtype=dtype)[None], torch.zeros(1, 7, dtype=dtype))
+        small = hw.SequenceInfo(torch.arange(7, dtype=dtype)[None], torch.zeros(1, 7, dtype=dtype))
         torch.testing.assert_close(used(x, tokens=small), used(x), rtol=0, atol=1e-12)
         cache = used.cache(batch=2, capacity=9)
-        packed = hw.Tokens.of(x, segments=torch.zeros(2, 7, dtype=torch.int32))
+        packed = hw.SequenceInfo.from_batch(x, segments=torch.zeros(2, 7, dtype=torch.int32))
         torch.testing.assert_close(used(x, tokens=packed, cache=cache), used(x), rtol=0, atol=1e-12)
 
 
 def test_segments_may_be_any_numbers():
     far = torch.tensor([[0, 2**61, 2**62]])
-    assert hw.Tokens(torch.tensor([[5, 5, 2**32 - 1]]), far).count == 3
+    assert hw.SequenceInfo(torch.tensor([[5, 5, 2**32 - 1]]), far).count == 3
     used, x = layer(pattern="causal()"), numbers(1, 3, 10)
     cache = used.cache(batch=1, capacity=9)
-    used(x, tokens=hw.Tokens(torch.zeros(1, 3, dtype=torch.int64), far), cache=cache)
+    used(x, tokens=hw.SequenceInfo(torch.zeros(1, 3, dtype=torch.int64), far), cache=cache)
     with pytest.raises(ValueError, match="went back"):
         used(x[:, :1], tokens=at([0], [7]), cache=cache)
 
@@ -243,7 +243,7 @@ def test_caches_work_under_autocast(kind: str):
     cache = used.cache(batch=2, capacity=9)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         whole = used(x)
-        first = used(x[:, :3], cache=cache, tokens=hw.Tokens.of(x[:, :3], lengths=[3, 3]))
+        first = used(x[:, :3], cache=cache, tokens=hw.SequenceInfo.from_batch(x[:, :3], lengths=[3, 3]))
         rest = [used(x[:, 3:5], cache=cache), *(used(x[:, t : t + 1], cache=cache) for t in (5, 6))]
     torch.testing.assert_close(torch.cat([first, *rest], 1), whole, rtol=0.05, atol=0.05)
 
@@ -259,5 +259,5 @@ def test_only_distances_matter_however_far_out():
     """In float32 too: an angle is worked out in float64 before it is rounded."""
     used = hw.Attention(base(pattern="causal()", modifiers=(hw.Rotary(),)))
     x, place = torch.randn(1, 7, 10), torch.arange(7)[None]
-    far = hw.Tokens(place + 2**24, torch.zeros_like(place))
+    far = hw.SequenceInfo(place + 2**24, torch.zeros_like(place))
     torch.testing.assert_close(used(x, tokens=far), used(x), rtol=1e-4, atol=1e-5)

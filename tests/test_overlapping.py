@@ -33,25 +33,25 @@ def test_the_overlap_at_every_depth(schedule):
     spec = scheduled(schedule, modifiers=ROTARY)
     assert spec.project.overlap == 2
     for layer, overlap in enumerate(BY_DEPTH[schedule]):
-        placed = spec.placed(layer, 6)
+        placed = spec.at_depth(layer, 6)
         assert placed == cases.base(project=hw.Overlapping(overlap=overlap), pattern="causal()", modifiers=ROTARY)
         assert placed.heads.vdim == 4 + 2 * overlap
-        assert placed.placed(0, 9) == placed
+        assert placed.at_depth(0, 9) == placed
         assert hw.from_toml(str(placed)) == placed
-        assert hw.counting.params(placed) == 4 * 240 + 2 * overlap * 6 * 10
+        assert hw.counting.count_parameters(placed) == 4 * 240 + 2 * overlap * 6 * 10
 
 
 @pytest.mark.parametrize("schedule", BY_DEPTH)
 def test_a_placed_layer_runs_decodes_and_is_cut(schedule):
-    spec = scheduled(schedule).placed(4, 6)
+    spec = scheduled(schedule).at_depth(4, 6)
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
-    check_close(layer(x), hw.reference.attention(layer, x))
+    check_close(layer(x), hw.reference.reference_attention(layer, x))
     cache = layer.cache(batch=cases.BATCH, capacity=9)
-    check_close(torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(cases.TOKENS)], 1), layer(x))
+    check_close(torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(cases.NUM_TOKENS)], 1), layer(x))
     loud = torch.tensor([0.0, 1, 0, 1, 1, 0], dtype=torch.float64)[:, None]
-    silenced = layer(x, probe=hw.Probe("heads", see=lambda _, o: o * loud))
-    small, weights = hw.axes.cut(spec, layer.state_dict(), [1, 3, 4])
+    silenced = layer(x, probe=hw.Probe("heads", callback=lambda _, o: o * loud))
+    small, weights = hw.axes.keep_heads(spec, layer.state_dict(), [1, 3, 4])
     cut = hw.Attention(small).double().eval()
     cut.load_state_dict(weights)
     check_close(cut(x), silenced)
@@ -59,13 +59,13 @@ def test_a_placed_layer_runs_decodes_and_is_cut(schedule):
 
 def test_what_was_cut_is_not_placed_anew():
     spec = scheduled("l")
-    small, _ = hw.axes.cut(spec, cases.layer(spec).state_dict(), [1, 3])
+    small, _ = hw.axes.keep_heads(spec, cases.layer(spec).state_dict(), [1, 3])
     assert small.placed(5, 6) == small
 
 
 def test_other_layers_stay_as_they_are_when_placed():
     spec = hw.design(model=10, heads=3, dim=4, modifiers=(hw.Differential(),))
-    assert spec.placed(3, 6) == cases.normal(spec, modifiers=(hw.Differential(depth=3),))
+    assert spec.at_depth(3, 6) == cases.normal(spec, modifiers=(hw.Differential(depth=3),))
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_other_layers_stay_as_they_are_when_placed():
         ),
         (lambda: scheduled("L-l+1"), r"schedule='L-l\+1'\) is unknown; did you mean 'L-l"),
         (lambda: scheduled("depth"), r"schedule='depth'\) is unknown; .*fixed"),
-        (lambda: scheduled("l").placed(6, 6), "no layer 6 of 6; give whole numbers, 0 <= layer < layers"),
-        (lambda: scheduled("l").placed(-1, 6), "no layer -1 of 6"),
+        (lambda: scheduled("l").at_depth(6, 6), "no layer 6 of 6; give whole numbers, 0 <= layer < layers"),
+        (lambda: scheduled("l").at_depth(-1, 6), "no layer -1 of 6"),
     ],
 )
 def test_what_cannot_be_placed(does, words):

@@ -13,23 +13,23 @@ import headwise as hw
 from cases import EXAMPLES, check_close
 from headwise import reference
 from headwise.backends import packed
-from headwise.backends.packed import LONGEST, SHORT, SLACK, grouped, placed, planned
+from headwise.backends.packed import MAX_KERNEL_LENGTH, MAX_DENSE_LENGTH, MAX_WASTED_PAIRS_RATIO, group_by_length, kernel_plan, group_plan
 from headwise.pattern import Full
-from headwise.tokens import Sight, Tokens
+from headwise.tokens import AttentionMask, SequenceInfo
 
 ROWS = [[3, 1, 4, 0, 2], [5], [7, 2, 1]]
 SOURCES = [[2, 6, 0, 3, 1], [4, 3], [1, 1]]
 
 
-def masked(tokens: Tokens) -> Tokens:
+def masked(tokens: SequenceInfo) -> SequenceInfo:
     """The same tokens, of whom nobody knows where texts begin."""
-    return Tokens(tokens.position, tokens.segment)
+    return SequenceInfo(tokens.position, tokens.segment)
 
 
 @pytest.fixture
 def many_groups(monkeypatch):
     """Texts so small would all be one group, which is not what is to be tested."""
-    monkeypatch.setattr(packed, "SPARE", 6)
+    monkeypatch.setattr(packed, "FREE_PAIRS", 6)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -38,12 +38,12 @@ def test_texts_read_as_if_they_were_alone(name, many_groups):
     if spec.source is not None:
         pytest.skip("read as a source below")
     layer = cases.layer(spec)
-    told = Tokens.packed(ROWS)
+    told = SequenceInfo.packed(ROWS)
     x = torch.randn(3, told.count, spec.model, dtype=torch.float64, requires_grad=True)
-    expected = reference.attention(layer, x, tokens=masked(told))
+    expected = reference.reference_attention(layer, x, tokens=masked(told))
     wanted = gradients(layer, expected, x)
     for backend in (*cases.takers(spec, grad=True), None):
-        layer.only = backend
+        layer.backend_name = backend
         y = layer(x, tokens=told)
         check_close(y, expected)
         for parameter, grad in gradients(layer, y, x).items():
@@ -57,14 +57,14 @@ def test_a_text_reads_its_own_source(name, many_groups):
     except hw.SpecError as reason:
         pytest.skip(f"not defined for a source: {reason}")
     layer = cases.layer(spec)
-    at, told = Tokens.packed(ROWS), Tokens.packed(SOURCES)
+    at, told = SequenceInfo.packed(ROWS), SequenceInfo.packed(SOURCES)
     x = torch.randn(3, at.count, spec.model, dtype=torch.float64, requires_grad=True)
     z = torch.randn(3, told.count, spec.source, dtype=torch.float64)
-    expected = reference.attention(layer, x, source=z, tokens=masked(at), source_tokens=masked(told))
+    expected = reference.reference_attention(layer, x, source=z, tokens=masked(at), source_tokens=masked(told))
     wanted = gradients(layer, expected, x)
     for backend in (*cases.takers(spec, grad=True), None):
-        layer.only = backend
-        y = layer(x, tokens=at, source=layer.remember(z, tokens=told))
+        layer.backend_name = backend
+        y = layer(x, tokens=at, source=layer.project_source(z, sequence=told))
         check_close(y, expected)
         for parameter, grad in gradients(layer, y, x).items():
             check_close(grad, wanted[parameter], msg=lambda m, p=parameter, b=backend: f"{b}, {p}: {m}")
@@ -77,7 +77,7 @@ LENGTHS = st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=5), min_si
 @given(rows=LENGTHS, pattern=st.sampled_from(["causal", "full", "window(40)", "causal & dilated(9, rate=2)"]))
 def test_any_lengths_give_what_texts_alone_give(rows, pattern):
     layer = hw.Attention(hw.design(model=6, heads=3, kv=1, dim=4, pattern=pattern, modifiers=(hw.Rotary(),))).double()
-    told = Tokens.packed(rows)
+    told = SequenceInfo.packed(rows)
     x = torch.randn(len(rows), told.count, 6, dtype=torch.float64, requires_grad=True)
     y = layer(x, tokens=told)
     back = torch.randn_like(y)
@@ -102,19 +102,19 @@ def test_any_lengths_give_what_texts_alone_give(rows, pattern):
 def test_little_is_formed_that_nobody_reads(sizes, spare):
     asks, keys = [one for one, _ in sizes], [other for _, other in sizes]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed, "SPARE", spare)
-        groups = list(grouped(asks, keys))
+        patch.setattr(packed, "FREE_PAIRS", spare)
+        groups = list(group_by_length(asks, keys))
     assert sorted(n for group in groups for n in group) == [n for n, count in enumerate(asks) if count]
     for group in groups:
         formed = len(group) * max(asks[n] for n in group) * max(1, *(keys[n] for n in group))
         read = sum(asks[n] * keys[n] for n in group)
-        assert formed - read <= max(spare, SLACK * read) or len(group) == 1
+        assert formed - read <= max(spare, MAX_WASTED_PAIRS_RATIO * read) or len(group) == 1
 
 
 def test_memory_grows_with_the_texts_and_not_with_the_row():
     def kept(count: int) -> int:
         layer = hw.Attention(hw.design(model=16, heads=4, pattern="causal", modifiers=(hw.TalkingHeads(),)))
-        told, held = Tokens.packed([[64] * count]), dict[int, int]()
+        told, held = SequenceInfo.packed([[64] * count]), dict[int, int]()
         x = torch.randn(1, told.count, 16, requires_grad=True)
 
         def keep(tensor):
@@ -133,26 +133,26 @@ def test_who_has_no_source_reads_nothing():
     layer = cases.layer(cases.crossed(cases.base()))
     seen = hw.Probe("heads")
     x, z = torch.randn(1, 5, 10).double(), torch.randn(1, 4, cases.WIDTH).double()
-    y = layer(x, tokens=Tokens.packed([[2, 3]]), source=layer.remember(z, tokens=Tokens.packed([[4]])), probe=seen)
+    y = layer(x, tokens=SequenceInfo.packed([[2, 3]]), source=layer.project_source(z, sequence=SequenceInfo.packed([[4]])), probe=seen)
     assert y.isfinite().all()
-    assert not seen.seen["heads"][0, 2:].any()
-    assert seen.seen["heads"][0, :2].all()
+    assert not seen.tensors["heads"][0, 2:].any()
+    assert seen.tensors["heads"][0, :2].all()
 
 
-WAYS = {"whole": (LONGEST, SHORT), "short": (-1, SHORT), "fused": (-1, 0)}
+WAYS = {"whole": (MAX_KERNEL_LENGTH, MAX_DENSE_LENGTH), "short": (-1, MAX_DENSE_LENGTH), "fused": (-1, 0)}
 
 
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
     """By the kernel; in groups, short ones by plain operations; in groups, all by a fused call."""
-    monkeypatch.setattr(packed, "LONGEST", WAYS[request.param][0])
-    monkeypatch.setattr(packed, "SHORT", WAYS[request.param][1])
+    monkeypatch.setattr(packed, "MAX_KERNEL_LENGTH", WAYS[request.param][0])
+    monkeypatch.setattr(packed, "MAX_DENSE_LENGTH", WAYS[request.param][1])
     return request.param
 
 
 def test_large_scores_are_no_trouble(way):
     layer = hw.Attention(hw.design(model=8, heads=2))
-    told = Tokens.packed([[40, 3, 2]])
+    told = SequenceInfo.packed([[40, 3, 2]])
     x = (1e4 * torch.randn(1, told.count, 8)).requires_grad_()
     y = layer(x, tokens=told)
     assert y.isfinite().all()
@@ -165,18 +165,18 @@ def test_low_precision_errs_no_more_than_twice_as_dense(dtype, way):
     coarse = hw.Attention(exact.spec).to(dtype)
     coarse.load_state_dict(exact.state_dict())
     exact.load_state_dict(coarse.state_dict())
-    told = Tokens.packed([[5, 40, 33, 2]])
+    told = SequenceInfo.packed([[5, 40, 33, 2]])
     x = torch.randn(1, told.count, 16).to(dtype)
     truth = exact(x.double(), tokens=masked(told))
     ours = (coarse(x, tokens=told).double() - truth).abs().max()
-    coarse.only = "dense"
+    coarse.backend_name = "dense"
     theirs = (coarse(x, tokens=masked(told)).double() - truth).abs().max()
     assert ours <= 2 * theirs + 4 * torch.finfo(dtype).eps * truth.abs().max()
 
 
 def runs_apart(layer, x, **call) -> bool:
     """Whether a call forms groups of texts."""
-    before = packed.Runner.attend
+    before = packed.VarlenRunner.attend
     called = []
 
     def attend(self, *given):
@@ -184,7 +184,7 @@ def runs_apart(layer, x, **call) -> bool:
         return before(self, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed.Runner, "attend", attend)
+        patch.setattr(packed.VarlenRunner, "attend", attend)
         layer._plans.clear()
         layer(x, **call)
     layer._plans.clear()
@@ -193,7 +193,7 @@ def runs_apart(layer, x, **call) -> bool:
 
 def test_texts_run_apart_where_they_are_known_and_nobody_looks_at_the_whole():
     layer = cases.layer(cases.base(pattern="causal"))
-    told = Tokens.packed([[3, 4]])
+    told = SequenceInfo.packed([[3, 4]])
     x = torch.randn(1, 7, 10, dtype=torch.float64)
     assert runs_apart(layer, x, tokens=told)
     assert runs_apart(layer, x, tokens=told.to("cpu"))
@@ -208,28 +208,28 @@ def test_texts_run_apart_where_they_are_known_and_nobody_looks_at_the_whole():
 def test_a_source_that_is_not_packed_is_read_as_one():
     layer = cases.layer(cases.crossed(cases.base()))
     x, z = torch.randn(1, 5, 10).double(), torch.randn(1, 4, cases.WIDTH).double()
-    told = Tokens.packed([[2, 3]])
+    told = SequenceInfo.packed([[2, 3]])
     check_close(layer(x, tokens=told, source=z), layer(x, tokens=masked(told), source=z))
 
 
 def test_a_plan_is_made_once_for_all_layers():
-    told = Tokens.packed([[3, 4]])
+    told = SequenceInfo.packed([[3, 4]])
     layers = [cases.layer(cases.base(pattern=pattern)) for pattern in ("causal", "causal", "full", "full")]
     for layer, backend in zip(layers, ("dense", "sdpa", "sdpa", None), strict=True):
-        layer.only = backend
+        layer.backend_name = backend
         layer(torch.randn(1, 7, 10, dtype=torch.float64), tokens=told)
-    assert [kind for _, kind, _ in told.plans] == ["where", "groups, True", "groups, False"]
-    assert all(other is None for other, _, _ in told.plans)
+    assert [kind for _, kind, _ in told.backend_plans] == ["where", "groups, True", "groups, False"]
+    assert all(other is None for other, _, _ in told.backend_plans)
 
 
 def test_what_is_not_a_length_is_refused():
     for wrong in ([], [[2, -1]], [[2.0]], [[True]], 3, [3]):
         with pytest.raises(ValueError, match="no texts in rows"):
-            Tokens.packed(wrong)
+            SequenceInfo.packed(wrong)
 
 
 def test_some_rows_and_another_device_keep_the_lengths():
-    told = Tokens.packed([[2, 1], [3], [1, 1]])
+    told = SequenceInfo.packed([[2, 1], [3], [1, 1]])
     assert told.rows(slice(1, 3)).lengths == ((3,), (1, 1))
     assert told.to("meta").lengths == told.lengths
 
@@ -237,7 +237,7 @@ def test_some_rows_and_another_device_keep_the_lengths():
 @pytest.mark.compile
 def test_compiled_rows_are_masked_and_the_same():
     layer = hw.Attention(hw.design(model=8, heads=2, pattern="causal")).double()
-    told = Tokens.packed([[3, 4]])
+    told = SequenceInfo.packed([[3, 4]])
     x = torch.randn(1, 7, 8, dtype=torch.float64)
     torch._dynamo.reset()
     run = torch.compile(layer, fullgraph=True, backend="eager")
@@ -245,8 +245,8 @@ def test_compiled_rows_are_masked_and_the_same():
 
 
 def test_what_texts_read_of_themselves_and_of_a_source_is_planned_apart():
-    at, told = Tokens.packed([[2, 3]]), Tokens.packed([[4, 1]])
-    for plan in (planned, placed):
-        plan(Sight(at, at, Full()))
-    assert planned(Sight(at, told, Full())).keys.shapes == ((2, 4),)
-    assert placed(Sight(at, told, Full())).table.tolist() == [[0, 2, 0, 4], [2, 3, 4, 1]]
+    at, told = SequenceInfo.packed([[2, 3]]), SequenceInfo.packed([[4, 1]])
+    for plan in (group_plan, kernel_plan):
+        plan(AttentionMask(at, at, Full()))
+    assert group_plan(AttentionMask(at, told, Full())).keys.shapes == ((2, 4),)
+    assert kernel_plan(AttentionMask(at, told, Full())).table.tolist() == [[0, 2, 0, 4], [2, 3, 4, 1]]

@@ -18,15 +18,15 @@ from headwise.spread.path import Path
 from headwise.spread.rows import share
 from headwise.spread.world import World
 from headwise.tasks import IGNORED, Batch
-from headwise.tasks.packing import Unpackable, filled, packed, texts_of
+from headwise.tasks.packing import Unpackable, filled, pack_batch, texts_of
 from headwise.tasks.pairs import Corpus, Making, Pair, Pairs
 from headwise.tasks.sizes import translator
-from headwise.tokens import Tokens
+from headwise.tokens import SequenceInfo
 from headwise.training import Recipe, probing, train
-from headwise.training.choosing import Choice, laid
-from headwise.training.evaluation import Examiner
-from headwise.training.probing import Trial
-from headwise.training.stepping import Stepper
+from headwise.training.choosing import StepOptions, choose_row_layout
+from headwise.training.evaluation import TaskEvaluator
+from headwise.training.probing import StepTrial
+from headwise.training.stepping import TrainStep
 from learning import Echo, Routed, quick
 
 IDS = 23
@@ -38,8 +38,8 @@ def pairs(lengths=LENGTHS) -> Batch:
     draw = torch.Generator().manual_seed(7)
     ids = [torch.randint(IDS, (len(lengths), max(each)), generator=draw) for each in zip(*lengths, strict=True)]
     source, x = ids
-    told = [Tokens.of(one, lengths=list(each)) for one, each in zip(ids, zip(*lengths, strict=True), strict=True)]
-    labels = torch.randint(IDS, x.shape, generator=draw).where(told[1].live, IGNORED)
+    told = [SequenceInfo.from_batch(one, lengths=list(each)) for one, each in zip(ids, zip(*lengths, strict=True), strict=True)]
+    labels = torch.randint(IDS, x.shape, generator=draw).where(told[1].is_real, IGNORED)
     return Batch(x, labels, told[1], source, told[0])
 
 
@@ -50,7 +50,7 @@ def net_of_pairs():
 def gradients(net, batch, rows, **said):
     recipe = Recipe(batch=len(batch.labels), device="cpu", **said)
     net.zero_grad(set_to_none=True)
-    loss = Stepper(alone(net.train()), recipe, Choice("fp32", "off", rows=rows)).gradients(batch)
+    loss = TrainStep(alone(net.train()), recipe, StepOptions("fp32", "off", rows=rows)).compute_gradients(batch)
     return {"loss": loss} | {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
 
 
@@ -77,19 +77,19 @@ def test_packed_texts_teach_the_same(task):
 
 def test_shares_of_ranks_are_packed_apart():
     net, recipe = net_of_pairs(), Recipe(batch=5, device="cpu")
-    stepper = Stepper(alone(net), recipe, Choice("fp32", "off", rows="packed"))
-    own = [stepper.loss(share(pairs(), rank, 2).batch).item() for rank in range(2)]
-    assert sum(own) == pytest.approx(stepper.loss(pairs()).item(), rel=1e-12)
+    stepper = TrainStep(alone(net), recipe, StepOptions("fp32", "off", rows="packed"))
+    own = [stepper.compute_loss(share(pairs(), rank, 2).batch).item() for rank in range(2)]
+    assert sum(own) == pytest.approx(stepper.compute_loss(pairs()).item(), rel=1e-12)
     idle = share(pairs(), 6, 7)
-    assert (idle.rows, stepper.loss(idle.batch).item()) == (0, 0)
+    assert (idle.rows, stepper.compute_loss(idle.batch).item()) == (0, 0)
 
 
 @pytest.mark.parametrize("task", [Echo(), Routed()], ids=["text", "terms"])
 def test_what_is_measured_is_the_same(task):
     net = hw.build(task.model(), seed=1).double().eval()
     world = World(Launch(), Spread(), "cpu")
-    told = [Examiner(task, quick(), Choice("fp32", "off", rows=rows), world) for rows in ("padded", "packed")]
-    first, second = (one.measures(Path(net), "valid") for one in told)
+    told = [TaskEvaluator(task, quick(), StepOptions("fp32", "off", rows=rows), world) for rows in ("padded", "packed")]
+    first, second = (one.compute_metrics(Path(net), "valid") for one in told)
     assert first.keys() == second.keys()
     assert all(first[name] == pytest.approx(second[name], rel=1e-10) for name in first)
 
@@ -101,14 +101,14 @@ ROWS = st.lists(
 
 @given(rows=ROWS)
 def test_rows_of_any_texts_come_back(rows):
-    told = [Tokens.packed([[text[side] for text in row] for row in rows]) for side in (0, 1)]
+    told = [SequenceInfo.packed([[text[side] for text in row] for row in rows]) for side in (0, 1)]
     x, source = (torch.randint(1, IDS, t.position.shape) for t in told)
-    batch = Batch(x, x.where(told[0].live, IGNORED), told[0], source, told[1])
-    row = packed(batch)
+    batch = Batch(x, x.where(told[0].is_real, IGNORED), told[0], source, told[1])
+    row = pack_batch(batch)
     own = row.batch.tokens
-    assert own.live.all()
-    assert row.batch.source_tokens.live.all()
-    assert torch.equal(row.unpacked(row.batch.x), x.where(told[0].live, 0))
+    assert own.is_real.all()
+    assert row.batch.source_tokens.is_real.all()
+    assert torch.equal(row.unpacked(row.batch.x), x.where(told[0].is_real, 0))
     each = [text for one in rows for text in one if any(text)]
     assert own.lengths == (tuple(text[0] for text in each),)
     assert row.batch.source_tokens.lengths == (tuple(text[1] for text in each),)
@@ -118,7 +118,7 @@ def test_rows_of_any_texts_come_back(rows):
 
 def test_padding_on_the_left_is_left_out_too():
     ids = torch.tensor([[0, 5, 6], [7, 8, 9]])
-    row = packed(Batch(ids, ids.where(ids > 0, IGNORED), Tokens.of(ids, lengths=[2, 3], pad="left")))
+    row = pack_batch(Batch(ids, ids.where(ids > 0, IGNORED), SequenceInfo.from_batch(ids, lengths=[2, 3], pad="left")))
     assert row.batch.x.tolist() == [[5, 6, 7, 8, 9]]
     assert row.batch.tokens.position.tolist() == [[0, 1, 0, 1, 2]]
 
@@ -129,13 +129,13 @@ def test_what_cannot_be_packed_says_why():
         "of whole rows": replace(whole, labels=whole.labels[:, 0]),
         "no ids": Batch(torch.randn(2, 3), torch.zeros(2, 3)),
         "asked where": replace(whole, labels=torch.zeros_like(whole.labels)),
-        "from position 0": Batch(whole.x, whole.x, Tokens.run(3, whole.x.shape[1], "cpu")),
+        "from position 0": Batch(whole.x, whole.x, SequenceInfo.contiguous(3, whole.x.shape[1], "cpu")),
     }
-    mixed = Tokens(torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 0, 1]]))
+    mixed = SequenceInfo(torch.tensor([[0, 0, 1, 1]]), torch.tensor([[0, 1, 0, 1]]))
     cases["one behind the other"] = Batch(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4), mixed)
     for said, batch in cases.items():
         with pytest.raises(Unpackable, match=said):
-            packed(batch)
+            pack_batch(batch)
 
 
 def test_rows_of_several_pairs_know_their_lengths():
@@ -144,7 +144,7 @@ def test_rows_of_several_pairs_know_their_lengths():
     batch = data.batch(0, 3, "train", seed=0)
     assert max(map(len, batch.tokens.lengths)) > 1
     for side in (batch.tokens, batch.source_tokens):
-        alike = Tokens.packed(side.lengths)
+        alike = SequenceInfo.packed(side.lengths)
         assert torch.equal(alike.position, side.position)
         assert torch.equal(alike.segment, side.segment)
     net = hw.build(data.model(), seed=0).double()
@@ -154,9 +154,9 @@ def test_rows_of_several_pairs_know_their_lengths():
     assert data.batch(0, 3, "valid", seed=0).tokens.lengths is None
 
 
-def masked(tokens: Tokens) -> Tokens:
+def masked(tokens: SequenceInfo) -> SequenceInfo:
     """The same tokens, of whom nobody knows where texts begin."""
-    return Tokens(tokens.position, tokens.segment)
+    return SequenceInfo(tokens.position, tokens.segment)
 
 
 def test_how_much_is_no_padding():
@@ -168,8 +168,8 @@ def trial(monkeypatch, seconds, task=None, **said):
     """What is chosen when steps take these seconds, by rows and attention."""
     task = task or Echo()
     batches = [task.batch(0, 8)]
-    made = Trial(hw.build(task.model(), seed=0), quick(**({"rows": "auto"} | said)), torch.device("cpu"), batches)
-    monkeypatch.setattr(Trial, "_seconds", lambda self, stepper: seconds[stepper.choice.rows, stepper.choice.attention])
+    made = StepTrial(hw.build(task.model(), seed=0), quick(**({"rows": "auto"} | said)), torch.device("cpu"), batches)
+    monkeypatch.setattr(StepTrial, "_seconds", lambda self, stepper: seconds[stepper.choice.rows, stepper.choice.attention])
     return made.choose()
 
 
@@ -187,7 +187,7 @@ def test_rows_are_packed_where_that_is_faster(monkeypatch):
 
 
 def test_rows_without_padding_are_not_tried(monkeypatch):
-    monkeypatch.setattr(probing, "FULL", 0.1)
+    monkeypatch.setattr(probing, "MAX_FILL_RATIO", 0.1)
     assert trial(monkeypatch, {}, compile="off").rows == "padded"
 
 
@@ -203,7 +203,7 @@ def test_what_cannot_be_compiled_is_refused():
 
 
 def test_a_step_that_fails_is_no_way():
-    chosen, seconds = laid(Choice("fp32", "off"), 0.2, {}, 0.5)
+    chosen, seconds = choose_row_layout(StepOptions("fp32", "off"), 0.2, {}, 0.5)
     assert (chosen.rows, seconds) == ("padded", 0.2)
     assert "fails" in chosen.reasons[0]
 
@@ -232,13 +232,13 @@ def test_a_packed_run_goes_on_with_the_same_bits(tmp_path):
 
 
 def stop_at(patch, step):
-    from headwise.training.run import Run
+    from headwise.training.run import TrainingRun
 
-    before = Run.step
+    before = TrainingRun.step
 
     def stepping(self):
         if self.progress.step == step:
             raise KeyboardInterrupt
         return before(self)
 
-    patch.setattr(Run, "step", stepping)
+    patch.setattr(TrainingRun, "step", stepping)

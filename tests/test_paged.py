@@ -12,13 +12,13 @@ import cases
 import headwise as hw
 from headwise import backends
 from headwise import blueprint as bp
-from headwise.backends import Inputs, Job
-from headwise.cache import Pool
-from headwise.cache.reach import Reach, kept
+from headwise.backends import CoreInputs, CallSignature
+from headwise.cache import PagePool
+from headwise.cache.reach import FullVisibility, retained_tokens
 from headwise.engine.reading import Reading
 from headwise.pattern import Causal
 from headwise.reasons import why
-from headwise.tokens import Sight
+from headwise.tokens import AttentionMask
 
 MODEL, LONGEST = 14, 300
 FEW = settings(max_examples=max(1, settings().max_examples // 4), deadline=None)
@@ -49,40 +49,40 @@ def built(name: str, dtype: torch.dtype = torch.float64) -> hw.Attention:
     return layer.to(dtype).eval()
 
 
-def pooled(spec: hw.AttentionSpec, dtype: torch.dtype, page: int, pages: int, order: int) -> Pool:
+def pooled(spec: hw.AttentionSpec, dtype: torch.dtype, page: int, pages: int, order: int) -> PagePool:
     """Pages in some order; what nobody has written there is not a number."""
-    pool = Pool([spec], pages=pages, page=page, dtype=dtype)
+    pool = PagePool([spec], pages=pages, page=page, dtype=dtype)
     pool.numbers[:-1].fill_(torch.nan)  # the last is read for what is not there, where pages are gathered
-    taken = [pool.book.pages.take() for _ in range(pages)]
+    taken = [pool.book.pages.allocate() for _ in range(pages)]
     for n in torch.randperm(pages, generator=torch.Generator().manual_seed(order)).tolist():
-        pool.book.pages.give(taken[n])
+        pool.book.pages.release(taken[n])
     return pool
 
 
-def step(layer: hw.Attention, cache: hw.Cache, x: torch.Tensor, only: str | None = None, **said) -> torch.Tensor:
+def step(layer: hw.Attention, cache: hw.KVCache, x: torch.Tensor, only: str | None = None, **said) -> torch.Tensor:
     """One token of each row, by one backend."""
-    layer.only = only
+    layer.backend_name = only
     with torch.no_grad():
         y = layer(x, cache=cache, **said)
-    layer.only = None
+    layer.backend_name = None
     return y
 
 
-def begun(layer: hw.Attention, pool: Pool, x: torch.Tensor, lengths: list[int]) -> hw.Cache:
+def begun(layer: hw.Attention, pool: PagePool, x: torch.Tensor, lengths: list[int]) -> hw.KVCache:
     """Rows of these lengths, gone on with by whoever takes several tokens at once."""
-    cache = pool.caches(pool.seat([pool.book.fresh() for _ in lengths]))[0]
+    cache = pool.caches(pool.batch_of([pool.book.new_sequence() for _ in lengths]))[0]
     if most := max(lengths):
         with torch.no_grad():
-            layer(x[:, :most], cache=cache, tokens=hw.Tokens.of(x[:, :most], lengths=lengths))
+            layer(x[:, :most], cache=cache, tokens=hw.SequenceInfo.from_batch(x[:, :most], lengths=lengths))
     return cache
 
 
 def one_pass(layer: hw.Attention, x: torch.Tensor) -> torch.Tensor:
     """What the last token of one row reads, with every score formed."""
-    layer.only = "dense"
+    layer.backend_name = "dense"
     with torch.no_grad():
         y = layer(x[None])[0, -1:]
-    layer.only = None
+    layer.backend_name = None
     return y
 
 
@@ -115,7 +115,7 @@ def test_rows_read_their_pages_as_one_pass_reads(name: str, lengths, page: int, 
         for row, text in zip(ours, texts, strict=True):
             cases.check_close(row, one_pass(layer, text))
         if turn == 0:
-            cache.rows(torch.tensor(taken))
+            cache.select_rows(torch.tensor(taken))
             texts = [texts[n] for n in taken]
     assert pool.nbytes == held  # no step has gathered a page
 
@@ -127,7 +127,7 @@ def test_a_row_that_has_ended_reads_nothing(name: str):
     x = torch.randn(3, 21, MODEL, dtype=torch.float64)
     cache = begun(layer, pool, x, [20, 7, 10])
     position = torch.tensor([[20], [0], [10]])
-    at = hw.Tokens(position, torch.tensor([[0], [-1], [0]]))
+    at = hw.SequenceInfo(position, torch.tensor([[0], [-1], [0]]))
     ours = step(layer, cache, x[:, 20:], "paged", tokens=at)
     assert not ours[1].any()
     cases.check_close(ours[0], one_pass(layer, x[0]))
@@ -179,10 +179,10 @@ def test_scores_that_are_huge_stay_numbers():
 def test_layers_that_remember_alike_read_what_each_may():
     """One table for both, all of which only one of them reads."""
     specs = [hw.design(model=MODEL, heads=2, dim=3, pattern=text) for text in ("causal()", "causal() & dilated(40, 3)")]
-    assert [Reach(spec.pattern).all(30, lambda spec=spec: kept(spec.pattern)) for spec in specs] == [True, False]
+    assert [FullVisibility(spec.pattern).sees_all(30, lambda spec=spec: retained_tokens(spec.pattern)) for spec in specs] == [True, False]
     layers = [hw.Attention(spec).double() for spec in specs]
-    pool = Pool(specs, pages=20, page=4, dtype=torch.float64)
-    caches = pool.caches(pool.seat([pool.book.fresh(), pool.book.fresh()]))
+    pool = PagePool(specs, pages=20, page=4, dtype=torch.float64)
+    caches = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))
     x = torch.randn(2, 14, MODEL, dtype=torch.float64)
     for layer, cache in zip(layers, caches, strict=True):
         step(layer, cache, x[:, :9], None)
@@ -197,17 +197,17 @@ def test_layers_that_remember_alike_read_what_each_may():
 
 def test_who_hands_on_what_was_remembered_really_does():
     for name, spec in cases.EXAMPLES.items():
-        form = spec.form(one=True)
-        if form.handed:
-            entry = {key: torch.randn(2, 3, *shape) for key, shape in spec.entry().items()}
+        form = spec.projection_form(one=True)
+        if form.caches_keys_and_values:
+            entry = {key: torch.randn(2, 3, *shape) for key, shape in spec.kv_entry_shapes().items()}
             p = hw.Attention(spec).weights["project"]
-            k, v = form.recall(entry, lambda x, side: x + 1, p)
+            k, v = form.expand_kv(entry, lambda x, side: x + 1, p)
             assert k is entry["k"], name
             assert v is entry["v"], name
 
 
 def said(spec: hw.AttentionSpec, **more) -> list[str]:
-    return backends.why(Job(spec, spec.core_of(spec.form(one=True)), **{"one": True, "paged": True} | more))["paged"]
+    return backends.unsupported_reasons_by_backend(CallSignature(spec, spec.core_of(spec.projection_form(one=True)), **{"one": True, "paged": True} | more))["paged"]
 
 
 def test_the_reasons_to_gather():
@@ -227,8 +227,8 @@ def test_the_reasons_to_gather():
 
 def test_why_says_it():
     spec = hw.design(model=12, heads=4, kv=2, pattern="causal()")
-    assert why(spec, tokens="one", when="paged").runs == "paged"
-    assert why(spec, tokens="one").runs != "paged"
+    assert why(spec, tokens="one", when="paged").backend == "paged"
+    assert why(spec, tokens="one").backend != "paged"
     assert why(spec, tokens="one", when="paged").data["paged"]
 
 
@@ -238,7 +238,7 @@ def test_several_tokens_of_a_row_are_gathered():
     x = torch.randn(2, 9, MODEL, dtype=torch.float64)
     cache = begun(layer, pool, x, [5, 5])
     with pytest.raises(ValueError, match="2 tokens of a row read pages gathered"):
-        cache.append_in_place({}, hw.Tokens.run(5, 2, "cpu"))
+        cache.append_in_place({}, hw.SequenceInfo.contiguous(5, 2, "cpu"))
     cases.check_close(step(layer, cache, x[:, 5:8])[:, -1:], torch.stack([one_pass(layer, row[:8]) for row in x]))
     assert pool.nbytes > pool.numbers.nbytes
 
@@ -252,7 +252,7 @@ def test_what_is_looked_at_is_gathered_on_the_way():
     cache = begun(layer, pool, x, [30, 8])
     attend = backends.paged.attend
 
-    def watched(job: Job, sight: Sight, inputs: Inputs, *rest: object) -> torch.Tensor:
+    def watched(job: CallSignature, sight: AttentionMask, inputs: CoreInputs, *rest: object) -> torch.Tensor:
         seen.append((sight, inputs))
         return attend(job, sight, inputs, *rest)
 
@@ -261,15 +261,15 @@ def test_what_is_looked_at_is_gathered_on_the_way():
         patch.setattr(backends.paged, "attend", watched)
         ours = step(layer, cache, x[:, 30:], "paged")
     layer._plans.clear()
-    sight, inputs = backends.gathered(*seen[0])
-    unheld = ~sight.keys.live
+    sight, inputs = backends.gather_pages(*seen[0])
+    unheld = ~sight.keys.is_real
     assert unheld.any()
     for held in (inputs.k, inputs.v):
         assert held.isfinite().all()
         assert (held[unheld] == 0).all()
-    job = Job(layer.spec, layer.spec.core, dtype=torch.float64, one=True)
+    job = CallSignature(layer.spec, layer.spec.core, dtype=torch.float64, single_query=True)
     o = backends.BACKENDS["dense"].attend(job, sight, inputs, layer._bound, None)
-    cases.check_close(layer.merge(o), ours)
+    cases.check_close(layer.merge_heads(o), ours)
 
 
 def test_products_are_counted():
@@ -279,8 +279,8 @@ def test_products_are_counted():
     cache = begun(layer, pool, x, [7, 7])
     with FlopCounterMode(display=False) as counter:
         step(layer, cache, x[:, 7:8], "paged")
-    job = Job(layer.spec, layer.spec.core, one=True, paged=True)
-    core = backends.paged.spent(job, hw.Work(2, 1, 1, 8))
+    job = CallSignature(layer.spec, layer.spec.core, single_query=True, has_paged_cache=True)
+    core = backends.paged.executed_flops(job, hw.CallSize(2, 1, 1, 8))
     assert counter.get_flop_counts()["Global"][torch.ops.headwise.decode] == core == 2 * 2 * 6 * 8 * 10
 
 
@@ -288,22 +288,22 @@ def test_products_are_counted():
 
 
 def language(*specs: hw.AttentionSpec) -> hw.Transformer:
-    blocks = [bp.Block(spec, feed=bp.Dense(18), norm=bp.Norm("rms")) for spec in specs]
-    stack = bp.Stack.of("decoder", 16, blocks, embedding=bp.Embedding(13), norm=bp.Norm("rms"))
-    return hw.build(bp.Model("tiny", "decoder", (stack,), heads=(bp.Head("tokens", 13),)), seed=1).eval()
+    blocks = [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(18), norm=bp.NormSpec("rms")) for spec in specs]
+    stack = bp.StackSpec.from_blocks("decoder", 16, blocks, embedding=bp.EmbeddingSpec(13), norm=bp.NormSpec("rms"))
+    return hw.build(bp.ModelSpec("tiny", "decoder", (stack,), heads=(bp.OutputHeadSpec("tokens", 13),)), seed=1).eval()
 
 
 def answered(net: hw.Transformer, patch: pytest.MonkeyPatch, sizes: list[int]) -> tuple[hw.Engine, list[int], int]:
     """An engine that has answered such prompts; rows of each call of one token, and how often pages were gathered."""
     engine = hw.Engine(net, budget=4_000_000, batching=hw.Batching(page=4, chunk=512))
-    rows, gathered, hidden, gather = [], [], net.hidden, Pool.gather
+    rows, gathered, hidden, gather = [], [], net.hidden, PagePool.gather
 
     def called(x: torch.Tensor, **how):
         rows.extend([len(x)] if x.shape[1] == 1 else [])
         return hidden(x, **how)
 
     patch.setattr(net, "hidden", called)
-    patch.setattr(Pool, "gather", lambda *told: gathered.append(told) or gather(*told))
+    patch.setattr(PagePool, "gather", lambda *told: gathered.append(told) or gather(*told))
     streams = [engine.submit([n * size % 13 for n in range(size)], max_new_tokens=4) for size in sizes]
     engine.step()
     before, rows[:] = len(gathered), []
@@ -329,7 +329,7 @@ def test_an_engine_whose_layers_read_in_place_gathers_nothing(monkeypatch: pytes
 def test_an_engine_says_which_layers_gather(monkeypatch: pytest.MonkeyPatch):
     far = hw.design(model=16, heads=4, kv=2, pattern="causal()")
     net = language(far, hw.design(model=16, heads=4, pattern="causal()", normaliser=hw.Entmax()), far)
-    net.stacks["decoder"].blocks[2].attentions["attention"].only = "dense"
+    net.stacks["decoder"].blocks[2].attentions["attention"].backend_name = "dense"
     monkeypatch.setattr(hw.engine.stepping, "BESIDE", -(10**9))
     engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])
     gathers = engine.room.reading.gathers
@@ -354,13 +354,13 @@ def test_reach_is_asked_again_where_rows_are_longer():
         asked.append(1)
         return Causal()
 
-    reach = Reach(hw.Window(500))
-    assert [reach.all(used, rule) for used in (2, 7, 8, 2000)] == [True, True, True, False]
+    reach = FullVisibility(hw.Window(500))
+    assert [reach.sees_all(used, rule) for used in (2, 7, 8, 2000)] == [True, True, True, False]
     assert len(asked) == 2  # ahead of need, and not at every step
-    assert [reach.all(used, rule) for used in (1, 10**6)] == [False, False]
+    assert [reach.sees_all(used, rule) for used in (1, 10**6)] == [False, False]
 
 
 def test_what_a_cache_holds_is_what_its_pattern_still_reads():
-    assert kept(Causal()) == Causal()
+    assert retained_tokens(Causal()) == Causal()
     for text, first, last in (("window(5)", 0, 5), ("window(5) | first(2)", 2, 5)):
-        assert hw.design(model=4, heads=1, pattern=text).pattern.memory == (first, last)
+        assert hw.design(model=4, heads=1, pattern=text).pattern.retention == (first, last)

@@ -13,42 +13,42 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import cases
 import headwise as hw
 import test_cache as streams
-from headwise.boxes import Memory
-from headwise.cache import Book, Pages, Pool
-from headwise.cache.paging import Keep, Paging
-from headwise.counting.allocators import Allocator
+from headwise.boxes import KeyRetention
+from headwise.cache import BlockTables, PageAllocator, PagePool
+from headwise.cache.paging import RetentionGroup, PageLayout
+from headwise.counting.allocators import CacheAllocator
 
 # --- whose page it is ----------------------------------------------------------------------------------
 
 
 def test_a_page_is_given_back_once():
-    pages = Pages(2)
-    page = pages.take()
-    pages.give(page)
+    pages = PageAllocator(2)
+    page = pages.allocate()
+    pages.release(page)
     with pytest.raises(ValueError, match="given back twice"):
-        pages.give(page)
+        pages.release(page)
 
 
 def test_a_page_that_was_found_again_is_not_handed_out():
-    pages = Pages(3)
-    page = pages.take()
+    pages = PageAllocator(3)
+    page = pages.allocate()
     pages.name(page, "one")
-    pages.give(page)
-    pages.hold(page)
-    assert (pages.held, pages.free) == (1, 2)
-    assert page not in (pages.take(), pages.take())
+    pages.release(page)
+    pages.add_reference(page)
+    assert (pages.num_held, pages.num_free) == (1, 2)
+    assert page not in (pages.allocate(), pages.allocate())
 
 
 def test_pages_without_a_name_are_handed_out_first_then_the_longest_free():
-    pages = Pages(4)
-    one, two, three = (pages.take() for _ in range(3))
+    pages = PageAllocator(4)
+    one, two, three = (pages.allocate() for _ in range(3))
     pages.name(one, "one")
     pages.name(two, "two")
     for page in (two, three, one):
-        pages.give(page)
-    assert [pages.take() for _ in range(4)] == [three, 3, two, one]
+        pages.release(page)
+    assert [pages.allocate() for _ in range(4)] == [three, 3, two, one]
     with pytest.raises(hw.CacheFull, match="all 4 pages are held"):
-        pages.take()
+        pages.allocate()
     assert pages.find("one") is pages.find("two") is None
 
 
@@ -56,46 +56,46 @@ def test_pages_without_a_name_are_handed_out_first_then_the_longest_free():
 @pytest.mark.parametrize("memory", [(0, 1), (0, 5), (2, 5), (7, 1), (1, 12), (0, None)])
 def test_pages_read_are_those_of_tokens_read(memory: tuple[int, int | None], page: int):
     """Token by token: j is read behind n tokens if j is one of the first, or n - j < last."""
-    keep = Keep(*memory, page)
+    keep = RetentionGroup(*memory, page)
     for n in range(40):
         last = n + 1 if keep.last is None else keep.last
         read = {j // page for j in range(n) if j < keep.first or n - j < last}
-        assert read <= set(keep.read(n)) <= read | {n // page}, n  # the next token goes on in a page that is not full
+        assert read <= set(keep.visible_pages(n)) <= read | {n // page}, n  # the next token goes on in a page that is not full
         for chunk in (1, 3, 8):
             most = max(
-                len(set(keep.read(start)) | set(range(start // page, -(-min(start + chunk, n) // page))))
+                len(set(keep.visible_pages(start)) | set(range(start // page, -(-min(start + chunk, n) // page))))
                 for start in range(n + 1)
             )
-            assert most <= keep.most(n, chunk) <= -(-n // page) or n == 0
+            assert most <= keep.max_pages(n, chunk) <= -(-n // page) or n == 0
 
 
 def test_a_row_needs_the_slots_that_are_counted():
     for memory in [(0, 9), (3, 17), (0, None), (20, 5)]:
         for length in (1, 16, 17, 100):
-            slots = Allocator.named("paged(4)").slots(Memory(*memory), length)
-            assert Keep(*memory, 4).most(length, chunk=1) * 4 == slots
+            slots = CacheAllocator.from_text("paged(4)").num_slots(KeyRetention(*memory), length)
+            assert RetentionGroup(*memory, 4).max_pages(length, chunk=1) * 4 == slots
 
 
 class Books(RuleBasedStateMachine):
     """Rows that come, grow, fork, share and leave, against a count of all their pages."""
 
     COUNT, PAGE = 23, 2
-    PAGING = Paging((Keep(0, None, 2), Keep(1, 5, 4)), (), 0, PAGE)
+    PAGING = PageLayout((RetentionGroup(0, None, 2), RetentionGroup(1, 5, 4)), (), 0, PAGE)
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = Book(self.PAGING, self.COUNT)
+        self.book = BlockTables(self.PAGING, self.COUNT)
         self.rows: list[tuple[object, list[int]]] = []
         self.gone: list[list[int]] = []
 
     @rule(ids=st.lists(st.integers(0, 1), min_size=1, max_size=14))
     def join(self, ids: list[int]) -> None:
-        row = self.book.fresh()
-        length = self.book.common(row, ids)
+        row = self.book.new_sequence()
+        length = self.book.find_prefix(row, ids)
         assert 0 <= length < len(ids)
         known = [other for _, other in self.rows] + self.gone
         assert not length or any(other[:length] == ids[:length] for other in known)
-        self.book.adopt(row, length)
+        self.book.reuse_prefix(row, length)
         self.rows.append((row, ids))
 
     @precondition(lambda self: self.rows)
@@ -108,7 +108,7 @@ class Books(RuleBasedStateMachine):
             return
         before = [dict(table) for table in row.tables]
         try:
-            changes = self.book.extend([row], [count])
+            changes = self.book.append_slots([row], [count])
         except hw.CacheFull:
             assert all(table.items() <= old.items() for table, old in zip(row.tables, before, strict=True))
             return
@@ -117,7 +117,7 @@ class Books(RuleBasedStateMachine):
             for number in table.values():
                 assert self.book.pages.holders(number) >= 1
         assert set(changes.emptied).isdisjoint(new for _, new in changes.copied)
-        self.book.publish(row, ids)
+        self.book.publish_prefix(row, ids)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
@@ -129,7 +129,7 @@ class Books(RuleBasedStateMachine):
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         row, ids = self.rows.pop(data.draw(st.integers(0, len(self.rows) - 1)))
-        self.book.leave(row)
+        self.book.free_sequence(row)
         self.gone.append(ids)
 
     @invariant()
@@ -137,19 +137,19 @@ class Books(RuleBasedStateMachine):
         pages = self.book.pages
         held = Counter(page for row, _ in self.rows for table in row.tables for page in table.values())
         assert [pages.holders(page) for page in range(self.COUNT)] == [held[page] for page in range(self.COUNT)]
-        assert pages.held == len(held)
-        assert pages.free + pages.held == self.COUNT
+        assert pages.num_held == len(held)
+        assert pages.num_free + pages.num_held == self.COUNT
 
     @invariant()
     def nobody_writes_where_another_reads(self) -> None:
         for row, _ in self.rows:
-            for keep, table in zip(self.PAGING.keeps, row.tables, strict=True):
-                assert set(keep.read(row.length)) <= set(table), "a page that is still read was given back"
+            for keep, table in zip(self.PAGING.groups, row.tables, strict=True):
+                assert set(keep.visible_pages(row.length)) <= set(table), "a page that is still read was given back"
 
     def teardown(self) -> None:
         for row, _ in self.rows:
-            self.book.leave(row)
-        assert self.book.pages.held == 0
+            self.book.free_sequence(row)
+        assert self.book.pages.num_held == 0
 
 
 TestBooks = Books.TestCase
@@ -158,53 +158,53 @@ TestBooks.settings = settings(max_examples=30, stateful_step_count=30, deadline=
 
 def test_what_is_pledged_is_never_overdrawn():
     """Whatever rows are let in by what is pledged, each comes to its end; and many that begin alike fit at once."""
-    paging = Paging((Keep(0, None, 2), Keep(1, 5, 4)), (), 0, 2)
-    book, length, ids = Book(paging, 23), 14, [1, 0, 1, 1] * 4
-    need = tuple(keep.most(length, 3) for keep in paging.keeps)
+    paging = PageLayout((RetentionGroup(0, None, 2), RetentionGroup(1, 5, 4)), (), 0, 2)
+    book, length, ids = BlockTables(paging, 23), 14, [1, 0, 1, 1] * 4
+    need = tuple(keep.max_pages(length, 3) for keep in paging.groups)
     rows = []
     for _ in range(9):
-        row = book.fresh(need)
-        if book.pledged([*rows, row]) > book.pages.count:
+        row = book.new_sequence(need)
+        if book.num_reserved_pages([*rows, row]) > book.pages.count:
             break
         rows.append(row)
-        book.adopt(row, book.common(row, ids))
+        book.reuse_prefix(row, book.find_prefix(row, ids))
         while row.length < 9:
-            book.extend([row], [min(3, 9 - row.length)])
+            book.append_slots([row], [min(3, 9 - row.length)])
             row.length += min(3, 9 - row.length)
-            book.publish(row, ids)
+            book.publish_prefix(row, ids)
     assert 2 <= len(rows) < 9
-    pledged = book.pledged(rows)
+    pledged = book.num_reserved_pages(rows)
     while any(row.length < length for row in rows):
         for row in (row for row in rows if row.length < length):
-            book.extend([row], [1])
+            book.append_slots([row], [1])
             row.length += 1
-            assert book.pages.held <= book.pledged(rows) <= pledged
+            assert book.pages.num_held <= book.num_reserved_pages(rows) <= pledged
     for row in rows:
-        book.leave(row)
+        book.free_sequence(row)
 
 
 def test_an_opening_is_shared_as_a_whole():
     """Tokens that must come together are all remembered or none of them."""
-    book, ids = Book(Paging((Keep(0, None, 2),), (), 0, 2), 23), [1, 2, 3, 4, 5, 6, 7]
-    row = book.fresh()
-    book.extend([row], [7])
+    book, ids = BlockTables(PageLayout((RetentionGroup(0, None, 2),), (), 0, 2), 23), [1, 2, 3, 4, 5, 6, 7]
+    row = book.new_sequence()
+    book.append_slots([row], [7])
     row.length = 7
-    book.publish(row, ids)
+    book.publish_prefix(row, ids)
     other = [1, 2, 3, 4, 9, 9, 9]
-    assert [book.common(book.fresh(), other, opening) for opening in (0, 4, 5)] == [4, 4, 0]
-    assert book.common(book.fresh(), ids) == 6
-    assert book.common(book.fresh(), ids[:6]) == 4  # one token at least is read, to know what comes next
+    assert [book.find_prefix(book.new_sequence(), other, opening) for opening in (0, 4, 5)] == [4, 4, 0]
+    assert book.find_prefix(book.new_sequence(), ids) == 6
+    assert book.find_prefix(book.new_sequence(), ids[:6]) == 4  # one token at least is read, to know what comes next
 
 
 def test_what_is_shared_follows_from_all_ids_before_it():
     """Of a window only the last pages are needed, but what lies in them is not a matter of their own ids alone."""
-    book, ids = Book(Paging((Keep(0, 3, 2),), (), 0, 2), 23), [1, 2, 3, 4, 5, 6, 7]
-    row = book.fresh()
-    book.extend([row], [7])
+    book, ids = BlockTables(PageLayout((RetentionGroup(0, 3, 2),), (), 0, 2), 23), [1, 2, 3, 4, 5, 6, 7]
+    row = book.new_sequence()
+    book.append_slots([row], [7])
     row.length = 7
-    book.publish(row, ids)
-    assert book.common(book.fresh(), [*ids[:6], 8]) == 6
-    assert book.common(book.fresh(), [9, 9, *ids[2:]]) == 0
+    book.publish_prefix(row, ids)
+    assert book.find_prefix(book.new_sequence(), [*ids[:6], 8]) == 6
+    assert book.find_prefix(book.new_sequence(), [9, 9, *ids[2:]]) == 0
 
 
 # --- the contract of a cache ---------------------------------------------------------------------------
@@ -212,9 +212,9 @@ def test_what_is_shared_follows_from_all_ids_before_it():
 PAGED = [kind for kind in streams.KINDS if kind != "state"]
 
 
-def pooled(layer: hw.Attention, batch: int, *, pages: int = 40, page: int = 3) -> hw.Cache:
-    pool = Pool([layer.spec], pages=pages, page=page, dtype=torch.float64)
-    return pool.caches(pool.seat([pool.book.fresh() for _ in range(batch)]))[0]
+def pooled(layer: hw.Attention, batch: int, *, pages: int = 40, page: int = 3) -> hw.KVCache:
+    pool = PagePool([layer.spec], pages=pages, page=page, dtype=torch.float64)
+    return pool.caches(pool.batch_of([pool.book.new_sequence() for _ in range(batch)]))[0]
 
 
 @pytest.mark.parametrize("stream", streams.ONE_DOCUMENT)
@@ -235,9 +235,9 @@ def test_the_cache_says_where_tokens_stand(kind: str):
 @pytest.mark.parametrize("name", cases.EXAMPLES)
 def test_any_part_reads_pages_as_it_reads_one_pass(name: str):
     spec = cases.causal(cases.EXAMPLES[name])
-    if spec.stateful:
+    if spec.is_recurrent:
         with pytest.raises(hw.SpecError, match="one state"):
-            Pool([spec], pages=3)
+            PagePool([spec], pages=3)
         return
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
@@ -253,49 +253,49 @@ def test_rows_that_part_copy_what_they_write(kind: str):
     layer = streams.built(kind)
     x = streams.numbers(4, 9, streams.MODEL)
     x[2, :4] = x[0, :4]
-    pool = Pool([layer.spec], pages=12, page=3, dtype=torch.float64)
-    cache = pool.caches(pool.seat([pool.book.fresh(), pool.book.fresh()]))[0]
+    pool = PagePool([layer.spec], pages=12, page=3, dtype=torch.float64)
+    cache = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))[0]
     with torch.no_grad():
         layer(x[:2, :4], cache=cache)
-        held = pool.book.pages.held
-        cache.rows(torch.tensor([0, 0]))
-        assert pool.book.pages.held == held // 2
+        held = pool.book.pages.num_held
+        cache.select_rows(torch.tensor([0, 0]))
+        assert pool.book.pages.num_held == held // 2
         first = layer(torch.stack([x[0, 4:6], x[2, 4:6]]), cache=cache)
-        cache.rows(torch.tensor([1, 0]))
+        cache.select_rows(torch.tensor([1, 0]))
         last = layer(torch.stack([x[2, 6:], x[0, 6:]]), cache=cache)
         alone = layer(x)
     cases.check_close(torch.cat([first[0], last[1]]), alone[0, 4:])
     cases.check_close(torch.cat([first[1], last[0]]), alone[2, 4:])
-    cache.rows(torch.tensor([], dtype=torch.int64))
-    assert pool.book.pages.held == 0
+    cache.select_rows(torch.tensor([], dtype=torch.int64))
+    assert pool.book.pages.num_held == 0
 
 
 def test_a_row_sees_nothing_of_who_had_its_pages_before():
     """Of rows of several lengths the short ones are read with slots that they have not filled."""
     layer = streams.built("plain")
-    pool = Pool([layer.spec], pages=4, page=4, dtype=torch.float64)
+    pool = PagePool([layer.spec], pages=4, page=4, dtype=torch.float64)
     with torch.no_grad():
-        cache = pool.caches(pool.seat([pool.book.fresh(), pool.book.fresh()]))[0]
-        layer(torch.full((2, 8, streams.MODEL), torch.nan, dtype=torch.float64), cache=cache)
-        cache.rows(torch.tensor([], dtype=torch.int64))
+        cache = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))[0]
+        layer(torch.is_full((2, 8, streams.MODEL), torch.nan, dtype=torch.float64), cache=cache)
+        cache.select_rows(torch.tensor([], dtype=torch.int64))
         x = streams.numbers(2, 5, streams.MODEL)
-        cache = pool.caches(pool.seat([pool.book.fresh(), pool.book.fresh()]))[0]
-        layer(x[:, :4], cache=cache, tokens=hw.Tokens.of(x[:, :4], lengths=[4, 1]))
-        layer.only = "dense"  # gathers pages; whoever reads them where they lie leaves out what is not there
+        cache = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))[0]
+        layer(x[:, :4], cache=cache, tokens=hw.SequenceInfo.from_batch(x[:, :4], lengths=[4, 1]))
+        layer.backend_name = "dense"  # gathers pages; whoever reads them where they lie leaves out what is not there
         last = layer(torch.stack([x[0, 4:], x[1, 1:2]]), cache=cache)
-        layer.only = None
+        layer.backend_name = None
         cases.check_close(last[:, 0], torch.stack([layer(x[:1])[0, 4], layer(x[1:, :2])[0, 1]]))
 
 
 def test_pages_that_nobody_reads_any_more_are_given_back():
     layer = streams.built("sinks")  # the first 2, the latest 3
-    pool = Pool([layer.spec], pages=6, page=2, dtype=torch.float64)
-    cache = pool.caches(pool.seat([pool.book.fresh()]))[0]
+    pool = PagePool([layer.spec], pages=6, page=2, dtype=torch.float64)
+    cache = pool.caches(pool.batch_of([pool.book.new_sequence()]))[0]
     with torch.no_grad():
         layer(streams.numbers(1, 6, streams.MODEL), cache=cache)
         for _ in range(50):
             layer(streams.numbers(1, 1, streams.MODEL), cache=cache)
-            assert pool.book.pages.held <= 3
+            assert pool.book.pages.num_held <= 3
     assert cache.used == 56
 
 
@@ -307,21 +307,21 @@ def test_what_cannot_lie_in_pages_is_refused():
         layer(x, cache=cache)
     with torch.no_grad():
         with pytest.raises(ValueError, match="one text a row"):
-            layer(x, cache=cache, tokens=hw.Tokens.of(x, segments=torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]])))
+            layer(x, cache=cache, tokens=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]])))
         with pytest.raises(ValueError, match="goes on at position 0, one by one"):
-            layer(x, cache=cache, tokens=hw.Tokens.run(1, 4, "cpu"))
+            layer(x, cache=cache, tokens=hw.SequenceInfo.contiguous(1, 4, "cpu"))
         with pytest.raises(hw.CacheFull, match="4 more pages are needed and 3 of 3 are free"):
             layer(x, cache=cache)
         assert layer(x[:, :3], cache=cache).shape == (2, 3, streams.MODEL)  # nothing was taken
     with pytest.raises(hw.SpecError, match="have not come yet"):
-        Pool([hw.design(model=8, heads=2, pattern="full()")], pages=3)
+        PagePool([hw.design(model=8, heads=2, pattern="full()")], pages=3)
 
 
 def test_layers_that_keep_alike_share_a_table_and_all_share_the_pages():
     near, far = (hw.design(model=10, heads=2, pattern=pattern) for pattern in ("window(3)", "causal"))
-    pool = Pool([near, far, near], pages=20, page=2)
-    row = pool.book.fresh()
-    pool.book.extend([row], [9])
+    pool = PagePool([near, far, near], pages=20, page=2)
+    row = pool.book.new_sequence()
+    pool.book.append_slots([row], [9])
     assert [len(table) for table in row.tables] == [5, 3]  # 9 tokens by 2 of two layers, and by 4 of one
     assert not set(row.tables[0].values()) & set(row.tables[1].values())
     assert pool.numbers[0].numel() == 2 * 2 * 20

@@ -29,7 +29,7 @@ FOLDED = ("bert", "gpt2", "llama", "t5", "whisper", "deepseek", "vit", "gptj", "
 
 def gpt() -> nn.Module:
     """A small decoder of ours with two layers of three heads, four wide."""
-    return hw.build(hw.families.read(GPT), seed=0).eval()
+    return hw.build(hw.families.read_model_spec(GPT), seed=0).eval()
 
 
 def said(model: nn.Module, inputs, heads=None) -> dict:
@@ -45,14 +45,14 @@ class Hand(nn.Module):
         self.num_heads = 3
         self.q, self.k, self.v, self.proj = (nn.Linear(12, 12) for _ in range(4))
 
-    def z(self, x: Tensor) -> Tensor:
+    def outputs(self, x: Tensor) -> Tensor:
         """What heads say."""
         q, k, v = (self.__getattr__(name)(x).unflatten(-1, (3, 4)) for name in "qkv")
-        those = [(q[:, :, h] @ k[:, :, h].transpose(1, 2) / 2).softmax(-1) @ v[:, :, h] for h in range(3)]
+        those = [(q[:, :, h] @ k[:, :, h].transpose(1, 2) / 2).on_softmax(-1) @ v[:, :, h] for h in range(3)]
         return torch.stack(those, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(self.z(x).flatten(2))
+        return self.proj(self.outputs(x).flatten(2))
 
 
 class SelfAttention(Hand):
@@ -65,7 +65,7 @@ class SelfAttention(Hand):
 @given(spec=st.sampled_from(list(PRESETS.values())) | strategies.specs(), seed=st.integers(0, 99))
 def test_a_mean_is_a_cut_and_a_constant(spec: hw.AttentionSpec, seed: int):
     torch.manual_seed(seed)
-    layer, outs = cases.layer(spec), len(spec.speaks)
+    layer, outs = cases.layer(spec), len(spec.score_head_of_output)
     x, z = cases.tensors(spec)
     assume(outs > 1)
     gone = sorted({seed % outs, (seed // 7) % outs})[: outs - 1]
@@ -73,14 +73,14 @@ def test_a_mean_is_a_cut_and_a_constant(spec: hw.AttentionSpec, seed: int):
     with torch.no_grad(), hw.patch(layer, means):
         patched = layer(x, source=z)
     keep = [head for head in range(outs) if head not in gone]
-    small, weights = axes.cut(spec, layer.state_dict(), keep)
+    small, weights = axes.keep_heads(spec, layer.state_dict(), keep)
     cut = hw.Attention(small).double().eval()
     cut.load_state_dict(weights, strict=True)
     constant = torch.zeros(1, 1, outs, next(iter(means.values())).shape[-1], dtype=torch.float64)
     for (_, head), mean in means.items():
         constant[0, 0, head] = mean
     with torch.no_grad():
-        folded = layer.merge(constant) - layer.merge(torch.zeros_like(constant))
+        folded = layer.merge_heads(constant) - layer.merge_heads(torch.zeros_like(constant))
         check_close(patched, cut(x, source=z) + folded)
 
 
@@ -146,8 +146,8 @@ def test_means_are_those_of_the_tokens_that_count():
 
 def test_padding_of_ours_does_not_count():
     net = gpt()
-    right = {"x": IDS, "tokens": hw.Tokens.of(IDS, lengths=[5, 2])}
-    left = {"x": IDS.flip(1), "tokens": hw.Tokens.of(IDS, lengths=[5, 2], pad="left")}
+    right = {"x": IDS, "tokens": hw.SequenceInfo.from_batch(IDS, lengths=[5, 2])}
+    left = {"x": IDS.flip(1), "tokens": hw.SequenceInfo.from_batch(IDS, lengths=[5, 2], pad="left")}
     apart = [IDS[:1], IDS[1:, :2]]
     own = hw.head_means(net, apart)
     assert len(own) == 6
@@ -182,7 +182,7 @@ def test_another_row_by_hand():
     model = nn.Sequential(SelfAttention())
     x = torch.randn(4, 5, 12)
     order = (2, 2, 0, 1)
-    z = model[0].z(x)
+    z = model[0].outputs(x)
     z[:, :, 1] = z[list(order), :, 1]
     expected = model[0].proj(z.flatten(2))
     with hw.patch(model, {(0, 1): hw.Resample(rows=order)}):
@@ -193,7 +193,7 @@ def test_another_row_by_hand():
 def test_another_text_by_hand():
     model = nn.Sequential(SelfAttention(), SelfAttention()).eval()
     x, other = torch.randn(2, 5, 12), torch.randn(2, 5, 12)
-    z, theirs = model[0].z(x), model[0].z(other)
+    z, theirs = model[0].outputs(x), model[0].outputs(other)
     z[:, 1:3, 0] = theirs[:, 1:3, 0]
     expected = model[1](model[0].proj(z.flatten(2)))
     with hw.patch(model, said(model, other, [(0, 0)]), tokens=[1, -3]):
@@ -266,7 +266,7 @@ def test_noise_as_told_and_by_seed():
     assert torch.equal(drawn[0], drawn[1])  # whoever else is patched
     assert not torch.equal(drawn[0], drawn[2])
     with hw.patch(net, {(0, 1): hw.Noise(seed=3, mean=2.0, std=0)}):
-        assert torch.equal(said(net, IDS, [(0, 1)])[head], torch.full((2, 5, 4), 2.0))
+        assert torch.equal(said(net, IDS, [(0, 1)])[head], torch.is_full((2, 5, 4), 2.0))
     at = torch.zeros(2, 5, dtype=torch.bool)
     at[0, 1:3] = True
     own = said(net, IDS, [(0, 1)])[head]
@@ -341,7 +341,7 @@ def test_weights_by_offset_of_ours():
     x = torch.randn(3, 7, 10, dtype=torch.float64)
     probe = hw.Probe("weights", "v")
     layer(x, probe=probe)
-    a, v = probe.seen["weights"].numpy(), probe.seen["v"].numpy()
+    a, v = probe.tensors["weights"].numpy(), probe.tensors["v"].numpy()
     t, s = np.indices((7, 7))
     readable = np.broadcast_to((s <= t) & (t - s < 4), (3, 7, 7))
     means = hw.offset_means(layer, [x], [(0, 1), (0, 4)])
@@ -356,7 +356,7 @@ def test_a_head_that_goes_by_offset_alone_is_left_as_it_is():
     spec = hw.design(model=10, heads=2, dim=4, pattern="causal()", modifiers=(hw.Alibi(),))
     layer = cases.layer(spec)
     with torch.no_grad():
-        layer.weights["project"].first.zero_()  # no query: the bias alone decides
+        layer.weights["project"].first_parameter.zero_()  # no query: the bias alone decides
         x = torch.randn(3, 7, 10, dtype=torch.float64)
         whole = layer(x)
         half = [x[:, :5], x]
@@ -400,12 +400,12 @@ def test_what_has_no_weights_by_offset_says_why():
 @torch.no_grad()
 def test_a_layer_in_one_word_and_scales_by_head():
     net = gpt()
-    with hw.silence(net, [(0, "all")]):
+    with hw.ablate(net, [(0, "all")]):
         one = net(IDS)
-    with hw.silence(net, [(0, head) for head in range(3)]):
+    with hw.ablate(net, [(0, head) for head in range(3)]):
         assert torch.equal(one, net(IDS))
     own = said(net, IDS)
-    with hw.silence(net, {(0, 1): 0.5, ("decoder.0.attention", 2): -2}):
+    with hw.ablate(net, {(0, 1): 0.5, ("decoder.0.attention", 2): -2}):
         now = said(net, IDS)
     for head, times in ((0, 1), (1, 0.5), (2, -2)):
         assert torch.equal(now["decoder.0.attention", head], own["decoder.0.attention", head] * times)
@@ -418,11 +418,11 @@ def test_whoever_came_last_has_the_last_word():
     own = said(net, IDS)[head]
     full = vector.expand(2, 5, 4)
     swap = hw.patch(net, {(0, 1): hw.Resample(rows=(1, 0))})
-    with hw.silence(net, [(0, 1)], scale=0.5):
+    with hw.ablate(net, [(0, 1)], scale=0.5):
         assert torch.equal(said(net, IDS)[head], own / 2)
         with hw.patch(net, {(0, 1): vector}):
             assert torch.equal(said(net, IDS)[head], full)
-            with hw.silence(net, [(0, 1)], scale=3, tokens=[0]):
+            with hw.ablate(net, [(0, 1)], scale=3, tokens=[0]):
                 assert torch.equal(said(net, IDS)[head][:, 0], 3 * full[:, 0])
                 assert torch.equal(said(net, IDS)[head][:, 1:], full[:, 1:])
         with swap:
@@ -478,18 +478,18 @@ def test_what_was_never_done_is_told():
     model, zoo = ZOO["bart"].build(), ZOO["bart"]
     ids = zoo.inputs()["input_ids"]
     words, quiet = r"decoder\.0\.attention never ran, .*forwards: 1", [("decoder.0.attention", 1)]
-    with pytest.raises(ValueError, match=words), hw.silence(model, quiet):
+    with pytest.raises(ValueError, match=words), hw.ablate(model, quiet):
         _skipped(model, ids)
-    with hw.silence(model, [("encoder.0.attention", 1), *quiet]):  # only a part without it ran
+    with hw.ablate(model, [("encoder.0.attention", 1), *quiet]):  # only a part without it ran
         model.model.encoder(ids)
-    with hw.silence(model, quiet):  # nothing ran
+    with hw.ablate(model, quiet):  # nothing ran
         pass
-    with hw.silence(model, [("encoder.0.attention", 1)]), torch.no_grad():  # it ran once, and then no more
+    with hw.ablate(model, [("encoder.0.attention", 1)]), torch.no_grad():  # it ran once, and then no more
         memory = model.model.encoder(ids)
         model(encoder_outputs=memory, decoder_input_ids=ids)
-    with pytest.raises(RuntimeError, match="on purpose"), hw.silence(model, quiet):  # what already flies goes on
+    with pytest.raises(RuntimeError, match="on purpose"), hw.ablate(model, quiet):  # what already flies goes on
         _failing(model.model.encoder, {"input_ids": ids})
-    with pytest.raises(RuntimeError, match="on purpose"), hw.silence(model, quiet):
+    with pytest.raises(RuntimeError, match="on purpose"), hw.ablate(model, quiet):
         _skipped(model, ids, RuntimeError("on purpose"))
 
 
@@ -521,7 +521,7 @@ def _skipped(model: nn.Module, ids: Tensor, then: Exception | None = None) -> No
 def test_a_model_that_changes_meanwhile():
     model, zoo = ZOO["llama"].build(), ZOO["llama"]
     layer = model.model.layers[0]
-    with hw.silence(model, [(0, 1)]):
+    with hw.ablate(model, [(0, 1)]):
         quiet = run(model, zoo.inputs())
         model.model.layers[0] = copy.deepcopy(layer)
         with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn was replaced"):
@@ -535,22 +535,22 @@ def test_a_model_that_changes_meanwhile():
 def test_checkpointing_is_refused():
     model, zoo = ZOO["llama"].build().train(), ZOO["llama"]
     model.activation_checkpointing_enable()
-    with pytest.raises(ValueError, match="checkpointing"), hw.silence(model, [(0, 1)]):
+    with pytest.raises(ValueError, match="checkpointing"), hw.ablate(model, [(0, 1)]):
         model(**zoo.inputs())
-    with torch.no_grad(), hw.silence(model, [(0, 1)]):
+    with torch.no_grad(), hw.ablate(model, [(0, 1)]):
         model(**zoo.inputs())
     model.activation_checkpointing_disable()
-    with hw.silence(model, [(0, 1)]):
+    with hw.ablate(model, [(0, 1)]):
         model(**zoo.inputs()).logits.sum().backward()
     net = gpt()
     net.checkpointing = "block"
-    with pytest.raises(ValueError, match="checkpointing"), hw.silence(net, [(0, 1)]):
+    with pytest.raises(ValueError, match="checkpointing"), hw.ablate(net, [(0, 1)]):
         net(IDS)
 
 
 def test_silenced_while_it_is_trained():
     model, zoo = ZOO["llama"].build().train(), ZOO["llama"]
-    with hw.silence(model, [(0, 1)]):
+    with hw.ablate(model, [(0, 1)]):
         model(**zoo.inputs()).logits.sum().backward()
     grad = model.model.layers[0].self_attn.o_proj.weight.grad
     assert not grad[:, 8:16].any()
@@ -565,9 +565,9 @@ def test_quantised_weights_are_left_alone():
     for layer in quantised.model.layers:
         layer.self_attn.o_proj.qconfig = torch.ao.quantization.default_dynamic_qconfig
         layer.self_attn.o_proj = kind.from_float(layer.self_attn.o_proj)
-    with hw.silence(quantised, [(0, "all"), (1, "all")]):
+    with hw.ablate(quantised, [(0, "all"), (1, "all")]):
         quiet = run(quantised, zoo.inputs())
-    with hw.silence(model, [(0, "all"), (1, "all")]):
+    with hw.ablate(model, [(0, "all"), (1, "all")]):
         assert torch.allclose(quiet, run(model, zoo.inputs()), atol=1e-5)  # no head speaks: nothing is rounded
 
 
@@ -592,13 +592,13 @@ def test_what_cannot_be_watched_says_why(wrap: str):
 
 def test_a_thread_in_a_copy_of_the_context_is_watched():
     model, zoo, seen = ZOO["llama"].build(), ZOO["llama"], []
-    with hw.silence(model, [(0, 1)]):
+    with hw.ablate(model, [(0, 1)]):
         quiet = run(model, zoo.inputs())
         thread = Thread(target=copy_context().run, args=(lambda: seen.append(run(model, zoo.inputs())),))
         thread.start()
         thread.join()
     assert torch.equal(seen[0], quiet)
-    with hw.silence(model, [(0, 1)]):  # that it ran elsewhere counts
+    with hw.ablate(model, [(0, 1)]):  # that it ran elsewhere counts
         thread = Thread(target=copy_context().run, args=(lambda: seen.append(run(model, zoo.inputs())),))
         thread.start()
         thread.join()
@@ -613,9 +613,9 @@ def test_steps_of_generation():
     other = copy.deepcopy(model)
     for layer in other.model.layers:
         layer.self_attn.o_proj.weight[:, :8] = 0
-    with hw.silence(model, [(0, 0), (1, 0)]):
+    with hw.ablate(model, [(0, 0), (1, 0)]):
         assert torch.equal(model.generate(ids, **told), other.generate(ids, **told))
-    with pytest.raises(ValueError, match="none of them number 9"), hw.silence(model, [(0, 0)], tokens=[9]):
+    with pytest.raises(ValueError, match="none of them number 9"), hw.ablate(model, [(0, 0)], tokens=[9]):
         model.generate(ids, **told)
 
 
@@ -625,17 +625,17 @@ VECTOR, NAN = torch.zeros(4), torch.tensor([0.0, float("nan"), 0, 0])
 MASK = torch.ones(2, 5, dtype=torch.bool)
 ONE = torch.arange(10).view(2, 5) < 1
 WRONG = {
-    "all of a name twice": (lambda net: hw.silence(net, [(0, "all"), (0, 1)]), "named twice"),
-    "every": (lambda net: hw.silence(net, [(0, "every")]), "names no head"),
-    "two scales": (lambda net: hw.silence(net, {(0, 1): 0.5}, scale=2), "leave scale out"),
-    "no scale": (lambda net: hw.silence(net, {(0, 1): VECTOR}), "no number to multiply"),
+    "all of a name twice": (lambda net: hw.ablate(net, [(0, "all"), (0, 1)]), "named twice"),
+    "every": (lambda net: hw.ablate(net, [(0, "every")]), "names no head"),
+    "two scales": (lambda net: hw.ablate(net, {(0, 1): 0.5}, scale=2), "leave scale out"),
+    "no scale": (lambda net: hw.ablate(net, {(0, 1): VECTOR}), "no number to multiply"),
     "nan": (lambda net: hw.patch(net, {(0, 1): NAN}), "not finite"),
     "whole numbers": (lambda net: hw.patch(net, {(0, 1): torch.zeros(4, dtype=torch.long)}), "tensor of floats"),
     "meta": (lambda net: hw.patch(net, {(0, 1): torch.zeros(4, device="meta")}), "finite"),
     "no mapping": (lambda net: hw.patch(net, [(0, 1)]), "what each head says"),
-    "mask of numbers": (lambda net: hw.silence(net, [(0, 1)], tokens=MASK.long()), "torch.bool"),
-    "no such column": (lambda net: hw.silence(net, [(0, 1)], tokens=[5]), "none of them number 5"),
-    "other rows": (lambda net: hw.silence(net, [(0, 1)], tokens=MASK[:, :3]), "as many"),
+    "mask of numbers": (lambda net: hw.ablate(net, [(0, 1)], tokens=MASK.long()), "torch.bool"),
+    "no such column": (lambda net: hw.ablate(net, [(0, 1)], tokens=[5]), "none of them number 5"),
+    "other rows": (lambda net: hw.ablate(net, [(0, 1)], tokens=MASK[:, :3]), "as many"),
     "both": (lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(1, 0), seed=1)}), "two ways"),
     "neither": (lambda net: hw.patch(net, {(0, 1): hw.Resample()}), "two ways"),
     "negative row": (lambda net: hw.patch(net, {(0, 1): hw.Resample(rows=(1, -1))}), "names no rows"),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headwise import pattern as hp
 from headwise.errors import SpecError
 from headwise.pattern import (
-    PATTERNS,
+    PATTERNS_BY_NAME,
     And,
     BigBird,
     Blocks,
@@ -26,12 +26,12 @@ from headwise.pattern import (
     First,
     Full,
     Global,
-    Memory,
+    KeyRetention,
     Or,
     Prefix,
     Window,
-    draw,
-    parse,
+    draw_pattern,
+    parse_pattern,
 )
 
 EACH = [
@@ -79,7 +79,7 @@ RANGES = [
     (range(9), range(4, 4)),
     (range(8, 3), range(9)),
 ]
-NAMES = {name: getattr(hp, name) for name in [*(kind.__name__ for kind in PATTERNS.values()), "And", "Or"]}
+NAMES = {name: getattr(hp, name) for name in [*(kind.__name__ for kind in PATTERNS_BY_NAME.values()), "And", "Or"]}
 
 
 def brute(pattern, queries, keys):
@@ -203,22 +203,22 @@ def test_memory_and_opening_hold_on_any_tree(pattern):
 @pytest.mark.parametrize(
     ("pattern", "memory"),
     [
-        (Full(), Memory(0, None)),
-        (Causal(), Memory(0, None)),
-        (Window(4), Memory(0, 4)),
-        (Window(5, after=2), Memory(0, 3)),
-        (Dilated(4, 3), Memory(0, 10)),
-        (First(4), Memory(4, 1)),
-        (Prefix(4), Memory(0, None)),
-        (Global((2, 5)), Memory(6, 1)),
-        (Blocks(5), Memory(0, 5)),
-        (Edges.complete(4), Memory(0, 4)),
-        (Edges(((9, 1),)), Memory(2, 1)),
-        (Window(4) | First(2), Memory(2, 4)),
-        (Window(4) | Causal(), Memory(0, None)),
-        ((Window(4) | First(2)) & Causal(), Memory(2, 4)),
-        (Window(4) & First(2), Memory(2, 1)),
-        (BigBird(640, block=8, globals=2, random=0), Memory(16, 16)),
+        (Full(), KeyRetention(0, None)),
+        (Causal(), KeyRetention(0, None)),
+        (Window(4), KeyRetention(0, 4)),
+        (Window(5, after=2), KeyRetention(0, 3)),
+        (Dilated(4, 3), KeyRetention(0, 10)),
+        (First(4), KeyRetention(4, 1)),
+        (Prefix(4), KeyRetention(0, None)),
+        (Global((2, 5)), KeyRetention(6, 1)),
+        (Blocks(5), KeyRetention(0, 5)),
+        (Edges.complete(4), KeyRetention(0, 4)),
+        (Edges(((9, 1),)), KeyRetention(2, 1)),
+        (Window(4) | First(2), KeyRetention(2, 4)),
+        (Window(4) | Causal(), KeyRetention(0, None)),
+        ((Window(4) | First(2)) & Causal(), KeyRetention(2, 4)),
+        (Window(4) & First(2), KeyRetention(2, 1)),
+        (BigBird(640, block=8, globals=2, random=0), KeyRetention(16, 16)),
     ],
     ids=str,
 )
@@ -392,18 +392,18 @@ def test_ranges_are_checked():
 def test_text_and_code(pattern, text, code):
     assert pattern.text == str(pattern) == text
     assert repr(pattern) == code
-    assert parse(text) == pattern
+    assert parse_pattern(text) == pattern
 
 
 @steady
 @given(trees)
 def test_text_and_code_round_trip(pattern):
-    again = parse(pattern.text)
+    again = parse_pattern(pattern.text)
     assert again == pattern
     assert hash(again) == hash(pattern)
     assert again.text == pattern.text
     assert eval(repr(pattern), NAMES) == pattern
-    assert parse(repr(pattern)) == pattern
+    assert parse_pattern(repr(pattern)) == pattern
 
 
 def test_brackets_do_not_matter_and_order_does():
@@ -415,8 +415,8 @@ def test_brackets_do_not_matter_and_order_does():
 
 
 def test_text_is_forgiving():
-    assert parse(" Window( 4 )\n  | causal & FULL ") == Window(4) | Causal() & Full()
-    assert parse("global(positions=[3, 1])") == Global((1, 3))
+    assert parse_pattern(" Window( 4 )\n  | causal & FULL ") == Window(4) | Causal() & Full()
+    assert parse_pattern("global(positions=[3, 1])") == Global((1, 3))
 
 
 @pytest.mark.parametrize(
@@ -471,7 +471,7 @@ def test_text_is_forgiving():
 )
 def test_bad_text_is_refused_with_reasons(text, message):
     with pytest.raises(SpecError) as caught:
-        parse(text)
+        parse_pattern(text)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -496,14 +496,14 @@ rows ask, columns are read (█); 21 of 36 pairs (58.3%)"""
 
 
 def test_drawing():
-    assert draw(Window(4) | First(2), 6, 6) == GOLDEN
-    lines = draw(Window(2), 3, 17).splitlines()
+    assert draw_pattern(Window(4) | First(2), 6, 6) == GOLDEN
+    lines = draw_pattern(Window(2), 3, 17).splitlines()
     assert lines[1] == "     0       8       16"
     assert lines[4] == "   2 ·██··············"
 
 
 def test_a_wide_drawing_shrinks_and_says_so():
-    lines = draw(Window(300) | Global(tuple(range(30))), 1000, 5000).splitlines()
+    lines = draw_pattern(Window(300) | Global(tuple(range(30))), 1000, 5000).splitlines()
     assert max(map(len, lines)) <= 80
     assert "shrunk: a mark is 79 x 79 pairs, █ all, ▒ some, · none" in lines
     assert len(lines) == 2 + 13 + 2
@@ -513,7 +513,7 @@ def test_a_wide_drawing_shrinks_and_says_so():
 
 def test_nothing_to_draw():
     with pytest.raises(SpecError, match="got 0 queries and 4 keys; use at least 1"):
-        draw(Full(), 0, 4)
+        draw_pattern(Full(), 0, 4)
 
 
 def command(*words, encoding="utf-8"):

@@ -33,19 +33,19 @@ def laid_out(position: np.ndarray, model: int, layout: str, base: float = 10_000
 @pytest.mark.parametrize("layout", ["interleaved", "halves"])
 def test_sines_are_those_of_the_formula(layout: str, model: int, base: float):
     position = np.array([0, 1, 2, 5, 100, 4095])
-    said = hw.positions.sinusoidal(torch.from_numpy(position), model, layout, base)
+    said = hw.positions.sinusoidal_table(torch.from_numpy(position), model, layout, base)
     assert said.shape == (6, model)
     np.testing.assert_allclose(said.numpy(), laid_out(position, model, layout, base), rtol=0, atol=1e-6)
 
 
 def test_the_layouts_hold_the_same_numbers_in_another_order():
-    a, b = (hw.positions.sinusoidal(torch.arange(TOKENS), 6, layout) for layout in ("interleaved", "halves"))
+    a, b = (hw.positions.sinusoidal_table(torch.arange(TOKENS), 6, layout) for layout in ("interleaved", "halves"))
     torch.testing.assert_close(a[:, [0, 2, 4, 1, 3, 5]], b, rtol=0, atol=0)
     assert not torch.equal(a, b)
 
 
 def test_one_position_by_hand():
-    said = hw.Sinusoidal(4)(torch.zeros(1, 4, 4))[0, 3]
+    said = hw.SinusoidalPositions(4)(torch.zeros(1, 4, 4))[0, 3]
     by_hand = [math.sin(3), math.cos(3), math.sin(0.03), math.cos(0.03)]
     torch.testing.assert_close(said, torch.tensor(by_hand), rtol=0, atol=1e-6)
 
@@ -53,7 +53,7 @@ def test_one_position_by_hand():
 @pytest.mark.parametrize("layout", ["interleaved", "halves"])
 def test_a_shift_is_a_rotation(layout: str):
     """PE(t + 3) is a fixed linear map of PE(t): each pair turns by 3 of its rate."""
-    code = hw.positions.sinusoidal(torch.arange(40), 6, layout).double()
+    code = hw.positions.sinusoidal_table(torch.arange(40), 6, layout).double()
     sines, cosines = (code[:, 0::2], code[:, 1::2]) if layout == "interleaved" else code.chunk(2, -1)
     rate = 3 * 10_000.0 ** -(torch.arange(3, dtype=torch.float64) / 3)
     torch.testing.assert_close(sines[3:], (sines * rate.cos() + cosines * rate.sin())[:-3], rtol=0, atol=1e-6)
@@ -61,25 +61,25 @@ def test_a_shift_is_a_rotation(layout: str):
 
 def test_sines_follow_the_tokens():
     """Left padding, packing and a run that starts later: what counts is where a token stands, not its column."""
-    add, x = hw.Sinusoidal(6), torch.randn(2, TOKENS, 6)
+    add, x = hw.SinusoidalPositions(6), torch.randn(2, TOKENS, 6)
     for tokens in (
-        hw.Tokens.of(x, lengths=[TOKENS, 4], pad="left"),
-        hw.Tokens.of(x, segments=torch.tensor([[0, 0, 0, 1, 1, -1, -1], [0, 1, 1, 1, 1, 1, 2]])),
-        hw.Tokens.run(11, TOKENS, "cpu"),
+        hw.SequenceInfo.from_batch(x, lengths=[TOKENS, 4], pad="left"),
+        hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 0, 1, 1, -1, -1], [0, 1, 1, 1, 1, 1, 2]])),
+        hw.SequenceInfo.contiguous(11, TOKENS, "cpu"),
     ):
         position = tokens.position.expand(2, -1).numpy()
         wanted = np.stack([laid_out(row, 6, "interleaved") for row in position])
         added = add(x, tokens=tokens) - x
-        np.testing.assert_allclose(added[tokens.live.expand(2, -1)], wanted[tokens.live.expand(2, -1)], atol=1e-6)
+        np.testing.assert_allclose(added[tokens.is_real.expand(2, -1)], wanted[tokens.is_real.expand(2, -1)], atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_sines_keep_the_dtype_of_x(dtype: torch.dtype):
-    assert hw.Sinusoidal(6)(torch.zeros(1, TOKENS, 6, dtype=dtype)).dtype == dtype
+    assert hw.SinusoidalPositions(6)(torch.zeros(1, TOKENS, 6, dtype=dtype)).dtype == dtype
 
 
 def test_sines_in_float64_are_exact_in_float64():
-    said = hw.Sinusoidal(6)(torch.zeros(1, TOKENS, 6, dtype=torch.float64))[0].numpy()
+    said = hw.SinusoidalPositions(6)(torch.zeros(1, TOKENS, 6, dtype=torch.float64))[0].numpy()
     np.testing.assert_allclose(said, laid_out(np.arange(TOKENS), 6, "interleaved"), rtol=0, atol=1e-14)
 
 
@@ -93,7 +93,7 @@ def test_sines_in_float64_are_exact_in_float64():
 )
 def test_sines_refuse_what_is_no_width_or_layout(said: dict[str, object], told: str):
     with pytest.raises(hw.SpecError, match=told):
-        hw.Sinusoidal(**said)
+        hw.SinusoidalPositions(**said)
 
 
 # --- learned -------------------------------------------------------------------------------------------
@@ -102,9 +102,9 @@ def test_sines_refuse_what_is_no_width_or_layout(said: dict[str, object], told: 
 def test_learned_positions_add_the_row_of_their_position():
     add, x = hw.LearnedPositions(5, length=9), torch.randn(2, TOKENS, 5)
     torch.testing.assert_close(add(x), x + add.table[:TOKENS], rtol=0, atol=0)
-    later = hw.Tokens.run(2, TOKENS, "cpu")
+    later = hw.SequenceInfo.contiguous(2, TOKENS, "cpu")
     torch.testing.assert_close(add(x, tokens=later), x + add.table[2:9], rtol=0, atol=0)
-    left = hw.Tokens.of(x, lengths=[TOKENS, 4], pad="left")
+    left = hw.SequenceInfo.from_batch(x, lengths=[TOKENS, 4], pad="left")
     torch.testing.assert_close(add(x, tokens=left)[1, 3:], x[1, 3:] + add.table[:4], rtol=0, atol=0)
 
 
@@ -115,9 +115,9 @@ def test_learned_positions_end_where_they_end():
     with pytest.raises(ValueError, match=said):
         add(torch.zeros(1, TOKENS + 1, 5))
     with pytest.raises(ValueError, match=said):
-        add(torch.zeros(1, 1, 5), tokens=hw.Tokens.run(TOKENS, 1, "cpu"))
+        add(torch.zeros(1, 1, 5), tokens=hw.SequenceInfo.contiguous(TOKENS, 1, "cpu"))
     x = torch.zeros(2, 3, 5)
-    far = hw.Tokens(torch.tensor([[0, 1, 2], [5, 6, 7]]), torch.zeros(2, 3, dtype=torch.int64))
+    far = hw.SequenceInfo(torch.tensor([[0, 1, 2], [5, 6, 7]]), torch.zeros(2, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match=said):
         add(x, tokens=far)
 
@@ -126,13 +126,13 @@ def test_learned_positions_of_nothing():
     add = hw.LearnedPositions(5, length=3)
     assert add(torch.zeros(2, 0, 5)).shape == (2, 0, 5)
     empty = torch.zeros(2, 0, dtype=torch.int64)
-    assert add(torch.zeros(2, 0, 5), tokens=hw.Tokens(empty, empty)).shape == (2, 0, 5)
+    assert add(torch.zeros(2, 0, 5), tokens=hw.SequenceInfo(empty, empty)).shape == (2, 0, 5)
 
 
 def test_padding_needs_no_learned_position():
     """A row of 2 in a batch as wide as 5: only where tokens stand counts against the table."""
     x = torch.randn(2, 5, 4)
-    tokens = hw.Tokens.of(x, lengths=[3, 2])
+    tokens = hw.SequenceInfo.from_batch(x, lengths=[3, 2])
     add = hw.LearnedPositions(4, length=3)
     said = add(x, tokens=tokens)
     torch.testing.assert_close(said[0, :3], x[0, :3] + add.table, rtol=0, atol=0)
@@ -144,14 +144,14 @@ def test_a_table_of_nothing_is_refused(model: int, length: int):
         hw.LearnedPositions(model, length=length)
 
 
-@pytest.mark.parametrize("add", [hw.Sinusoidal(4), hw.LearnedPositions(4, length=9)], ids=["sines", "learned"])
+@pytest.mark.parametrize("add", [hw.SinusoidalPositions(4), hw.LearnedPositions(4, length=9)], ids=["sines", "learned"])
 @pytest.mark.parametrize("shape", [(1, 3, 1), (1, 3, 5), (3, 4)])
 def test_x_of_another_width_is_refused(add: torch.nn.Module, shape: tuple[int, ...]):
     with pytest.raises(ValueError, match=r"shape.*4"):
         add(torch.zeros(shape))
 
 
-@pytest.mark.parametrize("add", [hw.Sinusoidal(4), hw.LearnedPositions(4, length=9)], ids=["sines", "learned"])
+@pytest.mark.parametrize("add", [hw.SinusoidalPositions(4), hw.LearnedPositions(4, length=9)], ids=["sines", "learned"])
 def test_tokens_of_another_batch_are_refused(add: torch.nn.Module):
     with pytest.raises(ValueError, match="tokens"):
-        add(torch.zeros(2, 3, 4), tokens=hw.Tokens.run(0, 1, "cpu"))
+        add(torch.zeros(2, 3, 4), tokens=hw.SequenceInfo.contiguous(0, 1, "cpu"))

@@ -30,23 +30,23 @@ def test_all_that_are_promised_are_there():
 def test_a_preset_is_a_spec_like_any_other(name):
     spec = hw.design(preset=name, model=256, heads=8)
     assert spec.model == 256
-    assert len(spec.speaks) == 8
+    assert len(spec.score_head_of_output) == 8
     assert hw.from_toml(str(spec)) == spec
     layer = hw.Attention(spec)
-    assert counting.params(spec) == sum(p.numel() for p in layer.parameters())
+    assert counting.count_parameters(spec) == sum(p.numel() for p in layer.parameters())
     assert hw.design(preset=name)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_what_its_definition_says(name):
     layer, x = layer_of(name).eval(), torch.randn(1, 6, 256, dtype=torch.float64)
-    check_close(layer(x), reference.attention(layer, x))
+    check_close(layer(x), reference.reference_attention(layer, x))
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_causal_preset_decodes_from_its_cache(name):
     layer = layer_of(name).eval()
-    if layer.spec.pattern.opening != 0:
+    if layer.spec.pattern.tokens_before_decode != 0:
         with pytest.raises(ValueError, match="causal"):
             layer.cache(batch=2, capacity=12)
         return
@@ -60,14 +60,14 @@ def test_a_causal_preset_decodes_from_its_cache(name):
 def test_why_and_walk_speak_of_it(name):
     spec = hw.design(preset=name, model=256, heads=8)
     reasons = hw.why(spec, when="grad")
-    assert reasons.runs is not None
+    assert reasons.backend is not None
     assert str(hw.walk(spec, batch=1, tokens=5))
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_gradients_are_finite_under_autocast(name):
     layer, x = layer_of(name, torch.float32).train(), torch.randn(2, 40, 256, requires_grad=True)
-    tokens = hw.Tokens.of(x, lengths=[40, 0])  # a row of nothing but padding
+    tokens = hw.SequenceInfo.from_batch(x, lengths=[40, 0])  # a row of nothing but padding
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x, tokens=tokens)
     assert y.isfinite().all()
@@ -87,11 +87,11 @@ class LookUp(nn.Module):
 
     def __init__(self, spec: hw.AttentionSpec) -> None:
         super().__init__()
-        self.key, self.value = nn.Embedding(KEYS, spec.model), nn.Embedding(VALUES + 1, spec.model)
+        self.identity, self.value = nn.Embedding(KEYS, spec.model), nn.Embedding(VALUES + 1, spec.model)
         self.layer, self.says = hw.Attention(spec), nn.Linear(spec.model, VALUES)
 
     def forward(self, keys, values):
-        x = F.rms_norm(self.key(keys) + self.value(values), [self.layer.spec.model])
+        x = F.rms_norm(self.identity(keys) + self.value(values), [self.layer.spec.model])
         return self.says(self.layer(x)[:, PAIRS:])
 
 
@@ -101,7 +101,7 @@ def texts(step: int, batch: int = 64):
     told = torch.rand(batch, KEYS, generator=draw).argsort(1)[:, :PAIRS]
     values = torch.randint(VALUES, (batch, PAIRS), generator=draw)
     which = torch.rand(batch, PAIRS, generator=draw).argsort(1)[:, :ASKED]
-    blank = torch.full((batch, ASKED), VALUES)
+    blank = torch.is_full((batch, ASKED), VALUES)
     return torch.cat([told, told.gather(1, which)], 1), torch.cat([values, blank], 1), values.gather(1, which)
 
 

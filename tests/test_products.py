@@ -12,13 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from headwise import products
-from headwise.blueprint import Dense
-from headwise.kernels import thin
-from headwise.kernels.thinning import STEP
+from headwise.blueprint import FeedForwardSpec
+from headwise.kernels import multiply_small_batch
+from headwise.kernels.thinning import GEMV_STEP
 from headwise.models.feeds import Feed
-from headwise.products import FEW, LARGE, abreast, is_thin, linear
+from headwise.products import MAX_GEMV_TOKENS, MIN_GEMV_WEIGHTS, linear_many, uses_gemv_kernel, linear
 
-WIDTHS = (16, STEP, STEP + 16, 24 * STEP, 24 * STEP + 16, 73 * STEP + 16)
+WIDTHS = (16, GEMV_STEP, GEMV_STEP + 16, 24 * GEMV_STEP, 24 * GEMV_STEP + 16, 73 * GEMV_STEP + 16)
 ROWS = (1, 63, 64, 65, 131, 2)
 EPS = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 
@@ -40,7 +40,7 @@ def test_every_number_is_the_sum_of_its_products(width, dtype):
     for tokens in range(1, 10):
         x = drawn(tokens, tokens, width, dtype=dtype)
         matrices = [drawn(n, rows, width, dtype=dtype) for n, rows in enumerate(ROWS)]
-        check_product(thin(x, matrices), x, matrices, EPS[dtype])
+        check_product(multiply_small_batch(x, matrices), x, matrices, EPS[dtype])
 
 
 @settings(max_examples=25, deadline=None)
@@ -49,18 +49,18 @@ def test_any_shape_is_its_product(tokens, lanes, rows, single):
     dtype = torch.float32 if single else torch.bfloat16
     x = drawn(0, tokens, 16 * lanes, dtype=dtype)
     matrices = [drawn(n, count, 16 * lanes, dtype=dtype) for n, count in enumerate(rows)]
-    check_product(thin(x, matrices), x, matrices, EPS[dtype])
+    check_product(multiply_small_batch(x, matrices), x, matrices, EPS[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_does_not_see_those_beside_it_nor_the_threads(dtype):
     x, w = drawn(0, 7, 1040, dtype=dtype), [drawn(1, 131, 1040, dtype=dtype), drawn(2, 67, 1040, dtype=dtype)]
-    together, threads = thin(x, w), torch.get_num_threads()
-    alone = torch.cat([thin(x[n : n + 1], w) for n in range(7)])
+    together, threads = multiply_small_batch(x, w), torch.get_num_threads()
+    alone = torch.cat([multiply_small_batch(x[n : n + 1], w) for n in range(7)])
     assert torch.equal(together, alone)
     try:
         torch.set_num_threads(3)
-        assert torch.equal(thin(x, w), together)
+        assert torch.equal(multiply_small_batch(x, w), together)
     finally:
         torch.set_num_threads(threads)
 
@@ -69,7 +69,7 @@ def test_bits_of_every_place_are_read():
     """A matrix that picks one number of a token each: whichever place it has in its vector."""
     for dtype in (torch.float32, torch.bfloat16):
         x = drawn(0, 3, 80, dtype=dtype)
-        assert torch.equal(thin(x, [torch.eye(80, dtype=dtype)]), x)
+        assert torch.equal(multiply_small_batch(x, [torch.eye(80, dtype=dtype)]), x)
 
 
 def test_nothing_is_written_beside_the_result():
@@ -77,9 +77,9 @@ def test_nothing_is_written_beside_the_result():
     for rows in range(1, 10):
         around = drawn(1, rows + 6, 48)
         w = around[:rows]
-        clean = thin(x := drawn(0, 3, 48), [w, w])
+        clean = multiply_small_batch(x := drawn(0, 3, 48), [w, w])
         around[rows:] = torch.nan
-        assert torch.equal(thin(x, [w, w]), clean)
+        assert torch.equal(multiply_small_batch(x, [w, w]), clean)
         assert torch.equal(clean[:, :rows], clean[:, rows:])
 
 
@@ -89,17 +89,17 @@ def test_what_is_written_is_rounded_as_torch_rounds():
     x = torch.zeros(4, 16, dtype=torch.bfloat16)
     x[:, 0], x[:, 1], x[:, 2] = low, step, torch.tensor([0.0, 2**-9, -(2**-9), 0.0])
     w = torch.ones(5, 16, dtype=torch.bfloat16)
-    assert torch.equal(thin(x, [w]), (x.float() @ w.float().T).bfloat16())
+    assert torch.equal(multiply_small_batch(x, [w]), (x.float() @ w.float().T).bfloat16())
     x[1, 5], x[2, 3] = torch.nan, 3e38
     x[2, 4] = 3e38
-    torch.testing.assert_close(thin(x, [w]), (x.float() @ w.float().T).bfloat16(), equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(multiply_small_batch(x, [w]), (x.float() @ w.float().T).bfloat16(), equal_nan=True, rtol=0, atol=0)
 
 
 def test_infinities_stay_in_their_token():
     x, w = drawn(0, 5, 48), [drawn(1, 67, 48)]
-    clean = thin(x, w)
+    clean = multiply_small_batch(x, w)
     x[3, 17] = torch.nan
-    y = thin(x, w)
+    y = multiply_small_batch(x, w)
     assert y[3].isnan().all()
     assert torch.equal(y[[0, 1, 2, 4]], clean[[0, 1, 2, 4]])
 
@@ -107,7 +107,7 @@ def test_infinities_stay_in_their_token():
 def test_gradients_are_those_of_the_product():
     x, w = drawn(0, 3, 48).requires_grad_(), [drawn(n, 5 + n, 48).requires_grad_() for n in (1, 2)]
     told = drawn(9, 3, 13)
-    ours = torch.autograd.grad(thin(x, w), [x, *w], told)
+    ours = torch.autograd.grad(multiply_small_batch(x, w), [x, *w], told)
     theirs = torch.autograd.grad(torch.cat([F.linear(x, one) for one in w], 1), [x, *w], told)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other)
@@ -117,7 +117,7 @@ def test_torch_is_told_of_its_shape_and_flops():
     x, w = drawn(0, 3, 48), [drawn(1, 5, 48), drawn(2, 7, 48)]
     torch.library.opcheck(torch.ops.headwise.thin.default, (x, w), test_utils=("test_schema", "test_faketensor"))
     with FlopCounterMode(display=False) as counted:
-        thin(x, w)
+        multiply_small_batch(x, w)
     assert counted.get_total_flops() == 2 * 3 * 48 * 12
 
 
@@ -125,20 +125,20 @@ def test_torch_is_told_of_its_shape_and_flops():
 
 
 WIDE = 1024
-TALL = LARGE // (4 * WIDE)
+TALL = MIN_GEMV_WEIGHTS // (4 * WIDE)
 
 
 def test_few_tokens_and_much_to_read_are_for_the_kernel():
     w = drawn(0, TALL, WIDE)
     with torch.no_grad():
-        assert is_thin(drawn(1, FEW, 1, WIDE), [w])
-        assert is_thin(drawn(1, 1, WIDE), [w[: TALL // 2], w[TALL // 2 :]])
+        assert uses_gemv_kernel(drawn(1, MAX_GEMV_TOKENS, 1, WIDE), [w])
+        assert uses_gemv_kernel(drawn(1, 1, WIDE), [w[: TALL // 2], w[TALL // 2 :]])
 
 
 @pytest.mark.parametrize(
     ("x", "w"),
     [
-        (drawn(1, FEW + 1, WIDE), drawn(0, TALL, WIDE)),
+        (drawn(1, MAX_GEMV_TOKENS + 1, WIDE), drawn(0, TALL, WIDE)),
         (drawn(1, 1, WIDE), drawn(0, TALL - 1, WIDE)),
         (drawn(1, 0, WIDE), drawn(0, TALL, WIDE)),
         (drawn(1, 1, WIDE + 8), drawn(0, TALL, WIDE + 8)),
@@ -150,26 +150,26 @@ def test_few_tokens_and_much_to_read_are_for_the_kernel():
 )
 def test_everything_else_is_for_torch(x, w):
     with torch.no_grad():
-        assert not is_thin(x, [w])
+        assert not uses_gemv_kernel(x, [w])
 
 
 def test_gradients_and_autocast_are_for_torch():
     x, w = drawn(1, 1, WIDE), drawn(0, TALL, WIDE)
-    assert not is_thin(x, [w])
+    assert not uses_gemv_kernel(x, [w])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert not is_thin(x, [w])
+        assert not uses_gemv_kernel(x, [w])
         assert linear(x, w).dtype == torch.bfloat16
 
 
 def test_a_gated_feed_meets_its_input_once(monkeypatch):
-    feed = Feed(Dense(TALL, "silu", form="gated"), WIDE)
+    feed = Feed(FeedForwardSpec(TALL, "silu", form="gated"), WIDE)
     asked: list[int] = []
 
     def counting(x: Tensor, weights: list[Tensor]) -> Tensor:
         asked.append(len(weights))
-        return thin(x, weights)
+        return multiply_small_batch(x, weights)
 
-    monkeypatch.setattr(products, "thin", counting)
+    monkeypatch.setattr(products, "multiply_small_batch", counting)
     x = drawn(3, 2, 1, WIDE)
     with torch.no_grad():
         y = feed(x)
@@ -179,9 +179,9 @@ def test_a_gated_feed_meets_its_input_once(monkeypatch):
 
 
 def test_without_numba_torch_does_all(monkeypatch):
-    monkeypatch.setattr(products, "KERNELS", False)
+    monkeypatch.setattr(products, "HAS_NUMBA", False)
     with torch.no_grad():
-        assert not is_thin(drawn(1, 1, WIDE), [drawn(0, TALL, WIDE)])
+        assert not uses_gemv_kernel(drawn(1, 1, WIDE), [drawn(0, TALL, WIDE)])
 
 
 def test_what_changed_is_read_anew():
@@ -201,7 +201,7 @@ def test_a_bias_is_added_and_views_are_those_of_each_matrix():
     bias = drawn(3, TALL)
     with torch.no_grad():
         torch.testing.assert_close(linear(x, w[0], bias), F.linear(x, w[0], bias), rtol=1e-4, atol=1e-4)
-        for y, one in zip(abreast(x, w), w, strict=True):
+        for y, one in zip(linear_many(x, w), w, strict=True):
             torch.testing.assert_close(y, F.linear(x, one), rtol=1e-4, atol=1e-4)
 
 
@@ -211,12 +211,12 @@ def test_steps_of_a_model_whose_matrices_are_large_are_one_pass(dtype):
         "model_type": "llama", "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
         "num_key_value_heads": 4, "intermediate_size": 1040, "vocab_size": 1100, "max_position_embeddings": 64,
     }  # fmt: skip
-    net = hw.build(hw.families.read(config), seed=0).to(dtype).eval()
+    net = hw.build(hw.families.read_model_spec(config), seed=0).to(dtype).eval()
     ids = torch.randint(1100, (3, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         whole, cache = net(ids), net.cache(batch=3, capacity=16)
         steps = [net(ids[:, t : t + 1], cache=cache) for t in range(9)]
-        truth = hw.build(hw.families.read(config), seed=0).to(dtype).double().eval()(ids)
+        truth = hw.build(hw.families.read_model_spec(config), seed=0).to(dtype).double().eval()(ids)
     off, theirs = (torch.cat(steps, 1) - truth).abs().max(), (whole - truth).abs().max()
     assert off <= 2 * theirs + 1e-6
 
@@ -225,7 +225,7 @@ def test_matrices_that_are_converted_anyway_are_one_product():
     x, w = drawn(0, 2, 9, 48).requires_grad_(), [drawn(n, 5 + n, 48).requires_grad_() for n in (1, 2, 3)]
     told = [drawn(9 + n, 2, 9, 5 + n).bfloat16() for n in (1, 2, 3)]
     found = []
-    for way in (lambda: abreast(x, w), lambda: [F.linear(x, one) for one in w]):
+    for way in (lambda: linear_many(x, w), lambda: [F.linear(x, one) for one in w]):
         with torch.autocast("cpu", torch.bfloat16):
             y = way()
         found.append([*y, *torch.autograd.grad(list(y), [x, *w], told)])
@@ -238,11 +238,11 @@ def test_matrices_that_are_converted_anyway_are_one_product():
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_nobody_else_is_joined(frozen):
     x, w = drawn(0, 9, 48), [drawn(n, 7, 48).requires_grad_(n > frozen) for n in (1, 2)]
-    assert not products.is_mixed(x, w)
+    assert not products.should_concatenate(x, w)
     with torch.autocast("cpu", torch.bfloat16):
-        assert products.is_mixed(x, w) == (not frozen)
+        assert products.should_concatenate(x, w) == (not frozen)
         with torch.no_grad():
-            assert not products.is_mixed(x, w)
+            assert not products.should_concatenate(x, w)
 
 
 @pytest.mark.parametrize("modifiers", [(), (hw.Rotary(),)], ids=["plain", "turned"])
@@ -251,7 +251,7 @@ def test_a_layer_in_mixed_precision_learns_the_same_and_keeps_no_more(modifiers,
     x, found = drawn(0, 3, 64, 32).requires_grad_(), []
     for joined in (True, False):
         if not joined:
-            monkeypatch.setattr(products, "is_mixed", lambda *given: False)
+            monkeypatch.setattr(products, "should_concatenate", lambda *given: False)
         held = {}
 
         def keep(tensor, held=held):

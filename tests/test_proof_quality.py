@@ -13,14 +13,14 @@ import torch.nn.functional as F
 
 import headwise as hw
 from cut_models import KEEP, KINDS, built, model, scenes
-from headwise.heads.intervals import resampled
-from headwise.heads.objectives import Drift, MaskedLoss
-from headwise.heads.scene import Scene
-from headwise.surgery.agreement import Agreeing
-from headwise.surgery.quality import RESAMPLES, SEED, Between, Counts, quality, row_of, surely
-from headwise.surgery.removing import removed
-from headwise.surgery.sayings import Saying
-from headwise.surgery.scores import BATCH, Pair, _bleus, task_rows
+from headwise.heads.intervals import draw_resamples
+from headwise.heads.objectives import OutputDrift, MaskedTokenLoss
+from headwise.heads.scene import Example
+from headwise.surgery.agreement import AgreementAccumulator
+from headwise.surgery.quality import BOOTSTRAP_RESAMPLES, BOOTSTRAP_SEED, IntervalEstimate, TextCounts, measure_quality, build_metric_row, describe_significance
+from headwise.surgery.removing import remove_heads
+from headwise.surgery.sayings import OutputAndStates
+from headwise.surgery.scores import SCORING_BATCH_SIZE, TranslationPair, _bootstrap_bleu, compare_task_scores
 from headwise.tasks import task
 from headwise.tasks.published import translation_scores
 
@@ -39,7 +39,7 @@ def rendered(net, ids):
             asks, keys, values = z @ q[head].T, z @ k[head // 2].T, z @ v[head // 2].T
             for t in range(count):
                 scores = asks[t] @ keys[: t + 1].T / math.sqrt(6)
-                said = scores.softmax(0) @ values[: t + 1]
+                said = scores.on_softmax(0) @ values[: t + 1]
                 y[t] += own["attention.output.o"].reshape(24, 4, 6)[:, head] @ said
         x = x + y
         z = F.layer_norm(x, (24,), own["feed_norm.weight"], own["feed_norm.bias"])
@@ -56,8 +56,8 @@ def test_perplexity_is_that_of_the_definition_over_all_places_together():
         told = rendered(net, ids)
         losses += (-told[torch.arange(len(ids) - 1), ids[1:]]).tolist()
         right += (told.argmax(-1) == ids[1:]).tolist()
-    found = quality(net, texts)
-    assert found.places == len(losses)
+    found = measure_quality(net, texts)
+    assert found.num_positions == len(losses)
     assert found.row("loss").after.value == pytest.approx(sum(losses) / len(losses), abs=2e-6)
     assert found.row("perplexity").after.value == pytest.approx(math.exp(sum(losses) / len(losses)), rel=2e-6)
     assert found.row("accuracy").after.value == sum(right) / len(right)
@@ -65,54 +65,54 @@ def test_perplexity_is_that_of_the_definition_over_all_places_together():
 
 
 def test_an_interval_is_that_of_texts_drawn_one_by_one():
-    counts = [Counts({"loss": total}, places) for total, places in ((3.0, 2), (9.0, 3), (1.0, 5), (8.0, 4))]
+    counts = [TextCounts({"loss": total}, places) for total, places in ((3.0, 2), (9.0, 3), (1.0, 5), (8.0, 4))]
     drawn = []
-    for times in resampled(4, RESAMPLES, SEED).astype(int):
+    for times in draw_resamples(4, BOOTSTRAP_RESAMPLES, BOOTSTRAP_SEED).astype(int):
         some = [one for one, often in zip(counts, times, strict=True) for _ in range(often)]
-        drawn.append(sum(one.sums["loss"] for one in some) / sum(one.places for one in some))
+        drawn.append(sum(one.sums["loss"] for one in some) / sum(one.num_positions for one in some))
     wanted = (21.0 / 14.0, *np.quantile(drawn, (0.025, 0.975)))
-    assert row_of("loss", "loss", (counts, None)).after == pytest.approx(wanted)
+    assert build_metric_row("loss", "loss", (counts, None)).after == pytest.approx(wanted)
 
 
 def test_a_difference_has_the_same_texts_drawn_of_both():
-    before = [Counts({"loss": total * 2.0}, 2) for total in (3.0, 9.0, 1.0, 8.0)]
-    after = [Counts({"loss": one.sums["loss"] + 0.5 * 2}, 2) for one in before]
-    row = row_of("loss", "loss", (after, before))
+    before = [TextCounts({"loss": total * 2.0}, 2) for total in (3.0, 9.0, 1.0, 8.0)]
+    after = [TextCounts({"loss": one.sums["loss"] + 0.5 * 2}, 2) for one in before]
+    row = build_metric_row("loss", "loss", (after, before))
     assert row.change == pytest.approx((0.5, 0.5, 0.5))
     assert row.before.high - row.before.low > 1  # each alone is uncertain, their difference is not
-    assert surely(row.change) == "more"
-    assert surely(Between(-0.1, -0.2, -0.05)) == "less"
+    assert describe_significance(row.change) == "more"
+    assert describe_significance(IntervalEstimate(-0.1, -0.2, -0.05)) == "less"
 
 
 def test_masked_tokens_are_asked_alone_and_counted_by_hand():
     net, texts = built(model("encoder")), scenes("encoder", 6)
-    chosen = MaskedLoss(mask=1, share=0.4)
+    chosen = MaskedTokenLoss(mask_id=1, mask_fraction=0.4)
     right = asked = 0
     for number, one in enumerate(texts):
-        question = chosen.question(net, one, number)
-        said = net(question.given.names["x"])[0]
+        question = chosen.prepare_input(net, one, number)
+        said = net(question.inputs.kwargs["x"])[0]
         for place, label in enumerate(question.labels.tolist()):
             if label >= 0:
                 asked += 1
                 right += int(said[place].argmax()) == label
-    found = quality(net, texts, chosen)
-    assert (found.places, found.row("accuracy").after.value) == (asked, right / asked)
+    found = measure_quality(net, texts, chosen)
+    assert (found.num_positions, found.row("accuracy").after.value) == (asked, right / asked)
     assert asked > len(texts)
 
 
 def test_agreement_is_counted_by_hand():
-    one = Saying(
+    one = OutputAndStates(
         torch.tensor([[[2.0, 0.0, 1.0], [0.0, 1.0, 0.0]]]), {"decoder.0": torch.tensor([[[3.0, 4.0], [1.0, 0.0]]])}
     )
-    other = Saying(
+    other = OutputAndStates(
         torch.tensor([[[1.0, 0.0, 3.0], [0.0, 1.0, 0.0]]]), {"decoder.0": torch.tensor([[[4.0, 3.0], [0.0, 2.0]]])}
     )
-    sums = Agreeing("logits")
-    sums.take(one, other)
-    found = sums.agreement
+    sums = AgreementAccumulator("logits")
+    sums.update(one, other)
+    found = sums.result
     p, q = (np.exp(row) / np.exp(row).sum() for row in (np.array([2.0, 0, 1]), np.array([1.0, 0, 3])))
     assert found.kl == pytest.approx(float((p * np.log(p / q)).sum()) / 2)
-    assert found.same == 0.5
+    assert found.top1_match == 0.5
     assert found.layers["decoder.0"] == pytest.approx((0.48, 0.0))  # 24 / 25, and vectors at right angles
     assert found.output.low == pytest.approx(0.5**0.5)
 
@@ -120,22 +120,22 @@ def test_agreement_is_counted_by_hand():
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model_is_measured_by_its_own_head_before_and_after(kind):
     net = built(model(kind))
-    net.usage = hw.Usage(mask=1) if kind == "encoder" else net.usage
-    found = quality(removed(net, KEEP[kind]), scenes(kind), other=net)
+    net.usage = hw.ProcessorSpec(mask=1) if kind == "encoder" else net.usage
+    found = measure_quality(remove_heads(net, KEEP[kind]), scenes(kind), baseline=net)
     names = {"decoder": "next-token", "encoder": "masked-token", "encoder-decoder": "translation", "vision": "label"}
     assert found.objective == names[kind]
     assert [row.name for row in found.rows] == ["loss", *(["perplexity"] if kind != "vision" else []), "accuracy"]
     for row in found.rows:
         assert row.change.value == pytest.approx(row.after.value - row.before.value)
         assert row.change.low <= row.change.value <= row.change.high
-    alone = quality(net, scenes(kind))
+    alone = measure_quality(net, scenes(kind))
     assert [row.after for row in alone.rows] == [row.before for row in found.rows]
 
 
 def test_a_model_without_a_head_that_is_known_drifts_and_says_so():
     net = built(replace(model("encoder"), heads=()))
-    after = removed(net, KEEP["encoder"])
-    found = quality(after, scenes("encoder"), other=net)
+    after = remove_heads(net, KEEP["encoder"])
+    found = measure_quality(after, scenes("encoder"), baseline=net)
     (row,) = found.rows
     assert (found.objective, row.name, row.before) == ("drift", "drift", None)
     assert row.after.value > 0.001
@@ -144,18 +144,18 @@ def test_a_model_without_a_head_that_is_known_drifts_and_says_so():
            for one in scenes("encoder")]  # fmt: skip
     assert row.after.value == pytest.approx(sum(far) / len(far), abs=1e-5)
     with pytest.raises(ValueError, match="drift is how far a model lies from another; give other="):
-        quality(net, scenes("encoder"), Drift())
+        measure_quality(net, scenes("encoder"), OutputDrift())
 
 
 def test_too_few_texts_leave_no_interval_and_silent_ones_are_counted():
     net, texts = built(model("decoder")), scenes("decoder")
     for few in ([], texts[:1]):
         with pytest.raises(ValueError, match="give at least two"):
-            quality(net, few)
-    short = Scene({"x": torch.tensor([[3]])}, {})
+            measure_quality(net, few)
+    short = Example({"x": torch.tensor([[3]])}, {})
     with pytest.raises(ValueError, match="1 texts in which something is asked leave no interval; give at least two"):
-        quality(net, [texts[0], short])
-    found = quality(net, [*texts, short])
+        measure_quality(net, [texts[0], short])
+    found = measure_quality(net, [*texts, short])
     assert found.texts == len(texts)
     assert "1 texts in which nothing is asked were left out" in found.notes
 
@@ -165,15 +165,15 @@ def test_numbers_that_are_not_finite_are_refused():
     with torch.no_grad():
         net.get_parameter("head.tokens.weight")[3] = math.inf
     with pytest.raises(ValueError, match="says numbers that are not finite"):
-        quality(net, scenes("decoder"))
+        measure_quality(net, scenes("decoder"))
 
 
 def test_bleu_is_that_of_sacrebleu_and_its_draws_those_of_corpora():
     said = ["the cat sat on the mat", "a dog ran in the big park", "he likes green tea very much", "it is a cold day"]
     wanted = ["the cat sat on a mat", "a dog ran in the park", "she likes black tea very much", "it was a cold day"]
-    pairs = [Pair((), one) for one in wanted]
-    draws = resampled(4, 5, 0)
-    found = _bleus(said, pairs, draws)
+    pairs = [TranslationPair((), one) for one in wanted]
+    draws = draw_resamples(4, 5, 0)
+    found = _bootstrap_bleu(said, pairs, draws)
     assert found[0] == pytest.approx(translation_scores(said, wanted).bleu)
     for times, one in zip(draws.astype(int), found[1:], strict=True):
         some = [n for n in range(4) for _ in range(times[n])]
@@ -183,12 +183,12 @@ def test_bleu_is_that_of_sacrebleu_and_its_draws_those_of_corpora():
 def test_a_task_scores_every_example_as_it_scores_all():
     recall = task("recall")
     net = hw.build(recall.model(), seed=0).eval()
-    batch = recall.batch(0, BATCH, "valid").rows(slice(0, 9))
+    batch = recall.batch(0, SCORING_BATCH_SIZE, "valid").rows(slice(0, 9))
     with torch.no_grad():
         said = net(batch.x, tokens=batch.tokens)
     total, count = recall.measure(said, batch)["accuracy"]
-    row: Any = next(row for row in task_rows(net, net, recall, 9) if row.name == "accuracy")
+    row: Any = next(row for row in compare_task_scores(net, net, recall, 9) if row.name == "accuracy")
     assert row.after.value == total / count
     assert row.change == (0.0, 0.0, 0.0)
     with pytest.raises(ValueError, match="1 examples of recall leave no interval"):
-        task_rows(net, net, recall, 1)
+        compare_task_scores(net, net, recall, 1)

@@ -9,18 +9,18 @@ import torch.nn.functional as F
 
 from cut_models import KEEP, KINDS, built, model
 from headwise.surgery import speeds as timing
-from headwise.surgery.held import most_held
-from headwise.surgery.phases import Pace, Phase
-from headwise.surgery.removing import removed
-from headwise.surgery.speeds import speeds, told
+from headwise.surgery.held import measure_peak_bytes
+from headwise.surgery.phases import TimingOptions, TimedPhase
+from headwise.surgery.removing import remove_heads
+from headwise.surgery.speeds import compare_speed, summarise_rounds
 
-READ = Phase("prefill", "tokens/s", 100, lambda net: lambda: None)
+READ = TimedPhase("prefill", "tokens/s", 100, lambda net: lambda: None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model_is_timed_in_its_own_phases(kind):
     net = built(model(kind))
-    found = speeds(net, removed(net, KEEP[kind]), Pace(batch=2, length=9, steps=3, seconds=0.02))
+    found = compare_speed(net, remove_heads(net, KEEP[kind]), TimingOptions(batch=2, length=9, steps=3, seconds=0.02))
     phases = {"decoder": ["prefill", "decode"], "encoder-decoder": ["encode", "decode"]}.get(kind, ["forward"])
     assert [one.phase for one in found.phases] == ["attention", *phases]
     assert {one.unit for one in found.phases} == {"images/s" if kind == "vision" else "tokens/s"}
@@ -32,34 +32,34 @@ def test_every_kind_of_model_is_timed_in_its_own_phases(kind):
 
 def test_medians_ratios_and_spread_are_those_of_the_rounds():
     taken = np.array([[4.0, 2.0], [4.0, 2.1], [4.2, 2.0], [4.0, 1.9], [9.0, 2.0]])
-    found = told(READ, taken, (3, 2))
+    found = summarise_rounds(READ, taken, (3, 2))
     assert (found.before, found.after, found.rounds, found.held) == (25.0, 50.0, 5, (3, 2))
     assert found.faster == 2.1
     assert (found.low, found.high) == pytest.approx((2.0, 4 / 1.9))
     assert found.spread == pytest.approx(0.05)  # 4.2 less 4.0 over 4.0: the odd round is outside the middle half
     assert found.verdict == "faster"
-    assert told(READ, taken[:, ::-1], (3, 2)).verdict == "slower"
-    assert told(READ, np.array([[1.0, 1.01], [1.01, 1.0]] * 3), (0, 0)).verdict == "as fast"
+    assert summarise_rounds(READ, taken[:, ::-1], (3, 2)).verdict == "slower"
+    assert summarise_rounds(READ, np.array([[1.0, 1.01], [1.01, 1.0]] * 3), (0, 0)).verdict == "as fast"
 
 
 def test_nothing_is_concluded_from_few_rounds_or_from_rounds_far_apart():
-    assert told(READ, np.array([[4.0, 1.0]] * 4), (0, 0)).verdict == "none: 4 rounds in the time, 5 are needed"
+    assert summarise_rounds(READ, np.array([[4.0, 1.0]] * 4), (0, 0)).verdict == "none: 4 rounds in the time, 5 are needed"
     wild = np.array([[4.0, 1.0], [6.0, 1.0], [4.0, 1.0], [6.0, 1.5], [4.0, 1.0], [6.0, 1.5]])
-    assert told(READ, wild, (0, 0)).verdict == "no verdict: rounds spread 40%, more than 20%"
+    assert summarise_rounds(READ, wild, (0, 0)).verdict == "no verdict: rounds spread 40%, more than 20%"
 
 
 def test_both_models_take_turns_and_who_is_first_changes(monkeypatch):
     net = built(model("decoder", 1))
-    after, order = removed(net, {"decoder.0.attention": [0]}), []
-    monkeypatch.setattr(timing, "_timed", lambda phase, one: order.append(one is after) or 1.0)
-    monkeypatch.setattr(timing, "MOST", 3)
-    speeds(net, after, Pace(length=4, steps=1, seconds=60))
+    after, order = remove_heads(net, {"decoder.0.attention": [0]}), []
+    monkeypatch.setattr(timing, "_time_run", lambda phase, one: order.append(one is after) or 1.0)
+    monkeypatch.setattr(timing, "MAX_ROUNDS", 3)
+    compare_speed(net, after, TimingOptions(length=4, steps=1, seconds=60))
     assert order[:8] == [False, True, False, True, True, False, False, True]
 
 
 def test_what_is_held_is_what_live_tensors_take_at_once():
     weight, x = torch.randn(30, 10), torch.randn(5, 10)
-    assert most_held(lambda: F.linear(x, weight)) == 5 * 30 * 4
+    assert measure_peak_bytes(lambda: F.linear(x, weight)) == 5 * 30 * 4
 
     def run():
         wide = F.linear(x, weight)  # 600 bytes
@@ -67,37 +67,37 @@ def test_what_is_held_is_what_live_tensors_take_at_once():
         del wide
         return more.sum() + more.mean()  # 600, and three single numbers
 
-    assert most_held(run) == 1200
-    assert most_held(lambda: x.view(10, 5).transpose(0, 1)) == 0  # the same storage
-    assert most_held(lambda: x.add_(1.0)) == 0
+    assert measure_peak_bytes(run) == 1200
+    assert measure_peak_bytes(lambda: x.view(10, 5).transpose(0, 1)) == 0  # the same storage
+    assert measure_peak_bytes(lambda: x.add_(1.0)) == 0
 
 
 def test_a_smaller_cache_is_held_while_tokens_are_said():
     net = built(model("decoder"))
-    after = removed(net, {"decoder.0.attention": [0, 1], "decoder.1.attention": [0, 1]})  # half of keys and values
-    decode = speeds(net, after, Pace(length=400, steps=2, seconds=0.01)).phases[-1]
+    after = remove_heads(net, {"decoder.0.attention": [0, 1], "decoder.1.attention": [0, 1]})  # half of keys and values
+    decode = compare_speed(net, after, TimingOptions(length=400, steps=2, seconds=0.01)).phases[-1]
     assert decode.held[0] - decode.held[1] >= 402 * (24 + 24) * 4 // 2
 
 
 def test_a_model_that_lost_all_attention_in_a_stack_still_runs():
     net = built(model("decoder", 2))
     keep = {"decoder.0.attention": [], "decoder.1.attention": [1]}
-    found = speeds(net, removed(net, keep), Pace(length=5, steps=2, seconds=0.01))
+    found = compare_speed(net, remove_heads(net, keep), TimingOptions(length=5, steps=2, seconds=0.01))
     assert [one.phase for one in found.phases] == ["attention", "prefill", "decode"]
 
 
 def test_what_cannot_be_measured_is_refused():
     for wrong in ({"batch": 0}, {"length": 0}, {"steps": -1}, {"batch": True}):
         with pytest.raises(ValueError, match="give a whole number of at least 1"):
-            Pace(**wrong)
+            TimingOptions(**wrong)
     with pytest.raises(ValueError, match="give more than 0"):
-        Pace(seconds=0)
+        TimingOptions(seconds=0)
 
 
 def test_a_model_of_few_positions_is_timed_within_them():
     import headwise as hw
 
     config = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 1, "vocab_size": 11, "n_positions": 20}
-    net = hw.build(hw.families.read(config), seed=0)
-    found = speeds(net, net, Pace(steps=6, seconds=0.01))
+    net = hw.build(hw.families.read_model_spec(config), seed=0)
+    found = compare_speed(net, net, TimingOptions(steps=6, seconds=0.01))
     assert (found.length, found.steps) == (14, 6)

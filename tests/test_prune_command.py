@@ -27,10 +27,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models of ours and of transformers that read bytes, texts for them, and a model of images."""
     base = tmp_path_factory.mktemp("models")
     config = {"model_type": "gpt2", "n_embd": 24, "n_head": 4, "n_layer": 2, "vocab_size": 300, "n_positions": 64}
-    net = hw.build(hw.families.read(config), seed=0)
-    net.usage = hw.Usage(tokenizer=Bytes().document)
+    net = hw.build(hw.families.read_model_spec(config), seed=0)
+    net.usage = hw.ProcessorSpec(tokenizer=Bytes().document)
     hw.save(net, base / "ours")
-    net.usage = hw.Usage()
+    net.usage = hw.ProcessorSpec()
     hw.save(net, base / "wordless")
     for name in KINDS:
         foreign = ZOO[name]
@@ -58,7 +58,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, s
 
 
 def heads(folder: Path) -> list[int]:
-    return [spec.heads.q for _, spec in hw.load(folder).described.specs()]
+    return [spec.heads.q for _, spec in hw.load(folder).described.attention_specs()]
 
 
 FAST = ("--seconds", "0.05", "--length", "8")
@@ -85,7 +85,7 @@ def test_one_command(name: str, folders: dict[str, Path], tmp_path: Path, capsys
 
 
 def proof_heads(folder: Path) -> dict[str, int]:
-    return {site: len(spec.speaks) for site, spec in hw.load(folder).described.specs()}
+    return {site: len(spec.score_head_of_output) for site, spec in hw.load(folder).described.attention_specs()}
 
 
 def test_images_by_a_task(folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]):

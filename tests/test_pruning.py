@@ -10,14 +10,14 @@ import torch
 
 import headwise as hw
 from foreign import ZOO
-from headwise.heads.methods import Michel
+from headwise.heads.methods import GradientTimesActivation
 from headwise.models import Transformer
-from headwise.surgery import By, Clusters, Keep, Named, Plan, Pool
-from headwise.surgery.plans import units
+from headwise.surgery import HeadRanking, KeepOnePerCluster, KeepTop, DropHeads, PruningPlan, Pool
+from headwise.surgery.plans import list_units
 from headwise.surgery.pruning import prune
-from headwise.surgery.rebuilding import attention_of
-from headwise.surgery.removing import removed
-from headwise.surgery.worths import worths
+from headwise.surgery.rebuilding import get_attention
+from headwise.surgery.removing import remove_heads
+from headwise.surgery.worths import score_heads
 from scenes import scene
 from test_removing import noisy, said
 from weighed import GPT2, WORDS, built, ids, scenes, translator
@@ -26,14 +26,14 @@ LLAMA = {
     "model_type": "llama", "hidden_size": 12, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4,
     "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": WORDS,
 }  # fmt: skip
-RANDOM = By("random", seed=3)
+RANDOM = HeadRanking("random", seed=3)
 
 
 def faint(net: Transformer, heads: list[tuple[str, int]]) -> Transformer:
     """The same with heads that nobody hears."""
     with torch.no_grad():
         for site, head in heads:
-            attention = attention_of(net, site)
+            attention = get_attention(net, site)
             wide = attention.spec.heads.vdim
             attention.weights["output"]["o"][:, head * wide : (head + 1) * wide] *= 1e-3
     return net
@@ -42,14 +42,14 @@ def faint(net: Transformer, heads: list[tuple[str, int]]) -> Transformer:
 FAINT = [("decoder.0.attention", 1), ("decoder.0.attention", 4), ("decoder.1.attention", 0), ("decoder.1.attention", 3)]
 
 
-@pytest.mark.parametrize("by", [By(objective="drift"), By("michel"), By("michel-code")], ids=lambda by: by.method)
+@pytest.mark.parametrize("by", [HeadRanking(objective="drift"), HeadRanking("michel"), HeadRanking("michel-code")], ids=lambda by: by.method)
 def test_heads_that_nobody_hears_go_first(by):
     net = faint(noisy(built(LLAMA)), FAINT)
-    done = prune(net, Keep(4, by, unit="head"), scenes(net))
-    assert sorted(done.plan.gone) == FAINT
+    done = prune(net, KeepTop(4, by, unit="head"), scenes(net))
+    assert sorted(done.plan.removed_heads) == FAINT
     with torch.no_grad():
         torch.testing.assert_close(said(done.after), said(net), rtol=0, atol=0.05)
-    assert {spec.heads.q for _, spec in done.after.described.specs()} == {4}
+    assert {spec.heads.q for _, spec in done.after.described.attention_specs()} == {4}
     assert done.data["keep"]["decoder.0.attention"] == [0, 2, 3, 5]
 
 
@@ -57,7 +57,7 @@ def test_groups_go_whole_and_the_cache_with_them():
     net = faint(
         noisy(built(LLAMA)), [("decoder.0.attention", 2), ("decoder.0.attention", 3), ("decoder.1.attention", 5)]
     )
-    done = prune(net, Keep(2 / 3, By("michel")), scenes(net))
+    done = prune(net, KeepTop(2 / 3, HeadRanking("michel")), scenes(net))
     assert done.plan.keep["decoder.0.attention"] == (0, 1, 4, 5)
     assert all(len(kept) == 4 for kept in done.plan.keep.values())
     was, now = (one.cache(batch=1, capacity=7).nbytes for one in (net, done.after))
@@ -66,39 +66,39 @@ def test_groups_go_whole_and_the_cache_with_them():
 
 def test_a_share_of_the_model_leaves_some_layers_more():
     net = faint(noisy(built(LLAMA)), [("decoder.1.attention", head) for head in range(6)])
-    plan = prune(net, Keep(0.5, By("michel"), per="model", unit="head"), scenes(net)).plan
+    plan = prune(net, KeepTop(0.5, HeadRanking("michel"), scope="model", unit="head"), scenes(net)).plan
     assert [len(kept) for kept in plan.keep.values()] == [5, 1]
-    plan = prune(net, Keep(0.5, By("michel"), per="model", unit="head", least=0), scenes(net)).plan
+    plan = prune(net, KeepTop(0.5, HeadRanking("michel"), scope="model", unit="head", min_units=0), scenes(net)).plan
     assert [len(kept) for kept in plan.keep.values()] == [6, 0]
-    plan = prune(net, Keep(7, By("michel"), per="model", unit="head", least=3), scenes(net)).plan
+    plan = prune(net, KeepTop(7, HeadRanking("michel"), scope="model", unit="head", min_units=3), scenes(net)).plan
     assert [len(kept) for kept in plan.keep.values()] == [4, 3]
 
 
 def test_a_stack_gives_up_the_same_numbers():
     net = faint(noisy(built(LLAMA)), [(f"decoder.{layer}.attention", head) for layer in (0, 1) for head in (1, 2, 5)])
-    plan = prune(net, Keep(3, By("michel"), per="stack", unit="head"), scenes(net)).plan
+    plan = prune(net, KeepTop(3, HeadRanking("michel"), scope="stack", unit="head"), scenes(net)).plan
     assert set(plan.keep.values()) == {(0, 3, 4)}
 
 
 def test_three_kinds_of_attention_are_shares_of_their_own():
     net = translator()
-    plan = prune(net, Keep(1, RANDOM)).plan
+    plan = prune(net, KeepTop(1, RANDOM)).plan
     assert {len(kept) for kept in plan.keep.values()} == {1}
-    assert plan.count == len(plan.keep) == 6
-    assert prune(net, Keep(1, RANDOM)).plan == plan != prune(net, Keep(1, By("random", seed=4))).plan
+    assert plan.num_kept == len(plan.keep) == 6
+    assert prune(net, KeepTop(1, RANDOM)).plan == plan != prune(net, KeepTop(1, HeadRanking("random", seed=4))).plan
 
 
 def test_one_of_each_cluster_stays():
     """A head and its copy look alike; of the two the louder stays."""
     net = noisy(built(GPT2))
     for layer in (0, 1):
-        weights = attention_of(net, f"decoder.{layer}.attention").weights
+        weights = get_attention(net, f"decoder.{layer}.attention").weights
         with torch.no_grad():
             for key in ("q", "k", "q_bias", "k_bias"):
                 weights["project"][key].view(3, 4, -1)[2] = weights["project"][key].view(3, 4, -1)[0]
     texts = [scene(ids(n, 9)[0].tolist()) for n in range(6)]
     quiet = faint(net, [("decoder.0.attention", 0), ("decoder.1.attention", 2)])
-    done = prune(quiet, Clusters(By("michel"), cut=1e-9), texts)
+    done = prune(quiet, KeepOnePerCluster(HeadRanking("michel"), max_distance=1e-9), texts)
     assert done.plan.keep == {"decoder.0.attention": (1, 2), "decoder.1.attention": (0, 1)}
 
 
@@ -107,18 +107,18 @@ def test_folding_means_is_patching_with_them(config):
     net = noisy(built(config))
     texts = scenes(net)
     gone = [("decoder.0.attention", 1), ("decoder.0.attention", 2), ("decoder.1.attention", 0)]
-    done = prune(net, Named(tuple(gone)), texts, fold="mean")
+    done = prune(net, DropHeads(tuple(gone)), texts, fold="mean")
     means = hw.head_means(net, [text.inputs for text in texts], gone)
     with hw.patch(net, means):
         patched = said(net)
     torch.testing.assert_close(said(done.after), patched, rtol=1e-9, atol=1e-9)
-    assert not torch.allclose(said(done.after), said(removed(net, done.plan.changes)), atol=1e-3)
+    assert not torch.allclose(said(done.after), said(remove_heads(net, done.plan.changed_sites)), atol=1e-3)
 
 
 def test_a_layer_that_goes_leaves_its_mean():
     net = noisy(built(GPT2))
     texts, gone = scenes(net), [("decoder.0.attention", head) for head in range(3)]
-    done = prune(net, Named(tuple(gone)), texts, fold="mean")
+    done = prune(net, DropHeads(tuple(gone)), texts, fold="mean")
     with hw.patch(net, hw.head_means(net, [text.inputs for text in texts], gone)):
         patched = said(net)
     torch.testing.assert_close(said(done.after), patched, rtol=1e-9, atol=1e-9)
@@ -128,9 +128,9 @@ def test_a_layer_that_goes_leaves_its_mean():
 def test_folding_biases_is_saying_them():
     net = noisy(built(GPT2))
     gone = (("decoder.0.attention", 1), ("decoder.1.attention", 2))
-    done = prune(net, Named(gone), fold="bias")
+    done = prune(net, DropHeads(gone), fold="bias")
     biases: dict[Any, torch.Tensor] = {
-        (site, head): attention_of(net, site).weights["project"]["v_bias"].detach().view(3, 4)[head]
+        (site, head): get_attention(net, site).weights["project"]["v_bias"].detach().view(3, 4)[head]
         for site, head in gone
     }
     with hw.patch(net, biases):
@@ -139,54 +139,54 @@ def test_folding_biases_is_saying_them():
 
 
 def test_units_are_what_reads_one_key_head():
-    both = units(hw.families.read(LLAMA))["decoder.0.attention"]
+    both = list_units(hw.families.read_model_spec(LLAMA))["decoder.0.attention"]
     assert [unit.heads for unit in both] == [(0, 1), (2, 3), (4, 5)]
-    assert len(units(hw.families.read(LLAMA), "head")["decoder.0.attention"]) == 6
-    assert len(units(hw.families.read(LLAMA | {"num_key_value_heads": 1}))["decoder.0.attention"]) == 6
-    one = units(hw.families.read(LLAMA | {"num_key_value_heads": 1}), "group")["decoder.0.attention"]
+    assert len(list_units(hw.families.read_model_spec(LLAMA), "head")["decoder.0.attention"]) == 6
+    assert len(list_units(hw.families.read_model_spec(LLAMA | {"num_key_value_heads": 1}))["decoder.0.attention"]) == 6
+    one = list_units(hw.families.read_model_spec(LLAMA | {"num_key_value_heads": 1}), "group")["decoder.0.attention"]
     assert [unit.heads for unit in one] == [(0, 1, 2, 3, 4, 5)]
 
 
 def test_worths_are_importance():
     net = built(GPT2)
-    found = worths(net, scenes(net), By("michel"))
-    wanted = hw.importance(net, scenes(net), method=Michel())
-    assert found.of == {(one.site, one.head): one.value for one in wanted.heads}
+    found = score_heads(net, scenes(net), HeadRanking("michel"))
+    wanted = hw.estimate_importance(net, scenes(net), method=GradientTimesActivation())
+    assert found.scores == {(one.site, one.head): one.value for one in wanted.heads}
     assert "michel" in found.notes[0]
 
 
 def test_the_best_way_to_rank_is_by_slopes_where_there_are_any():
     net = built(GPT2)
-    assert worths(net, scenes(net)).of == worths(net, scenes(net), By("michel")).of
-    drift = worths(net, scenes(net), By(objective="drift"))
-    assert drift.of == worths(net, scenes(net), By("leave-one-out", objective="drift")).of
+    assert score_heads(net, scenes(net)).scores == score_heads(net, scenes(net), HeadRanking("michel")).scores
+    drift = score_heads(net, scenes(net), HeadRanking(objective="drift"))
+    assert drift.scores == score_heads(net, scenes(net), HeadRanking("leave-one-out", objective="drift")).scores
 
 
 def test_a_plan_says_what_it_keeps():
-    plan = Plan.without(built(GPT2).described, [("decoder.1.attention", 0)], "as asked")
+    plan = PruningPlan.without(built(GPT2).described, [("decoder.1.attention", 0)], "as asked")
     assert plan.keep == {"decoder.0.attention": (0, 1, 2), "decoder.1.attention": (1, 2)}
-    assert plan.changes == {"decoder.1.attention": (1, 2)}
-    assert plan.sentence == "5 of 6 heads stay, as asked"
+    assert plan.changed_sites == {"decoder.1.attention": (1, 2)}
+    assert plan.summary == "5 of 6 heads stay, as asked"
 
 
 @pytest.mark.parametrize(
     ("choice", "told"),
     [
-        (lambda: Keep(1.5), "keep=1.5 is no share of heads; give 0.5, say, or a whole number of them"),
-        (lambda: Keep(0), "keep=0 is no share of heads"),
-        (lambda: Keep(0.5, per="layers"), "per='layers' is unknown; did you mean 'layer'"),
-        (lambda: Keep(0.5, least=-1), "least=-1 is no number of heads"),
-        (lambda: Keep(3, RANDOM), "keep=3 heads of decoder.0.attention are no whole groups of 2; give a multiple"),
-        (lambda: Keep(8, RANDOM), "keep=8 heads of decoder.0.attention, which has 6; give at most 6"),
-        (lambda: Keep(6, RANDOM), "no head would go: 12 of 12 heads stay"),
-        (lambda: Keep(99, RANDOM, per="model"), "keep=99 heads of a model with 12; give at most 11"),
-        (lambda: Keep(0.5, By("loudness")), "heads are ranked by 'loudness' nowhere"),
-        (lambda: Keep(0.5, By("taylor")), "0 texts say nothing of heads by taylor; give at least two"),
-        (lambda: Named((("decoder.0.attention", 6),)), "decoder.0.attention has no head 6; its heads are 0..5"),
-        (lambda: Named((("decoder.0.attention", 1),) * 2), "head 1 of decoder.0.attention is named twice"),
-        (lambda: Named((("decoder.9.attention", 1),)), "no attention 'decoder.9.attention'"),
+        (lambda: KeepTop(1.5), "keep=1.5 is no share of heads; give 0.5, say, or a whole number of them"),
+        (lambda: KeepTop(0), "keep=0 is no share of heads"),
+        (lambda: KeepTop(0.5, scope="layers"), "per='layers' is unknown; did you mean 'layer'"),
+        (lambda: KeepTop(0.5, min_units=-1), "least=-1 is no number of heads"),
+        (lambda: KeepTop(3, RANDOM), "keep=3 heads of decoder.0.attention are no whole groups of 2; give a multiple"),
+        (lambda: KeepTop(8, RANDOM), "keep=8 heads of decoder.0.attention, which has 6; give at most 6"),
+        (lambda: KeepTop(6, RANDOM), "no head would go: 12 of 12 heads stay"),
+        (lambda: KeepTop(99, RANDOM, scope="model"), "keep=99 heads of a model with 12; give at most 11"),
+        (lambda: KeepTop(0.5, HeadRanking("loudness")), "heads are ranked by 'loudness' nowhere"),
+        (lambda: KeepTop(0.5, HeadRanking("taylor")), "0 texts say nothing of heads by taylor; give at least two"),
+        (lambda: DropHeads((("decoder.0.attention", 6),)), "decoder.0.attention has no head 6; its heads are 0..5"),
+        (lambda: DropHeads((("decoder.0.attention", 1),) * 2), "head 1 of decoder.0.attention is named twice"),
+        (lambda: DropHeads((("decoder.9.attention", 1),)), "no attention 'decoder.9.attention'"),
         (
-            lambda: Named(tuple((f"decoder.{n}.attention", head) for n in (0, 1) for head in range(6))),
+            lambda: DropHeads(tuple((f"decoder.{n}.attention", head) for n in (0, 1) for head in range(6))),
             "no head would be left in llama; keep at least one",
         ),
         (lambda: "0.5", "choice='0.5' chooses no heads; give a share such as 0.5"),
@@ -199,7 +199,7 @@ def test_what_cannot_be_chosen_is_told(choice, told):
 
 
 def test_what_cannot_be_folded_is_told():
-    net, one = built(GPT2), Named((("decoder.0.attention", 1),))
+    net, one = built(GPT2), DropHeads((("decoder.0.attention", 1),))
     with pytest.raises(hw.SpecError, match="fold='mean' asks for texts"):
         prune(net, one, fold="mean")
     with pytest.raises(hw.SpecError, match="fold='median' is unknown; did you mean 'mean'"):
@@ -210,9 +210,9 @@ def test_what_cannot_be_folded_is_told():
 
 def test_a_model_of_transformers_is_cut_as_a_copy():
     model = ZOO["gpt2"].build("sdpa")
-    done = prune(model, Named((("decoder.0.attention", 1), ("decoder.1.attention", 0))))
+    done = prune(model, DropHeads((("decoder.0.attention", 1), ("decoder.1.attention", 0))))
     x = ids(0, 5, 11)
-    with torch.no_grad(), hw.silence(model, [(0, 1), (1, 0)]):
+    with torch.no_grad(), hw.ablate(model, [(0, 1), (1, 0)]):
         silent = model(x).logits
     with torch.no_grad():
         torch.testing.assert_close(done.after(x), silent, rtol=1e-5, atol=1e-5)

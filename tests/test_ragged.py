@@ -15,27 +15,27 @@ import cases
 import headwise as hw
 from cases import EXAMPLES, check_close
 from headwise import counting
-from headwise.backends import BACKENDS, Job, ragged
-from headwise.kernels import Beside, decode, plainly
-from headwise.kernels.told import BLOCK, PIECE
+from headwise.backends import BACKENDS, CallSignature, ragged
+from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference
+from headwise.kernels.told import KV_BLOCK_SIZE, KV_SPLIT_SIZE
 
-ENDS = [BLOCK - 1, BLOCK, BLOCK + 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 3]
+ENDS = [KV_BLOCK_SIZE - 1, KV_BLOCK_SIZE, KV_BLOCK_SIZE + 1, KV_SPLIT_SIZE - 1, KV_SPLIT_SIZE, KV_SPLIT_SIZE + 1, 2 * KV_SPLIT_SIZE + 3]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch):
     """Little work goes to torch's own call: here all of it goes to the kernel."""
-    monkeypatch.setattr(ragged, "LEAST", dict.fromkeys(ragged.DTYPES, 0))
+    monkeypatch.setattr(ragged, "MIN_BYTES_BY_DTYPE", dict.fromkeys(ragged.RAGGED_DTYPES, 0))
 
 
-def by_hand(q_HK, keys, values, scale, beside=Beside()):  # noqa: B008 - it is a constant
+def by_hand(q_HK, keys, values, scale, beside=PagedDecodeOptions()):  # noqa: B008 - it is a constant
     """o [H, V] and lse [H] of one row in float64, head by head, of the list of keys [n, G, K] that it reads."""
     found, each = [], q_HK.shape[0] // keys.shape[1]
     for h, q in enumerate(q_HK.double()):
         s = (keys[:, h // each].double() @ q) * scale
-        if beside.cap:
-            s = (s / beside.cap).tanh() * beside.cap
+        if beside.softcap:
+            s = (s / beside.softcap).tanh() * beside.softcap
         if beside.bias is not None:
             s = s + beside.bias[0, h]
         rest = [beside.sink[h].double()] if beside.sink is not None else []
@@ -59,9 +59,9 @@ def dense(lengths, dim, vdim, heads=6, groups=2, dtype=torch.float64):
 @pytest.mark.parametrize(("heads", "groups"), [(6, 2), (5, 1), (3, 3), (8, 2)])
 @pytest.mark.parametrize(("dim", "vdim"), [(64, 64), (16, 80), (5, 3), (130, 67)])
 def test_it_reads_what_the_definition_reads(dim, vdim, heads, groups, dtype):
-    lengths = [0, 1, BLOCK + 1, PIECE + 3]
+    lengths = [0, 1, KV_BLOCK_SIZE + 1, KV_SPLIT_SIZE + 3]
     q, k, v, table = dense(lengths, dim, vdim, heads, groups, dtype)
-    o, lse = decode(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.3)
+    o, lse = attend_paged(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.3)
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {}
     for row, length in enumerate(lengths):
         expected = by_hand(q[row], k[row, :length], v[row, :length], 0.3)
@@ -73,24 +73,24 @@ def test_it_reads_what_the_definition_reads(dim, vdim, heads, groups, dtype):
 def test_blocks_and_pieces_end_where_they_should(length):
     q, k, v, table = dense([length, 2], 16, 16)
     k[0, length - 1] = 2 * q[0, ::3]  # the last key has the largest score, so that what was read before it shrinks
-    o, _ = decode(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.5)
+    o, _ = attend_paged(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.5)
     check_close(o[0], by_hand(q[0], k[0, :length], v[0, :length], 0.5)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_stands_beside_counts(dtype):
-    length = PIECE + 5
+    length = KV_SPLIT_SIZE + 5
     q, k, v, table = dense([length], 16, 16, dtype=dtype)
     bias = torch.randn(1, 6, k.shape[1], dtype=torch.float64)
     bias[:, :, 7] = -torch.inf
-    beside = Beside(bias, torch.randn(6), cap=1.5)
-    o, lse = decode(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.5, beside=beside)
+    beside = PagedDecodeOptions(bias, torch.randn(6), softcap=1.5)
+    o, lse = attend_paged(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.5, options=beside)
     told = replace_bias(beside, length)
     expected = by_hand(q[0], k[0, :length], v[0, :length], 0.5, told)
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {}
     check_close(o[0], expected[0], **close)
     check_close(lse[0], expected[1], **close)
-    plain = plainly(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.5, beside=beside)
+    plain = attend_paged_reference(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.5, options=beside)
     check_close(o, plain[0], **close)
 
 
@@ -104,7 +104,7 @@ def paged(draw):
     page = draw(st.integers(1, 19))
     lengths = draw(st.lists(st.integers(0, 300), min_size=1, max_size=3))
     each = [math.ceil(length / page) for length in lengths]
-    pool = draw(st.permutations(range(sum(each) + 2)))
+    pool = draw(st.num_permutations(range(sum(each) + 2)))
     shared = draw(st.integers(0, min(each)))
     rows, used = [], shared
     for count in each:
@@ -130,7 +130,7 @@ def test_pages_are_read_as_a_dense_cache_is(drawn, seed, kind):
     for row, (pages, length) in enumerate(zip(rows, lengths, strict=True)):
         for n, number in enumerate(pages):
             spans[row, n] = torch.tensor([number, 0, min(page, length - n * page)])
-    o, _ = decode(q, k, v, spans, scale=0.25, beside=Beside(None, None, *scales))
+    o, _ = attend_paged(q, k, v, spans, scale=0.25, options=PagedDecodeOptions(None, None, *scales))
     for row, (pages, length) in enumerate(zip(rows, lengths, strict=True)):
         full = [t.double() if s is None else t.double() * s[..., None] for t, s in zip((k, v), scales, strict=True)]
         keys, values = (t[pages].transpose(0, 1).flatten(1, 2)[:, :length].transpose(0, 1) for t in full)
@@ -148,7 +148,7 @@ def test_threads_change_no_bit():
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        found.append(decode(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.1)[0])
+        found.append(attend_paged(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.1)[0])
     torch.set_num_threads(given_threads)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
@@ -157,13 +157,13 @@ def test_threads_change_no_bit():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sink", [None, 1e4, -1e4])
 def test_large_scores_make_no_nan(dtype, sink):
-    q, k, v, table = dense([PIECE + 9, 40], 16, 16, dtype=dtype)
+    q, k, v, table = dense([KV_SPLIT_SIZE + 9, 40], 16, 16, dtype=dtype)
     k[0, ::2], k[1, :, :] = 1e4, -1e4
-    beside = Beside(sink=None if sink is None else torch.full((6,), sink))
-    o, lse = decode(q.abs(), k.transpose(1, 2), v.transpose(1, 2), table, scale=1.0, beside=beside)
+    beside = PagedDecodeOptions(sink=None if sink is None else torch.is_full((6,), sink))
+    o, lse = attend_paged(q.abs(), k.transpose(1, 2), v.transpose(1, 2), table, scale=1.0, options=beside)
     assert o.isfinite().all()
     assert lse.isfinite().all()
-    expected = plainly(q.abs(), k.transpose(1, 2), v.transpose(1, 2), table, scale=1.0, beside=beside)
+    expected = attend_paged_reference(q.abs(), k.transpose(1, 2), v.transpose(1, 2), table, scale=1.0, options=beside)
     check_close(o, expected[0], rtol=2e-2, atol=2e-2)
 
 
@@ -171,14 +171,14 @@ def test_who_may_read_nothing_reads_zero_and_nan_stays_nan():
     q, k, v, _ = dense([5, 5, 5], 16, 16)
     table = torch.tensor([[[0, 3, 3]], [[1, 4, 2]], [[2, 0, 5]]])
     k[2, 1, 0] = torch.nan
-    o, lse = decode(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=1.0)
+    o, lse = attend_paged(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=1.0)
     assert (o[:2] == 0).all()
     assert (lse[:2] == -torch.inf).all()
     assert o[2, :3].isnan().all()
     assert o[2, 3:].isfinite().all()
-    hidden = Beside(bias=torch.full((1, 1, k.shape[1]), -torch.inf))
+    hidden = PagedDecodeOptions(bias=torch.is_full((1, 1, k.shape[1]), -torch.inf))
     table = torch.tensor([[[0, 0, 5]], [[1, 2, 4]]])
-    o, lse = decode(q[:2], k.transpose(1, 2), v.transpose(1, 2), table, scale=1.0, beside=hidden)
+    o, lse = attend_paged(q[:2], k.transpose(1, 2), v.transpose(1, 2), table, scale=1.0, options=hidden)
     assert (o == 0).all()
     assert (lse == -torch.inf).all()
 
@@ -190,7 +190,7 @@ def test_rounding_is_no_worse_than_torchs(kind):
     exact = by_hand(q[0], k[0, :900], v[0, :900], 0.125)[0]
     rows = q.view(1, 2, 4, 64), k[:, :900].transpose(1, 2), v[:, :900].transpose(1, 2)
     theirs = torch.nn.functional.scaled_dot_product_attention(*rows, scale=0.125).reshape(8, 64)
-    ours, _ = decode(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.125)
+    ours, _ = attend_paged(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=0.125)
     assert (ours[0] - exact).abs().max() <= 2 * (theirs - exact).abs().max()
 
 
@@ -201,7 +201,7 @@ def test_gradients_are_those_of_the_definition():
 
     def core(q, k, v, bias, sink):
         pages = k.transpose(1, 2), v.transpose(1, 2)
-        return decode(q, *pages, table, scale=0.5, beside=Beside(bias, sink, cap=2.0))
+        return attend_paged(q, *pages, table, scale=0.5, options=PagedDecodeOptions(bias, sink, softcap=2.0))
 
     assert torch.autograd.gradcheck(core, given_all)
 
@@ -218,7 +218,7 @@ def test_it_is_a_sound_operation_of_torch():
 def test_its_products_are_counted():
     q, k, v, table = dense([40, 30], 16, 24)
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-        decode(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=1.0)
+        attend_paged(q, k.transpose(1, 2), v.transpose(1, 2), table, scale=1.0)
     assert counter.get_total_flops() == 2 * 2 * 6 * k.shape[1] * (16 + 24)
 
 
@@ -236,10 +236,10 @@ def test_rows_of_any_length_are_what_dense_reads(name):
         found = {}
         for only in ("dense", "ragged"):
             cache = layer.cache(batch=3, capacity=9)
-            layer.only = None
+            layer.backend_name = None
             first = torch.ones(3, 5, spec.model, dtype=torch.float64).cumsum(1)
-            layer(first, cache=cache, tokens=hw.Tokens.of(first, lengths=lengths))
-            layer.only = only
+            layer(first, cache=cache, tokens=hw.SequenceInfo.from_batch(first, lengths=lengths))
+            layer.backend_name = only
             found[only] = decoded(layer, x, (1, 1), cache)
         check_close(found["ragged"], found["dense"])
 
@@ -248,12 +248,12 @@ def test_a_cache_says_how_much_each_row_holds():
     layer = cases.layer(cases.base(pattern="causal"))
     x = torch.randn(3, 4, 10, dtype=torch.float64)
     cache, told = layer.cache(batch=3, capacity=9), []
-    layer(x, cache=cache, tokens=hw.Tokens.of(x, lengths=[4, 1, 2]))
+    layer(x, cache=cache, tokens=hw.SequenceInfo.from_batch(x, lengths=[4, 1, 2]))
     append = cache.append
     cache.append = lambda entry, at: told.append(append(entry, at)) or told[-1]
     layer(x[:, :1], cache=cache)
     assert told[-1][1].held.tolist() == [5, 2, 3]
-    at = hw.Tokens(torch.tensor([[5], [0], [3]]), torch.tensor([[0], [-1], [0]]))
+    at = hw.SequenceInfo(torch.tensor([[5], [0], [3]]), torch.tensor([[0], [-1], [0]]))
     layer(x[:, :1], cache=cache, tokens=at)
     assert told[-1][1].held.tolist() == [6, 0, 4]
 
@@ -264,32 +264,32 @@ def test_packed_documents_do_not_meet_in_a_cache():
     found = {}
     for only in ("dense", "ragged"):
         cache = layer.cache(batch=2, capacity=9)
-        layer.only = None
-        layer(x[:, :3], cache=cache, tokens=hw.Tokens.of(x[:, :3], segments=torch.tensor([[0, 0, 1], [0, 0, 0]])))
-        layer.only = only
-        at = hw.Tokens(torch.tensor([[1], [3]]), torch.tensor([[1], [0]]))
+        layer.backend_name = None
+        layer(x[:, :3], cache=cache, tokens=hw.SequenceInfo.from_batch(x[:, :3], segments=torch.tensor([[0, 0, 1], [0, 0, 0]])))
+        layer.backend_name = only
+        at = hw.SequenceInfo(torch.tensor([[1], [3]]), torch.tensor([[1], [0]]))
         found[only] = layer(x[:, 3:], cache=cache, tokens=at)
     check_close(found["ragged"], found["dense"])
 
 
 def test_a_step_is_taken_by_whoever_is_measured_to_be_faster(monkeypatch):
     spec = cases.base(kv=2, pattern="causal")
-    monkeypatch.setattr(ragged, "LEAST", {torch.float32: 2 * 2 * 4 * 8 * 5})
-    job = Job(spec, spec.core, one=True)
-    assert ragged.small(job, 1, 4 // 2)
-    assert not ragged.small(job, 5, 4)
+    monkeypatch.setattr(ragged, "MIN_BYTES_BY_DTYPE", {torch.float32: 2 * 2 * 4 * 8 * 5})
+    job = CallSignature(spec, spec.core, single_query=True)
+    assert ragged.is_small_call(job, 1, 4 // 2)
+    assert not ragged.is_small_call(job, 5, 4)
 
 
 def test_why_it_refuses(monkeypatch):
     spec = cases.base(kv=2, pattern="causal")
-    job = Job(spec, spec.core, one=True)
-    assert BACKENDS["ragged"].refuses(job) == []
-    assert BACKENDS["ragged"].refuses(replace(job, device="cuda")) == ["its kernel is for the CPU, not cuda"]
-    assert BACKENDS["ragged"].refuses(replace(job, dtype=torch.float16)) == ["its kernel does not know torch.float16"]
-    assert BACKENDS["ragged"].refuses(replace(job, one=False)) == ["there is more than one query per row"]
-    monkeypatch.setattr(ragged, "COMPILER", False)
-    assert BACKENDS["ragged"].refuses(job) == ["Numba, which compiles its kernel, is not installed"]
-    assert hw.backends.choose(job) is BACKENDS["grouped"]
+    job = CallSignature(spec, spec.core, single_query=True)
+    assert BACKENDS["ragged"].unsupported_reasons(job) == []
+    assert BACKENDS["ragged"].unsupported_reasons(replace(job, device="cuda")) == ["its kernel is for the CPU, not cuda"]
+    assert BACKENDS["ragged"].unsupported_reasons(replace(job, dtype=torch.float16)) == ["its kernel does not know torch.float16"]
+    assert BACKENDS["ragged"].unsupported_reasons(replace(job, single_query=False)) == ["there is more than one query per row"]
+    monkeypatch.setattr(ragged, "HAS_NUMBA", False)
+    assert BACKENDS["ragged"].unsupported_reasons(job) == ["Numba, which compiles its kernel, is not installed"]
+    assert hw.backends.choose_backend(job) is BACKENDS["grouped"]
 
 
 # --- caches of 8 bits ----------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_why_it_refuses(monkeypatch):
 def test_a_cache_of_8_bits_is_near_and_as_large_as_counted(name):
     spec = cases.causal(EXAMPLES[name])
     layer = cases.layer(spec)
-    if spec.stateful:
+    if spec.is_recurrent:
         with pytest.raises(hw.SpecError, match="one state"):
             layer.cache(batch=2, capacity=20, store="int8")
         return
@@ -307,7 +307,7 @@ def test_a_cache_of_8_bits_is_near_and_as_large_as_counted(name):
     full, small = (layer.cache(batch=2, capacity=20, store=store) for store in (None, "int8"))
     expected, y = (decoded(layer, x, (5, 1, 2, 1), cache) for cache in (full, small))
     assert (y - expected).abs().max() <= 0.1 * expected.abs().max().clamp(min=1)
-    counted = counting.cache_bytes(spec, batch=2, capacity=20, bytes_each=8, store="int8")
+    counted = counting.cache_bytes(spec, batch=2, capacity=20, bytes_per_number=8, storage="int8")
     assert small.nbytes == counted == sum(held.nbytes for held in small.entry.values())
 
 
@@ -318,7 +318,7 @@ def test_8_bits_are_off_by_half_a_step():
     x[0, 3] = 0.0
     for cache in (full, small):
         layer(x, cache=cache)
-    found = small.opened(small.entry)
+    found = small.dequantised(small.entry)
     for name, held in full.entry.items():
         step = held.abs().amax(-1, keepdim=True) / 127
         assert ((found[name] - held).abs() <= 0.5001 * step).all()
@@ -335,9 +335,9 @@ def test_the_kernel_reads_8_bits_as_they_lie(pattern):
     with torch.no_grad():
         for only in ("dense", None):
             cache = layer.cache(batch=2, capacity=20, store="int8")
-            layer.only = None
+            layer.backend_name = None
             layer(x[:, :9], cache=cache)
-            layer.only = only
+            layer.backend_name = only
             found[only] = decoded(layer, x[:, 9:], (1, 1, 1), cache)
     check_close(found[None], found["dense"], rtol=1e-4, atol=1e-5)
 

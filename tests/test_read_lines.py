@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from cases import check_close
 from headwise.backends import lines
-from headwise.backends.lines import Lines
-from headwise.kernels.read import read_lines
+from headwise.backends.lines import RoutedWorkItems
+from headwise.kernels.read import gathered_attention
 
 SCALE = 0.4
 
@@ -34,16 +34,16 @@ class Some:
         self.ends = ends[:1] if seed % 2 else ends
 
     def read(self) -> torch.Tensor:
-        told = Lines.of(self.opened, self.k.shape[2], self.ends, self.k.shape[1])
-        return read_lines(self.q, self.k, self.v, told.told, SCALE, told.formed)[0]
+        told = RoutedWorkItems.from_open_heads(self.opened, self.k.shape[2], self.ends, self.k.shape[1])
+        return gathered_attention(self.q, self.k, self.v, told.kernel_args, SCALE, told.num_pairs)[0]
 
     def expected(self) -> torch.Tensor:
         each, key = self.q.shape[2] // self.k.shape[2], torch.arange(self.k.shape[1])
         q, k, v = (t.double() for t in (self.q, self.k.repeat_interleave(each, 2), self.v.repeat_interleave(each, 2)))
         allowed = ((key >= self.ends[..., :1]) & (key < self.ends[..., 1:]))[:, None]
-        s = torch.einsum("bthk,bshk->bhts", q, k) * SCALE
-        w = s.masked_fill(~allowed, -torch.inf).softmax(-1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
-        return torch.einsum("bhts,bshv->bthv", w, v) * self.opened[..., None]
+        s = torch.on_einsum("bthk,bshk->bhts", q, k) * SCALE
+        w = s.masked_fill(~allowed, -torch.inf).on_softmax(-1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+        return torch.on_einsum("bhts,bshv->bthv", w, v) * self.opened[..., None]
 
     def both(self, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (o, *torch.autograd.grad((o * self.way.to(o.dtype)).sum(), (self.q, self.k, self.v)))
@@ -56,7 +56,7 @@ class Some:
 @pytest.fixture
 def parts(monkeypatch):
     """Keys in parts of their own, be there few or many."""
-    monkeypatch.setattr(lines, "KEYS", 16)
+    monkeypatch.setattr(lines, "MIN_KEYS_PER_PART", 16)
 
 
 @pytest.mark.parametrize("dim", [1, 15, 16, 17, 64, 67])
@@ -74,7 +74,7 @@ def test_units_and_blocks_of_keys_end_where_they_should(queries, keys, parts):
 @pytest.mark.parametrize("kept", [1, 2, 7, 14])
 def test_parts_of_keys_are_added_up(kept, parts):
     some = Some((1, 80, 201), (14, kept, 5, 3))
-    told = Lines.of(some.opened, kept, some.ends, 201).told
+    told = RoutedWorkItems.from_open_heads(some.opened, kept, some.ends, 201).kernel_args
     assert len(told[3]) == kept * {1: 4, 2: 4, 7: 2, 14: 1}[kept]
     some.check_reading()
 
@@ -89,7 +89,7 @@ def test_parts_of_keys_are_added_up(kept, parts):
 )
 def test_any_call(sizes, groups, widths, rate, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lines, "KEYS", 48)
+        patch.setattr(lines, "MIN_KEYS_PER_PART", 48)
         Some(sizes, (*groups, *widths), seed, rate=rate).check_reading()
 
 
@@ -126,18 +126,18 @@ def test_memory_that_lies_otherwise_is_read_where_it_is():
 def test_those_with_most_keys_begin():
     opened = torch.rand(1, 500, 3, generator=torch.Generator().manual_seed(0)) < 0.5
     ends = torch.stack([torch.zeros(500, dtype=torch.int64), torch.arange(1, 501)], -1)[None]
-    lined = Lines.of(opened, 3, ends, 500)
-    places, _, forth, back = lined.told
+    lined = RoutedWorkItems.from_open_heads(opened, 3, ends, 500)
+    places, _, forth, back = lined.kernel_args
     last = places[forth[:, 1] + forth[:, 2] - 1] // 3 % 500
     assert (last.diff() <= 0).all()
     assert forth[:, 2].sum() == opened.sum() == len(places)
     assert (back[:, 2].diff() <= 0).all()
-    assert lined.formed == 64 * int((last + 1).sum())
+    assert lined.num_pairs == 64 * int((last + 1).sum())
 
 
 def test_it_is_an_operation_of_torch():
     some = Some((1, 20, 20), (2, 2, 4, 4))
-    told = Lines.of(some.opened, 2, some.ends, 20)
-    given = (some.q, some.k, some.v, told.told, SCALE, told.formed)
+    told = RoutedWorkItems.from_open_heads(some.opened, 2, some.ends, 20)
+    given = (some.q, some.k, some.v, told.kernel_args, SCALE, told.num_pairs)
     looks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    assert set(torch.library.opcheck(read_lines, given, test_utils=looks).values()) == {"SUCCESS"}
+    assert set(torch.library.opcheck(gathered_attention, given, test_utils=looks).values()) == {"SUCCESS"}

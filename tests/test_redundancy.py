@@ -15,24 +15,24 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.heads import redundancy as module
-from headwise.heads.folds import MOST, Folds
-from headwise.heads.likeness import cka, jensen_shannon, smoothed
-from headwise.heads.mapping import clusters, linkage, plane
-from headwise.heads.nulls import against, at_least, corrected, mantel, nearer_within, surely_below
-from headwise.heads.redundancy import How, Readers, Redundancy, redundancy
-from headwise.heads.sampled import Reservoir, Rows, Who
-from headwise.heads.twins import twin
+from headwise.heads.folds import MAX_FOLDS, FoldedSums
+from headwise.heads.likeness import centred_kernel_alignment, jensen_shannon_divergence, smooth_weights
+from headwise.heads.mapping import cut_clusters, average_linkage, embed_in_plane
+from headwise.heads.nulls import compare_with_null, poisson_test, holm_correction, mantel_test, class_separation_test, expected_pairs_below
+from headwise.heads.redundancy import RedundancyOptions, ComparableHeads, RedundancyResult, measure_redundancy
+from headwise.heads.sampled import OutputReservoir, SampledRows, HeadLocation
+from headwise.heads.twins import make_random_baseline
 from scenes import scene, scenes, small
 
 Array = NDArray[np.float64]
-LIGHT = How(permutations=19, resamples=50)
+LIGHT = RedundancyOptions(num_permutations=19, num_resamples=50)
 
 
 def rows(heads: int = 5, count: int = 3, keys: int = 7, seed: int = 0) -> Tensor:
     """Rows of weights, some of them zero."""
     draw = torch.Generator().manual_seed(seed)
     scores = 3 * torch.randn(heads, count, keys, generator=draw)
-    return scores.masked_fill(torch.rand(scores.shape, generator=draw) < 0.2, -torch.inf).softmax(-1)
+    return scores.masked_fill(torch.rand(scores.shape, generator=draw) < 0.2, -torch.inf).on_softmax(-1)
 
 
 def entropy(row: Array) -> float:
@@ -57,10 +57,10 @@ def eager(net: Any, text: Any) -> Tensor:
     with torch.no_grad():
         net(text.inputs["x"])
     net.probes = {}
-    return torch.cat([probe.seen["weights"][0] for probe in seen]).double()
+    return torch.cat([probe.tensors["weights"][0] for probe in seen]).double()
 
 
-def only(found: Redundancy) -> Readers:
+def only(found: RedundancyResult) -> ComparableHeads:
     (one,) = found.readers
     return one
 
@@ -70,7 +70,7 @@ def only(found: Redundancy) -> Readers:
 
 def test_every_pair_as_it_is_defined():
     told = rows()
-    found, weights = jensen_shannon(told).numpy(), told.double().numpy()
+    found, weights = jensen_shannon_divergence(told).numpy(), told.double().numpy()
     for one, other in itertools.product(range(5), repeat=2):
         wanted = sum(divergence(weights[one, row], weights[other, row]) for row in range(3))
         assert found[one, other] == pytest.approx(wanted, abs=1e-6)
@@ -78,14 +78,14 @@ def test_every_pair_as_it_is_defined():
 
 def test_pairs_in_pieces_are_pairs_at_once(monkeypatch: pytest.MonkeyPatch):
     told = rows(count=11)
-    whole = jensen_shannon(told)
+    whole = jensen_shannon_divergence(told)
     monkeypatch.setattr("headwise.heads.likeness.CELLS", 40)
-    assert torch.allclose(jensen_shannon(told), whole, atol=1e-12)
+    assert torch.allclose(jensen_shannon_divergence(told), whole, atol=1e-12)
 
 
 def test_the_other_rows_of_the_other_head():
     told, other = rows(), rows(seed=1)
-    found = jensen_shannon(told, other)
+    found = jensen_shannon_divergence(told, other)
     p, q = told.double().numpy(), other.double().numpy()
     assert found[1, 3].item() == pytest.approx(sum(divergence(p[1, row], q[3, row]) for row in range(3)), abs=1e-6)
     assert torch.equal(found.diagonal(), torch.zeros(5, dtype=torch.float64))
@@ -94,15 +94,15 @@ def test_the_other_rows_of_the_other_head():
 def test_clarks_smoothing():
     told = rows()
     wanted = 0.999 * told.double() + 0.001 / 7
-    assert torch.allclose(smoothed(told, "clark").double(), wanted, atol=1e-7)
+    assert torch.allclose(smooth_weights(told, "clark").double(), wanted, atol=1e-7)
     with pytest.raises(ValueError, match=r"smoothing='clerk' is unknown; .*clark"):
-        smoothed(told, "clerk")
+        smooth_weights(told, "clerk")
 
 
 @pytest.mark.parametrize("smoothing", ["none", "clark"])
 def test_distances_of_a_model_are_means_over_all_rows(smoothing: str):
     net, texts = small(), scenes(3)
-    found = only(redundancy(net, texts, how=LIGHT._replace(smoothing=smoothing)))
+    found = only(measure_redundancy(net, texts, options=LIGHT._replace(smoothing=smoothing)))
     total, count = np.zeros((8, 8)), 0
     for text in texts:
         weights = eager(net, text).numpy()
@@ -113,14 +113,14 @@ def test_distances_of_a_model_are_means_over_all_rows(smoothing: str):
                 total[one, other] += divergence(weights[one, row], weights[other, row])
             count += 1
     np.testing.assert_allclose(found.distances, total / count, atol=1e-6)
-    assert found.heads[5] == Who("decoder.1.attention", 1, 1)
+    assert found.heads[5] == HeadLocation("decoder.1.attention", 1, 1)
     inside = (found.low <= found.distances + 1e-9) & (found.distances <= found.high + 1e-9)
     assert inside.all()
 
 
 def test_sampled_rows_are_near_all_rows_and_inside_their_interval():
     net, texts = small(), scenes(24)
-    whole, some = (only(redundancy(net, texts, how=LIGHT._replace(rows=count))) for count in (64, 5))
+    whole, some = (only(measure_redundancy(net, texts, options=LIGHT._replace(rows_per_text=count))) for count in (64, 5))
     pairs = np.triu_indices(8, 1)
     held = (some.low <= whole.distances) & (whole.distances <= some.high)
     assert not np.allclose(some.distances, whole.distances)
@@ -129,12 +129,12 @@ def test_sampled_rows_are_near_all_rows_and_inside_their_interval():
 
 
 def test_text_by_text_is_all_at_once_but_for_folds():
-    sums, folds = np.random.default_rng(0).random((3 * MOST + 5, 2)), Folds()
+    sums, folds = np.random.default_rng(0).random((3 * MAX_FOLDS + 5, 2)), FoldedSums()
     for number, one in enumerate(sums):
         folds.add(number, one, 2.0)
     np.testing.assert_allclose(folds.mean, sums.mean(0) / 2)
-    assert len(folds._sums) == MOST
-    told = folds.told(400, 0)
+    assert len(folds._sums) == MAX_FOLDS
+    told = folds.mean_intervals(400, 0)
     error = sums.std(0) / math.sqrt(len(sums)) / 2
     np.testing.assert_allclose(told.high - told.low, 2 * 1.96 * error, rtol=0.35)
 
@@ -142,17 +142,17 @@ def test_text_by_text_is_all_at_once_but_for_folds():
 def test_intervals_hold_the_truth():
     hits = 0
     for trial in range(150):
-        draw, folds = np.random.default_rng(trial), Folds()
+        draw, folds = np.random.default_rng(trial), FoldedSums()
         for number in range(40):
             folds.add(number, draw.normal(1.0, 1.0, size=(1,)), 1.0)
-        told = folds.told(200, trial)
+        told = folds.mean_intervals(200, trial)
         hits += bool(told.low[0] <= 1.0 <= told.high[0])
     assert 0.88 < hits / 150 < 0.99
 
 
 def test_permuting_heads_permutes():
     net, texts = small(layers=1), scenes(4)
-    before = only(redundancy(net, texts, how=LIGHT))
+    before = only(measure_redundancy(net, texts, options=LIGHT))
     order = [2, 0, 3, 1]
     with torch.no_grad():
         for name, parameter in net.named_parameters():
@@ -162,7 +162,7 @@ def test_permuting_heads_permutes():
             if name.endswith("output.o"):
                 heads = parameter.view(20, 4, 5)
                 parameter.copy_(heads[:, order].reshape(parameter.shape))
-    after = only(redundancy(net, texts, how=LIGHT))
+    after = only(measure_redundancy(net, texts, options=LIGHT))
     np.testing.assert_allclose(after.distances, before.distances[np.ix_(order, order)], atol=1e-6)
     assert before.outputs is not None
     assert after.outputs is not None
@@ -171,13 +171,13 @@ def test_permuting_heads_permutes():
 
 def test_weights_dealt_anew_are_as_sharp_and_stay_where_they_may_be():
     may = torch.ones(4, 4, dtype=torch.bool).tril().expand(2, 4, 4)
-    weights = torch.randn(2, 4, 4).masked_fill(~may, -torch.inf).softmax(-1)
-    told = Rows(("text", "text"), (), torch.nn.functional.pad(weights, (0, 1)), may)
-    dealt = [told.dealt((0, seed)) for seed in range(20)]
+    weights = torch.randn(2, 4, 4).masked_fill(~may, -torch.inf).on_softmax(-1)
+    told = SampledRows(("text", "text"), (), torch.nn.functional.pad(weights, (0, 1)), may)
+    dealt = [told.permute_weights((0, seed)) for seed in range(20)]
     assert all(torch.equal(one[..., :4].masked_fill(may, 0), torch.zeros(2, 4, 4)) for one in dealt)
     assert all(torch.equal(one.sort(-1).values, told.weights.sort(-1).values) for one in dealt)
     assert any(not torch.equal(one[0, 3], one[1, 3]) for one in dealt)
-    assert torch.equal(told.dealt((0, 3)), dealt[3])
+    assert torch.equal(told.permute_weights((0, 3)), dealt[3])
 
 
 # --- what heads say ------------------------------------------------------------------------------------
@@ -200,11 +200,11 @@ def without_bias(x: Array, y: Array) -> float:
     def hsic(k: Array, other: Array) -> float:
         n = len(k)
         pairs = triples = quads = 0.0
-        for i, j in itertools.permutations(range(n), 2):
+        for i, j in itertools.num_permutations(range(n), 2):
             pairs += k[i, j] * other[i, j]
-        for i, j, q in itertools.permutations(range(n), 3):
+        for i, j, q in itertools.num_permutations(range(n), 3):
             triples += k[i, j] * other[i, q]
-        for i, j, q, r in itertools.permutations(range(n), 4):
+        for i, j, q, r in itertools.num_permutations(range(n), 4):
             quads += k[i, j] * other[q, r]
         return pairs / math.perm(n, 2) + quads / math.perm(n, 4) - 2 * triples / math.perm(n, 3)
 
@@ -215,7 +215,7 @@ def without_bias(x: Array, y: Array) -> float:
 @pytest.mark.parametrize(("kind", "definition"), [("linear", textbook), ("unbiased", without_bias)])
 def test_likeness_of_what_heads_say(kind: str, definition: Any):
     x = torch.randn(3, 9, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = cka(x, kind).numpy()
+    found = centred_kernel_alignment(x, kind).numpy()
     for one, other in itertools.product(range(3), repeat=2):
         wanted = definition((x[one] + 5).numpy(), x[other].numpy())
         assert found[one, other] == pytest.approx(wanted, abs=1e-9)
@@ -226,28 +226,28 @@ def test_likeness_does_not_see_rotation_scale_or_a_constant(kind: str):
     x = torch.randn(2, 23, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     turn, _ = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64))
     other = torch.stack([x[0] @ turn * 7 + 3, x[1]])
-    torch.testing.assert_close(cka(other, kind), cka(x, kind), atol=1e-9, rtol=0)
-    assert cka(torch.stack([x[0], other[0]]), kind)[0, 1].item() == pytest.approx(1.0)
+    torch.testing.assert_close(centred_kernel_alignment(other, kind), centred_kernel_alignment(x, kind), atol=1e-9, rtol=0)
+    assert centred_kernel_alignment(torch.stack([x[0], other[0]]), kind)[0, 1].item() == pytest.approx(1.0)
 
 
 def test_without_bias_nothing_shared_is_zero_and_with_it_is_not():
     draw = torch.Generator().manual_seed(0)
     pairs = [torch.randn(2, 12, 8, generator=draw, dtype=torch.float64) for _ in range(150)]
-    linear, unbiased = (np.mean([cka(x, kind)[0, 1].item() for x in pairs]) for kind in ("linear", "unbiased"))
+    linear, unbiased = (np.mean([centred_kernel_alignment(x, kind)[0, 1].item() for x in pairs]) for kind in ("linear", "unbiased"))
     assert abs(unbiased) < 0.03 < 0.3 < linear
 
 
 def test_a_head_that_always_says_the_same_is_like_none():
     x = torch.stack([torch.ones(9, 3), torch.randn(9, 3)])
-    assert torch.isnan(cka(x)[0]).all()
-    assert not torch.isnan(cka(x)[1, 1])
+    assert torch.isnan(centred_kernel_alignment(x)[0]).all()
+    assert not torch.isnan(centred_kernel_alignment(x)[1, 1])
     with pytest.raises(ValueError, match="3 tokens are too few"):
-        cka(torch.randn(2, 3, 4))
+        centred_kernel_alignment(torch.randn(2, 3, 4))
 
 
 def test_a_sample_of_tokens_does_not_depend_on_how_they_come():
     said = [torch.randn(count, 2, 3) for count in (5, 9, 4, 30)]
-    one, other = Reservoir(20), Reservoir(20)
+    one, other = OutputReservoir(20), OutputReservoir(20)
     for number, z in enumerate(said):
         one.add(number, {"a": z})
     for number in (3, 1, 0, 2):
@@ -255,19 +255,19 @@ def test_a_sample_of_tokens_does_not_depend_on_how_they_come():
     kept = [held.features(["a"])[0, :, 0].sort().values for held in (one, other)]
     assert torch.equal(*kept)
     assert len(kept[0]) == 20
-    assert torch.equal(one.features(["a"]), one.kept["a"].transpose(0, 1))
+    assert torch.equal(one.features(["a"]), one.outputs["a"].transpose(0, 1))
 
 
 def test_what_heads_say_of_all_tokens_is_compared():
     net, texts = small(), scenes(4)
-    found = only(redundancy(net, texts, how=LIGHT._replace(outputs="linear"))).outputs
+    found = only(measure_redundancy(net, texts, options=LIGHT._replace(cka_estimator="linear"))).outputs
     seen: list[Tensor] = []
     for text in texts:
         probe = [hw.Probe("heads") for _ in range(2)]
         net.probes = {f"decoder.{n}.attention": one for n, one in enumerate(probe)}
         with torch.no_grad():
             net(text.inputs["x"])
-        seen.append(torch.cat([one.seen["heads"][0] for one in probe], 1))
+        seen.append(torch.cat([one.tensors["heads"][0] for one in probe], 1))
     x = torch.cat(seen).double().numpy()
     assert found is not None
     for one, other in ((0, 5), (2, 3), (7, 7)):
@@ -281,7 +281,7 @@ def test_clusters_join_by_the_mean_over_pairs():
     places = np.random.default_rng(5).normal(size=(9, 3))
     far = np.linalg.norm(places[:, None] - places, axis=-1)
     groups = [{n} for n in range(9)]
-    for joined in linkage(far):
+    for joined in average_linkage(far):
         apart = {
             (a, b): far[np.ix_(sorted(one), sorted(other))].mean()
             for (a, one), (b, other) in itertools.combinations(enumerate(groups), 2)
@@ -294,24 +294,24 @@ def test_clusters_join_by_the_mean_over_pairs():
 
 def test_a_cut_is_between_clusters():
     far = np.abs(np.subtract.outer(np.array([0.0, 10, 0.1, 10.2, 50]), np.array([0.0, 10, 0.1, 10.2, 50])))
-    assert clusters(linkage(far), 1.0) == (0, 1, 0, 1, 2)
-    assert clusters(linkage(far), 0.0) == (0, 1, 2, 3, 4)
-    assert clusters(linkage(far), 99.0) == (0, 0, 0, 0, 0)
+    assert cut_clusters(average_linkage(far), 1.0) == (0, 1, 0, 1, 2)
+    assert cut_clusters(average_linkage(far), 0.0) == (0, 1, 2, 3, 4)
+    assert cut_clusters(average_linkage(far), 99.0) == (0, 0, 0, 0, 0)
 
 
 def test_a_plane_is_found_again_and_again_alike():
     places = np.random.default_rng(2).normal(size=(17, 2)) * [3, 1]
     far = np.linalg.norm(places[:, None] - places, axis=-1)
-    found = plane(far, seed=4)
+    found = embed_in_plane(far, seed=4)
     assert found.stress < 1e-3
     np.testing.assert_allclose(np.linalg.norm(found.places[:, None] - found.places, axis=-1), far, atol=1e-2)
-    np.testing.assert_array_equal(found.places, plane(far, seed=4).places)
+    np.testing.assert_array_equal(found.places, embed_in_plane(far, seed=4).places)
 
 
 def test_several_starts_end_no_worse_than_the_classical_one_and_say_their_stress():
     draw = np.random.default_rng(3).normal(size=(14, 6))
     far = np.linalg.norm(draw[:, None] - draw, axis=-1)
-    one, five = plane(far, starts=1), plane(far)
+    one, five = embed_in_plane(far, num_starts=1), embed_in_plane(far)
     assert five.stress <= one.stress
     apart = np.linalg.norm(five.places[:, None] - five.places, axis=-1)
     assert five.stress == pytest.approx(math.sqrt(((apart - far) ** 2).sum() / (far**2).sum()))
@@ -324,7 +324,7 @@ def test_several_starts_end_no_worse_than_the_classical_one_and_say_their_stress
 
 @pytest.mark.parametrize("far", [np.zeros((1, 1)), np.array([[0.0, 2.0], [2.0, 0.0]]), np.zeros((3, 3))])
 def test_few_or_equal_places_have_a_plane(far: Array):
-    found = plane(far)
+    found = embed_in_plane(far)
     assert found.places.shape == (len(far), 2)
     assert found.stress < 1e-6
 
@@ -332,7 +332,7 @@ def test_few_or_equal_places_have_a_plane(far: Array):
 @pytest.mark.parametrize("far", [np.ones((2, 3)), np.array([[0, np.nan], [np.nan, 0]]), np.array([[0.0, 1], [2, 0]])])
 def test_what_is_no_distance_is_refused(far: Array):
     with pytest.raises(ValueError, match=r"give one for every pair|leave out what has none"):
-        linkage(far)
+        average_linkage(far)
 
 
 # --- the answer ----------------------------------------------------------------------------------------
@@ -351,42 +351,42 @@ def test_copied_heads_are_found_as_one_and_nothing_else_is():
     net, texts = small(layers=3), scenes(8)
     for layer, one, other in ((0, 1, 3), (2, 0, 2)):
         copied(net, layer, one, other)
-    found = only(redundancy(net, texts, how=LIGHT._replace(cut=0.05)))
-    names = {(pair[0].site, pair[0].head, pair[1].head) for pair in found.near[:2]}
+    found = only(measure_redundancy(net, texts, options=LIGHT._replace(max_distance=0.05)))
+    names = {(pair[0].site, pair[0].head, pair[1].head) for pair in found.similar_pairs[:2]}
     assert names == {("decoder.0.attention", 1, 3), ("decoder.2.attention", 0, 2)}
     place = found.heads.index
-    for pair in found.near[:2]:
+    for pair in found.similar_pairs[:2]:
         assert found.distances[place(pair[0]), place(pair[1])] == pytest.approx(0, abs=1e-7)
         assert found.outputs is not None
         assert found.outputs[place(pair[0]), place(pair[1])] == pytest.approx(1)
-    assert [len(own) for own in found.members][:3] == [2, 2, 1]
+    assert [len(own) for own in found.cluster_members][:3] == [2, 2, 1]
     assert max(one.height for one in found.joined[:2]) < 1e-7 < found.joined[2].height
-    assert len(found.near) == 2
+    assert len(found.similar_pairs) == 2
     assert found.by_chance == 12
     assert "10 clusters (12 by chance)" in found.sentence
 
 
 def test_untrained_heads_that_read_all_alike_are_not_called_redundant():
-    found = redundancy(small(sharp=1.0), scenes(8), how=LIGHT)
+    found = measure_redundancy(small(sharp=1.0), scenes(8), options=LIGHT)
     assert "Not shown to be redundant" in found.sentence
 
 
 def test_heads_that_share_nothing_are_called_redundant_as_seldom_as_said():
-    found = [only(redundancy(small(seed=seed), scenes(6), how=LIGHT)) for seed in range(12)]
+    found = [only(measure_redundancy(small(seed=seed), scenes(6), options=LIGHT)) for seed in range(12)]
     assert sum(one.alike.p < 0.05 for one in found) <= 2
     assert sum(one.alike.value for one in found) <= 4 + 3 * sum(one.alike.chance for one in found)
 
 
 def test_near_pairs_are_counted_beside_what_a_poisson_number_would_be():
-    assert at_least(3, 1.5).p == pytest.approx(1 - math.exp(-1.5) * (1 + 1.5 + 1.125))
-    assert at_least(0, 1.5).p == 1.0
+    assert poisson_test(3, 1.5).p == pytest.approx(1 - math.exp(-1.5) * (1 + 1.5 + 1.125))
+    assert poisson_test(0, 1.5).p == 1.0
     draw, hits = np.random.default_rng(0), 0
     mean, error = np.array([5.0, 5.2, 6.0]), np.array([1.0, 0.5, 1.0])
     told = [mean, mean - 1.959964 * error, mean + 1.959964 * error]
     for _ in range(20_000):
         drawn = draw.normal(mean, error)
         hits += int((drawn + 1.959964 * error < np.minimum(mean, 5.1)).sum())
-    assert surely_below(*told, cut=5.1) == pytest.approx(hits / 20_000, rel=0.1)
+    assert expected_pairs_below(*told, threshold=5.1) == pytest.approx(hits / 20_000, rel=0.1)
 
 
 def test_heads_that_all_read_one_place_are_called_redundant():
@@ -394,7 +394,7 @@ def test_heads_that_all_read_one_place_are_called_redundant():
     for layer in (0, 1):
         for head in (1, 2, 3):
             copied(net, layer, 0, head)
-    found = redundancy(net, scenes(8), how=LIGHT)
+    found = measure_redundancy(net, scenes(8), options=LIGHT)
     assert "Some heads read alike beyond chance" in found.sentence
     assert found.sentence.startswith("Transformer, 8 texts: ")
     assert "12 of 28 pairs" in found.sentence
@@ -402,12 +402,12 @@ def test_heads_that_all_read_one_place_are_called_redundant():
 
 def test_beside_a_twin():
     net, texts = small(), scenes(6)
-    own, other = (redundancy(each, texts, how=LIGHT, name=name) for each, name in ((net, "own"), (twin(net), "fresh")))
+    own, other = (measure_redundancy(each, texts, options=LIGHT, name=name) for each, name in ((net, "own"), (make_random_baseline(net), "fresh")))
     median = np.median(only(other).distances[np.triu_indices(8, 1)])
-    near = len(only(other).near)
-    assert own.beside(other) == (
+    near = len(only(other).similar_pairs)
+    assert own.compare_with(other) == (
         f"fresh, 6 texts: of 8 heads (text reads text) the median pair is {median:.3f} nats apart, and {near} of 28 "
-        f"pairs are surely near, not {len(only(own).near)}."
+        f"pairs are surely near, not {len(only(own).similar_pairs)}."
     )
 
 
@@ -421,7 +421,7 @@ def test_a_source_and_a_text_are_compared_apart():
         inputs = {"input_ids": source.inputs["x"], "decoder_input_ids": text.inputs["x"]}
         texts.append(replace(text, inputs=inputs, streams={"text": text.streams["text"],
                                                           "source": source.streams["text"]}))  # fmt: skip
-    found = redundancy(ZOO["bart"].build(), texts, how=LIGHT, name="bart")
+    found = measure_redundancy(ZOO["bart"].build(), texts, options=LIGHT, name="bart")
     assert {one.streams for one in found.readers} == {("source", "source"), ("text", "text"), ("text", "source")}
     assert all(len(one.heads) == 8 and one.outputs is not None for one in found.readers)
     assert found.data["readers"][0]["streams"] == ["source", "source"]
@@ -433,7 +433,7 @@ def test_models_of_others(name: str):
     from foreign import ZOO
 
     model, texts = ZOO[name].build(), scenes(3, "input_ids")
-    found = only(redundancy(model, texts, how=LIGHT))
+    found = only(measure_redundancy(model, texts, options=LIGHT))
     total, count = np.zeros((8, 8)), 0
     for text in texts:
         with torch.no_grad():
@@ -447,14 +447,14 @@ def test_models_of_others(name: str):
 
 
 def test_weights_that_are_no_shares_are_left_out_and_said():
-    block = hw.blueprint.Block(hw.design(model=20, heads=4, pattern="causal"), feed=None)
-    raw = hw.blueprint.Block(hw.design(model=20, heads=4, pattern="causal", normaliser=hw.Sigmoid()), feed=None)
-    stack = hw.blueprint.Stack.of("decoder", 20, [block, raw], embedding=hw.blueprint.Embedding(29))
-    net = hw.build(hw.blueprint.Model("odd", "decoder", (stack,)), seed=0)
+    block = hw.blueprint.BlockSpec(hw.design(model=20, heads=4, pattern="causal"), feed=None)
+    raw = hw.blueprint.BlockSpec(hw.design(model=20, heads=4, pattern="causal", normaliser=hw.Sigmoid()), feed=None)
+    stack = hw.blueprint.StackSpec.from_blocks("decoder", 20, [block, raw], embedding=hw.blueprint.EmbeddingSpec(29))
+    net = hw.build(hw.blueprint.ModelSpec("odd", "decoder", (stack,)), seed=0)
     with torch.no_grad():
         for parameter in net.get_submodule("decoder.1").parameters():
             parameter.mul_(9)
-    found = redundancy(net.eval(), scenes(3), how=LIGHT)
+    found = measure_redundancy(net.eval(), scenes(3), options=LIGHT)
     why = "its weights are below zero or sum to more than one, and so are no shares"
     assert [who.site for who in only(found).heads] == ["decoder.0.attention"] * 4
     assert found.notes == (f"decoder.1.attention is left out: {why}",)
@@ -463,28 +463,28 @@ def test_weights_that_are_no_shares_are_left_out_and_said():
 def test_what_cannot_be_compared_is_refused():
     net = small()
     with pytest.raises(ValueError, match="1 texts leave no interval; give at least two"):
-        redundancy(net, scenes(1), how=LIGHT)
+        measure_redundancy(net, scenes(1), options=LIGHT)
     with pytest.raises(ValueError, match="outputs='cca' is unknown; use 'unbiased' or 'linear'"):
-        redundancy(net, scenes(2), how=How(outputs="cca"))
+        measure_redundancy(net, scenes(2), options=RedundancyOptions(cka_estimator="cca"))
     with pytest.raises(ValueError, match="rows=0 is too few"):
-        redundancy(net, scenes(2), how=How(rows=0))
+        measure_redundancy(net, scenes(2), options=RedundancyOptions(rows_per_text=0))
     with pytest.raises(ValueError, match="Linear has no attention that can be seen"):
-        redundancy(torch.nn.Linear(2, 2), scenes(2))
+        measure_redundancy(torch.nn.Linear(2, 2), scenes(2))
     with pytest.raises(ValueError, match=r"call model\.eval\(\) first"):
-        redundancy(net.train(), scenes(2))
+        measure_redundancy(net.train(), scenes(2))
 
 
 def test_little_is_held_however_long_a_text_is(monkeypatch: pytest.MonkeyPatch):
     held: list[int] = []
-    original = module.jensen_shannon
+    original = module.jensen_shannon_divergence
 
     def spy(weights: Tensor, others: Tensor | None = None) -> Tensor:
         held.append(weights.shape[1])
         return original(weights, others)
 
-    monkeypatch.setattr(module, "jensen_shannon", spy)
+    monkeypatch.setattr(module, "jensen_shannon_divergence", spy)
     monkeypatch.setattr("headwise.heads.sampled.HELD", 8 * 10 * 30)
-    redundancy(small(), [scene([5] * 30), scene([6] * 300)], how=LIGHT)
+    measure_redundancy(small(), [scene([5] * 30), scene([6] * 300)], options=LIGHT)
     assert held == [10, 10, 8, 8]
 
 
@@ -493,16 +493,16 @@ def test_little_is_held_however_long_a_text_is(monkeypatch: pytest.MonkeyPatch):
 
 def test_p_is_how_often_chance_does_as_much():
     drawn = np.array([1.0, 2, 3, 4])
-    assert against(4.0, drawn, "high") == (4.0, 2.5, 0.4)
-    assert against(1.0, drawn, "low").p == 0.4
-    assert against(5.0, drawn).p == 0.2
-    assert against(0.0, drawn).p == 0.2
-    assert math.isnan(against(0.0, drawn[:0]).p)
+    assert compare_with_null(4.0, drawn, "high") == (4.0, 2.5, 0.4)
+    assert compare_with_null(1.0, drawn, "low").p == 0.4
+    assert compare_with_null(5.0, drawn).p == 0.2
+    assert compare_with_null(0.0, drawn).p == 0.2
+    assert math.isnan(compare_with_null(0.0, drawn[:0]).p)
 
 
 def test_holms_correction():
-    assert corrected([0.01, 0.02, 0.03, 0.5]) == pytest.approx([0.04, 0.06, 0.06, 0.5])
-    assert corrected([0.9, 0.8]) == [1.0, 1.0]
+    assert holm_correction([0.01, 0.02, 0.03, 0.5]) == pytest.approx([0.04, 0.06, 0.06, 0.5])
+    assert holm_correction([0.9, 0.8]) == [1.0, 1.0]
 
 
 def test_nearer_within_is_calibrated_and_finds_what_was_planted():
@@ -510,11 +510,11 @@ def test_nearer_within_is_calibrated_and_finds_what_was_planted():
     for trial in range(120):
         places = np.random.default_rng(trial).normal(size=(12, 5))
         far = np.linalg.norm(places[:, None] - places, axis=-1)
-        hits += nearer_within(far, of, 39, trial).p <= 0.1
+        hits += class_separation_test(far, of, 39, trial).p <= 0.1
     assert 0.03 < hits / 120 < 0.18
     places = np.repeat(np.eye(3) * 9, 4, 0) + np.random.default_rng(0).normal(size=(12, 3))
     far = np.linalg.norm(places[:, None] - places, axis=-1)
-    assert nearer_within(far, of, 99, 0).p == 0.01
+    assert class_separation_test(far, of, 99, 0).p == 0.01
 
 
 def test_agreement_is_calibrated():
@@ -522,6 +522,6 @@ def test_agreement_is_calibrated():
         places = np.random.default_rng(seed).normal(size=(9, 3))
         return np.linalg.norm(places[:, None] - places, axis=-1)
 
-    hits = sum(mantel(far(trial), far(trial + 1000), 39, trial).p <= 0.1 for trial in range(120))
+    hits = sum(mantel_test(far(trial), far(trial + 1000), 39, trial).p <= 0.1 for trial in range(120))
     assert 0.03 < hits / 120 < 0.18
-    assert mantel(far(0), far(0) ** 2, 99, 0).p == 0.01
+    assert mantel_test(far(0), far(0) ** 2, 99, 0).p == 0.01

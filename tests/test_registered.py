@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import headwise as hw
 from foreign import LLAMA, LOCAL, WORDS, ZOO, Foreign, run, transformers
 from headwise.hub import registered
-from headwise.hub.finding import found
+from headwise.hub.finding import find_attention
 from test_sites import looked, own_weights
 
 LOWEST = torch.finfo(torch.float32).min
@@ -165,8 +165,8 @@ def test_it_is_its_definition(kind: str, queries: int, groups: int):
         told = {key: value for key, value in told.items() if key != "is_causal"}
     o, w = defined(q, k, v, told)
     said = {"attention_mask": None} | told
-    own, nothing = registered.attend(Layer(), q, k, v, **said)
-    again, weights = registered.attend(Layer(), q, k, v, **said, output_attentions=True)
+    own, nothing = registered.attention_forward(Layer(), q, k, v, **said)
+    again, weights = registered.attention_forward(Layer(), q, k, v, **said, output_attentions=True)
     assert own.is_contiguous()
     assert torch.allclose(own.double(), o, atol=1e-6)
     assert torch.allclose(again.double(), o, atol=1e-6)
@@ -231,14 +231,14 @@ def test_what_is_only_ahead_needs_no_mask(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_mask_that_was_written_to_is_read():
     q = torch.randn(1, 2, 5, 3, generator=torch.Generator().manual_seed(0))
-    made = registered.mask(batch_size=1, q_length=5, kv_length=5)
+    made = registered.make_mask(batch_size=1, q_length=5, kv_length=5)
     assert made is not None
-    marked, _ = registered.attend(Layer(), q, q, q, made)
-    plain, _ = registered.attend(Layer(), q, q, q, made.clone())
+    marked, _ = registered.attention_forward(Layer(), q, q, q, made)
+    plain, _ = registered.attention_forward(Layer(), q, q, q, made.clone())
     assert torch.allclose(marked, plain, atol=1e-6)
     made[..., 1:, 0] = LOWEST
-    written, _ = registered.attend(Layer(), q, q, q, made)
-    same, _ = registered.attend(Layer(), q, q, q, made.clone())
+    written, _ = registered.attention_forward(Layer(), q, q, q, made)
+    same, _ = registered.attention_forward(Layer(), q, q, q, made.clone())
     assert torch.equal(written, same)
     assert not torch.allclose(written, marked, atol=1e-3)
 
@@ -268,12 +268,12 @@ def test_watched_on_headwise_as_on_eager(name: str, monkeypatch: pytest.MonkeyPa
         run(eager, inputs)
     with looked(ours) as keeps:
         whole = run(ours, inputs)
-    for one in found(eager):
+    for one in find_attention(eager):
         (core,) = keeps[one.site.name].seen
         for head in (0, 2):
-            assert torch.allclose(core.rows(head), given[one.module][:, head], atol=1e-5)
+            assert torch.allclose(core.head_weights(head), given[one.module][:, head], atol=1e-5)
     heads = [(site.name, 3 - n % 4) for n, site in enumerate(hw.sites(ours))]
-    with hw.silence(eager, heads), hw.silence(ours, heads):
+    with hw.ablate(eager, heads), hw.ablate(ours, heads):
         quiet = run(ours, inputs)
         assert off(quiet, run(eager, inputs)) <= 1e-5
     assert off(quiet, whole) > 1e-4
@@ -305,7 +305,7 @@ def test_what_it_cannot_know_is_refused(kind: str):
     told, why = BAD[kind]
     q, k = torch.zeros(2, 6, 4, 7), torch.zeros(2, 2, 5, 7)
     with pytest.raises(ValueError, match=why):
-        registered.attend(Layer(), q, k, k, **({"attention_mask": None} | told))
+        registered.attention_forward(Layer(), q, k, k, **({"attention_mask": None} | told))
 
 
 LATER = """
@@ -334,22 +334,22 @@ def test_it_waits_until_an_import_has_come_to_its_end(tmp_path: Path, monkeypatc
     models.write_text("raise ImportError('something is missing')")
     done: list[int] = []
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registered, "MODELS", "theirs.models_of_theirs")
-    monkeypatch.setattr(registered, "register", lambda: done.append(len(done)))
+    monkeypatch.setattr(registered, "MODELS_MODULE", "theirs.models_of_theirs")
+    monkeypatch.setattr(registered, "register_backend", lambda: done.append(len(done)))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the second text is as old as the first
     for _ in range(2):
-        registered.register_once_imported()
-    assert sum(isinstance(finder, registered.Waiting) for finder in sys.meta_path) == 1
+        registered.register_on_import()
+    assert sum(isinstance(finder, registered.TransformersImportHook) for finder in sys.meta_path) == 1
     with pytest.raises(ImportError, match="missing"):
         import_module("theirs.models_of_theirs")
     assert done == []
     models.write_text("said = 3")
     assert import_module("theirs.models_of_theirs").said == 3
     assert done == [0]
-    registered.register_once_imported()
+    registered.register_on_import()
     assert done == [0, 1]
-    assert not any(isinstance(finder, registered.Waiting) for finder in sys.meta_path)
+    assert not any(isinstance(finder, registered.TransformersImportHook) for finder in sys.meta_path)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_transformers_before_5_3_is_left_alone(version: str, taken: bool, monkey
         kept = {name: held for name, held in one._global_mapping.items() if name != "headwise"}
         monkeypatch.setattr(one, "_global_mapping", kept)
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # which may stand there anew
-    registered.register()
+    registered.register_backend()
     assert ["headwise" in one() for one in interfaces] == [taken, taken]
 
 

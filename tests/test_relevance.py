@@ -10,20 +10,20 @@ import torch
 
 import headwise as hw
 from headwise import blueprint as bp
-from headwise.heads.lrp import Relevance, Through
-from headwise.heads.relevance import ALPHA, BETA, EPS, Node, Tape
-from headwise.heads.scene import Scene
-from headwise.heads.weighing import importance
-from headwise.hub.readable import readable
+from headwise.heads.lrp import LayerwiseRelevance, RelevanceForward
+from headwise.heads.relevance import ALPHA, BETA, STABILISER, RelevanceNode, RelevanceTape
+from headwise.heads.scene import Example
+from headwise.heads.weighing import estimate_importance
+from headwise.hub.readable import prepare_inputs
 from weighed import BERT, GPT2, LLAMA, WORDS, built, ids, loud, scenes, translator
 
 
 def labelled(at: str) -> Any:
     """An encoder that says one of five classes of a text."""
-    block = bp.Block(hw.design(model=12, heads=3), feed=bp.Dense(20, "silu", form="gated"), placement="sandwich")
-    stack = bp.Stack.of("encoder", 12, [block] * 2, embedding=bp.Embedding(WORDS))
-    head = bp.Head("class", 5, at=at, bias="learned", transform=bp.Transform(7), cap=3.0, scale=0.5)
-    return loud(hw.build(bp.Model("small", "encoder", (stack,), (head,)), seed=0))
+    block = bp.BlockSpec(hw.design(model=12, heads=3), feed=bp.FeedForwardSpec(20, "silu", form="gated"), placement="sandwich")
+    stack = bp.StackSpec.from_blocks("encoder", 12, [block] * 2, embedding=bp.EmbeddingSpec(WORDS))
+    head = bp.OutputHeadSpec("class", 5, at=at, bias="learned", transform=bp.HeadTransformSpec(7), cap=3.0, scale=0.5)
+    return loud(hw.build(bp.ModelSpec("small", "encoder", (stack,), (head,)), seed=0))
 
 
 NETS = {
@@ -42,7 +42,7 @@ def divided(contributions: np.ndarray, relevance: float) -> np.ndarray:
     positive = sum(c for c in contributions if c > 0)
     negative = sum(c for c in contributions if c < 0)
     return np.array(
-        [relevance * (ALPHA * c / (positive + EPS) if c > 0 else BETA * c / (negative - EPS)) for c in contributions]
+        [relevance * (ALPHA * c / (positive + STABILISER) if c > 0 else BETA * c / (negative - STABILISER)) for c in contributions]
     )
 
 
@@ -64,10 +64,10 @@ def test_a_linear_map_divides_as_the_rule_says(monkeypatch: pytest.MonkeyPatch):
     (wanted,) = scaled([wanted], told.sum())
     for cells in (10, 2**22):  # a token at a time, and all at once
         monkeypatch.setattr("headwise.heads.relevance.CELLS", cells)
-        tape, node = Tape(), Node(torch.from_numpy(x))
+        tape, node = RelevanceTape(), RelevanceNode(torch.from_numpy(x))
         out = tape.linear(node, torch.from_numpy(weight), torch.from_numpy(bias))
         np.testing.assert_allclose(out.value, x @ weight.T + bias)
-        tape.back(out, torch.from_numpy(told))
+        tape.backward(out, torch.from_numpy(told))
         np.testing.assert_allclose(node.relevance, wanted, rtol=1e-10)
 
 
@@ -77,10 +77,10 @@ def test_reading_divides_among_tokens_and_heads_that_share_values():
     reads, wanted = (0, 1, 1), np.zeros((5, 2, 4))
     for h, t, c in np.ndindex(3, 2, 4):
         wanted[:, reads[h], c] += divided(w[h, t] * v[:, reads[h], c], told[t, h, c])
-    tape, node = Tape(), Node(torch.from_numpy(v))
-    out = tape.read(node, torch.from_numpy(w), reads)
-    np.testing.assert_allclose(out.value, np.einsum("hts,shc->thc", w, v[:, list(reads)]))
-    tape.back(out, torch.from_numpy(told))
+    tape, node = RelevanceTape(), RelevanceNode(torch.from_numpy(v))
+    out = tape.attention_read(node, torch.from_numpy(w), reads)
+    np.testing.assert_allclose(out.value, np.on_einsum("hts,shc->thc", w, v[:, list(reads)]))
+    tape.backward(out, torch.from_numpy(told))
     np.testing.assert_allclose(node.relevance, scaled([wanted], told.sum())[0], rtol=1e-10)
 
 
@@ -88,25 +88,25 @@ def test_a_sum_divides_among_its_terms():
     a, b, told = np.array([[1.0, -2.0, 3.0]]), np.array([[3.0, -1.0, -1.0]]), np.array([[0.5, 0.25, 0.25]])
     own = [divided(np.array([x, y]), r) for x, y, r in zip(a[0], b[0], told[0], strict=True)]
     wanted = scaled([np.array([one[0] for one in own]), np.array([one[1] for one in own])], 1.0)
-    tape, left, right = Tape(), Node(torch.from_numpy(a)), Node(torch.from_numpy(b))
-    tape.back(tape.added(left, right), torch.from_numpy(told))
+    tape, left, right = RelevanceTape(), RelevanceNode(torch.from_numpy(a)), RelevanceNode(torch.from_numpy(b))
+    tape.backward(tape.sum_terms(left, right), torch.from_numpy(told))
     np.testing.assert_allclose(left.relevance[0], wanted[0], rtol=1e-10)
     np.testing.assert_allclose(right.relevance[0], wanted[1], rtol=1e-10)
     assert left.relevance[0, 0] == pytest.approx(float(wanted[0][0]))
 
 
 def test_nothing_to_divide_among_is_refused():
-    tape, node = Tape(), Node(torch.zeros(2, 3, dtype=torch.float64))
+    tape, node = RelevanceTape(), RelevanceNode(torch.zeros(2, 3, dtype=torch.float64))
     out = tape.linear(node, torch.ones(4, 3), None)
     with pytest.raises(ValueError, match="relevance has nowhere to go"):
-        tape.back(out, torch.ones(2, 4))
+        tape.backward(out, torch.ones(2, 4))
 
 
-def followed(net: Any, inputs: dict[str, torch.Tensor]) -> Through:
+def followed(net: Any, inputs: dict[str, torch.Tensor]) -> RelevanceForward:
     """A run that was followed back."""
     with torch.no_grad():
-        through = Through(net, readable(net, inputs, 0))
-        through.follow()
+        through = RelevanceForward(net, prepare_inputs(net, inputs, 0))
+        through.propagate()
     return through
 
 
@@ -119,24 +119,24 @@ def test_relevance_is_conserved(name: str):
     inputs = scenes(net)[0].inputs
     through, said = followed(net, inputs), net(**inputs).detach()
     torch.testing.assert_close(through.out.value, said.view_as(through.out.value))
-    assert float(sum(one.relevance.sum() for one in through.starts.values())) == pytest.approx(1, rel=1e-6)
-    assert set(through.heads) == {site.name for site in hw.sites(net)}
-    assert all(bool((one.relevance >= 0).all()) for one in through.heads.values())
-    if len(through.starts) == 2:
-        assert all(0.01 < float(one.relevance.sum()) < 0.99 for one in through.starts.values())
+    assert float(sum(one.relevance.sum() for one in through.stack_inputs.values())) == pytest.approx(1, rel=1e-6)
+    assert set(through.head_outputs) == {site.name for site in hw.sites(net)}
+    assert all(bool((one.relevance >= 0).all()) for one in through.head_outputs.values())
+    if len(through.stack_inputs) == 2:
+        assert all(0.01 < float(one.relevance.sum()) < 0.99 for one in through.stack_inputs.values())
 
 
 def test_a_layer_by_hand():
     """One attention of two heads over two tokens, a residual, a head over words: every step in numpy."""
-    block = bp.Block(hw.design(model=4, heads=2), placement="post", norm=bp.Norm("rms"))
-    stack = bp.Stack.of("encoder", 4, [block], embedding=bp.Embedding(WORDS))
-    net = loud(hw.build(bp.Model("one", "encoder", (stack,), (bp.Head("tokens", WORDS),)), seed=0))
+    block = bp.BlockSpec(hw.design(model=4, heads=2), placement="post", norm=bp.NormSpec("rms"))
+    stack = bp.StackSpec.from_blocks("encoder", 4, [block], embedding=bp.EmbeddingSpec(WORDS))
+    net = loud(hw.build(bp.ModelSpec("one", "encoder", (stack,), (bp.OutputHeadSpec("tokens", WORDS),)), seed=0))
     text = ids(0, 2)
     probe = hw.Probe("weights", "heads")
     own = {name: value.detach().numpy() for name, value in net.named_parameters()}
     x = own["encoder.embedding.tokens"][text[0]]
     net.encoder.get_submodule("0").attentions["attention"](torch.from_numpy(x)[None], probe=probe)
-    w, z = probe.seen["weights"][0].detach().numpy(), probe.seen["heads"][0].detach().numpy()
+    w, z = probe.tensors["weights"][0].detach().numpy(), probe.tensors["heads"][0].detach().numpy()
     y = z.reshape(2, 4) @ own["encoder.0.attention.output.o"].T
     h = (x + y) / np.sqrt(((x + y) ** 2).mean(-1, keepdims=True) + 1e-5)
     words = own["head.tokens.weight"]
@@ -150,7 +150,7 @@ def test_a_layer_by_hand():
     (heads,) = scaled([np.stack(pairs)], said.sum())
     through = followed(net, {"x": text})
     np.testing.assert_allclose(through.out.value, h @ words.T, rtol=1e-9)
-    np.testing.assert_allclose(through.heads["encoder.0.attention"].relevance.reshape(2, 4), heads, rtol=1e-9)
+    np.testing.assert_allclose(through.head_outputs["encoder.0.attention"].relevance.reshape(2, 4), heads, rtol=1e-9)
     v = x @ own["encoder.0.attention.project.v"].T
     values = np.zeros((2, 4))
     for t, c in np.ndindex(2, 4):
@@ -159,12 +159,12 @@ def test_a_layer_by_hand():
     project = own["encoder.0.attention.project.v"]
     pairs = [sum(divided(project[c] * x[t], values[t, c]) for c in range(4)) for t in range(2)]
     (tokens,) = scaled([np.stack(pairs)], values.sum())
-    np.testing.assert_allclose(through.starts["encoder"].relevance, straight + tokens, rtol=1e-9)
+    np.testing.assert_allclose(through.stack_inputs["encoder"].relevance, straight + tokens, rtol=1e-9)
 
 
 def test_shares_of_a_site_add_up_to_one():
     net = translator()
-    result = importance(net, scenes(net, 3), method="lrp")
+    result = estimate_importance(net, scenes(net, 3), method="lrp")
     assert result.objective == "largest logit"
     assert "constants" in result.notes[0]
     for site in hw.sites(net):
@@ -176,7 +176,7 @@ def test_shares_of_a_site_add_up_to_one():
 def test_single_precision_is_conserved_too():
     net = built(BERT).float()
     through = followed(net, {"x": ids(0)})
-    assert float(through.starts["encoder"].relevance.sum()) == pytest.approx(1, rel=1e-6)
+    assert float(through.stack_inputs["encoder"].relevance.sum()) == pytest.approx(1, rel=1e-6)
 
 
 # --- refusals --------------------------------------------------------------------------------------------
@@ -184,22 +184,22 @@ def test_single_precision_is_conserved_too():
 
 def refused(net: Any) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - what it says is given back
-        importance(net, [Scene({"x": ids(n)}, {}) for n in range(2)], method="lrp")
+        estimate_importance(net, [Example({"x": ids(n)}, {}) for n in range(2)], method="lrp")
     return str(caught.value)
 
 
-def one_block(block: bp.Block, *heads: bp.Head) -> Any:
-    stack = bp.Stack.of("decoder", 12, [block], embedding=bp.Embedding(WORDS))
-    return loud(hw.build(bp.Model("odd", "decoder", (stack,), heads or (bp.Head("tokens", WORDS),)), seed=0))
+def one_block(block: bp.BlockSpec, *heads: bp.OutputHeadSpec) -> Any:
+    stack = bp.StackSpec.from_blocks("decoder", 12, [block], embedding=bp.EmbeddingSpec(WORDS))
+    return loud(hw.build(bp.ModelSpec("odd", "decoder", (stack,), heads or (bp.OutputHeadSpec("tokens", WORDS),)), seed=0))
 
 
 def test_what_relevance_cannot_follow_is_refused():
     own = hw.design(model=12, heads=3)
     mixed = hw.design(model=12, heads=3, modifiers=[hw.HeadGate()])
-    assert "does more than read values by weights" in refused(one_block(bp.Block(mixed)))
-    experts = bp.Experts(bp.Dense(7), count=3, active=2)
-    assert "chooses among experts" in refused(one_block(bp.Block(own, feed=experts)))
-    stack = bp.Stack.of("encoder", 12, [bp.Block(own)], embedding=bp.Embedding(WORDS))
-    bare = loud(hw.build(bp.Model("bare", "encoder", (stack,)), seed=0))
+    assert "does more than read values by weights" in refused(one_block(bp.BlockSpec(mixed)))
+    experts = bp.ExpertsSpec(bp.FeedForwardSpec(7), count=3, active=2)
+    assert "chooses among experts" in refused(one_block(bp.BlockSpec(own, feed=experts)))
+    stack = bp.StackSpec.from_blocks("encoder", 12, [bp.BlockSpec(own)], embedding=bp.EmbeddingSpec(WORDS))
+    bare = loud(hw.build(bp.ModelSpec("bare", "encoder", (stack,)), seed=0))
     assert "bare has no head whose largest output could be followed" in refused(bare)
-    assert "the layers of Linear are not known here" in Relevance().refuses(torch.nn.Linear(2, 2))
+    assert "the layers of Linear are not known here" in LayerwiseRelevance().unsupported_reasons(torch.nn.Linear(2, 2))

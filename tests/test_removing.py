@@ -13,8 +13,8 @@ import headwise as hw
 import strategies
 from headwise import blueprint as bp
 from headwise.models import Transformer
-from headwise.surgery.rebuilding import Changed, attention_of, rebuilt, weights_of
-from headwise.surgery.removing import removed
+from headwise.surgery.rebuilding import AttentionChange, get_attention, replace_attentions, get_attention_parameters
+from headwise.surgery.removing import remove_heads
 from weighed import BERT, GPT2, LLAMA, WORDS, built, ids, loud, scenes, translator
 
 T5 = {
@@ -26,9 +26,9 @@ PLACEMENTS = ("pre", "post", "after", "sandwich", "parallel", "abreast")
 
 def stacked(spec: hw.AttentionSpec, placement: str, scale: float = 1.0, layers: int = 2) -> Transformer:
     """A model of layers with this attention."""
-    block = bp.Block(spec, feed=bp.Dense(11), placement=placement, scale=scale)
-    stack = bp.Stack.of("decoder", spec.model, [block] * layers, embedding=bp.Embedding(WORDS), norm=bp.Norm())
-    return loud(hw.build(bp.Model("small", "decoder", (stack,), (bp.Head("tokens", WORDS),)), seed=0), 2.0)
+    block = bp.BlockSpec(spec, feed=bp.FeedForwardSpec(11), placement=placement, scale=scale)
+    stack = bp.StackSpec.from_blocks("decoder", spec.model, [block] * layers, embedding=bp.EmbeddingSpec(WORDS), norm=bp.NormSpec())
+    return loud(hw.build(bp.ModelSpec("small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", WORDS),)), seed=0), 2.0)
 
 
 def noisy(net: Transformer) -> Transformer:
@@ -49,19 +49,19 @@ def said(net: Transformer, number: int = 0) -> torch.Tensor:
 
 def gone(net: Transformer, keep: dict[str, Any]) -> list[tuple[str, int]]:
     """The heads that a plan removes."""
-    heads = {name: range(len(spec.speaks)) for name, spec in net.described.specs()}
+    heads = {name: range(len(spec.score_head_of_output)) for name, spec in net.described.attention_specs()}
     return [(site, head) for site, kept in keep.items() for head in heads[site] if head not in kept]
 
 
 def check_cut(net: Transformer, keep: dict[str, Any]) -> Transformer:
     """Silenced = cut; the model itself is left as it was."""
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    small = removed(net, keep)
-    with hw.silence(net, gone(net, keep)):
+    small = remove_heads(net, keep)
+    with hw.ablate(net, gone(net, keep)):
         silent = said(net)
     torch.testing.assert_close(said(small), silent, rtol=1e-9, atol=1e-9)
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
-    assert sum(p.numel() for p in small.parameters()) == hw.counting.params(small.described)
+    assert sum(p.numel() for p in small.parameters()) == hw.counting.count_parameters(small.described)
     assert not {p.data_ptr() for p in small.parameters()} & {p.data_ptr() for p in net.parameters()}
     return small
 
@@ -80,7 +80,7 @@ def test_cut_is_silenced_in_models_of_families(config):
     net = noisy(built(config))
     stack = net.described.stacks[0].name
     small = check_cut(net, {f"{stack}.0.attention": (1,), f"{stack}.1.attention": (0, 2)})
-    assert [spec.heads.q for _, spec in small.described.specs()] == [1, 2]
+    assert [spec.heads.q for _, spec in small.described.attention_specs()] == [1, 2]
 
 
 @pytest.mark.parametrize("placement", ["pre", "post"])
@@ -88,7 +88,7 @@ def test_cross_attention_is_cut_and_goes(placement):
     net = noisy(translator(placement=placement))
     keep = {"encoder.0.attention": (2,), "decoder.0.cross": (), "decoder.1.cross": (1,), "decoder.1.attention": ()}
     small = check_cut(net, keep)
-    assert [block.sublayers for block in small.described.stacks[1].layers] == [("attention", "cross", "feed")] * 2
+    assert [block.sublayer_names for block in small.described.stacks[1].layers] == [("attention", "cross", "feed")] * 2
     source, text = ids(3, 6), ids(4, 5)
     cache, memory = small.cache(batch=1, capacity=9), small.encode(source)
     steps = [small(text[:, t : t + 1], source=memory, cache=cache) for t in range(5)]
@@ -98,17 +98,17 @@ def test_cross_attention_is_cut_and_goes(placement):
 def test_a_table_that_layers_share_stays_one_and_finds_another_owner():
     net = noisy(built(T5))
     with torch.no_grad():
-        attention_of(net, "encoder.0.attention").weights["t5_bias"]["table"].normal_()
+        get_attention(net, "encoder.0.attention").weights["t5_bias"]["table"].normal_()
     some = check_cut(net, {"encoder.0.attention": (2, 0), "encoder.2.attention": (1,)})
     assert [n for n in some.state_dict() if "encoder" in n and "table" in n] == ["encoder.0.attention.t5_bias.table"]
-    assert attention_of(some, "encoder.2.attention").weights["t5_bias"]["column"].tolist() == [1]
+    assert get_attention(some, "encoder.2.attention").weights["t5_bias"]["column"].tolist() == [1]
     late = check_cut(net, {"encoder.0.attention": ()})
     assert [n for n in late.state_dict() if "encoder" in n and "table" in n] == ["encoder.1.attention.t5_bias.table"]
-    table = weights_of(net, "encoder.1.attention")["t5_bias.table"]
-    own = weights_of(net, "encoder.1.attention") | {"t5_bias.table": table + 1}
-    alone = Changed(attention_of(net, "encoder.1.attention").spec, own)
+    table = get_attention_parameters(net, "encoder.1.attention")["t5_bias.table"]
+    own = get_attention_parameters(net, "encoder.1.attention") | {"t5_bias.table": table + 1}
+    alone = AttentionChange(get_attention(net, "encoder.1.attention").spec, own)
     with pytest.raises(hw.SpecError, match="held in common with other layers"):
-        rebuilt(net, {"encoder.1.attention": alone})
+        replace_attentions(net, {"encoder.1.attention": alone})
 
 
 @settings(max_examples=12)
@@ -121,9 +121,9 @@ def test_cut_is_silenced_whatever_the_spec(data):
         return
     outs = len(spec.speaks)
     kept = tuple(sorted(data.draw(st.sets(st.integers(0, outs - 1)))))
-    small = removed(net, {"decoder.0.attention": kept})
+    small = remove_heads(net, {"decoder.0.attention": kept})
     x = ids(0, 5)
-    with torch.no_grad(), hw.silence(net, [(0, head) for head in range(outs) if head not in kept]):
+    with torch.no_grad(), hw.ablate(net, [(0, head) for head in range(outs) if head not in kept]):
         silent = net(x)
     with torch.no_grad():
         torch.testing.assert_close(small(x), silent, rtol=1e-7, atol=1e-7)
@@ -132,17 +132,17 @@ def test_cut_is_silenced_whatever_the_spec(data):
 def test_a_vector_takes_the_place_of_what_went():
     net = noisy(stacked(hw.design(model=12, heads=3, bias="", pattern="causal"), "pre"))
     means = {"decoder.0.attention": torch.arange(12.0).double(), "decoder.1.attention": torch.ones(12).double()}
-    small = removed(net, {"decoder.0.attention": (0, 2), "decoder.1.attention": ()}, means)
-    specs = dict(small.described.specs())
+    small = remove_heads(net, {"decoder.0.attention": (0, 2), "decoder.1.attention": ()}, means)
+    specs = dict(small.described.attention_specs())
     assert specs["decoder.0.attention"].merge.bias == "o"
-    assert torch.equal(weights_of(small, "decoder.0.attention")["output.o_bias"], means["decoder.0.attention"])
+    assert torch.equal(get_attention_parameters(small, "decoder.0.attention")["output.o_bias"], means["decoder.0.attention"])
     assert torch.equal(small.state_dict()["decoder.1.attention.constant"], means["decoder.1.attention"])
 
 
 def test_a_description_with_attentions_that_went_is_read_back():
-    small = removed(built(GPT2), {"decoder.0.attention": (), "decoder.1.attention": (1,)})
+    small = remove_heads(built(GPT2), {"decoder.0.attention": (), "decoder.1.attention": (1,)})
     assert bp.from_toml(bp.to_toml(small.described)) == small.described
-    assert "one vector" in str(bp.Table(small.described))
+    assert "one vector" in str(bp.ModelTable(small.described))
 
 
 @pytest.mark.parametrize(
@@ -157,25 +157,25 @@ def test_a_description_with_attentions_that_went_is_read_back():
 )
 def test_what_cannot_be_cut_is_told(keep, told):
     with pytest.raises(hw.SpecError, match=told):
-        removed(built(GPT2), keep)
+        remove_heads(built(GPT2), keep)
 
 
 def test_a_mean_that_rides_on_the_same_heads_is_not_cut():
     spec = hw.design(model=12, heads=3)
-    merged = bp.Block(cross=spec, feed=bp.Dense(11), form="merged")
-    own = bp.Block(spec, feed=bp.Dense(11))
+    merged = bp.BlockSpec(cross=spec, feed=bp.FeedForwardSpec(11), form="merged")
+    own = bp.BlockSpec(spec, feed=bp.FeedForwardSpec(11))
     stacks = (
-        bp.Stack.of("encoder", 12, [own], embedding=bp.Embedding(WORDS)),
-        bp.Stack.of("decoder", 12, [merged], embedding=bp.Embedding(WORDS)),
+        bp.StackSpec.from_blocks("encoder", 12, [own], embedding=bp.EmbeddingSpec(WORDS)),
+        bp.StackSpec.from_blocks("decoder", 12, [merged], embedding=bp.EmbeddingSpec(WORDS)),
     )
-    net = hw.build(bp.Model("small", "encoder-decoder", stacks, (bp.Head("tokens", WORDS),)), seed=0)
+    net = hw.build(bp.ModelSpec("small", "encoder-decoder", stacks, (bp.OutputHeadSpec("tokens", WORDS),)), seed=0)
     with pytest.raises(hw.SpecError, match=r"a mean of the past through the same heads"):
-        removed(net, {"decoder.0.cross": (0,)})
+        remove_heads(net, {"decoder.0.cross": (0,)})
     with pytest.raises(hw.SpecError, match=r"no head would be left|mean of a merged block|through the same heads"):
-        removed(net, {"decoder.0.cross": ()})
+        remove_heads(net, {"decoder.0.cross": ()})
 
 
 @pytest.mark.parametrize("still", [("attention",), ("feed",)])
 def test_what_is_described_cannot_be_still(still):
     with pytest.raises(hw.SpecError, match=r"name an attention that is left out"):
-        bp.Block(hw.design(model=12, heads=3), still=still)
+        bp.BlockSpec(hw.design(model=12, heads=3), still=still)

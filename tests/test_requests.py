@@ -25,22 +25,22 @@ LETTERS = "<>abcdefghijk"
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine, as if it had been measured."""
     rates = {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11}
-    monkeypatch.setattr(here, "this_machine", lambda: Device("here", "this machine", rates, 1e10, 1e10, "cpu"))
+    monkeypatch.setattr(here, "get_this_machine", lambda: Device("here", "this machine", rates, 1e10, 1e10, "cpu"))
 
 
 @pytest.fixture(scope="module")
 def net() -> hw.Transformer:
     spec = hw.design(model=16, heads=4, kv=2, pattern="causal()", modifiers=(hw.Rotary(),))
-    blocks = [bp.Block(spec, feed=bp.Dense(18), norm=bp.Norm("rms"))] * 2
-    stack = bp.Stack.of("decoder", 16, blocks, embedding=bp.Embedding(13), norm=bp.Norm("rms"))
-    net = hw.build(bp.Model("tiny", "decoder", (stack,), heads=(bp.Head("tokens", 13),)), seed=1)
+    blocks = [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(18), norm=bp.NormSpec("rms"))] * 2
+    stack = bp.StackSpec.from_blocks("decoder", 16, blocks, embedding=bp.EmbeddingSpec(13), norm=bp.NormSpec("rms"))
+    net = hw.build(bp.ModelSpec("tiny", "decoder", (stack,), heads=(bp.OutputHeadSpec("tokens", 13),)), seed=1)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     made = Tokenizer(WordLevel({letter: n for n, letter in enumerate(LETTERS)}, unk_token="<"))
     made.pre_tokenizer, made.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    net.usage = hw.Usage(tokenizer=made.to_str())
+    net.usage = hw.ProcessorSpec(tokenizer=made.to_str())
     return net.eval()
 
 
@@ -169,11 +169,11 @@ def test_the_prediction_is_the_price_of_every_step(net):
     engine.run()
     assert [stream.ended for stream in streams] == ["length"] * 2
     device = Device("here", "this machine", {"fp32": 1e11}, 1e10, 1e10, "cpu")
-    serving = hw.Serving(net.described, device, hw.Formats("fp32"))
+    serving = hw.ServingCost(net.described, device, hw.NumberFormats("fp32"))
     report = engine.report()
     # Row one answers at lengths 17 .. 24; row two, a step later, at 17 .. 19.
-    steps = [serving.mixed(hw.Rows.of([17]), 16), serving.mixed(hw.Rows.of([18, 17]), 16)]
-    steps += [serving.decoding(hw.Rows.of(lengths)) for lengths in ([19, 18], [20, 19], [21], [22], [23], [24])]
+    steps = [serving.mixed_step(hw.RequestBatch.from_lengths([17]), 16), serving.mixed_step(hw.RequestBatch.from_lengths([18, 17]), 16)]
+    steps += [serving.decode_step(hw.RequestBatch.from_lengths(lengths)) for lengths in ([19, 18], [20, 19], [21], [22], [23], [24])]
     assert [(step.rows, step.context) for step in report.steps] == [
         (1, 17), (2, 35), (2, 37), (2, 39), (1, 21), (1, 22), (1, 23), (1, 24)
     ]  # fmt: skip

@@ -26,7 +26,7 @@ def best(p, active):
 def heads_of(layer, x, **call):
     seen = hw.Probe("heads")
     layer(x, probe=seen, **call)
-    return seen.seen["heads"]
+    return seen.tensors["heads"]
 
 
 def plain(layer):
@@ -89,7 +89,7 @@ def test_a_grouped_layer_is_converted_without_a_weight():
     start = hw.design(model=20, heads=8, dim=6, kv=2, pattern="causal()", modifiers=(hw.Rotary(),))
     trained = cases.layer(start)
     spec = cases.normal(start, modifiers=(*start.modifiers, hw.Routed(always=4, active=2, router="norm")))
-    assert hw.counting.params(spec) == hw.counting.params(start)
+    assert hw.counting.count_parameters(spec) == hw.counting.count_parameters(start)
     layer = hw.Attention(spec).double().eval()
     missing = layer.load_state_dict(trained.state_dict(), strict=False).missing_keys
     assert sorted(missing) == ["routed.asker", "routed.slot"]
@@ -114,10 +114,10 @@ def test_gradients_go_straight_through(training):
     o = heads_of(twin, x)
     q = (x @ twin.project["q"].T).view(3, 7, 6, 4)[:, :, 2:]
     long = q.pow(2).sum(-1).sqrt()
-    p = (long / long.std(-1, keepdim=True)).softmax(-1)
+    p = (long / long.std(-1, keepdim=True)).on_softmax(-1)
     _, chosen = by_norm(x.numpy(), twin.project["q"].detach().numpy(), 2, 1)
     gates = torch.from_numpy(np.concatenate([np.ones((3, 7, 2)), chosen], -1)).requires_grad_()
-    loss = (twin.merge(o * gates[..., None]) * c).sum()
+    loss = (twin.merge_heads(o * gates[..., None]) * c).sum()
     through_heads, to_gates = torch.autograd.grad(loss, (twin.project["q"], gates), retain_graph=True)
     through_p = torch.autograd.grad((p * to_gates[:, :, 2:]).sum(), twin.project["q"])[0]
     assert (to_gates[:, :, 2:][torch.from_numpy(chosen) == 0].abs() > 1e-3).any()  # the others are not left out
@@ -142,8 +142,8 @@ def test_all_heads_routed_and_active_are_weighted_by_a_softmax():
 
 
 def balance(layer, x, **call):
-    ledger = hw.Ledger()
-    layer(x, probe=hw.Probe(ledger=ledger), **call)
+    ledger = hw.AuxLosses()
+    layer(x, probe=hw.Probe(aux_losses=ledger), **call)
     return ledger.total("balance")
 
 
@@ -160,7 +160,7 @@ def test_the_balance(router, norm):
     assert balance(layer, x).item() == pytest.approx(expected, rel=1e-12)
     short = balance(layer, x[:, :4])
     assert not torch.isclose(short, balance(layer, x))
-    check_close(balance(layer, x, tokens=hw.Tokens.of(x, lengths=[4, 4, 4])), short)
+    check_close(balance(layer, x, tokens=hw.SequenceInfo.from_batch(x, lengths=[4, 4, 4])), short)
 
 
 @pytest.mark.parametrize(("norm", "value"), [("code", 3.0), ("paper", 3 / 4)])
@@ -205,7 +205,7 @@ def test_a_cut_head_is_still_asked():
     """Cut the head that would win: the others are silent where it was chosen, as if it had only been silenced."""
     layer = cases.layer(base(modifiers=(hw.Routed(2, 1, router="norm"),)))
     x, _ = cases.tensors(layer.spec)
-    small, weights = hw.axes.cut(layer.spec, layer.state_dict(), [1, 3, 4])
+    small, weights = hw.axes.keep_heads(layer.spec, layer.state_dict(), [1, 3, 4])
     assert small.heads.q == 6
     assert len(small.speaks) == 3
     cut = hw.Attention(small).double().eval()
@@ -230,7 +230,7 @@ REFUSED = {
 @pytest.mark.parametrize(("always", "active"), [(4, 1), (6, 0)])
 def test_what_a_refusal_advises_can_be(always, active):
     spec = base(modifiers=(hw.Routed(always, active, router="norm"),))
-    assert len(spec.speaks) == 6
+    assert len(spec.score_head_of_output) == 6
 
 
 @pytest.mark.parametrize("reason", REFUSED)

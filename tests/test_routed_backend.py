@@ -15,18 +15,18 @@ import cases
 import headwise as hw
 from cases import base, check_close
 from headwise import counting
-from headwise.backends import BACKENDS, Bound, Inputs, Job, lines, routed, speaking
-from headwise.terms import Asked, Work
-from headwise.tokens import Sight, Tokens
+from headwise.backends import BACKENDS, CoreSteps, CoreInputs, CallSignature, lines, routed, speaking
+from headwise.terms import QueryContext, CallSize
+from headwise.tokens import AttentionMask, SequenceInfo
 
 HALF = (hw.Routed(always=0, active=3),)
-WAYS = {"units": routed.NUMBERS, "chunks": ()}  # numbers that the kernel reads for; torch's calls read for others
+WAYS = {"units": routed.COMPUTE_DTYPES, "chunks": ()}  # numbers that the kernel reads for; torch's calls read for others
 
 
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
     """Each of the two ways in which heads that speak are read."""
-    monkeypatch.setattr(routed, "NUMBERS", WAYS[request.param])
+    monkeypatch.setattr(routed, "COMPUTE_DTYPES", WAYS[request.param])
     return request.param
 
 
@@ -42,29 +42,29 @@ class Call:
             return torch.randn(batch, count, heads, 4, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
 
         self.q, self.k, self.v = some(queries, 6), some(keys, kv), some(keys, kv)
-        self.asks, self.told = Tokens.run(keys - queries, queries, "cpu"), Tokens.run(0, keys, "cpu")
+        self.asks, self.told = SequenceInfo.contiguous(keys - queries, queries, "cpu"), SequenceInfo.contiguous(0, keys, "cpu")
         self.way = some(queries, 6).detach()
 
     def attend(self, opened: torch.Tensor) -> torch.Tensor:
-        job = Job(self.spec, self.spec.core, grad=True)
+        job = CallSignature(self.spec, self.spec.core, needs_grad=True)
         layer = hw.Attention(self.spec)
-        bound = Bound.of(self.spec, layer.weights)
-        asked = Asked(self.q, self.q, 0.5, self.asks)
+        bound = CoreSteps.from_spec(self.spec, layer.weights)
+        asked = QueryContext(self.q, self.q, 0.5, self.asks)
         gate = opened.to(self.q.dtype)[..., None]
-        given = Inputs(self.q, self.k, self.v, asked, {}, {}, (gate,))
-        return gate * routed.attend(job, Sight(self.asks, self.told, self.spec.pattern), given, bound, None)
+        given = CoreInputs(self.q, self.k, self.v, asked, {}, {}, (gate,))
+        return gate * routed.attend(job, AttentionMask(self.asks, self.told, self.spec.pattern), given, bound, None)
 
     def expected(self, opened: torch.Tensor) -> torch.Tensor:
         """Every pair, from the definition."""
         each = 6 // self.k.shape[2]
         q, k, v = (t.double() for t in (self.q, self.k.repeat_interleave(each, 2), self.v.repeat_interleave(each, 2)))
-        s = torch.einsum("bthk,bshk->bhts", q, k) * 0.5
+        s = torch.on_einsum("bthk,bshk->bhts", q, k) * 0.5
         asks, told = self.asks, self.told
         fits = self.spec.pattern.allows(asks.position[:, None, :, None], told.position[:, None, None, :])
         same = asks.segment[:, None, :, None] == told.segment[:, None, None, :]
         allowed = fits & same & (asks.segment >= 0)[:, None, :, None]
-        w = s.masked_fill(~allowed, -torch.inf).softmax(-1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
-        return torch.einsum("bhts,bshv->bthv", w, v) * opened[..., None]
+        w = s.masked_fill(~allowed, -torch.inf).on_softmax(-1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+        return torch.on_einsum("bhts,bshv->bthv", w, v) * opened[..., None]
 
     def check_reading(self, opened: torch.Tensor, **tolerance: float) -> None:
         found = {}
@@ -125,7 +125,7 @@ def test_whoever_speaks_when(pattern, kind, way):
 )
 def test_any_length_and_load(queries, more, rates, kv, pattern, seed, way):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routed, "NUMBERS", WAYS[way])
+        patch.setattr(routed, "COMPUTE_DTYPES", WAYS[way])
         Call(pattern, (1, queries, queries + more), kv).check_reading(some_open(1, queries, rates, seed))
 
 
@@ -134,12 +134,12 @@ def test_any_length_and_load(queries, more, rates, kv, pattern, seed, way):
 def test_padding_and_packed_documents(pattern, pad, way):
     call = Call(pattern, (2, 400, 400))
     told = torch.zeros(2, 400, 1)
-    call.asks = call.told = hw.Tokens.of(told, lengths=[400, 150], pad=pad)
+    call.asks = call.told = hw.SequenceInfo.from_batch(told, lengths=[400, 150], pad=pad)
     call.check_reading(some_open(2, 400, EVEN))
     segments = torch.zeros(2, 400, dtype=torch.int64)
     segments[0, 130:] = 1
     segments[1, 390:] = -1
-    call.asks = call.told = hw.Tokens.of(told, segments=segments)
+    call.asks = call.told = hw.SequenceInfo.from_batch(told, segments=segments)
     call.check_reading(some_open(2, 400, UNEVEN))
 
 
@@ -147,7 +147,7 @@ def test_documents_that_are_torn_apart(way):
     """Keys that a token may not read lie between those that it may."""
     for pattern in PATTERNS:
         call = Call(pattern, (2, 200, 200))
-        call.asks = call.told = Tokens(
+        call.asks = call.told = SequenceInfo(
             torch.arange(200)[None].expand(2, 200), (torch.arange(200) // 7 % 2).expand(2, 200)
         )
         call.check_reading(some_open(2, 200, EVEN))
@@ -173,10 +173,10 @@ def test_it_errs_no_more_than_twice_as_all_heads_asked(dtype):
     truth = call.expected(opened)
     ours = call.attend(opened).double()
     dense = BACKENDS["sdpa"].attend(
-        Job(call.spec, call.spec.core),
-        Sight(call.asks, call.told, call.spec.pattern),
-        Inputs(call.q, call.k, call.v, Asked(call.q, call.q, 0.5, call.asks), {}, {}, ()),
-        Bound.of(call.spec, hw.Attention(call.spec).weights),
+        CallSignature(call.spec, call.spec.core),
+        AttentionMask(call.asks, call.told, call.spec.pattern),
+        CoreInputs(call.q, call.k, call.v, QueryContext(call.q, call.q, 0.5, call.asks), {}, {}, ()),
+        CoreSteps.from_spec(call.spec, hw.Attention(call.spec).weights),
         None,
     )
     theirs = dense.double() * opened[..., None]
@@ -195,7 +195,7 @@ def test_a_whole_layer_is_the_same(modifiers, way):
     x = torch.randn(2, 333, 10, dtype=torch.float64, requires_grad=True)
     found = {}
     for backend in ("dense", "routed"):
-        layer.only = backend
+        layer.backend_name = backend
         y = layer(x)
         loss = (y * torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view_as(y)).sum()
         found[backend] = [y, *torch.autograd.grad(loss, [x, *layer.parameters()])]
@@ -217,7 +217,7 @@ def test_a_source_is_read_by_those_that_speak(way):
     layer = cases.layer(base(source=13, modifiers=HALF), backend="routed")
     x, z = torch.randn(2, 300, 10, dtype=torch.float64), torch.randn(2, 411, 13, dtype=torch.float64)
     ours = layer(x, source=z)
-    layer.only = "dense"
+    layer.backend_name = "dense"
     check_close(ours, layer(x, source=z))
 
 
@@ -226,7 +226,7 @@ def test_under_autocast():
     x = torch.randn(2, 300, 10)
     found = []
     for backend in ("routed", "sdpa"):
-        layer.only = backend
+        layer.backend_name = backend
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():  # what is cached is float32
             found.append([layer(x).float(), layer(x, cache=layer.cache(batch=2, capacity=300)).float()])
     for ours, theirs in zip(*found, strict=True):
@@ -243,7 +243,7 @@ def test_under_autocast():
 def said(modifiers, **more) -> str:
     words = {name: more.pop(name) for name in ("normaliser", "vdim", "pattern") if name in more}
     spec = base(**({"pattern": "causal()", "modifiers": modifiers} | words))
-    return "; ".join(routed.refuses(Job(spec, spec.core, **more)))
+    return "; ".join(routed.unsupported_reasons(CallSignature(spec, spec.core, **more)))
 
 
 def test_it_takes_what_it_can():
@@ -278,11 +278,11 @@ def test_what_it_cannot_is_refused(modifiers, more, reason):
 
 def test_heads_that_are_joined_need_those_that_are_shut():
     spec = base(pattern="causal()", modifiers=(hw.DifferentialV2(), hw.Routed(always=1, active=1)))
-    assert "joined before the gates" in "; ".join(routed.refuses(Job(spec, spec.core)))
+    assert "joined before the gates" in "; ".join(routed.unsupported_reasons(CallSignature(spec, spec.core)))
 
 
 def test_it_is_the_first_choice():
-    assert hw.why(base(pattern="causal()", modifiers=HALF), when=["grad"]).runs == "routed"
+    assert hw.why(base(pattern="causal()", modifiers=HALF), when=["grad"]).backend == "routed"
 
 
 @pytest.mark.compile
@@ -309,27 +309,27 @@ def test_it_spends_what_torch_counts(count, pattern, monkeypatch, way):
     layer = cases.layer(spec, torch.float32, "routed")
     gate = evenly(spec, count).float()[..., None]
     monkeypatch.setattr(layer, "_opened", lambda asked, probe: [gate])
-    work = counting.work_of(spec, batch=1, queries=count)
+    work = counting.self_attention_work(spec, batch=1, queries=count)
     router = 2 * count * spec.model * 6
-    core = routed.spent(Job(spec, spec.core), work)
-    assert torch_counts(layer, torch.randn(1, count, 10)) == counting.spent(spec, work, core) - router
+    core = routed.executed_flops(CallSignature(spec, spec.core), work)
+    assert torch_counts(layer, torch.randn(1, count, 10)) == counting.executed_flops(spec, work, core) - router
 
 
 @pytest.mark.parametrize("routing", [(0, 3), (2, 2), (1, 1)])
 def test_what_is_spent_is_near_what_is_drawn(routing, way):
     spec = hw.design(model=10, heads=6, dim=4, pattern="causal", modifiers=(hw.Routed(*routing),))
-    work = Work(1, 2048, 2048, 2048)
-    expected = routed.spent(Job(spec, spec.core), work)
+    work = CallSize(1, 2048, 2048, 2048)
+    expected = routed.executed_flops(CallSignature(spec, spec.core), work)
     always, active = routing
     scores = torch.rand(1, 2048, 6, generator=torch.Generator().manual_seed(3))
     scores[..., :always] = 2.0
     opened = torch.zeros(1, 2048, 6, dtype=torch.bool).scatter(-1, scores.topk(always + active).indices, True)
-    at = Tokens.run(0, 2048, "cpu")
-    reading = speaking.Reading(Sight(at, at, spec.pattern), torch.float32)
+    at = SequenceInfo.contiguous(0, 2048, "cpu")
+    reading = speaking.KeyVisibility(AttentionMask(at, at, spec.pattern), torch.float32)
     if way == "units":
-        formed = lines.Lines.of(opened, 6, reading.ends(2048), 2048).formed
+        formed = lines.RoutedWorkItems.from_open_heads(opened, 6, reading.key_ranges(2048), 2048).num_pairs
     else:
-        pieces = [(pack, piece) for pack in speaking.packs(opened, 6, True) for piece in reading.forth(pack)]
+        pieces = [(pack, piece) for pack in speaking.pack_open_queries(opened, 6, True) for piece in reading.forward_rectangles(pack)]
         formed = sum(len(pack.heads) * math.prod(max(s.stop - s.start, 0) for s in piece[:2]) for pack, piece in pieces)
     made = spec.core.flops(formed) // 6
     assert 0.99 * expected <= made <= 1.2 * expected
@@ -338,9 +338,9 @@ def test_what_is_spent_is_near_what_is_drawn(routing, way):
 
 
 def test_a_cut_layer_says_what_it_can():
-    assert hw.Routed(always=1, active=2).shares(base()) == (1, *[Fraction(2, 5)] * 5)
-    assert hw.Routed(always=1, active=2, heads=9).shares(base()) == (Fraction(1, 3),) * 6
-    assert hw.Routed(always=3, active=3).shares(base()) is None
+    assert hw.Routed(always=1, active=2).open_fractions(base()) == (1, *[Fraction(2, 5)] * 5)
+    assert hw.Routed(always=1, active=2, heads=9).open_fractions(base()) == (Fraction(1, 3),) * 6
+    assert hw.Routed(always=3, active=3).open_fractions(base()) is None
 
 
 def test_memory_grows_with_length_alone(way):
@@ -363,7 +363,7 @@ def test_memory_grows_with_length_alone(way):
 def test_packed_texts_take_their_gates_with_them(modifiers):
     layer = layer_of("causal()", *modifiers)
     x = torch.randn(2, 1600, 10, dtype=torch.float64)
-    ours = layer(x, tokens=hw.Tokens.packed([[780, 820], [1600]]))
-    layer.only = "dense"
+    ours = layer(x, tokens=hw.SequenceInfo.packed([[780, 820], [1600]]))
+    layer.backend_name = "dense"
     check_close(ours[:1], torch.cat([layer(x[:1, :780]), layer(x[:1, 780:])], 1))
     check_close(ours[1:], layer(x[1:]))

@@ -65,7 +65,7 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that reads and writes bytes, at most 40 of them; its folder has no tokenizer."""
     torch.manual_seed(0)
     config = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256, "n_positions": 40}
-    net, folder = jittered(hw.build(hw.families.read(config), seed=0)), tmp_path_factory.mktemp("bytes")
+    net, folder = jittered(hw.build(hw.families.read_model_spec(config), seed=0)), tmp_path_factory.mktemp("bytes")
     hw.save(net, folder)
     return folder
 
@@ -217,10 +217,10 @@ def test_a_model_without_a_tokenizer_is_given_one(run: Run, speaker: Path, tmp_p
 # --- classes and masks ---------------------------------------------------------------------------------
 
 
-def shallow(described: bp.Model) -> bp.Model:
+def shallow(described: bp.ModelSpec) -> bp.ModelSpec:
     """One layer of it."""
     [stack] = described.stacks
-    return replace(described, stacks=(replace(stack, runs=(bp.Run(1, stack.layers[:1]),)),))
+    return replace(described, stacks=(replace(stack, runs=(bp.LayerRun(1, stack.layers[:1]),)),))
 
 
 @pytest.fixture
@@ -245,7 +245,7 @@ def test_images_are_classified_as_in_training(run: Run, painter: tuple[Path, Pat
     inputs = made.data.inputs  # pyright: ignore[reportAttributeAccessIssue] - of images
     at = [path.name for path in inputs.store.paths].index("3.png")
     with torch.no_grad():
-        shares = hw.load(folder)(inputs.take(np.array([at]))[0])[0].softmax(-1).tolist()
+        shares = hw.load(folder)(inputs.take(np.array([at]))[0])[0].on_softmax(-1).tolist()
     picture = str(pictures / "dog" / "3.png")
     told = json.loads(run(folder, picture, "--json")[1])
     found = {one["name"]: one["share"] for one in told["answers"][0]["classes"]}
@@ -263,8 +263,8 @@ def test_images_are_classified_as_in_training(run: Run, painter: tuple[Path, Pat
     assert "holds 9 x 10 x 3, the model reads 9 x 11 x 3" in run(folder, tmp_path / "a.npy")[2]
     net = hw.load(folder)
     for usage, words in (
-        (hw.Usage(labels=("a", "b")), "how its inputs were brought to size"),
-        (hw.Usage(), "names of 0"),
+        (hw.ProcessorSpec(labels=("a", "b")), "how its inputs were brought to size"),
+        (hw.ProcessorSpec(), "names of 0"),
     ):
         net.usage = usage
         hw.save(net, tmp_path / "bare")
@@ -282,7 +282,7 @@ def test_frames_are_classified_as_in_training(run: Run, tmp_path: Path):
     hw.train(made, shallow(made.model()), recipe, tmp_path / "run")
     inputs = made.data.inputs  # pyright: ignore[reportAttributeAccessIssue] - of frames
     with torch.no_grad():
-        shares = hw.load(tmp_path / "run")(inputs.take(np.array([4]))[0])[0].softmax(-1).tolist()
+        shares = hw.load(tmp_path / "run")(inputs.take(np.array([4]))[0])[0].on_softmax(-1).tolist()
     np.save(tmp_path / "4.npy", frames[4])
     told = json.loads(run(tmp_path / "run", tmp_path / "4.npy", "--json")[1])
     found = {one["name"]: one["share"] for one in told["answers"][0]["classes"]}
@@ -297,19 +297,19 @@ def words() -> str:
     return made.to_str()
 
 
-def reader(folder: Path, head: bp.Head, **usage: Any) -> Path:
-    block = bp.Block(hw.design(model=12, heads=3), feed=bp.Dense(17))
-    stack = bp.Stack.of("encoder", 12, [block], embedding=bp.Embedding(7, positions=bp.Positions("learned", 9)))
-    net = jittered(hw.build(bp.Model("reader", "encoder", (stack,), (head,)), seed=0))
-    net.usage = hw.Usage(tokenizer=words(), **usage)
+def reader(folder: Path, head: bp.OutputHeadSpec, **usage: Any) -> Path:
+    block = bp.BlockSpec(hw.design(model=12, heads=3), feed=bp.FeedForwardSpec(17))
+    stack = bp.StackSpec.from_blocks("encoder", 12, [block], embedding=bp.EmbeddingSpec(7, positions=bp.PositionSpec("learned", 9)))
+    net = jittered(hw.build(bp.ModelSpec("reader", "encoder", (stack,), (head,)), seed=0))
+    net.usage = hw.ProcessorSpec(tokenizer=words(), **usage)
     hw.save(net, folder)
     return folder
 
 
 def test_masks_are_filled(run: Run, tmp_path: Path):
-    folder = reader(tmp_path, bp.Head("tokens", 7))
+    folder = reader(tmp_path, bp.OutputHeadSpec("tokens", 7))
     with torch.no_grad():
-        shares = hw.load(folder)(torch.tensor([[2, 1, 5, 6]]))[0, 1].softmax(-1)
+        shares = hw.load(folder)(torch.tensor([[2, 1, 5, 6]]))[0, 1].on_softmax(-1)
     best = [["[UNK]", "[MASK]", "the", "cat", "dog", "sat", "."][n] for n in shares.argsort(descending=True).tolist()]
     code, out, _ = run(folder, "the [MASK] sat.", "--top-k", 3)
     assert code == 0
@@ -323,7 +323,7 @@ def test_masks_are_filled(run: Run, tmp_path: Path):
 
 
 def test_texts_are_classified(run: Run, tmp_path: Path):
-    folder = reader(tmp_path, bp.Head("classes", 3, "mean"), labels=("x", "y", "z"))
+    folder = reader(tmp_path, bp.OutputHeadSpec("classes", 3, "mean"), labels=("x", "y", "z"))
     expected = hw.models.labelling.classify(hw.load(folder), ["the cat", "sat ."])
     code, out, _ = run(folder, stdin=["the cat", "sat ."])
     assert out.splitlines() == [f"{best.name}\t{best.share:.4f}" for best, *_ in expected]

@@ -15,13 +15,13 @@ import torch
 
 import headwise as hw
 from headwise import files
-from headwise.errors import Diverged, SpecError
+from headwise.errors import TrainingDiverged, SpecError
 from headwise.files import read_lines
 from headwise.models import load, save
 from headwise.tasks import Batch
-from headwise.training import Checkpoint, Checkpoints, checkpoint, train
-from headwise.training.evaluation import Examiner
-from headwise.training.interrupts import Interrupts
+from headwise.training import TrainingCheckpoint, CheckpointFolder, checkpoint, train
+from headwise.training.evaluation import TaskEvaluator
+from headwise.training.interrupts import InterruptGuard
 from learning import Answered, Echo, quick
 
 STOCHASTIC = {"dropout": 0.1, "accumulate": 5}  # so that what is drawn has to go on where it stood
@@ -38,8 +38,8 @@ def check_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) 
         assert torch.equal(tensor, second[name]), name
 
 
-def newest(folder: Path) -> Checkpoint:
-    found, damages = Checkpoints(folder / "checkpoint").newest()
+def newest(folder: Path) -> TrainingCheckpoint:
+    found, damages = CheckpointFolder(folder / "checkpoint").load_newest()
     assert found is not None
     assert not damages
     return found
@@ -90,17 +90,17 @@ def test_the_last_checkpoints_stay_and_the_best(tmp_path: Path, monkeypatch: pyt
     """Held-out losses by the step: step 4 is the best, and its weights are the model."""
     script(monkeypatch, [5.0, 1.0, 3.0, 2.0, 4.0])
     result = train(Echo(), recipe=quick(steps=10, evaluate_every=2, checkpoint_every=1, keep=3), out=tmp_path)
-    kept = Checkpoints(tmp_path / "checkpoint")
+    kept = CheckpointFolder(tmp_path / "checkpoint")
     assert [int(path.stem) for path in kept.paths] == [10, 9, 8, 4]
     assert result.best == 4
-    check_same(weights(tmp_path), checkpoint.read(kept.path(4)).kind("model"))
+    check_same(weights(tmp_path), checkpoint.read_checkpoint(kept.path(4)).tensors_of_kind("model"))
 
 
 def script(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
     """Held-out data gives these losses, one after the other; test data gives 0."""
     left = iter(losses)
     monkeypatch.setattr(
-        Examiner, "measures", lambda self, net, split: {"loss": next(left) if split == "valid" else 0.0}
+        TaskEvaluator, "measures", lambda self, net, split: {"loss": next(left) if split == "valid" else 0.0}
     )
 
 
@@ -114,7 +114,7 @@ def test_a_model_that_is_given_goes_on_from_its_weights(tmp_path: Path):
     net = hw.build(Echo().model(), seed=5)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     train(Echo(), net, quick(steps=1, keep=9), out=tmp_path)
-    check_same(checkpoint.read(tmp_path / "checkpoint" / "0000000000.safetensors").kind("model"), before)
+    check_same(checkpoint.read_checkpoint(tmp_path / "checkpoint" / "0000000000.safetensors").tensors_of_kind("model"), before)
 
 
 # --- going on ------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Stop:
 def test_a_run_that_crashes_again_and_again_ends_with_the_same_bits(whole: Path, tmp_path: Path):
     for step in (1, 3, 4, 6):
         with pytest.raises(RuntimeError, match="a crash"):
-            train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, resume="allowed", sinks=[Stop(step)])
+            train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, resume="allowed", loggers=[Stop(step)])
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"event": "st')
     train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, resume="allowed")
@@ -192,14 +192,14 @@ def killed_and_resumed(folder: Path, kills: int, said: str) -> list[int]:
     """Run, kill -9 at a random call to the disk, and again; at last let it be. The steps kept at each kill."""
     paths = [str(Path(__file__).parent), str(Path(hw.__file__).parents[1])]
     command = [sys.executable, "-c", NURSERY.format(paths=paths, said=said), str(folder)]
-    checkpoints, moment, steps = Checkpoints(folder / "checkpoint"), random.Random(0), []
+    checkpoints, moment, steps = CheckpointFolder(folder / "checkpoint"), random.Random(0), []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as nursery:
         assert nursery.stdin is not None
         assert nursery.stdout is not None
         for call in [*(moment.randrange(20, 60) for _ in range(kills)), 0]:
             nursery.stdin.write(f"{call}\n")
             assert int(nursery.stdout.readline()) == (-signal.SIGKILL if call else 0)
-            found, damages = checkpoints.newest()
+            found, damages = checkpoints.load_newest()
             assert found is not None
             assert not damages, "a kill damaged a checkpoint"
             steps.append(found.step)
@@ -264,7 +264,7 @@ def test_data_that_changed_under_a_run_is_noticed(whole: Path):
 
 
 def test_two_runs_cannot_write_one_folder(tmp_path: Path):
-    with files.Lock(tmp_path), pytest.raises(SpecError, match=f"being written by process {os.getpid()}"):
+    with files.FolderLock(tmp_path), pytest.raises(SpecError, match=f"being written by process {os.getpid()}"):
         train(Echo(), recipe=quick(), out=tmp_path)
 
 
@@ -352,9 +352,9 @@ def test_a_loss_that_is_not_finite_ends_a_run_and_says_where_it_began(
     net, sink = hw.build(Echo().model(), seed=0), poisoned(5, name, value)
     sink.net = net
     with pytest.raises(
-        Diverged, match=f"step 6: the loss is nan; {told}.*checkpoint of step 4 is kept in .*; train anew"
+        TrainingDiverged, match=f"step 6: the loss is nan; {told}.*checkpoint of step 4 is kept in .*; train anew"
     ):
-        train(Echo(), net, quick(), tmp_path, sinks=[sink])
+        train(Echo(), net, quick(), tmp_path, loggers=[sink])
     held = newest(tmp_path)
     assert held.step == 4
     assert all(tensor.isfinite().all() for tensor in held.tensors.values())
@@ -378,7 +378,7 @@ def test_a_gradient_that_is_not_finite_is_found_where_it_began(tmp_path: Path, m
     net = hw.build(Echo().model(), seed=0)
     feed = net.get_submodule("decoder.0.feed")
     feed.register_forward_hook(lambda module, given, out: Steep.apply(out))
-    with pytest.raises(Diverged, match=r"step 1: the gradient is not finite; the gradient of decoder.0.feed"):
+    with pytest.raises(TrainingDiverged, match=r"step 1: the gradient is not finite; the gradient of decoder.0.feed"):
         train(Echo(), net, quick(), tmp_path)
 
 
@@ -399,8 +399,8 @@ def damaged(path: Path, how: str) -> None:
 @pytest.mark.parametrize("how", ["truncated", "empty", "edited", "flipped"])
 def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(whole: Path, tmp_path: Path, how: str):
     with pytest.raises(RuntimeError, match="a crash"):
-        train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, sinks=[Stop(5)])
-    before = Checkpoints(tmp_path / "checkpoint")
+        train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, loggers=[Stop(5)])
+    before = CheckpointFolder(tmp_path / "checkpoint")
     assert [int(path.stem) for path in before.paths] == [4, 3]
     damaged(before.paths[0], how)
     train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, resume="allowed")
@@ -412,8 +412,8 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(whole: Path
 
 def test_when_no_checkpoint_is_whole_nothing_is_begun(tmp_path: Path):
     with pytest.raises(RuntimeError, match="a crash"):
-        train(Echo(), recipe=quick(), out=tmp_path, sinks=[Stop(5)])
-    for path in Checkpoints(tmp_path / "checkpoint").paths:
+        train(Echo(), recipe=quick(), out=tmp_path, loggers=[Stop(5)])
+    for path in CheckpointFolder(tmp_path / "checkpoint").paths:
         damaged(path, "truncated")
     with pytest.raises(
         SpecError, match=r"no checkpoint of .* can be read: 0000000004.*; 0000000003.*; begin in another"
@@ -455,14 +455,14 @@ def test_whatever_call_fails_the_checkpoint_before_is_whole_and_the_run_goes_on(
     wanted = weights(tmp_path / "whole")
     for call in range(1, calls + 1):
         folder = tmp_path / str(call)
-        checkpoints = Checkpoints(folder / "checkpoint")
+        checkpoints = CheckpointFolder(folder / "checkpoint")
         with monkeypatch.context() as patch:
             patch.setattr(os, name, Failing(name, call))
             with pytest.raises(OSError, match="No space left on device") as refused:
                 train(Echo(), recipe=recipe, out=folder)
         assert "\n" not in str(refused.value)
         assert not list(folder.rglob("*.tmp"))
-        found, damages = checkpoints.newest()
+        found, damages = checkpoints.load_newest()
         assert not damages
         assert found is not None or call <= FIRST[name]
         result = train(Echo(), recipe=recipe, out=folder, resume="allowed")
@@ -484,7 +484,7 @@ class Interrupting(Stop):
 def test_an_interrupt_keeps_the_step_in_hand(whole: Path, tmp_path: Path):
     before = signal.getsignal(signal.SIGINT)  # ignored, where tests run in the background of a shell
     with pytest.raises(KeyboardInterrupt, match="ended at step 5, which is kept in"):
-        train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, sinks=[Interrupting(5)])
+        train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, loggers=[Interrupting(5)])
     assert newest(tmp_path).step == 5
     assert signal.getsignal(signal.SIGINT) is before
     train(Echo(), recipe=quick(**STOCHASTIC), out=tmp_path, resume="allowed")
@@ -492,8 +492,8 @@ def test_an_interrupt_keeps_the_step_in_hand(whole: Path, tmp_path: Path):
 
 
 def test_the_second_interrupt_ends_at_once():
-    with Interrupts() as interrupts:
+    with InterruptGuard() as interrupts:
         signal.raise_signal(signal.SIGINT)
-        assert interrupts.asked
+        assert interrupts.is_requested
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

@@ -17,12 +17,12 @@ import torch
 import headwise as hw
 from headwise import backends, cli
 from headwise.benching import around, growing, scaling
-from headwise.benching.case import Case
-from headwise.benching.fits import Crossing, crossings, fastest, fitted
-from headwise.benching.limits import Last, Limits
-from headwise.benching.rows import Bench
-from headwise.benching.scaling import Scaling
-from headwise.benching.turns import Pace
+from headwise.benching.case import BenchmarkCase
+from headwise.benching.fits import SpeedCrossover, find_crossings, fastest_by_size, fit_power_law
+from headwise.benching.limits import LastLevelCache, MachineLimits
+from headwise.benching.rows import CaseTimer
+from headwise.benching.scaling import ScalingReport
+from headwise.benching.turns import TimingPace
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SIZES = (64, 128, 256, 512, 1024, 2048)
@@ -35,14 +35,14 @@ MACHINE = {
 
 
 def test_a_power_is_found_and_its_interval_holds_it():
-    fit = fitted({size: 3e-9 * size**1.5 for size in SIZES})
+    fit = fit_power_law({size: 3e-9 * size**1.5 for size in SIZES})
     assert fit is not None
     assert (fit.power, fit.start, fit.points) == (pytest.approx(1.5), 512, 3)
     assert fit.low == pytest.approx(fit.high, abs=1e-9)
     inside = 0
     for seed in range(200):
         draw = random.Random(seed)
-        noisy = fitted({size: size**2 * math.exp(draw.gauss(0, 0.1)) for size in (*SIZES, 4096, 8192)})
+        noisy = fit_power_law({size: size**2 * math.exp(draw.gauss(0, 0.1)) for size in (*SIZES, 4096, 8192)})
         assert noisy is not None
         assert noisy.points == 4
         inside += noisy.low <= 2 <= noisy.high
@@ -50,19 +50,19 @@ def test_a_power_is_found_and_its_interval_holds_it():
 
 
 def test_two_points_are_no_fit():
-    assert fitted({64: 1.0, 128: 2.0}) is None
-    assert fitted({}) is None
+    assert fit_power_law({64: 1.0, 128: 2.0}) is None
+    assert fit_power_law({}) is None
 
 
 def test_crossings_are_between_the_points_where_the_fastest_changes():
     # a is 1e-3 whatever the size, b grows with its square: they meet where 1e-9 n^2 = 1e-3
     points = {size: {"a": 1e-3, "b": 1e-9 * size**2} for size in (*SIZES, 4096)}
-    assert fastest(points)[512] == "b"
-    assert fastest(points)[1024] == "a"
-    assert crossings(points) == [Crossing("b", "a", pytest.approx(1000.0))]
-    assert crossings({size: {"a": 1.0, "b": 2.0} for size in SIZES}) == []
+    assert fastest_by_size(points)[512] == "b"
+    assert fastest_by_size(points)[1024] == "a"
+    assert find_crossings(points) == [SpeedCrossover("b", "a", pytest.approx(1000.0))]
+    assert find_crossings({size: {"a": 1.0, "b": 2.0} for size in SIZES}) == []
     gone = {64: {"a": 2.0, "b": 1.0}, 128: {"a": 2.0}}  # b was not asked for more: nobody overtook it
-    assert crossings(gone) == []
+    assert find_crossings(gone) == []
 
 
 class Clock:
@@ -82,24 +82,24 @@ class Clock:
         return go
 
 
-def faked(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def faked(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> CaseTimer:
     """A machine on which everybody takes 0.1 microseconds for each pair of tokens, composed ten times as long."""
 
-    def made(kind: str, spec: hw.AttentionSpec, size: growing.Size, names: list[str]) -> Case:
+    def made(kind: str, spec: hw.AttentionSpec, size: growing.CallSize, names: list[str]) -> BenchmarkCase:
         each = 1e-7 * size.tokens**2 * size.heads * size.rows * size.layers / 8
         runs = {name: clock.run(each * (10 if name == "composed" else 1)) for name in names}
         first, *rest = names
-        return Case(kind, runs[first], {name: runs[name] for name in rest})
+        return BenchmarkCase(kind, runs[first], {name: runs[name] for name in rest})
 
-    monkeypatch.setattr(growing, "_case", made)
-    return Bench(Pace(sample=0.0, least=3, most=3), Limits(Last(2**10, True)), clock)
+    monkeypatch.setattr(growing, "_scaling_case", made)
+    return CaseTimer(TimingPace(min_sample_seconds=0.0, min_samples=3, max_samples=3), MachineLimits(LastLevelCache(2**10, True)), clock)
 
 
 def test_every_axis_grows_and_who_is_slow_is_asked_no_more(monkeypatch: pytest.MonkeyPatch):
     kind = "plain heads, causal"
-    points = list(growing.measured(faked(Clock(), monkeypatch), kind))
+    points = list(growing.measure_scaling(faked(Clock(), monkeypatch), kind))
     at = {(point["axis"], point["at"]): point["seconds"] for point in points}
-    assert {axis for axis, _ in at} == set(growing.AXES)
+    assert {axis for axis, _ in at} == set(growing.SCALING_AXES)
     assert set(at["tokens", 64]) == {"tiled", "sdpa", "composed", "dense", "halves"}
     assert "composed" not in at["tokens", 1024]  # at 512 it took 0.26 seconds
     assert "flex" in at["tokens", 512]  # it compiles, and has three shapes
@@ -107,48 +107,48 @@ def test_every_axis_grows_and_who_is_slow_is_asked_no_more(monkeypatch: pytest.M
     assert "sdpa" in at["tokens", 1024]
     assert ("tokens", 2048) not in at
     assert all(point["runs"] == "tiled" for point in points)
-    found = Scaling(MACHINE, points)
-    powers = {(one["axis"], one["backend"]): one["power"] for one in found.powers}
+    found = ScalingReport(MACHINE, points)
+    powers = {(one["axis"], one["backend"]): one["power"] for one in found.power_laws}
     assert powers["tokens", "sdpa"] == pytest.approx(2.0)
-    (order,) = found.order
+    (order,) = found.speed_order
     assert order["fastest"]["64"] == "tiled"
 
 
 def test_who_fails_is_named_and_asked_no_more(monkeypatch: pytest.MonkeyPatch):
     clock = Clock()
-    bench, made = faked(clock, monkeypatch), growing._case
+    bench, made = faked(clock, monkeypatch), growing._scaling_case
 
     def broken() -> Any:
         raise ValueError("too many values")
 
-    def worse(kind: str, spec: hw.AttentionSpec, size: growing.Size, names: list[str]) -> Case:
+    def worse(kind: str, spec: hw.AttentionSpec, size: growing.CallSize, names: list[str]) -> BenchmarkCase:
         case = made(kind, spec, size, names)
         return replace(case, ours=broken) if names[0] == "tiled" else case
 
-    monkeypatch.setattr(growing, "_case", worse)
-    points = list(growing.measured(bench, "plain heads, causal"))
+    monkeypatch.setattr(growing, "_scaling_case", worse)
+    points = list(growing.measure_scaling(bench, "plain heads, causal"))
     assert points[0]["absent"] == {"tiled": "ValueError: too many values"}
     assert points[0]["seconds"] == {}
     assert set(points[1]["seconds"]) == {"sdpa", "composed", "dense", "halves"}
-    found = Scaling(MACHINE, points)
-    assert not found.sound
+    found = ScalingReport(MACHINE, points)
+    assert not found.is_valid
     assert "! plain heads, causal, tiled: ValueError: too many values" in str(found)
 
 
 def test_gradients_are_measured_along_tokens_alone(monkeypatch: pytest.MonkeyPatch):
-    points = list(growing.measured(faked(Clock(), monkeypatch), "plain heads, causal, with gradients"))
+    points = list(growing.measure_scaling(faked(Clock(), monkeypatch), "plain heads, causal, with gradients"))
     assert {point["axis"] for point in points} == {"tokens"}
 
 
-@pytest.mark.parametrize("kind", growing.KINDS)
+@pytest.mark.parametrize("kind", growing.SCALING_LAYERS)
 def test_backends_run_the_same_layer(kind: str, monkeypatch: pytest.MonkeyPatch):
     """Every backend that takes a kind of layer gives the same, gradients too; and again, when a cache begins anew."""
-    size = growing.Size(tokens=37, heads=4, rows=2, layers=2)
-    spec = growing.designed(kind, size)
-    names = [name for name, said in growing.why(kind, spec).items() if not said and name != growing.COMPILED]
+    size = growing.CallSize(tokens=37, heads=4, rows=2, layers=2)
+    spec = growing.design_layer(kind, size)
+    names = [name for name, said in growing.unsupported_reasons(kind, spec).items() if not said and name != growing.COMPILED_BACKEND]
     assert len(names) >= 2
-    case = growing._case(kind, spec, size, names)
-    for _ in range(2 if not growing.KINDS[kind].one else 19):
+    case = growing._scaling_case(kind, spec, size, names)
+    for _ in range(2 if not growing.SCALING_LAYERS[kind].single_query else 19):
         ours = case.ours()
         for name, peer in case.peers.items():
             theirs = peer()
@@ -158,8 +158,8 @@ def test_backends_run_the_same_layer(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_cache_begins_anew(monkeypatch: pytest.MonkeyPatch):
-    kind, size = "one query, heads in fours", growing.Size(tokens=32, heads=4)
-    run = growing._run(growing.KINDS[kind], growing.designed(kind, size), size, "dense")
+    kind, size = "one query, heads in fours", growing.CallSize(tokens=32, heads=4)
+    run = growing._layer_run(growing.SCALING_LAYERS[kind], growing.design_layer(kind, size), size, "dense")
     said = [run() for _ in range(33)]
     assert torch.equal(said[0], said[16])
     assert torch.equal(said[0], said[32])
@@ -168,8 +168,8 @@ def test_a_cache_begins_anew(monkeypatch: pytest.MonkeyPatch):
 
 def test_every_backend_is_measured_by_some_kind():
     measured = {
-        name for kind in growing.KINDS
-        for name, said in growing.why(kind, growing.designed(kind, growing.Size())).items() if not said
+        name for kind in growing.SCALING_LAYERS
+        for name, said in growing.unsupported_reasons(kind, growing.design_layer(kind, growing.CallSize())).items() if not said
     }  # fmt: skip
     assert measured == set(backends.BACKENDS) - {"paged"}  # it is for pages, which the bench has rows of
 
@@ -178,13 +178,13 @@ def test_every_backend_is_measured_by_some_kind():
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two kinds and few sizes, on a machine that nobody measures."""
 
-    def measured(bench: Bench, kind: str) -> Iterator[dict[str, Any]]:
+    def measured(bench: CaseTimer, kind: str) -> Iterator[dict[str, Any]]:
         for at in SIZES:
             yield {"kind": kind, "axis": "tokens", "at": at, "seconds": {"sdpa": at / 1e6, "dense": at**2 / 1e9},
                    "spread": {}, "runs": "sdpa", "absent": {}, "differs": {}}  # fmt: skip
 
-    monkeypatch.setattr(scaling, "measured", measured)
-    monkeypatch.setattr(around, "machine", lambda limits, threads: MACHINE)
+    monkeypatch.setattr(scaling, "measure_scaling", measured)
+    monkeypatch.setattr(around, "describe_machine", lambda limits, threads: MACHINE)
 
 
 def test_the_command_prints_a_table_and_json(capsys, quick, tmp_path: Path):
@@ -199,7 +199,7 @@ def test_the_command_prints_a_table_and_json(capsys, quick, tmp_path: Path):
     told = json.loads(capsys.readouterr().out)
     assert list(told) == ["machine", "points", "powers", "order"]
     assert {one["kind"] for one in told["order"]} == {"a window of 128", "a window of 128, with gradients"}
-    assert Scaling.read(tmp_path / "new" / "scaling.json").data == told
+    assert ScalingReport.read(tmp_path / "new" / "scaling.json").data == told
 
 
 @pytest.mark.parametrize(
@@ -220,8 +220,8 @@ def test_bad_input_is_one_line(capsys, quick, argv: tuple[str, ...], said: str):
 def test_kinds_of_layers_are_listed(capsys):
     assert cli.main(["bench", "--scaling", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [kind for line, kind in zip(lines, growing.KINDS, strict=True) if line.startswith(f"{kind}  ")] == [
-        *growing.KINDS
+    assert [kind for line, kind in zip(lines, growing.SCALING_LAYERS, strict=True) if line.startswith(f"{kind}  ")] == [
+        *growing.SCALING_LAYERS
     ]
     assert max(map(len, lines)) <= 80
 
@@ -231,10 +231,10 @@ def test_the_pages_say_what_was_measured(monkeypatch: pytest.MonkeyPatch, quick,
     monkeypatch.delitem(sys.modules, "bench_pages", raising=False)
     import bench_pages
 
-    scaling.scaling("plain", out=tmp_path)
+    scaling.run_scaling("plain", output_folder=tmp_path)
     monkeypatch.setattr(bench_pages, "SCALED", tmp_path / "scaling.json")
     said = bench_pages.scales()
-    assert f"Chosen: `sdpa`, `tiled` from {backends.tiled.LEAST} tokens on. Measured: `sdpa` overtakes `dense`" in said
+    assert f"Chosen: `sdpa`, `tiled` from {backends.tiled.MIN_KEYS} tokens on. Measured: `sdpa` overtakes `dense`" in said
     assert "overtakes `dense` at 1,000 tokens." in said
     assert "| 64 | 64.0 us | **4.1 us** |" in said
     for name in backends.BACKENDS:

@@ -26,8 +26,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "model_type": "llama", "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 6,
         "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": 300, "max_position_embeddings": 64,
     }  # fmt: skip
-    net = hw.build(hw.families.read(config), seed=0)
-    net.usage = hw.Usage(tokenizer=Bytes().document)
+    net = hw.build(hw.families.read_model_spec(config), seed=0)
+    net.usage = hw.ProcessorSpec(tokenizer=Bytes().document)
     hw.save(net, base / "ours")
     foreign = ZOO["llama"]
     torch.manual_seed(0)
@@ -60,7 +60,7 @@ def test_one_command(
         "aligned, before heads are pooled", "headwise.load of what was written"
     }  # fmt: skip
     assert proof["holds"] is True
-    assert {spec.heads.kv for _, spec in hw.load(out).described.specs()} == {2}
+    assert {spec.heads.kv for _, spec in hw.load(out).described.attention_specs()} == {2}
     done = json.loads((out / "heads.json").read_text())["done"]
     assert done["done"] == "share"
     assert all(len(groups) == 2 for groups in done["groups"].values())
@@ -72,8 +72,8 @@ def test_other_forms(form: str, folders: dict[str, Path], tmp_path: Path, capsys
     name, out = "gpt" if form.startswith("coll") else "ours", tmp_path / "out"
     if name == "gpt":
         config = {"model_type": "gpt2", "n_embd": 24, "n_head": 4, "n_layer": 1, "vocab_size": 300, "n_positions": 64}
-        net = hw.build(hw.families.read(config), seed=0)
-        net.usage = hw.Usage(tokenizer=Bytes().document)
+        net = hw.build(hw.families.read_model_spec(config), seed=0)
+        net.usage = hw.ProcessorSpec(tokenizer=Bytes().document)
         hw.save(net, tmp_path / "gpt")
     model = folders.get(name, tmp_path / "gpt")
     code, told, err = said(

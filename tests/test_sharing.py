@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.surgery import By, Collaborate, Merged, Pool, Route, Split
-from headwise.surgery.rebuilding import attention_of, weights_of
-from headwise.surgery.sharing import AT_ONCE, share
+from headwise.surgery import HeadRanking, Collaborate, Merged, Pool, Route, Split
+from headwise.surgery.rebuilding import get_attention, get_attention_parameters
+from headwise.surgery.sharing import MAX_STATISTICS, convert
 from test_removing import noisy, said
 from weighed import BERT, GPT2, WORDS, built, scenes, translator
 
@@ -32,35 +32,35 @@ def close(one: torch.Tensor, other: torch.Tensor) -> None:
 
 def test_pooling_takes_means_of_neighbours():
     net = noisy(built(LLAMA))
-    done = share(net, 3)
+    done = convert(net, 3)
     for layer in (0, 1):
         site = f"decoder.{layer}.attention"
         for side in "kv":
-            old, new = (weights_of(one, site)[f"project.{side}"] for one in (net, done.after))
+            old, new = (get_attention_parameters(one, site)[f"project.{side}"] for one in (net, done.after))
             close(new.view(3, 4, 24), old.view(3, 2, 4, 24).mean(1))
-        close(weights_of(done.after, site)["project.q"], weights_of(net, site)["project.q"])
-    assert [spec.heads.reads for _, spec in done.after.described.specs()] == [(0, 0, 1, 1, 2, 2)] * 2
+        close(get_attention_parameters(done.after, site)["project.q"], get_attention_parameters(net, site)["project.q"])
+    assert [spec.heads.reads for _, spec in done.after.described.attention_specs()] == [(0, 0, 1, 1, 2, 2)] * 2
     assert done.after.cache(batch=1, capacity=5).nbytes * 2 == net.cache(batch=1, capacity=5).nbytes
 
 
 @pytest.mark.parametrize("build", [lambda: built(LLAMA), lambda: built(BERT | {"num_attention_heads": 4}), translator])
 def test_aligning_says_the_same_before_heads_are_pooled(build):
     net = noisy(build())
-    kv = {spec.heads.kv for _, spec in net.described.specs()}
+    kv = {spec.heads.kv for _, spec in net.described.attention_specs()}
     texts = scenes(net)
     if kv != {3, 2}:
-        done = share(net, ALIGNED, texts)
-        assert done.same is not None
-        close(said(done.same), said(net))
-        assert {spec.heads.kv for _, spec in done.after.described.specs()} == {2}
-        missed = [lost for one in done.made.values() for lost in one.missed.values()]
+        done = convert(net, ALIGNED, texts)
+        assert done.equivalent is not None
+        close(said(done.equivalent), said(net))
+        assert {spec.heads.kv for _, spec in done.after.described.attention_specs()} == {2}
+        missed = [lost for one in done.layers.values() for lost in one.pooling_errors.values()]
         assert missed
         assert all(after <= before + 1e-12 for before, after in missed)
         return
-    done = share(net, Pool(1, align="values"), texts, where="cross")
-    assert done.same is not None
-    close(said(done.same), said(net))
-    sizes = {site: spec.heads.kv for site, spec in done.after.described.specs()}
+    done = convert(net, Pool(1, align="values"), texts, kind="cross")
+    assert done.equivalent is not None
+    close(said(done.equivalent), said(net))
+    sizes = {site: spec.heads.kv for site, spec in done.after.described.attention_specs()}
     assert {kv for site, kv in sizes.items() if site.endswith("cross")} == {1}
     assert {kv for site, kv in sizes.items() if site.endswith("attention")} == {3}
 
@@ -70,59 +70,59 @@ def test_heads_that_are_alike_are_found_and_lose_nothing():
     net = noisy(built(LLAMA))
     with torch.no_grad():
         for layer in (0, 1):
-            project = attention_of(net, f"decoder.{layer}.attention").weights["project"]
+            project = get_attention(net, f"decoder.{layer}.attention").weights["project"]
             for side in "kv":
                 project[side].view(2, 3, 4, 24)[1] = project[side].view(2, 3, 4, 24)[0]
-    done = share(net, Pool(3, grouping="alike"), scenes(net))
+    done = convert(net, Pool(3, grouping="alike"), scenes(net))
     assert set(done.groups.values()) == {((0, 3), (1, 4), (2, 5))}
     close(said(done.after), said(net))
-    assert not torch.allclose(said(share(net, 3).after), said(net), atol=1e-2)
+    assert not torch.allclose(said(convert(net, 3).after), said(net), atol=1e-2)
 
 
 @pytest.mark.parametrize("way", [Split(), Merged()], ids=["split", "merged"])
 def test_other_forms_say_the_same(way):
     net = noisy(built(grouped(2)))
-    done = share(net, way)
+    done = convert(net, way)
     close(said(done.after), said(net))
     assert way.exact
     if way == Split():
-        assert {spec.heads.kv for _, spec in done.after.described.specs()} == {6}
-        again = share(done.after, 2).after
+        assert {spec.heads.kv for _, spec in done.after.described.attention_specs()} == {6}
+        again = convert(done.after, 2).after
         close(said(again), said(net))
 
 
 def test_collaborating_at_full_width_says_the_same():
     net = noisy(built(GPT2))
-    done = share(net, Collaborate(12))
+    done = convert(net, Collaborate(12))
     close(said(done.after), said(net))
     assert "scores are met to 0.00% of their size" in done.notes[0]
-    small = share(net, Collaborate(6))
-    assert hw.counting.params(small.after.described) < hw.counting.params(net.described)
+    small = convert(net, Collaborate(6))
+    assert hw.counting.count_parameters(small.after.described) < hw.counting.count_parameters(net.described)
 
 
 def test_routing_lets_those_worth_most_always_speak():
     net = noisy(built(GPT2))
     texts = scenes(net)
-    done = share(net, Route(1, 2), texts, by=By("michel"))
+    done = convert(net, Route(1, 2), texts, ranking=HeadRanking("michel"))
     close(said(done.after), said(net))
-    found = hw.importance(net, texts, method="michel")
+    found = hw.estimate_importance(net, texts, method="michel")
     first = [
         max(range(3), key=lambda head, n=layer: found.head(f"decoder.{n}.attention", head).value) for layer in (0, 1)
     ]
-    slots = [weights_of(done.after, f"decoder.{layer}.attention")["routed.slot"].tolist() for layer in (0, 1)]
+    slots = [get_attention_parameters(done.after, f"decoder.{layer}.attention")["routed.slot"].tolist() for layer in (0, 1)]
     assert [slot.index(0) for slot in slots] == first
-    one = share(net, Route(1, 1), texts, by=By("michel")).after
+    one = convert(net, Route(1, 1), texts, ranking=HeadRanking("michel")).after
     assert not torch.allclose(said(one), said(net), atol=1e-3)
 
 
 def test_texts_are_read_as_often_as_sums_need_room(monkeypatch):
     net, heard = noisy(built(LLAMA)), list[str]()
-    share(net, ALIGNED, scenes(net), tell=heard.append)
+    convert(net, ALIGNED, scenes(net), log=heard.append)
     assert sum("reading 5 texts" in line for line in heard) == 1
-    assert AT_ONCE > 2**20
+    assert MAX_STATISTICS > 2**20
     monkeypatch.setattr("headwise.surgery.sharing.AT_ONCE", 1)
     heard.clear()
-    share(net, ALIGNED, scenes(net), tell=heard.append)
+    convert(net, ALIGNED, scenes(net), log=heard.append)
     assert sum("reading 5 texts" in line for line in heard) == 2
 
 
@@ -139,7 +139,7 @@ def test_texts_are_read_as_often_as_sums_need_room(monkeypatch):
 )
 def test_what_cannot_be_shared_is_told(way, told):
     with pytest.raises(ValueError, match=re.escape(told)):
-        share(built(LLAMA), way) if not isinstance(way, Route) else share(built(LLAMA), way, scenes(built(LLAMA)))
+        convert(built(LLAMA), way) if not isinstance(way, Route) else convert(built(LLAMA), way, scenes(built(LLAMA)))
 
 
 def test_words_that_are_unknown_are_told():
@@ -147,10 +147,10 @@ def test_words_that_are_unknown_are_told():
         (lambda: Pool(2, align="both sides"), "align='both sides' is unknown; use one of both, keys, none, values"),
         (lambda: Pool(2, grouping="like"), "grouping='like' is unknown; did you mean 'alike'"),
         (lambda: Pool(2, score="angle"), "score='angle' is unknown"),
-        (lambda: share(built(GPT2), 1, where="crosses"), "where='crosses' is unknown; did you mean 'cross'"),
-        (lambda: share(built(GPT2), 1, where="cross"), "gpt2 has no cross-attention; use where='all'"),
+        (lambda: convert(built(GPT2), 1, kind="crosses"), "where='crosses' is unknown; did you mean 'cross'"),
+        (lambda: convert(built(GPT2), 1, kind="cross"), "gpt2 has no cross-attention; use where='all'"),
     ]:
         with pytest.raises(hw.SpecError, match=re.escape(told)):
             make()
     with pytest.raises(ValueError, match="Linear has no config that says what it is"):
-        share(torch.nn.Linear(2, 2), 2)
+        convert(torch.nn.Linear(2, 2), 2)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import headwise as hw
 from foreign import FALLBACK, ZOO, run, transformers, without_columns
-from headwise.hub.finding import found
+from headwise.hub.finding import find_attention
 from headwise.hub.routes import interface
-from headwise.hub.watching import Seen, watching
+from headwise.hub.watching import AttentionInputs, install_hooks
 
 
 class Keep:
@@ -24,9 +24,9 @@ class Keep:
     wants_core = True
 
     def __init__(self) -> None:
-        self.seen: list[Seen] = []
+        self.seen: list[AttentionInputs] = []
 
-    def core(self, seen: Seen) -> None:
+    def core(self, seen: AttentionInputs) -> None:
         self.seen.append(seen)
 
     def heads(self, z: Tensor) -> None:
@@ -35,10 +35,10 @@ class Keep:
 
 @contextmanager
 def looked(model):
-    those = found(model)
+    those = find_attention(model)
     keeps = {one.site.name: Keep() for one in those}
-    stands = [stand for route in {one.route for one in those} for stand in route.stands()]
-    with watching({one.module: (keeps[one.site.name],) for one in those}, stands):
+    stands = [stand for route in {one.adapter for one in those} for stand in route.patches()]
+    with install_hooks({one.module: (keeps[one.site.name],) for one in those}, stands):
         yield keeps
 
 
@@ -46,7 +46,7 @@ def looked(model):
 def own_weights(monkeypatch: pytest.MonkeyPatch):
     """What eager functions of the interface give as weights, by module."""
     given: dict[torch.nn.Module, Tensor] = {}
-    original = interface._watched
+    original = interface._call_with_hooks
 
     def noting(function, kind, module, *said, **more):
         def also(*a, **k):
@@ -57,7 +57,7 @@ def own_weights(monkeypatch: pytest.MonkeyPatch):
         return original(also, kind, module, *said, **more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(interface, "_watched", noting)
+        patched.setattr(interface, "_call_with_hooks", noting)
         yield given
 
 
@@ -67,7 +67,7 @@ def test_rows_are_the_models_own(name: str, monkeypatch: pytest.MonkeyPatch):
     model = zoo.build("eager")
     with own_weights(monkeypatch) as given, looked(model) as keeps:
         run(model, zoo.inputs())
-    own = {one.site.name: given[one.module] for one in found(model)}
+    own = {one.site.name: given[one.module] for one in find_attention(model)}
     seen = [keeps]
     if model._supports_sdpa:  # which gives no weights, and may understand what eager spells out in a mask
         fused = zoo.build("sdpa")
@@ -78,8 +78,8 @@ def test_rows_are_the_models_own(name: str, monkeypatch: pytest.MonkeyPatch):
         for site, keep in keeps.items():
             (core,) = keep.seen
             for head in range(own[site].shape[1]):
-                assert torch.allclose(core.rows(head), own[site][:, head], atol=1e-5), (site, head)
-            assert torch.allclose(core.rows(2, slice(1, 3)), own[site][:, 2, 1:3], atol=1e-5)
+                assert torch.allclose(core.head_weights(head), own[site][:, head], atol=1e-5), (site, head)
+            assert torch.allclose(core.head_weights(2, slice(1, 3)), own[site][:, 2, 1:3], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ZOO | FALLBACK)
@@ -91,7 +91,7 @@ def test_silenced_is_without_the_columns(name: str):
     assert all(site.q == 4 for site in those)
     whole = run(model, zoo.inputs())
     for site in those[:: max(1, len(those) // 3)]:
-        with hw.silence(model, [(site.name, 1), (site.name, 3)]):
+        with hw.ablate(model, [(site.name, 1), (site.name, 3)]):
             quiet = run(model, zoo.inputs())
         other = copy.deepcopy(model)
         for head in (1, 3):
@@ -129,7 +129,7 @@ def test_torchs_own_layers(first: bool, training: bool):
     x = torch.randn(2, 5, 12)
     with torch.no_grad():
         whole = model(x)
-        with hw.silence(model, [(1, 1)]):
+        with hw.ablate(model, [(1, 1)]):
             quiet = model(x)
         other = copy.deepcopy(model)
         other.layers[1].self_attn.out_proj.weight[:, 6:] = 0
@@ -153,7 +153,7 @@ def test_multihead_attention_gives_its_weights_as_asked():
         assert weights is None or torch.allclose(weights, again, atol=1e-6)
         (keep,) = keeps.values()
         full = layer(x, k, v, attn_mask=mask, average_attn_weights=False)[1]
-        assert torch.allclose(keep.seen[0].rows(2, slice(1, 4)), full[:, 2, 1:4], atol=1e-6)
+        assert torch.allclose(keep.seen[0].head_weights(2, slice(1, 4)), full[:, 2, 1:4], atol=1e-6)
 
 
 def test_an_attention_of_ones_own():
@@ -162,9 +162,9 @@ def test_an_attention_of_ones_own():
     named, other = nn.Sequential(Attention()), nn.Sequential(Plain())
     assert [(site.q, site.dim) for site in hw.sites(named)] == [(3, 4)]
     assert hw.sites(other) == []
-    hw.declare(other[0], heads=3, out="proj")
+    hw.declare(other[0], heads=3, output="proj")
     for model in (named, other):
-        with torch.no_grad(), hw.silence(model, [(0, 1)]):
+        with torch.no_grad(), hw.ablate(model, [(0, 1)]):
             quiet = model(x)
         with torch.no_grad():
             model[0].proj.weight[:, 4:8] = 0
@@ -175,10 +175,10 @@ def test_nothing_is_left_behind():
     zoo = ZOO["llama"]
     model = zoo.build()
     before, state = run(model, zoo.inputs()), dict(vars(model.model.layers[0].self_attn))
-    with pytest.raises(RuntimeError, match="on purpose"), hw.silence(model, [(0, 1)]):
+    with pytest.raises(RuntimeError, match="on purpose"), hw.ablate(model, [(0, 1)]):
         raise RuntimeError("on purpose")
     assert torch.equal(run(model, zoo.inputs()), before)
-    with hw.silence(model, [(0, 1)]):
+    with hw.ablate(model, [(0, 1)]):
         quiet, twin = run(model, zoo.inputs()), copy.deepcopy(model)
         elsewhere: list[Tensor] = []
         thread = Thread(target=lambda: elsewhere.append(run(model, zoo.inputs())))
@@ -186,7 +186,7 @@ def test_nothing_is_left_behind():
         thread.join()
         assert torch.equal(run(twin, zoo.inputs()), before)
         assert torch.equal(elsewhere[0], before)
-        with hw.silence(model, [(1, 2)]):
+        with hw.ablate(model, [(1, 2)]):
             assert not torch.equal(run(model, zoo.inputs()), quiet)
         assert torch.equal(run(model, zoo.inputs()), quiet)
     assert vars(model.model.layers[0].self_attn) == state
@@ -202,7 +202,7 @@ def test_heads_say_something_else():
         patched = run(model, zoo.inputs())
     said = keeps["encoder.0.attention"]
     assert said.seen
-    with hw.silence(model, [(0, 1)]):
+    with hw.ablate(model, [(0, 1)]):
         assert not torch.equal(run(model, zoo.inputs()), patched)
     at = torch.zeros(2, 11, dtype=torch.bool)
     whole = run(model, zoo.inputs())
@@ -221,7 +221,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_heads_that_are_not_there(name: str):
     heads, said = BAD[name]
-    with pytest.raises(ValueError, match=said), hw.silence(ZOO["llama"].build(), heads):
+    with pytest.raises(ValueError, match=said), hw.ablate(ZOO["llama"].build(), heads):
         pass
 
 
@@ -229,9 +229,9 @@ def test_what_cannot_be_watched_says_why():
     model = ZOO["llama"].build()
     compiled = torch.compile(model, backend="eager")
     assert "compiled" in hw.sites(compiled)[0].silence.why
-    with pytest.raises(ValueError, match="compiled"), hw.silence(compiled, [(0, 1)]):
+    with pytest.raises(ValueError, match="compiled"), hw.ablate(compiled, [(0, 1)]):
         pass
     assert "threads" in hw.sites(nn.DataParallel(model))[0].silence.why
     assert "meta" in hw.sites(model.to("meta"))[0].silence.why
-    with pytest.raises(ValueError, match="no attention"), hw.silence(nn.Linear(3, 3), [(0, 1)]):
+    with pytest.raises(ValueError, match="no attention"), hw.ablate(nn.Linear(3, 3), [(0, 1)]):
         pass

@@ -25,13 +25,13 @@ def test_silenced_is_cut(name: str):
     spec = PRESETS[name]
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
-    outs = len(spec.speaks)
+    outs = len(spec.score_head_of_output)
     (site,) = hw.sites(layer)
     assert site.heads == outs
     quiet = [0, outs - 1] if outs > 2 else [0]
-    with torch.no_grad(), hw.silence(layer, [(0, head) for head in quiet]):
+    with torch.no_grad(), hw.ablate(layer, [(0, head) for head in quiet]):
         silenced = layer(x, source=z)
-    small, weights = axes.cut(spec, layer.state_dict(), [head for head in range(outs) if head not in quiet])
+    small, weights = axes.keep_heads(spec, layer.state_dict(), [head for head in range(outs) if head not in quiet])
     cut = hw.Attention(small).double().eval()
     cut.load_state_dict(weights, strict=True)
     with torch.no_grad():
@@ -52,19 +52,19 @@ def test_rows_are_the_definitions(name: str):
         with looked(layer) as keeps:
             layer(x, source=z)
         (keep,) = keeps.values()
-        for head in range(probe.seen["weights"].shape[1]):
-            check_close(keep.seen[0].rows(head, slice(2, 6)), probe.seen["weights"][:, head, 2:6])
+        for head in range(probe.tensors["weights"].shape[1]):
+            check_close(keep.seen[0].head_weights(head, slice(2, 6)), probe.tensors["weights"][:, head, 2:6])
 
 
 def test_a_model_of_ours_and_a_copy_of_it():
-    net = hw.build(hw.families.read(GPT), seed=0)
+    net = hw.build(hw.families.read_model_spec(GPT), seed=0)
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     those = hw.sites(net)
     assert [site.name for site in those] == ["decoder.0.attention", "decoder.1.attention"]
-    assert [site.spec for site in those] == [spec for _, spec in net.described.specs()]
+    assert [site.spec for site in those] == [spec for _, spec in net.described.attention_specs()]
     with torch.no_grad():
         whole = net(ids)
-        with hw.silence(net, [(1, 2)], scale=0.5):
+        with hw.ablate(net, [(1, 2)], scale=0.5):
             half, twin = net(ids), copy.deepcopy(net)
             assert torch.equal(twin(ids), whole)
         twin.decoder.blocks[1].attention.output.o[:, 8:] *= 0.5
@@ -73,25 +73,25 @@ def test_a_model_of_ours_and_a_copy_of_it():
 
 
 def test_a_probe_of_ones_own_looks_on():
-    net = hw.build(hw.families.read(GPT), seed=0)
+    net = hw.build(hw.families.read_model_spec(GPT), seed=0)
     ids = torch.tensor([[3, 1, 4]])
     probe = hw.Probe("heads", "weights")
     net.probes = {"decoder.0.attention": probe}
-    with torch.no_grad(), hw.silence(net, [(0, 1)]):
+    with torch.no_grad(), hw.ablate(net, [(0, 1)]):
         net(ids)
-    assert not probe.seen["heads"][:, :, 1].any()
-    assert probe.seen["weights"].shape == (1, 3, 3, 3)
+    assert not probe.tensors["heads"][:, :, 1].any()
+    assert probe.tensors["weights"].shape == (1, 3, 3, 3)
 
 
 def test_only_some_tokens():
-    net = hw.build(hw.families.read(GPT), seed=0)
+    net = hw.build(hw.families.read_model_spec(GPT), seed=0)
     ids = torch.tensor([[3, 1, 4], [1, 5, 9]])
     at = torch.tensor([[False, True, False], [False, False, False]])
     seen: list[Tensor] = []
-    net.probes = {"decoder.1.attention": hw.Probe("heads", see=lambda _, z: seen.append(z))}
+    net.probes = {"decoder.1.attention": hw.Probe("heads", callback=lambda _, z: seen.append(z))}
     with torch.no_grad():
         net(ids)
-        with hw.silence(net, [(1, 0)], tokens=at):
+        with hw.ablate(net, [(1, 0)], tokens=at):
             net(ids)
     before, after = seen
     assert not after[0, 1, 0].any()
@@ -101,13 +101,13 @@ def test_only_some_tokens():
 
 VECTOR = torch.zeros(4)
 WRONG = {
-    "no pair": (lambda net: hw.silence(net, [0]), "names no head"),
-    "no number": (lambda net: hw.silence(net, [(0, "a")]), "names no head"),
-    "no list": (lambda net: hw.silence(net, 5), "names no head"),
+    "no pair": (lambda net: hw.ablate(net, [0]), "names no head"),
+    "no number": (lambda net: hw.ablate(net, [(0, "a")]), "names no head"),
+    "no list": (lambda net: hw.ablate(net, 5), "names no head"),
     "twice": (lambda net: hw.patch(net, {(0, 1): VECTOR, ("decoder.0.attention", 1): VECTOR}), "named twice"),
-    "no scale": (lambda net: hw.silence(net, [(0, 1)], scale=float("nan")), "no number to multiply"),
-    "no tokens": (lambda net: hw.silence(net, [(0, 1)], tokens=[1.5]), "torch.bool"),
-    "other tokens": (lambda net: hw.silence(net, [(0, 1)], tokens=torch.ones(5, 9, dtype=torch.bool)), "as many"),
+    "no scale": (lambda net: hw.ablate(net, [(0, 1)], scale=float("nan")), "no number to multiply"),
+    "no tokens": (lambda net: hw.ablate(net, [(0, 1)], tokens=[1.5]), "torch.bool"),
+    "other tokens": (lambda net: hw.ablate(net, [(0, 1)], tokens=torch.ones(5, 9, dtype=torch.bool)), "as many"),
     "no vector": (lambda net: hw.patch(net, {(0, 1): 3}), "tensor"),
     "wide": (lambda net: hw.patch(net, {(0, 1): torch.zeros(7)}), "say 4 numbers, not 7"),
     "other rows": (lambda net: hw.patch(net, {(0, 1): torch.zeros(5, 3, 4)}), "as many"),
@@ -117,7 +117,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_meant_is_one_line(name: str):
     how, words = WRONG[name]
-    net = hw.build(hw.families.read(GPT), seed=0)
+    net = hw.build(hw.families.read_model_spec(GPT), seed=0)
     ids = torch.tensor([[3, 1, 4]])
     with torch.no_grad():
         whole = net(ids)
@@ -133,7 +133,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]
 
 
 def test_the_command_on_a_folder(capsys, tmp_path: Path):
-    net = hw.build(hw.families.read(GPT), seed=0)
+    net = hw.build(hw.families.read_model_spec(GPT), seed=0)
     hw.save(net, tmp_path / "ours")
     hw.export(net, tmp_path / "theirs")
     for name in ("ours", "theirs"):

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.heads.conllu import Sentence, sentences_of
-from headwise.heads.sources import Sources, lines_of, links_of, of_lines, of_pairs, of_sentences
+from headwise.heads.conllu import ParsedSentence, read_conllu
+from headwise.heads.sources import ExampleReader, read_lines, parse_alignment_links, examples_from_lines, examples_from_pairs, examples_from_sentences
 
 WORDS = ["[UNK]", "[CLS]", "[SEP]", "the", "dog", "don", "'", "t", "bark", "##s", ".", "a", "b"]
 ROWS = """# text = The dogs don't bark.
@@ -44,24 +44,24 @@ def reader() -> hw.Transformer:
     )
     config = {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1,
               "intermediate_size": 8, "vocab_size": len(WORDS), "max_position_embeddings": 12}  # fmt: skip
-    net = hw.build(hw.families.read(config), seed=0).eval()
-    net.usage = hw.Usage(tokenizer=tokenizer.to_str(), before=(1,), behind=(2,))
+    net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
+    net.usage = hw.ProcessorSpec(tokenizer=tokenizer.to_str(), before=(1,), behind=(2,))
     return net
 
 
 def test_a_parse():
-    first, second = sentences_of(rows())
+    first, second = read_conllu(rows())
     assert first.text == "The dogs don't bark."
     assert first.words == ("The", "dogs", "do", "n't", "bark", ".")
-    assert [first.text[slice(*span)] for span in first.spans] == list(first.words)
-    assert first.arcs == ((0, 1, "det"), (1, 4, "nsubj"), (2, 4, "aux"), (3, 4, "advmod"), (5, 4, "punct"))
+    assert [first.text[slice(*span)] for span in first.word_spans] == list(first.words)
+    assert first.dependencies == ((0, 1, "det"), (1, 4, "nsubj"), (2, 4, "aux"), (3, 4, "advmod"), (5, 4, "punct"))
     assert second.text == "a du"
 
 
 def test_words_that_are_written_as_one_and_not_one_after_another():
     text = "# text = vamos al mar\n1 vamos _ _ _ _ 0 root _ _\n2-3 al _ _ _ _ _ _ _ _\n2 a _ _ _ _ 4 case _ _\n"
-    (one,) = sentences_of(rows(text + "3 el _ _ _ _ 4 det _ _\n4 mar _ _ _ _ 1 obl _ _\n"))
-    assert one.spans == ((0, 5), (6, 8), (6, 8), (9, 12))
+    (one,) = read_conllu(rows(text + "3 el _ _ _ _ 4 det _ _\n4 mar _ _ _ _ 1 obl _ _\n"))
+    assert one.word_spans == ((0, 5), (6, 8), (6, 8), (9, 12))
 
 
 @pytest.mark.parametrize(("text", "said"), [
@@ -73,56 +73,56 @@ def test_words_that_are_written_as_one_and_not_one_after_another():
 ])  # fmt: skip
 def test_a_parse_that_is_none(text: str, said: str):
     with pytest.raises(SpecError, match=said):
-        list(sentences_of(rows(text)))
+        list(read_conllu(rows(text)))
 
 
 def test_what_is_known_of_tokens():
-    sources = Sources(reader())
-    sources.add("the dogs don't bark .")
-    (scene,) = sources.counted()
+    sources = ExampleReader(reader())
+    sources.add_text("the dogs don't bark .")
+    (scene,) = sources.examples_with_frequencies()
     tokens = scene.streams["text"]
     assert tokens.words == ("[CLS]", "the", "dog", "s", "don", "'", "t", "bark", ".", "[SEP]")[: tokens.count]
-    assert tokens.special.nonzero().flatten().tolist() == [0, tokens.count - 1]
-    assert tokens.separator.nonzero().flatten().tolist() == [tokens.count - 1]
-    assert [tokens.words[n] for n in tokens.punctuation.nonzero().flatten().tolist()] == ["'", "."]
-    assert tokens.common.min() >= 1
+    assert tokens.is_special.nonzero().flatten().tolist() == [0, tokens.count - 1]
+    assert tokens.is_separator.nonzero().flatten().tolist() == [tokens.count - 1]
+    assert [tokens.words[n] for n in tokens.is_punctuation.nonzero().flatten().tolist()] == ["'", "."]
+    assert tokens.frequency.min() >= 1
 
 
 def test_pieces_belong_to_the_words_of_a_parse():
-    sources = of_sentences(reader(), [next(sentences_of(rows(ROWS.replace("The", "the"))))])
-    (scene,) = sources.counted()
+    sources = examples_from_sentences(reader(), [next(read_conllu(rows(ROWS.replace("The", "the"))))])
+    (scene,) = sources.examples_with_frequencies()
     tokens = scene.streams["text"]
     words = [tokens.words[n] for n in range(tokens.count)]
-    assert dict(zip(words, tokens.word.tolist(), strict=True))["bark"] == 4
-    assert [word for word, n in zip(words, tokens.word.tolist(), strict=True) if n == 1] == ["dog", "s"]
-    assert [word for word, n in zip(words, tokens.word.tolist(), strict=True) if n == 3] == ["'", "t"]
-    assert scene.arcs[1] == (1, 4, "nsubj")
+    assert dict(zip(words, tokens.word_index.tolist(), strict=True))["bark"] == 4
+    assert [word for word, n in zip(words, tokens.word_index.tolist(), strict=True) if n == 1] == ["dog", "s"]
+    assert [word for word, n in zip(words, tokens.word_index.tolist(), strict=True) if n == 3] == ["'", "t"]
+    assert scene.dependencies[1] == (1, 4, "nsubj")
 
 
 def test_how_often_is_counted_over_all():
-    scenes = of_lines(reader(), ["the dog", "the the bark"]).counted()
-    the = [int(scene.streams["text"].common[1]) for scene in scenes]
+    scenes = examples_from_lines(reader(), ["the dog", "the the bark"]).examples_with_frequencies()
+    the = [int(scene.streams["text"].frequency[1]) for scene in scenes]
     assert the == [3, 3]
 
 
 def test_what_is_left_out_is_said():
-    sources = of_lines(reader(), ["", "the dog", "  ", " ".join(["bark"] * 23)])
-    counts = [scene.streams["text"].count for scene in sources.counted()]
+    sources = examples_from_lines(reader(), ["", "the dog", "  ", " ".join(["bark"] * 23)])
+    counts = [scene.streams["text"].count for scene in sources.examples_with_frequencies()]
     assert max(counts) <= 12
     assert sum(counts) - 2 * len(counts) == 25
     assert sources.notes == ("2 empty lines", "1 lines split, for the model takes no more tokens at once")
 
 
 def test_what_no_tokenizer_knows_is_left_out():
-    sources = of_lines(reader(), ["the dog", "the cat", "a bark"])
-    assert [scene.streams["text"].count for scene in sources.counted()] == [4, 4]
+    sources = examples_from_lines(reader(), ["the dog", "the cat", "a bark"])
+    assert [scene.streams["text"].count for scene in sources.examples_with_frequencies()] == [4, 4]
     assert sources.notes == ("1 texts with something that the tokenizer does not know",)
 
 
 def test_a_sentence_that_the_tokenizer_reads_otherwise():
-    other = Sentence("the dog", ("the", "dog", "gone"), ((0, 3), (4, 7), (7, 7)), ())
-    sources = of_sentences(reader(), [other])
-    assert sources.scenes == []
+    other = ParsedSentence("the dog", ("the", "dog", "gone"), ((0, 3), (4, 7), (7, 7)), ())
+    sources = examples_from_sentences(reader(), [other])
+    assert sources.examples == []
     assert "1 of 3 words without a token" in sources.notes[0]
 
 
@@ -130,27 +130,27 @@ def test_pairs_and_links():
     config = {"model_type": "bart", "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": len(WORDS),
               "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8,
               "max_position_embeddings": 16}  # fmt: skip
-    net = hw.build(hw.families.read(config), seed=0).eval()
-    net.usage = hw.Usage(tokenizer=reader().usage.tokenizer, begin=(1,), end=(2,))
-    (scene,) = of_pairs(net, [("the dog", "a b bark")], [links_of("0-0 1?2", 1)]).counted()
-    assert scene.links == ((0, 0, True), (1, 2, False))
+    net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
+    net.usage = hw.ProcessorSpec(tokenizer=reader().usage.tokenizer, begin=(1,), end=(2,))
+    (scene,) = examples_from_pairs(net, [("the dog", "a b bark")], [parse_alignment_links("0-0 1?2", 1)]).examples_with_frequencies()
+    assert scene.alignment_links == ((0, 0, True), (1, 2, False))
     assert scene.streams["text"].words == ("[CLS]", "a", "b", "bark")
     assert scene.streams["source"].words == ("the", "dog")
     with torch.no_grad():
         assert net(**scene.inputs).shape == (1, 4, len(WORDS))
     with pytest.raises(SpecError, match="links word 2 with 0, of 2 and 3 words; count from 0"):
-        of_pairs(net, [("the dog", "a b bark")], [((2, 0, True),)])
+        examples_from_pairs(net, [("the dog", "a b bark")], [((2, 0, True),)])
     with pytest.raises(SpecError, match="'1~2' is no link"):
-        links_of("1~2", 4)
+        parse_alignment_links("1~2", 4)
 
 
 def test_a_source_alone_is_answered():
     config = {"model_type": "bart", "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": len(WORDS),
               "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8,
               "max_position_embeddings": 80}  # fmt: skip
-    net = hw.build(hw.families.read(config), seed=0).eval()
-    net.usage = hw.Usage(tokenizer=reader().usage.tokenizer, begin=(1,), end=())
-    (scene,) = of_lines(net, ["the dog"]).counted()
+    net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
+    net.usage = hw.ProcessorSpec(tokenizer=reader().usage.tokenizer, begin=(1,), end=())
+    (scene,) = examples_from_lines(net, ["the dog"]).examples_with_frequencies()
     said = hw.generate(net, "the dog", max_new_tokens=64)
     assert scene.streams["text"].count == 65
     assert net.usage.tokenizer is not None
@@ -160,7 +160,7 @@ def test_a_source_alone_is_answered():
 def test_a_file_that_is_no_text(tmp_path: Path):
     (tmp_path / "a").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SpecError, match="cannot be read as text"):
-        lines_of(tmp_path / "a")
+        read_lines(tmp_path / "a")
 
 
 def test_examples_of_a_task_and_their_links():
@@ -168,19 +168,19 @@ def test_examples_of_a_task_and_their_links():
 
     dates = task("dates")
     net = hw.build(dates.model(), seed=0).eval()
-    net.usage = hw.Usage(tokenizer=dates.tokenizer, begin=(1,), end=(2,))
-    sources = Sources(net)
-    sources.take(dates, 5)
-    for number, scene in enumerate(sources.counted()):
+    net.usage = hw.ProcessorSpec(tokenizer=dates.tokenizer, begin=(1,), end=(2,))
+    sources = ExampleReader(net)
+    sources.add_task_examples(dates, 5)
+    for number, scene in enumerate(sources.examples_with_frequencies()):
         gold = dates.batch(number, 1, "valid").gold[0]
         words = {
-            name: dict(zip(tokens.word.tolist(), tokens.words, strict=True)) for name, tokens in scene.streams.items()
+            name: dict(zip(tokens.word_index.tolist(), tokens.words, strict=True)) for name, tokens in scene.streams.items()
         }
-        assert len(scene.links) == len(gold.links)
-        for source, text, _ in scene.links:
+        assert len(scene.alignment_links) == len(gold.links)
+        for source, text, _ in scene.alignment_links:
             if words["source"][source].isdigit() and words["text"][text].isdigit() and "iso" in gold.direction:
                 assert words["source"][source] == words["text"][text]
         said = [words["text"][n] for n in sorted(words["text"]) if n >= 0]
         assert "".join(said) == gold.target
     with pytest.raises(SpecError, match="knows of no links"):
-        Sources(net).take(task("copy"), 2)
+        ExampleReader(net).add_task_examples(task("copy"), 2)

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.heads.ranks import effective_rank, score_ranks, stable_rank
-from headwise.heads.spectra import dims, spectra
+from headwise.heads.ranks import effective_rank, measure_score_ranks, stable_rank
+from headwise.heads.spectra import count_dims, measure_qk_spectra
 from scenes import scenes, small
 
 Array = NDArray[np.float64]
@@ -37,7 +37,7 @@ def grouped(kv: int = 2) -> Any:
 @pytest.mark.parametrize("kv", [4, 2, 1])
 def test_dims_are_those_of_the_full_products(kv: int):
     layer = grouped(kv)
-    (found,) = spectra(torch.nn.ModuleList([layer]))
+    (found,) = measure_qk_spectra(torch.nn.ModuleList([layer]))
     q, k = (layer.weights["project"][side].detach().double().numpy().reshape(-1, 5, 20) for side in "qk")
     each = [q[head].T @ k[head * kv // 4] for head in range(4)]
     assert [one.dims for one in found.heads] == [held(one) for one in each]
@@ -55,20 +55,20 @@ def test_gaussian_weights_are_what_fresh_ones_look_like_and_share_keys_as_they_d
             keys = [draw.normal(size=(5, 20)) for _ in range(kv)]
             each = [draw.normal(size=(20, 5)) @ keys[head * kv // 4] for head in range(4)]
             summed.append(held(np.sum(each, 0)))
-        (found,) = spectra(torch.nn.ModuleList([grouped(kv)]), draws=20)
+        (found,) = measure_qk_spectra(torch.nn.ModuleList([grouped(kv)]), num_draws=20)
         assert found.summed.chance == pytest.approx(np.mean(summed), abs=0.7)
 
 
 def test_the_edge_of_a_share_is_inside():
-    assert dims(torch.ones(10)) == 9
-    assert dims(torch.tensor([3.0, 0, 0])) == 1
-    assert dims(torch.zeros(3)) == 0
-    assert dims(torch.tensor([2.0, 1.0]), 0.8) == 1
+    assert count_dims(torch.ones(10)) == 9
+    assert count_dims(torch.tensor([3.0, 0, 0])) == 1
+    assert count_dims(torch.zeros(3)) == 0
+    assert count_dims(torch.tensor([2.0, 1.0]), 0.8) == 1
 
 
 def test_the_spectra_of_a_published_model_are_what_was_found_of_it(shared: Path):
     net = hw.load(shared / "data" / "model_stories260k" / "stories260K.bin")
-    found = spectra(net)
+    found = measure_qk_spectra(net)
     assert [one.summed.dims for one in found] == [10, 12, 10, 9, 7]
     assert [round(np.mean([head.dims for head in one.heads]), 1) for one in found] == [4.9, 5.9, 5.0, 4.9, 4.2]
     assert {one.queries.dims for one in found} <= set(range(14, 19))
@@ -84,8 +84,8 @@ def test_layers_without_such_products_have_no_spectrum():
     torch.manual_seed(0)
     odd = hw.Attention(hw.design(model=20, heads=4, similarity=hw.Additive()))
     with pytest.raises(SpecError, match="which is no product of W_Q and W_K"):
-        spectra(torch.nn.ModuleList([odd]))
-    assert len(spectra(torch.nn.ModuleList([odd, grouped()]))) == 1
+        measure_qk_spectra(torch.nn.ModuleList([odd]))
+    assert len(measure_qk_spectra(torch.nn.ModuleList([odd, grouped()]))) == 1
 
 
 # --- ranks of scores -----------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_ranks_of_matrices():
 def test_scores_and_weights_of_a_model():
     net: Any = small()
     texts = scenes(3)
-    told = {(one.site, one.head, one.stage): one for one in score_ranks(net, texts)}
+    told = {(one.site, one.head, one.stage): one for one in measure_score_ranks(net, texts)}
     wanted: dict[str, list[tuple[float, float]]] = {"q": [], "weights": []}
     for text in texts:
         probe = hw.Probe("q", "k", "weights")
@@ -117,9 +117,9 @@ def test_scores_and_weights_of_a_model():
         with torch.no_grad():
             net(text.inputs["x"])
         net.probes = {}
-        q, k = (probe.seen[side][0, :, 2].double().numpy() for side in "qk")
+        q, k = (probe.tensors[side][0, :, 2].double().numpy() for side in "qk")
         wanted["q"].append(ranks(q @ k.T))
-        wanted["weights"].append(ranks(probe.seen["weights"][0, 2].double().numpy()))
+        wanted["weights"].append(ranks(probe.tensors["weights"][0, 2].double().numpy()))
     for stage, key in (("scores", "q"), ("weights", "weights")):
         one = told["decoder.1.attention", 2, stage]
         stable, effective = np.mean(wanted[key], 0)
@@ -130,16 +130,16 @@ def test_scores_and_weights_of_a_model():
 
 
 def test_mixing_heads_lifts_the_rank_of_scores():
-    from headwise.blueprint import Block, Embedding, Head, Model, Stack
+    from headwise.blueprint import BlockSpec, EmbeddingSpec, OutputHeadSpec, ModelSpec, StackSpec
 
     spec = hw.design(model=20, heads=5, dim=2, modifiers=(hw.TalkingHeads(),))
-    stack = Stack.of("encoder", 20, [Block(spec, feed=None)], embedding=Embedding(29))
-    net = hw.build(Model("mixed", "encoder", (stack,), (Head("tokens", 29),)), seed=0).eval()
+    stack = StackSpec.from_blocks("encoder", 20, [BlockSpec(spec, feed=None)], embedding=EmbeddingSpec(29))
+    net = hw.build(ModelSpec("mixed", "encoder", (stack,), (OutputHeadSpec("tokens", 29),)), seed=0).eval()
     with torch.no_grad():
         for name, parameter in net.named_parameters():
             if "talking" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    told = score_ranks(net, scenes(3))
+    told = measure_score_ranks(net, scenes(3))
     before, mixed = (
         np.mean([one.effective.value for one in told if one.stage == stage]) for stage in ("scores", "mixed")
     )
@@ -152,7 +152,7 @@ def test_ranks_of_models_of_others():
     from foreign import ZOO
 
     model, texts = ZOO["gpt2"].build(), scenes(3, "input_ids")
-    told = {(one.site, one.head, one.stage): one for one in score_ranks(model, texts)}
+    told = {(one.site, one.head, one.stage): one for one in measure_score_ranks(model, texts)}
     with torch.no_grad():
         said = [model(**one.inputs, output_attentions=True).attentions[1][0, 3].double().numpy() for one in texts]
     one = told["decoder.1.attention", 3, "weights"]
@@ -162,6 +162,6 @@ def test_ranks_of_models_of_others():
 
 def test_what_cannot_be_ranked_is_refused():
     with pytest.raises(ValueError, match="Linear has no attention that can be seen"):
-        score_ranks(torch.nn.Linear(2, 2), scenes(2))
+        measure_score_ranks(torch.nn.Linear(2, 2), scenes(2))
     with pytest.raises(ValueError, match="no text was read; give at least two"):
-        score_ranks(small(), [])
+        measure_score_ranks(small(), [])

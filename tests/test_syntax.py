@@ -11,37 +11,37 @@ import pytest
 import torch
 
 import maps
-from headwise.heads.block import Block
-from headwise.heads.intervals import resampled
-from headwise.heads.scene import Scene, Tokens
-from headwise.heads.syntax import Syntax, follows
-from headwise.heads.words import ByWord
+from headwise.heads.block import WeightBand
+from headwise.heads.intervals import draw_resamples
+from headwise.heads.scene import Example, TokenAnnotations
+from headwise.heads.syntax import DependencyScores, is_relation_measure
+from headwise.heads.words import WordBandMerger
 
 RELATIONS = ("nsubj", "obj", "poss")
 SITE = "encoder.0.attention"
 Counts = dict[tuple[str, str], list[np.ndarray]]
 
 
-def text(seed: int, kind: str) -> tuple[Block, list[tuple[int, int, str]]]:
+def text(seed: int, kind: str) -> tuple[WeightBand, list[tuple[int, int, str]]]:
     """A map of pieces of words, and arcs among its words."""
     draw = np.random.default_rng(100 + seed)
     block = maps.block(kind, seed, count=19)
-    spelt = tuple("'s" if draw.random() < 0.3 else word for word in block.told.words)
-    told = replace(block.told, words=spelt)
-    block = replace(block, asks=told, told=told)
-    words = int(told.word.max()) + 1
+    spelt = tuple("'s" if draw.random() < 0.3 else word for word in block.key_tokens.words)
+    told = replace(block.key_tokens, words=spelt)
+    block = replace(block, query_tokens=told, key_tokens=told)
+    words = int(told.word_index.max()) + 1
     pairs = [(int(d), int(g)) for d in range(words) for g in [draw.integers(0, words)] if d != g]
     return block, [(d, g, str(draw.choice(RELATIONS))) for d, g in pairs]
 
 
-def map_of_words(block: Block) -> tuple[np.ndarray, np.ndarray, Tokens]:
+def map_of_words(block: WeightBand) -> tuple[np.ndarray, np.ndarray, TokenAnnotations]:
     """The whole map [heads, words, words] without what is no word, and who may read whom."""
-    seen: list[Block] = []
-    ByWord(lambda _, band: seen.append(band)).see(SITE, block)
+    seen: list[WeightBand] = []
+    WordBandMerger(lambda _, band: seen.append(band)).add_band(SITE, block)
     (one,) = seen
-    those = (one.told.word >= 0).numpy()
+    those = (one.key_tokens.word_index >= 0).numpy()
     allowed = (one.allowed if one.allowed.dim() == 2 else one.allowed.any(0)).numpy()
-    return one.w_HTS.numpy()[:, those][:, :, those], allowed[those][:, those], one.told
+    return one.w_HTS.numpy()[:, those][:, :, those], allowed[those][:, those], one.key_tokens
 
 
 def best(row: np.ndarray, wanted: int) -> float:
@@ -49,10 +49,10 @@ def best(row: np.ndarray, wanted: int) -> float:
     return float(wanted in top) / len(top)
 
 
-def counted(block: Block, arcs: list[tuple[int, int, str]]) -> Counts:
+def counted(block: WeightBand, arcs: list[tuple[int, int, str]]) -> Counts:
     """Hits of each head and of one that reads all alike, of each offset of -8..8, and the arcs, as we count them."""
     w, may, _ = map_of_words(block)
-    alike, _, _ = map_of_words(block.uniform)
+    alike, _, _ = map_of_words(block.uniform_baseline)
     w = np.concatenate([w, alike])
     found: Counts = defaultdict(list)
     for dependent, governor, relation in arcs:
@@ -67,10 +67,10 @@ def counted(block: Block, arcs: list[tuple[int, int, str]]) -> Counts:
     return found
 
 
-def clark(block: Block, arcs: list[tuple[int, int, str]]) -> Counts:
+def clark(block: WeightBand, arcs: list[tuple[int, int, str]]) -> Counts:
     """The same as the notebook of 1906.04341 counts: transposed maps, itself left out, offsets end at the last word."""
     w, _, told = map_of_words(block)
-    spelt = [told.words[n] for n in np.flatnonzero((told.word >= 0).numpy())]
+    spelt = [told.words[n] for n in np.flatnonzero((told.word_index >= 0).numpy())]
     found: Counts = defaultdict(list)
     for towards, grid in (("governor", w), ("dependent", w.transpose(0, 2, 1))):
         grid = grid.copy()
@@ -85,16 +85,16 @@ def clark(block: Block, arcs: list[tuple[int, int, str]]) -> Counts:
     return found
 
 
-def scene(block: Block, arcs: list[tuple[int, int, str]]) -> Scene:
-    return Scene(None, {"text": block.told}, arcs=arcs)
+def scene(block: WeightBand, arcs: list[tuple[int, int, str]]) -> Example:
+    return Example(None, {"text": block.key_tokens}, dependencies=arcs)
 
 
-def gone_through(syntax: Syntax, texts: list[tuple[Block, list]], step: int) -> Syntax:
+def gone_through(syntax: DependencyScores, texts: list[tuple[WeightBand, list]], step: int) -> DependencyScores:
     for block, arcs in texts:
-        syntax.open(scene(block, arcs))
+        syntax.start_example(scene(block, arcs))
         for band in maps.bands(block, step):
-            syntax.see(SITE, band)
-        syntax.close()
+            syntax.add_band(SITE, band)
+        syntax.finish_example()
     return syntax
 
 
@@ -104,18 +104,18 @@ def gone_through(syntax: Syntax, texts: list[tuple[Block, list]], step: int) -> 
                           ("clark", "full", clark)])  # fmt: skip
 def test_arcs_are_counted_one_by_one(convention: str, kind: str, by_hand, step: int):
     texts = [text(seed, kind) for seed in range(6)]
-    syntax = gone_through(Syntax(convention=convention, least=1), texts, step)
+    syntax = gone_through(DependencyScores(convention=convention, min_arcs=1), texts, step)
     wanted = [by_hand(*one) for one in texts]
     for told, own in zip(syntax.kept, wanted, strict=True):
         there = {key: sums for (_, key), sums in told.items() if sums[-1]}
         assert set(there) == set(own)
         for key, rows in own.items():
             assert np.allclose(there[key], sum(rows)), key
-    draws = resampled(6, 300, 0)
+    draws = draw_resamples(6, 300, 0)
     measures = syntax.measures(draws)
     tests = maps.HEADS * len({key for own in wanted for key in own})
     for relation, towards in {key for own in wanted for key in own}:
-        none = np.zeros(maps.HEADS + syntax.convention.rivals + 1)
+        none = np.zeros(maps.HEADS + syntax.convention.num_baselines + 1)
         each = np.array([sum(own.get((relation, towards), []), none) for own in wanted])
         share = each.sum(0)[:-1] / each.sum(0)[-1]
         again = draws @ each
@@ -135,7 +135,7 @@ def test_a_head_that_follows_a_relation_is_above_and_one_at_an_offset_is_not():
     texts, draw = [], np.random.default_rng(0)
     for n in range(60):
         count = 12
-        told = Tokens(torch.arange(count), ("w",) * count, *[torch.zeros(count, dtype=torch.bool)] * 3,
+        told = TokenAnnotations(torch.arange(count), ("w",) * count, *[torch.zeros(count, dtype=torch.bool)] * 3,
                       torch.arange(count), torch.ones(count))  # fmt: skip
         governor = draw.integers(0, count, count)
         arcs = [(d, int(g), "nsubj") for d, g in enumerate(governor) if d != g]
@@ -143,13 +143,13 @@ def test_a_head_that_follows_a_relation_is_above_and_one_at_an_offset_is_not():
         w[0, range(count), governor if n % 10 else draw.integers(0, count, count)] = 1
         w[1, range(count), [0, *range(count - 1)]] = 1
         w[2] = draw.random((count, count))
-        texts.append((Block(torch.from_numpy(w), torch.ones(count, count, dtype=torch.bool), 0, told, told), arcs))
-    syntax = gone_through(Syntax(), texts, 12)
-    measures = syntax.measures(resampled(60, 500, 0))
+        texts.append((WeightBand(torch.from_numpy(w), torch.ones(count, count, dtype=torch.bool), 0, told, told), arcs))
+    syntax = gone_through(DependencyScores(), texts, 12)
+    measures = syntax.measures(draw_resamples(60, 500, 0))
     name = "syntactic nsubj to governor"
-    assert measures[SITE, 0][name].above
+    assert measures[SITE, 0][name].is_above_chance
     assert measures[SITE, 0][name].value == pytest.approx(0.9, abs=0.02)
-    assert not any(measures[SITE, head][name].above for head in (1, 2))
+    assert not any(measures[SITE, head][name].is_above_chance for head in (1, 2))
     assert measures[SITE, 1][name].value <= measures[SITE, 1][name].chance
 
 
@@ -160,44 +160,44 @@ def test_of_many_heads_that_follow_nothing_none_is_above():
         base, arcs = text(seed, "full")
         noise = torch.from_numpy(draw.random((30, 19, 19)))
         texts.append((replace(base, w_HTS=noise / noise.sum(-1, keepdim=True)), arcs))
-    measures = gone_through(Syntax(), texts, 19).measures(resampled(40, 300, 0))
+    measures = gone_through(DependencyScores(), texts, 19).measures(draw_resamples(40, 300, 0))
     found = [one for told in measures.values() for one in told.values()]
     assert len(found) == 30 * 2 * (len(RELATIONS) + 1)
-    assert not any(one.above for one in found)
+    assert not any(one.is_above_chance for one in found)
 
 
 def test_rare_relations_and_texts_without_arcs_say_nothing():
     texts = [text(seed, "full") for seed in range(3)]
     texts[1] = (texts[1][0], [])
-    syntax = gone_through(Syntax(least=10_000), texts, 19)
+    syntax = gone_through(DependencyScores(min_arcs=10_000), texts, 19)
     assert len(syntax.kept) == 3
     assert syntax.kept[1] == {}
-    assert syntax.measures(resampled(3, 10, 0)) == {}
+    assert syntax.measures(draw_resamples(3, 10, 0)) == {}
 
 
 def test_what_is_of_one_relation():
-    assert follows("syntactic nmod:poss to dependent")
-    assert not follows("syntactic all to dependent")
-    assert not follows("separator")
+    assert is_relation_measure("syntactic nmod:poss to dependent")
+    assert not is_relation_measure("syntactic all to dependent")
+    assert not is_relation_measure("separator")
 
 
 @pytest.mark.parametrize("arc", [(0, 99, "obj"), (99, 0, "obj"), (-1, 0, "obj")])
 def test_arcs_out_of_range_are_refused(arc: tuple[int, int, str]):
     block, _ = text(0, "full")
     with pytest.raises(ValueError, match="names a word that is not there, the tokens have the words 0"):
-        Syntax().open(scene(block, [arc]))
+        DependencyScores().start_example(scene(block, [arc]))
 
 
 def test_arcs_of_tokens_that_are_of_no_word_are_refused():
     block, arcs = text(0, "full")
-    told = replace(block.told, word=torch.full_like(block.told.word, -1))
+    told = replace(block.key_tokens, word_index=torch.full_like(block.key_tokens.word_index, -1))
     with pytest.raises(ValueError, match="the tokens have no words; give arcs of those"):
-        Syntax().open(Scene(None, {"text": told}, arcs=arcs))
+        DependencyScores().start_example(Example(None, {"text": told}, dependencies=arcs))
 
 
 def test_unknown_words_are_refused():
     block, arcs = text(0, "full")
     with pytest.raises(ValueError, match="convention='clarke' is unknown; did you mean 'clark'"):
-        Syntax(convention="clarke")
+        DependencyScores(convention="clarke")
     with pytest.raises(ValueError, match="no stream is called 'sourse'; use one of text"):
-        Syntax(stream="sourse").open(scene(block, arcs))
+        DependencyScores(stream="sourse").start_example(scene(block, arcs))

@@ -12,7 +12,7 @@ import torch
 
 import headwise as hw
 from headwise import blueprint as bp
-from headwise.draws import Draws, philox
+from headwise.draws import RandomStreams, philox
 from headwise.tasks import SPLITS, TASKS, Batch, Task, task
 from headwise.tasks.generated import marks, options, splits, tallied, up_to
 
@@ -66,13 +66,13 @@ def digest(batch: Batch) -> str:
 
 def rows(batch: Batch) -> list[tuple]:
     """Each example as it is, without what fills its row up."""
-    live = torch.ones_like(batch.x, dtype=torch.bool) if batch.tokens is None else batch.tokens.live
+    live = torch.ones_like(batch.x, dtype=torch.bool) if batch.tokens is None else batch.tokens.is_real
     out = []
     for n in range(len(batch.x)):
         labels = batch.labels[n][live[n]] if batch.labels.dim() == 2 else batch.labels[n]
         told = [batch.x[n][live[n]].tolist(), labels.tolist()]
         if batch.source is not None:
-            here = slice(None) if batch.source_tokens is None else batch.source_tokens.live[n]
+            here = slice(None) if batch.source_tokens is None else batch.source_tokens.is_real[n]
             told.append(batch.source[n][here].tolist())
         out.append(str(told))
     return out
@@ -96,8 +96,8 @@ def test_random_words_are_those_that_their_authors_publish(counter: str, key: st
     assert [f"{int(word[0]):08x}" for word in philox(words, (first, second))] == answer.split()
 
 
-def streams(count: int) -> Draws:
-    return Draws(0, 0, np.arange(count), np.zeros(count, np.int64))
+def streams(count: int) -> RandomStreams:
+    return RandomStreams(0, 0, np.arange(count), np.zeros(count, np.int64))
 
 
 def check_even(found: np.ndarray, kinds: int):
@@ -111,19 +111,19 @@ def check_even(found: np.ndarray, kinds: int):
 
 def test_draws_are_even():
     draws = streams(4000)
-    check_even(draws.below(7, 5), 7)
-    check_even((draws.unit(5) * 11).astype(int), 11)
+    check_even(draws.integers(7, 5), 7)
+    check_even((draws.uniform(5) * 11).astype(int), 11)
     code = draws.distinct(5, 3) @ [25, 5, 1]  # 5 * 4 * 3 ordered choices
     check_even(np.unique(code, return_inverse=True)[1], 60)
     assert (np.sort(draws.distinct(6, 6), 1) == np.arange(6)).all()
     limits = np.arange(1, 4)
-    assert (streams(300).below(limits, 3).max(0) == limits - 1).all()
+    assert (streams(300).integers(limits, 3).max(0) == limits - 1).all()
 
 
 def test_streams_do_not_repeat_nor_meet():
     """Words of examples, attempts, splits and seeds are all different, and so are those that follow."""
     draws = [
-        Draws(s, p, np.array([e]), np.array([a]))
+        RandomStreams(s, p, np.array([e]), np.array([a]))
         for s in (0, 1, 2**32)
         for p in (0, 1)
         for e, a in ((0, 0), (0, 1), (2**32, 0))
@@ -190,7 +190,7 @@ def test_chance_is_what_guessing_scores(small: Task):
         small.name
     )
     first, stop = answers or (0, round(1 / small.chance["accuracy"]))
-    logits = torch.full((*batch.labels.shape, stop), -1.0)
+    logits = torch.is_full((*batch.labels.shape, stop), -1.0)
     logits[..., first:] = torch.rand(logits[..., first:].shape, generator=torch.Generator().manual_seed(0))
     told = dict(small.measure(logits, batch))
     for name in {"accuracy", "exact_match"} & set(small.chance) & set(told):

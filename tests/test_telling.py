@@ -148,20 +148,20 @@ def test_what_may_become_a_stop_is_withheld_no_longer_than_that():
 # --- generation of text --------------------------------------------------------------------------------
 
 
-def decoder(words: int, positions: int = 0) -> bp.Model:
-    block = bp.Block(hw.design(model=12, heads=3, pattern="causal()"), feed=bp.Dense(17))
-    places = bp.Positions("learned", positions) if positions else bp.Positions("sinusoidal")
-    stack = bp.Stack.of("decoder", 12, [block], embedding=bp.Embedding(words, positions=places), norm=bp.Norm())
-    return bp.Model("small", "decoder", (stack,), (bp.Head("tokens", words),))
+def decoder(words: int, positions: int = 0) -> bp.ModelSpec:
+    block = bp.BlockSpec(hw.design(model=12, heads=3, pattern="causal()"), feed=bp.FeedForwardSpec(17))
+    places = bp.PositionSpec("learned", positions) if positions else bp.PositionSpec("sinusoidal")
+    stack = bp.StackSpec.from_blocks("decoder", 12, [block], embedding=bp.EmbeddingSpec(words, positions=places), norm=bp.NormSpec())
+    return bp.ModelSpec("small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", words),))
 
 
-def drawn(described: bp.Model, **usage: Any) -> hw.Transformer:
+def drawn(described: bp.ModelSpec, **usage: Any) -> hw.Transformer:
     net = hw.build(described, seed=0).double()
     with torch.no_grad():
         for name, p in net.named_parameters():
             if "norm." not in name:
                 p.copy_(torch.randn(p.shape, dtype=p.dtype) * 0.5)
-    net.usage = hw.Usage(**usage)
+    net.usage = hw.ProcessorSpec(**usage)
     return net
 
 
@@ -244,9 +244,9 @@ def test_a_folder_keeps_how_a_model_is_spoken_to(tmp_path: Path):
     assert (tmp_path / "b" / "tokenizer.json").read_text() == DOCUMENTS["pieces"]
     said = hw.generate(net, "low", **DRAWN)
     assert hw.generate(hw.load(tmp_path / "b"), "low", **DRAWN) == said
-    again.usage = hw.Usage()
+    again.usage = hw.ProcessorSpec()
     hw.save(again, tmp_path / "a")
-    assert hw.load(tmp_path / "a").usage == hw.Usage()
+    assert hw.load(tmp_path / "a").usage == hw.ProcessorSpec()
 
 
 EDITED = {
@@ -281,7 +281,7 @@ def test_what_is_said_of_another_model_is_not_saved(tmp_path: Path):
             hw.save(drawn(decoder(101), **usage), tmp_path)
     for wrong in ({"mask": -1}, {"specials": "maybe"}, {"size": (3,)}, {"mean": (0.5,)}, {"end": [1]}):
         with pytest.raises(hw.SpecError):
-            hw.Usage(**wrong)
+            hw.ProcessorSpec(**wrong)
 
 
 def test_tasks_say_how_they_are_spoken_to(tmp_path: Path):
@@ -314,19 +314,19 @@ def test_tasks_say_how_they_are_spoken_to(tmp_path: Path):
 # --- classes and masks ---------------------------------------------------------------------------------
 
 
-def encoder(head: bp.Head, words: int = 12) -> bp.Model:
-    block = bp.Block(hw.design(model=12, heads=3), feed=bp.Dense(17))
-    embedding = bp.Embedding(words, positions=bp.Positions("sinusoidal"))
-    return bp.Model("reader", "encoder", (bp.Stack.of("encoder", 12, [block], embedding=embedding),), (head,))
+def encoder(head: bp.OutputHeadSpec, words: int = 12) -> bp.ModelSpec:
+    block = bp.BlockSpec(hw.design(model=12, heads=3), feed=bp.FeedForwardSpec(17))
+    embedding = bp.EmbeddingSpec(words, positions=bp.PositionSpec("sinusoidal"))
+    return bp.ModelSpec("reader", "encoder", (bp.StackSpec.from_blocks("encoder", 12, [block], embedding=embedding),), (head,))
 
 
 AROUND = {"before": (1,), "behind": (2,), "tokenizer": wordpiece()}
 
 
 def test_texts_are_classified_each_as_alone():
-    net = drawn(encoder(bp.Head("classes", 3, "mean")), **AROUND, labels=("x", "y", "z"))
+    net = drawn(encoder(bp.OutputHeadSpec("classes", 3, "mean")), **AROUND, labels=("x", "y", "z"))
     with torch.no_grad():
-        expected = [net(torch.tensor([ids]))[0].softmax(-1) for ids in ([1, 4, 5, 2], [1, 4, 9, 6, 8, 2])]
+        expected = [net(torch.tensor([ids]))[0].on_softmax(-1) for ids in ([1, 4, 5, 2], [1, 4, 9, 6, 8, 2])]
     for guesses, shares in zip(classify(net, ["The cat", "the dog sat."]), expected, strict=True):
         found = {guess.name: guess.share for guess in guesses}
         assert [found[name] for name in "xyz"] == pytest.approx(shares.tolist(), rel=1e-5)
@@ -334,10 +334,10 @@ def test_texts_are_classified_each_as_alone():
 
 
 def test_masks_are_filled_each_by_what_is_likely_there():
-    net = drawn(encoder(bp.Head("tokens", 12)), **AROUND)
+    net = drawn(encoder(bp.OutputHeadSpec("tokens", 12)), **AROUND)
     filled, other = fill(net, ["The [MASK] sat, [MASK].", "[MASK]"], top=3)
     with torch.no_grad():
-        shares = net(torch.tensor([[1, 4, 3, 6, 11, 3, 8, 2]]))[0].softmax(-1)
+        shares = net(torch.tensor([[1, 4, 3, 6, 11, 3, 8, 2]]))[0].on_softmax(-1)
     words = Words(wordpiece())
     for guesses, row in zip(filled.masks, shares[[2, 5]], strict=True):
         best = row.topk(3)
@@ -353,11 +353,11 @@ def test_masks_are_filled_each_by_what_is_likely_there():
 
 
 def test_a_model_that_says_no_classes_says_why():
-    net = drawn(encoder(bp.Head("classes", 3, "mean")), **AROUND)
+    net = drawn(encoder(bp.OutputHeadSpec("classes", 3, "mean")), **AROUND)
     with pytest.raises(hw.SpecError, match="tells 3 classes apart and says the names of 0; name them"):
         classify(net, ["the"])
     with pytest.raises(hw.SpecError, match="does not read rows as a whole"):
-        classify(drawn(encoder(bp.Head("tokens", 12)), **AROUND), ["the"])
+        classify(drawn(encoder(bp.OutputHeadSpec("tokens", 12)), **AROUND), ["the"])
     with pytest.raises(hw.SpecError, match="of kind decoder, and masks are for encoders"):
         fill(drawn(decoder(12), **AROUND), ["[MASK]"])
 
@@ -365,9 +365,9 @@ def test_a_model_that_says_no_classes_says_why():
 def test_a_source_is_read_with_its_own_words():
     """And the answer is written with those of the target."""
     spec, full = hw.design(model=12, heads=3, pattern="causal()"), hw.design(model=12, heads=3)
-    first = bp.Stack.of("encoder", 12, [bp.Block(full)], embedding=bp.Embedding(256))
-    second = bp.Stack.of("decoder", 12, [bp.Block(spec, full, bp.Dense(17))], embedding=bp.Embedding(12))
-    described = bp.Model("pair", "encoder-decoder", (first, second), (bp.Head("tokens", 12),))
+    first = bp.StackSpec.from_blocks("encoder", 12, [bp.BlockSpec(full)], embedding=bp.EmbeddingSpec(256))
+    second = bp.StackSpec.from_blocks("decoder", 12, [bp.BlockSpec(spec, full, bp.FeedForwardSpec(17))], embedding=bp.EmbeddingSpec(12))
+    described = bp.ModelSpec("pair", "encoder-decoder", (first, second), (bp.OutputHeadSpec("tokens", 12),))
     usage = {"tokenizer": wordpiece(), "source_tokenizer": DOCUMENTS["bytes"], "begin": (1,), "behind": (0,)}
     net = drawn(described, **usage)
     ids = hw.generate(net, [*b"low", 0], **DRAWN)

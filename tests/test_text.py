@@ -59,7 +59,7 @@ def test_heads_come_back(drawn: hw.Heads):
 @given(patterns())
 def test_patterns_come_back(pattern: hw.Pattern):
     assert eval(repr(pattern), vars(hw)) == pattern
-    assert hw.pattern.parse(pattern.text) == pattern
+    assert hw.pattern.parse_pattern(pattern.text) == pattern
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
@@ -154,7 +154,7 @@ def test_presets_come_back_and_can_be_changed(name: str):
     spec = hw.design(preset=name)
     check_comes_back(spec)
     changed = hw.design(preset=name, model=56, heads=14, pattern="window(3)")
-    assert (changed.model, len(changed.speaks), changed.pattern) == (56, 14, hw.Window(3))
+    assert (changed.model, len(changed.score_head_of_output), changed.pattern) == (56, 14, hw.Window(3))
     assert type(changed.project) is type(spec.project)
     with pytest.raises(hw.SpecError, match="model"):
         hw.design(preset=name, modell=28)

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import headwise as hw
 from cases import check_close
 from headwise.backends import packed
-from headwise.kernels.texts import texts
-from headwise.tokens import Tokens
+from headwise.kernels.texts import attend_varlen
+from headwise.tokens import SequenceInfo
 
 SIZES = [(4, 4, 32, 32), (6, 2, 5, 7), (3, 1, 16, 48), (2, 2, 31, 17)]  # heads, key heads, dim, vdim
 LENGTHS = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), min_size=1, max_size=6)
@@ -26,12 +26,12 @@ def plain(q, k, v, where, causal: bool, scale: float):
     o, each = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype), q.shape[1] // k.shape[1]
     for first, asks, begin, keys in where.tolist():
         own, read = slice(first, first + asks), slice(begin, begin + keys)
-        s = torch.einsum("thk,shk->hts", q[own], k[read].repeat_interleave(each, 1)) * scale
+        s = torch.on_einsum("thk,shk->hts", q[own], k[read].repeat_interleave(each, 1)) * scale
         if causal:
             s = s.masked_fill(torch.arange(keys) > torch.arange(asks)[:, None], -torch.inf)
-        w = s.softmax(-1) if keys else s
+        w = s.on_softmax(-1) if keys else s
         o = o.index_copy(
-            0, torch.arange(first, first + asks), torch.einsum("hts,shv->thv", w, v[read].repeat_interleave(each, 1))
+            0, torch.arange(first, first + asks), torch.on_einsum("hts,shv->thv", w, v[read].repeat_interleave(each, 1))
         )
     return o
 
@@ -48,7 +48,7 @@ def given_of(lengths, sizes, dtype=torch.float64, spare: int = 0):
 
 def check_texts(lengths, sizes, causal: bool, spare: int = 0) -> None:
     qkv, where = given_of(lengths, sizes, spare=spare)
-    o = texts(qkv, where, max(map(max, lengths)), causal, 0.3)
+    o = attend_varlen(qkv, where, max(map(max, lengths)), causal, 0.3)
     expected = plain(*qkv, where, causal, 0.3)
     check_close(o, expected)
     back = torch.randn_like(o)
@@ -76,12 +76,12 @@ def test_rows_need_not_lie_whole():
     (q, k, v), where = given_of([(5, 5), (20, 20)], (2, 2, 16, 16))
     one = torch.stack([q, k, v], 1).detach().requires_grad_()
     parts = one.unbind(1)
-    o, expected = texts(list(parts), where, 20, True, 0.2), plain(*parts, where, True, 0.2)
+    o, expected = attend_varlen(list(parts), where, 20, True, 0.2), plain(*parts, where, True, 0.2)
     check_close(o, expected)
     back = torch.randn_like(o).transpose(0, 2).contiguous().transpose(0, 2)
     check_close(torch.autograd.grad(o, one, back)[0], torch.autograd.grad(expected, one, back)[0])
     across = q.detach().transpose(0, 2).contiguous().transpose(0, 2)
-    check_close(texts([across, k, v], where, 20, True, 0.2), texts([q, k, v], where, 20, True, 0.2))
+    check_close(attend_varlen([across, k, v], where, 20, True, 0.2), attend_varlen([q, k, v], where, 20, True, 0.2))
 
 
 def test_what_nobody_reads_does_not_matter():
@@ -89,7 +89,7 @@ def test_what_nobody_reads_does_not_matter():
     with torch.no_grad():
         for t in (q, k, v):
             t[-2:] = torch.nan
-    o = texts([q, k, v], where, 6, False, 1.0)
+    o = attend_varlen([q, k, v], where, 6, False, 1.0)
     assert not o[-2:].any()
     grads = torch.autograd.grad(o.sum(), (q, k, v))
     assert all(grad.isfinite().all() and not grad[-2:].any() for grad in grads)
@@ -99,7 +99,7 @@ def test_numbers_that_are_none_stay_none():
     (q, k, v), where = given_of([(3, 3), (20, 20)], (1, 1, 16, 16), torch.float32)
     with torch.no_grad():
         q[4, 0, 0] = torch.nan
-    o = texts([q, k, v], where, 20, True, 1.0)
+    o = attend_varlen([q, k, v], where, 20, True, 1.0)
     assert o[4].isnan().all()
     assert o[[*range(4), *range(5, 23)]].isfinite().all()
 
@@ -110,7 +110,7 @@ def test_threads_do_not_matter():
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            o = texts([q, k, v], where, 40, True, 0.2)
+            o = attend_varlen([q, k, v], where, 40, True, 0.2)
             found.append([o, *torch.autograd.grad(o.sum(), (q, k, v))])
     finally:
         torch.set_num_threads(before)
@@ -120,7 +120,7 @@ def test_threads_do_not_matter():
 def test_products_are_counted():
     (q, k, v), where = given_of([(3, 5), (2, 7)], (4, 2, 16, 32))
     with FlopCounterMode(display=False) as counter:
-        o = texts([q, k, v], where, 7, False, 1.0)
+        o = attend_varlen([q, k, v], where, 7, False, 1.0)
         assert counter.get_total_flops() == 2 * 4 * (3 * 5 + 2 * 7) * (16 + 32)
         o.sum().backward()
     assert counter.get_total_flops() == 2 * 4 * (3 * 5 + 2 * 7) * (4 * 16 + 3 * 32)
@@ -135,20 +135,20 @@ def test_shapes_are_known_without_numbers():
 
 def called(layer, x, tokens, monkeypatch) -> bool:
     """Whether a call runs the kernel."""
-    before, seen = packed.texts, []
+    before, seen = packed.attend_varlen, []
 
     def told(*given):
         seen.append(given)
         return before(*given)
 
-    monkeypatch.setattr(packed, "texts", told)
+    monkeypatch.setattr(packed, "attend_varlen", told)
     layer._plans.clear()
     layer(x, tokens=tokens)
     return bool(seen)
 
 
 def test_the_kernel_takes_what_is_plain_and_short(monkeypatch):
-    told, x = Tokens.packed([[3, 4]]), torch.randn(1, 7, 8)
+    told, x = SequenceInfo.packed([[3, 4]]), torch.randn(1, 7, 8)
 
     def of(**said):
         return hw.Attention(hw.design(model=8, heads=2, **said))
@@ -163,17 +163,17 @@ def test_the_kernel_takes_what_is_plain_and_short(monkeypatch):
     ):
         assert not called(other, x, told, monkeypatch)
     layer = of()
-    layer.only = "sdpa"
+    layer.backend_name = "sdpa"
     assert not called(layer, x, told, monkeypatch)
-    for longest, whole in ((packed.LONGEST, True), (packed.LONGEST + 1, False)):
-        row = Tokens.packed([[longest, 2]])
+    for longest, whole in ((packed.MAX_KERNEL_LENGTH, True), (packed.MAX_KERNEL_LENGTH + 1, False)):
+        row = SequenceInfo.packed([[longest, 2]])
         assert called(of(), torch.randn(1, row.count, 8), row, monkeypatch) == whole
 
 
 def test_nothing_of_pairs_is_kept():
     def kept(length: int) -> int:
         layer, held = hw.Attention(hw.design(model=16, heads=2)), dict[int, int]()
-        told = Tokens.packed([[length] * (256 // length)])
+        told = SequenceInfo.packed([[length] * (256 // length)])
 
         def keep(tensor):
             held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()

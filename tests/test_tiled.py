@@ -13,9 +13,9 @@ import cases
 import headwise as hw
 from cases import base, check_close
 from headwise import counting
-from headwise.backends import BACKENDS, Job, tiled
+from headwise.backends import BACKENDS, CallSignature, tiled
 from headwise.kernels import every
-from headwise.kernels.every import Size, pairs, read_every
+from headwise.kernels.every import FlashAttentionShape, count_executed_pairs, attend_key_ranges
 
 SCALE = 0.4
 
@@ -44,7 +44,7 @@ class Call:
         self.ends = torch.randint(0, self.k.shape[1] + 1, (rows, self.q.shape[1], 2), generator=make).sort(-1).values
 
     def read(self) -> torch.Tensor:
-        return read_every(self.q, self.k, self.v, self.ends, self.ahead, SCALE)
+        return attend_key_ranges(self.q, self.k, self.v, self.ends, self.ahead, SCALE)
 
     def expected(self) -> torch.Tensor:
         each, key = self.q.shape[2] // self.k.shape[2], torch.arange(self.k.shape[1])
@@ -54,10 +54,10 @@ class Call:
         else:
             last = len(key) if self.ahead is None else torch.arange(q.shape[1])[:, None] + self.ahead
             allowed = (key <= last)[None] if self.ahead is not None else torch.ones(1, q.shape[1], len(key)).bool()
-        s = torch.einsum("bthk,bshk->bhts", q, k) * SCALE
-        w = s.masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
+        s = torch.on_einsum("bthk,bshk->bhts", q, k) * SCALE
+        w = s.masked_fill(~allowed[:, None], -torch.inf).on_softmax(-1)
         w = w.masked_fill(~allowed.any(-1)[:, None, :, None], 0.0)
-        return torch.einsum("bhts,bshv->bthv", w, v)
+        return torch.on_einsum("bhts,bshv->bthv", w, v)
 
     def both(self, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (o, *torch.autograd.grad((o * self.way.to(o.dtype)).sum(), (self.q, self.k, self.v)))
@@ -81,13 +81,13 @@ def test_any_width(dim, vdim):
 
 @pytest.mark.parametrize("kept", [1, 2, 7, 14])
 def test_parts_of_keys_are_added_up(kept, monkeypatch):
-    monkeypatch.setattr(every, "KEYS", 16)
+    monkeypatch.setattr(every, "MIN_KEYS_PER_PART", 16)
     call = Call((1, 80, 201), (14, kept, 5, 3), 121)
-    every._PLANS.clear()
+    every._PLAN_CACHE.clear()
     call.check_reading()
-    (plan,) = every._PLANS.values()
-    assert plan.parts == {1: 4, 2: 4, 7: 2, 14: 1}[kept]
-    every._PLANS.clear()
+    (plan,) = every._PLAN_CACHE.values()
+    assert plan.num_key_parts == {1: 4, 2: 4, 7: 2, 14: 1}[kept]
+    every._PLAN_CACHE.clear()
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -111,16 +111,16 @@ def test_any_call(sizes, groups, widths, way, seed):
 
 def formed(call: Call) -> int:
     """The pairs of all units, one by one: sixty-four rows, with the keys from the first to the last that one reads."""
-    size, total = Size.of(call.q, call.k), 0
+    size, total = FlashAttentionShape.from_tensors(call.q, call.k), 0
     for b in range(size.batch):
-        for first in range(0, size.queries * size.each, 64):
-            tokens = [row // size.each for row in range(first, min(first + 64, size.queries * size.each))]
+        for first in range(0, size.queries * size.group_size, 64):
+            tokens = [row // size.group_size for row in range(first, min(first + 64, size.queries * size.group_size))]
             if call.ends is not None:
                 own = call.ends[b % len(call.ends), tokens]
-                total += 64 * size.kept * max(0, int(own[:, 1].max() - own[:, 0].min()))
+                total += 64 * size.num_kv_heads * max(0, int(own[:, 1].max() - own[:, 0].min()))
             else:
                 last = size.keys if call.ahead is None else min(size.keys, tokens[-1] + call.ahead + 1)
-                total += 64 * size.kept * last
+                total += 64 * size.num_kv_heads * last
     return total
 
 
@@ -128,21 +128,21 @@ def formed(call: Call) -> int:
 def test_pairs_are_counted_without_counting(heads):
     for queries, keys, ahead in [(1, 1, 0), (63, 63, 0), (200, 200, 0), (200, 333, 133), (200, 150, 0), (90, 400, 7)]:
         call = Call((2, queries, keys), (heads, 1, 1, 1), ahead)
-        assert pairs(Size.of(call.q, call.k), None, ahead) == formed(call), (queries, keys, ahead)
-    million = Size(1, 10**12, heads, 10**12, 1)
-    assert pairs(million, None, 0) == pytest.approx(heads * 10**24 / 2, rel=1e-6)
+        assert count_executed_pairs(FlashAttentionShape.from_tensors(call.q, call.k), None, ahead) == formed(call), (queries, keys, ahead)
+    million = FlashAttentionShape(1, 10**12, heads, 10**12, 1)
+    assert count_executed_pairs(million, None, 0) == pytest.approx(heads * 10**24 / 2, rel=1e-6)
 
 
 def test_threads_change_nothing(monkeypatch):
-    monkeypatch.setattr(every, "KEYS", 64)
-    every._PLANS.clear()
+    monkeypatch.setattr(every, "MIN_KEYS_PER_PART", 64)
+    every._PLAN_CACHE.clear()
     call, found = Call((1, 300, 300), (6, 3, 20, 20), 0, torch.float32), []
     before = torch.get_num_threads()
     for count in (1, 2):
         torch.set_num_threads(count)
         found.append(call.both(call.read()))
     torch.set_num_threads(before)
-    every._PLANS.clear()
+    every._PLAN_CACHE.clear()
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
@@ -178,8 +178,8 @@ def test_memory_that_lies_otherwise_is_read_where_it_is():
 def test_a_plan_is_of_one_kind_of_call():
     call = Call((2, 70, 70), (4, 2, 6, 6), 0)
     call.check_reading()
-    half = read_every(call.q, call.k, call.v, None, 0, SCALE / 2)
-    check_close(half, read_every(call.q / 2, call.k, call.v, None, 0, SCALE))
+    half = attend_key_ranges(call.q, call.k, call.v, None, 0, SCALE / 2)
+    check_close(half, attend_key_ranges(call.q / 2, call.k, call.v, None, 0, SCALE))
     call.k, call.v = (
         t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (call.k, call.v)
     )
@@ -192,19 +192,19 @@ def test_a_plan_is_of_one_kind_of_call():
 
 def test_units_with_most_keys_begin():
     call = Call((2, 200, 200), (4, 2, 6, 6), 0)
-    every._PLANS.clear()
+    every._PLAN_CACHE.clear()
     call.read()
-    (plan,) = every._PLANS.values()
-    units = plan.held[2]
+    (plan,) = every._PLAN_CACHE.values()
+    units = plan.pinned_tensors[2]
     assert (units[:, 1] % 400).unique_consecutive().tolist() == [384, 320, 256, 192, 128, 64, 0]
     assert units[:, 2].sum() == 2 * 200 * 4
 
 
 def test_plans_are_few():
-    every._PLANS.clear()
-    for count in range(1, 2 * every.HELD):
+    every._PLAN_CACHE.clear()
+    for count in range(1, 2 * every.MAX_CACHED_PLANS):
         Call((1, count, count), (2, 2, 3, 3), 0).read()
-    assert 0 < len(every._PLANS) <= every.HELD
+    assert 0 < len(every._PLAN_CACHE) <= every.MAX_CACHED_PLANS
 
 
 @pytest.mark.parametrize("between", [False, True])
@@ -214,9 +214,9 @@ def test_it_is_an_operation_of_torch(between):
         call.between(0, False)
     looks, qkv = ("test_schema", "test_faketensor"), [t.detach() for t in (call.q, call.k, call.v)]
     how = (call.ends, None if between else 0, SCALE)
-    assert set(torch.library.opcheck(every.FORTH, (*qkv, *how), test_utils=looks).values()) == {"SUCCESS"}
-    back = (call.way, [*qkv, *every.FORTH(*qkv, *how)], *how)
-    assert set(torch.library.opcheck(every.BACK, back, test_utils=looks).values()) == {"SUCCESS"}
+    assert set(torch.library.opcheck(every.FLASH_FORWARD_OP, (*qkv, *how), test_utils=looks).values()) == {"SUCCESS"}
+    back = (call.way, [*qkv, *every.FLASH_FORWARD_OP(*qkv, *how)], *how)
+    assert set(torch.library.opcheck(every.FLASH_BACKWARD_OP, back, test_utils=looks).values()) == {"SUCCESS"}
 
 
 # --- layers ------------------------------------------------------------------------------------------------
@@ -226,16 +226,16 @@ def layer_of(dtype: torch.dtype = torch.float64, **words) -> hw.Attention:
     return cases.layer(base(**({"pattern": "causal()"} | words)), dtype, "tiled")
 
 
-def tokens_of(kind: str, x: torch.Tensor) -> hw.Tokens:
+def tokens_of(kind: str, x: torch.Tensor) -> hw.SequenceInfo:
     segments = torch.zeros(x.shape[:2], dtype=torch.int64)
     segments[0, 50:] = 1
     segments[1, 130:] = -1
     torn = torch.arange(x.shape[1])[None].expand(x.shape[:2])
     return {
-        "left": lambda: hw.Tokens.of(x, lengths=[x.shape[1], 40], pad="left"),
-        "right": lambda: hw.Tokens.of(x, lengths=[x.shape[1], 40]),
-        "segments": lambda: hw.Tokens.of(x, segments=segments),
-        "torn": lambda: hw.Tokens(torn, torn // 7 % 2),  # keys that a token may not read lie between those that it may
+        "left": lambda: hw.SequenceInfo.from_batch(x, lengths=[x.shape[1], 40], pad="left"),
+        "right": lambda: hw.SequenceInfo.from_batch(x, lengths=[x.shape[1], 40]),
+        "segments": lambda: hw.SequenceInfo.from_batch(x, segments=segments),
+        "torn": lambda: hw.SequenceInfo(torn, torn // 7 % 2),  # keys that a token may not read lie between those that it may
     }[kind]()
 
 
@@ -246,7 +246,7 @@ def test_padding_and_documents(kind, pattern):
     x = torch.randn(2, 150, 10, dtype=torch.float64, requires_grad=True)
     found = {}
     for name in ("tiled", "dense"):
-        layer.only = name
+        layer.backend_name = name
         y = layer(x, tokens=tokens_of(kind, x))
         found[name] = [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
     for ours, theirs in zip(found["tiled"], found["dense"], strict=True):
@@ -256,10 +256,10 @@ def test_padding_and_documents(kind, pattern):
 def test_a_long_prompt_behind_what_is_cached(monkeypatch):
     layer = layer_of(kv=3)
     x = torch.randn(2, 300, 10, dtype=torch.float64)
-    layer.only = "dense"
+    layer.backend_name = "dense"
     expected = layer(x)
-    layer.only, seen = None, []
-    monkeypatch.setattr(tiled, "read_every", lambda *told: seen.append(told[4]) or read_every(*told))
+    layer.backend_name, seen = None, []
+    monkeypatch.setattr(tiled, "attend_key_ranges", lambda *told: seen.append(told[4]) or attend_key_ranges(*told))
     with torch.no_grad():
         cache = layer.cache(batch=2, capacity=320)
         check_close(torch.cat([layer(part, cache=cache) for part in x.split([100, 1, 199], 1)], 1), expected)
@@ -270,18 +270,18 @@ def test_under_autocast_it_refuses():
     """There numbers are bfloat16, whatever x is; a layer that asks for nobody has them read by another."""
     layer = layer_of(torch.float32)
     x = torch.randn(2, 130, 10)
-    layer.only = "tiled"
+    layer.backend_name = "tiled"
     layer(x)
     with torch.autocast("cpu", torch.bfloat16):
         with pytest.raises(hw.NoBackend, match="it computes in float32 and float64"):
             layer(x)
-        layer.only = None
+        layer.backend_name = None
         assert layer(x).dtype == torch.bfloat16
 
 
 def said(job: dict | None = None, **words) -> str:
     spec = base(**({"pattern": "causal()"} | words))
-    return "; ".join(tiled.refuses(Job(spec, spec.core, **(job or {}))))
+    return "; ".join(tiled.unsupported_reasons(CallSignature(spec, spec.core, **(job or {}))))
 
 
 @pytest.mark.parametrize("job", [{}, {"grad": True}, {"training": True}, {"compiled": True}, {"dtype": torch.float64}])
@@ -305,7 +305,7 @@ def test_it_takes_plain_heads(job, words):
         ({}, {"dtype": torch.bfloat16}, "bfloat16"),
         ({}, {"wants": frozenset({"lse"})}, "log-sum-exp"),
         ({}, {"wants": frozenset({"weights"})}, "cannot show weights"),
-        ({}, {"keys": tiled.LEAST - 1}, f"begins at {tiled.LEAST}"),
+        ({}, {"keys": tiled.MIN_KEYS - 1}, f"begins at {tiled.MIN_KEYS}"),
     ],
     ids=repr,
 )
@@ -321,9 +321,9 @@ def test_it_spends_what_torch_counts(words, count):
     layer = layer_of(torch.float32, **words)
     x, z = torch.randn(2, count, 10), torch.randn(2, 77, 13) if "source" in words else None
     keys = count if z is None else 77
-    work = hw.Work(2, count, keys, keys)
-    core = tiled.spent(Job(layer.spec, layer.spec.core), work)
-    assert torch_counts(layer, x, source=z) == counting.spent(layer.spec, work, core)
+    work = hw.CallSize(2, count, keys, keys)
+    core = tiled.executed_flops(CallSignature(layer.spec, layer.spec.core), work)
+    assert torch_counts(layer, x, source=z) == counting.executed_flops(layer.spec, work, core)
 
 
 def test_what_a_backward_pass_spends():
@@ -353,15 +353,15 @@ def test_it_is_preferred():
     spec = base(pattern="causal()")
     order = [*BACKENDS]
     assert order.index("tiled") == order.index("sdpa") - 1
-    assert hw.why(spec, tokens=tiled.LEAST).runs == hw.why(spec, when=["grad", "training"]).runs == "tiled"
-    assert hw.why(spec, tokens=tiled.LEAST - 1).runs == hw.why(spec, dtype="bf16").runs == "sdpa"
+    assert hw.why(spec, tokens=tiled.MIN_KEYS).backend == hw.why(spec, when=["grad", "training"]).backend == "tiled"
+    assert hw.why(spec, tokens=tiled.MIN_KEYS - 1).backend == hw.why(spec, dtype="bf16").backend == "sdpa"
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiled_layer_is_one_graph(dynamic):
     layer = layer_of(kv=2)
-    layer.only = None
+    layer.backend_name = None
     torch._dynamo.reset()
     traced = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for count in (130, 131, 200):

@@ -19,8 +19,8 @@ GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_siz
 
 def written(base: Path) -> dict[str, Path]:
     """A model of ours and two of transformers, all of which read bytes."""
-    net = hw.build(hw.families.read(GPT), seed=0)
-    net.usage = hw.Usage(tokenizer=Bytes().document)
+    net = hw.build(hw.families.read_model_spec(GPT), seed=0)
+    net.usage = hw.ProcessorSpec(tokenizer=Bytes().document)
     hw.save(net, base / "ours")
     for name in ("gpt2", "t5"):
         foreign = ZOO[name]
@@ -58,8 +58,8 @@ def test_one_command(name: str, folders: dict[str, Path], tmp_path: Path, capsys
     assert len(trace.streams["text"][0].ids) == (5 if name == "t5" else 7)
     assert {len(one.calls) for one in trace.layers if one.stack == "decoder"} == {4}
     for one in trace.layers:
-        np.testing.assert_allclose(trace.rows(one.name, 1).sum(1), 1, atol=1e-5)
-        np.testing.assert_array_equal(trace.thumbnail(one.name, 1), trace.tile(one.name, 1))
+        np.testing.assert_allclose(trace.head_weights(one.name, 1).sum(1), 1, atol=1e-5)
+        np.testing.assert_array_equal(trace.thumbnail(one.name, 1), trace.weight_tile(one.name, 1))
 
 
 @pytest.mark.parametrize("name", ["ours", "gpt2"])
@@ -75,7 +75,7 @@ def test_lines_of_a_file(name: str, folders: dict[str, Path], tmp_path: Path, ca
         alone.append(hw.load_trace(tmp_path / "b.trace"))
     for row, one in enumerate(alone):
         there = [n for n, word in enumerate(trace.streams["text"][row].ids) if word >= 0]
-        found = trace.rows(1, 2, row=row)[np.ix_(there, there)]
+        found = trace.head_weights(1, 2, row=row)[np.ix_(there, there)]
         np.testing.assert_allclose(found, one.rows(1, 2), atol=1e-5)
 
 
@@ -95,7 +95,7 @@ def test_a_source_and_its_target(folders: dict[str, Path], tmp_path: Path, capsy
     code, _, told = said(capsys, str(folders["t5"]), "--text", "abcd", "--target", "xy", "--out", out)
     assert code == 0, told
     trace = hw.load_trace(out)
-    assert [trace.site("decoder.0.cross").queries, trace.site("decoder.0.cross").keys] == [3, 4]
+    assert [trace.get_layer("decoder.0.cross").num_queries, trace.get_layer("decoder.0.cross").num_keys] == [3, 4]
     assert trace.streams["text"][0].words[1:] == ("x", "y")
 
 

@@ -16,10 +16,10 @@ from hypothesis.extra import numpy as arrays
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.traces import Call, Grid, Layer, Row, Trace, of_weights
-from headwise.traces.file import CHECKSUM, DOCUMENT
-from headwise.traces.telling import safe
-from headwise.traces.views import pooled
+from headwise.traces import AttentionCallRecord, PackedMask, AttentionRecord, TokenRow, Trace, trace_from_weights
+from headwise.traces.file import CHECKSUM_KEY, DOCUMENT_KEY
+from headwise.traces.telling import escape_token
+from headwise.traces.views import max_pool_weights
 
 HOSTILE = ("\x1b[31m", "</script>", "\ud800", "\u202eabc", "a\nb", '"', "=1+1", "", "字")
 SIZES = st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 9)] * 2)
@@ -37,31 +37,31 @@ def masks() -> st.SearchStrategy[np.ndarray]:
 
 @given(masks())
 def test_a_grid_adds_what_it_was_made_of(a: np.ndarray):
-    grid = Grid.of(a)
+    grid = PackedMask.pack(a)
     expected = np.where(a, 0, -np.inf) if a.dtype == bool else a
     for row in range(a.shape[0]):
         for head in range(a.shape[1]):
-            found = grid.rows(row, head, 0, a.shape[2])
+            found = grid.unpack_rows(row, head, 0, a.shape[2])
             np.testing.assert_array_equal(np.broadcast_to(found, a.shape[2:]), expected[row, head])
             np.testing.assert_array_equal(
-                np.broadcast_to(grid.rows(row, head, 1, a.shape[2]), (a.shape[2] - 1, a.shape[3])),
+                np.broadcast_to(grid.unpack_rows(row, head, 1, a.shape[2]), (a.shape[2] - 1, a.shape[3])),
                 expected[row, head, 1:],
             )
 
 
 def test_a_grid_is_small():
     far = np.arange(64) - np.arange(64)[:, None]
-    assert Grid.of((far <= 0)[None, None]).values.nbytes == 64 * 8
-    assert Grid.of((0.5 * far)[None, None]).values.nbytes == 4 * 127
+    assert PackedMask.pack((far <= 0)[None, None]).values.nbytes == 64 * 8
+    assert PackedMask.pack((0.5 * far)[None, None]).values.nbytes == 4 * 127
     low = np.where(far <= 0, 0, np.finfo(np.float32).min).astype(np.float32)[None, None]
-    assert Grid.of(low).form == "bits"
+    assert PackedMask.pack(low).form == "bits"
 
 
 @given(arrays.arrays(np.float64, st.tuples(st.integers(1, 20), st.integers(1, 20)), elements=st.floats(0, 1)),
        st.tuples(st.integers(1, 9), st.integers(1, 9)), st.integers(1, 20))  # fmt: skip
 def test_a_cell_of_a_picture_is_the_largest_weight_in_it(a: np.ndarray, size: tuple[int, int], band: int):
     bands = [((start, min(len(a), start + band)), a[start : start + band]) for start in range(0, len(a), band)]
-    found = pooled(bands, a.shape, size)
+    found = max_pool_weights(bands, a.shape, size)
     high, wide = (min(asked, count) for asked, count in zip(size, a.shape, strict=True))
     expected = np.zeros((high, wide))
     for t in range(a.shape[0]):
@@ -81,14 +81,14 @@ def random_trace(words: tuple[str, ...] = ("a", "b", "c")) -> Trace:
     draw = np.random.default_rng(0)
     q, k, v = (draw.normal(size=(1, count, heads, 4)).astype(np.float32) for count, heads in ((3, 2), (4, 1), (4, 1)))
     calls = (
-        Call((0, 2), (0, 3), scale=0.5, cap=2.0, grids=(0,)),
-        Call((2, 3), (1, 4), first=1, scale=0.5, asked=2),
+        AttentionCallRecord((0, 2), (0, 3), scale=0.5, cap=2.0, grids=(0,)),
+        AttentionCallRecord((2, 3), (1, 4), first=1, scale=0.5, asked=2),
     )
     sinks = np.array([0.3, -1.0], np.float32)
     told = {"q": q, "k": k, "v": v, "sinks": sinks}
-    layer = Layer("decoder.0.attention", "decoder", 0, "attention", "h.0", 2, (0, 0), "text", "text", calls, told)
-    row = Row(tuple(range(len(words))), words, tuple((n, n + 1) for n in range(len(words))), "abc")
-    grid = Grid.of(np.array([[[[1, 0, 1], [1, 1, 1]]]], bool))
+    layer = AttentionRecord("decoder.0.attention", "decoder", 0, "attention", "h.0", 2, (0, 0), "text", "text", calls, told)
+    row = TokenRow(tuple(range(len(words))), words, tuple((n, n + 1) for n in range(len(words))), "abc")
+    grid = PackedMask.pack(np.array([[[[1, 0, 1], [1, 1, 1]]]], bool))
     return Trace({"name": "small"}, {"text": (row,)}, (layer,), (grid,), {"decoder.1.attention": "it was not called"})
 
 
@@ -107,23 +107,23 @@ def by_hand(trace: Trace, head: int) -> np.ndarray:
 @pytest.mark.parametrize("head", [0, 1])
 def test_rows_by_hand(head: int):
     trace = random_trace()
-    np.testing.assert_allclose(trace.rows(0, head), by_hand(trace, head), atol=1e-6)
-    np.testing.assert_allclose(trace.rows(0, head, slice(1, 3)), by_hand(trace, head)[1:], atol=1e-6)
+    np.testing.assert_allclose(trace.head_weights(0, head), by_hand(trace, head), atol=1e-6)
+    np.testing.assert_allclose(trace.head_weights(0, head, slice(1, 3)), by_hand(trace, head)[1:], atol=1e-6)
 
 
 def test_a_file_gives_back_what_it_was_given(tmp_path: Path):
-    trace = random_trace(HOSTILE).pictured(2)
+    trace = random_trace(HOSTILE).with_thumbnails(2)
     trace.save(tmp_path / "a.trace")
     again = hw.load_trace(tmp_path / "a.trace")
     assert again.streams == trace.streams
     assert again.skipped == trace.skipped
     assert again.layers[0].calls == trace.layers[0].calls
-    np.testing.assert_array_equal(again.rows(0, 1), trace.rows(0, 1))
-    np.testing.assert_array_equal(again.thumbnail(0, 1), trace.tile(0, 1, size=(2, 2)))
+    np.testing.assert_array_equal(again.head_weights(0, 1), trace.head_weights(0, 1))
+    np.testing.assert_array_equal(again.thumbnail(0, 1), trace.weight_tile(0, 1, size=(2, 2)))
 
 
 def test_it_opens_without_torch(tmp_path: Path):
-    random_trace().pictured().save(tmp_path / "a.trace")
+    random_trace().with_thumbnails().save(tmp_path / "a.trace")
     said = "import sys, headwise; t = headwise.load_trace(sys.argv[1]); t.rows(0, 0); print(t, 'torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", said, str(tmp_path / "a.trace")], capture_output=True, text=True)
     assert run.stdout.endswith("False\n"), run.stderr
@@ -141,7 +141,7 @@ def test_a_changed_byte_is_told(place: int, change: int):
     except SpecError:
         return
     assert again.streams == random_trace().streams  # padding behind the header says nothing
-    np.testing.assert_array_equal(again.rows(0, 0), random_trace().rows(0, 0))
+    np.testing.assert_array_equal(again.head_weights(0, 0), random_trace().head_weights(0, 0))
 
 
 @given(st.integers(0, 10**9))
@@ -174,15 +174,15 @@ def test_another_schema_and_what_speaks_of_more_than_there_is(tmp_path: Path):
     from safetensors import safe_open
 
     with safe_open(tmp_path / "a.trace", "np") as file:
-        said = json.loads(file.metadata()[DOCUMENT])
+        said = json.loads(file.metadata()[DOCUMENT_KEY])
     tensors = load_file(tmp_path / "a.trace")
 
     def again(name: str, other: dict) -> str:
         from headwise.traces import file
 
         document = json.dumps(other)
-        checksum = file._checksum(document, tensors)
-        save_file(tensors, tmp_path / name, {DOCUMENT: document, CHECKSUM: checksum})
+        checksum = file._compute_checksum(document, tensors)
+        save_file(tensors, tmp_path / name, {DOCUMENT_KEY: document, CHECKSUM_KEY: checksum})
         with pytest.raises(SpecError) as told:
             hw.load_trace(tmp_path / name)
         return str(told.value)
@@ -202,37 +202,37 @@ def test_another_schema_and_what_speaks_of_more_than_there_is(tmp_path: Path):
 
 def test_what_is_given_out(tmp_path: Path):
     trace = random_trace(("=a", "b,", "c\n"))
-    trace.export(tmp_path / "a.csv", least=0.2)
+    trace.export_weights(tmp_path / "a.csv", min_weight=0.2)
     with (tmp_path / "a.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    weights = {head: trace.rows(0, head) for head in (0, 1)}
+    weights = {head: trace.head_weights(0, head) for head in (0, 1)}
     assert len(rows) == sum(int((w >= 0.2).sum()) for w in weights.values())
     for row in rows:
         assert float(row["weight"]) == weights[int(row["head"])][int(row["query"]), int(row["key"])]
     assert {row["query_token"] for row in rows} == {"=a", "b,", "c\n"}
-    trace.export(tmp_path / "a.json")
+    trace.export_weights(tmp_path / "a.json")
     told = json.loads((tmp_path / "a.json").read_text())["weights"]
     assert len(told) == sum(int((w > 0).sum()) for w in weights.values())
-    trace.export(tmp_path / "a.npz")
+    trace.export_weights(tmp_path / "a.npz")
     with np.load(tmp_path / "a.npz", allow_pickle=False) as held:
         np.testing.assert_array_equal(held["decoder.0.attention"][0, 1], weights[1])
     with pytest.raises(SpecError, match=r"ends in none of \.csv, \.json, \.npz"):
-        trace.export(tmp_path / "a.txt")
+        trace.export_weights(tmp_path / "a.txt")
 
 
 def test_weights_of_others():
     import torch
 
-    own = torch.rand(2, 3, 4, 4, requires_grad=True).softmax(-1)
-    cross = torch.rand(2, 3, 4, 5).softmax(-1)
-    trace = of_weights([own], [list("abcd")] * 2, cross=[cross.bfloat16()], source=[list("vwxyz")] * 2)
-    np.testing.assert_array_equal(trace.rows("decoder.0.attention", 2, row=1), own[1, 2].detach().numpy())
-    np.testing.assert_array_equal(trace.rows("decoder.0.cross", 0), cross[0, 0].bfloat16().float().numpy())
+    own = torch.rand(2, 3, 4, 4, requires_grad=True).on_softmax(-1)
+    cross = torch.rand(2, 3, 4, 5).on_softmax(-1)
+    trace = trace_from_weights([own], [list("abcd")] * 2, cross_attention=[cross.bfloat16()], source=[list("vwxyz")] * 2)
+    np.testing.assert_array_equal(trace.head_weights("decoder.0.attention", 2, row=1), own[1, 2].detach().numpy())
+    np.testing.assert_array_equal(trace.head_weights("decoder.0.cross", 0), cross[0, 0].bfloat16().float().numpy())
     assert trace.streams["source"][1].words == tuple("vwxyz")
     with pytest.raises(SpecError, match=r"has 4 tokens of text, told were 3; give a string for each"):
-        of_weights([own], list("abc"))
+        trace_from_weights([own], list("abc"))
     with pytest.raises(SpecError, match=r"give \[batch, heads, queries, keys\]"):
-        of_weights([own[0, 0]])
+        trace_from_weights([own[0, 0]])
 
 
 @pytest.mark.parametrize(("asked", "said"), [
@@ -241,8 +241,8 @@ def test_weights_of_others():
     (lambda t: t.rows(0, 2), "has no head 2; give one in 0..1"),
     (lambda t: t.rows(0, 0, row=1), "has no row 1; give one in 0..0"),
     (lambda t: t.rows(0, 0, slice(None, None, 2)), "give neighbours"),
-    (lambda t: t.tile(0, 0, slice(3, 3)), "is empty"),
-    (lambda t: t.tile(0, 0, size=(0, 4)), "has no cell"),
+    (lambda t: t.weight_tile(0, 0, slice(3, 3)), "is empty"),
+    (lambda t: t.weight_tile(0, 0, size=(0, 4)), "has no cell"),
 ])  # fmt: skip
 def test_what_is_not_there(asked, said: str):
     with pytest.raises(ValueError, match=said.replace("(", r"\(")):
@@ -251,6 +251,6 @@ def test_what_is_not_there(asked, said: str):
 
 @pytest.mark.parametrize("word", HOSTILE)
 def test_no_string_acts_on_a_terminal(word: str):
-    shown = safe(word)
+    shown = escape_token(word)
     assert shown.isprintable()
     assert "\x1b" not in str(random_trace((word, word, word)))

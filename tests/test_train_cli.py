@@ -14,8 +14,8 @@ from headwise.cli import main
 from headwise.files import read_lines
 from headwise.models import load
 from headwise.tasks import task
-from headwise.training import Screen
-from headwise.training.variants import with_preset
+from headwise.training import ConsoleLogger
+from headwise.training.variants import replace_self_attention
 
 SMALL = ["--steps", "2", "--batch", "4", "--precision", "fp32", "--compile", "off", "--device", "cpu"]
 SMALL += ["--set", "recipe.evaluate_batches=1"]
@@ -75,9 +75,9 @@ def test_a_file_is_learnt_and_a_model_goes_on(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("preset", ["mqa", "linear", "longformer", "diff"])
 def test_a_preset_takes_the_place_of_every_attention(preset: str):
-    plain, changed = task("dates").model(), with_preset(task("dates").model(), preset)
-    assert {name for name, _ in plain.specs()} == {name for name, _ in changed.specs()}
-    for (name, before), (_, after) in zip(plain.specs(), changed.specs(), strict=True):
+    plain, changed = task("dates").model(), replace_self_attention(task("dates").model(), preset)
+    assert {name for name, _ in plain.attention_specs()} == {name for name, _ in changed.attention_specs()}
+    for (name, before), (_, after) in zip(plain.attention_specs(), changed.attention_specs(), strict=True):
         if name.endswith("cross"):
             assert after == before
         else:
@@ -118,7 +118,7 @@ def test_ctrl_c_keeps_the_step_in_hand_and_says_how_to_go_on(
 ):
     said = ["recall", "--out", str(tmp_path), *SMALL, "--steps", "3"]
     with monkeypatch.context() as patch:
-        patch.setattr(Screen, "write", lambda self, record: record["event"] == "step" and signal.raise_signal(2))
+        patch.setattr(ConsoleLogger, "write", lambda self, record: record["event"] == "step" and signal.raise_signal(2))
         code, out, err = trained(capsys, *said)
     assert (code, out) == (130, "")
     told = f"headwise: ended at step 1, which is kept in {tmp_path}; the same command with --resume goes on"

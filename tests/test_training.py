@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.blueprint import Weight
+from headwise.blueprint import WeightSpec
 from headwise.errors import SpecError
-from headwise.layout import Layout
+from headwise.layout import AxisLayout
 from headwise.tasks import IGNORED, Batch
-from headwise.terms import Ledger
+from headwise.terms import AuxLosses
 from headwise.training import Recipe, loss, optimiser
 from headwise.training import recipe as recipes
-from headwise.training.choosing import Choice, fastest, kept, worth_compiling
-from headwise.training.evaluation import averages
+from headwise.training.choosing import StepOptions, choose_fastest, decide_compile, decide_compile_trial
+from headwise.training.evaluation import average_tallies
 from headwise.training.schedules import SCHEDULES
-from headwise.training.work import step_flops, tokens_in
+from headwise.training.work import count_step_flops, count_batch_tokens
 from learning import IDS, Echo, Routed, quick, stepper
 
 # --- schedules -----------------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ STEPS = 37
 
 
 def rates(recipe: Recipe) -> list[float]:
-    return [recipe.rate(step) for step in range(1, recipe.steps + 1)]
+    return [recipe.lr_at(step) for step in range(1, recipe.steps + 1)]
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.13])
@@ -120,7 +120,7 @@ def test_absurd_recipes_are_refused_in_one_line(said: dict, told: str):
 def test_a_recipe_survives_toml():
     one = Recipe(steps=7, lr=3e-5, betas=(0.8, 0.95), terms=(("balance", 0.01), ("l0", 2.0)), schedule="wsd")
     assert recipes.from_toml(recipes.to_toml(one)) == one
-    assert recipes.from_toml("steps = 9", usual=one).terms == one.terms
+    assert recipes.from_toml("steps = 9", defaults=one).terms == one.terms
     with pytest.raises(SpecError, match="did you mean 'steps'"):
         recipes.from_toml("step = 9")
     with pytest.raises(SpecError, match="this is not TOML"):
@@ -132,14 +132,14 @@ def test_a_recipe_survives_toml():
 
 def test_decay_reaches_matrices_alone():
     described = Echo().model()
-    named = {name: nn.Parameter(torch.zeros(shape)) for name, shape in described.shapes().items()}
-    matrices = optimiser.grouped(named, described, "matrices")
+    named = {name: nn.Parameter(torch.zeros(shape)) for name, shape in described.shapes_by_name().items()}
+    matrices = optimiser.group_parameters(named, described, "matrices")
     assert {name: sorted(group) for name, group in matrices.items() if "decayed" in name} == {
         "embedding, decayed": ["decoder.embedding.positions", "decoder.embedding.tokens"],
         "attention, decayed": [f"decoder.0.attention.{n}" for n in ("output.o", "project.k", "project.q", "project.v")],
         "feed, decayed": ["decoder.0.feed.down", "decoder.0.feed.up"],
     }
-    assert "embedding, decayed" not in optimiser.grouped(named, described, "maps")
+    assert "embedding, decayed" not in optimiser.group_parameters(named, described, "maps")
     assert {name for group in matrices.values() for name in group} == set(named)
 
 
@@ -156,7 +156,7 @@ def test_decay_reaches_matrices_alone():
 )
 def test_vectors_do_not_decay_however_many_axes_name_them(name: str, layout: str, role: str):
     sizes = {"expert": 3, "hidden": 5, "q": 7, "dim": 11, "out": 13, "vdim": 17, "model": 19}
-    assert not optimiser.decays(Weight(name, Layout.parse(layout), sizes, role), "matrices")
+    assert not optimiser.has_weight_decay(WeightSpec(name, AxisLayout.parse(layout), sizes, role), "matrices")
 
 
 def test_adamw_is_its_formula():
@@ -164,7 +164,7 @@ def test_adamw_is_its_formula():
     said = Recipe(lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.3)
     start, kinds = np.random.default_rng(0).normal(size=(2, 5)), ("feed, decayed", "norm, kept")
     named = {kind: nn.Parameter(torch.tensor(row)) for kind, row in zip(kinds, start, strict=True)}
-    adamw = optimiser.Optimiser({kind: {kind: p} for kind, p in named.items()}, said)
+    adamw = optimiser.AdamWOptimiser({kind: {kind: p} for kind, p in named.items()}, said)
     w, m, v = start.copy(), np.zeros((2, 5)), np.zeros((2, 5))
     for step in range(1, 8):
         rate, g = 0.1 / step, np.random.default_rng(step).normal(size=(2, 5))
@@ -178,14 +178,14 @@ def test_adamw_is_its_formula():
 
 
 def test_adamw_goes_on_from_its_tensors_however_often_and_in_whatever_order():
-    def made() -> tuple[dict[str, nn.Parameter], optimiser.Optimiser]:
+    def made() -> tuple[dict[str, nn.Parameter], optimiser.AdamWOptimiser]:
         named = {name: nn.Parameter(torch.ones(3)) for name in "cab"}
-        return named, optimiser.Optimiser({"feed, decayed": named}, Recipe())
+        return named, optimiser.AdamWOptimiser({"feed, decayed": named}, Recipe())
 
-    def go(named: dict[str, nn.Parameter], adamw: optimiser.Optimiser, steps: range) -> None:
+    def go(named: dict[str, nn.Parameter], adamw: optimiser.AdamWOptimiser, steps: range) -> None:
         for step in steps:
             for n, parameter in enumerate(named.values()):
-                parameter.grad = torch.full((3,), 10.0**n + step)
+                parameter.grad = torch.is_full((3,), 10.0**n + step)
             adamw.step(0.01)
 
     whole, adamw = made()
@@ -196,7 +196,7 @@ def test_adamw_goes_on_from_its_tensors_however_often_and_in_whatever_order():
         again, other = made()
         for name, parameter in named.items():
             again[name].data.copy_(parameter.data)
-        other.load({name: adamw.tensors[name].clone() for name in sorted(adamw.tensors)})
+        other.load_state({name: adamw.state_tensors[name].clone() for name in sorted(adamw.state_tensors)})
         named, adamw = again, other
     assert all(torch.equal(named[name], whole[name]) for name in "cab")
 
@@ -213,7 +213,7 @@ def test_the_loss_is_its_definition(shape: tuple[int, ...], smoothing: float):
     wanted = 0.0
     for place in np.ndindex(*shape[:-1]):
         if labels[place] != IGNORED:
-            target = np.full(shape[-1], smoothing / shape[-1])
+            target = np.is_full(shape[-1], smoothing / shape[-1])
             target[labels[place]] += 1 - smoothing
             wanted -= (target * log_p[place]).sum()
     assert loss.cross_entropy(logits, labels, smoothing).item() == pytest.approx(wanted, rel=1e-5)
@@ -226,7 +226,7 @@ def test_the_loss_of_short_numbers_is_taken_in_float32():
 
 def gradients(said: Recipe, batch: Batch, dtype: torch.dtype = torch.float64) -> tuple[float, dict[str, torch.Tensor]]:
     net = hw.build(Echo().model(), seed=3).to(dtype)
-    told = stepper(net, said).gradients(batch)
+    told = stepper(net, said).compute_gradients(batch)
     return told.item(), {name: p.grad for name, p in net.named_parameters()}
 
 
@@ -273,7 +273,7 @@ def test_smoothing_of_a_recipe_reaches_the_loss():
 def test_recomputed_activations_give_the_same_gradient():
     batch, net = Echo().batch(0, 5), hw.build(Echo().model(), seed=3).double()
     net.checkpointing = "block"
-    stepper(net, quick()).gradients(batch)
+    stepper(net, quick()).compute_gradients(batch)
     for name, gradient in gradients(quick(), batch)[1].items():
         torch.testing.assert_close(net.get_parameter(name).grad, gradient, rtol=1e-12, atol=1e-14)
 
@@ -281,23 +281,23 @@ def test_recomputed_activations_give_the_same_gradient():
 def test_terms_join_the_loss_by_their_factor():
     """The loss with a factor of 0.5, less that without, is half of the balance summed over two layers."""
     batch, net = Routed().batch(0, 4), hw.build(Routed().model(), seed=3).double()
-    plain = stepper(net, quick(batch=4)).gradients(batch).item()
+    plain = stepper(net, quick(batch=4)).compute_gradients(batch).item()
     terms: dict = {}
-    probes = {name: hw.Probe(ledger=Ledger(terms, name)) for name, _ in net.described.specs()}
+    probes = {name: hw.Probe(aux_losses=AuxLosses(terms, name)) for name, _ in net.described.attention_specs()}
     net.probes = probes
     net(batch.x, tokens=batch.tokens)
     balance = sum(term.item() for term in terms.values())
     assert len(terms) == 2
-    found = stepper(net, quick(batch=4, terms=(("balance", 0.5),))).gradients(batch).item()
+    found = stepper(net, quick(batch=4, terms=(("balance", 0.5),))).compute_gradients(batch).item()
     assert found - plain == pytest.approx(0.5 * balance, rel=1e-9)
     net.checkpointing = "block"
-    assert stepper(net, quick(batch=4, terms=(("balance", 0.5),))).gradients(batch).item() == found
+    assert stepper(net, quick(batch=4, terms=(("balance", 0.5),))).compute_gradients(batch).item() == found
 
 
 def test_a_term_that_no_part_sets_is_refused():
     net = hw.build(Routed().model(), seed=3)
     with pytest.raises(SpecError, match="no layer sets the term 'balanc'; the terms here are balance"):
-        stepper(net, quick(terms=(("balanc", 0.5),))).gradients(Routed().batch(0, 5))
+        stepper(net, quick(terms=(("balanc", 0.5),))).compute_gradients(Routed().batch(0, 5))
 
 
 # --- what is chosen by measuring -----------------------------------------------------------------------
@@ -305,33 +305,33 @@ def test_a_term_that_no_part_sets_is_refused():
 
 def test_the_faster_precision_is_taken_and_the_exact_one_when_in_doubt():
     exact, short = ("fp32", "fused"), ("bf16", "fused")
-    assert fastest({exact: 0.30, short: 0.20}) == (short, "bf16: 0.2000 s a step, fp32 0.3000")
-    assert fastest({exact: 0.20, short: 0.30})[0] == exact
-    assert fastest({exact: 0.200, short: 0.195})[0] == exact
+    assert choose_fastest({exact: 0.30, short: 0.20}) == (short, "bf16: 0.2000 s a step, fp32 0.3000")
+    assert choose_fastest({exact: 0.20, short: 0.30})[0] == exact
+    assert choose_fastest({exact: 0.200, short: 0.195})[0] == exact
 
 
 def test_plain_attention_gives_the_same_gradients_and_leaves_layers_as_they_were():
     found = []
     for way in ("fused", "plain"):
         net = hw.build(Echo().model(), seed=0)
-        stepper(net, quick(), Choice("fp32", "off", attention=way)).gradients(Echo().batch(0, 5))
+        stepper(net, quick(), StepOptions("fp32", "off", attention=way)).compute_gradients(Echo().batch(0, 5))
         found.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
-        assert {module.only for module in net.modules() if isinstance(module, hw.Attention)} == {None}
+        assert {module.backend_name for module in net.modules() if isinstance(module, hw.Attention)} == {None}
     torch.testing.assert_close(*found)
 
 
 def test_compiling_is_tried_only_where_it_can_pay_and_kept_only_where_it_does():
-    assert not worth_compiling(0.15, 600)[0]
-    assert worth_compiling(0.15, 6000)[0]
-    assert kept(0.2, 0.1, 10)[0] == "on"
-    assert kept(0.2, 0.199, 10)[0] == "off"
+    assert not decide_compile_trial(0.15, 600)[0]
+    assert decide_compile_trial(0.15, 6000)[0]
+    assert decide_compile(0.2, 0.1, 10)[0] == "on"
+    assert decide_compile(0.2, 0.199, 10)[0] == "off"
 
 
 # --- what is measured ----------------------------------------------------------------------------------
 
 
 def test_measures_are_means_over_all_that_was_counted():
-    assert averages([{"a": (1.0, 2)}, {"a": (3.0, 2), "b": (0.0, 0)}]) == {"a": 1.0}
+    assert average_tallies([{"a": (1.0, 2)}, {"a": (3.0, 2), "b": (0.0, 0)}]) == {"a": 1.0}
 
 
 def test_a_step_is_worth_three_passes():
@@ -339,5 +339,5 @@ def test_a_step_is_worth_three_passes():
     tokens, pairs = 12 * 7, 12 * (7 * 8 // 2)
     forward = 2 * tokens * (4 * 8 * 8 + 2 * 8 * 13 + 8 * IDS) + 2 * pairs * 2 * 8
     batch = Echo().batch(0, 12)
-    assert step_flops(Echo().model(), batch) == 3 * forward
-    assert tokens_in(Echo().model(), batch) == int(batch.tokens.live.sum()) < tokens
+    assert count_step_flops(Echo().model(), batch) == 3 * forward
+    assert count_batch_tokens(Echo().model(), batch) == int(batch.tokens.is_real.sum()) < tokens

@@ -34,29 +34,29 @@ def test_multi_head_attention_walks_as_it_is_taught():
     steps = iter(walk(hw.design(model=512, heads=8)).steps)
     for seam, operation, shape in TAUGHT:
         found = next(
-            (s for s in steps if (s.seam, s.shape) == (seam, shape) and operation in (None, *s.operations)), None
+            (s for s in steps if (s.interface, s.shape) == (seam, shape) and operation in (None, *s.operations)), None
         )
         assert found is not None, (seam, operation, shape)
 
 
 def test_copies_and_views_are_told_apart():
     steps = walk(hw.design(model=512, heads=8)).steps
-    memory = {(s.seam, s.operations[-1]): s.memory for s in steps}
+    memory = {(s.interface, s.operations[-1]): s.memory for s in steps}
     assert memory["attend", "transpose"] == memory["merge", "view"] == "view"
     assert memory["merge", "contiguous"] == memory["ask", "linear"] == memory["scores", "matmul"] == "copy"
-    moved = next(s for s in steps if s.seam == "merge" and s.operations == ("contiguous",))
+    moved = next(s for s in steps if s.interface == "merge" and s.operations == ("contiguous",))
     assert moved.strides == (5120, 512, 64, 1)
 
 
 @pytest.mark.parametrize("name", cases.EXAMPLES)
 def test_every_example_can_be_walked(name: str):
     spec = cases.EXAMPLES[name]
-    walked = walk(spec, cases.BATCH, cases.TOKENS, cases.SOURCE if spec.source else None)
+    walked = walk(spec, cases.BATCH, cases.NUM_TOKENS, cases.SOURCE if spec.source else None)
     first, *_, last = walked.steps
-    assert (first.memory, first.shape) == ("given", (cases.BATCH, cases.TOKENS, spec.model))
-    assert last.shape == (cases.BATCH, cases.TOKENS, spec.model)
+    assert (first.memory, first.shape) == ("given", (cases.BATCH, cases.NUM_TOKENS, spec.model))
+    assert last.shape == (cases.BATCH, cases.NUM_TOKENS, spec.model)
     assert [step.number for step in walked.steps] == list(range(len(walked.steps)))
-    assert {step.seam for step in walked.steps} <= SEAMS
+    assert {step.interface for step in walked.steps} <= SEAMS
     acting = {step.part for step in walked.steps}
     assert {type(part).__name__ for part in (spec.project, spec.similarity, spec.merge)} <= acting
     assert max(map(len, str(walked).splitlines())) <= 80
@@ -73,8 +73,8 @@ def test_every_modifier_is_seen_acting():
 
 def test_a_single_query_walks_the_absorbed_way():
     spec = hw.design(preset="mla", model=20, heads=3, dim=4, project=hw.Latent(rank=7, rope=2))
-    assert "deliver" in {step.seam for step in walk(spec, 3, 1).steps}
-    assert "deliver" not in {step.seam for step in walk(spec, 3, 7).steps}
+    assert "deliver" in {step.interface for step in walk(spec, 3, 1).steps}
+    assert "deliver" not in {step.interface for step in walk(spec, 3, 7).steps}
 
 
 def test_a_walk_leaves_no_trace():

@@ -14,10 +14,10 @@ import torch
 import headwise as hw
 from headwise.errors import SpecError
 from headwise.files import read_lines
-from headwise.training import Screen, probing, screen, train
-from headwise.training.choosing import Choice
-from headwise.training.probing import Trial
-from headwise.training.sinks import Journal, sink
+from headwise.training import ConsoleLogger, probing, screen, train
+from headwise.training.choosing import StepOptions
+from headwise.training.probing import StepTrial
+from headwise.training.sinks import JsonlLogger, create_logger
 from learning import Echo, quick, stepper
 
 CONFIG = {"event": "run", "step": 0, "task": {"name": "echo"}, "recipe": {"steps": 6, "lr": 0.1}, "parameters": 1234}
@@ -47,7 +47,7 @@ def told(monkeypatch: pytest.MonkeyPatch, module: str, name: str, folder: Path) 
     """All that a tracker hears of a run of one step and one evaluation."""
     said: list = []
     monkeypatch.setitem(sys.modules, module, Calls(module, said))
-    one = sink(name)
+    one = create_logger(name)
     one.open(folder, CONFIG)
     for record in (CONFIG, STEP, HELD, {"event": "note", "step": 3, "says": "hello"}):
         one.write(record)
@@ -91,25 +91,25 @@ def test_a_package_that_is_missing_is_asked_for_before_anything_begins(
     for module in ("torch.utils.tensorboard", "mlflow", "wandb", "trackio"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SpecError, match=f"pip install {package}"):
-        train(Echo(), recipe=quick(), out=tmp_path, sinks=[name])
+        train(Echo(), recipe=quick(), out=tmp_path, loggers=[name])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_sink_is_refused(tmp_path: Path):
     with pytest.raises(SpecError, match="did you mean 'tensorboard'"):
-        train(Echo(), recipe=quick(), out=tmp_path, sinks=["tensorbord"])
+        train(Echo(), recipe=quick(), out=tmp_path, loggers=["tensorbord"])
 
 
 def test_the_journal_goes_on_behind_the_checkpoint(tmp_path: Path):
     """What was written after it comes again, so it is dropped, and so is half a line."""
     rows = [CONFIG, {"event": "step", "step": 1}, {"event": "step", "step": 2}, {"event": "end", "step": 1}]
     text = "".join(json.dumps(row) + "\n" for row in rows) + '{"event": "st'
-    (tmp_path / Journal.NAME).write_text(text)
-    journal = Journal()
+    (tmp_path / JsonlLogger.NAME).write_text(text)
+    journal = JsonlLogger()
     journal.open(tmp_path, CONFIG | {"step": 1})
     journal.write({"event": "note", "step": 1})
     journal.close()
-    assert read_lines(tmp_path / Journal.NAME) == [*rows[:2], {"event": "note", "step": 1}]
+    assert read_lines(tmp_path / JsonlLogger.NAME) == [*rows[:2], {"event": "note", "step": 1}]
 
 
 # --- the screen ----------------------------------------------------------------------------------------
@@ -119,10 +119,10 @@ def test_a_pipe_gets_plain_lines_now_and_then(tmp_path: Path, monkeypatch: pytes
     now = [100.0]
     monkeypatch.setattr(screen.time, "monotonic", lambda: now[0])
     out = io.StringIO()
-    one = Screen(out)
+    one = ConsoleLogger(out)
     one.open(tmp_path, CONFIG)
     one.write(STEP)
-    now[0] += screen.EVERY + 1
+    now[0] += screen.LINE_INTERVAL + 1
     one.write(STEP)
     one.write(HELD)
     one.write({"event": "end", "step": 6, "metrics": {"loss": 0.5}, "seconds": 61, "split": "test"})
@@ -144,7 +144,7 @@ def test_a_terminal_gets_a_bar_and_the_lines_above_it(tmp_path: Path, monkeypatc
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     out = Terminal()
-    one = Screen(out)
+    one = ConsoleLogger(out)
     one.open(tmp_path, CONFIG)
     one.write(STEP)
     one.write(HELD)
@@ -158,22 +158,22 @@ def test_a_terminal_gets_a_bar_and_the_lines_above_it(tmp_path: Path, monkeypatc
 SECONDS = {("fp32", "off"): 0.4, ("bf16", "off"): 0.2, ("bf16", "on"): 0.1, ("fp32", "on"): 0.1}
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, seconds: dict, **said: object) -> tuple[Choice, list]:
+def chosen(monkeypatch: pytest.MonkeyPatch, seconds: dict, **said: object) -> tuple[StepOptions, list]:
     """What is chosen when steps take so long, and what was tried on the way; an error in the place of a time fails."""
     tried = []
 
-    def measured(self: Trial, stepper: probing.Stepper) -> float:
-        way = (stepper.choice.precision, stepper.choice.compile)
-        if stepper.choice.attention == "plain":
+    def measured(self: StepTrial, stepper: probing.TrainStep) -> float:
+        way = (stepper.options.precision, stepper.options.compile)
+        if stepper.options.attention == "plain":
             way = (*way, "plain")
         tried.append(way)
         if isinstance(seconds[way], Exception):
             raise seconds[way]
         return seconds[way]
 
-    monkeypatch.setattr(Trial, "_seconds", measured)
+    monkeypatch.setattr(StepTrial, "_seconds", measured)
     recipe = quick(steps=10_000, precision="auto", compile="auto") if not said else quick(steps=10_000, **said)
-    trial = Trial(hw.build(Echo().model(), seed=0), recipe, torch.device("cpu"), [Echo().batch(0, 5)])
+    trial = StepTrial(hw.build(Echo().model(), seed=0), recipe, torch.device("cpu"), [Echo().batch(0, 5)])
     return trial.choose(), tried
 
 
@@ -190,7 +190,7 @@ def test_attention_is_tried_both_ways_where_rows_are_short(monkeypatch: pytest.M
     assert (choice.precision, choice.attention) == ("bf16", "plain")
     assert tried == [("fp32", "off"), ("fp32", "off", "plain"), ("bf16", "off"), ("bf16", "off", "plain")]
     assert choice.reasons[0].startswith("bf16 with plain attention: 0.1500 s a step, fp32 0.4000")
-    monkeypatch.setattr(probing, "SHORT", 1)
+    monkeypatch.setattr(probing, "MAX_PLAIN_LENGTH", 1)
     assert chosen(monkeypatch, SECONDS, precision="fp32", compile="off", attention="auto")[1] == []
 
 
@@ -201,7 +201,7 @@ def test_compiling_is_told_of(monkeypatch: pytest.MonkeyPatch):
 
 def test_what_is_asked_for_is_not_tried(monkeypatch: pytest.MonkeyPatch):
     choice, tried = chosen(monkeypatch, SECONDS, precision="fp32", compile="on")
-    assert (choice, tried) == (Choice("fp32", "on", ("fp32, as asked", "compile on, as asked")), [])
+    assert (choice, tried) == (StepOptions("fp32", "on", ("fp32, as asked", "compile on, as asked")), [])
 
 
 def test_a_precision_that_is_asked_for_is_timed_when_compiling_depends_on_it(monkeypatch: pytest.MonkeyPatch):
@@ -213,7 +213,7 @@ def test_a_precision_that_is_asked_for_is_timed_when_compiling_depends_on_it(mon
 def test_a_way_that_fails_is_not_taken_and_says_why(monkeypatch: pytest.MonkeyPatch):
     failing = SECONDS | {("bf16", "off"): RuntimeError("no kernel\nmore"), ("fp32", "on"): RuntimeError("no compiler")}
     choice, _ = chosen(monkeypatch, failing)
-    assert choice == Choice(
+    assert choice == StepOptions(
         "fp32",
         "off",
         ("fp32: 0.4000 s a step", "a step in bf16 fails: no kernel", "not compiled, it fails: no compiler"),
@@ -227,7 +227,7 @@ def test_a_trial_changes_neither_weights_nor_what_is_drawn_later():
     wanted = torch.rand(2)
     torch.manual_seed(3)
     recipe = quick(precision="auto", compile="off", dropout=0.5)
-    Trial(net, recipe, torch.device("cpu"), [Echo().batch(0, 5)]).choose()
+    StepTrial(net, recipe, torch.device("cpu"), [Echo().batch(0, 5)]).choose()
     assert torch.equal(torch.rand(2), wanted)
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
     assert all(p.grad is None for p in net.parameters())
@@ -235,9 +235,9 @@ def test_a_trial_changes_neither_weights_nor_what_is_drawn_later():
 
 def test_what_was_chosen_once_is_kept_when_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     train(Echo(), recipe=quick(precision="auto"), out=tmp_path)
-    monkeypatch.setattr(Trial, "choose", None)
+    monkeypatch.setattr(StepTrial, "choose", None)
     result = train(Echo(), recipe=quick(precision="auto"), out=tmp_path, resume="allowed")
-    notes = [r["says"] for r in read_lines(tmp_path / Journal.NAME) if r["event"] == "note"]
+    notes = [r["says"] for r in read_lines(tmp_path / JsonlLogger.NAME) if r["event"] == "note"]
     assert result.precision in ("fp32", "bf16")
     assert sum("s a step" in note for note in notes) == 2
 
@@ -246,7 +246,7 @@ def test_a_step_in_bf16_is_near_one_in_fp32():
     batch, found = Echo().batch(0, 50), []
     for precision in ("fp32", "bf16"):
         net = hw.build(Echo().model(), seed=0)
-        stepper(net, quick(), Choice(precision, "off")).gradients(batch)
+        stepper(net, quick(), StepOptions(precision, "off")).compute_gradients(batch)
         assert all(p.grad.dtype == p.dtype == torch.float32 for p in net.parameters())
         found.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
     assert 0 < (found[0] - found[1]).norm() < 0.02 * found[0].norm()

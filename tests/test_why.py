@@ -12,7 +12,7 @@ import torch
 import cases
 import headwise as hw
 from headwise import backends, counting
-from headwise.counting.pricing import price
+from headwise.counting.pricing import estimate_cost
 from headwise.reasons import why
 
 
@@ -20,13 +20,13 @@ from headwise.reasons import why
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[ModuleType]:
     """The backends that layers really choose, in order."""
     seen: list[ModuleType] = []
-    choose = backends.choose
+    choose = backends.choose_backend
 
     def noted(*job: object) -> ModuleType:
         seen.append(choose(*job))
         return seen[-1]
 
-    monkeypatch.setattr(backends, "choose", noted)
+    monkeypatch.setattr(backends, "choose_backend", noted)
     return seen
 
 
@@ -38,7 +38,7 @@ def test_what_it_says_is_what_runs(name: str, chosen: list[ModuleType]):
     with torch.no_grad():
         layer(x, source=z)
     keys = (x if z is None else z).shape[1]
-    assert [backends.BACKENDS[str(why(spec, tokens=keys).runs)]] == chosen
+    assert [backends.BACKENDS[str(why(spec, tokens=keys).backend)]] == chosen
 
 
 @pytest.mark.parametrize("name", cases.EXAMPLES)
@@ -48,13 +48,13 @@ def test_a_decoding_step_runs_what_it_says(name: str, chosen: list[ModuleType]):
     x, _ = cases.tensors(spec, torch.float32)
     with torch.no_grad():
         layer(x[:, :1], cache=layer.cache(batch=cases.BATCH, capacity=9))
-    assert [backends.BACKENDS[str(why(spec, tokens="one").runs)]] == chosen
+    assert [backends.BACKENDS[str(why(spec, tokens="one").backend)]] == chosen
 
 
 def test_the_form_of_a_single_query_is_said():
     said = why(hw.design(preset="mla"))
-    assert said.asked.form == ""
-    assert "absorbed" in said.other.form
+    assert said.call.form == ""
+    assert "absorbed" in said.other_call.form
 
 
 @pytest.mark.parametrize("name", cases.EXAMPLES)
@@ -63,32 +63,32 @@ def test_every_page_fits_a_terminal(name: str):
     assert max(map(len, str(reasons).splitlines())) <= 80
     told = json.loads(reasons.json())
     assert {row["name"] for row in told["backends"]} == set(backends.BACKENDS)
-    assert told["runs"] == reasons.runs
+    assert told["runs"] == reasons.backend
 
 
 def test_wanting_weights_needs_a_backend_that_shows_them():
     reasons = why(hw.design(model=12, heads=3), want="weights")
-    assert reasons.runs == "dense"
-    assert all("weights" in " ".join(said) for name, said in reasons.refusals.items() if name != "dense")
+    assert reasons.backend == "dense"
+    assert all("weights" in " ".join(said) for name, said in reasons.unsupported.items() if name != "dense")
 
 
 def test_two_parts_of_a_kind_say_a_reason_once():
     reasons = why(hw.design(preset="talking", model=12, heads=3))
-    assert all(len(said) == len(set(said)) for said in reasons.refusals.values())
-    assert sum("TalkingHeads" in said for said in reasons.refusals["sdpa"]) == 1
+    assert all(len(said) == len(set(said)) for said in reasons.unsupported.values())
+    assert sum("TalkingHeads" in said for said in reasons.unsupported["sdpa"]) == 1
 
 
 def test_another_device_needs_none_here():
     small = why(hw.design(model=12, heads=3), device="cuda:1", dtype="bf16")
-    assert small.asked.job.device == "cuda"
-    assert any("16 channels" in said for said in small.refusals["flex"])
+    assert small.call.job.device == "cuda"
+    assert any("16 channels" in said for said in small.unsupported["flex"])
 
 
 def test_states_of_a_call_change_the_answer():
     spec = hw.design(model=12, heads=3, modifiers=(hw.WeightDropout(0.5),))
-    assert why(spec).runs == "tiled"
-    assert why(spec, when=["training"]).runs == "composed"
-    assert why(replace(spec, modifiers=()), when="mask").runs == "dense"
+    assert why(spec).backend == "tiled"
+    assert why(spec, when=["training"]).backend == "composed"
+    assert why(replace(spec, modifiers=()), when="mask").backend == "dense"
 
 
 @pytest.mark.parametrize(
@@ -118,21 +118,21 @@ LONG = {
 
 @pytest.mark.parametrize("name", LONG)
 def test_a_backend_leaves_calls_to_others_that_it_was_measured_to_be_slower_for(name, chosen):
-    spec, least = hw.design(model=12, heads=3, **LONG[name]), backends.BACKENDS[name].LEAST
+    spec, least = hw.design(model=12, heads=3, **LONG[name]), backends.BACKENDS[name].MIN_KEYS
     layer = hw.Attention(spec).eval()
     with torch.no_grad():
         for count in (least, least - 1, least, 2):
             layer(torch.randn(1, count, 12))
     ran = [next(one for one, module in backends.BACKENDS.items() if module is backend) for backend in chosen]
-    asked = {backends.stage(count): why(spec, tokens=count).runs for count in (least, least - 1, 2)}
+    asked = {backends.preference_length(count): why(spec, tokens=count).backend for count in (least, least - 1, 2)}
     assert ran == list(asked.values())  # each length that changes the choice is asked about once
     assert len(ran) in (2, 3)
     assert name not in ran[1:]
-    [said] = why(spec, tokens=least - 1).refusals[name]
+    [said] = why(spec, tokens=least - 1).unsupported[name]
     assert f"for {least - 1:,} keys" in said
     assert f"begins at {least:,}" in said
     assert "by name" in said
-    assert why(spec, tokens=least).runs == why(spec).runs == name
+    assert why(spec, tokens=least).backend == why(spec).backend == name
 
 
 @pytest.mark.parametrize("name", LONG)
@@ -146,11 +146,11 @@ def test_who_is_asked_for_by_name_runs_at_any_length(name, chosen):
 @pytest.mark.parametrize("name", LONG)
 def test_who_is_told_a_length_and_asked_for_by_name_runs(name):
     spec = hw.design(model=12, heads=3, **LONG[name])
-    assert backends.choose(backends.Job(spec, spec.core, keys=5), name) is backends.BACKENDS[name]
+    assert backends.choose_backend(backends.CallSignature(spec, spec.core, num_keys=5), name) is backends.BACKENDS[name]
 
 
 def test_what_lies_in_a_cache_and_in_a_source_counts(chosen):
-    spec, least = hw.design(model=12, heads=3, **LONG["banded"]), backends.banded.LEAST
+    spec, least = hw.design(model=12, heads=3, **LONG["banded"]), backends.banded.MIN_KEYS
     layer = hw.Attention(spec).eval()
     with torch.no_grad():
         cache = layer.cache(batch=1, capacity=least + 5)
@@ -162,28 +162,28 @@ def test_what_lies_in_a_cache_and_in_a_source_counts(chosen):
 
 
 def test_of_packed_texts_the_longest_counts(chosen):
-    layer, least = hw.Attention(hw.design(model=12, heads=3, **LONG["banded"])).eval(), backends.banded.LEAST
+    layer, least = hw.Attention(hw.design(model=12, heads=3, **LONG["banded"])).eval(), backends.banded.MIN_KEYS
     with torch.no_grad():
-        layer(torch.randn(1, least + 9, 12), tokens=hw.Tokens.packed([[least - 1, 10]]))
-        layer(torch.randn(1, least + 9, 12), tokens=hw.Tokens.packed([[9, least]]))
+        layer(torch.randn(1, least + 9, 12), tokens=hw.SequenceInfo.packed([[least - 1, 10]]))
+        layer(torch.randn(1, least + 9, 12), tokens=hw.SequenceInfo.packed([[9, least]]))
     assert chosen == [backends.sdpa, backends.banded]
 
 
 def test_a_length_that_is_told_is_said():
-    spec, least = hw.design(model=12, heads=3, **LONG["banded"]), backends.banded.LEAST
+    spec, least = hw.design(model=12, heads=3, **LONG["banded"]), backends.banded.MIN_KEYS
     assert f"sdpa; banded from {least:,} keys on" in str(why(spec))
     assert why(spec).data["from"] == [{"keys": 0, "runs": "sdpa"}, {"keys": least, "runs": "banded"}]
     assert "of 7 keys" in str(why(spec, tokens=7))
     assert why(spec, tokens=7).data["keys"] == 7
-    assert why(spec, tokens=1).asked.tokens == why(spec, tokens="1").asked.tokens == "one"
-    assert why(spec, tokens=7, device="cuda").runs == "banded"  # nobody measured there
+    assert why(spec, tokens=1).call.tokens == why(spec, tokens="1").call.tokens == "one"
+    assert why(spec, tokens=7, device="cuda").backend == "banded"  # nobody measured there
 
 
 @pytest.mark.parametrize("context", [300, 500])
 def test_what_is_spent_is_of_the_backend_that_runs(context):
     spec = hw.design(model=12, heads=3, **LONG["banded"])
-    work, job = counting.work_of(spec, batch=1, queries=context), backends.Job(spec, spec.core)
-    runs = backends.BACKENDS[str(why(spec, tokens=context).runs)]
+    work, job = counting.self_attention_work(spec, batch=1, queries=context), backends.CallSignature(spec, spec.core)
+    runs = backends.BACKENDS[str(why(spec, tokens=context).backend)]
     assert runs is (backends.sdpa if context == 300 else backends.banded)
-    told = price(spec, hw.Load(context=context, dtype="fp32", device="cpu"))
-    assert told.spent["prefill"] == counting.spent(spec, work, runs.spent(job, work))
+    told = estimate_cost(spec, hw.Workload(context=context, dtype="fp32", device="cpu"))
+    assert told.executed_flops["prefill"] == counting.executed_flops(spec, work, runs.executed_flops(job, work))

@@ -12,13 +12,13 @@ import headwise as hw
 from cut_models import built, model
 from headwise import blueprint as bp
 from headwise.__main__ import main
-from headwise.hub.wording import give_words
+from headwise.hub.wording import attach_tokenizer
 from headwise.models.generating import read, words_of
-from headwise.surgery.phases import Pace
-from headwise.surgery.proving import Asked, prove
+from headwise.surgery.phases import TimingOptions
+from headwise.surgery.proving import ProofOptions, prove
 from llama2c_pieces import FIRST, merged, packed
 
-QUICK = Pace(length=8, steps=2, seconds=0.01)
+QUICK = TimingOptions(length=8, steps=2, seconds=0.01)
 
 
 def wordless(words=256, kind="decoder"):
@@ -28,47 +28,47 @@ def wordless(words=256, kind="decoder"):
 
 def test_ids_are_bytes_and_come_back_as_text():
     net, text = wordless(), "Grüße, 中 \n\x00."
-    give_words(net, "bytes")
+    attach_tokenizer(net, "bytes")
     assert read(net, text) == list(text.encode())
     assert words_of(net)[1].text(list(text.encode())) == text
 
 
 def test_too_few_ids_another_tokenizer_and_models_of_others_are_refused(tmp_path):
     with pytest.raises(ValueError, match="knows 255 ids, and there are 256 bytes; give the path"):
-        give_words(wordless(255), "bytes")
+        attach_tokenizer(wordless(255), "bytes")
     net = wordless()
-    give_words(net, "bytes")
+    attach_tokenizer(net, "bytes")
     with pytest.raises(ValueError, match="carries a tokenizer of its own; leave 'bytes' out"):
-        give_words(net, "bytes")
+        attach_tokenizer(net, "bytes")
     with pytest.raises(ValueError, match="reads no ids, so no text"):
-        give_words(built(model("vision")), "bytes")
+        attach_tokenizer(built(model("vision")), "bytes")
     with pytest.raises(ValueError, match="is not a model of ours"):
-        give_words(nn.Linear(2, 2), "bytes")
+        attach_tokenizer(nn.Linear(2, 2), "bytes")
     with pytest.raises(ValueError, match="cannot be read: No such file"):
-        give_words(wordless(), str(tmp_path / "none"))
+        attach_tokenizer(wordless(), str(tmp_path / "none"))
     (tmp_path / "odd.json").write_text('{"model": 3}')
     with pytest.raises(ValueError, match="is no document of a tokenizer"):
-        give_words(wordless(), str(tmp_path / "odd.json"))
+        attach_tokenizer(wordless(), str(tmp_path / "odd.json"))
     (tmp_path / "odd.bin").write_bytes(b"\x01\x02")
     with pytest.raises(ValueError, match="holds 0 whole pieces"):
-        give_words(wordless(), str(tmp_path / "odd.bin"))
+        attach_tokenizer(wordless(), str(tmp_path / "odd.bin"))
 
 
 def test_a_document_and_pieces_with_scores_are_read_as_they_are_meant(tmp_path):
     pieces = [*FIRST, (" ", -1.0), ("a", -2.0), ("b", -3.0), ("ab", -0.5)]
     (tmp_path / "tokenizer.bin").write_bytes(packed(pieces))
     net = wordless(len(pieces))
-    give_words(net, str(tmp_path / "tokenizer.bin"))
+    attach_tokenizer(net, str(tmp_path / "tokenizer.bin"))
     assert read(net, "ab ba") == [1, *merged(pieces, "ab ba")]
     assert net.usage.end == (1,)
     (tmp_path / "tokenizer.json").write_text(net.usage.tokenizer)
     again = wordless(len(pieces))
-    give_words(again, str(tmp_path / "tokenizer.json"))
+    attach_tokenizer(again, str(tmp_path / "tokenizer.json"))
     assert again.usage.before == (1,)
     assert read(again, "ab ba") == read(net, "ab ba")
     small = wordless(len(pieces) - 1)
     with pytest.raises(ValueError, match="knows 263 tokens, the model 262"):
-        give_words(small, str(tmp_path / "tokenizer.json"))
+        attach_tokenizer(small, str(tmp_path / "tokenizer.json"))
 
 
 def test_the_command_that_looks_at_heads_takes_it(tmp_path, capsys):
@@ -84,13 +84,13 @@ def test_the_command_that_looks_at_heads_takes_it(tmp_path, capsys):
 
 def test_examples_are_shown_in_words_and_a_long_text_is_split():
     described = model("decoder", words=256)
-    first = replace(described.stacks[0], embedding=bp.Embedding(256, positions=bp.Positions("learned", 20)))
+    first = replace(described.stacks[0], embedding=bp.EmbeddingSpec(256, positions=bp.PositionSpec("learned", 20)))
     net = built(replace(described, stacks=(first,)))
-    give_words(net, "bytes")
-    from headwise.heads.sources import of_lines
+    attach_tokenizer(net, "bytes")
+    from headwise.heads.sources import examples_from_lines
 
-    sources = of_lines(net, ["The cat sat.", "A dog ran over all there."])
-    proof = prove(net, net, sources.counted(), Asked("Nothing.", pace=QUICK, notes=sources.notes))
+    sources = examples_from_lines(net, ["The cat sat.", "A dog ran over all there."])
+    proof = prove(net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK, notes=sources.notes))
     assert {one.read + one.wanted for one in proof.examples} == {"The cat sat.", "A dog ran", "over all there."}
     assert proof.notes == ("1 lines split, for the model takes no more tokens at once",)
     assert proof.savings.length == 20
@@ -98,17 +98,17 @@ def test_examples_are_shown_in_words_and_a_long_text_is_split():
 
 def test_translations_are_held_to_what_stands_beside_their_sources():
     net = built(model("encoder-decoder", words=256))
-    net.usage = hw.Usage(begin=(1,), end=(2,))
-    give_words(net, "bytes")
-    sources = hw.Sources(net)
+    net.usage = hw.ProcessorSpec(begin=(1,), end=(2,))
+    attach_tokenizer(net, "bytes")
+    sources = hw.ExampleReader(net)
     for source, text in (("one cat", "eine Katze"), ("two dogs", "zwei Hunde"), ("a bird", "ein Vogel")):
-        sources.add(source, text)
-    proof = prove(net, net, sources.counted(), Asked("Nothing.", pace=QUICK))
+        sources.add_text(source, text)
+    proof = prove(net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK))
     bleu = proof.quality.row("BLEU")
     assert bleu.before == bleu.after
     assert bleu.change.value == 0.0
     assert 0 <= bleu.after.value < 20
     assert {one.wanted for one in proof.examples} == {"eine Katze", "zwei Hunde", "ein Vogel"}
-    own = prove(net, net, sources.counted(), Asked("Nothing.", pace=QUICK, targets="own"))
+    own = prove(net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK, target_source="own"))
     assert "BLEU" not in [row.name for row in own.quality.rows]
     assert "the model before wrote" in own.notes[0]

@@ -19,13 +19,13 @@ from headwise.spread.traffic import Meter, traffic
 from headwise.spread.world import World
 from headwise.tasks import Batch, Task
 from headwise.training import train
-from headwise.training.choosing import Choice
-from headwise.training.stepping import Stepper
+from headwise.training.choosing import StepOptions
+from headwise.training.stepping import TrainStep
 from learning import IDS, Answered, Echo, quick
 from many import STEPPED, Interrupted, Odd, stepped, steps_of, until
 
 CASES = (*STEPPED, "shared keys")
-PLAIN = Choice("fp32", "off")
+PLAIN = StepOptions("fp32", "off")
 WAYS = ("tensor=2", "context=2")
 PAIRS = ("data=2,tensor=2", "data=2,context=2", "context=2,tensor=2", "shards=2,tensor=2", "context=2,shards=2")
 
@@ -59,11 +59,11 @@ def sent(launch: Launch) -> dict[str, Any]:
     for way in ways_of(launch):
         for name, task, parts in (("echo", Echo(), 1), ("odd", Odd(), 2), ("pooled", Pooled(), 1)):
             model, world = task.model(), World(launch, Spread.over(way, launch.size))
-            stepper = Stepper(hold(hw.build(model, seed=3), world), quick(batch=8, accumulate=parts), PLAIN)
+            stepper = TrainStep(hold(hw.build(model, seed=3), world), quick(batch=8, accumulate=parts), PLAIN)
             batch = replace(task.batch(0, 8), tokens=None, source_tokens=None)
             rows = Rows(8, batch.x.shape[1], 0 if batch.source is None else batch.source.shape[1])
             with Meter() as meter:
-                stepper.gradients(batch)
+                stepper.compute_gradients(batch)
             counted = traffic(model, world.spread, parts, rows)
             found[way, name] = Counter(map(tuple, meter.messages)), Counter(map(tuple, counted))
     return found
@@ -115,7 +115,7 @@ class Balanced(Echo):
 
     name: ClassVar[str] = "balanced"
 
-    def model(self) -> bp.Model:
+    def model(self) -> bp.ModelSpec:
         gates = (hw.Rotary(), hw.Routed(always=1, active=1))
         return of(hw.design(model=8, heads=4, kv=2, pattern="causal", modifiers=gates))
 
@@ -138,14 +138,14 @@ class Drawn(Interrupted):
 class Mixed(Echo):
     """Every head of it needs every other."""
 
-    def model(self) -> bp.Model:
+    def model(self) -> bp.ModelSpec:
         return of(hw.design(model=8, heads=4, modifiers=(hw.TalkingHeads(),)))
 
 
 class OneHead(Echo):
     """Nothing to divide."""
 
-    def model(self) -> bp.Model:
+    def model(self) -> bp.ModelSpec:
         return of(hw.design(model=8, heads=1))
 
 
@@ -155,16 +155,16 @@ class Pictures(Echo):
     def batch(self, index: int, size: int, split: str = "train") -> Batch:
         return Batch(torch.zeros(size, 1, 4, 4), torch.zeros(size, dtype=torch.int64))
 
-    def model(self) -> bp.Model:
-        patches = bp.Embedding(patches=bp.Patches(2, 2, 2, 2, channels=1))
-        stack = bp.Stack.of("encoder", 8, [bp.Block(feed=bp.Dense(4))], embedding=patches)
-        return bp.Model("pictures", "vision", (stack,), (bp.Head("class", 3, at="mean"),))
+    def model(self) -> bp.ModelSpec:
+        patches = bp.EmbeddingSpec(patches=bp.PatchSpec(2, 2, 2, 2, channels=1))
+        stack = bp.StackSpec.from_blocks("encoder", 8, [bp.BlockSpec(feed=bp.FeedForwardSpec(4))], embedding=patches)
+        return bp.ModelSpec("pictures", "vision", (stack,), (bp.OutputHeadSpec("class", 3, at="mean"),))
 
 
-def of(spec: hw.AttentionSpec) -> bp.Model:
+def of(spec: hw.AttentionSpec) -> bp.ModelSpec:
     """One layer of a decoder."""
-    stack = bp.Stack.of("decoder", 8, [bp.Block(spec, feed=bp.Dense(6))], embedding=bp.Embedding(IDS))
-    return bp.Model("one", "decoder", (stack,), (bp.Head("tokens", IDS),))
+    stack = bp.StackSpec.from_blocks("decoder", 8, [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(6))], embedding=bp.EmbeddingSpec(IDS))
+    return bp.ModelSpec("one", "decoder", (stack,), (bp.OutputHeadSpec("tokens", IDS),))
 
 
 class Pooled(Echo):
@@ -174,9 +174,9 @@ class Pooled(Echo):
         found = super().batch(index, size, split)
         return Batch(found.x, found.x[:, 0])
 
-    def model(self) -> bp.Model:
+    def model(self) -> bp.ModelSpec:
         spec = hw.design(model=8, heads=4, kv=1, modifiers=(hw.QKNorm(),))
-        stack = bp.Stack.of(
-            "encoder", 8, [bp.Block(spec, feed=bp.Dense(13, bias="d"))] * 2, embedding=bp.Embedding(IDS)
+        stack = bp.StackSpec.from_blocks(
+            "encoder", 8, [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(13, bias="d"))] * 2, embedding=bp.EmbeddingSpec(IDS)
         )
-        return bp.Model("pooled", "encoder", (stack,), (bp.Head("class", IDS, at="mean"),))
+        return bp.ModelSpec("pooled", "encoder", (stack,), (bp.OutputHeadSpec("class", IDS, at="mean"),))

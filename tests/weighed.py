@@ -9,7 +9,7 @@ from torch import nn
 
 import headwise as hw
 from headwise import blueprint as bp
-from headwise.heads.scene import Scene
+from headwise.heads.scene import Example
 from headwise.models import Transformer
 
 WORDS = 13
@@ -35,22 +35,22 @@ def loud(net: nn.Module, by: float = 3.0) -> Any:
 
 def built(config: dict[str, Any], seed: int = 0) -> Transformer:
     """A model of ours as a family has it."""
-    return loud(hw.build(hw.families.read(config), seed=seed))
+    return loud(hw.build(hw.families.read_model_spec(config), seed=seed))
 
 
 def translator(seed: int = 0, placement: str = "pre") -> Transformer:
     """A model of two stacks."""
-    own = bp.Block(hw.design(model=12, heads=3, bias="qkvo"), feed=bp.Dense(20, bias="ud"), placement=placement)
-    both = bp.Block(
+    own = bp.BlockSpec(hw.design(model=12, heads=3, bias="qkvo"), feed=bp.FeedForwardSpec(20, bias="ud"), placement=placement)
+    both = bp.BlockSpec(
         hw.design(model=12, heads=3, pattern="causal"), cross=hw.design(model=12, heads=2, bias="v"),
-        feed=bp.Dense(20, "relu"), placement=placement,
+        feed=bp.FeedForwardSpec(20, "relu"), placement=placement,
     )  # fmt: skip
-    norm = bp.Norm() if placement == "pre" else None
+    norm = bp.NormSpec() if placement == "pre" else None
     stacks = (
-        bp.Stack.of("encoder", 12, [own] * 2, embedding=bp.Embedding(WORDS), norm=norm),
-        bp.Stack.of("decoder", 12, [both] * 2, embedding=bp.Embedding(WORDS), norm=norm),
+        bp.StackSpec.from_blocks("encoder", 12, [own] * 2, embedding=bp.EmbeddingSpec(WORDS), norm=norm),
+        bp.StackSpec.from_blocks("decoder", 12, [both] * 2, embedding=bp.EmbeddingSpec(WORDS), norm=norm),
     )
-    described = bp.Model("small", "encoder-decoder", stacks, (bp.Head("tokens", WORDS),))
+    described = bp.ModelSpec("small", "encoder-decoder", stacks, (bp.OutputHeadSpec("tokens", WORDS),))
     return loud(hw.build(described, seed=seed))
 
 
@@ -59,9 +59,9 @@ def ids(number: int, count: int = 7, words: int = WORDS) -> torch.Tensor:
     return torch.randint(0, words, (1, count), generator=torch.Generator().manual_seed(number))
 
 
-def scenes(net: nn.Module, count: int = 5) -> list[Scene]:
+def scenes(net: nn.Module, count: int = 5) -> list[Example]:
     """Texts of several lengths, with a source where one is read."""
     two = isinstance(net, Transformer) and net.described.kind == "encoder-decoder"
     name = "x" if isinstance(net, Transformer) else "input_ids"
     texts = [{name: ids(n, 5 + n % 3)} | ({"source": ids(100 + n, 6)} if two else {}) for n in range(count)]
-    return [Scene(text, {}) for text in texts]
+    return [Example(text, {}) for text in texts]

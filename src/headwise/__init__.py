@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers and editors see; at run time a name is imported when it is first used
-    from .auditing import audit as audit
-    from .benching.running import bench as bench
+    from .auditing import check_formulas as check_formulas
+    from .benching.running import run_benchmarks as run_benchmarks
     from .blocks import (
         LongformerAttention as LongformerAttention,
     )
@@ -21,45 +21,45 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time a name is i
     from .blocks import (
         depth_scaled_init as depth_scaled_init,
     )
-    from .blueprint import Usage as Usage
-    from .cache import Cache as Cache
-    from .counting.allocators import Rows as Rows
-    from .counting.allocators import cached as cached
-    from .counting.breakeven import break_even as break_even
-    from .counting.capacity import Demand as Demand
+    from .blueprint import ProcessorSpec as ProcessorSpec
+    from .cache import KVCache as KVCache
+    from .counting.allocators import RequestBatch as RequestBatch
+    from .counting.allocators import kv_cache_bytes as kv_cache_bytes
+    from .counting.breakeven import find_crossovers as find_crossovers
+    from .counting.capacity import MemoryDemand as MemoryDemand
     from .counting.costs import cost as cost
     from .counting.devices import Device as Device
-    from .counting.devices import Formats as Formats
-    from .counting.keeping import activations as activations
-    from .counting.matching import match as match
-    from .counting.nets import Way as Way
-    from .counting.nets import kept_by as kept_by
-    from .counting.pricing import Load as Load
-    from .counting.serving import Serving as Serving
-    from .counting.verdict import judge as judge
+    from .counting.devices import NumberFormats as NumberFormats
+    from .counting.keeping import layer_activation_memory as layer_activation_memory
+    from .counting.matching import match_size as match_size
+    from .counting.nets import ActivationSettings as ActivationSettings
+    from .counting.nets import activation_memory as activation_memory
+    from .counting.pricing import Workload as Workload
+    from .counting.serving import ServingCost as ServingCost
+    from .counting.verdict import check_memory_fit as check_memory_fit
     from .engine import Batching as Batching
     from .engine import Engine as Engine
     from .errors import CacheFull as CacheFull
-    from .errors import Diverged as Diverged
+    from .errors import TrainingDiverged as TrainingDiverged
     from .errors import NoBackend as NoBackend
     from .errors import SpecError as SpecError
     from .folding import fold_bias as fold_bias
-    from .folding import fold_turns as fold_turns
+    from .folding import fold_qk_transforms as fold_qk_transforms
     from .grouping import Heads as Heads
-    from .heads.circuits import circuits as circuits
-    from .heads.classes import classified as classified
-    from .heads.measuring import measure as measure
-    from .heads.redundancy import redundancy as redundancy
-    from .heads.scene import Scene as Scene
-    from .heads.sources import Sources as Sources
-    from .heads.spectra import spectra as spectra
-    from .heads.twins import twin as twin
-    from .heads.weighing import importance as importance
+    from .heads.circuits import get_circuits as get_circuits
+    from .heads.classes import classify_heads as classify_heads
+    from .heads.measuring import measure_heads as measure_heads
+    from .heads.redundancy import measure_redundancy as measure_redundancy
+    from .heads.scene import Example as Example
+    from .heads.sources import ExampleReader as ExampleReader
+    from .heads.spectra import measure_qk_spectra as measure_qk_spectra
+    from .heads.twins import make_random_baseline as make_random_baseline
+    from .heads.weighing import estimate_importance as estimate_importance
     from .hub import export as export
     from .hub import load as load
     from .hub.capturing import trace as trace
     from .hub.editing import patch as patch
-    from .hub.editing import silence as silence
+    from .hub.editing import ablate as ablate
     from .hub.finding import sites as sites
     from .hub.keeping import Capture as Capture
     from .hub.means import head_means as head_means
@@ -96,7 +96,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time a name is i
     from .parts.alibi import Alibi as Alibi
     from .parts.average import Average as Average
     from .parts.collaborative import Collaborative as Collaborative
-    from .parts.collaborative import collaborate as collaborate
+    from .parts.collaborative import convert_to_collaborative as convert_to_collaborative
     from .parts.concat import Concat as Concat
     from .parts.concrete import Concrete as Concrete
     from .parts.differential import Differential as Differential
@@ -111,7 +111,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time a name is i
     from .parts.head_norm import HeadNorm as HeadNorm
     from .parts.knocking import Knocking as Knocking
     from .parts.latent import Latent as Latent
-    from .parts.latent import as_latent as as_latent
+    from .parts.latent import convert_to_latent as convert_to_latent
     from .parts.learned import Learned as Learned
     from .parts.output_gate import OutputGate as OutputGate
     from .parts.overlapping import Overlapping as Overlapping
@@ -123,7 +123,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time a name is i
     from .parts.rotary_scaling import Plain as Plain
     from .parts.rotary_scaling import YaRN as YaRN
     from .parts.routed import Routed as Routed
-    from .parts.routed import as_routed as as_routed
+    from .parts.routed import convert_to_mixture_of_heads as convert_to_mixture_of_heads
     from .parts.shaw import Shaw as Shaw
     from .parts.shaw import ShawValues as ShawValues
     from .parts.sigmoid import Sigmoid as Sigmoid
@@ -170,7 +170,7 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time a name is i
         Window as Window,
     )
     from .positions import LearnedPositions as LearnedPositions
-    from .positions import Sinusoidal as Sinusoidal
+    from .positions import SinusoidalPositions as SinusoidalPositions
     from .presets import PRESETS as PRESETS
     from .presets import design as design
     from .presets import from_json as from_json
@@ -182,18 +182,18 @@ if TYPE_CHECKING:  # what type checkers and editors see; at run time a name is i
     from .steps import walk as walk
     from .surgery.proving import prove as prove
     from .surgery.pruning import prune as prune
-    from .surgery.sharing import share as share
+    from .surgery.sharing import convert as convert
     from .surgery.uptraining import uptrain as uptrain
-    from .terms import Ledger as Ledger
-    from .terms import Work as Work
+    from .terms import AuxLosses as AuxLosses
+    from .terms import CallSize as CallSize
     from .text import to_json as to_json
     from .text import to_toml as to_toml
-    from .tokens import Sight as Sight
-    from .tokens import Tokens as Tokens
+    from .tokens import AttentionMask as AttentionMask
+    from .tokens import SequenceInfo as SequenceInfo
     from .traces import Trace as Trace
     from .traces import load_trace as load_trace
     from .training import Recipe as Recipe
-    from .training import Result as Result
+    from .training import TrainingResult as TrainingResult
     from .training import train as train
 
 __version__ = "0.1.0"
@@ -201,7 +201,7 @@ __version__ = "0.1.0"
 # Where each public name lives. Nothing is imported, and torch stays untouched, until a name is used.
 _HOMES = {
     "CacheFull": "errors",
-    "Diverged": "errors",
+    "TrainingDiverged": "errors",
     "NoBackend": "errors",
     "SpecError": "errors",
     "Heads": "grouping",
@@ -216,12 +216,12 @@ _HOMES = {
     "Pattern": "pattern",
     "Prefix": "pattern",
     "Window": "pattern",
-    "Ledger": "terms",
-    "Work": "terms",
+    "AuxLosses": "terms",
+    "CallSize": "terms",
     "AttentionSpec": "spec",
-    "Sight": "tokens",
-    "Tokens": "tokens",
-    "Cache": "cache",
+    "AttentionMask": "tokens",
+    "SequenceInfo": "tokens",
+    "KVCache": "cache",
     "Probe": "probe",
     "PRESETS": "presets",
     "design": "presets",
@@ -235,14 +235,14 @@ _HOMES = {
     "depth_scaled_init": "blocks",
     "build": "models",
     "Decoding": "models",
-    "Usage": "blueprint",
+    "ProcessorSpec": "blueprint",
     "generate": "models",
     "stream": "models",
     "greedy": "models",
     "export": "hub",
     "sites": "hub.finding",
     "declare": "hub.routes.projection",
-    "silence": "hub.editing",
+    "ablate": "hub.editing",
     "patch": "hub.editing",
     "Resample": "hub.patches",
     "Noise": "hub.patches",
@@ -254,52 +254,52 @@ _HOMES = {
     "trace": "hub.capturing",
     "Capture": "hub.keeping",
     "Trace": "traces",
-    "Sources": "heads.sources",
-    "Scene": "heads.scene",
-    "measure": "heads.measuring",
-    "classified": "heads.classes",
-    "importance": "heads.weighing",
-    "redundancy": "heads.redundancy",
-    "circuits": "heads.circuits",
-    "spectra": "heads.spectra",
-    "twin": "heads.twins",
+    "ExampleReader": "heads.sources",
+    "Example": "heads.scene",
+    "measure_heads": "heads.measuring",
+    "classify_heads": "heads.classes",
+    "estimate_importance": "heads.weighing",
+    "measure_redundancy": "heads.redundancy",
+    "get_circuits": "heads.circuits",
+    "measure_qk_spectra": "heads.spectra",
+    "make_random_baseline": "heads.twins",
     "prune": "surgery.pruning",
     "prove": "surgery.proving",
-    "share": "surgery.sharing",
+    "convert": "surgery.sharing",
     "uptrain": "surgery.uptraining",
-    "as_latent": "parts.latent",
-    "as_routed": "parts.routed",
+    "convert_to_latent": "parts.latent",
+    "convert_to_mixture_of_heads": "parts.routed",
     "load_trace": "traces",
     "save": "models",
     "Transformer": "models",
     "Batching": "engine",
     "Engine": "engine",
-    "collaborate": "parts.collaborative",
-    "Load": "counting.pricing",
+    "convert_to_collaborative": "parts.collaborative",
+    "Workload": "counting.pricing",
     "cost": "counting.costs",
-    "break_even": "counting.breakeven",
-    "match": "counting.matching",
+    "find_crossovers": "counting.breakeven",
+    "match_size": "counting.matching",
     "Device": "counting.devices",
-    "Formats": "counting.devices",
-    "Rows": "counting.allocators",
-    "cached": "counting.allocators",
-    "Serving": "counting.serving",
-    "Demand": "counting.capacity",
-    "judge": "counting.verdict",
-    "Way": "counting.nets",
-    "activations": "counting.keeping",
-    "kept_by": "counting.nets",
-    "audit": "auditing",
+    "NumberFormats": "counting.devices",
+    "RequestBatch": "counting.allocators",
+    "kv_cache_bytes": "counting.allocators",
+    "ServingCost": "counting.serving",
+    "MemoryDemand": "counting.capacity",
+    "check_memory_fit": "counting.verdict",
+    "ActivationSettings": "counting.nets",
+    "layer_activation_memory": "counting.keeping",
+    "activation_memory": "counting.nets",
+    "check_formulas": "auditing",
     "fold_bias": "folding",
-    "fold_turns": "folding",
+    "fold_qk_transforms": "folding",
     "LearnedPositions": "positions",
-    "Sinusoidal": "positions",
+    "SinusoidalPositions": "positions",
     "Recipe": "training",
-    "Result": "training",
+    "TrainingResult": "training",
     "train": "training",
     "Spread": "spread",
     "walk": "steps",
-    "bench": "benching.running",
+    "run_benchmarks": "benching.running",
     "why": "reasons",
     "REGISTRY": "parts",
 }

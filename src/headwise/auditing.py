@@ -14,34 +14,34 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from . import counting
-from .backends import Job, sdpa
+from .backends import CallSignature, sdpa
 from .counting import bills
-from .counting.checkpoints import fused_backward
-from .counting.keeping import activations, fuses, refused
-from .counting.pricing import Load
-from .counting.watching import Watch
+from .counting.checkpoints import fused_backward_flops
+from .counting.keeping import layer_activation_memory, is_fused_on_cpu, fused_unsupported_reason
+from .counting.pricing import Workload
+from .counting.watching import SavedTensorRecorder
 from .errors import SpecError
 from .module import Attention
 from .spec import AttentionSpec
-from .terms import Work
+from .terms import CallSize
 
 BATCH, TOKENS = 2, 11
-PRODUCT = re.compile(
+PRODUCT_OPERATION = re.compile(
     r"attention|transformer|(^|_)(mm|bmm|addmm|baddbmm|addbmm|matmul|mv|addmv|dot|vdot|ger|addr|linear|bilinear"
     r"|convolution)(_|$)"
 )
 
 
-class Uncounted(ValueError):
+class UncountedOperation(ValueError):
     """Something that multiplies matrices, of which nobody knows how many FLOPs it has."""
 
 
-def _forth(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+def _forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
     batch, heads, queries, dim = q
     return 2 * batch * heads * queries * k[-2] * (dim + v[-1])
 
 
-def _back(grad: Any, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
+def _backward_flops(grad: Any, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
     """Scores once more and the gradients of queries and keys; those of weights and values."""
     batch, heads, queries, dim = q
     return 2 * batch * heads * queries * k[-2] * (3 * dim + 2 * v[-1])
@@ -49,41 +49,41 @@ def _back(grad: Any, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: A
 
 _ATEN = torch.ops.aten
 # What torch's own counter leaves out: the CPU's fused kernel and its gradients.
-FUSED: dict[Any, Callable[..., int]] = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: _forth,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _back,
+FUSED_FLOPS: dict[Any, Callable[..., int]] = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _forward_flops,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _backward_flops,
 }
 
 
-class Guard(TorchDispatchMode):
+class UncountedGuard(TorchDispatchMode):
     """Refuses operations that look like a product but have no formula: a silent zero would look like a saving."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         packet = func._overloadpacket
-        if PRODUCT.search(packet.__name__) and packet not in flop_registry and packet not in FUSED:
-            raise Uncounted(f"{packet} multiplies but has no formula; add one to auditing.FUSED, or run it otherwise")
+        if PRODUCT_OPERATION.search(packet.__name__) and packet not in flop_registry and packet not in FUSED_FLOPS:
+            raise UncountedOperation(f"{packet} multiplies but has no formula; add one to auditing.FUSED, or run it otherwise")
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def counter() -> Iterator[FlopCounterMode]:
+def flop_counter() -> Iterator[FlopCounterMode]:
     """torch's counter, with the CPU's fused kernel, and an error where it would count a product as nothing.
 
     >>> import torch.nn.functional as F
     >>> q = torch.randn(1, 2, 5, 8)
-    >>> with counter() as counted:
+    >>> with flop_counter() as counted:
     ...     _ = F.scaled_dot_product_attention(q, q, q)
     >>> counted.get_total_flops()  # 2 products of 5 x 5 x 8 for each of 2 heads
     1600
     """
-    missing = {packet: formula for packet, formula in FUSED.items() if packet not in flop_registry}
-    with Guard(), FlopCounterMode(display=False, custom_mapping=missing) as counted:
+    missing = {packet: formula for packet, formula in FUSED_FLOPS.items() if packet not in flop_registry}
+    with UncountedGuard(), FlopCounterMode(display=False, custom_mapping=missing) as counted:
         yield counted
 
 
-class Check(NamedTuple):
+class FormulaCheck(NamedTuple):
     """One quantity, as the formula has it and as it was measured."""
 
     what: str
@@ -96,28 +96,28 @@ class Check(NamedTuple):
         return self.formula == self.measured
 
 
-def audit(spec: AttentionSpec) -> list[Check]:
+def check_formulas(spec: AttentionSpec) -> list[FormulaCheck]:
     """Every formula against a layer of this spec, made small: parameters, products, gradients, what is kept, cache.
 
     First in plain operations, of which torch's counter sees every one; then fused, where the spec can be.
 
     >>> import headwise as hw
-    >>> all(check.holds for check in audit(hw.design(preset="mla")))
+    >>> all(check.holds for check in check_formulas(hw.design(preset="mla")))
     True
     """
-    spec = small(spec)
+    spec = shrink_spec(spec)
     layer = Attention(spec, backend="dense")
     checks = [
-        Check("parameters", counting.params(spec), sum(p.numel() for p in layer.parameters())),
-        Check("constants", counting.constants(spec), sum(b.numel() for b in layer.buffers())),
+        FormulaCheck("parameters", counting.count_parameters(spec), sum(p.numel() for p in layer.parameters())),
+        FormulaCheck("constants", counting.count_constants(spec), sum(b.numel() for b in layer.buffers())),
         *_trained(spec, layer, "dense"),
     ]
-    if not refused(spec):
+    if not fused_unsupported_reason(spec):
         checks += _trained(spec, Attention(spec, backend="sdpa"), "sdpa")
-    return [*checks, *_cached(spec)] if spec.pattern.opening == 0 and spec.source is None else checks
+    return [*checks, *_cached(spec)] if spec.pattern.tokens_before_decode == 0 and spec.source is None else checks
 
 
-def small(spec: AttentionSpec) -> AttentionSpec:
+def shrink_spec(spec: AttentionSpec) -> AttentionSpec:
     """The same spec in the smallest widths that its parts allow."""
     heads = spec.heads
     for dim in (4, 8, 16, 32, 64):
@@ -125,28 +125,28 @@ def small(spec: AttentionSpec) -> AttentionSpec:
         try:
             fewer = replace(heads, **wide)
             for _, part in spec.parts():
-                fewer = part.widened(fewer)
+                fewer = part.widen_heads(fewer)
             return replace(spec, model=min(spec.model, 24), heads=fewer, source=spec.source and min(spec.source, 20))
         except SpecError:
             continue
     return spec
 
 
-def _trained(spec: AttentionSpec, layer: Attention, profile: str) -> Iterator[Check]:
+def _trained(spec: AttentionSpec, layer: Attention, profile: str) -> Iterator[FormulaCheck]:
     """One step of training, watched: products forth and back, and what is kept between."""
     x, z = _inputs(spec)
     keys = TOKENS if z is None else TOKENS + 2
-    work = Work(BATCH, TOKENS, keys, keys)
-    with counter() as counted, Watch.over(layer) as watch:
+    work = CallSize(BATCH, TOKENS, keys, keys)
+    with flop_counter() as counted, SavedTensorRecorder.for_module(layer) as watch:
         y = layer(x, source=z)
         ahead = counted.get_total_flops()
         y.sum().backward()
     forth, back = _expected(spec, work, profile)
-    kept = activations(spec, Load(BATCH, TOKENS, "fp32", "cpu"), profile, source=None if z is None else keys)
+    kept = layer_activation_memory(spec, Workload(BATCH, TOKENS, "fp32", "cpu"), profile, source=None if z is None else keys)
     told = "" if profile == "dense" else f", {profile}"
-    yield Check(f"prefill, FLOP{told}", forth, ahead)
-    yield Check(f"its gradients, FLOP{told}", back, counted.get_total_flops() - ahead)
-    yield Check(f"kept, bytes{told}", kept.total, watch.total)
+    yield FormulaCheck(f"prefill, FLOP{told}", forth, ahead)
+    yield FormulaCheck(f"its gradients, FLOP{told}", back, counted.get_total_flops() - ahead)
+    yield FormulaCheck(f"kept, bytes{told}", kept.total, watch.total_bytes)
 
 
 def _inputs(spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
@@ -156,30 +156,30 @@ def _inputs(spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
     return x, torch.randn(BATCH, TOKENS + 2, spec.source, requires_grad=True)
 
 
-def _expected(spec: AttentionSpec, work: Work, profile: str) -> tuple[int, int]:
+def _expected(spec: AttentionSpec, work: CallSize, profile: str) -> tuple[int, int]:
     """FLOPs forth and back, as formulas; a sink of the fused call is a key more."""
     if profile == "dense":
-        return bills.forward(spec, work).total, bills.backward(spec, work).total
-    job = Job(spec, spec.core_of(spec.form(one=False)), grad=True, training=True)
-    forth = counting.spent(spec, work, sdpa.spent(job, work))
-    more = forth - bills.forward(spec, work).total
-    if fuses(spec, "fp32"):
-        return forth, fused_backward(spec, work).total
-    return forth, bills.backward(spec, work).total + 2 * more
+        return bills.forward_flops(spec, work).total, bills.backward_flops(spec, work).total
+    job = CallSignature(spec, spec.core_of(spec.projection_form(one=False)), needs_grad=True, training=True)
+    forth = counting.executed_flops(spec, work, sdpa.executed_flops(job, work))
+    more = forth - bills.forward_flops(spec, work).total
+    if is_fused_on_cpu(spec, "fp32"):
+        return forth, fused_backward_flops(spec, work).total
+    return forth, bills.backward_flops(spec, work).total + 2 * more
 
 
-def _cached(spec: AttentionSpec) -> Iterator[Check]:
+def _cached(spec: AttentionSpec) -> Iterator[FormulaCheck]:
     layer, one = Attention(spec), torch.randn(BATCH, 1, spec.model)
     cache = layer.cache(batch=BATCH, capacity=TOKENS)
-    yield Check("cache, bytes", counting.cache_bytes(spec, batch=BATCH, capacity=TOKENS), cache.nbytes)
-    if spec.stateful:
+    yield FormulaCheck("cache, bytes", counting.cache_bytes(spec, batch=BATCH, capacity=TOKENS), cache.nbytes)
+    if spec.is_recurrent:
         return  # a state's own updates are elementwise, which torch's counter does not see
-    layer.only = "dense"
-    with torch.no_grad(), counter() as counted:
+    layer.backend_name = "dense"
+    with torch.no_grad(), flop_counter() as counted:
         for _ in range(TOKENS):
             before = counted.get_total_flops()
             layer(one, cache=cache)
-    first, last = spec.pattern.memory
+    first, last = spec.pattern.retention
     slots = TOKENS if last is None else min(TOKENS, first + last)
-    step = bills.forward(spec, Work(BATCH, 1, 1, slots)).total
-    yield Check("a decoding step, FLOP", step, counted.get_total_flops() - before)
+    step = bills.forward_flops(spec, CallSize(BATCH, 1, 1, slots)).total
+    yield FormulaCheck("a decoding step, FLOP", step, counted.get_total_flops() - before)

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from .errors import SpecError
 
-NOTHING: frozenset[int] = frozenset()
-LINES = 2**18  # of a board: more would be listed one by one for minutes
+NO_LINES: frozenset[int] = frozenset()
+MAX_LINES = 2**18  # of a board: more would be listed one by one for minutes
 
 
-class Memory(NamedTuple):
+class KeyRetention(NamedTuple):
     """Which remembered tokens a later query may still read: the `first` ones for ever, and the latest `last`.
 
     `last` counts the query's own token, so it is at least 1; None means all of them.
@@ -32,57 +32,57 @@ class Memory(NamedTuple):
         return float("inf") if self.last is None else self.first + self.last
 
 
-def least(*memories: Memory) -> Memory:
+def smallest_retention(*memories: KeyRetention) -> KeyRetention:
     """The cheapest of several true promises, the earlier one when they cost the same.
 
-    >>> least(Memory(0, None), Memory(2, 4), Memory(0, 6))
+    >>> smallest_retention(KeyRetention(0, None), KeyRetention(2, 4), KeyRetention(0, 6))
     Memory(first=2, last=4)
     """
     return min(memories, key=lambda memory: memory.total)
 
 
-def most(*memories: Memory) -> Memory:
+def largest_retention(*memories: KeyRetention) -> KeyRetention:
     """The promise that covers all the given ones.
 
-    >>> most(Memory(0, 4), Memory(2, 1))
+    >>> largest_retention(KeyRetention(0, 4), KeyRetention(2, 1))
     Memory(first=2, last=4)
     """
     lasts = [memory.last for memory in memories if memory.last is not None]
     if len(lasts) < len(memories):
-        return Memory(0, None)
-    return Memory(max(memory.first for memory in memories), max(lasts))
+        return KeyRetention(0, None)
+    return KeyRetention(max(memory.first for memory in memories), max(lasts))
 
 
-class Lines(NamedTuple):
+class BoundaryLines(NamedTuple):
     """Where the ends of spans run: at key c (columns), at i + d (diagonals); at rows they may jump."""
 
-    rows: frozenset[int] = NOTHING
-    columns: frozenset[int] = NOTHING
-    diagonals: frozenset[int] = NOTHING
+    rows: frozenset[int] = NO_LINES
+    columns: frozenset[int] = NO_LINES
+    diagonals: frozenset[int] = NO_LINES
 
-    def join(self, other: Lines) -> Lines:
+    def join(self, other: BoundaryLines) -> BoundaryLines:
         """All lines of both."""
-        return Lines(*(mine | theirs for mine, theirs in zip(self, other, strict=True)))
+        return BoundaryLines(*(mine | theirs for mine, theirs in zip(self, other, strict=True)))
 
 
-def both(first: Any, *rest: Any) -> Any:
+def all_true(first: Any, *rest: Any) -> Any:
     """Whether all hold, elementwise for tensors."""
     for test in rest:
         first = first & test
     return first
 
 
-def either(first: Any, *rest: Any) -> Any:
+def any_true(first: Any, *rest: Any) -> Any:
     """Whether any holds, elementwise for tensors."""
     for test in rest:
         first = first | test
     return first
 
 
-class Box(NamedTuple):
+class KeyBand(NamedTuple):
     """The keys below `high`, at most `back` before and at most `ahead` after the query; None = no bound.
 
-    >>> [j for j in range(9) if Box(back=1, ahead=2).allows(4, j)]
+    >>> [j for j in range(9) if KeyBand(back=1, ahead=2).allows(4, j)]
     [3, 4, 5, 6]
     """
 
@@ -101,7 +101,7 @@ class Box(NamedTuple):
         if self.ahead is not None:
             tests.append(j <= i + self.ahead)
         # Without a bound: true, in the shape of both.
-        return both(*tests) if tests else both(i * 0 == 0, j * 0 == 0)
+        return all_true(*tests) if tests else all_true(i * 0 == 0, j * 0 == 0)
 
     def span(self, i: int, keys: range) -> range:
         """The keys that query i reads."""
@@ -110,50 +110,50 @@ class Box(NamedTuple):
         return range(start, min([keys.stop, *ends]))
 
     @property
-    def lines(self) -> Lines:
+    def lines(self) -> BoundaryLines:
         """The lines its two ends run on."""
-        back = NOTHING if self.back is None else {-self.back}
-        ahead = NOTHING if self.ahead is None else {self.ahead + 1}
-        return Lines(NOTHING, NOTHING if self.high is None else frozenset({self.high}), frozenset(back | ahead))
+        back = NO_LINES if self.back is None else {-self.back}
+        ahead = NO_LINES if self.ahead is None else {self.ahead + 1}
+        return BoundaryLines(NO_LINES, NO_LINES if self.high is None else frozenset({self.high}), frozenset(back | ahead))
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> KeyRetention:
         """The cheapest promise its bounds give."""
-        by_age = Memory(0, None if self.back is None else self.back + 1)
-        return by_age if self.high is None else least(by_age, Memory(self.high, 1))
+        by_age = KeyRetention(0, None if self.back is None else self.back + 1)
+        return by_age if self.high is None else smallest_retention(by_age, KeyRetention(self.high, 1))
 
     @property
-    def opening(self) -> int | None:
+    def tokens_before_decode(self) -> int | None:
         """How many tokens must arrive together: none if it never reads ahead, else those below `high`."""
         return 0 if self.ahead == 0 else self.high
 
 
 @runtime_checkable
-class Spanned(Protocol):
+class HasKeySpans(Protocol):
     """What counting needs to know of a pattern."""
 
     def spans(self, i: int, keys: range) -> list[range]:
         """The keys that query i reads among `keys`, as disjoint spans in order."""
         ...
 
-    def lines(self, queries: range, keys: range) -> Lines:
+    def lines(self, queries: range, keys: range) -> BoundaryLines:
         """The lines on which the ends of those spans run."""
         ...
 
 
-def meet(left: range, right: range) -> range:
+def intersect(left: range, right: range) -> range:
     """The positions in both of two step-1 ranges.
 
-    >>> meet(range(0, 5), range(3, 9))
+    >>> intersect(range(0, 5), range(3, 9))
     range(3, 5)
     """
     return range(max(left.start, right.start), min(left.stop, right.stop))
 
 
-def overlay(spans: Iterable[range], depth: int) -> list[range]:
+def spans_covered(spans: Iterable[range], depth: int) -> list[range]:
     """The keys covered by at least `depth` of the spans, as disjoint spans in order.
 
-    >>> overlay([range(0, 4), range(2, 6)], 1), overlay([range(0, 4), range(2, 6)], 2)
+    >>> spans_covered([range(0, 4), range(2, 6)], 1), spans_covered([range(0, 4), range(2, 6)], 2)
     ([range(0, 6)], [range(2, 4)])
     """
     # Where one span stops and another starts, -1 sorts first: the pieces touch, and stay disjoint.
@@ -169,54 +169,54 @@ def overlay(spans: Iterable[range], depth: int) -> list[range]:
     return found
 
 
-def grid(size: int, queries: range, keys: range) -> Lines:
+def block_grid_lines(size: int, queries: range, keys: range) -> BoundaryLines:
     """The lines of a board of size x size blocks inside the ranges.
 
-    >>> sorted(grid(4, range(3, 9), range(0, 4)).rows)
+    >>> sorted(block_grid_lines(4, range(3, 9), range(0, 4)).rows)
     [4, 8]
     """
-    if len(queries) // size > LINES:
-        most = LINES * size
+    if len(queries) // size > MAX_LINES:
+        most = MAX_LINES * size
         raise SpecError(f"{len(queries)} tokens in blocks of {size} are counted block by block; give at most {most}")
     rows, columns = (range(-(-axis.start // size) * size, axis.stop, size) for axis in (queries, keys))
-    return Lines(frozenset(rows), frozenset(columns), NOTHING)
+    return BoundaryLines(frozenset(rows), frozenset(columns), NO_LINES)
 
 
-def sweep(pattern: Spanned, queries: range, keys: range) -> int:
+def count_pairs(pattern: HasKeySpans, queries: range, keys: range) -> int:
     """The number of pairs in non-empty ranges: two rows are measured between every two crossings of lines.
 
     There are never more rows to measure than twice the queries, nor more than the crossings ask for.
     """
     total = 0
-    for top, stop in pairwise(bends(pattern, queries, keys)):
+    for top, stop in pairwise(boundary_rows(pattern, queries, keys)):
         ends = sum(len(span) for i in (top, stop - 1) for span in pattern.spans(i, keys))
         total += ends * (stop - top) // 2  # an arithmetic series; its doubled sum is even
     return total
 
 
-def shadow(pattern: Spanned, queries: range, keys: range) -> list[range]:
+def union_of_spans(pattern: HasKeySpans, queries: range, keys: range) -> list[range]:
     """The keys that at least one of the queries reads, as disjoint spans in order.
 
     Between two bends a span keeps its length or grows, and moves by at most one key a row: what its rows read
     together reaches from the first end of its first or last row to the last.
     """
     spans: list[range] = []
-    for top, stop in pairwise(bends(pattern, queries, keys)):
+    for top, stop in pairwise(boundary_rows(pattern, queries, keys)):
         first, last = ([span for span in pattern.spans(i, keys) if span] for i in (top, stop - 1))
         if len(first) == len(last):
             ends = zip(first, last, strict=True)
             spans += [range(min(a.start, b.start), max(a.stop, b.stop)) for a, b in ends]
         else:
             spans += [span for i in range(top, stop) for span in pattern.spans(i, keys)]
-    return overlay(spans, 1)
+    return spans_covered(spans, 1)
 
 
-def bends(pattern: Spanned, queries: range, keys: range) -> Sequence[int]:
+def boundary_rows(pattern: HasKeySpans, queries: range, keys: range) -> Sequence[int]:
     """The rows between which the ends of all spans run straight; never more than there are rows."""
     rows, _, diagonals = pattern.lines(queries, keys[:0])
     # Columns that no diagonal meets within these rows cannot bend anything, and may be many.
     near = range(queries.start + min(diagonals, default=0), queries.stop + max(diagonals, default=0) + 1)
-    columns = pattern.lines(queries, meet(keys, near)).columns | {keys.start, keys.stop}
+    columns = pattern.lines(queries, intersect(keys, near)).columns | {keys.start, keys.stop}
     if len(rows) + len(columns) * len(diagonals) < len(queries):
         crossings = rows | {column - diagonal for column in columns for diagonal in diagonals}
         # No generator is handed to `union`: traced for a compiler, it would lose what it gives.

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from .errors import SpecError
 
-Words = NDArray[np.uint64]  # each below 2**32
+RandomWords = NDArray[np.uint64]  # each below 2**32
 Ints = NDArray[np.int64]
 
 LOW = np.uint64(0xFFFFFFFF)
@@ -18,11 +18,11 @@ HALF = np.uint64(32)
 FACTORS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 STRIDES = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
-AHEAD = 64  # numbers of a stream that are drawn together
-SAID = 0xFFFFFFFF  # where a task counts attempts and splits: no example reads what a stream does
+PREFETCHED_NUMBERS = 64  # numbers of a stream that are drawn together
+MAX_SEED = 0xFFFFFFFF  # where a task counts attempts and splits: no example reads what a stream does
 
 
-def philox(counter: Sequence[Words], key: tuple[int, int]) -> list[Words]:
+def philox(counter: Sequence[RandomWords], key: tuple[int, int]) -> list[RandomWords]:
     """Four random words for each counter of four words: Philox4x32-10 (Salmon et al., SC 2011).
 
     The first answer among those its authors publish:
@@ -39,14 +39,14 @@ def philox(counter: Sequence[Words], key: tuple[int, int]) -> list[Words]:
 
 
 @dataclass
-class Draws:
+class RandomStreams:
     """The streams of some examples, side by side: what is drawn for one does not depend on its neighbours.
 
     `example` and `attempt` [B] say which streams; whoever refuses an example reads its next attempt. Every method
     gives [B, count] and moves all streams on by as much.
 
-    >>> both = Draws(0, 0, np.array([4, 7]), np.array([0, 0])).below(100, 5)
-    >>> alone = Draws(0, 0, np.array([7]), np.array([0])).below(100, 5)
+    >>> both = RandomStreams(0, 0, np.array([4, 7]), np.array([0, 0])).below(100, 5)
+    >>> alone = RandomStreams(0, 0, np.array([7]), np.array([0])).below(100, 5)
     >>> (both[1] == alone[0]).all()
     np.True_
     """
@@ -60,14 +60,14 @@ class Draws:
     def __len__(self) -> int:
         return len(self.example)
 
-    def blocks(self, row: NDArray[np.integer], number: NDArray[np.integer]) -> list[Words]:
+    def blocks(self, row: NDArray[np.integer], number: NDArray[np.integer]) -> list[RandomWords]:
         """Four words each: block `number` of the stream of `row`, wherever the streams stand."""
         example = self.example[row].astype(np.uint64)
         tries = self.attempt[row].astype(np.uint64) * np.uint64(4) + np.uint64(self.split)
         counter = (number.astype(np.uint64), tries, example & LOW, example >> HALF)
         return philox(counter, (self.seed & int(LOW), self.seed >> 32))
 
-    def words(self, count: int) -> Words:
+    def words(self, count: int) -> RandomWords:
         """Words as they come."""
         blocks = -(-count // 4)
         row, number = np.indices((len(self), blocks))
@@ -75,11 +75,11 @@ class Draws:
         drawn = self.blocks(row.ravel(), number.ravel() + (self.used - blocks))
         return np.stack(drawn, 1).reshape(len(self), 4 * blocks)[:, :count]
 
-    def below(self, limit: int | Ints, count: int) -> Ints:
+    def integers(self, limit: int | Ints, count: int) -> Ints:
         """Whole numbers 0 .. limit - 1, alike likely but for one part in 2**32 / limit; a limit may be [B, count]."""
         return ((self.words(count) * np.asarray(limit, np.uint64)) >> HALF).astype(np.int64)
 
-    def unit(self, count: int) -> NDArray[np.float64]:
+    def uniform(self, count: int) -> NDArray[np.float64]:
         """Numbers between 0 and 1, never either."""
         return (self.words(count).astype(np.float64) + 0.5) / 2.0**32
 
@@ -90,7 +90,7 @@ class Draws:
         drawn was there before. Then they are shuffled.
         """
         rows, places = np.arange(len(self)), np.arange(count)
-        drawn, swaps = self.below(limit - count + 1 + places, count), places + self.below(count - places, count)
+        drawn, swaps = self.integers(limit - count + 1 + places, count), places + self.integers(count - places, count)
         for place in range(1, count):
             again = (drawn[:, :place] == drawn[:, place, None]).any(1)
             drawn[again, place] = limit - count + place
@@ -100,16 +100,16 @@ class Draws:
 
     def choice(self, options: Sequence[int]) -> Ints:
         """One of these for each example, [B]."""
-        return np.asarray(options, np.int64)[self.below(len(options), 1)[:, 0]]
+        return np.asarray(options, np.int64)[self.integers(len(options), 1)[:, 0]]
 
 
 @dataclass
-class Stream:
+class RandomStream:
     """Numbers between 0 and 1, one after the other; the n-th of them follows from seed, number and n alone.
 
     `used` says how many were drawn: a stream that is made with it goes on where another was left.
 
-    >>> first, again = Stream(7, number=3), Stream(7, number=3, used=1)
+    >>> first, again = RandomStream(7, number=3), RandomStream(7, number=3, used=1)
     >>> _, second = first.unit(), first.unit()
     >>> second == again.unit()
     True
@@ -124,9 +124,9 @@ class Stream:
         if not 0 <= self.seed < 2**64 or not 0 <= self.number < 2**64:
             raise SpecError(f"seed={self.seed}, number={self.number} name no stream; give numbers in 0..2**64 - 1")
 
-    def unit(self) -> float:
+    def uniform(self) -> float:
         """The next number, of 52 bits; never 0 or 1."""
-        at = self.used % AHEAD
+        at = self.used % PREFETCHED_NUMBERS
         if not self._ahead or not at:
             self._ahead = self._units(self.used - at)
         self.used += 1
@@ -134,8 +134,8 @@ class Stream:
 
     def _units(self, first: int) -> list[float]:
         """As many from an even place on, for they are cheap together: two of each block of four words."""
-        block = np.arange(first // 2, (first + AHEAD) // 2, dtype=np.uint64)
-        row = [np.full_like(block, part) for part in (SAID, self.number & int(LOW), self.number >> 32)]
+        block = np.arange(first // 2, (first + PREFETCHED_NUMBERS) // 2, dtype=np.uint64)
+        row = [np.full_like(block, part) for part in (MAX_SEED, self.number & int(LOW), self.number >> 32)]
         words = philox([block, *row], (self.seed & int(LOW), self.seed >> 32))
         high, low = np.stack([words[0], words[2]], 1).ravel(), np.stack([words[1], words[3]], 1).ravel()
         whole = (high >> np.uint64(6) << np.uint64(26)) | (low >> np.uint64(6))

@@ -10,11 +10,11 @@ class SpecError(ValueError):
     """A description that cannot be meant: a wrong size, name, key, pattern or combination."""
 
 
-class TooLong(ValueError):
+class SequenceTooLong(ValueError):
     """More tokens than a model takes at once."""
 
 
-class Unread(SpecError):
+class UnknownToken(SpecError):
     """A text that a model's tokenizer has no token for."""
 
 
@@ -22,7 +22,7 @@ class NoBackend(RuntimeError):
     """No backend can run this job; the message lists every refusal with its reason."""
 
 
-class Diverged(ValueError):
+class TrainingDiverged(ValueError):
     """A loss or a gradient that is no finite number; what was kept before it is whole."""
 
 
@@ -30,12 +30,12 @@ class CacheFull(RuntimeError):
     """More tokens were remembered than the cache has slots for."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def suggest(word: str, known: Iterable[str]) -> str:
     """The remedy for an unknown word: the closest known one, or all of them.
 
-    >>> nearest("windo", ["window", "first"])
+    >>> suggest("windo", ["window", "first"])
     "did you mean 'window'?"
-    >>> nearest("xyz", ["window", "first"])
+    >>> suggest("xyz", ["window", "first"])
     'use one of first, window'
     """
     close = difflib.get_close_matches(word, list(known), n=1)

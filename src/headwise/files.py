@@ -34,7 +34,7 @@ def write_atomically(path: Path | str, data: bytes | Iterable[bytes | memoryview
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
-    with _told(path):
+    with _explain_os_error(path):
         try:
             _write(temporary, [data] if isinstance(data, bytes) else data)
             os.replace(temporary, path)
@@ -49,13 +49,13 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for piece in pieces:
-            _pour(handle, piece)
+            _write_all(handle, piece)
         os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def _pour(handle: int, data: bytes | memoryview) -> None:
+def _write_all(handle: int, data: bytes | memoryview) -> None:
     """All of it: one call may take less than it was given."""
     rest = memoryview(data)
     while rest:
@@ -71,7 +71,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _explain_os_error(path: Path) -> Iterator[None]:
     """What the system says, with the file it says it of and a remedy."""
     try:
         yield
@@ -83,7 +83,7 @@ def _told(path: Path) -> Iterator[None]:
         raise refused from error
 
 
-def sweep(folder: Path | str) -> None:
+def remove_temporary_files(folder: Path | str) -> None:
     """Take away what a killed writer left under temporary names; only for who holds the lock."""
     for left in Path(folder).glob(f".*{TEMPORARY}"):
         left.unlink()
@@ -98,14 +98,14 @@ def sha256(path: Path | str) -> str:
     return found.hexdigest()
 
 
-class Lock:
+class FolderLock:
     """The right to write a folder, made where it is missing; whoever comes second is told who holds it.
 
     The system takes the lock back when its holder ends, however it ends.
 
     >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, Lock(folder):
-    ...     Lock(folder).__enter__()
+    >>> with tempfile.TemporaryDirectory() as folder, FolderLock(folder):
+    ...     FolderLock(folder).__enter__()
     Traceback (most recent call last):
     headwise.errors.SpecError: ... is being written by process ...; wait for it, or give another folder
     """
@@ -116,7 +116,7 @@ class Lock:
 
     def __enter__(self) -> Self:
         path = self.folder / LOCK
-        with _told(path):
+        with _explain_os_error(path):
             self.folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -135,15 +135,15 @@ class Lock:
             raise SpecError(
                 f"{self.folder} is being written by {holder}; wait for it, or give another folder"
             ) from None
-        with _told(self.folder / LOCK):
+        with _explain_os_error(self.folder / LOCK):
             os.truncate(handle, 0)
-            _pour(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+            _write_all(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
     def __exit__(self, *_: object) -> None:
         os.close(self._handle)
 
 
-class Lines:
+class JsonLines:
     """A file of JSON lines that only grows, one document each. A line cut short by a crash is dropped by `read_lines`.
 
     `add` hands a line to the system at once; `sync` waits until all of them have reached the disk.
@@ -151,17 +151,17 @@ class Lines:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        with _told(self.path):
+        with _explain_os_error(self.path):
             self._handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def append(self, record: Mapping[str, Any]) -> None:
         """Write one line."""
-        with _told(self.path):
-            _pour(self._handle, _line(record))
+        with _explain_os_error(self.path):
+            _write_all(self._handle, _line(record))
 
     def sync(self) -> None:
         """Wait for the disk."""
-        with _told(self.path):
+        with _explain_os_error(self.path):
             os.fsync(self._handle)
 
     def close(self) -> None:

@@ -44,28 +44,28 @@ class Heads:
             object.__setattr__(self, "vdim", self.dim)
         _positive("vdim", self.vdim)
         for name in ("reads", "values", "speaks"):
-            object.__setattr__(self, name, _row(name, getattr(self, name)))
+            object.__setattr__(self, name, _check_head_map(name, getattr(self, name)))
         if not self.reads:
             object.__setattr__(self, "reads", _even(self.q, self.kv))
         if self.values == self.reads:
             object.__setattr__(self, "values", ())
-        _covers("reads", self.reads, self.q, self.kv, "key-value head")
+        _check_all_heads_used("reads", self.reads, self.q, self.kv, "key-value head")
         if self.values:
-            _covers("values", self.values, len(self.values), self.v, "value head")
+            _check_all_heads_used("values", self.values, len(self.values), self.num_value_heads, "value head")
         if any(not 0 <= own < self.rows for own in self.speaks):
             raise SpecError(
                 f"speaks={self.speaks} names a score head outside 0..{self.rows - 1}; give one per output head"
             )
 
     @property
-    def value_of(self) -> tuple[int, ...]:
+    def value_head_of_row(self) -> tuple[int, ...]:
         """The value head that each row of weights reads."""
         return self.values or self.reads
 
     @property
     def rows(self) -> int:
         """How many rows of weights could read values: one for each score head, unless a mixing makes it others."""
-        return len(self.value_of)
+        return len(self.value_head_of_row)
 
     @property
     def value_axis(self) -> str:
@@ -73,18 +73,18 @@ class Heads:
         return "v" if self.values else "kv"
 
     @property
-    def v(self) -> int:
+    def num_value_heads(self) -> int:
         """How many value heads there are."""
         return max(self.values) + 1 if self.values else self.kv
 
     @property
-    def even(self) -> bool:
+    def is_evenly_grouped(self) -> bool:
         """Whether equal, neighbouring groups of score heads share each key-value head."""
         return not self.values and self.q % self.kv == 0 and self.reads == _even(self.q, self.kv)
 
     def __repr__(self) -> str:
         shown = {f.name: getattr(self, f.name) for f in fields(self)}
-        grouped = self.even
+        grouped = self.is_evenly_grouped
         shown = {
             name: value
             for name, value in shown.items()
@@ -99,7 +99,7 @@ def _positive(name: str, value: object) -> None:
         raise SpecError(f"heads need a whole {name} of at least 1, not {value!r}; give {name}=1 or more")
 
 
-def _row(name: str, told: object) -> tuple[int, ...]:
+def _check_head_map(name: str, told: object) -> tuple[int, ...]:
     row: list[Any] = list(cast("list[Any]", told)) if isinstance(told, (tuple, list)) else [told]
     if not isinstance(told, (tuple, list)) or any(type(head) is not int for head in row):
         raise SpecError(f"{name}={told!r} must list the numbers of heads, 0..1 for two; write {name}=(0, 0, 1, 1)")
@@ -115,7 +115,7 @@ def _even(q: int, kv: int) -> tuple[int, ...]:
     return tuple(h // (q // kv) for h in range(q))
 
 
-def _covers(name: str, who: tuple[int, ...], q: int, read: int, what: str) -> None:
+def _check_all_heads_used(name: str, who: tuple[int, ...], q: int, read: int, what: str) -> None:
     if len(who) != q:
         raise SpecError(f"{name}={who} says what {len(who)} heads read, but there are {q}; give one {what} for each")
     if sorted(set(who)) != list(range(read)):

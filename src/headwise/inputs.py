@@ -7,81 +7,81 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cache import Cache, Remembered
+from .cache import KVCache, ProjectedSource
 from .pattern import Full
 from .probe import Probe
 from .spec import AttentionSpec
 from .terms import Phase
-from .tokens import Tokens
+from .tokens import SequenceInfo
 
 
-def check(
+def check_call(
     spec: AttentionSpec,
     x: Tensor,
-    source: Tensor | Remembered | None,
-    cache: Cache | None,
-    tokens: Tokens | None,
+    source: Tensor | ProjectedSource | None,
+    cache: KVCache | None,
+    tokens: SequenceInfo | None,
     like: Tensor,
 ) -> None:
     """Refuse a call that cannot be meant."""
-    _tensor("x", x, spec.model, like)
+    _check_tensor("x", x, spec.model, like)
     if source is not None:
-        _kind("source", source, Tensor, Remembered)
-        _source(spec, x, source, cache)
+        _check_dtype("source", source, Tensor, ProjectedSource)
+        _check_source_or_cache(spec, x, source, cache)
     elif spec.source is not None and spec.source != spec.model:
         raise ValueError(f"this layer reads a source of width {spec.source}; hand it over as source=z")
     if cache is not None:
-        _kind("cache", cache, Cache)
-        cache.check(spec, x)
+        _check_dtype("cache", cache, KVCache)
+        cache.check_input(spec, x)
     if tokens is not None:
-        _tokens("x", x, tokens)
+        _check_sequence("x", x, tokens)
 
 
-def check_source(spec: AttentionSpec, z: Tensor, tokens: Tokens | None, like: Tensor) -> None:
+def check_source(spec: AttentionSpec, z: Tensor, tokens: SequenceInfo | None, like: Tensor) -> None:
     """Refuse a source that this layer cannot read."""
-    _tensor("source", z, spec.source or spec.model, like)
+    _check_tensor("source", z, spec.source or spec.model, like)
     if tokens is not None:
-        _tokens("source", z, tokens)
+        _check_sequence("source", z, tokens)
 
 
-class Limit(NamedTuple):
+class PositionLimit(NamedTuple):
     """How many positions a layer knows, and the part that knows no more."""
 
-    longest: int
+    max_positions: int
     part: str
 
     @staticmethod
-    def of(spec: AttentionSpec) -> Limit | None:
+    def of(spec: AttentionSpec) -> PositionLimit | None:
         """The closest one, in words made here: making them cannot be traced."""
-        known = [(part.longest(spec), repr(part)) for _, part in spec.parts()]
-        return min((Limit(longest, part) for longest, part in known if longest is not None), default=None)
+        known = [(part.max_positions(spec), repr(part)) for _, part in spec.parts()]
+        return min((PositionLimit(longest, part) for longest, part in known if longest is not None), default=None)
 
 
-def check_positions(limit: Limit, at: Tokens) -> None:
+def check_positions(limit: PositionLimit, at: SequenceInfo) -> None:
     """Refuse tokens beyond; a compiled call refuses what is known of them without asking the device."""
     if at.start is not None:
         last = at.start + at.count - 1
     elif at.position.numel() == 0 or torch.compiler.is_compiling():
         return
     else:
-        last = int(at.position.masked_fill(~at.live, -1).max())
-    if last >= limit.longest:
+        last = int(at.position.masked_fill(~at.is_real, -1).max())
+    if last >= limit.max_positions:
         raise ValueError(
-            f"{limit.part} knows no position {last}, its last one is {limit.longest - 1}; "
+            f"{limit.part} knows no position {last}, its last one is {limit.max_positions - 1}; "
             f"give it a length of {last + 1}, or give shorter input"
         )
 
 
 def check_mask(
-    spec: AttentionSpec, mask: Tensor, x: Tensor, source: Tensor | Remembered | None, cache: Cache | None, spans: int
+    spec: AttentionSpec, mask: Tensor, x: Tensor, source: Tensor | ProjectedSource | None, cache: KVCache | None, spans: int
 ) -> None:
     """Refuse a mask of the caller's own that cannot be meant; a row's keys come from `spans` ranks."""
-    _kind("mask", mask, Tensor)
+    _check_dtype("mask", mask, Tensor)
     if cache is not None:
         raise ValueError("a mask cannot follow the slots of a cache; say with tokens=Tokens.of(x, ...) who is padding")
     own = x if source is None else source
-    keys = own.tokens.count if isinstance(own, Remembered) else own.shape[1] * spans
-    wanted = (x.shape[0], spec.mixed(Phase.SCORES), x.shape[1], keys)
+    keys = own.sequence.count if isinstance(own, ProjectedSource) else own.shape[1] * spans
+    wanted = (x.shape[0], spec.num_heads_after(Phase.SCORES), x.shape[1], keys)
     fits = mask.dim() == 4 and all(have in (1, want) for have, want in zip(mask.shape, wanted, strict=True))
     if mask.dtype != torch.bool or not fits or mask.device != x.device:
         raise ValueError(
@@ -90,19 +90,19 @@ def check_mask(
         )
 
 
-def _kind(name: str, told: object, *kinds: type) -> None:
+def _check_dtype(name: str, told: object, *kinds: type) -> None:
     if not isinstance(told, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"{name}={told!r} is of type {type(told).__name__}; give a {wanted}")
 
 
-def checked_probe(probe: Probe) -> Probe:
+def check_probe(probe: Probe) -> Probe:
     """The probe, unless it is none."""
-    _kind("probe", probe, Probe)
+    _check_dtype("probe", probe, Probe)
     return probe
 
 
-def _source(spec: AttentionSpec, x: Tensor, source: Tensor | Remembered, cache: Cache | None) -> None:
+def _check_source_or_cache(spec: AttentionSpec, x: Tensor, source: Tensor | ProjectedSource, cache: KVCache | None) -> None:
     if cache is not None:
         raise ValueError("a source is remembered by layer.remember(z), not in a cache; pass one or the other")
     if spec.source is None and spec.positional:
@@ -128,7 +128,7 @@ def _source(spec: AttentionSpec, x: Tensor, source: Tensor | Remembered, cache: 
         raise ValueError(f"source has {batch} rows but x has {x.shape[0]}; give one source row for each row of x")
 
 
-def _tensor(name: str, x: Tensor, width: int, like: Tensor) -> None:
+def _check_tensor(name: str, x: Tensor, width: int, like: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}; give a tensor [batch, tokens, {width}]")
     if x.dim() != 3 or x.shape[-1] != width:
@@ -146,13 +146,13 @@ def _autocasts(x: Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
-def worked(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor) -> torch.dtype:
     """The numbers that x is multiplied in."""
     return torch.get_autocast_dtype(x.device.type) if x.dtype != torch.float64 and _autocasts(x) else x.dtype
 
 
-def _tokens(name: str, x: Tensor, tokens: Tokens) -> None:
-    _kind("tokens", tokens, Tokens)
+def _check_sequence(name: str, x: Tensor, tokens: SequenceInfo) -> None:
+    _check_dtype("tokens", tokens, SequenceInfo)
     shape = tuple(tokens.position.shape)
     if shape[0] not in (1, x.shape[0]) or shape[1] != x.shape[1]:
         raise ValueError(f"tokens are {list(shape)} but {name} is {list(x.shape[:2])}; give Tokens.of({name}, ...)")

@@ -3,7 +3,7 @@
 >>> pattern = Window(keys=4) | First(keys=2)
 >>> [j for j in range(12) if pattern.allows(9, j)], pattern.memory, pattern.pairs(range(10), range(10))
 ([0, 1, 6, 7, 8, 9], Memory(first=2, last=4), 45)
->>> print(draw(Window(keys=2) | First(keys=1), queries=4, keys=4))
+>>> print(draw_pattern(Window(keys=2) | First(keys=1), queries=4, keys=4))
 window(2) | first(1)
      0
    0 █···
@@ -21,18 +21,18 @@ import sys
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from headwise.boxes import Box, Lines, Memory, grid, meet
+from headwise.boxes import KeyBand, BoundaryLines, KeyRetention, block_grid_lines, intersect
 from headwise.errors import SpecError
-from headwise.pattern_base import And, Boxed, Or, Pattern, whole
+from headwise.pattern_base import And, BandedPattern, Or, Pattern, check_whole_number
 from headwise.pattern_tables import BigBird, Edges, Global
-from headwise.pattern_text import ASCII, draw, read
+from headwise.pattern_text import ASCII, draw_pattern, parse_calls
 
-__all__ = ["PATTERNS", "And", "BigBird", "Blocks", "Causal", "Dilated", "Edges", "First", "Full", "Global"]
-__all__ += ["Memory", "Or", "Pattern", "Prefix", "Window", "draw", "parse"]
+__all__ = ["PATTERNS_BY_NAME", "And", "BigBird", "Blocks", "Causal", "Dilated", "Edges", "First", "Full", "Global"]
+__all__ += ["KeyRetention", "Or", "Pattern", "Prefix", "Window", "draw_pattern", "parse_pattern"]
 
 
 @dataclass(frozen=True, repr=False)
-class Full(Boxed):
+class Full(BandedPattern):
     """Every query reads every key.
 
     >>> Full().pairs(range(3), range(5))
@@ -40,12 +40,12 @@ class Full(Boxed):
     """
 
     @property
-    def boxes(self) -> tuple[Box, ...]:
-        return (Box(),)
+    def bands(self) -> tuple[KeyBand, ...]:
+        return (KeyBand(),)
 
 
 @dataclass(frozen=True, repr=False)
-class Causal(Boxed):
+class Causal(BandedPattern):
     """A query reads its own key and those before it: j <= i.
 
     >>> Causal().pairs(range(4), range(4))
@@ -53,12 +53,12 @@ class Causal(Boxed):
     """
 
     @property
-    def boxes(self) -> tuple[Box, ...]:
-        return (Box(ahead=0),)
+    def bands(self) -> tuple[KeyBand, ...]:
+        return (KeyBand(ahead=0),)
 
 
 @dataclass(frozen=True, repr=False)
-class Window(Boxed):
+class Window(BandedPattern):
     """A query reads `keys` neighbouring keys, its own INCLUDED: `after` follow it, keys-1-after precede.
 
     Kernels count otherwise: this is flash attention's window_size = (keys - 1 - after, after).
@@ -76,12 +76,12 @@ class Window(Boxed):
         check_window(self.keys, self.after)
 
     @property
-    def boxes(self) -> tuple[Box, ...]:
-        return (Box(back=self.keys - 1 - self.after, ahead=self.after),)
+    def bands(self) -> tuple[KeyBand, ...]:
+        return (KeyBand(back=self.keys - 1 - self.after, ahead=self.after),)
 
 
 @dataclass(frozen=True, repr=False)
-class First(Boxed):
+class First(BandedPattern):
     """A query reads the first `keys` keys, never ahead: j < keys and j <= i (attention sinks, 2309.17453).
 
     >>> [[j for j in range(9) if First(keys=2).allows(i, j)] for i in (0, 7)]
@@ -91,15 +91,15 @@ class First(Boxed):
     keys: int
 
     def __post_init__(self) -> None:
-        whole("keys", self.keys, 1)
+        check_whole_number("keys", self.keys, 1)
 
     @property
-    def boxes(self) -> tuple[Box, ...]:
-        return (Box(high=self.keys, ahead=0),)
+    def bands(self) -> tuple[KeyBand, ...]:
+        return (KeyBand(high=self.keys, ahead=0),)
 
 
 @dataclass(frozen=True, repr=False)
-class Prefix(Boxed):
+class Prefix(BandedPattern):
     """A query reads the first `keys` keys and those before it: j < keys or j <= i (prefix language models).
 
     >>> [[j for j in range(9) if Prefix(keys=3).allows(i, j)] for i in (0, 4)]
@@ -109,11 +109,11 @@ class Prefix(Boxed):
     keys: int
 
     def __post_init__(self) -> None:
-        whole("keys", self.keys, 1)
+        check_whole_number("keys", self.keys, 1)
 
     @property
-    def boxes(self) -> tuple[Box, ...]:
-        return (Box(high=self.keys), Box(ahead=0))
+    def bands(self) -> tuple[KeyBand, ...]:
+        return (KeyBand(high=self.keys), KeyBand(ahead=0))
 
 
 @dataclass(frozen=True, repr=False)
@@ -130,7 +130,7 @@ class Dilated(Pattern):
 
     def __post_init__(self) -> None:
         check_window(self.keys, self.after)
-        whole("rate", self.rate, 1)
+        check_whole_number("rate", self.rate, 1)
 
     @property
     def offsets(self) -> range:
@@ -142,22 +142,22 @@ class Dilated(Pattern):
         return near & (i % self.rate == j % self.rate)
 
     @property
-    def memory(self) -> Memory:
-        return Memory(0, 1 - self.offsets[0])
+    def retention(self) -> KeyRetention:
+        return KeyRetention(0, 1 - self.offsets[0])
 
     @property
-    def opening(self) -> int | None:
+    def tokens_before_decode(self) -> int | None:
         return None if self.after else 0
 
     def spans(self, i: int, keys: range) -> list[range]:
         return [range(i + offset, i + offset + 1) for offset in self.offsets if i + offset in keys]
 
-    def lines(self, queries: range, keys: range) -> Lines:
-        return Lines(diagonals=frozenset(offset + edge for offset in self.offsets for edge in (0, 1)))
+    def lines(self, queries: range, keys: range) -> BoundaryLines:
+        return BoundaryLines(diagonals=frozenset(offset + edge for offset in self.offsets for edge in (0, 1)))
 
     def _count(self, queries: range, keys: range) -> int:
         shifted = (range(keys.start - offset, keys.stop - offset) for offset in self.offsets)
-        return sum(len(meet(queries, diagonal)) for diagonal in shifted)
+        return sum(len(intersect(queries, diagonal)) for diagonal in shifted)
 
 
 @dataclass(frozen=True, repr=False)
@@ -171,25 +171,25 @@ class Blocks(Pattern):
     size: int
 
     def __post_init__(self) -> None:
-        whole("size", self.size, 1)
+        check_whole_number("size", self.size, 1)
 
     def allows(self, i: Any, j: Any) -> Any:
         return i // self.size == j // self.size
 
     @property
-    def memory(self) -> Memory:
-        return Memory(0, self.size)
+    def retention(self) -> KeyRetention:
+        return KeyRetention(0, self.size)
 
     @property
-    def opening(self) -> int | None:
+    def tokens_before_decode(self) -> int | None:
         return 0 if self.size == 1 else None
 
     def spans(self, i: int, keys: range) -> list[range]:
         start = i // self.size * self.size
-        return [meet(keys, range(start, start + self.size))]
+        return [intersect(keys, range(start, start + self.size))]
 
-    def lines(self, queries: range, keys: range) -> Lines:
-        return grid(self.size, queries, keys)
+    def lines(self, queries: range, keys: range) -> BoundaryLines:
+        return block_grid_lines(self.size, queries, keys)
 
     def _count(self, queries: range, keys: range) -> int:
         return sum(
@@ -210,14 +210,14 @@ class Blocks(Pattern):
 
 def check_window(keys: int, after: int) -> None:
     """Refuse a window without its query's own key."""
-    whole("keys", keys, 1)
-    whole("after", after, 0)
+    check_whole_number("keys", keys, 1)
+    check_whole_number("after", after, 0)
     if after >= keys:
         fact = f"{keys} keys, the query's own included, leave room for {keys - 1} after it"
         raise SpecError(f"{fact}; got after={after}; use after in 0..{keys - 1}, or more keys")
 
 
-KINDS: tuple[type[Pattern], ...] = (
+PATTERN_CLASSES: tuple[type[Pattern], ...] = (
     Full,
     Causal,
     Window,
@@ -229,44 +229,44 @@ KINDS: tuple[type[Pattern], ...] = (
     BigBird,
     Edges,
 )
-PATTERNS: dict[str, type[Pattern]] = {kind.__name__.lower(): kind for kind in KINDS}
+PATTERNS_BY_NAME: dict[str, type[Pattern]] = {kind.__name__.lower(): kind for kind in PATTERN_CLASSES}
 
 
-def parse(text: str) -> Pattern:
+def parse_pattern(text: str) -> Pattern:
     """The pattern that a text spells: calls, `&` (which binds tighter) and `|`; () may be left out.
 
-    >>> parse("window(256) | first(4)")
+    >>> parse_pattern("window(256) | first(4)")
     Window(keys=256) | First(keys=4)
     """
-    return read(text, PATTERNS)
+    return parse_calls(text, PATTERNS_BY_NAME)
 
 
-class _OneLine(argparse.ArgumentParser):
+class _OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{message}\n")
 
 
 def main(words: list[str] | None = None) -> int:
     """Draw the mask of a pattern given as text."""
-    parser = _OneLine(prog="python -m headwise.pattern", description=main.__doc__)
-    parser.add_argument("pattern", help="such as 'window(4) | first(2)'; known: " + ", ".join(PATTERNS))
+    parser = _OneLineParser(prog="python -m headwise.pattern", description=main.__doc__)
+    parser.add_argument("pattern", help="such as 'window(4) | first(2)'; known: " + ", ".join(PATTERNS_BY_NAME))
     parser.add_argument("--tokens", type=int, default=12, help="queries (default 12)")
     parser.add_argument("--keys", type=int, default=None, help="keys (default: as many as queries)")
     given = parser.parse_args(words)
     try:
         keys = given.tokens if given.keys is None else given.keys
-        drawing = draw(parse(given.pattern), given.tokens, keys)
+        drawing = draw_pattern(parse_pattern(given.pattern), given.tokens, keys)
     except SpecError as error:
         parser.error(str(error))
     try:
-        print(drawing if _can_say(drawing) else drawing.translate(ASCII), flush=True)
+        print(drawing if _supported_patterns(drawing) else drawing.translate(ASCII), flush=True)
     except BrokenPipeError:  # the reader has gone, as after `| head`; Python would complain once more at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     return 0
 
 
-def _can_say(text: str) -> bool:
+def _supported_patterns(text: str) -> bool:
     try:
         text.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:

@@ -8,17 +8,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from headwise.boxes import Lines, Memory, either, grid, least, meet
+from headwise.boxes import BoundaryLines, KeyRetention, any_true, block_grid_lines, smallest_retention, intersect
 from headwise.errors import SpecError
-from headwise.pattern_base import Swept, whole
+from headwise.pattern_base import LineCountedPattern, check_whole_number
 
-CELLS = 2**22  # the longest table a pattern may keep
+MAX_TABLE_CELLS = 2**22  # the longest table a pattern may keep
 
 
-def lookup(table: tuple[int, ...], index: Any) -> Any:
+def lookup_clamped(table: tuple[int, ...], index: Any) -> Any:
     """table[index] for an int or a tensor of ints; beyond the end, its last entry.
 
-    >>> lookup((5, 7, -1), 1), lookup((5, 7, -1), 40)
+    >>> lookup_clamped((5, 7, -1), 1), lookup_clamped((5, 7, -1), 40)
     (7, -1)
     """
     end = len(table) - 1
@@ -26,20 +26,20 @@ def lookup(table: tuple[int, ...], index: Any) -> Any:
     return table[inside] if isinstance(inside, int) else inside.new_tensor(table)[inside]
 
 
-def listed(table: tuple[int, ...], value: Any) -> Any:
+def is_listed(table: tuple[int, ...], value: Any) -> Any:
     """Whether a value >= 0 stands in the sorted table, led by -1: a binary search that does not branch.
 
-    >>> [value for value in range(9) if listed((-1, 1, 4, 5), value)]
+    >>> [value for value in range(9) if is_listed((-1, 1, 4, 5), value)]
     [1, 4, 5]
     """
     at = value - value
     for bit in reversed(range(len(table).bit_length())):
-        at = at + (lookup(table, at + (1 << bit)) <= value) * (1 << bit)
-    return lookup(table, at) == value
+        at = at + (lookup_clamped(table, at + (1 << bit)) <= value) * (1 << bit)
+    return lookup_clamped(table, at) == value
 
 
 @dataclass(frozen=True, repr=False)
-class Global(Swept):
+class Global(LineCountedPattern):
     """The tokens at `positions` read every key and are read by every query (2004.05150); sorted and unique.
 
     >>> Global((0, 3)).pairs(range(5), range(5))
@@ -49,32 +49,32 @@ class Global(Swept):
     positions: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        positions = {whole("each of positions", position, 0) for position in entries("positions", self.positions)}
+        positions = {check_whole_number("each of positions", position, 0) for position in check_entries("positions", self.positions)}
         object.__setattr__(self, "positions", tuple(sorted(positions)))
 
     def allows(self, i: Any, j: Any) -> Any:
         table = (-1, *self.positions)
-        return listed(table, i) | listed(table, j)
+        return is_listed(table, i) | is_listed(table, j)
 
     @property
-    def memory(self) -> Memory:
+    def retention(self) -> KeyRetention:
         # What a global query reads from memory is no later than itself, hence no later than the last of them.
-        return Memory(max(self.positions, default=-1) + 1, 1)
+        return KeyRetention(max(self.positions, default=-1) + 1, 1)
 
     @property
-    def opening(self) -> int | None:
+    def tokens_before_decode(self) -> int | None:
         return None if self.positions else 0
 
     def spans(self, i: int, keys: range) -> list[range]:
         return [keys] if i in self.positions else [range(at, at + 1) for at in self.positions if at in keys]
 
-    def lines(self, queries: range, keys: range) -> Lines:
+    def lines(self, queries: range, keys: range) -> BoundaryLines:
         edges = frozenset(at + edge for at in self.positions for edge in (0, 1))
-        return Lines(edges, edges)
+        return BoundaryLines(edges, edges)
 
 
 @dataclass(frozen=True, repr=False)
-class BigBird(Swept):
+class BigBird(LineCountedPattern):
     """Blocks of tokens read blocks (2007.14062): query block r reads key block c if one of these holds.
 
     |r - c| <= window // 2: the `window` neighbours, its own included. c < globals: all read the first blocks.
@@ -101,12 +101,12 @@ class BigBird(Swept):
 
     def __post_init__(self) -> None:
         for name, low in {"length": 1, "block": 1, "window": 1, "globals": 0, "random": 0, "seed": 0}.items():
-            whole(name, getattr(self, name), low)
+            check_whole_number(name, getattr(self, name), low)
         if self.window % 2 == 0:
             fact = "window must be odd, for as many blocks before as after"
             raise SpecError(f"{fact}; got {self.window}; use {self.window - 1} or {self.window + 1}")
-        if self._rows * self.random > CELLS:
-            fact = f"{self._rows} rows of {self.random} random blocks are more than {CELLS}"
+        if self._rows * self.random > MAX_TABLE_CELLS:
+            fact = f"{self._rows} rows of {self.random} random blocks are more than {MAX_TABLE_CELLS}"
             raise SpecError(f"{fact}; got length={self.length}, block={self.block}; use a larger block")
         rows = list(self._draws())
         # One column for each draw, ended by -1, which is no block, for the rows beyond.
@@ -132,17 +132,17 @@ class BigBird(Swept):
     def allows(self, i: Any, j: Any) -> Any:
         r, c = i // self.block, j // self.block
         near = (c >= r - self.window // 2) & (c <= r + self.window // 2)
-        drawn = [c == lookup(column, r) for column in self.drawn]
-        return either(near, c < self.globals, r < self.globals, *drawn)
+        drawn = [c == lookup_clamped(column, r) for column in self.drawn]
+        return any_true(near, c < self.globals, r < self.globals, *drawn)
 
     @property
-    def memory(self) -> Memory:
+    def retention(self) -> KeyRetention:
         past = [c for column in self.drawn for r, c in enumerate(column) if c < r]
         first = max([self.globals - 1, *past]) + 1
-        return Memory(first * self.block, (self.window // 2 + 1) * self.block)
+        return KeyRetention(first * self.block, (self.window // 2 + 1) * self.block)
 
     @property
-    def opening(self) -> int | None:
+    def tokens_before_decode(self) -> int | None:
         return None
 
     def spans(self, i: int, keys: range) -> list[range]:
@@ -150,15 +150,15 @@ class BigBird(Swept):
         if r < self.globals:
             return [keys]
         near = range(r - self.window // 2, r + self.window // 2 + 1)
-        read = {*range(self.globals), *near, *(lookup(column, r) for column in self.drawn)}
-        return [meet(keys, range(c * self.block, (c + 1) * self.block)) for c in sorted(read) if c >= 0]
+        read = {*range(self.globals), *near, *(lookup_clamped(column, r) for column in self.drawn)}
+        return [intersect(keys, range(c * self.block, (c + 1) * self.block)) for c in sorted(read) if c >= 0]
 
-    def lines(self, queries: range, keys: range) -> Lines:
-        return grid(self.block, queries, keys)
+    def lines(self, queries: range, keys: range) -> BoundaryLines:
+        return block_grid_lines(self.block, queries, keys)
 
 
 @dataclass(frozen=True, repr=False)
-class Edges(Swept):
+class Edges(LineCountedPattern):
     """Query i reads key j if the edge (i, j) is listed: message passing on a graph; sorted and unique.
 
     >>> Edges(((0, 1), (2, 0))).allows(2, 0), Edges.complete(3).pairs(range(3), range(3))
@@ -170,7 +170,7 @@ class Edges(Swept):
     codes: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        edges = tuple(sorted({_edge(edge) for edge in entries("edges", self.edges)}))
+        edges = tuple(sorted({_edge(edge) for edge in check_entries("edges", self.boundary_lengths)}))
         width = 1 + max((j for _, j in edges), default=0)
         object.__setattr__(self, "edges", edges)
         object.__setattr__(self, "width", width)
@@ -179,34 +179,34 @@ class Edges(Swept):
     @classmethod
     def complete(cls, nodes: int) -> Edges:
         """Every edge between `nodes` nodes, and from each to itself: Full on those nodes."""
-        return cls(tuple((i, j) for i in range(whole("nodes", nodes, 0)) for j in range(nodes)))
+        return cls(tuple((i, j) for i in range(check_whole_number("nodes", nodes, 0)) for j in range(nodes)))
 
     def allows(self, i: Any, j: Any) -> Any:
         # A key beyond the listed ones would pass for a key of the next query.
-        return (j < self.width) & listed(self.codes, i * self.width + j)
+        return (j < self.width) & is_listed(self.codes, i * self.width + j)
 
     @property
-    def memory(self) -> Memory:
-        past = [(i, j) for i, j in self.edges if j <= i]
+    def retention(self) -> KeyRetention:
+        past = [(i, j) for i, j in self.boundary_lengths if j <= i]
         first = 1 + max((j for _, j in past), default=-1)
-        return least(Memory(0, 1 + max((i - j for i, j in past), default=0)), Memory(first, 1))
+        return smallest_retention(KeyRetention(0, 1 + max((i - j for i, j in past), default=0)), KeyRetention(first, 1))
 
     @property
-    def opening(self) -> int | None:
-        return None if any(j > i for i, j in self.edges) else 0
+    def tokens_before_decode(self) -> int | None:
+        return None if any(j > i for i, j in self.boundary_lengths) else 0
 
     def spans(self, i: int, keys: range) -> list[range]:
-        start, stop = (bisect_left(self.edges, (query, 0)) for query in (i, i + 1))
-        return [range(j, j + 1) for _, j in self.edges[start:stop] if j in keys]
+        start, stop = (bisect_left(self.boundary_lengths, (query, 0)) for query in (i, i + 1))
+        return [range(j, j + 1) for _, j in self.boundary_lengths[start:stop] if j in keys]
 
-    def lines(self, queries: range, keys: range) -> Lines:
-        return Lines(
-            frozenset(i + edge for i, _ in self.edges for edge in (0, 1)),
-            frozenset(j + edge for _, j in self.edges for edge in (0, 1)),
+    def lines(self, queries: range, keys: range) -> BoundaryLines:
+        return BoundaryLines(
+            frozenset(i + edge for i, _ in self.boundary_lengths for edge in (0, 1)),
+            frozenset(j + edge for _, j in self.boundary_lengths for edge in (0, 1)),
         )
 
 
-def entries(name: str, value: object) -> Iterable[object]:
+def check_entries(name: str, value: object) -> Iterable[object]:
     """The entries of a tuple or list."""
     if not isinstance(value, tuple | list):
         raise SpecError(f"{name} must be a tuple; got {value!r}; write (0,) for a single entry")
@@ -217,4 +217,4 @@ def _edge(value: object) -> tuple[int, int]:
     ends = list(cast("Iterable[object]", value)) if isinstance(value, tuple | list) else []
     if len(ends) != 2:
         raise SpecError(f"an edge is a pair (query, key); got {value!r}; write edges like ((0, 1), (2, 0))")
-    return whole("the query of an edge", ends[0], 0), whole("the key of an edge", ends[1], 0)
+    return check_whole_number("the query of an edge", ends[0], 0), check_whole_number("the key of an edge", ends[1], 0)

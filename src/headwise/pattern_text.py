@@ -8,17 +8,17 @@ import re
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from headwise.errors import SpecError, nearest
+from headwise.errors import SpecError, suggest
 
-CELLS = 64  # a mask this wide leaves 16 of a terminal's 80 columns for the row index
+MAX_DRAWN_CELLS = 64  # a mask this wide leaves 16 of a terminal's 80 columns for the row index
 FULL, PART, NONE = "█", "▒", "·"
 ASCII = str.maketrans({FULL: "#", PART: "+", NONE: "."})
 
 
-def read(text: str, known: Mapping[str, Any]) -> Any:
+def parse_calls(text: str, known: Mapping[str, Any]) -> Any:
     """The value of a text made of known calls with literal arguments, `&` (which binds tighter) and `|`.
 
-    >>> read("pair(0, right=3) | none", {"pair": lambda left, right: {left, right}, "none": lambda: set()})
+    >>> parse_calls("pair(0, right=3) | none", {"pair": lambda left, right: {left, right}, "none": lambda: set()})
     {0, 3}
     """
     # `global` is a Python keyword, so it travels as a name that is not, and every name is lowered again.
@@ -38,17 +38,17 @@ def _build(node: ast.expr, known: Mapping[str, Any]) -> Any:
         case ast.BinOp(left, ast.BitOr(), right):
             return _build(left, known) | _build(right, known)
         case ast.Call(ast.Name(name), args, keywords):
-            return _call(name.lower(), args, keywords, known)
+            return _build_call(name.lower(), args, keywords, known)
         case ast.Name(name):
-            return _call(name.lower(), [], [], known)
+            return _build_call(name.lower(), [], [], known)
         case _:
             fact = f"a pattern is made of calls, & and |; got {ast.unparse(node)!r}"
             raise SpecError(f"{fact}; use one of {', '.join(sorted(known))}")
 
 
-def _call(name: str, args: list[ast.expr], keywords: list[ast.keyword], known: Mapping[str, Any]) -> Any:
+def _build_call(name: str, args: list[ast.expr], keywords: list[ast.keyword], known: Mapping[str, Any]) -> Any:
     if name not in known:
-        raise SpecError(f"unknown pattern {name!r}; {nearest(name, known)}")
+        raise SpecError(f"unknown pattern {name!r}; {suggest(name, known)}")
     signature = inspect.signature(known[name])
     try:
         named = {word.arg or "**": _literal(word.value) for word in keywords}
@@ -78,14 +78,14 @@ class Drawable(Protocol):
         ...
 
 
-def draw(pattern: Drawable, queries: int, keys: int) -> str:
+def draw_pattern(pattern: Drawable, queries: int, keys: int) -> str:
     """The mask as text: one row per query, one column per key, then what its marks mean and how full it is.
 
     Beyond 64 queries or keys it is shrunk: a mark stands for a square of pairs, and the legend says so.
     """
     if min(queries, keys) < 1:
         raise SpecError(f"there is nothing to draw; got {queries} queries and {keys} keys; use at least 1 of each")
-    side = -(-max(queries, keys) // CELLS)
+    side = -(-max(queries, keys) // MAX_DRAWN_CELLS)
     tops, lefts = range(0, queries, side), range(0, keys, side)
     margin = max(len(str(tops[-1])), 4)
     title = pattern.text if len(pattern.text) <= 80 else pattern.text[:77] + "..."
@@ -93,17 +93,17 @@ def draw(pattern: Drawable, queries: int, keys: int) -> str:
     ruler = "".join(str(left).ljust(8) for left in lefts[::8]).rstrip()
     rows = [
         f"{top:>{margin}} "
-        + "".join(_mark(pattern, _cut(top, side, queries), _cut(left, side, keys)) for left in lefts)
+        + "".join(_cell_mark(pattern, _cell_ranges(top, side, queries), _cell_ranges(left, side, keys)) for left in lefts)
         for top in tops
     ]
     return "\n".join([title, " " * (margin + 1) + ruler, *rows, _legend(pattern, queries, keys, side)])
 
 
-def _cut(start: int, size: int, end: int) -> range:
+def _cell_ranges(start: int, size: int, end: int) -> range:
     return range(start, min(start + size, end))
 
 
-def _mark(pattern: Drawable, queries: range, keys: range) -> str:
+def _cell_mark(pattern: Drawable, queries: range, keys: range) -> str:
     pairs = pattern.pairs(queries, keys)
     return NONE if not pairs else FULL if pairs == len(queries) * len(keys) else PART
 

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from .terms import Ledger
-from .tokens import Tokens
+from .terms import AuxLosses
+from .tokens import SequenceInfo
 
 
-class Peers(ABC):
+class ParallelContext(ABC):
     """Ranks that hold the other heads of a layer, or the other tokens of its rows.
 
     Each computes a part of what the layer says, and the parts are added up: so the gradient of anything that several
@@ -19,61 +19,61 @@ class Peers(ABC):
     bias; `spans` is over how many of them the tokens of a row are spread.
     """
 
-    first: bool = True
-    spans: int = 1
+    adds_output_bias: bool = True
+    num_token_shards: int = 1
 
     @abstractmethod
-    def enter(self, x: Tensor) -> Tensor:
+    def copy_to_heads(self, x: Tensor) -> Tensor:
         """x, on its way to the heads in hand; its gradient comes back from the heads of all."""
 
     @abstractmethod
-    def leave(self, y: Tensor) -> Tensor:
+    def reduce_from_heads(self, y: Tensor) -> Tensor:
         """What the heads of all say, from what those in hand say."""
 
     @abstractmethod
-    def gather(self, entry: dict[str, Tensor], at: Tokens) -> tuple[dict[str, Tensor], Tokens]:
+    def gather_tokens(self, entry: dict[str, Tensor], at: SequenceInfo) -> tuple[dict[str, Tensor], SequenceInfo]:
         """What the tokens of all leave behind [B, tokens, ...], and where these stand, from those in hand."""
 
     @abstractmethod
-    def apart(self, training: bool) -> AbstractContextManager[None]:
+    def head_local_rng(self, training: bool) -> AbstractContextManager[None]:
         """Where random numbers are drawn for the heads in hand alone."""
 
     @abstractmethod
-    def ledger(self, ledger: Ledger) -> Ledger:
+    def aux_losses(self, ledger: AuxLosses) -> AuxLosses:
         """The same ledger, for parts that see some of the heads and tokens."""
 
     @abstractmethod
-    def of_whole_rows(self) -> Peers:
+    def without_token_shards(self) -> ParallelContext:
         """Those who hold other heads alone."""
 
 
-class Alone(Peers):
+class SingleProcess(ParallelContext):
     """Nobody: every head and every token is here."""
 
-    def enter(self, x: Tensor) -> Tensor:
+    def copy_to_heads(self, x: Tensor) -> Tensor:
         return x
 
-    def leave(self, y: Tensor) -> Tensor:
+    def reduce_from_heads(self, y: Tensor) -> Tensor:
         return y
 
-    def gather(self, entry: dict[str, Tensor], at: Tokens) -> tuple[dict[str, Tensor], Tokens]:
+    def gather_tokens(self, entry: dict[str, Tensor], at: SequenceInfo) -> tuple[dict[str, Tensor], SequenceInfo]:
         return entry, at
 
-    def apart(self, training: bool) -> AbstractContextManager[None]:
-        return NOTHING
+    def head_local_rng(self, training: bool) -> AbstractContextManager[None]:
+        return NO_CONTEXT
 
-    def ledger(self, ledger: Ledger) -> Ledger:
+    def aux_losses(self, ledger: AuxLosses) -> AuxLosses:
         return ledger
 
-    def of_whole_rows(self) -> Peers:
+    def without_token_shards(self) -> ParallelContext:
         return self
 
 
-NOTHING = nullcontext()
-ALONE = Alone()
+NO_CONTEXT = nullcontext()
+SINGLE_PROCESS = SingleProcess()
 
 
-class Peered:
+class HasParallelContext:
     """What may have peers; whoever spreads a model says which."""
 
-    peers: Peers = ALONE
+    parallel: ParallelContext = SINGLE_PROCESS

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .errors import SpecError, nearest
+from .errors import SpecError, suggest
 from .grouping import Heads
 from .parts.average import Average
 from .parts.collaborative import Collaborative
@@ -28,15 +28,15 @@ from .parts.softmax import Softmax
 from .parts.sum import Sum
 from .parts.talking_heads import TalkingHeads
 from .parts.values import Values
-from .pattern import Full, parse
-from .registry import defaults
+from .pattern import Full, parse_pattern
+from .registry import field_defaults
 from .seams import Merge, Modifier, Part, Project
 from .spec import AttentionSpec
 from .text import from_json as _from_json
 from .text import from_toml as _from_toml
 
 # What a spec that does not choose is given.
-USUAL: dict[str, Any] = {
+DEFAULT_CHOICES: dict[str, Any] = {
     "project": Direct(),
     "similarity": Dot(),
     "pattern": Full(),
@@ -46,8 +46,8 @@ USUAL: dict[str, Any] = {
 
 
 # Every word that `design` knows; None where something follows from the others.
-WORDS: dict[str, Any] = {
-    **USUAL,
+DESIGN_KEYWORDS: dict[str, Any] = {
+    **DEFAULT_CHOICES,
     **dict.fromkeys(("model", "heads", "kv", "dim", "vdim", "bias", "source")),
     "modifiers": (),
 }
@@ -65,28 +65,28 @@ def design(*, preset: str | None = None, **said: Any) -> AttentionSpec:
     """
     if preset is not None:
         if preset not in PRESETS:
-            raise SpecError(f"there is no preset {preset!r}; {nearest(preset, PRESETS)}")
+            raise SpecError(f"there is no preset {preset!r}; {suggest(preset, PRESETS)}")
         _check_sizes({name: size for name, size in said.items() if size is not None or name in ("model", "heads")})
         return PRESETS[preset](**said)
-    word = _words(said)
+    word = _check_keywords(said)
     slots = {slot: word[slot] for slot in ("project", "similarity", "normaliser", "merge")}
     heads = _heads(word)
     in_turn = sorted(word["modifiers"], key=lambda one: one.phase if isinstance(one, Modifier) else 0)
     for part in (*slots.values(), *in_turn):
-        heads = part.fitted(heads) if isinstance(part, Part) else heads
+        heads = part.fit_heads(heads) if isinstance(part, Part) else heads
     heads = heads if word["vdim"] is None else replace(heads, vdim=word["vdim"])
     if word["bias"] is not None:
         slots |= _biased(word["bias"], slots["project"], slots["merge"])
-    pattern = parse(word["pattern"]) if isinstance(word["pattern"], str) else word["pattern"]
+    pattern = parse_pattern(word["pattern"]) if isinstance(word["pattern"], str) else word["pattern"]
     rest = {"model": word["model"], "source": word["source"], "modifiers": word["modifiers"]}
     return AttentionSpec(heads=heads, pattern=pattern, **slots, **rest)
 
 
-def _words(said: dict[str, Any]) -> dict[str, Any]:
+def _check_keywords(said: dict[str, Any]) -> dict[str, Any]:
     for name in said:
-        if name not in WORDS:
-            raise SpecError(f"design has no {name!r}; {nearest(name, WORDS)}")
-    word = WORDS | said
+        if name not in DESIGN_KEYWORDS:
+            raise SpecError(f"design has no {name!r}; {suggest(name, DESIGN_KEYWORDS)}")
+    word = DESIGN_KEYWORDS | said
     _check_sizes({name: word[name] for name in ("model", "heads")})
     if not isinstance(word["modifiers"], (tuple, list)):
         raise SpecError(f"modifiers={word['modifiers']!r} is no list; write modifiers=(Rotary(),) with the comma")
@@ -117,9 +117,9 @@ def _biased(bias: object, project: Project, merge: Merge) -> dict[str, Part]:
     told: dict[str, tuple[Part, str]] = {"project": (project, inner), "merge": (merge, outer)}
     out: dict[str, Part] = {}
     for slot, (part, letters) in told.items():
-        if "bias" not in defaults(type(part)) and letters:
+        if "bias" not in field_defaults(type(part)) and letters:
             raise SpecError(f"{type(part).__name__} has no bias of its own; leave {letters!r} out of bias={bias!r}")
-        out[slot] = replace(part, bias=letters) if "bias" in defaults(type(part)) else part
+        out[slot] = replace(part, bias=letters) if "bias" in field_defaults(type(part)) else part
     return out
 
 
@@ -258,9 +258,9 @@ def from_toml(text: str) -> AttentionSpec:
     >>> from_toml("model = 8\\nheads = {q = 2, dim = 4}") == design(model=8, heads=2)
     True
     """
-    return _from_toml(text, USUAL)
+    return _from_toml(text, DEFAULT_CHOICES)
 
 
 def from_json(text: str) -> AttentionSpec:
     """The spec that a JSON document describes; a choice it does not make is the usual one."""
-    return _from_json(text, USUAL)
+    return _from_json(text, DEFAULT_CHOICES)

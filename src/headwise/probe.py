@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from .errors import nearest
-from .terms import Ledger
+from .errors import suggest
+from .terms import AuxLosses
 
 # Where a probe may stand, with the axes of what passes there.
-PLACES = {
+PROBE_POINTS = {
     "q": "B T H K",
     "k": "B S G K",
     "v": "B S G V",
@@ -35,21 +35,21 @@ class Probe:
     """
 
     def __init__(
-        self, *places: str, see: Callable[[str, Tensor], Tensor | None] | None = None, ledger: Ledger | None = None
+        self, *places: str, callback: Callable[[str, Tensor], Tensor | None] | None = None, aux_losses: AuxLosses | None = None
     ) -> None:
         for place in places:
-            if place not in PLACES:
-                raise ValueError(f"no probe can stand at {place!r}; {nearest(place, PLACES)}")
-        self.wants: frozenset[str] = frozenset(places)
-        self.see = see
-        self.ledger = ledger
-        self.seen: dict[str, Tensor] = {}
+            if place not in PROBE_POINTS:
+                raise ValueError(f"no probe can stand at {place!r}; {suggest(place, PROBE_POINTS)}")
+        self.points: frozenset[str] = frozenset(places)
+        self.callback = callback
+        self.aux_losses = aux_losses
+        self.tensors: dict[str, Tensor] = {}
 
     def __call__(self, place: str, tensor: Tensor) -> Tensor:
-        if place not in self.wants:
+        if place not in self.points:
             return tensor
-        if self.see is None:
-            self.seen[place] = tensor
+        if self.callback is None:
+            self.tensors[place] = tensor
             return tensor
-        changed = self.see(place, tensor)
+        changed = self.callback(place, tensor)
         return tensor if changed is None else changed

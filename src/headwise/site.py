@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from .errors import nearest
+from .errors import suggest
 from .spec import AttentionSpec
 
 WIDTH = 80  # columns of a terminal
@@ -24,7 +24,7 @@ class Ability(NamedTuple):
         return "yes" if self.can else "no"
 
 
-YES = Ability(True)
+POSSIBLE = Ability(True)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Site:
     same_as: str | None = None
 
     @property
-    def data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """All of it as plain values."""
         told = {name: value for name, value in asdict(self).items() if name not in (*ABILITIES, "spec")}
         able = {name: getattr(self, name)._asdict() for name in ABILITIES}
@@ -71,7 +71,7 @@ class Sites(list[Site]):
         super().__init__(sites)
         self.model, self.notes = model, list(notes)
 
-    def named(self, which: int | str) -> Site:
+    def find(self, which: int | str) -> Site:
         """The site of this name, or of this layer where the model has no other there.
 
         >>> yes = Ability(True)
@@ -82,7 +82,7 @@ class Sites(list[Site]):
         if isinstance(which, str):
             found = [site for site in self if site.name == which]
             if not found:
-                raise ValueError(f"{self.model} has no site {which!r}; {nearest(which, [site.name for site in self])}")
+                raise ValueError(f"{self.model} has no site {which!r}; {suggest(which, [site.name for site in self])}")
             return found[0]
         found = [site for site in self if site.layer == which]
         if not found:
@@ -94,9 +94,9 @@ class Sites(list[Site]):
         return found[0]
 
     @property
-    def data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """All of it as plain values."""
-        return {"model": self.model, "sites": [site.data for site in self], "notes": self.notes}
+        return {"model": self.model, "sites": [site.to_dict for site in self], "notes": self.notes}
 
     def __str__(self) -> str:
         if not self:
@@ -110,7 +110,7 @@ class Sites(list[Site]):
             for site in self
         ]
         lines = _table([["site", "q", "kv", "dim", "pattern", *ABILITIES], *rows])
-        return "\n".join([*lines, *_wrapped([*self.notes, *_reasons(self)])])
+        return "\n".join([*lines, *_wrap([*self.notes, *_reasons(self)])])
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -139,5 +139,5 @@ def _reasons(sites: Sequence[Site]) -> list[str]:
     ]
 
 
-def _wrapped(told: Sequence[str]) -> list[str]:
+def _wrap(told: Sequence[str]) -> list[str]:
     return [line for long in told for line in textwrap.wrap(long, WIDTH, subsequent_indent="  ")]

@@ -25,14 +25,14 @@ from .spec import AttentionSpec
 WIDTH = 80
 # Where these copy, they are two steps: the numbers are laid out anew, then seen in another shape.
 RESHAPES = {Tensor.flatten: "flatten", Tensor.reshape: "reshape", torch.flatten: "flatten", torch.reshape: "reshape"}
-GIVEN = "given"
+ALIASES_INPUT = "given"
 PRODUCTS = ("linear", "matmul", "einsum")  # each is a step of its own
-HERE = str(Path(__file__).parent)
+PACKAGE_FOLDER = str(Path(__file__).parent)
 BACKENDS = f"{__package__}.backends."
 
 
 @dataclass(frozen=True)
-class Step:
+class OperationStep:
     """One or more neighbouring operations of one seam: what came out, and whether its memory is new.
 
     memory="view" is the input seen in another shape, decided by the address of its storage; "copy" has memory
@@ -40,7 +40,7 @@ class Step:
     """
 
     number: int
-    seam: str
+    interface: str
     part: str
     operations: tuple[str, ...]
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Step:
     @property
     def where(self) -> str:
         """The seam it belongs to, and the part that fills it: ``ask: Direct``."""
-        return f"{self.seam}: {self.part}" if self.part else self.seam
+        return f"{self.interface}: {self.part}" if self.part else self.interface
 
     @property
     def text(self) -> str:
@@ -61,7 +61,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Walk:
+class OperationTrace:
     """The steps of one call, in the order in which they ran; `rows` are the same as plain data.
 
     >>> import headwise as hw
@@ -74,7 +74,7 @@ class Walk:
     batch: int
     tokens: int
     source_tokens: int | None
-    steps: tuple[Step, ...]
+    steps: tuple[OperationStep, ...]
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -82,14 +82,14 @@ class Walk:
         return [{key: _plain(value) for key, value in asdict(step).items()} for step in self.steps]
 
     @property
-    def data(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The whole walk as plain values."""
         read = {} if self.source_tokens is None else {"source_tokens": self.source_tokens}
         return {"batch": self.batch, "tokens": self.tokens, **read, "steps": self.rows}
 
     def json(self) -> str:
         """One JSON document."""
-        return json.dumps(self.data, indent=2)
+        return json.dumps(self.to_dict, indent=2)
 
     def __str__(self) -> str:
         head = ("#", "operations", "shape", "strides", "memory")
@@ -98,14 +98,14 @@ class Walk:
         wide[1] = min(wide[1], max(WIDTH - sum(wide) + wide[1] - 2 * len(wide), 12))
         lines, before = _line(head, wide), ""
         for step, row in zip(self.steps, cells, strict=True):
-            if step.memory != GIVEN and step.where != before:
+            if step.memory != ALIASES_INPUT and step.where != before:
                 lines += ["", step.where]
             before = step.where
             lines += _line(row, wide)
         return "\n".join(lines)
 
 
-def walk(spec: AttentionSpec, batch: int = 5, tokens: int = 10, source_tokens: int | None = None) -> Walk:
+def walk(spec: AttentionSpec, batch: int = 5, tokens: int = 10, source_tokens: int | None = None) -> OperationTrace:
     """Every step of a layer of this spec on a random input [batch, tokens, model], in plain tensor operations.
 
     With `source_tokens`, or when the spec names the width of a source, it reads another sequence.
@@ -126,7 +126,7 @@ def walk(spec: AttentionSpec, batch: int = 5, tokens: int = 10, source_tokens: i
             recorder.begin("source", z_BSE)
         with recorder:
             layer(x_BTD, source=z_BSE)
-    return Walk(spec, batch, tokens, source_tokens, _joined(recorder.steps))
+    return OperationTrace(spec, batch, tokens, source_tokens, _merge_neighbours(recorder.steps))
 
 
 class _Recorder(TorchFunctionMode):
@@ -134,7 +134,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[Step] = []
+        self.steps: list[OperationStep] = []
         self._followed: dict[int, Tensor] = {}  # kept alive, so that no id is used twice
 
     def begin(self, name: str, tensor: Tensor) -> None:
@@ -148,7 +148,7 @@ class _Recorder(TorchFunctionMode):
         given = [t for t in _tensors([*args, *kwargs.values()]) if id(t) in self._followed]
         if not given:
             return func(*args, **kwargs)
-        seam, part = _running()
+        seam, part = _current_part_method()
         if func in RESHAPES and not _shares(func(*args, **kwargs), given[:1]):
             laid = args[0].contiguous()
             self._note(seam, part, "contiguous", given, laid)
@@ -162,9 +162,9 @@ class _Recorder(TorchFunctionMode):
 
     def _note(self, seam: str, part: str, name: str, given: Sequence[Tensor], out: Tensor) -> None:
         self._followed[id(out)] = out
-        memory = GIVEN if not given else "view" if _shares(out, given) else "copy"
+        memory = ALIASES_INPUT if not given else "view" if _shares(out, given) else "copy"
         number = len(self.steps)
-        self.steps.append(Step(number, seam, part, (name,), tuple(out.shape), tuple(out.stride()), memory))
+        self.steps.append(OperationStep(number, seam, part, (name,), tuple(out.shape), tuple(out.stride()), memory))
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
@@ -182,7 +182,7 @@ def _shares(out: Tensor, given: Sequence[Tensor]) -> bool:
     return any(address == tensor.untyped_storage().data_ptr() for tensor in given)
 
 
-def _running() -> tuple[str, str]:
+def _current_part_method() -> tuple[str, str]:
     """The seam and the part whose method is running: asked of the interpreter, so that no part is named here."""
     frame = sys._getframe(2)
     while frame is not None and not isinstance(frame.f_locals.get("self"), Part):
@@ -193,7 +193,7 @@ def _running() -> tuple[str, str]:
         return "layer", ""
     owner, seam = frame.f_locals["self"], ""
     while frame is not None:
-        name, ours = frame.f_code.co_name, frame.f_code.co_filename.startswith(HERE)
+        name, ours = frame.f_code.co_name, frame.f_code.co_filename.startswith(PACKAGE_FOLDER)
         if frame.f_locals.get("self") is owner:
             seam = name  # the outermost counts: helpers work for the method that called them
         elif ours and not name.startswith("<"):
@@ -202,9 +202,9 @@ def _running() -> tuple[str, str]:
     return seam, type(owner).__name__
 
 
-def _joined(steps: Sequence[Step]) -> tuple[Step, ...]:
+def _merge_neighbours(steps: Sequence[OperationStep]) -> tuple[OperationStep, ...]:
     """Neighbouring operations of one seam that leave the shape alone become one step."""
-    joined: list[Step] = []
+    joined: list[OperationStep] = []
     for step in steps:
         last = joined[-1] if joined else None
         alike = last and replace(step, number=last.number, operations=last.operations) == last

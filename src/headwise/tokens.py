@@ -12,7 +12,7 @@ from torch import Tensor
 from .pattern import Causal, Full, Pattern
 
 
-class Spans(NamedTuple):
+class BlockTable(NamedTuple):
     """Where tokens lie that were not gathered: row b's are slots `begin` to before `end` of a page, for each n.
 
     The table is [B, N, 3]: page, begin, end; column n x slots + slot of a row is that slot of its n-th page. `whole`
@@ -20,11 +20,11 @@ class Spans(NamedTuple):
     """
 
     table: Tensor
-    whole: bool
+    all_visible: bool
 
 
 @dataclass(eq=False, slots=True)
-class Tokens:
+class SequenceInfo:
     """The position of each token inside its own segment, counted from 0; segment -1 is padding and meets nobody.
 
     Both tensors are [B, T], or [1, T] when all rows are alike. `start` is set when every row is known, without
@@ -34,7 +34,7 @@ class Tokens:
     `packed`, are those of the texts of each row, known without looking at the device. `checked` spares what the library
     made itself a second look.
 
-    >>> Tokens.of(torch.zeros(2, 3, 8), lengths=[3, 2]).segment.tolist()
+    >>> SequenceInfo.of(torch.zeros(2, 3, 8), lengths=[3, 2]).segment.tolist()
     [[0, 0, 0], [0, 0, -1]]
     """
 
@@ -42,26 +42,26 @@ class Tokens:
     segment: Tensor
     start: int | None = None
     checked: bool = field(default=False, repr=False)
-    filled: int | None = None
-    held: Tensor | None = None
-    spans: Spans | None = field(default=None, repr=False)
+    num_visible: int | None = None
+    visible_per_row: Tensor | None = None
+    block_table: BlockTable | None = field(default=None, repr=False)
     lengths: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
-    plans: list[Any] = field(default_factory=list, init=False, repr=False)  # what a backend made of them once
+    backend_plans: list[Any] = field(default_factory=list, init=False, repr=False)  # what a backend made of them once
 
     def __post_init__(self) -> None:
         if not self.checked:
-            _check(self.position, self.segment)
+            _check_sequence(self.position, self.segment)
             self.position, self.segment = self.position.long(), self.segment.long()
-            self.start = self.filled = self.held = self.spans = self.lengths = None  # who knows more has checked it
+            self.start = self.num_visible = self.visible_per_row = self.block_table = self.lengths = None  # who knows more has checked it
 
     @staticmethod
-    def of(
+    def from_batch(
         x: Tensor,
         *,
         lengths: Sequence[int] | Tensor | None = None,
         segments: Tensor | None = None,
         pad: str = "right",
-    ) -> Tokens:
+    ) -> SequenceInfo:
         """The tokens of a batch x [B, T, ...]: whole rows, rows of these lengths, or packed segments [B, T].
 
         A segment's positions count from 0 where it begins in its row; -1 marks padding.
@@ -70,10 +70,10 @@ class Tokens:
         if lengths is not None and segments is not None:
             raise ValueError("both lengths and segments were given; segments alone can say both")
         if segments is not None:
-            return _packed(_numbers("segments", segments, x.device), batch, count)
+            return _from_segments(_as_integers("segments", segments, x.device), batch, count)
         if lengths is None:
-            return Tokens.run(0, count, x.device)
-        sizes = _numbers("lengths", lengths, x.device)
+            return SequenceInfo.contiguous(0, count, x.device)
+        sizes = _as_integers("lengths", lengths, x.device)
         if sizes.shape != (batch,) or sizes.is_floating_point() or ((sizes < 0) | (sizes > count)).any():
             raise ValueError(
                 f"lengths={lengths!r} do not fit {batch} rows of {count} tokens; give one in 0..{count} a row"
@@ -83,22 +83,22 @@ class Tokens:
         place = torch.arange(count, device=x.device)[None]
         position = place - (count - sizes[:, None]) if pad == "left" else place.expand(batch, count)
         live = position >= 0 if pad == "left" else place < sizes[:, None]
-        return Tokens(position.clamp(min=0), live.long() - 1, checked=True)
+        return SequenceInfo(position.clamp(min=0), live.long() - 1, checked=True)
 
     @staticmethod
-    def run(start: int, count: int, device: torch.device | str) -> Tokens:
+    def contiguous(start: int, count: int, device: torch.device | str) -> SequenceInfo:
         """Every row the same: positions start .. start + count - 1 of segment 0."""
         position = torch.arange(start, start + count, device=device)[None]
-        return Tokens(position, torch.zeros_like(position), start, checked=True)
+        return SequenceInfo(position, torch.zeros_like(position), start, checked=True)
 
     @staticmethod
-    def packed(lengths: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Tokens:
+    def packed(lengths: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> SequenceInfo:
         """Rows of texts of these lengths, one behind the other; a row that holds less is filled up behind them.
 
         Attention then runs text by text, and a source that is packed too is read text by text: text k of a row reads
         text k of the same row of the source.
 
-        >>> told = Tokens.packed([[2, 3], [1]])
+        >>> told = SequenceInfo.packed([[2, 3], [1]])
         >>> told.segment.tolist(), told.position.tolist()
         ([[0, 0, 1, 1, 1], [0, -1, -1, -1, -1]], [[0, 1, 0, 1, 2], [0, 0, 0, 0, 0]])
         """
@@ -109,43 +109,43 @@ class Tokens:
                 f"lengths={lengths!r} are no texts in rows; give whole numbers from 0, as in [[5, 3], [8]]"
             )
         count = max(map(sum, rows))
-        position, segment = (torch.full((len(rows), count), fill) for fill in (0, -1))
+        position, segment = (torch.is_full((len(rows), count), fill) for fill in (0, -1))
         for n, row in enumerate(rows):
             if row:
                 position[n, : sum(row)] = torch.cat([torch.arange(length) for length in row])
                 segment[n, : sum(row)] = torch.arange(len(row)).repeat_interleave(torch.tensor(row))
-        return Tokens(position.to(device), segment.to(device), checked=True, lengths=rows)
+        return SequenceInfo(position.to(device), segment.to(device), checked=True, lengths=rows)
 
-    def to(self, device: torch.device | str) -> Tokens:
+    def to(self, device: torch.device | str) -> SequenceInfo:
         """The same tokens over there."""
         position, segment = self.position.to(device), self.segment.to(device)
-        return Tokens(position, segment, self.start, checked=True, lengths=self.lengths)
+        return SequenceInfo(position, segment, self.start, checked=True, lengths=self.lengths)
 
-    def rows(self, own: slice) -> Tokens:
+    def rows(self, own: slice) -> SequenceInfo:
         """Those of some rows."""
         lengths = None if self.lengths is None else self.lengths[own]
-        return Tokens(self.position[own], self.segment[own], self.start, checked=True, lengths=lengths)
+        return SequenceInfo(self.position[own], self.segment[own], self.start, checked=True, lengths=lengths)
 
     @property
     def count(self) -> int:
         """How many tokens a row has."""
         return self.position.shape[1]
 
-    def narrowed(self) -> Tokens:
+    def trimmed(self) -> SequenceInfo:
         """Only those that are filled."""
-        position, segment = (t[:, : self.filled] for t in (self.position, self.segment))
-        return Tokens(position, segment, checked=True, filled=self.filled)
+        position, segment = (t[:, : self.num_visible] for t in (self.position, self.segment))
+        return SequenceInfo(position, segment, checked=True, num_visible=self.num_visible)
 
     @property
-    def live(self) -> Tensor:
+    def is_real(self) -> Tensor:
         """Which tokens are not padding."""
         return self.segment >= 0
 
 
-class Sight:
+class AttentionMask:
     """Which keys each query may read in this call, asked once and shared by all that want to know."""
 
-    def __init__(self, queries: Tokens, keys: Tokens, pattern: Pattern, mask: Tensor | None = None) -> None:
+    def __init__(self, queries: SequenceInfo, keys: SequenceInfo, pattern: Pattern, mask: Tensor | None = None) -> None:
         self.queries, self.keys, self.pattern, self.mask = queries, keys, pattern, mask
         self._allowed: Tensor | None = None
         self._shape = ""
@@ -164,13 +164,13 @@ class Sight:
     def allowed(self) -> Tensor:
         """The rule as a tensor [B or 1, 1, T, S]."""
         if self._allowed is None:
-            self._allowed = self._ask()
+            self._allowed = self._compute_allowed()
         return self._allowed
 
-    def _ask(self) -> Tensor:
-        if self.mask is None and self.keys.filled is not None:
+    def _compute_allowed(self) -> Tensor:
+        if self.mask is None and self.keys.num_visible is not None:
             slot = torch.arange(self.keys.count, device=self.keys.position.device)
-            return (slot < self.keys.filled)[None, None, None]
+            return (slot < self.keys.num_visible)[None, None, None]
         asks, told = self.queries.segment[:, None, :, None], self.keys.segment[:, None, None, :]
         allowed = (asks == told) & (told >= 0) & self.pattern.allows(self.i, self.j)
         return allowed if self.mask is None else allowed & self.mask
@@ -178,12 +178,12 @@ class Sight:
     @property
     def shape(self) -> str:
         """What is known without asking the device: "full", the square "triangle", or "any"."""
-        self._shape = self._shape or self._outline()
+        self._shape = self._shape or self._classify_shape()
         return self._shape
 
-    def _outline(self) -> str:
+    def _classify_shape(self) -> str:
         first, second = self.queries.start, self.keys.start
-        if self.mask is None and self.keys.filled == self.keys.count:
+        if self.mask is None and self.keys.num_visible == self.keys.count:
             return "full"
         if self.mask is not None or first is None or second is None:
             return "any"
@@ -196,28 +196,28 @@ class Sight:
         pairs = self.pattern.pairs(asks, told)
         if pairs == len(asks) * len(told):
             return "full"
-        square = asks == told and self.pattern.opening == 0 and pairs == Causal().pairs(asks, told)
+        square = asks == told and self.pattern.tokens_before_decode == 0 and pairs == Causal().pairs(asks, told)
         return "triangle" if square else "any"
 
 
-def _packed(segment: Tensor, batch: int, count: int) -> Tokens:
+def _from_segments(segment: Tensor, batch: int, count: int) -> SequenceInfo:
     if segment.shape != (batch, count) or segment.is_floating_point():
         raise ValueError(f"segments of shape {tuple(segment.shape)} do not fit; give whole numbers [{batch}, {count}]")
     place = torch.arange(count, device=segment.device).expand(batch, count)
     begins = torch.ones_like(segment, dtype=torch.bool)
     begins[:, 1:] = segment[:, 1:] != segment[:, :-1]
     position = place - torch.where(begins, place, 0).cummax(1).values
-    return Tokens(position, segment)
+    return SequenceInfo(position, segment)
 
 
-def _numbers(name: str, told: object, device: torch.device) -> Tensor:
+def _as_integers(name: str, told: object, device: torch.device) -> Tensor:
     try:
         return torch.as_tensor(told, device=device)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"{name}={told!r} is no list of whole numbers; give one for each row") from None
 
 
-def _check(position: Tensor, segment: Tensor) -> None:
+def _check_sequence(position: Tensor, segment: Tensor) -> None:
     for name, told in (("positions", position), ("segments", segment)):
         if not isinstance(told, Tensor):
             raise ValueError(f"{name} are of type {type(told).__name__}; give a tensor [batch, tokens]")

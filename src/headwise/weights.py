@@ -8,22 +8,22 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from .errors import SpecError, nearest
+from .errors import SpecError, suggest
 from .seams import Part
 from .spec import AttentionSpec
 from .terms import Param
 
-NO_WEIGHTS: Mapping[str, Weights] = MappingProxyType({})
+NO_SHARED: Mapping[str, PartWeights] = MappingProxyType({})
 
 
-def check_shared(spec: AttentionSpec, shares: Mapping[str, Weights]) -> None:
+def check_shared(spec: AttentionSpec, shares: Mapping[str, PartWeights]) -> None:
     """Refuse weights of another layer that are not what this spec's parts of these names declare."""
     parts = dict(spec.parts())
     for shared, owner in shares.items():
         name, _, only = shared.partition(".")
         declared = parts[name].params(spec) if name in parts else {}
         if name not in parts or (only and only not in declared):
-            raise SpecError(f"this layer has no {shared!r} to share; {nearest(shared, [*parts, *spec.params()])}")
+            raise SpecError(f"this layer has no {shared!r} to share; {suggest(shared, [*parts, *spec.params()])}")
         sizes = spec.sizes_of(parts[name])
         for key, param in declared.items() if not only else [(only, declared[only])]:
             wanted, held = param.layout.shape(sizes), tuple(owner[key].shape) if key in owner else None
@@ -34,13 +34,13 @@ def check_shared(spec: AttentionSpec, shares: Mapping[str, Weights]) -> None:
                 )
 
 
-class Weights(nn.Module):
+class PartWeights(nn.Module):
     """Parameters and constants of one part: ``p["q"]``, one head's with `head`, shaped for scores with `spread`.
 
     Those named in `borrowed` are read in the weights that own them, and neither saved nor moved here.
     """
 
-    def __init__(self, spec: AttentionSpec, part: Part, borrowed: Mapping[str, Weights] = NO_WEIGHTS) -> None:
+    def __init__(self, spec: AttentionSpec, part: Part, borrowed: Mapping[str, PartWeights] = NO_SHARED) -> None:
         super().__init__()
         self.sizes: Mapping[str, int] = spec.sizes_of(part)
         self._borrowed = dict(borrowed)
@@ -53,7 +53,7 @@ class Weights(nn.Module):
 
     def _add(self, name: str, param: Param) -> None:
         tensor = param.init(param.layout.shape(self.sizes))
-        if param.learned:
+        if param.trainable:
             self.register_parameter(name, nn.Parameter(tensor))
         else:
             self.register_buffer(name, tensor)
@@ -65,13 +65,13 @@ class Weights(nn.Module):
         assert tensor is not None
         return tensor
 
-    def learned(self) -> list[Tensor]:
+    def trainable(self) -> list[Tensor]:
         """Its parameters, those that it borrows among them."""
         own = [t for t in self._parameters.values() if t is not None]
         return own + [owner[name] for name, owner in self._borrowed.items()]
 
     @property
-    def first(self) -> Tensor:
+    def first_parameter(self) -> Tensor:
         """Any one parameter, to know dtype and device by."""
         return cast(Tensor, next(iter(self._parameters.values())))
 
@@ -91,7 +91,7 @@ class Weights(nn.Module):
         """What belongs to score head h, its axis gone; what belongs to all, as it is."""
         return {n: self[n][h] if n in self._by_head else self[n] for n in self._names}
 
-    def spread(self) -> Mapping[str, Tensor]:
+    def broadcast_over_scores(self) -> Mapping[str, Tensor]:
         """One number per score head shaped [H, 1, 1], to meet scores [B, H, T, S]."""
         return {n: self[n][:, None, None] if n in self._scalars else self[n] for n in self._names}
 

@@ -51,7 +51,7 @@ class Site:
     def hooks(self) -> Iterator[RemovableHandle]:
         """What keeps what passes, call by call."""
         yield self.reads.register_forward_pre_hook(self._read, with_kwargs=True)
-        yield self.writes.register_forward_hook(self._written)
+        yield self.output_map.register_forward_hook(self._written)
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Model:
     off: float
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def run_with_hooks(self) -> Iterator[None]:
         """Every site keeps what passes."""
         hooks = [hook for site in self.sites for hook in site.hooks()]
         yield

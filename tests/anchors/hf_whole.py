@@ -202,7 +202,7 @@ def made(name: str, folder: Path) -> tuple[nn.Module, hw.Transformer]:
         for key, buffer in theirs.named_buffers():
             if key.endswith(("e_score_correction_bias", "final_logits_bias")):
                 buffer.normal_()
-    ours = hw.build(families.read(folder)).double().eval()
+    ours = hw.build(families.read_model_spec(folder)).double().eval()
     ours.load_state_dict(mapped(theirs, ours))
     return theirs, ours
 
@@ -225,7 +225,7 @@ def mapped(theirs: nn.Module, ours: hw.Transformer) -> dict[str, Tensor]:
     if strange:
         raise ValueError(f"nothing of ours is called {sorted(strange)}")
     shaped = {name: part.reshape(wanted[name].shape) for name, part in found.items() if name in wanted}
-    constants = {w.name: wanted[w.name] for w in ours.described.weights() if not w.learned and w.name not in shaped}
+    constants = {w.name: wanted[w.name] for w in ours.described.weights() if not w.trainable and w.name not in shaped}
     return shaped | constants
 
 

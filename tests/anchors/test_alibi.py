@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.parts.alibi import slopes
+from headwise.parts.alibi import alibi_slopes
 
 PUBLISHED = {
     8: [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256],
@@ -14,7 +14,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("heads", PUBLISHED)
 def test_slopes_are_the_published_ones(heads):
-    assert slopes(heads) == pytest.approx(PUBLISHED[heads])
+    assert alibi_slopes(heads) == pytest.approx(PUBLISHED[heads])
 
 
 def test_scores_fall_with_distance_by_the_slope():
@@ -23,6 +23,6 @@ def test_scores_fall_with_distance_by_the_slope():
         layer.project["q"].zero_()
     seen = hw.Probe("scores")
     layer(torch.randn(1, 5, 16, dtype=torch.float64), probe=seen)
-    last = seen.seen["scores"][0, :, 4]
+    last = seen.tensors["scores"][0, :, 4]
     expected = torch.tensor(PUBLISHED[8], dtype=torch.float64)[:, None] * torch.tensor([-4.0, -3, -2, -1, 0])
     torch.testing.assert_close(last, expected, check_dtype=False)

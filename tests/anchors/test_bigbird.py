@@ -91,24 +91,24 @@ def edges(rows: list[list[int]]) -> hw.Edges:
     return hw.Edges(tuple((r * BLOCK + i, c * BLOCK + j) for r, c in pairs for i, j in within))
 
 
-def tokens(pad: str) -> hw.Tokens:
+def tokens(pad: str) -> hw.SequenceInfo:
     """Blocks lie where tokens lie in the batch, so padding on the left moves no position."""
-    live = hw.Tokens.of(
+    live = hw.SequenceInfo.from_batch(
         torch.zeros(B, T), lengths=LENGTHS if pad != "none" else [T] * B, pad=pad.replace("none", "left")
     )
-    return hw.Tokens(torch.arange(T).expand(B, -1), live.segment.expand(B, -1))
+    return hw.SequenceInfo(torch.arange(T).expand(B, -1), live.segment.expand(B, -1))
 
 
-def far(ours: Tensor, site: Site, at: hw.Tokens) -> float:
+def far(ours: Tensor, site: Site, at: hw.SequenceInfo) -> float:
     theirs = site.outputs[0]
-    return ((ours - theirs)[at.live].abs().max() / theirs[at.live].abs().max()).item()
+    return ((ours - theirs)[at.is_real].abs().max() / theirs[at.is_real].abs().max()).item()
 
 
 @pytest.mark.parametrize("pad", ["none", "right", "left"])
 def test_one_head_with_drawn_blocks_is_a_pattern(pad: str, record_property):
     model, at = bigbird(1, 2).train(), tokens(pad)
     worst = 0.0
-    for site in passed(model, at.live):
+    for site in passed(model, at.is_real):
         drawn_blocks = edges(plan(site.reads)[0])
         site.spec = hw.design(model=15, heads=1, bias="qkvo", pattern=fixed() | drawn_blocks)
         worst = max(worst, far(site.layer(site.inputs[0], tokens=at), site, at))
@@ -120,7 +120,7 @@ def test_heads_that_draw_apart_are_a_mask(record_property):
     """One pattern is for all heads; a mask of the caller's own can differ by head."""
     model, at = bigbird(3, 2).train(), tokens("right")
     place, worst = torch.arange(T), 0.0
-    for site in passed(model, at.live):
+    for site in passed(model, at.is_real):
         plans = plan(site.reads)
         assert plans[0] != plans[1] != plans[2]
         both = [(fixed() | edges(rows)).allows(place[:, None], place) for rows in plans]
@@ -135,8 +135,8 @@ def test_outside_training_it_reads_the_first_block_over_and_over(pad: str, recor
     model, at = bigbird(3, 2), tokens(pad)
     more = torch.zeros(T, T, dtype=torch.float64)
     more[BLOCK:-BLOCK, :BLOCK] = math.log(3)
-    again, worst = hw.Probe("scores", see=lambda _, s: s + more), 0.0
-    for site in passed(model, at.live):
+    again, worst = hw.Probe("scores", callback=lambda _, s: s + more), 0.0
+    for site in passed(model, at.is_real):
         assert not np.any(plan(site.reads))
         site.spec = hw.design(model=15, heads=3, bias="qkvo", pattern=fixed())
         worst = max(worst, far(site.layer(site.inputs[0], tokens=at, probe=again), site, at))

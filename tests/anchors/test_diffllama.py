@@ -97,14 +97,14 @@ def far(ours: Tensor, theirs: Tensor) -> float:
 def test_layers_agree(name: str, pad: str, record_property: Callable[[str, object], None]):
     """Outputs and weights of every head, wherever the query is no padding."""
     model, off = diffllama(*MODELS[name]), OFF
-    at, mask = hw.Tokens.of(torch.zeros(B, T)), {}
+    at, mask = hw.SequenceInfo.from_batch(torch.zeros(B, T)), {}
     if pad != "none":
         # In float64 their softmax, taken in float32, is NaN where a padding query may read nothing.
         model.model.float()
-        at, off = hw.Tokens.of(torch.zeros(B, T), lengths=LENGTHS, pad=pad), 5e-6
-        mask = {"attention_mask": at.live.long()}
-    live, worst = at.live.expand(B, -1), []
-    with model.watched():
+        at, off = hw.SequenceInfo.from_batch(torch.zeros(B, T), lengths=LENGTHS, pad=pad), 5e-6
+        mask = {"attention_mask": at.is_real.long()}
+    live, worst = at.is_real.expand(B, -1), []
+    with model.run_with_hooks():
         told = model.model(torch.randint(2, 37, (B, T)), output_attentions=True, use_cache=False, **mask)
     assert [site.inputs[0].shape for site in model.sites] == [(B, T, 42)] * LAYERS
     for site, theirs in zip(model.sites, told.attentions, strict=True):
@@ -113,7 +113,7 @@ def test_layers_agree(name: str, pad: str, record_property: Callable[[str, objec
         assert far(layer(x, tokens=at)[live], y[live]) < off
         worst.append(far(layer(x, tokens=at, probe=probe)[live], y[live]))
         paired = theirs.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-        worst.append(far(probe.seen["weights"].transpose(1, 2)[live], paired.transpose(1, 2)[live]))
+        worst.append(far(probe.tensors["weights"].transpose(1, 2)[live], paired.transpose(1, 2)[live]))
     record_property("worst", max(worst))
     assert max(worst) < off
 
@@ -123,7 +123,7 @@ def test_decoding_agrees(name: str, record_property: Callable[[str, object], Non
     """A prefill, steps of one and a chunk, through their cache and through ours."""
     model, worst, sizes = diffllama(*MODELS[name]), [], (5, 1, 1, 3, 1, 1, 1)
     cache = tf.DynamicCache(config=model.model.config)
-    with model.watched():
+    with model.run_with_hooks():
         for part in torch.randint(2, 37, (B, T)).split(sizes, 1):
             model.model(input_ids=part, past_key_values=cache, use_cache=True)
     for site in model.sites:
@@ -139,10 +139,10 @@ def test_decoding_agrees(name: str, record_property: Callable[[str, object], Non
 def test_the_depth_is_seen():
     """What the anchor rests on: a layer at another depth would be far off."""
     model = diffllama(6, 6, False)
-    with model.watched():
+    with model.run_with_hooks():
         model.model(torch.randint(2, 37, (B, T)))
     for site in model.sites:
         theirs = site.outputs[0]
         for depth in range(LAYERS):
-            site.spec = site.spec.placed(depth, LAYERS)
+            site.spec = site.spec.at_depth(depth, LAYERS)
             assert (far(site.layer(site.inputs[0]), theirs) < OFF) == (depth == site.attends[1])

@@ -23,7 +23,7 @@ import headwise as hw
 from anchors import hf_models, test_transformers
 from anchors.hf import projections
 from headwise import counting, families
-from headwise.blueprint import Model
+from headwise.blueprint import ModelSpec
 
 Group = tuple[str, int | None, str]
 
@@ -289,7 +289,7 @@ def theirs(name: str, alone: str) -> Group:
     return stack, int(layer[2]), role
 
 
-def groups_of_theirs(model: torch.nn.Module, ours: Model) -> Counter[Group]:
+def groups_of_theirs(model: torch.nn.Module, ours: ModelSpec) -> Counter[Group]:
     alone = ours.stacks[0].name if len(ours.stacks) == 1 else ""
     counts: Counter[Group] = Counter()
     for name, parameter in model.named_parameters():
@@ -297,12 +297,12 @@ def groups_of_theirs(model: torch.nn.Module, ours: Model) -> Counter[Group]:
     return counts
 
 
-def groups_of_ours(model: Model) -> Counter[Group]:
+def groups_of_ours(model: ModelSpec) -> Counter[Group]:
     counts: Counter[Group] = Counter()
     for w in model.weights():
         layer = OURS.match(w.name)
         stack = w.name.split(".")[0]
-        counts[stack, int(layer[2]) if layer else None, w.role] += w.numel if w.learned else 0
+        counts[stack, int(layer[2]) if layer else None, w.role] += w.numel if w.trainable else 0
     return counts
 
 
@@ -323,11 +323,11 @@ def folder_of(folder: Path, said: dict[str, Any]) -> Path:
     return folder
 
 
-def check_groups(folder: Path) -> Model:
+def check_groups(folder: Path) -> ModelSpec:
     """Every group has as many numbers as there."""
-    ours, model = families.read(folder), built(folder)
+    ours, model = families.read_model_spec(folder), built(folder)
     assert groups_of_ours(ours) == +groups_of_theirs(model, ours)
-    assert counting.params(ours) == sum(p.numel() for p in model.parameters())
+    assert counting.count_parameters(ours) == sum(p.numel() for p in model.parameters())
     return ours
 
 
@@ -335,7 +335,7 @@ def check_groups(folder: Path) -> Model:
 def test_public_models_have_the_numbers_they_are_known_for(name: str, tmp_path: Path):
     said, known = PUBLIC[name]
     ours = check_groups(folder_of(tmp_path, said))
-    assert known is None or counting.params(ours) == known
+    assert known is None or counting.count_parameters(ours) == known
 
 
 @pytest.mark.parametrize(("family", "architecture", "draw"), TINY, ids=[f"{a}-{n}" for _, a, n in TINY])
@@ -354,35 +354,35 @@ STACKS |= {"cross_attentions": ("decoder", "cross")}
 
 def plainly(spec: hw.AttentionSpec) -> hw.AttentionSpec:
     """The same spec, a scale that is written out left out where it is the usual one."""
-    usual = spec.similarity.factor(spec.core) == spec.core.scale
+    usual = spec.similarity.score_scale(spec.core) == spec.core.scale
     return replace(spec, similarity=hw.Dot()) if usual else spec
 
 
-def saved(model: hf_models.Model, folder: Path) -> Model:
+def saved(model: hf_models.Model, folder: Path) -> ModelSpec:
     """Our reading of what transformers writes for this model."""
     model.model.config.save_pretrained(folder)
-    return families.read(folder)
+    return families.read_model_spec(folder)
 
 
 @pytest.mark.parametrize("name", RUN)
 def test_the_spec_is_the_one_that_computes_the_same(name: str, tmp_path: Path):
     theirs = test_transformers.MODELS[name]()
     ours = saved(theirs, tmp_path)
-    specs = dict(ours.specs())
+    specs = dict(ours.attention_specs())
     assert len(specs) == len(theirs.sites)
     for site in theirs.sites:
         stack, what = STACKS.get(site.attends[0], (ours.stacks[0].name, "attention"))
         assert plainly(specs[f"{stack}.{site.attends[1]}.{what}"]) == plainly(site.spec)
-    assert ours.unsaid() == {}
+    assert ours.approximation_reasons() == {}
 
 
 def test_angles_that_follow_the_text_are_nearly_a_spec(tmp_path: Path):
     """The hand-written spec is that of 13 tokens in a model of 8; up to 8 tokens it is the plain one."""
     ours = saved(test_transformers.MODELS["llama-dynamic"](), tmp_path)
-    (plain,) = {spec for _, spec in ours.specs()}
+    (plain,) = {spec for _, spec in ours.attention_specs()}
     assert plain == test_transformers.MODELS["llama"]().sites[0].spec
-    assert set(ours.unsaid()) == {"decoder.0.attention", "decoder.1.attention"}
-    assert "up to 8 tokens" in ours.unsaid()["decoder.0.attention"]
+    assert set(ours.approximation_reasons()) == {"decoder.0.attention", "decoder.1.attention"}
+    assert "up to 8 tokens" in ours.approximation_reasons()["decoder.0.attention"]
 
 
 def check_computes(theirs: torch.nn.Module, spec: hw.AttentionSpec, output: str, *sources: torch.Tensor) -> None:
@@ -397,7 +397,7 @@ def test_attention_of_bart_and_vit_computes_the_same():
     """Neither stands among the models above; both are Vaswani's attention."""
     said = {"d_model": 42, "encoder_attention_heads": 2, "decoder_attention_heads": 3, "encoder_layers": 1}
     said |= {"decoder_layers": 1, "vocab_size": 11}
-    specs = dict(families.read(said | {"model_type": "bart", "architectures": ["BartModel"]}).specs())
+    specs = dict(families.read_model_spec(said | {"model_type": "bart", "architectures": ["BartModel"]}).attention_specs())
     bart = tf.BartModel(tf.BartConfig(**said, attn_implementation="eager"))
     check_computes(bart.encoder.layers[0].self_attn, specs["encoder.0.attention"], "out_proj")
     source = torch.randn(2, 7, 42, dtype=torch.float64)
@@ -406,7 +406,7 @@ def test_attention_of_bart_and_vit_computes_the_same():
 
     said = {"hidden_size": 42, "num_attention_heads": 3, "num_hidden_layers": 1, "qkv_bias": False}
     vit = tf.ViTModel(tf.ViTConfig(**said, image_size=4, patch_size=2, attn_implementation="eager"))
-    ((_, spec),) = families.read(said | {"model_type": "vit"}).specs()
+    ((_, spec),) = families.read_model_spec(said | {"model_type": "vit"}).attention_specs()
     check_computes(vit.layers[0].attention, spec, "o_proj")
 
 
@@ -418,13 +418,13 @@ REMEMBERED = {"llama-3-8b": 131_072, "deepseek-v3": 70_272, "llama-2-7b": 524_28
 @pytest.mark.parametrize("name", REMEMBERED)
 def test_bytes_remembered_of_a_token(name: str):
     """At two bytes a number, over all layers; that of V2-Lite is 27 x 576 x 2."""
-    model = families.read(PUBLIC[name][0])
-    assert 2 * sum(counting.cache_numbers(spec) for _, spec in model.specs()) == REMEMBERED[name]
+    model = families.read_model_spec(PUBLIC[name][0])
+    assert 2 * sum(counting.cached_numbers_per_token(spec) for _, spec in model.attention_specs()) == REMEMBERED[name]
 
 
 @pytest.mark.parametrize(("name", "numbers"), [("deepseek-v3", 187_107_328), ("deepseek-v2-lite", 13_763_072)])
 def test_latent_attention_has_the_published_numbers(name: str, numbers: int):
-    assert {counting.params(spec) for _, spec in families.read(PUBLIC[name][0]).specs()} == {numbers}
+    assert {counting.count_parameters(spec) for _, spec in families.read_model_spec(PUBLIC[name][0]).attention_specs()} == {numbers}
 
 
 # --- windows, layer by layer ---------------------------------------------------------------------------
@@ -443,7 +443,7 @@ def test_windows_begin_where_qwen_says():
     said |= {"num_hidden_layers": 5, "vocab_size": 11, "use_sliding_window": True, "sliding_window": 3}
     said |= {"max_window_layers": 2}
     theirs = tf.Qwen2Model(tf.Qwen2Config(**said, attn_implementation="eager")).eval()
-    ours = [spec.pattern for _, spec in families.read(said | {"model_type": "qwen2"}).specs()]
+    ours = [spec.pattern for _, spec in families.read_model_spec(said | {"model_type": "qwen2"}).attention_specs()]
     for pattern, seen in zip(ours, seen_by_transformers(theirs, 9), strict=True):
-        assert torch.equal(seen, hw.Sight(*[hw.Tokens.of(torch.zeros(1, 9))] * 2, pattern).allowed[0, 0])
+        assert torch.equal(seen, hw.AttentionMask(*[hw.SequenceInfo.from_batch(torch.zeros(1, 9))] * 2, pattern).allowed[0, 0])
     assert ours == [hw.Causal()] * 2 + [hw.Window(3)] * 3

@@ -11,7 +11,7 @@ import cases
 import headwise as hw
 from cases import base, check_close
 from headwise import counting, reference
-from headwise.parts.feature_map import drawn
+from headwise.parts.feature_map import sample_orthogonal_gaussian
 
 
 def favor(draws=0, seed=0, **said) -> hw.AttentionSpec:
@@ -77,9 +77,9 @@ def test_a_product_of_features_is_the_exponential_on_average(draws):
 
 def _products(kind, seed, q, k):
     """What is lifted, with the factor of each query that it goes without; of short keys nothing is taken off."""
-    w = drawn(seed, (kind.draws, 8))
+    w = sample_orthogonal_gaussian(seed, (kind.draws, 8))
     asks, tells = (
-        kind.lift(torch.from_numpy(x)[None, None], side, {"directions": w})[0, 0] for side, x in (("q", q), ("k", k))
+        kind.feature_map(torch.from_numpy(x)[None, None], side, {"directions": w})[0, 0] for side, x in (("q", q), ("k", k))
     )
     told = q * 8**-0.25
     return (asks * tells).sum(-1).numpy() * np.exp((told @ w.numpy().T).max(-1) - (told**2).sum(-1) / 2)
@@ -96,7 +96,7 @@ def shares_of(layer, x):
     exponents = told @ w.T - (told**2).sum(-1, keepdims=True) / 2
     asks, tells = (np.exp(e) for e in (exponents - exponents.max(-1, keepdims=True), exponents - exponents.max()))
     shares = asks @ tells.T
-    return seen.seen["weights"][0, 0].double().numpy(), shares / shares.sum(-1, keepdims=True)
+    return seen.tensors["weights"][0, 0].double().numpy(), shares / shares.sum(-1, keepdims=True)
 
 
 @pytest.mark.parametrize("dim", [8, 64, 128])
@@ -154,7 +154,7 @@ def test_more_features_come_closer_to_softmax():
             layer.load_state_dict(exact.state_dict(), strict=False)
             seen = hw.Probe("weights")
             layer(x, probe=seen)
-            errors.append((seen.seen["weights"] - truth.seen["weights"]).square().mean())
+            errors.append((seen.tensors["weights"] - truth.tensors["weights"]).square().mean())
         return torch.stack(errors).mean().sqrt().item()
 
     few, some, many = error(16), error(256), error(4096)
@@ -168,19 +168,19 @@ def test_parallel_chunked_and_recurrent_are_one_function(kind):
     spec = base(similarity=hw.FeatureMap(kind=kind), normaliser=hw.Sum(), pattern="causal", kv=3, vdim=5)
     layer = cases.layer(spec)
     x = torch.randn(2, 131, 10, dtype=torch.float64)
-    layer.only = "dense"
+    layer.backend_name = "dense"
     expected = layer(x)
-    check_close(expected[:, :9], reference.attention(layer, x[:, :9]))
-    layer.only = "linear"
+    check_close(expected[:, :9], reference.reference_attention(layer, x[:, :9]))
+    layer.backend_name = "linear"
     check_close(layer(x), expected)
-    layer.only = None
+    layer.backend_name = None
     for chunks in [(1,) * 131, (64, 1, 66), (130, 1)]:
         cache = layer.cache(batch=2, capacity=131)
         check_close(decoded(layer, x, chunks, cache), expected)
-    features = spec.similarity.features(spec.core)
+    features = spec.similarity.num_state_features(spec.core)
     assert features == (8 if kind == "favor" else 4)
     assert cache.nbytes == 2 * 6 * features * (5 + 1) * 8
-    assert cache.nbytes == counting.cache_bytes(spec, batch=2, capacity=1, bytes_each=8)
+    assert cache.nbytes == counting.cache_bytes(spec, batch=2, capacity=1, bytes_per_number=8)
 
 
 def test_a_query_that_meets_no_channel_reads_zero():
@@ -192,8 +192,8 @@ def test_a_query_that_meets_no_channel_reads_zero():
     x, _ = cases.tensors(spec)
     x.requires_grad_()
     cache = layer.cache(batch=3, capacity=9)
-    steps = torch.cat([layer.heads(x[:, t : t + 1], cache=cache) for t in range(7)], 1)
-    for o_BTOV in (layer.heads(x), steps):
+    steps = torch.cat([layer.head_outputs(x[:, t : t + 1], cache=cache) for t in range(7)], 1)
+    for o_BTOV in (layer.head_outputs(x), steps):
         assert (o_BTOV[:, :, 1:3] == 0).all()
         assert (o_BTOV[:, -1, [0, 3, 4, 5]] != 0).any()
         assert torch.autograd.grad(o_BTOV.sum(), x, retain_graph=True)[0].isfinite().all()
@@ -202,12 +202,12 @@ def test_a_query_that_meets_no_channel_reads_zero():
 def test_what_lifting_costs():
     """2 dim m for each query of each score head and each key of each key head; a score then has m channels."""
     spec, plain = favor(9, kv=2), base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), pattern="causal", kv=2)
-    work = hw.Work(3, 7, 7, 7)
+    work = hw.CallSize(3, 7, 7, 7)
     lifted = 2 * 3 * 7 * (6 + 2) * 9 * 4
     wider = 2 * 3 * 49 * 6 * (9 - 4)
-    assert counting.counted(spec, work) - counting.counted(plain, work) == lifted + wider
-    assert counting.params(spec) == counting.params(plain)
-    assert counting.constants(spec) == 9 * 4
+    assert counting.counted_flops(spec, work) - counting.counted_flops(plain, work) == lifted + wider
+    assert counting.count_parameters(spec) == counting.count_parameters(plain)
+    assert counting.count_constants(spec) == 9 * 4
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def cut(rows: Tensor, end: int) -> list[list[int]]:
 def test_beams_find_what_theirs_find(name: str, penalty: float, tmp_path: Path):
     theirs, ours = made(name, tmp_path)
     x = torch.randint(4, VOCABULARY, (3, 5))
-    ours.usage = hw.Usage(begin=(START,))
+    ours.usage = hw.ProcessorSpec(begin=(START,))
     free = hw.generate(ours.float(), x, max_new_tokens=6, how=hw.Decoding(beams=4, best=4))
     end = free[0][1][3]  # so that some answers end early
     said = {"num_beams": 4, "num_return_sequences": 4, "length_penalty": penalty, "early_stopping": "never"}

@@ -30,15 +30,15 @@ def test_every_head_by_itself(scope: str, shape: tuple[int, ...], eps: float):
     assert w["head_norm.scale"].shape == shape
     q, k, v = (written.projected(w, x, side, n) for side, n in (("q", 6), ("k", 2), ("v", 2)))
     o = written.read(q, k, v, (0, 0, 0, 1, 1, 1), causal=True)
-    assert far(layer.heads(X), normed(o, eps) * w["head_norm.scale"]) < EXACT
+    assert far(layer.head_outputs(X), normed(o, eps) * w["head_norm.scale"]) < EXACT
 
 
 def test_it_forgets_how_long_values_are_and_not_where_they_point():
     layer = cases.layer(base(modifiers=(hw.HeadNorm(eps=1e-30),)))
-    before = layer.heads(X)
+    before = layer.head_outputs(X)
     with torch.no_grad():
         layer.project["v"].mul_(1e3)
-    cases.check_close(layer.heads(X), before)
+    cases.check_close(layer.head_outputs(X), before)
 
 
 @pytest.mark.parametrize("first", ["norm", "pairs"])
@@ -52,7 +52,7 @@ def test_a_norm_acts_in_the_order_written(first: str):
     scale = w["head_norm.scale"]
     o = normed(o, 1e-2) * scale if first == "norm" else o
     o = o[:, :, ::2] - noise * o[:, :, 1::2]
-    assert far(layer.heads(X), normed(o, 1e-2) * scale if first == "pairs" else o) < EXACT
+    assert far(layer.head_outputs(X), normed(o, 1e-2) * scale if first == "pairs" else o) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_what_cannot_be_meant_is_refused(modifiers: Any, words: str):
 def test_weights_of_each_output_head_may_stand_behind_a_join():
     layer = cases.layer(base(modifiers=(hw.DifferentialV2(), hw.HeadNorm(scope="head")), kv=2))
     assert layer.head_norm["scale"].shape == (6, 4)
-    small, weights = hw.axes.cut(layer.spec, layer.state_dict(), [1, 4])
+    small, weights = hw.axes.keep_heads(layer.spec, layer.state_dict(), [1, 4])
     cut = hw.Attention(small).double()
     cut.load_state_dict(weights)
-    cases.check_close(cut.heads(X), layer.heads(X)[:, :, [1, 4]])
+    cases.check_close(cut.head_outputs(X), layer.head_outputs(X)[:, :, [1, 4]])

@@ -20,7 +20,7 @@ import headwise as hw
 from anchors.hf import drawn
 from anchors.hf_whole import BERT, GATED, LATENT, MODELS, VOCABULARY
 from headwise import blueprint as bp
-from headwise.hub.sentencepieces import document
+from headwise.hub.sentencepieces import make_tokenizer_json
 from headwise.tasks.vocabulary import learned
 from llama2c_pieces import FIRST, merged, packed
 
@@ -174,22 +174,22 @@ def test_what_was_read_is_written_as_it_was(name: str, tmp_path: Path):
     assert hw.load(tmp_path / "ours").described == hw.load(tmp_path / "theirs").described
 
 
-def ours(form: str) -> bp.Model:
+def ours(form: str) -> bp.ModelSpec:
     """A model of our own that a format can say, sizes all different."""
     if form == "gpt2":
         spec = hw.design(model=21, heads=3, pattern="causal()", bias="qkvo")
-        feed, norm, positions = bp.Dense(29, "relu", bias="ud"), bp.Norm("layer", 1e-3), bp.Positions("learned", 23)
+        feed, norm, positions = bp.FeedForwardSpec(29, "relu", bias="ud"), bp.NormSpec("layer", 1e-3), bp.PositionSpec("learned", 23)
     else:
         turns = (hw.Rotary(base=300.0, scaling=hw.YaRN(2.0, original=16, ramp="exact", swelling=1.25)),)
         own = {"model": 42 if form == "llama" else 21, "bias": "qkvo" if form == "llama" else ""}
         spec = hw.design(heads=6, kv=2, dim=10, pattern="causal()", modifiers=turns, **own)
-        feed = bp.Dense(29, "gelu_tanh", "gated", "ugd" if form == "llama" else "")
-        norm, positions = bp.Norm("rms", 1e-3), None
-    embedding = bp.Embedding(VOCABULARY, positions=positions)
-    block = bp.Block(spec, feed=feed, norm=norm)
-    stack = bp.Stack.of("decoder", spec.model, [block] * 2, embedding=embedding, norm=norm)
+        feed = bp.FeedForwardSpec(29, "gelu_tanh", "gated", "ugd" if form == "llama" else "")
+        norm, positions = bp.NormSpec("rms", 1e-3), None
+    embedding = bp.EmbeddingSpec(VOCABULARY, positions=positions)
+    block = bp.BlockSpec(spec, feed=feed, norm=norm)
+    stack = bp.StackSpec.from_blocks("decoder", spec.model, [block] * 2, embedding=embedding, norm=norm)
     table = "decoder" if form == "gpt2" else ""
-    return bp.Model("mine", "decoder", (stack,), (bp.Head("tokens", VOCABULARY, table=table),))
+    return bp.ModelSpec("mine", "decoder", (stack,), (bp.OutputHeadSpec("tokens", VOCABULARY, table=table),))
 
 
 @pytest.mark.parametrize("form", ["gpt2", "llama", "mistral"])
@@ -198,7 +198,7 @@ def test_a_model_of_ours_is_read_by_transformers(form: str, tmp_path: Path):
     net, out = hw.build(ours(form), seed=0).eval(), tmp_path / "out"
     for p in net.parameters():
         p.copy_(p + 0.3 * torch.randn(p.shape))
-    hw.export(net, out, length=None if form == "gpt2" else 77)
+    hw.export(net, out, max_length=None if form == "gpt2" else 77)
     held = {path.name: path.read_bytes() for path in out.iterdir()}
     assert sorted(held) == ["config.json", "model.safetensors"]
     assert not any(word in data for data in held.values() for word in (b"headwise", b"auto_map"))
@@ -222,9 +222,9 @@ def test_a_tokenizer_goes_both_ways(tmp_path: Path):
     """The document is carried along, and transformers cuts text by it as it is, with what stands around a text."""
     words = learned(["low lower lowest"] * 9, size=270, specials=("<s>", "</s>"))
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 272}
-    net = hw.build(hw.families.read({"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes))
+    net = hw.build(hw.families.read_model_spec({"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes))
     for n, (before, behind) in enumerate((((), ()), ((0,), ()), ((0,), (1,)))):
-        net.usage = bp.Usage(before=before, behind=behind, end=(1,), tokenizer=words.document)
+        net.usage = bp.ProcessorSpec(before=before, behind=behind, end=(1,), tokenizer=words.document)
         out = tmp_path / str(n)
         hw.export(net, out)
         theirs = tf.AutoTokenizer.from_pretrained(out)
@@ -241,8 +241,8 @@ def test_transformers_makes_no_tokenizer_of_its_own(tmp_path: Path):
     pieces = [*FIRST, ("lo", -1.0), ("lo ", -2.0), *((char, -9.0 - n) for n, char in enumerate("low "))]
     (tmp_path / "t.bin").write_bytes(packed(pieces))
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": len(pieces)}
-    net = hw.build(hw.families.read({"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes))
-    net.usage = bp.Usage(before=(1,), tokenizer=document(tmp_path / "t.bin", len(pieces)))
+    net = hw.build(hw.families.read_model_spec({"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes))
+    net.usage = bp.ProcessorSpec(before=(1,), tokenizer=make_tokenizer_json(tmp_path / "t.bin", len(pieces)))
     hw.export(net, tmp_path / "out")
     theirs = tf.AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in ("low lo w\n", " lo\u2581w", "lowlo \u00e9"):

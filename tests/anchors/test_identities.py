@@ -55,7 +55,7 @@ def test_dynamic_heads_as_published(on):
     layer(X, probe=seen)
     plain(layer, base())(X, probe=usual)
     t, s, b = 4, 2, 1
-    a = usual.seen[place][b, :, t, s]
+    a = usual.tensors[place][b, :, t, s]
     mixed = a + a @ p["static"]
     for side, x in (("query", X[b, t]), ("key", X[b, s])):
         u = torch.nn.functional.gelu(p[f"{side}_hidden"] @ x)
@@ -63,7 +63,7 @@ def test_dynamic_heads_as_published(on):
         w1 = w1 / (w1.square().mean(-1, keepdim=True) + 1e-6).sqrt()
         w2 = (p[f"{side}_target"] @ u).view(2, 6)
         mixed = mixed + (w1 @ a) @ w2 + a * torch.tanh(p[f"{side}_gate"] @ x)
-    check_close(seen.seen[place][b, :, t, s], mixed)
+    check_close(seen.tensors[place][b, :, t, s], mixed)
 
 
 def test_overlapping_heads_without_overlap():
@@ -84,7 +84,7 @@ def test_overlapping_queries_and_keys_are_collaborative_ones_with_a_banded_mixin
     seen = hw.Probe("scores"), hw.Probe("scores")
     for layer, probe in zip((wide, shared), seen, strict=True):
         layer(X, probe=probe)
-    check_close(seen[0].seen["scores"], seen[1].seen["scores"])
+    check_close(seen[0].tensors["scores"], seen[1].tensors["scores"])
 
 
 def test_collaborative_heads_of_full_width_with_blocks_and_the_query_bias():
@@ -107,18 +107,18 @@ def test_differential_heads_that_subtract_nothing():
     with torch.no_grad():
         for name in ("b1", "b2"):
             layer.differential[name].zero_()  # lambda is what it starts from
-    start = hw.Differential().start
+    start = hw.Differential().initial_lambda
     seen = hw.Probe("heads")
     layer(X, probe=seen)
     rows = hw.Attention(hw.design(model=10, heads=6, dim=4)).double()
     assert rows.spec.heads.q == spec.heads.q == 6
     q, k, v = (torch.nn.functional.linear(X, layer.project[n]) for n in "qkv")
     q, k = q.view(3, 7, 6, 4), k.view(3, 7, 6, 4)
-    weights = (torch.einsum("bthk,bshk->bhts", q, k) / 2).softmax(-1)
+    weights = (torch.on_einsum("bthk,bshk->bhts", q, k) / 2).on_softmax(-1)
     pair = weights[:, ::2] - start * weights[:, 1::2]
-    o = torch.einsum("bhts,bshv->bthv", pair, v.view(3, 7, 3, 8))
+    o = torch.on_einsum("bhts,bshv->bthv", pair, v.view(3, 7, 3, 8))
     normed = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.differential["norm"] * (1 - start)
-    check_close(seen.seen["heads"], normed)
+    check_close(seen.tensors["heads"], normed)
 
 
 def test_a_sink_that_takes_nothing():
@@ -141,24 +141,24 @@ def test_routing_sets_its_balance_once():
     layer = cases.layer(base(modifiers=(hw.Routed(always=2, active=3),)))
     with torch.no_grad():
         layer.routed["router"].zero_()
-    ledger = hw.Ledger()
+    ledger = hw.AuxLosses()
     for _ in range(2):
-        layer(X, probe=hw.Probe(ledger=ledger))
+        layer(X, probe=hw.Probe(aux_losses=ledger))
     assert ledger.total("balance").item() == pytest.approx(3.0)  # at uniform routing the code's value is K
 
 
 def test_routing_leaves_padding_out_of_its_balance():
     layer = cases.layer(base(modifiers=(hw.Routed(always=2, active=1),)))
-    short, padded = hw.Ledger(), hw.Ledger()
-    layer(X[:, :4], probe=hw.Probe(ledger=short))
-    layer(X, tokens=hw.Tokens.of(X, lengths=[4, 4, 4]), probe=hw.Probe(ledger=padded))
+    short, padded = hw.AuxLosses(), hw.AuxLosses()
+    layer(X[:, :4], probe=hw.Probe(aux_losses=short))
+    layer(X, tokens=hw.SequenceInfo.from_batch(X, lengths=[4, 4, 4]), probe=hw.Probe(aux_losses=padded))
     check_close(padded.total("balance"), short.total("balance"))
 
 
 @pytest.mark.parametrize("kv", [1, 2, 3])
 def test_grouped_heads_are_repeated_ones(kv):
     layer = cases.layer(base(kv=kv, vdim=5, pattern="causal()", modifiers=(hw.Rotary(),)))
-    wide, weights = axes.split(layer.spec, layer.state_dict())
+    wide, weights = axes.split_kv_heads(layer.spec, layer.state_dict())
     twin = hw.Attention(wide).double()
     twin.load_state_dict(weights)
     check_close(twin(X), layer(X))
@@ -180,7 +180,7 @@ def test_the_temperature_of_unit_vectors():
     with torch.no_grad():
         layer.qk_norm["temperature"].fill_(7.0)
     layer(X, probe=seen)
-    assert seen.seen["scores"].abs().max() <= 7.0 + 1e-9
+    assert seen.tensors["scores"].abs().max() <= 7.0 + 1e-9
 
 
 SIZES = {
@@ -217,7 +217,7 @@ SIZES = {
 @pytest.mark.parametrize("name", SIZES)
 def test_published_sizes(name):
     size, made = SIZES[name]
-    assert counting.params(made()) == size
+    assert counting.count_parameters(made()) == size
 
 
 CACHES = {
@@ -234,4 +234,4 @@ CACHES = {
 @pytest.mark.parametrize("name", CACHES)
 def test_published_caches(name):
     size, made = CACHES[name]
-    assert counting.cache_numbers(made()) == size
+    assert counting.cached_numbers_per_token(made()) == size

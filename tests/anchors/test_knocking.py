@@ -35,7 +35,7 @@ def test_one_matrix_for_all_heads_of_a_side(sides: str):
     knock = {side: w[f"knocking.{side}"].T for side in sides}  # as the paper writes it, x T
     q, k, v = (x @ knock[side] if side in knock else x for side, x in (("q", q), ("k", k), ("v", v)))
     o = written.read(q, k, v, (0, 0, 0, 1, 1, 1), causal=True)
-    assert far(layer.heads(X), o) < EXACT
+    assert far(layer.head_outputs(X), o) < EXACT
 
 
 def test_the_mlp_as_published():
@@ -44,18 +44,18 @@ def test_the_mlp_as_published():
     q, k, v = (written.projected(w, x, side, heads) for side, heads in (("q", 6), ("k", 3), ("v", 3)))
     up, gate, down = (w[f"knocking.{name}"].T for name in ("up", "gate", "down"))
     v = 2 * ((v @ up) * written.sigmoid(v @ gate)) @ down
-    assert far(layer.heads(X), written.read(q, k, v, (0, 0, 1, 1, 2, 2))) < EXACT
+    assert far(layer.head_outputs(X), written.read(q, k, v, (0, 0, 1, 1, 2, 2))) < EXACT
 
 
 @pytest.mark.parametrize(("knocking", "matrices"), [(hw.Knocking(sides="qkv"), 3), (hw.Knocking(kind="mlp"), 3)])
 def test_published_sizes(knocking: hw.Knocking, matrices: int):
     spec = hw.design(model=512, heads=8, modifiers=(knocking,))
-    assert hw.counting.params(spec) - hw.counting.params(hw.design(model=512, heads=8)) == matrices * 64**2
+    assert hw.counting.count_parameters(spec) - hw.counting.count_parameters(hw.design(model=512, heads=8)) == matrices * 64**2
 
 
 def test_cutting_heads_leaves_the_matrix_alone():
     layer = cases.layer(cases.base(modifiers=(hw.Knocking(sides="qkv"),), kv=2, vdim=5))
-    _, weights = hw.axes.cut(layer.spec, layer.state_dict(), [0, 4])
+    _, weights = hw.axes.keep_heads(layer.spec, layer.state_dict(), [0, 4])
     assert all(torch.equal(weights[f"knocking.{side}"], layer.knocking[side]) for side in "qkv")
 
 
@@ -102,18 +102,18 @@ FOLDED: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, str]]] = {
 def test_folded_is_unfolded(case: str, bias: str):
     said, left, stayed = FOLDED[case]
     layer = cases.layer(cases.base(**({"kv": 2, "vdim": 5, "bias": bias} | said)))
-    folded = hw.fold_turns(layer.spec, layer.state_dict())
-    assert (folded.spec.modifiers, folded.stayed) == (left, stayed)
+    folded = hw.fold_qk_transforms(layer.spec, layer.state_dict())
+    assert (folded.spec.modifiers, folded.reasons_kept) == (left, stayed)
     twin = hw.Attention(folded.spec).double()
     twin.load_state_dict(folded.weights)
     assert far(twin(X), layer(X).detach().numpy()) < 1e-12
-    cut = hw.axes.cut(*folded[:2], [1])
+    cut = hw.axes.keep_heads(*folded[:2], [1])
     assert cut[0].modifiers == left
 
 
 def test_nothing_to_fold_is_left_as_it_is():
     layer = cases.layer(cases.base(modifiers=(ROTARY, hw.Alibi()), pattern="causal()"))
-    folded = hw.fold_turns(layer.spec, layer.state_dict())
+    folded = hw.fold_qk_transforms(layer.spec, layer.state_dict())
     assert folded.spec == layer.spec
     assert list(folded.weights) == list(layer.state_dict())
     assert all(torch.equal(held, layer.state_dict()[name]) for name, held in folded.weights.items())
@@ -122,9 +122,9 @@ def test_nothing_to_fold_is_left_as_it_is():
 def test_a_bias_behind_a_folded_matrix_can_go_too():
     layer = cases.layer(cases.base(modifiers=(hw.Knocking(),), vdim=5, bias="qkvo"))
     before = hw.fold_bias(layer.spec, layer.state_dict())
-    assert before.stayed == {"v": "knocking turns v after its bias"}
-    bare = hw.fold_bias(*hw.fold_turns(layer.spec, layer.state_dict())[:2])
-    assert (bare.spec, bare.stayed) == (cases.base(vdim=5, project=hw.Direct(bias="q"), merge=hw.Concat(bias="o")), {})
+    assert before.reasons_kept == {"v": "knocking turns v after its bias"}
+    bare = hw.fold_bias(*hw.fold_qk_transforms(layer.spec, layer.state_dict())[:2])
+    assert (bare.spec, bare.reasons_kept) == (cases.base(vdim=5, project=hw.Direct(bias="q"), merge=hw.Concat(bias="o")), {})
     twin = hw.Attention(bare.spec).double()
     twin.load_state_dict(bare.weights)
     assert far(twin(X), layer(X).detach().numpy()) < 1e-12
@@ -137,8 +137,8 @@ def test_values_are_knocked_whatever_compares(project: hw.Project):
     plain = hw.Attention(cases.base(project=project, kv=2, vdim=5)).double()
     held = layer.state_dict()
     plain.load_state_dict({name: weight for name, weight in held.items() if "knocking" not in name})
-    assert far(layer.heads(X), (plain.heads(X) @ held["knocking.v"].T).detach().numpy()) < EXACT
-    assert torch_counts(layer, X) == counting.counted(layer.spec, hw.Work(3, 7, 7, 7))
+    assert far(layer.head_outputs(X), (plain.head_outputs(X) @ held["knocking.v"].T).detach().numpy()) < EXACT
+    assert torch_counts(layer, X) == counting.counted_flops(layer.spec, hw.CallSize(3, 7, 7, 7))
 
 
 # --- what cannot be ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import cases
 import headwise as hw
 from cases import base, check_close
 from headwise import counting
-from headwise.inputs import Limit
+from headwise.inputs import PositionLimit
 
 KINDS = {
     "random": hw.Learned(length=9),
@@ -44,12 +44,12 @@ def test_synthesizers_by_their_formulas(kind, project):
     told, places = x.numpy(), PLACES[0].numpy()
     s = rows(kind, w, told, places)[..., places]
     if project == hw.Direct():
-        q, k = (np.einsum("btd,hkd->hbtk", told, w[f"project.{side}"].reshape(6, 4, 10)) for side in "qk")
+        q, k = (np.on_einsum("btd,hkd->hbtk", told, w[f"project.{side}"].reshape(6, 4, 10)) for side in "qk")
         s = s + q @ k.transpose(0, 1, 3, 2) / 2
     e = np.where(np.tril(np.ones((7, 7), bool)), np.exp(s - s.max(-1, keepdims=True)), 0.0)
-    o = e / e.sum(-1, keepdims=True) @ np.einsum("btd,hvd->hbtv", told, w["project.v"].reshape(6, 4, 10))
+    o = e / e.sum(-1, keepdims=True) @ np.on_einsum("btd,hvd->hbtv", told, w["project.v"].reshape(6, 4, 10))
     y = np.moveaxis(o, 0, 2).reshape(3, 7, 24) @ w["output.o"].T
-    check_close(layer(x, tokens=hw.Tokens(PLACES, torch.zeros_like(PLACES))), torch.from_numpy(y))
+    check_close(layer(x, tokens=hw.SequenceInfo(PLACES, torch.zeros_like(PLACES))), torch.from_numpy(y))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,7 +70,7 @@ def test_a_table_breaks_even_with_queries_and_keys():
     plain = hw.design(model=18, heads=5, dim=4)
     for length, cheaper in ((11, True), (12, None), (13, False)):
         table = hw.design(model=18, heads=5, dim=4, project=hw.Values(), modifiers=(hw.Learned(length=length),))
-        difference = counting.params(plain) - counting.params(table)
+        difference = counting.count_parameters(plain) - counting.count_parameters(table)
         assert difference == 2 * 18 * 5 * 4 - 5 * length**2
         assert (difference == 0) if cheaper is None else ((difference > 0) == cheaper)
 
@@ -80,7 +80,7 @@ def test_the_papers_sizes():
     sizes = {"random": 2 * 9**2, "factorised": 2 * 2 * 9 * 3, "dense": 10**2 + 10 * 9 + 10 + 2 * 9}
     for kind, size in sizes.items():
         spec = hw.design(model=10, heads=2, modifiers=(KINDS[kind],))
-        assert counting.params(spec) - counting.params(hw.design(model=10, heads=2)) == size
+        assert counting.count_parameters(spec) - counting.count_parameters(hw.design(model=10, heads=2)) == size
 
 
 # --- what it does not know -----------------------------------------------------------------------------
@@ -98,33 +98,33 @@ def test_input_beyond_the_table_is_refused():
         layer(x)
     assert layer(x[:, :7]).isfinite().all()
     assert layer(x[:, :0]).shape == (3, 0, 10)
-    assert Limit.of(layer.spec) == (7, "Learned(length=7)")
-    assert Limit.of(base()) is None
+    assert PositionLimit.of(layer.spec) == (7, "Learned(length=7)")
+    assert PositionLimit.of(base()) is None
     both = base(modifiers=(hw.Learned(length=9), hw.Learned(length=8)))
-    assert Limit.of(both) == (8, "Learned(length=8)")
+    assert PositionLimit.of(both) == (8, "Learned(length=8)")
     with pytest.raises(ValueError, match=r"Learned\(length=8\) knows no position 8"):
         hw.Attention(both).double()(torch.randn(1, 9, 10).double())
 
 
 def test_positions_are_what_counts_and_not_how_many_tokens_there_are():
     layer, x = learned(), torch.randn(3, 12, 10, dtype=torch.float64)
-    padded = hw.Tokens.of(x, lengths=[7, 2, 0])
+    padded = hw.SequenceInfo.from_batch(x, lengths=[7, 2, 0])
     check_close(layer(x, tokens=padded)[0, :7], layer(x[:1, :7])[0])
-    packed = hw.Tokens.of(x, segments=torch.tensor([[0] * 6 + [1] * 6] * 3))
+    packed = hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0] * 6 + [1] * 6] * 3))
     check_close(layer(x, tokens=packed)[:, 6:], layer(x[:, 6:]))
     far = torch.arange(12)[None].expand(3, -1) + 90
     far[:, :4] = torch.arange(4)
-    beyond = hw.Tokens(far, torch.tensor([[0] * 4 + [-1] * 8] * 3))
+    beyond = hw.SequenceInfo(far, torch.tensor([[0] * 4 + [-1] * 8] * 3))
     check_close(layer(x, tokens=beyond)[:, :4], layer(x[:, :4]))
     with pytest.raises(ValueError, match="knows no position 7"):
-        layer(x, tokens=hw.Tokens.of(x, lengths=[2, 8, 0]))
+        layer(x, tokens=hw.SequenceInfo.from_batch(x, lengths=[2, 8, 0]))
 
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_refused_step_leaves_the_cache_as_it_was(ragged):
     layer, x = learned(), torch.randn(2, 8, 10, dtype=torch.float64)
     cache = layer.cache(batch=2, capacity=40)
-    layer(x[:, :4], cache=cache, tokens=hw.Tokens.of(x[:, :4], lengths=[4, 3]) if ragged else None)
+    layer(x[:, :4], cache=cache, tokens=hw.SequenceInfo.from_batch(x[:, :4], lengths=[4, 3]) if ragged else None)
     before = cache.used, cache.tokens.position.clone(), {k: v.clone() for k, v in cache.entry.items()}
     with pytest.raises(ValueError, match="knows no position 7"):
         layer(x[:, 4:8], cache=cache)
@@ -141,10 +141,10 @@ def test_a_refused_step_leaves_the_cache_as_it_was(ragged):
 def test_a_source_beyond_the_table_is_refused():
     layer = learned(pattern="full", source=13)
     x, z = torch.randn(3, 5, 10, dtype=torch.float64), torch.randn(3, 8, 13, dtype=torch.float64)
-    for call in (lambda: layer.remember(z), lambda: layer(x, source=z)):
+    for call in (lambda: layer.project_source(z), lambda: layer(x, source=z)):
         with pytest.raises(ValueError, match="knows no position 7"):
             call()
-    kept = layer.remember(z, tokens=hw.Tokens.of(z, lengths=[7, 3, 1]))
+    kept = layer.project_source(z, sequence=hw.SequenceInfo.from_batch(z, lengths=[7, 3, 1]))
     check_close(layer(x, source=kept)[1], layer(x[1:2], source=z[1:2, :3])[0])
 
 
@@ -155,7 +155,7 @@ def test_a_compiled_call_refuses_what_it_knows_without_asking():
     torch._dynamo.reset()
     traced = torch.compile(layer, fullgraph=True, backend="eager")
     check_close(traced(x[:, :7]), expected)
-    check_close(traced(x, tokens=hw.Tokens.of(x, lengths=[7, 7, 7]))[:, :7], expected)
+    check_close(traced(x, tokens=hw.SequenceInfo.from_batch(x, lengths=[7, 7, 7]))[:, :7], expected)
     with pytest.raises(Exception, match="knows no position 7"):
         traced(x)
 

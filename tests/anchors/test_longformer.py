@@ -19,12 +19,12 @@ LENGTHS = [T, 9, 5]  # in the last row the last two global tokens stand at and b
 @pytest.fixture(autouse=True)
 def exact_softmax(monkeypatch: pytest.MonkeyPatch):
     """Theirs is taken in float32 whatever comes in: in float64 nothing else is left to differ."""
-    plain = nn.functional.softmax
+    plain = nn.functional.on_softmax
 
     def softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         return plain(scores, dim=dim)
 
-    monkeypatch.setattr(nn.functional, "softmax", softmax)
+    monkeypatch.setattr(nn.functional, "on_softmax", softmax)
     with torch.no_grad():
         yield
 
@@ -52,7 +52,7 @@ def site(attention: nn.Module, window: int) -> Site:
 def block(site: Site) -> hw.LongformerAttention:
     """Ours, with their weights."""
     ours, inner = hw.LongformerAttention(site.spec).double().eval(), site.reads
-    weights = linear("local.output.o", site.writes)
+    weights = linear("local.output.o", site.output_map)
     for side, name in zip("qkv", ("query", "key", "value"), strict=True):
         weights |= linear(f"local.project.{side}", getattr(inner, name))
         weights |= linear(f"overall.project.{side}", getattr(inner, f"{name}_global"))
@@ -60,11 +60,11 @@ def block(site: Site) -> hw.LongformerAttention:
     return ours
 
 
-def asked(pad: str) -> tuple[dict[str, Tensor], hw.Tokens]:
+def asked(pad: str) -> tuple[dict[str, Tensor], hw.SequenceInfo]:
     """What their model is given, and our tokens."""
     x = torch.zeros(B, T)
-    tokens = hw.Tokens.of(x) if pad == "none" else hw.Tokens.of(x, lengths=LENGTHS, pad=pad)
-    live, position = tokens.live.expand(B, -1), tokens.position.expand(B, -1)
+    tokens = hw.SequenceInfo.from_batch(x) if pad == "none" else hw.SequenceInfo.from_batch(x, lengths=LENGTHS, pad=pad)
+    live, position = tokens.is_real.expand(B, -1), tokens.position.expand(B, -1)
     chosen = torch.isin(position, torch.tensor(GLOBALS)) & live
     given = {"input_ids": torch.randint(2, 37, (B, T)), "attention_mask": live.long()}
     return given | {"global_attention_mask": chosen.long()}, tokens
@@ -80,7 +80,7 @@ def test_layers_agree(pad: str, record_property):
     model(**given)
     for hook in hooks:
         hook.remove()
-    live, worst = tokens.live.expand(B, -1), 0.0
+    live, worst = tokens.is_real.expand(B, -1), 0.0
     for each in sites:
         theirs = each.outputs[0][live]
         ours = block(each)(each.inputs[0], tokens=None if pad == "none" else tokens)[live]

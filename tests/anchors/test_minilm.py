@@ -14,7 +14,7 @@ from torch import nn
 
 import headwise as hw
 from headwise import cli
-from headwise.hub.opening import opened
+from headwise.hub.opening import load_original
 
 TEXTS = ["The keys to the old cabinet are on the table.", "She gave him a book that nobody had read.",
          "When it rains, the children play inside.", "A man who sells fish told us the way."]  # fmt: skip
@@ -31,12 +31,12 @@ def folder() -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> nn.Module:
-    return opened(folder)
+    return load_original(folder)
 
 
 def test_rows_are_its_own(model: nn.Module, folder: Path):
-    trace = hw.trace(model, TEXTS, tell=lambda _: None)
-    eager = opened(folder)
+    trace = hw.trace(model, TEXTS, log=lambda _: None)
+    eager = load_original(folder)
     eager.set_attn_implementation("eager")
     lengths = [len([one for one in row.ids if one >= 0]) for row in trace.streams["text"]]
     ids = torch.tensor([[max(one, 0) for one in row.ids] for row in trace.streams["text"]])
@@ -47,7 +47,7 @@ def test_rows_are_its_own(model: nn.Module, folder: Path):
         for row, count in enumerate(lengths):
             for head in range(12):
                 own = weights[row, head, :count].numpy()
-                np.testing.assert_allclose(trace.rows(layer, head, row=row)[:count], own, atol=1e-5)
+                np.testing.assert_allclose(trace.head_weights(layer, head, row=row)[:count], own, atol=1e-5)
 
 
 def test_silenced_is_without_columns(model: nn.Module):
@@ -59,7 +59,7 @@ def test_silenced_is_without_columns(model: nn.Module):
             for head in those:
                 other.encoder.layer[layer].attention.output.dense.weight[:, 32 * head : 32 * head + 32] = 0
         whole = model(ids).last_hidden_state
-        with hw.silence(model, [(layer, head) for layer, those in heads.items() for head in those]):
+        with hw.ablate(model, [(layer, head) for layer, those in heads.items() for head in those]):
             quiet = model(ids).last_hidden_state
         cut = other(ids).last_hidden_state
     assert (quiet - cut).abs().max() <= 1e-5 * cut.abs().max()

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from headwise import families
-from headwise.counting.pricing import Price, price
+from headwise.counting.pricing import CostEstimate, estimate_cost
 
 BATCH, TOKENS, SOURCE, WRITTEN = 2, 7, 9, 5
 EAGER: dict[str, Any] = {"vocab_size": 37, "attn_implementation": "eager"}
@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 WRITERS = [name for name in MODELS if name not in ("bert", "bert-classifier", "vit", "t5-gated", "deepseek_v3")]
 
 
-def made(name: str) -> tuple[Any, hw.blueprint.Model]:
+def made(name: str) -> tuple[Any, hw.blueprint.ModelSpec]:
     """Their model, and ours off its config."""
     stem, task, sizes = MODELS[name]
     torch.manual_seed(0)
@@ -61,7 +61,7 @@ def made(name: str) -> tuple[Any, hw.blueprint.Model]:
     for module in net.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    return net, families.read(net.config.to_dict() | {"architectures": [stem + task]})
+    return net, families.read_model_spec(net.config.to_dict() | {"architectures": [stem + task]})
 
 
 def told(net: Any) -> dict[str, Any]:
@@ -73,8 +73,8 @@ def told(net: Any) -> dict[str, Any]:
     return (both if net.config.is_encoder_decoder else {"input_ids": draw(TOKENS)}) | {"use_cache": False}
 
 
-def priced(model: hw.blueprint.Model, **load: int) -> Price:
-    return price(model, hw.Load(**({"batch": BATCH, "context": TOKENS, "source": SOURCE} | load)))
+def priced(model: hw.blueprint.ModelSpec, **load: int) -> CostEstimate:
+    return estimate_cost(model, hw.Workload(**({"batch": BATCH, "context": TOKENS, "source": SOURCE} | load)))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -85,8 +85,8 @@ def test_training_is_counted_as_torch_counts_it(name):
         ahead = counter.get_total_flops()
         logits.sum().backward()
     one = priced(model)
-    assert one.counted["prefill"] == ahead
-    assert one.counted["backward"] == counter.get_total_flops() - ahead
+    assert one.counted_flops["prefill"] == ahead
+    assert one.counted_flops["backward"] == counter.get_total_flops() - ahead
     assert one.parameters.total == sum(p.numel() for p in net.parameters())
 
 
@@ -104,7 +104,7 @@ def test_a_generation_is_counted_as_torch_counts_it(name):
     """The prompt once, its last token scored; then one step for every token but the last, rings in their windows."""
     net, model = made(name)
     one = priced(model, generate=WRITTEN, context=1 if net.config.is_encoder_decoder else TOKENS)
-    assert one.counted["generate"] == written(net)
+    assert one.counted_flops["generate"] == written(net)
 
 
 def test_latents_are_expanded_there():
@@ -115,4 +115,4 @@ def test_latents_are_expanded_there():
     steps, read = WRITTEN - 1, sum(range(TOKENS + 1, TOKENS + WRITTEN))
     theirs = read * rank * heads * (dim + vdim) + heads * read * (dim + rope + vdim)
     ours = steps * rank * heads * (dim + vdim) + heads * read * (2 * rank + rope)
-    assert written(net) - one.counted["generate"] == 2 * 2 * BATCH * (theirs - ours)
+    assert written(net) - one.counted_flops["generate"] == 2 * 2 * BATCH * (theirs - ours)

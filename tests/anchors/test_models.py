@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import headwise as hw
 from anchors.hf import drawn
 from anchors.hf_whole import MODELS, ROTARY, VOCABULARY, made, mapped
-from headwise.blueprint import Block, Dense, Embedding, Head, Model, Norm, Stack
+from headwise.blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, ModelSpec, NormSpec, StackSpec
 
 B, T, S = 3, 11, 13
 LENGTHS = {T: [T, 4, 7], S: [5, S, 9]}
@@ -38,9 +38,9 @@ def check_close(got: Tensor, expected: Tensor, name: str) -> None:
     torch.testing.assert_close(got, expected, rtol=0.0, atol=share * expected.abs().max().item())
 
 
-def padded(count: int, pad: str) -> tuple[hw.Tokens, dict[str, Tensor]]:
-    at = hw.Tokens.of(torch.zeros(B, count), lengths=LENGTHS[count], pad=pad)
-    return at, {"attention_mask": at.live.long()}
+def padded(count: int, pad: str) -> tuple[hw.SequenceInfo, dict[str, Tensor]]:
+    at = hw.SequenceInfo.from_batch(torch.zeros(B, count), lengths=LENGTHS[count], pad=pad)
+    return at, {"attention_mask": at.is_real.long()}
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "vit"])
@@ -73,9 +73,9 @@ def test_padding_changes_nothing(name: str, pad: str, tmp_path: Path):
     x, (at, mask) = ids(T), padded(T, pad)
     if name in PAIRS:
         (told, hidden), source = padded(S, "right" if name == "bart" else pad), ids(S)
-        at = hw.Tokens.of(x, lengths=LENGTHS[T], pad="right" if name == "bart" else pad)
+        at = hw.SequenceInfo.from_batch(x, lengths=LENGTHS[T], pad="right" if name == "bart" else pad)
         given: dict[str, Any] = {"input_ids": source, "decoder_input_ids": x} | hidden
-        expected = theirs(**given, decoder_attention_mask=at.live.long()).logits
+        expected = theirs(**given, decoder_attention_mask=at.is_real.long()).logits
         got = ours(x, tokens=at, source=source, source_tokens=told)
     elif name == "bert-classes" and pad == "left":
         rows = [x[row : row + 1, T - length :] for row, length in enumerate(LENGTHS[T])]  # theirs reads place 0
@@ -83,7 +83,7 @@ def test_padding_changes_nothing(name: str, pad: str, tmp_path: Path):
     else:
         expected = theirs(input_ids=x, position_ids=at.position.expand(B, -1), **mask).logits
         got = ours(x, tokens=at)
-    live = at.live if got.dim() == 3 else torch.ones(B, dtype=torch.bool)
+    live = at.is_real if got.dim() == 3 else torch.ones(B, dtype=torch.bool)
     check_close(got[live], expected[live], name)
 
 
@@ -151,12 +151,12 @@ def test_layers_of_torch_agree(placement: str):
     said |= {"batch_first": True, "norm_first": NORM_FIRST[placement], "layer_norm_eps": 1e-3}
     theirs = [drawn(nn.TransformerEncoderLayer(**said)), drawn(nn.TransformerDecoderLayer(**said))]
     every, past = (hw.design(model=15, heads=3, bias="qkvo", pattern=pattern) for pattern in ("full()", "causal()"))
-    rest: dict[str, Any] = {"feed": Dense(19, "gelu", bias="ud"), "norm": Norm(eps=1e-3), "placement": placement}
+    rest: dict[str, Any] = {"feed": FeedForwardSpec(19, "gelu", bias="ud"), "norm": NormSpec(eps=1e-3), "placement": placement}
     stacks = (
-        Stack.of("encoder", 15, [Block(every, **rest)]),
-        Stack.of("decoder", 15, [Block(past, every, **rest)]),
+        StackSpec.from_blocks("encoder", 15, [BlockSpec(every, **rest)]),
+        StackSpec.from_blocks("decoder", 15, [BlockSpec(past, every, **rest)]),
     )
-    ours = hw.build(Model("torch", "encoder-decoder", stacks)).double().eval()
+    ours = hw.build(ModelSpec("torch", "encoder-decoder", stacks)).double().eval()
     norms = [["attention_norm", "feed_norm"], ["attention_norm", "cross_norm", "feed_norm"]]
     for stack, layer, own in zip(("encoder", "decoder"), theirs, norms, strict=True):
         held = of_torch(layer, {f"norm{n}": name for n, name in enumerate(own, 1)})
@@ -170,7 +170,7 @@ def test_layers_of_torch_agree(placement: str):
         x, memory, tgt_mask=blind, tgt_key_padding_mask=dead["x"], memory_key_padding_mask=dead["source"]
     )
     got = ours(x, tokens=at, source=source, source_tokens=told)
-    check_close(got[at.live], expected[at.live], "torch")
+    check_close(got[at.is_real], expected[at.is_real], "torch")
 
 
 def test_a_parallel_block_is_that_of_gptj():
@@ -180,9 +180,9 @@ def test_a_parallel_block_is_that_of_gptj():
     )
     theirs = drawn(tf.GPTJForCausalLM(config))
     spec = hw.design(model=24, heads=3, pattern="causal()", modifiers=(hw.Rotary(pairs="interleaved", dims=4),))
-    block = Block(spec, feed=Dense(19, "gelu_tanh", bias="ud"), placement="parallel")
-    stack = Stack.of("decoder", 24, [block] * 2, embedding=Embedding(VOCABULARY), norm=Norm())
-    ours = hw.build(Model("gptj", "decoder", (stack,), (Head("tokens", VOCABULARY, bias="learned"),)))
+    block = BlockSpec(spec, feed=FeedForwardSpec(19, "gelu_tanh", bias="ud"), placement="parallel")
+    stack = StackSpec.from_blocks("decoder", 24, [block] * 2, embedding=EmbeddingSpec(VOCABULARY), norm=NormSpec())
+    ours = hw.build(ModelSpec("gptj", "decoder", (stack,), (OutputHeadSpec("tokens", VOCABULARY, bias="learned"),)))
     ours = ours.double().eval()
     ours.load_state_dict(mapped(theirs, ours))
     x = ids(T)

@@ -61,24 +61,24 @@ def holed(batch: int, queries: int, keys: int) -> Tensor:
 def test_projections(qkv_bias: bool):
     theirs = seeds.scattered(seeds.Projections(MODEL, HEADS * 5, qkv_bias=qkv_bias))
     spec = hw.design(model=MODEL, heads=HEADS, dim=5, bias="qkv" if qkv_bias else "")
-    layer = adopted(spec, q=theirs.query, k=theirs.key, v=theirs.value)
+    layer = adopted(spec, q=theirs.query, k=theirs.identity, v=theirs.value)
     x, probe = numbers(BATCH, TOKENS, MODEL), hw.Probe("q", "k", "v")
     layer(x, probe=probe)
     for letter, wanted in zip("qkv", theirs(x), strict=True):
-        check_close(probe.seen[letter].flatten(2), wanted)
+        check_close(probe.tensors[letter].flatten(2), wanted)
     counted = sum(parameter.numel() for parameter in theirs.parameters())
-    assert hw.counting.params(spec) - MODEL * HEADS * 5 == counted
+    assert hw.counting.count_parameters(spec) - MODEL * HEADS * 5 == counted
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_scaled_dot_products_of_four_axes(backend: str):
     theirs = seeds.scattered(seeds.Projections(MODEL, MODEL, qkv_bias=True))
     layer = adopted(
-        hw.design(model=MODEL, heads=HEADS, bias="qkv"), backend, q=theirs.query, k=theirs.key, v=theirs.value
+        hw.design(model=MODEL, heads=HEADS, bias="qkv"), backend, q=theirs.query, k=theirs.identity, v=theirs.value
     )
     x = numbers(BATCH, TOKENS, MODEL)
     q, k, v = (side.view(BATCH, TOKENS, HEADS, DIM).transpose(1, 2) for side in theirs(x))
-    check_close(layer.heads(x), seeds.ScaledDotProductAttention(DIM)(q, k, v).transpose(1, 2))
+    check_close(layer.head_outputs(x), seeds.ScaledDotProductAttention(DIM)(q, k, v).transpose(1, 2))
 
 
 # --- 002: Llama 3 --------------------------------------------------------------------------------------
@@ -135,8 +135,8 @@ def test_multi_headed_attention_under_any_mask():
         ours, wanted = layer(x, source=z, mask=mask[:, None], probe=probe), theirs(x, z, z, mask)
     seen = mask.any(-1)
     check_close(ours[seen], wanted[seen])
-    check_close(probe.seen["weights"].transpose(1, 2)[seen], theirs.weights.transpose(1, 2)[seen])
-    check_blind(layer, theirs, ours, wanted, probe.seen["heads"], seen, z)
+    check_close(probe.tensors["weights"].transpose(1, 2)[seen], theirs.weights.transpose(1, 2)[seen])
+    check_blind(layer, theirs, ours, wanted, probe.tensors["heads"], seen, z)
 
 
 def check_blind(
@@ -166,9 +166,9 @@ def test_padding_as_a_mask_of_keys(backend: str):
     """Padding queries read there and not here; of rows with a token every live query agrees."""
     theirs = seeds.scattered(seeds.MultiHeadedAttention(HEADS, MODEL))
     x, lengths = numbers(3, TOKENS, MODEL), torch.tensor([5, 0, TOKENS])
-    layer, tokens = of_four(theirs, backend), hw.Tokens.of(x, lengths=lengths)
+    layer, tokens = of_four(theirs, backend), hw.SequenceInfo.from_batch(x, lengths=lengths)
     src_mask = (torch.arange(TOKENS) < lengths[:, None])[:, None]
-    ours, wanted, live = layer(x, tokens=tokens), theirs(x, x, x, src_mask), tokens.live
+    ours, wanted, live = layer(x, tokens=tokens), theirs(x, x, x, src_mask), tokens.is_real
     check_close(ours[live], wanted[live])
     check_close(ours[~live], layer.state_dict()["output.o_bias"].expand_as(ours[~live]))
     assert (ours[1] - wanted[1]).abs().min() > 1e-6, "the empty row reads zero here and a mean there"
@@ -187,7 +187,7 @@ def test_the_norm_of_the_listing_is_not_that_of_torch():
     assert (F.layer_norm(x, (MODEL,), theirs.a, theirs.b, theirs.eps) - theirs(x)).abs().max() > 1e-2
 
 
-def encoded(theirs: nn.Module, ours: hw.Attention, x: Tensor, tokens: hw.Tokens) -> Tensor:
+def encoded(theirs: nn.Module, ours: hw.Attention, x: Tensor, tokens: hw.SequenceInfo) -> Tensor:
     """An encoder layer around our attention: norm first, then what is read is added."""
     first, second = (connection.norm for connection in theirs.sublayer)
     x = x + ours(norm(x, first.a, first.b, first.eps), tokens=tokens)
@@ -198,10 +198,10 @@ def test_encoder_layer():
     inner = seeds.MultiHeadedAttention(HEADS, MODEL)
     theirs = seeds.scattered(seeds.EncoderLayer(MODEL, inner, seeds.feed_forward(MODEL, WIDE)))
     x = numbers(BATCH, TOKENS, MODEL)
-    tokens = hw.Tokens.of(x, lengths=[TOKENS, 5])
+    tokens = hw.SequenceInfo.from_batch(x, lengths=[TOKENS, 5])
     ours = encoded(theirs, of_four(theirs.self_attn), x, tokens)
-    wanted = theirs(x, tokens.live[:, None])
-    check_close(ours[tokens.live], wanted[tokens.live])
+    wanted = theirs(x, tokens.is_real[:, None])
+    check_close(ours[tokens.is_real], wanted[tokens.is_real])
 
 
 def test_decoder_layer():
@@ -209,13 +209,13 @@ def test_decoder_layer():
     theirs = seeds.scattered(seeds.DecoderLayer(MODEL, *parts, seeds.feed_forward(MODEL, WIDE)))
     x, memory = numbers(BATCH, TOKENS, MODEL), numbers(BATCH, SOURCE, MODEL)
     own, cross = of_four(theirs.self_attn, pattern="causal()"), of_four(theirs.src_attn)
-    at = hw.Tokens.of(memory, lengths=[SOURCE, 6])
+    at = hw.SequenceInfo.from_batch(memory, lengths=[SOURCE, 6])
     n1, n2, n3 = (connection.norm for connection in theirs.sublayer)
     y = x + own(norm(x, n1.a, n1.b, n1.eps))
-    y = y + cross(norm(y, n2.a, n2.b, n2.eps), source=cross.remember(memory, tokens=at))
+    y = y + cross(norm(y, n2.a, n2.b, n2.eps), source=cross.project_source(memory, sequence=at))
     y = y + theirs.feed_forward(norm(y, n3.a, n3.b, n3.eps))
     later = torch.ones(1, TOKENS, TOKENS).tril()
-    check_close(y, theirs(x, memory, at.live[:, None], later))
+    check_close(y, theirs(x, memory, at.is_real[:, None], later))
 
 
 # --- 003 -----------------------------------------------------------------------------------------------
@@ -229,11 +229,11 @@ def test_three_axes_and_a_mask_of_three_axes():
     layer(x, source=z, mask=mask[:, None], probe=probe)
     seen = mask.any(-1)
     for h in range(HEADS):
-        q, k, v = (probe.seen[side][:, :, h] for side in "qkv")
+        q, k, v = (probe.tensors[side][:, :, h] for side in "qkv")
         read, weights = seeds.scaled_dot_product_attention(q, k, v, mask)
-        check_close(probe.seen["heads"][:, :, h][seen], read[seen])
-        check_close(probe.seen["weights"][:, h][seen], weights[seen])
+        check_close(probe.tensors["heads"][:, :, h][seen], read[seen])
+        check_close(probe.tensors["weights"][:, h][seen], weights[seen])
         check_close(read[0, 1], v[0].mean(0))
-        assert (probe.seen["heads"][0, 1, h] == 0).all()
-        assert (probe.seen["weights"][0, h, 1] == 0).all()
+        assert (probe.tensors["heads"][0, 1, h] == 0).all()
+        assert (probe.tensors["weights"][0, h, 1] == 0).all()
         assert read[0, 1].abs().max() > 1e-3

@@ -59,9 +59,9 @@ def test_one_additive_head_has_the_papers_parameters():
     spec = hw.design(model=state, heads=1, dim=hidden, source=annotations, similarity=hw.Additive())
     ours = [np.prod(shape) for name, shape in spec.shapes().items() if name not in ("project.v", "output.o")]
     assert sum(ours) == hidden * state + hidden * annotations + hidden + hidden
-    work = hw.Work(1, 3, 11, 11)
+    work = hw.CallSize(1, 3, 11, 11)
     assert spec.core.flops(work.pairs) == 2 * 33 * (hidden + spec.heads.vdim)
-    assert counting.params(spec) == sum(map(np.prod, spec.shapes().values()))
+    assert counting.count_parameters(spec) == sum(map(np.prod, spec.shapes().values()))
 
 
 class Translator(nn.Module):
@@ -91,7 +91,7 @@ def test_a_recurrent_decoder_reads_through_the_layer():
     w = dict(layer.named_parameters())
 
     def ours(h_BSE):
-        told = layer.remember(h_BSE, tokens=hw.Tokens.of(h_BSE, lengths=lengths))
+        told = layer.project_source(h_BSE, sequence=hw.SequenceInfo.from_batch(h_BSE, lengths=lengths))
         return lambda state: layer(state[:, None], source=told)[:, 0]
 
     def written_out(h_BSE):
@@ -100,7 +100,7 @@ def test_a_recurrent_decoder_reads_through_the_layer():
             for row, length in enumerate(lengths):
                 h = h_BSE[row, :length]
                 inner = w["project.q"] @ state[row] + h @ w["project.k"].T + w["similarity.bias"][0]
-                rows.append((torch.tanh(inner) @ w["similarity.v"][0]).softmax(0) @ h)
+                rows.append((torch.tanh(inner) @ w["similarity.v"][0]).on_softmax(0) @ h)
             return torch.stack(rows)
 
         return read
@@ -121,7 +121,7 @@ def test_blocks_of_additive_queries_are_one_pass(numbers, monkeypatch):
     layer = cases.layer(base(similarity=hw.Additive(), kv=2, pattern="causal"))
     x = torch.randn(2, 11, 10, dtype=torch.float64)
     expected = layer(x)
-    monkeypatch.setattr(additive, "NUMBERS", numbers)
+    monkeypatch.setattr(additive, "MAX_HIDDEN_NUMEL", numbers)
     check_close(layer(x), expected)
 
 
@@ -204,8 +204,8 @@ def test_far_tokens_that_nobody_reads_change_nothing(away):
         y = layer(x)
         assert torch.equal(layer(moved)[:, :5], y[:, :5])
         for tokens in (
-            hw.Tokens.of(x, lengths=[5, 5]),
-            hw.Tokens.of(x, segments=torch.tensor([[0] * 5 + [1] * 2] * 2)),
+            hw.SequenceInfo.from_batch(x, lengths=[5, 5]),
+            hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0] * 5 + [1] * 2] * 2)),
         ):
             assert torch.equal(layer(moved, tokens=tokens)[:, :5], layer(x, tokens=tokens)[:, :5])
 
@@ -221,8 +221,8 @@ def test_clusters_far_apart_are_each_as_if_alone():
     seen, told = hw.Probe("weights"), hw.Probe("weights")
     layer(x, probe=seen)
     judge(x.double(), probe=told)
-    assert (seen.seen["weights"] - told.seen["weights"]).abs().max() < 2e-4  # of q and k, which have 1e-5 each
-    assert (told.seen["weights"][..., ::2, 1::2] == 0).all()
+    assert (seen.tensors["weights"] - told.tensors["weights"]).abs().max() < 2e-4  # of q and k, which have 1e-5 each
+    assert (told.tensors["weights"][..., ::2, 1::2] == 0).all()
 
 
 @pytest.mark.parametrize("numbers", [1, 2 * 2 * 11 * 4 * 5])
@@ -230,7 +230,7 @@ def test_blocks_of_gaussian_queries_are_one_pass(numbers, monkeypatch):
     layer = cases.layer(base(similarity=hw.Gaussian(width=1.3), kv=2, pattern="causal"))
     x = torch.randn(2, 11, 10, dtype=torch.float64)
     expected = layer(x)
-    monkeypatch.setattr(gaussian, "NUMBERS", numbers)
+    monkeypatch.setattr(gaussian, "MAX_DIFFERENCE_NUMEL", numbers)
     check_close(layer(x), expected)
 
 
@@ -244,7 +244,7 @@ def test_empty_slots_do_not_cost_digits_either():
                 weight.fill_(1.0)
     x = 1e4 + torch.linspace(0, 9, 24).sin().view(2, 12, 1)
     ours, truth = layer.cache(batch=2, capacity=500), judge.cache(batch=2, capacity=500)
-    first = hw.Tokens.of(x[:, :6], lengths=[6, 2])
+    first = hw.SequenceInfo.from_batch(x[:, :6], lengths=[6, 2])
     with torch.no_grad():
         layer(x[:, :6], cache=ours, tokens=first)
         judge(x[:, :6].double(), cache=truth, tokens=first)

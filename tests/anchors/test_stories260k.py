@@ -35,10 +35,10 @@ class Story:
             named = {f"project.{side}": weights[f"w{side}"][depth] for side in "qkv"}
             layer.load_state_dict(named | {"output.o": weights["wo"][depth]} | constants(layer))
 
-    def caches(self) -> list[hw.Cache]:
+    def caches(self) -> list[hw.KVCache]:
         return [layer.cache(batch=1, capacity=self.capacity) for layer in self.layers]
 
-    def __call__(self, ids: list[int], caches: list[hw.Cache] | None = None) -> Tensor:
+    def __call__(self, ids: list[int], caches: list[hw.KVCache] | None = None) -> Tensor:
         """The logits [T, vocabulary] after each of these ids."""
         weights, told = self.weights, caches or [None] * len(self.layers)
         x = weights["tok_embeddings"][torch.tensor([ids])]
@@ -150,6 +150,6 @@ def test_rows_of_different_lengths_do_not_disturb_each_other(story: Story, golde
     lengths = [29, 17, 5]
     rows = [F.pad(x[0, :length], (0, 0, 29 - length, 0)) for length in lengths]
     batch = torch.stack(rows)
-    got = layer(batch, tokens=hw.Tokens.of(batch, lengths=lengths, pad="left"))
+    got = layer(batch, tokens=hw.SequenceInfo.from_batch(batch, lengths=lengths, pad="left"))
     want = layer(x)[0]
     assert all((row[29 - n :] - want[:n]).abs().max() < 1e-5 for row, n in zip(got, lengths, strict=True))

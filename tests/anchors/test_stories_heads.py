@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.hub.opening import opened
+from headwise.hub.opening import load_original
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -17,16 +17,16 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 def test_rows_are_those_of_transformers(shared: Path, tmp_path: Path):
     net = hw.load(shared / "data" / "model_stories260k" / "stories260K.bin").eval()
     hw.export(net, tmp_path / "llama")
-    other = opened(tmp_path / "llama")
+    other = load_original(tmp_path / "llama")
     other.set_attn_implementation("eager")
-    trace = hw.trace(net, "Once upon a time there was a little dog.", max_new_tokens=8, tell=lambda _: None)
+    trace = hw.trace(net, "Once upon a time there was a little dog.", max_new_tokens=8, log=lambda _: None)
     ids = torch.tensor([trace.streams["text"][0].ids])
     with torch.no_grad():
         said = other(input_ids=ids, output_attentions=True)
     for layer, weights in enumerate(said.attentions):
-        asked = trace.site(layer).queries
+        asked = trace.get_layer(layer).num_queries
         assert asked == ids.shape[1] - 1
         for head in range(8):
             own = weights[0, head, :asked, :asked].numpy()
-            np.testing.assert_allclose(trace.rows(layer, head), own, atol=1e-5)
+            np.testing.assert_allclose(trace.head_weights(layer, head), own, atol=1e-5)
     assert {len(one.calls) for one in trace.layers} == {8}

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 import headwise as hw
 from headwise.cli import main
-from headwise.hub.sentencepieces import scored
+from headwise.hub.sentencepieces import read_pieces
 from headwise.tasks.text import Text
 from llama2c_pieces import merged
 
@@ -78,7 +78,7 @@ def test_saved_as_our_folder_it_is_the_same(story: hw.Transformer, golden: dict[
 
 def test_transformers_tells_it_from_our_folder(story: hw.Transformer, golden: dict[str, Any], tmp_path: Path):
     """Neighbouring channels turn together in the file, halves in a Llama: rows of q and k change their places."""
-    hw.export(story, tmp_path / "llama", length=512)
+    hw.export(story, tmp_path / "llama", max_length=512)
     theirs, tokenizer = (
         kind.from_pretrained(tmp_path / "llama") for kind in (tf.AutoModelForCausalLM, tf.AutoTokenizer)
     )
@@ -95,7 +95,7 @@ def test_transformers_tells_it_from_our_folder(story: hw.Transformer, golden: di
 
 
 def test_text_is_cut_and_joined_as_llama2c_does(story: hw.Transformer, data: Path, text: str):
-    pieces = [tuple(piece) for piece in scored(data / "model_stories260k" / "tok512.bin", 512)]
+    pieces = [tuple(piece) for piece in read_pieces(data / "model_stories260k" / "tok512.bin", 512)]
     tokenizer = Tokenizer.from_str(story.usage.tokenizer or "")
     rng = random.Random(0)
     for _ in range(150):

@@ -99,7 +99,7 @@ def test_a_source_is_remembered_once():
     lengths = torch.tensor([S, 5])
     padded = torch.arange(S) >= lengths[:, None]
     theirs, _ = other(x, z, z, key_padding_mask=padded)
-    kept = layer.remember(z, tokens=hw.Tokens.of(z, lengths=lengths))
+    kept = layer.project_source(z, sequence=hw.SequenceInfo.from_batch(z, lengths=lengths))
     steps = [layer(x[:, t : t + 1], source=kept) for t in range(T)]
     assert_close(torch.cat(steps, 1), theirs, **EXACT)
 
@@ -108,11 +108,11 @@ def test_weights_of_every_head():
     other = theirs_like()
     layer, probe = ours_like(other, pattern="causal()"), hw.Probe("weights")
     x = numbers(B, T, MODEL)
-    hidden = torch.full((T, T), -torch.inf, dtype=torch.float64).triu(1)
+    hidden = torch.is_full((T, T), -torch.inf, dtype=torch.float64).triu(1)
     _, weights = other(x, x, x, attn_mask=hidden, average_attn_weights=False)
     layer(x, probe=probe)
     assert weights.shape == (B, HEADS, T, T)
-    assert_close(probe.seen["weights"], weights, **EXACT)
+    assert_close(probe.tensors["weights"], weights, **EXACT)
 
 
 @pytest.mark.parametrize("per_head", [False, True])
@@ -130,7 +130,7 @@ def test_boolean_mask(per_head: bool):
     assert_close(ours, theirs, **EXACT)
     check_same_gradients(ours, theirs, layer, other)
     layer(x, source=z, mask=~hidden, probe=probe)
-    assert_close(probe.seen["weights"], weights, **EXACT)
+    assert_close(probe.tensors["weights"], weights, **EXACT)
 
 
 @pytest.mark.parametrize("pattern", ["full()", "causal()"])
@@ -141,7 +141,7 @@ def test_key_padding(pattern: str):
     live = torch.arange(T) < torch.tensor(lengths)[:, None]
     hidden = torch.ones(T, T, dtype=torch.bool).triu(1) if pattern == "causal()" else None
     theirs, _ = other(x, x, x, key_padding_mask=~live, attn_mask=hidden)
-    ours = layer(x, tokens=hw.Tokens.of(x, lengths=lengths))
+    ours = layer(x, tokens=hw.SequenceInfo.from_batch(x, lengths=lengths))
     assert_close(ours[live], theirs[live], **EXACT)
     assert_close(ours[~live], layer.output["o_bias"].expand(T - 4, -1), **EXACT)  # padding reads nothing
     check_same_gradients(ours[live], theirs[live], layer, other)
@@ -153,13 +153,13 @@ def test_nothing_to_read_is_nan_there_and_the_bias_here():
     x, z = numbers(B, T, MODEL), numbers(B, S, SOURCE)
     lengths = torch.tensor([S, 0])
     theirs, _ = other(x, z, z, key_padding_mask=torch.arange(S) >= lengths[:, None])
-    kept, probe = layer.remember(z, tokens=hw.Tokens.of(z, lengths=lengths)), hw.Probe("weights")
+    kept, probe = layer.project_source(z, sequence=hw.SequenceInfo.from_batch(z, lengths=lengths)), hw.Probe("weights")
     assert theirs[1].isnan().all()
     for ours in (layer(x, source=kept), layer(x, source=kept, probe=probe)):  # fused, then weight by weight
         assert_close(ours[1], layer.output["o_bias"].expand(T, -1), **EXACT)
         assert_close(ours[0], theirs[0], **EXACT)
         ours.sum().backward(retain_graph=True)
-    assert (probe.seen["weights"][1] == 0).all()
+    assert (probe.tensors["weights"][1] == 0).all()
     assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
 
 
@@ -181,4 +181,4 @@ def test_their_fast_path_agrees(monkeypatch: pytest.MonkeyPatch):
         padded, _ = other(x, x, x, key_padding_mask=~live, need_weights=False)
         assert len(calls) == 2
         assert_close(layer(x), theirs, **EXACT)
-        assert_close(layer(x, tokens=hw.Tokens.of(x, lengths=lengths))[live], padded[live], **EXACT)
+        assert_close(layer(x, tokens=hw.SequenceInfo.from_batch(x, lengths=lengths))[live], padded[live], **EXACT)

@@ -76,17 +76,17 @@ def some_ids(tokens: int) -> Tensor:
     return torch.randint(2, hf_models.VOCABULARY, (B, tokens))
 
 
-def padding(tokens: int, pad: str) -> tuple[hw.Tokens, dict[str, Tensor]]:
+def padding(tokens: int, pad: str) -> tuple[hw.SequenceInfo, dict[str, Tensor]]:
     """Our tokens, and the mask that says the same to transformers."""
     x = torch.zeros(B, tokens)
-    at = hw.Tokens.of(x) if pad == "none" else hw.Tokens.of(x, lengths=LENGTHS[tokens], pad=pad)
-    live = at.live.expand(B, -1)
+    at = hw.SequenceInfo.from_batch(x) if pad == "none" else hw.SequenceInfo.from_batch(x, lengths=LENGTHS[tokens], pad=pad)
+    live = at.is_real.expand(B, -1)
     if pad != "none" and live.sum(1).tolist() != LENGTHS[tokens]:
         raise ValueError(f"rows of {live.sum(1).tolist()} live tokens, not of {LENGTHS[tokens]}")
     return at, {} if pad == "none" else {"attention_mask": live.long()}
 
 
-def asked(model: Model, pad: str) -> tuple[Any, dict[str, tuple[hw.Tokens, hw.Tokens]]]:
+def asked(model: Model, pad: str) -> tuple[Any, dict[str, tuple[hw.SequenceInfo, hw.SequenceInfo]]]:
     """What a forward of the whole model gives; queries' and keys' tokens by the name of the weights."""
     at, mask = padding(T, pad)
     if not model.model.config.is_encoder_decoder:
@@ -109,13 +109,13 @@ def far(ours: Tensor, theirs: Tensor) -> float:
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
-def run(site: Site, asks: hw.Tokens, told: hw.Tokens) -> tuple[Tensor, Tensor]:
+def run(site: Site, asks: hw.SequenceInfo, told: hw.SequenceInfo) -> tuple[Tensor, Tensor]:
     """Our output and weights for the hidden states that the site saw."""
     layer, probe = site.layer, hw.Probe("weights")
-    source = layer.remember(site.sources[0], tokens=told) if site.sources else None
+    source = layer.project_source(site.sources[0], sequence=told) if site.sources else None
     ours = layer(site.inputs[0], source=source, tokens=asks)  # whatever backend takes it
     layer(site.inputs[0], source=source, tokens=asks, probe=probe)  # the one that shows weights
-    return ours, probe.seen["weights"]
+    return ours, probe.tensors["weights"]
 
 
 @pytest.mark.parametrize("pad", PADS)
@@ -127,12 +127,12 @@ def test_layers_agree(name: str, pad: str, record_property: Callable[[str, objec
         # In float64 the softmax of these, taken in float32, is NaN where a padding query may read nothing.
         model.model.float()
         model.off = 5e-6
-    with model.watched():
+    with model.run_with_hooks():
         told, stacks = asked(model, pad)
     worst = 0.0
     for site in model.sites:
         stack, depth = site.attends
-        live = stacks[stack][0].live.expand(B, -1)
+        live = stacks[stack][0].is_real.expand(B, -1)
         ours, weights = run(site, *stacks[stack])
         theirs = told[stack][depth]
         assert far(ours[live], site.outputs[0][live]) < model.off, site.attends
@@ -148,7 +148,7 @@ def test_decoding_agrees(name: str, record_property: Callable[[str, object], Non
     """A prefill, steps of one and a chunk, through their DynamicCache and through ours."""
     model, ids = MODELS[name](), some_ids(T)
     cache = tf.DynamicCache(config=model.model.config)
-    with model.watched():
+    with model.run_with_hooks():
         for part in ids.split((5, 1, 1, 3, 1, 1, 1), 1):
             model.model(input_ids=part, past_key_values=cache, use_cache=True)
     worst = 0.0
@@ -167,7 +167,7 @@ def test_decoding_agrees(name: str, record_property: Callable[[str, object], Non
 def test_every_second_layer_forgets(name: str, layer: int):
     """What the anchors above rest on: 13 tokens are more than a window of 5, and only one kind of layer has it."""
     model = MODELS[name]()
-    with model.watched():
+    with model.run_with_hooks():
         told, _ = asked(model, "none")
     read = (told["attentions"][layer] > 0).sum(-1).amax()
     assert read == (5, T)[layer]
@@ -181,7 +181,7 @@ def test_every_second_layer_forgets(name: str, layer: int):
 def test_t5_buckets(buckets: int, reach: int, looking: str):
     ahead = torch.arange(-3 * reach, 3 * reach + 1)
     theirs = T5Attention._relative_position_bucket(ahead, looking == "both", buckets, reach)
-    ours = hw.T5Bias(buckets=buckets, reach=reach, looking=looking).bucket(ahead)
+    ours = hw.T5Bias(buckets=buckets, reach=reach, looking=looking).relative_bucket(ahead)
     assert ours.tolist() == theirs.tolist()
     assert set(ours.tolist()) == set(range(buckets)) - ({buckets // 2} if looking == "both" else set())
 

@@ -16,7 +16,7 @@ import headwise as hw
 import strategies
 from cases import check_close
 from headwise import axes, counting, reference
-from headwise.backends import BACKENDS, Job
+from headwise.backends import BACKENDS, CallSignature
 
 pytestmark = pytest.mark.lengthy
 
@@ -27,10 +27,10 @@ def test_any_spec_is_the_references(spec):
     x, z = cases.tensors(spec)
     x.requires_grad_()
     tokens = cases.batches(x)["packed"]
-    truth = reference.attention(layer, x, source=z, tokens=tokens)
+    truth = reference.reference_attention(layer, x, source=z, tokens=tokens)
     slopes = gradients(layer, truth, x)
     for backend in cases.takers(spec, grad=True):
-        layer.only = backend
+        layer.backend_name = backend
         ours = layer(x, source=z, tokens=tokens)
         check_close(ours, truth)
         for name, slope in gradients(layer, ours, x).items():
@@ -48,7 +48,7 @@ def test_any_spec_decodes(spec):
     for chunks in [(1,) * 7, (3, 1, 3)]:
         cache = layer.cache(batch=cases.BATCH, capacity=9)
         check_close(decoded(layer, x, chunks, cache), expected)
-        assert cache.nbytes == counting.cache_bytes(spec, batch=cases.BATCH, capacity=9, bytes_each=8)
+        assert cache.nbytes == counting.cache_bytes(spec, batch=cases.BATCH, capacity=9, bytes_per_number=8)
 
 
 @given(spec=strategies.specs())
@@ -59,15 +59,15 @@ def test_any_spec_is_cut_and_counted(spec):
     keep = list(range(0, outs, 2))
     loud = torch.zeros(outs, 1, dtype=x.dtype)
     loud[keep] = 1
-    silenced = layer(x, source=z, probe=hw.Probe("heads", see=lambda _, o: o * loud))
-    small, weights = axes.cut(spec, layer.state_dict(), keep)
+    silenced = layer(x, source=z, probe=hw.Probe("heads", callback=lambda _, o: o * loud))
+    small, weights = axes.keep_heads(spec, layer.state_dict(), keep)
     cut = hw.Attention(small).double().eval()
     cut.load_state_dict(weights)
     check_close(cut(x, source=z), silenced)
-    assert counting.params(small) == sum(p.numel() for p in cut.parameters())
+    assert counting.count_parameters(small) == sum(p.numel() for p in cut.parameters())
     assert hw.from_json(hw.to_json(small)) == small
-    keys = cases.TOKENS if z is None else cases.SOURCE
-    work = hw.Work(cases.BATCH, cases.TOKENS, keys, keys)
-    layer.only = "dense"
-    assert torch_counts(layer, x, source=z) == counting.counted(spec, work)
-    assert BACKENDS["dense"].spent(Job(spec, spec.core), work) == spec.core.flops(work.batch * work.pairs)
+    keys = cases.NUM_TOKENS if z is None else cases.SOURCE
+    work = hw.CallSize(cases.BATCH, cases.NUM_TOKENS, keys, keys)
+    layer.backend_name = "dense"
+    assert torch_counts(layer, x, source=z) == counting.counted_flops(spec, work)
+    assert BACKENDS["dense"].executed_flops(CallSignature(spec, spec.core), work) == spec.core.flops(work.batch * work.pairs)

@@ -14,7 +14,7 @@ import headwise as hw
 from cases import EVERY, EXAMPLES
 from headwise import counting
 from headwise.counting import bills
-from headwise.counting.symbols import Symbol, formula, named
+from headwise.counting.symbols import SymbolicInt, formula, name_sizes
 
 
 def worth(text: str, sizes: dict[str, int]) -> float:
@@ -24,23 +24,23 @@ def worth(text: str, sizes: dict[str, int]) -> float:
     return eval(text, {"FLOOR": math.floor}, sizes)
 
 
-def work_of(spec) -> hw.Work:
-    keys = cases.TOKENS if spec.source is None else cases.SOURCE
-    return hw.Work(cases.BATCH, cases.TOKENS, keys, keys)
+def work_of(spec) -> hw.CallSize:
+    keys = cases.NUM_TOKENS if spec.source is None else cases.SOURCE
+    return hw.CallSize(cases.BATCH, cases.NUM_TOKENS, keys, keys)
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_bills_add_up(name):
     spec = EVERY[name]
-    assert named(spec) == spec
-    assert bills.parameters(spec).total == counting.params(spec)
-    assert bills.forward(spec, work_of(spec)).total == counting.counted(spec, work_of(spec))
-    if not spec.stateful:
-        assert bills.remembered(spec).total == counting.cache_numbers(spec)
+    assert name_sizes(spec) == spec
+    assert bills.attention_parameters(spec).total == counting.count_parameters(spec)
+    assert bills.forward_flops(spec, work_of(spec)).total == counting.counted_flops(spec, work_of(spec))
+    if not spec.is_recurrent:
+        assert bills.cached_numbers(spec).total == counting.cached_numbers_per_token(spec)
     else:
-        assert 8 * bills.remembered(spec).total == counting.cache_bytes(spec, batch=1, capacity=9, bytes_each=8)
-    one = hw.Work(2, 1, 1, 9)
-    assert bills.forward(spec, one).total == counting.asked(spec, one)
+        assert 8 * bills.cached_numbers(spec).total == counting.cache_bytes(spec, batch=1, capacity=9, bytes_per_number=8)
+    one = hw.CallSize(2, 1, 1, 9)
+    assert bills.forward_flops(spec, one).total == counting.required_flops(spec, one)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -55,15 +55,15 @@ def test_gradients_are_counted_as_torch_counts_them(name):
         y = layer(x, source=z)
         made = counter.get_total_flops()
         y.sum().backward()
-    assert counter.get_total_flops() - made == bills.backward(spec, work_of(spec)).total
+    assert counter.get_total_flops() - made == bills.backward_flops(spec, work_of(spec)).total
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_formula_is_worth_its_number(name):
     spec, work = EXAMPLES[name], work_of(EXAMPLES[name])
-    letters = {"b": work.batch, "s": work.queries, "r": work.remembered, "t": work.keys, "pairs": work.pairs}
+    letters = {"b": work.batch, "s": work.queries, "r": work.new_tokens, "t": work.keys, "pairs": work.pairs}
     parts = {"normaliser": spec.normaliser, "merge": spec.merge, **dict(spec.parts())}
-    for bill in (bills.parameters(spec), bills.forward(spec, work), bills.remembered(spec)):
+    for bill in (bills.attention_parameters(spec), bills.forward_flops(spec, work), bills.cached_numbers(spec)):
         for term in bill.terms:
             part = parts.get(re.split(r"[. ]", term.name)[0], spec.project)
             said = re.sub(r"(\w+)\.(\w+)", lambda told: str(getattr(parts[told[1]], told[2])), term.formula)
@@ -71,7 +71,7 @@ def test_a_formula_is_worth_its_number(name):
 
 
 def test_symbols_compute_like_numbers():
-    q, dim = Symbol.of(6, "q"), Symbol.of(4, "dim")
+    q, dim = SymbolicInt.of(6, "q"), SymbolicInt.of(4, "dim")
     told = {
         "2 q dim": 2 * q * dim,
         "3 (q + dim) q": (q + dim) * 3 * q,

@@ -10,7 +10,7 @@ import cases
 import headwise as hw
 from cases import EVERY, EXAMPLES
 from headwise import counting
-from headwise.backends import BACKENDS, Job
+from headwise.backends import BACKENDS, CallSignature
 
 
 def flash_on_cpu(q, k, v, *args, out_shape=None, **kwargs):
@@ -32,8 +32,8 @@ def torch_counts(layer, x, **call) -> int:
 def test_parameters_are_counted_as_made(name):
     spec = EVERY[name]
     layer = hw.Attention(spec)
-    assert counting.params(spec) == sum(p.numel() for p in layer.parameters())
-    assert counting.constants(spec) == sum(b.numel() for b in layer.buffers())
+    assert counting.count_parameters(spec) == sum(p.numel() for p in layer.parameters())
+    assert counting.count_constants(spec) == sum(b.numel() for b in layer.buffers())
     assert {k: tuple(v.shape) for k, v in layer.state_dict().items()} == spec.shapes()
 
 
@@ -45,12 +45,12 @@ def test_products_are_counted_as_torch_counts_them(name, backend):
         pytest.skip(f"{backend} refuses it")
     layer = cases.layer(spec, torch.float32, backend)
     x, z = cases.tensors(spec, torch.float32)
-    keys = cases.TOKENS if z is None else cases.SOURCE
-    work = hw.Work(cases.BATCH, cases.TOKENS, keys, keys)
+    keys = cases.NUM_TOKENS if z is None else cases.SOURCE
+    work = hw.CallSize(cases.BATCH, cases.NUM_TOKENS, keys, keys)
     made = torch_counts(layer, x, source=z)
-    assert made == counting.spent(spec, work, BACKENDS[backend].spent(Job(spec, spec.core), work))
+    assert made == counting.executed_flops(spec, work, BACKENDS[backend].executed_flops(CallSignature(spec, spec.core), work))
     if backend == "dense":
-        assert made == counting.counted(spec, work)
+        assert made == counting.counted_flops(spec, work)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -60,12 +60,12 @@ def test_a_step_is_counted_as_torch_counts_it(name):
     x, _ = cases.tensors(spec, torch.float32)
     cache = layer.cache(batch=cases.BATCH, capacity=9)
     layer(x, cache=cache)
-    if spec.folder:
+    if spec.recurrent_part:
         pytest.skip("the state's own updates are elementwise, which torch's counter does not see")
     made = torch_counts(layer, x[:, :1], cache=cache)
     reads_all = spec.pattern.pairs(range(7, 8), range(8)) == (cache.slots if cache.slots < 8 else 8)
     slots = min(8, cache.slots) if reads_all else cache.slots
-    assert made == counting.counted(spec, hw.Work(cases.BATCH, 1, 1, slots))
+    assert made == counting.counted_flops(spec, hw.CallSize(cases.BATCH, 1, 1, slots))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -74,9 +74,9 @@ def test_what_is_asked_is_what_is_allowed(name):
     x, z = cases.tensors(spec)
     if z is not None:
         pytest.skip("pairs of a source are its rectangle, counted above")
-    sight = hw.Sight(hw.Tokens.of(x), hw.Tokens.of(x), spec.pattern)
-    work = counting.work_of(spec, batch=cases.BATCH, queries=cases.TOKENS)
-    assert work.pairs == int(sight.allowed.expand(1, 1, cases.TOKENS, cases.TOKENS).sum())
-    full = hw.Work(cases.BATCH, cases.TOKENS, cases.TOKENS, cases.TOKENS)
-    saved = counting.counted(spec, full) - counting.asked(spec, work)
+    sight = hw.AttentionMask(hw.SequenceInfo.from_batch(x), hw.SequenceInfo.from_batch(x), spec.pattern)
+    work = counting.self_attention_work(spec, batch=cases.BATCH, queries=cases.NUM_TOKENS)
+    assert work.pairs == int(sight.allowed.expand(1, 1, cases.NUM_TOKENS, cases.NUM_TOKENS).sum())
+    full = hw.CallSize(cases.BATCH, cases.NUM_TOKENS, cases.NUM_TOKENS, cases.NUM_TOKENS)
+    saved = counting.counted_flops(spec, full) - counting.required_flops(spec, work)
     assert saved == 0 if work.pairs == full.pairs else saved > 0

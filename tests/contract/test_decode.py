@@ -32,7 +32,7 @@ def test_cached_decode_is_one_pass(name):
         pytest.skip(f"not causal: {reason}")
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
-    expected = reference.attention(layer, x)
+    expected = reference.reference_attention(layer, x)
     for chunks in CHUNKINGS:
         check_close(decoded(layer, x, chunks, layer.cache(batch=cases.BATCH, capacity=9)), expected)
 
@@ -40,7 +40,7 @@ def test_cached_decode_is_one_pass(name):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_ring_forgets_only_what_nobody_reads(name):
     spec = replace(cases.causal(EXAMPLES[name]), pattern=hw.Window(3) | hw.First(2))
-    if spec.folder:
+    if spec.recurrent_part:
         pytest.skip("a state cannot forget, and its backend says so")
     layer = cases.layer(spec)
     x = torch.randn(cases.BATCH, 17, spec.model, dtype=torch.float64)
@@ -48,7 +48,7 @@ def test_a_ring_forgets_only_what_nobody_reads(name):
     for chunks in [(17,), (1,) * 17, (5, 1, 1, 9, 1), (1, 13, 3)]:
         cache = layer.cache(batch=cases.BATCH, capacity=100)
         check_close(decoded(layer, x, chunks, cache), expected)
-        assert cache.nbytes == counting.cache_bytes(spec, batch=cases.BATCH, capacity=100, bytes_each=8)
+        assert cache.nbytes == counting.cache_bytes(spec, batch=cases.BATCH, capacity=100, bytes_per_number=8)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -62,7 +62,7 @@ def test_ragged_rows_decode_on_from_where_each_ends(name):
         first = torch.zeros(cases.BATCH, 4, spec.model, dtype=torch.float64)
         for row, length in enumerate(lengths):
             first[row, 4 - length if pad == "left" else 0 :][:length] = x[row, :length]
-        layer(first, cache=cache, tokens=hw.Tokens.of(first, lengths=lengths, pad=pad))
+        layer(first, cache=cache, tokens=hw.SequenceInfo.from_batch(first, lengths=lengths, pad=pad))
         next_two = torch.stack([x[row, length : length + 2] for row, length in enumerate(lengths)])
         ours = decoded(layer, next_two, (1, 1), cache)
         for row, length in enumerate(lengths):
@@ -84,10 +84,10 @@ def test_what_is_held_is_what_is_counted(name):
         return told, where
 
     cache.append = watched
-    for t in range(cases.TOKENS):
+    for t in range(cases.NUM_TOKENS):
         layer(x[:, t : t + 1], cache=cache)
     assert len(shapes) == 1, "a step of one token changed a shape"
-    assert cache.nbytes == counting.cache_bytes(spec, batch=cases.BATCH, capacity=9, bytes_each=8)
+    assert cache.nbytes == counting.cache_bytes(spec, batch=cases.BATCH, capacity=9, bytes_per_number=8)
     held = [*cache.state.values()] or [*cache.entry.values()]
     assert cache.nbytes == sum(tensor.untyped_storage().nbytes() for tensor in held)
 
@@ -98,9 +98,9 @@ def test_one_query_runs_in_every_backend_that_takes_it(name):
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
     expected = layer(x)[:, -1:]
-    for backend in [None] if spec.folder else cases.takers(spec, one=True):
+    for backend in [None] if spec.recurrent_part else cases.takers(spec, one=True):
         cache = layer.cache(batch=cases.BATCH, capacity=9)
-        layer.only = None
+        layer.backend_name = None
         layer(x[:, :-1], cache=cache)
-        layer.only = backend
+        layer.backend_name = backend
         check_close(layer(x[:, -1:], cache=cache), expected)

@@ -14,25 +14,25 @@ import cases
 import headwise as hw
 from cases import EXAMPLES, check_close
 from headwise import counting
-from headwise.backends import BACKENDS, Job
-from headwise.inputs import Limit
+from headwise.backends import BACKENDS, CallSignature
+from headwise.inputs import PositionLimit
 
-BLOCKED = {name: backend.edges() for name, backend in BACKENDS.items() if hasattr(backend, "edges")}
+BLOCKED = {name: backend.boundary_lengths() for name, backend in BACKENDS.items() if hasattr(backend, "edges")}
 
 
 def lengths(spec, backend):
     """Those where a block ends, as far as the spec knows positions."""
-    limit = Limit.of(spec)
-    return [count for count in BLOCKED[backend] if limit is None or count + 2 <= limit.longest]
+    limit = PositionLimit.of(spec)
+    return [count for count in BLOCKED[backend] if limit is None or count + 2 <= limit.max_positions]
 
 
 def filled(x):
     """Whole rows; and two packed documents before padding, so that no block is alike."""
-    yield hw.Tokens.of(x)
+    yield hw.SequenceInfo.from_batch(x)
     segments = torch.zeros(x.shape[:2], dtype=torch.int64)
     segments[0, x.shape[1] // 3 :] = 1
     segments[1, -5:] = -1
-    yield hw.Tokens.of(x, segments=segments)
+    yield hw.SequenceInfo.from_batch(x, segments=segments)
 
 
 @pytest.mark.parametrize("backend", BLOCKED)
@@ -46,10 +46,10 @@ def test_blocks_end_where_they_should(name, backend):
         x = torch.randn(2, count, spec.model, dtype=torch.float64, requires_grad=True)
         z = None if spec.source is None else torch.randn(2, count + 2, spec.source, dtype=torch.float64)
         for tokens in filled(x):
-            layer.only = "dense"
+            layer.backend_name = "dense"
             y = layer(x, source=z, tokens=tokens)
             expected = gradients(layer, y, x)
-            layer.only = backend
+            layer.backend_name = backend
             ours = layer(x, source=z, tokens=tokens)
             check_close(ours, y)
             for parameter, grad in gradients(layer, ours, x).items():
@@ -67,10 +67,10 @@ def test_blocks_are_counted_as_torch_counts_them(name, backend):
     layer = cases.layer(spec, torch.float32, backend)
     for count in lengths(spec, backend):
         x = torch.randn(2, count, spec.model)
-        work, job = counting.work_of(spec, batch=2, queries=count), Job(spec, spec.core)
+        work, job = counting.self_attention_work(spec, batch=2, queries=count), CallSignature(spec, spec.core)
         if hasattr(BACKENDS[backend], "formed"):
-            work = replace(work, pairs=BACKENDS[backend].formed(job, work))
-        assert torch_counts(layer, x) == counting.spent(spec, work, BACKENDS[backend].spent(job, work)), count
+            work = replace(work, pairs=BACKENDS[backend].num_pairs(job, work))
+        assert torch_counts(layer, x) == counting.executed_flops(spec, work, BACKENDS[backend].executed_flops(job, work)), count
 
 
 SPARSE = [
@@ -87,9 +87,9 @@ SPARSE += ["window(40) & dilated(9, rate=2)", "prefix(30)", "edges(((3, 200), (2
 def test_sparse_patterns_touch_what_they_read(backend, pattern):
     layer = cases.layer(cases.base(pattern=pattern), backend=backend)
     x = torch.randn(2, 300, 10, dtype=torch.float64)
-    layer.only = "sdpa"
+    layer.backend_name = "sdpa"
     expected = layer(x)
-    layer.only = backend
+    layer.backend_name = backend
     check_close(layer(x), expected)
 
 
@@ -97,9 +97,9 @@ def test_a_long_prompt_is_read_in_blocks_behind_what_is_cached():
     spec = cases.base(pattern="window(150) | first(3)", modifiers=(hw.TalkingHeads(),))
     layer = cases.layer(spec)
     x = torch.randn(2, 420, 10, dtype=torch.float64)
-    layer.only = "dense"
+    layer.backend_name = "dense"
     expected = layer(x)
-    layer.only = None
+    layer.backend_name = None
     for chunks in [(420,), (1, 300, 119), (140, 140, 140)]:
         cache = layer.cache(batch=2, capacity=500)
         check_close(decoded(layer, x, chunks, cache), expected)

@@ -11,15 +11,15 @@ import cases
 import headwise as hw
 from cases import EXAMPLES
 from headwise import reference
-from headwise.backends import BACKENDS, Job
+from headwise.backends import BACKENDS, CallSignature
 
 pytestmark = pytest.mark.gpu
 
 
 def on_cuda(spec, dtype, one=False, grad=False) -> list[str]:
     """The backends that run this spec there."""
-    job = Job(spec, spec.form(one).core(spec), "cuda", dtype, grad, one)
-    return [name for name, backend in BACKENDS.items() if not backend.refuses(job)]
+    job = CallSignature(spec, spec.form(one).core(spec), "cuda", dtype, grad, one)
+    return [name for name, backend in BACKENDS.items() if not backend.unsupported_reasons(job)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -31,10 +31,10 @@ def test_every_backend_errs_no_more_than_twice_as_dense(name, dtype):
     kept = {k: v.cpu().double() if v.is_floating_point() else v.cpu() for k, v in coarse.state_dict().items()}
     exact.load_state_dict(kept)
     x, z = cases.tensors(spec, dtype)
-    truth = reference.attention(exact, x.double(), source=None if z is None else z.double())
+    truth = reference.reference_attention(exact, x.double(), source=None if z is None else z.double())
 
     def error(backend):
-        coarse.only = backend
+        coarse.backend_name = backend
         with torch.no_grad():
             y = coarse(x.cuda(), source=None if z is None else z.cuda())
         return (y.double().cpu() - truth).abs().max()
@@ -52,7 +52,7 @@ def test_flex_keeps_the_numbers_at_its_block_edges(tokens):
     layer, judge = (hw.Attention(spec, backend=name).cuda() for name in ("flex", "dense"))
     judge.load_state_dict(layer.state_dict())
     x = torch.randn(3, tokens, 64, device="cuda")
-    at = hw.Tokens.of(x, lengths=[tokens, tokens // 2, tokens - 1])
+    at = hw.SequenceInfo.from_batch(x, lengths=[tokens, tokens // 2, tokens - 1])
     torch.testing.assert_close(layer(x, tokens=at), judge(x, tokens=at), rtol=2e-3, atol=2e-3)
 
 
@@ -63,5 +63,5 @@ def test_decoding_is_one_pass_there_too(name):
     x = cases.tensors(spec, torch.float32)[0].cuda()
     cache = layer.cache(batch=cases.BATCH, capacity=9)
     with torch.no_grad():
-        steps = torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(cases.TOKENS)], 1)
+        steps = torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(cases.NUM_TOKENS)], 1)
         torch.testing.assert_close(steps, layer(x), rtol=1e-3, atol=1e-3)

@@ -26,7 +26,7 @@ def preset(name: str) -> hw.AttentionSpec:
 
 
 def decodable(spec: hw.AttentionSpec) -> hw.AttentionSpec:
-    return spec if spec.pattern.opening == 0 else replace(spec, pattern=hw.Causal())
+    return spec if spec.pattern.tokens_before_decode == 0 else replace(spec, pattern=hw.Causal())
 
 
 def crossed(spec: hw.AttentionSpec) -> hw.AttentionSpec:
@@ -39,43 +39,43 @@ def crossed(spec: hw.AttentionSpec) -> hw.AttentionSpec:
         return hw.design(model=MODEL, heads=4)
 
 
-def block(spec: hw.AttentionSpec, cross: hw.AttentionSpec | None = None) -> bp.Block:
-    return bp.Block(spec, cross, bp.Dense(19, "silu", "gated"), bp.Norm("rms"))
+def block(spec: hw.AttentionSpec, cross: hw.AttentionSpec | None = None) -> bp.BlockSpec:
+    return bp.BlockSpec(spec, cross, bp.FeedForwardSpec(19, "silu", "gated"), bp.NormSpec("rms"))
 
 
-def stack(name: str, tokens: int, layer: bp.Block, **said: object) -> bp.Stack:
-    embedding = bp.Embedding(tokens, positions=bp.Positions("sinusoidal"))
-    return bp.Stack.of(name, MODEL, [layer] * 2, embedding=embedding, norm=bp.Norm(), **said)
+def stack(name: str, tokens: int, layer: bp.BlockSpec, **said: object) -> bp.StackSpec:
+    embedding = bp.EmbeddingSpec(tokens, positions=bp.PositionSpec("sinusoidal"))
+    return bp.StackSpec.from_blocks(name, MODEL, [layer] * 2, embedding=embedding, norm=bp.NormSpec(), **said)
 
 
-def decoder(spec: hw.AttentionSpec) -> bp.Model:
-    heads = (bp.Head("tokens", WORDS, table="decoder"),)
-    return bp.Model("small", "decoder", (stack("decoder", WORDS, block(decodable(spec))),), heads)
+def decoder(spec: hw.AttentionSpec) -> bp.ModelSpec:
+    heads = (bp.OutputHeadSpec("tokens", WORDS, table="decoder"),)
+    return bp.ModelSpec("small", "decoder", (stack("decoder", WORDS, block(decodable(spec))),), heads)
 
 
-def pair(spec: hw.AttentionSpec) -> bp.Model:
+def pair(spec: hw.AttentionSpec) -> bp.ModelSpec:
     encoder = stack("encoder", SOURCES, block(spec))
-    return bp.Model(
+    return bp.ModelSpec(
         "small",
         "encoder-decoder",
         (encoder, stack("decoder", WORDS, block(decodable(spec), crossed(spec)))),
-        (bp.Head("tokens", WORDS),),
+        (bp.OutputHeadSpec("tokens", WORDS),),
     )
 
 
-def merged(spec: hw.AttentionSpec) -> bp.Model:
+def merged(spec: hw.AttentionSpec) -> bp.ModelSpec:
     """The average of the past in the place of self-attention, where the spec can be its other half."""
     one = replace(block(spec, replace(spec, pattern=hw.Full())), attention=None, form="merged")
     stacks = (stack("encoder", SOURCES, block(spec)), stack("decoder", WORDS, one))
-    return bp.Model("small", "encoder-decoder", stacks, (bp.Head("tokens", WORDS),))
+    return bp.ModelSpec("small", "encoder-decoder", stacks, (bp.OutputHeadSpec("tokens", WORDS),))
 
 
-def encoder(spec: hw.AttentionSpec) -> bp.Model:
-    heads = (bp.Head("classes", 5, "mean"), bp.Head("tokens", WORDS))
-    return bp.Model("small", "encoder", (stack("encoder", WORDS, block(spec)),), heads)
+def encoder(spec: hw.AttentionSpec) -> bp.ModelSpec:
+    heads = (bp.OutputHeadSpec("classes", 5, "mean"), bp.OutputHeadSpec("tokens", WORDS))
+    return bp.ModelSpec("small", "encoder", (stack("encoder", WORDS, block(spec)),), heads)
 
 
-KINDS: dict[str, Callable[[hw.AttentionSpec], bp.Model]] = {
+KINDS: dict[str, Callable[[hw.AttentionSpec], bp.ModelSpec]] = {
     "decoder": decoder,
     "encoder-decoder": pair,
     "encoder": encoder,
@@ -83,7 +83,7 @@ KINDS: dict[str, Callable[[hw.AttentionSpec], bp.Model]] = {
 MERGING = ("mha", "entmax")  # specs that a mean can be merged into
 
 
-def inputs(described: bp.Model) -> tuple[Tensor, dict[str, Tensor]]:
+def inputs(described: bp.ModelSpec) -> tuple[Tensor, dict[str, Tensor]]:
     x = torch.randint(0, WORDS, (ROWS, 5))
     return x, {"source": torch.randint(0, SOURCES, (ROWS, 6))} if described.kind == "encoder-decoder" else {}
 
@@ -99,10 +99,10 @@ def test_merged_attention_learns(name: str):
     check_learns(merged(preset(name)))
 
 
-def check_learns(described: bp.Model) -> None:
+def check_learns(described: bp.ModelSpec) -> None:
     """One step in the direction of the gradient lowers the loss, and the gradient reaches every parameter."""
     net = hw.build(described, seed=0).double()
-    assert {name: tuple(t.shape) for name, t in net.state_dict().items()} == described.shapes()
+    assert {name: tuple(t.shape) for name, t in net.state_dict().items()} == described.shapes_by_name()
     x, read = inputs(described)
     head = "tokens"
     wanted = torch.randint(0, WORDS, x.shape)
@@ -131,13 +131,13 @@ def test_merged_attention_decodes(name: str):
     check_decodes(merged(preset(name)))
 
 
-def check_decodes(described: bp.Model) -> None:
+def check_decodes(described: bp.ModelSpec) -> None:
     """From caches, rows of several lengths at once, the same ids as row by row, the whole sequence anew each time."""
     net = drawn(described)
     x, read = inputs(described)
     lengths = [5, 2, 4]
     memory = net.encode(read["source"]) if read else None
-    at = hw.Tokens.of(x, lengths=lengths, pad="left")
+    at = hw.SequenceInfo.from_batch(x, lengths=lengths, pad="left")
     said = hw.greedy(net, x, count=NEW, tokens=at, memory=memory)
     alone = []
     for row, length in enumerate(lengths):
@@ -149,7 +149,7 @@ def check_decodes(described: bp.Model) -> None:
     assert said == alone
 
 
-def drawn(described: bp.Model) -> hw.Transformer:
+def drawn(described: bp.ModelSpec) -> hw.Transformer:
     """A model in float64 whose every number matters, so that its likeliest tokens differ."""
     net = hw.build(described, seed=0).double().eval()
     with torch.no_grad():
@@ -163,6 +163,6 @@ def drawn(described: bp.Model) -> hw.Transformer:
 def test_what_reads_ahead_cannot_decode(name: str):
     spec = preset(name)
     one = stack("decoder", WORDS, block(spec))
-    net = hw.build(bp.Model("small", "decoder", (one,), (bp.Head("tokens", WORDS),)))
+    net = hw.build(bp.ModelSpec("small", "decoder", (one,), (bp.OutputHeadSpec("tokens", WORDS),)))
     with pytest.raises(hw.SpecError, match=r"reads tokens that have not come yet.*use a causal pattern"):
         hw.greedy(net, torch.tensor([[1, 2]]), count=3)

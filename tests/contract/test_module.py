@@ -22,15 +22,15 @@ def test_a_probe_sees_every_place(name):
     seen = hw.Probe("q", "k", "v", "scores", "weights", "lse", "heads")
     y = layer(x, source=z, probe=seen)
     check_close(y, layer(x, source=z))
-    keys = cases.TOKENS if z is None else cases.SOURCE
-    rows = len(spec.voices)
-    mixed = spec.mixed(Phase.SCORES)
-    assert seen.seen["scores"].shape == (cases.BATCH, mixed, cases.TOKENS, keys)
-    assert seen.seen["weights"].shape == (cases.BATCH, rows, cases.TOKENS, keys)
-    assert seen.seen["lse"].shape == (cases.BATCH, mixed, cases.TOKENS)
-    assert seen.seen["heads"].shape == (cases.BATCH, cases.TOKENS, len(spec.speaks), layer.spec.heads.vdim)
-    assert seen.seen["q"].shape[:3] == (cases.BATCH, cases.TOKENS, spec.heads.q)
-    check_close(layer.merge(seen.seen["heads"]), y)
+    keys = cases.NUM_TOKENS if z is None else cases.SOURCE
+    rows = len(spec.score_head_of_row)
+    mixed = spec.num_heads_after(Phase.SCORES)
+    assert seen.tensors["scores"].shape == (cases.BATCH, mixed, cases.NUM_TOKENS, keys)
+    assert seen.tensors["weights"].shape == (cases.BATCH, rows, cases.NUM_TOKENS, keys)
+    assert seen.tensors["lse"].shape == (cases.BATCH, mixed, cases.NUM_TOKENS)
+    assert seen.tensors["heads"].shape == (cases.BATCH, cases.NUM_TOKENS, len(spec.score_head_of_output), layer.spec.heads.vdim)
+    assert seen.tensors["q"].shape[:3] == (cases.BATCH, cases.NUM_TOKENS, spec.heads.q)
+    check_close(layer.merge_heads(seen.tensors["heads"]), y)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -40,10 +40,10 @@ def test_weights_stay_within_the_pattern(name):
     x, z = cases.tensors(spec)
     seen = hw.Probe("weights")
     layer(x, source=z, probe=seen)
-    told = hw.Tokens.of(x if z is None else z)
-    allowed = hw.Sight(hw.Tokens.of(x), told, spec.pattern).allowed
-    assert (seen.seen["weights"].masked_select(~allowed) == 0).all()
-    assert seen.seen["weights"].masked_select(allowed).abs().sum() > 0
+    told = hw.SequenceInfo.from_batch(x if z is None else z)
+    allowed = hw.AttentionMask(hw.SequenceInfo.from_batch(x), told, spec.pattern).allowed
+    assert (seen.tensors["weights"].masked_select(~allowed) == 0).all()
+    assert seen.tensors["weights"].masked_select(allowed).abs().sum() > 0
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -73,9 +73,9 @@ def test_odd_inputs_work(name):
     x, z = cases.tensors(spec)
     y = layer(x, source=z)
     check_close(layer(x.transpose(0, 1).contiguous().transpose(0, 1), source=z), y)
-    assert layer(x[:0], source=None if z is None else z[:0]).shape == (0, cases.TOKENS, spec.model)
+    assert layer(x[:0], source=None if z is None else z[:0]).shape == (0, cases.NUM_TOKENS, spec.model)
     assert layer(x[:, :0], source=z).shape == (cases.BATCH, 0, spec.model)
-    if spec.pattern.opening == 0 and z is None:
+    if spec.pattern.tokens_before_decode == 0 and z is None:
         check_close(layer(x[:, :1]), y[:, :1])
 
 
@@ -112,14 +112,14 @@ def test_fused_kernels_show_the_lse_that_dense_shows(name):
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
     tokens = cases.batches(x)["right"]
-    for count in (cases.TOKENS, 1):
-        at = hw.Tokens(tokens.position[:, :count], tokens.segment[:, :count])
+    for count in (cases.NUM_TOKENS, 1):
+        at = hw.SequenceInfo(tokens.position[:, :count], tokens.segment[:, :count])
         seen = {}
         with torch.no_grad():
             for backend in cases.takers(spec, one=count == 1, wants=frozenset({"lse"})):
-                layer.only, probe = backend, hw.Probe("lse", "heads")
+                layer.backend_name, probe = backend, hw.Probe("lse", "heads")
                 layer(x[:, :count], source=z, tokens=at, probe=probe)
-                seen[backend] = probe.seen
+                seen[backend] = probe.tensors
         for other in seen.values():
             check_close(other["lse"], seen["dense"]["lse"])
             check_close(other["heads"], seen["dense"]["heads"])
@@ -135,7 +135,7 @@ def test_flex_keeps_the_numbers_at_its_block_edges_on_the_cpu(tokens):
     judge = hw.Attention(spec, backend="dense")
     judge.load_state_dict(layer.state_dict())
     x = torch.randn(3, tokens, 32)
-    at = hw.Tokens.of(x, lengths=[tokens, 50, tokens - 1])
+    at = hw.SequenceInfo.from_batch(x, lengths=[tokens, 50, tokens - 1])
     with torch.no_grad():
         check_close(layer(x, tokens=at), judge(x, tokens=at), rtol=1e-4, atol=1e-5)
 
@@ -144,7 +144,7 @@ def test_flex_keeps_the_numbers_at_its_block_edges_on_the_cpu(tokens):
 @pytest.mark.parametrize("pattern", ["causal()", "window(3) | first(2)"])
 @pytest.mark.parametrize("name", ["Direct1", "Rotary0", "Latent0", "Dynamic0", "Alibi1"])
 def test_one_graph_holds_a_cached_step(name, pattern):
-    spec = cases.normal(cases.causal(EXAMPLES[name]), pattern=hw.pattern.parse(pattern))
+    spec = cases.normal(cases.causal(EXAMPLES[name]), pattern=hw.pattern.parse_pattern(pattern))
     layer = cases.layer(spec)
     x = torch.randn(cases.BATCH, 11, spec.model, dtype=torch.float64)
     expected = layer(x)
@@ -164,7 +164,7 @@ def test_coarse_products_leave_finite_gradients(name):
     x, z = cases.tensors(spec, torch.float32)
     x.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x, source=z, tokens=hw.Tokens.of(x, lengths=[7, 3, 0]))
+        y = layer(x, source=z, tokens=hw.SequenceInfo.from_batch(x, lengths=[7, 3, 0]))
     y.float().square().sum().backward()
     assert y.isfinite().all()
     for tensor in (x, *layer.parameters()):

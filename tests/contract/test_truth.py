@@ -11,7 +11,7 @@ import cases
 import headwise as hw
 from cases import EVERY, EXAMPLES, check_close
 from headwise import reference
-from headwise.inputs import Limit
+from headwise.inputs import PositionLimit
 from headwise.seams import ScoreStep
 
 
@@ -22,9 +22,9 @@ def test_output_is_the_references(name):
     x, z = cases.tensors(spec)
     ways = cases.batches(x) if name in EXAMPLES else {"packed": cases.batches(x)["packed"]}
     for tokens in ways.values():
-        expected = reference.attention(layer, x, source=z, tokens=tokens)
+        expected = reference.reference_attention(layer, x, source=z, tokens=tokens)
         for backend in cases.takers(spec):
-            layer.only = backend
+            layer.backend_name = backend
             check_close(layer(x, source=z, tokens=tokens), expected)
 
 
@@ -36,14 +36,14 @@ def test_a_source_is_read_as_the_reference_reads_it(name):
         pytest.skip(f"not defined for a source: {reason}")
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
-    told = hw.Tokens.of(z, lengths=[11, 5, 0])
-    expected = reference.attention(layer, x, source=z, source_tokens=told)
-    kept = layer.remember(z, tokens=told)
+    told = hw.SequenceInfo.from_batch(z, lengths=[11, 5, 0])
+    expected = reference.reference_attention(layer, x, source=z, source_tokens=told)
+    kept = layer.project_source(z, sequence=told)
     for backend in cases.takers(spec):
-        layer.only = backend
+        layer.backend_name = backend
         check_close(layer(x, source=kept), expected)
     check_close(layer(x[:, :1], source=kept), expected[:, :1])
-    check_close(layer(x, source=z), reference.attention(layer, x, source=z))
+    check_close(layer(x, source=z), reference.reference_attention(layer, x, source=z))
 
 
 def gradients(layer, y, x):
@@ -61,9 +61,9 @@ def test_gradients_are_the_references(name):
     x, z = cases.tensors(spec)
     x.requires_grad_()
     tokens = cases.batches(x)["packed"]
-    expected = gradients(layer, reference.attention(layer, x, source=z, tokens=tokens), x)
+    expected = gradients(layer, reference.reference_attention(layer, x, source=z, tokens=tokens), x)
     for backend in cases.takers(spec, grad=True):
-        layer.only = backend
+        layer.backend_name = backend
         ours = gradients(layer, layer(x, source=z, tokens=tokens), x)
         for parameter, grad in expected.items():
             check_close(ours[parameter], grad, msg=lambda m, p=parameter: f"{p}: {m}")
@@ -74,8 +74,8 @@ def test_a_mask_of_the_callers_own_is_obeyed(name):
     spec = EXAMPLES[name]
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
-    mask = torch.rand(cases.BATCH, 1, cases.TOKENS, cases.TOKENS if z is None else cases.SOURCE) < 0.6
-    check_close(layer(x, source=z, mask=mask), reference.attention(layer, x, source=z, mask=mask))
+    mask = torch.rand(cases.BATCH, 1, cases.NUM_TOKENS, cases.NUM_TOKENS if z is None else cases.SOURCE) < 0.6
+    check_close(layer(x, source=z, mask=mask), reference.reference_attention(layer, x, source=z, mask=mask))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -86,10 +86,10 @@ def test_low_precision_errs_no_more_than_twice_as_dense(name, dtype):
     coarse = copy.deepcopy(exact).to(dtype)
     exact.load_state_dict({k: v.double() if v.is_floating_point() else v for k, v in coarse.state_dict().items()})
     x, z = cases.tensors(spec, dtype)
-    truth = reference.attention(exact, x.double(), source=None if z is None else z.double())
+    truth = reference.reference_attention(exact, x.double(), source=None if z is None else z.double())
 
     def error(backend):
-        coarse.only = backend
+        coarse.backend_name = backend
         return (coarse(x, source=z).double() - truth).abs().max()
 
     limit = 2 * error("dense") + 4 * torch.finfo(dtype).eps * truth.abs().max()
@@ -101,17 +101,17 @@ def test_low_precision_errs_no_more_than_twice_as_dense(name, dtype):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_only_distances_matter(name):
     spec = EXAMPLES[name]
-    if limit := Limit.of(spec):
-        pytest.skip(f"it learned {limit.longest} positions one by one, and refuses all others")
+    if limit := PositionLimit.of(spec):
+        pytest.skip(f"it learned {limit.max_positions} positions one by one, and refuses all others")
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
-    place = torch.arange(cases.TOKENS)[None]
-    moved = hw.Tokens(place + 1000, torch.zeros_like(place))
+    place = torch.arange(cases.NUM_TOKENS)[None]
+    moved = hw.SequenceInfo(place + 1000, torch.zeros_like(place))
     if z is None:
         check_close(layer(x, tokens=moved), layer(x), rtol=1e-8, atol=1e-9)
         return
     far = torch.arange(cases.SOURCE)[None] + 1000
-    kept = layer.remember(z, tokens=hw.Tokens(far, torch.zeros_like(far)))
+    kept = layer.project_source(z, sequence=hw.SequenceInfo(far, torch.zeros_like(far)))
     check_close(layer(x, source=kept, tokens=moved), layer(x, source=z), rtol=1e-8, atol=1e-9)
 
 
@@ -122,7 +122,7 @@ def test_packed_documents_do_not_meet(name):
         pytest.skip("a source is another sequence; packing is tested within one")
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
-    together = layer(x, tokens=hw.Tokens.of(x, segments=torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * cases.BATCH)))
+    together = layer(x, tokens=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * cases.BATCH)))
     apart = torch.cat([layer(x[:, :3]), layer(x[:, 3:])], 1)
     check_close(together, apart)
 
@@ -133,17 +133,17 @@ def test_a_query_with_nothing_to_read_reads_zero(name):
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
     x.requires_grad_()
-    keys = cases.TOKENS if z is None else cases.SOURCE
+    keys = cases.NUM_TOKENS if z is None else cases.SOURCE
     seen = hw.Probe("heads")
-    mask = torch.ones(cases.BATCH, 1, cases.TOKENS, keys, dtype=torch.bool)
+    mask = torch.ones(cases.BATCH, 1, cases.NUM_TOKENS, keys, dtype=torch.bool)
     mask[1, :, 2] = False
     y = layer(x, source=z, mask=mask, probe=seen)
-    assert (seen.seen["heads"][1, 2] == 0).all()
+    assert (seen.tensors["heads"][1, 2] == 0).all()
     for grad in gradients(layer, y, x).values():
         assert grad.isfinite().all()
     if z is None:
-        blind = layer(x, tokens=hw.Tokens.of(x, lengths=[7, 3, 0]))
-        check_close(blind[2], layer.merge(torch.zeros_like(seen.seen["heads"]))[2])
+        blind = layer(x, tokens=hw.SequenceInfo.from_batch(x, lengths=[7, 3, 0]))
+        check_close(blind[2], layer.merge_heads(torch.zeros_like(seen.tensors["heads"]))[2])
 
 
 class Nowhere:
@@ -165,13 +165,13 @@ class Nowhere:
 def test_who_asks_where_tokens_stand_says_so(name):
     spec = EXAMPLES[name]
     layer = cases.layer(spec)
-    for step, part in spec.steps(ScoreStep):
+    for step, part in spec.parts_of(ScoreStep):
         if not part.positional:
             p = layer.get_submodule(step).spread()
-            scores = torch.randn(cases.BATCH, spec.heads.q, cases.TOKENS, cases.SOURCE, dtype=torch.float64)
+            scores = torch.randn(cases.BATCH, spec.heads.q, cases.NUM_TOKENS, cases.SOURCE, dtype=torch.float64)
             assert part.score(scores, Nowhere(), None, p).shape == scores.shape
     x, _ = cases.tensors(spec)
     if not spec.positional and spec.source is None:
-        place = torch.randperm(50)[: cases.TOKENS][None]
-        moved = hw.Tokens(place, torch.zeros_like(place))
+        place = torch.randperm(50)[: cases.NUM_TOKENS][None]
+        moved = hw.SequenceInfo(place, torch.zeros_like(place))
         check_close(layer(x, tokens=moved), layer(x))

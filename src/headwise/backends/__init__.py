@@ -7,17 +7,17 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from ..errors import NoBackend, nearest
-from ..terms import Work
+from ..errors import NoBackend, suggest
+from ..terms import CallSize
 from . import banded, composed, dense, flex, grouped, halves, linear, packed, paged, ragged, routed, sdpa, tiled
-from .blocks import BLOCK
-from .bound import Bound
-from .job import Inputs, Job
-from .linear import heard
-from .paged import gathered
-from .sdpa import is_plain, plainly
+from .blocks import QUERY_BLOCK_SIZE
+from .bound import CoreSteps
+from .job import CoreInputs, CallSignature
+from .linear import values_per_row
+from .paged import gather_pages
+from .sdpa import is_plain_softmax, softmax_args
 
-Attend = Callable[..., Any]
+AttendFunction = Callable[..., Any]
 
 # In the order of preference (see `order`): the first that does not refuse runs.
 BACKENDS: dict[str, ModuleType] = {
@@ -35,91 +35,91 @@ BACKENDS: dict[str, ModuleType] = {
     "dense": dense,
 }
 
-LENGTHS = tuple(
-    sorted({module.LEAST for module in (banded, linear, routed, tiled)})
+PREFERENCE_LENGTHS = tuple(
+    sorted({module.MIN_KEYS for module in (banded, linear, routed, tiled)})
 )  # keys at which another is preferred
 
 
-def choose(job: Job, only: str | None = None) -> ModuleType:
+def choose_backend(signature: CallSignature, backend_name: str | None = None) -> ModuleType:
     """The first backend that takes the job; `only` insists on one by name, be it the fastest or not."""
-    known(only)
-    if only:
-        job = replace(job, keys=None)
+    check_backend_name(backend_name)
+    if backend_name:
+        signature = replace(signature, num_keys=None)
     refusals = {}
-    for name in [only] if only else order(job):
-        if not (reasons := _reasons(name, job)):
+    for name in [backend_name] if backend_name else preference_order(signature):
+        if not (reasons := _unique_reasons(name, signature)):
             return BACKENDS[name]
         refusals[name] = reasons
     said = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in refusals.items())
-    raise NoBackend(f"the backend asked for refuses this call: {said}" if only else f"nothing can run this: {said}")
+    raise NoBackend(f"the backend asked for refuses this call: {said}" if backend_name else f"nothing can run this: {said}")
 
 
-def forms_again(backend: ModuleType, job: Job, work: Work, core: int) -> int:
+def recomputed_flops(backend: ModuleType, job: CallSignature, work: CallSize, core_flops: int) -> int:
     """Of so many FLOPs in the core, those that a backend spends once more backwards: on scores that it did not keep.
 
     Kernels that are fused keep none (2205.14135), `composed` none of a call that it cut into blocks.
     """
-    if backend in (dense, linear) or (backend is composed and work.queries <= BLOCK):
+    if backend in (dense, linear) or (backend is composed and work.queries <= QUERY_BLOCK_SIZE):
         return 0
-    if backend is halves and halves.keeps(work.keys):
+    if backend is halves and halves.saves_weights_for_backward(work.keys):
         return 0
-    scores, values = job.core.width * len(job.core.keys), job.core.vdim * len(job.core.values)
-    return core * scores // (scores + values)
+    scores, values = job.core.score_dim * len(job.core.keys), job.core.vdim * len(job.core.value_head_of_row)
+    return core_flops * scores // (scores + values)
 
 
-def known(only: str | None) -> None:
+def check_backend_name(only: str | None) -> None:
     """Refuse a name that no backend has."""
     if only is not None and only not in BACKENDS:
-        raise NoBackend(f"there is no backend {only!r}; {nearest(str(only), BACKENDS)}")
+        raise NoBackend(f"there is no backend {only!r}; {suggest(str(only), BACKENDS)}")
 
 
-def notes(name: str, job: Job) -> list[str]:
+def backend_notes(name: str, job: CallSignature) -> list[str]:
     """What a backend does with a job that it takes, beyond what it does with every one."""
     return composed.notes(job) if BACKENDS[name] is composed else []
 
 
-def order(job: Job) -> list[str]:
+def preference_order(job: CallSignature) -> list[str]:
     """The names of all backends, the preferred first."""
-    return sorted(BACKENDS, key=lambda name: _late(name, job))
+    return sorted(BACKENDS, key=lambda name: _is_last_resort(name, job))
 
 
-def reads_stored(backend: ModuleType, job: Job) -> bool:
+def reads_quantized_cache(backend: ModuleType, job: CallSignature) -> bool:
     """Whether it reads keys and values as a cache keeps them; others are handed numbers in full."""
-    return backend is paged or (backend is ragged and ragged.reads_stored(job))
+    return backend is paged or (backend is ragged and ragged.reads_quantized_cache(job))
 
 
-def stage(keys: int) -> int:
+def preference_length(keys: int) -> int:
     """The last length that a call of so many keys has, of those at which another backend is preferred."""
-    return max((least for least in LENGTHS if least <= keys), default=0)
+    return max((least for least in PREFERENCE_LENGTHS if least <= keys), default=0)
 
 
-def stages(job: Job) -> list[tuple[int, str]]:
+def backends_by_length(job: CallSignature) -> list[tuple[int, str]]:
     """From how many keys on which backend runs such a job."""
     found: list[tuple[int, str]] = []
-    for least in (0, *LENGTHS):
-        told = replace(job, keys=least)
-        name = next((name for name in order(told) if not BACKENDS[name].refuses(told)), None)
+    for least in (0, *PREFERENCE_LENGTHS):
+        told = replace(job, num_keys=least)
+        name = next((name for name in preference_order(told) if not BACKENDS[name].unsupported_reasons(told)), None)
         if name is not None and (not found or found[-1][1] != name):
             found.append((least, name))
     return found
 
 
-def why(job: Job) -> dict[str, list[str]]:
+def unsupported_reasons_by_backend(job: CallSignature) -> dict[str, list[str]]:
     """Every backend, in order of preference, with its reasons to refuse; none means it takes the job."""
-    return {name: _reasons(name, job) for name in order(job)}
+    return {name: _unique_reasons(name, job) for name in preference_order(job)}
 
 
-def _late(name: str, job: Job) -> bool:
+def _is_last_resort(name: str, job: CallSignature) -> bool:
     """Whether even dense goes before it."""
     if name == "flex":  # on the CPU it compiles for seconds and then forms every score
         return job.device == "cpu"
-    return name == "halves" and not halves.leads(job)
+    return name == "halves" and not halves.is_preferred(job)
 
 
-def _reasons(name: str, job: Job) -> list[str]:
+def _unique_reasons(name: str, job: CallSignature) -> list[str]:
     """Each reason once: two parts of one kind say the same."""
-    return list(dict.fromkeys(BACKENDS[name].refuses(job)))
+    return list(dict.fromkeys(BACKENDS[name].unsupported_reasons(job)))
 
 
-__all__ = ["BACKENDS", "Attend", "Bound", "Inputs", "Job", "choose", "forms_again", "gathered", "heard"]
-__all__ += ["is_plain", "notes", "packed", "plainly", "reads_stored", "stage", "stages", "why"]
+__all__ = ["BACKENDS", "AttendFunction", "CoreSteps", "CoreInputs", "CallSignature", "choose_backend", "recomputed_flops", "gather_pages", "values_per_row"]
+__all__ += ["is_plain_softmax", "backend_notes", "packed", "softmax_args", "reads_quantized_cache", "preference_length", "backends_by_length", "unsupported_reasons_by_backend"]

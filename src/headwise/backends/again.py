@@ -9,51 +9,51 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.orders import PLAIN, check_once, transformed
-from .blocks import Block, portion
-from .job import Inputs
+from ..kernels.orders import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward, is_under_functorch
+from .blocks import QueryBlock, slice_inputs
+from .job import CoreInputs
 
-BY_QUERY = 3  # of what a block is handed, the first so many have a row for each query, the others for each key
+NUM_QUERY_TENSORS = 3  # of what a block is handed, the first so many have a row for each query, the others for each key
 
 
-class Plan(NamedTuple):
+class RecomputePlan(NamedTuple):
     """The blocks of a call, what runs one of them, and whether that draws random numbers."""
 
-    blocks: Sequence[Block]
-    run: Callable[[Block, Inputs], Tensor]
-    draws: bool
+    blocks: Sequence[QueryBlock]
+    attend_block: Callable[[QueryBlock, CoreInputs], Tensor]
+    uses_random_numbers: bool
 
 
-def attend(plan: Plan, inputs: Inputs, learned: Sequence[Tensor]) -> Tensor:
+def attend_recomputed(plan: RecomputePlan, inputs: CoreInputs, learned: Sequence[Tensor]) -> Tensor:
     """o_BTHV of all blocks; gradients reach what they were handed, and the parameters that they read."""
-    wanted = [*_listed(inputs), *learned]
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted) or _kept(inputs, learned):
-        return torch.cat([plan.run(block, portion(inputs, block)) for block in plan.blocks], 1)
-    empty = _with(inputs._replace(gates=()), [inputs.q.detach()[:0]] * (len(wanted) - len(learned)))
-    made: Any = _Again.apply(plan, empty, *wanted)
+    wanted = [*_tensors_of(inputs), *learned]
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted) or _can_keep_graph(inputs, learned):
+        return torch.cat([plan.attend_block(block, slice_inputs(inputs, block)) for block in plan.blocks], 1)
+    empty = _replace_tensors(inputs._replace(gates=()), [inputs.q.detach()[:0]] * (len(wanted) - len(learned)))
+    made: Any = _RecomputedBlocks.apply(plan, empty, *wanted)
     return made
 
 
-def _kept(inputs: Inputs, learned: Sequence[Tensor]) -> bool:
+def _can_keep_graph(inputs: CoreInputs, learned: Sequence[Tensor]) -> bool:
     """Whether every block is kept after all: for who transforms functions, for shapes alone, which take no room, and
     where a parameter has hooks, which would be called for each block and once more for all."""
-    return transformed() or inputs.q.is_meta or any(t._backward_hooks for t in learned)
+    return is_under_functorch() or inputs.q.is_meta or any(t._backward_hooks for t in learned)
 
 
-def _listed(inputs: Inputs) -> list[Tensor]:
+def _tensors_of(inputs: CoreInputs) -> list[Tensor]:
     """What may have a gradient; queries before keys."""
     q, k, v, asked, entry, *_ = inputs
     return [q, asked.x_BTD, asked.q_BTHK, k, v, *entry.values()]
 
 
-def _with(inputs: Inputs, tensors: Sequence[Tensor]) -> Inputs:
+def _replace_tensors(inputs: CoreInputs, tensors: Sequence[Tensor]) -> CoreInputs:
     """The same with other tensors in their place."""
     q, x, asking, k, v, *kept = tensors
-    asked = inputs.asked._replace(x_BTD=x, q_BTHK=asking)
-    return inputs._replace(q=q, k=k, v=v, asked=asked, entry=dict(zip(inputs.entry, kept, strict=True)))
+    asked = inputs.query_context._replace(x_BTD=x, q_BTHK=asking)
+    return inputs._replace(q=q, k=k, v=v, query_context=asked, kv_entry=dict(zip(inputs.kv_entry, kept, strict=True)))
 
 
-class _Again(torch.autograd.Function):
+class _RecomputedBlocks(torch.autograd.Function):
     """Forward without a graph; backward block by block, each with a graph of its own that is gone before the next.
 
     The gradients of keys are added up in one tensor for all blocks: a slice's own would be zeros of the full length
@@ -61,48 +61,48 @@ class _Again(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, empty: Inputs, *wanted: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: RecomputePlan, empty: CoreInputs, *wanted: Tensor) -> Tensor:
         ctx.plan, ctx.empty = plan, empty
         ctx.save_for_backward(*wanted)
         device = wanted[0].device
         ctx.autocast = device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
         ctx.drawn, made = [], []
-        inputs = _with(empty, wanted[: len(_listed(empty))])
+        inputs = _replace_tensors(empty, wanted[: len(_tensors_of(empty))])
         for block in plan.blocks:
-            ctx.drawn.append(_drawn(device) if plan.draws else ())
-            made.append(plan.run(block, portion(inputs, block)))
+            ctx.drawn.append(_rng_state(device) if plan.uses_random_numbers else ())
+            made.append(plan.attend_block(block, slice_inputs(inputs, block)))
         return torch.cat(made, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        check_once(PLAIN)
-        count = len(_listed(ctx.empty))
+        forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
+        count = len(_tensors_of(ctx.empty))
         saved = list(ctx.saved_tensors)  # asked once: a checkpoint hands each out no second time
         given, learned = saved[:count], saved[count:]
-        sums = _Sums(given, learned, ctx.needs_input_grad[2:])
+        sums = _GradientSums(given, learned, ctx.needs_input_grad[2:])
         device, dtype, on = ctx.autocast
-        inputs = _with(ctx.empty, [t.detach() for t in given])
+        inputs = _replace_tensors(ctx.empty, [t.detach() for t in given])
         for block, drawn in zip(ctx.plan.blocks, ctx.drawn, strict=True):
-            part = portion(inputs, block)
-            with torch.enable_grad(), torch.autocast(device, dtype, enabled=on), _redrawn(given[0].device, drawn):
-                leaves = sums.leaves(_listed(part))
-                o_BTHV = ctx.plan.run(block, _with(part, leaves))
-            sums.add(block, o_BTHV, leaves, grads[0][:, block.queries.start : block.queries.stop])
+            part = slice_inputs(inputs, block)
+            with torch.enable_grad(), torch.autocast(device, dtype, enabled=on), _restored_rng_state(given[0].device, drawn):
+                leaves = sums.make_leaves(_tensors_of(part))
+                o_BTHV = ctx.plan.run(block, _replace_tensors(part, leaves))
+            sums.add_block(block, o_BTHV, leaves, grads[0][:, block.queries.start : block.queries.stop])
         return None, None, *sums.all
 
 
-class _Sums:
+class _GradientSums:
     """The gradients of all that blocks were handed, and of what they read, as far as they are needed."""
 
     def __init__(self, given: Sequence[Tensor], learned: Sequence[Tensor], needed: Sequence[bool]) -> None:
         self.given, self.learned, self.needed = given, learned, needed
         self.all: list[Tensor | None] = [None] * len(needed)
 
-    def leaves(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def make_leaves(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """What a block is handed, so that its gradients can be asked for."""
         return [part.detach().requires_grad_(need) for part, need in zip(parts, self.needed, strict=False)]
 
-    def add(self, block: Block, o_BTHV: Tensor, leaves: Sequence[Tensor], grad_BTHV: Tensor) -> None:
+    def add_block(self, block: QueryBlock, o_BTHV: Tensor, leaves: Sequence[Tensor], grad_BTHV: Tensor) -> None:
         """Add the gradients of one block."""
         if not o_BTHV.requires_grad:
             return
@@ -111,7 +111,7 @@ class _Sums:
         found = torch.autograd.grad(o_BTHV, asked, grad_BTHV, allow_unused=True)
         for n, grad in zip(wanted, found, strict=True):
             if grad is not None:
-                ranges = None if n >= len(leaves) else (block.queries,) if n < BY_QUERY else block.keys
+                ranges = None if n >= len(leaves) else (block.queries,) if n < NUM_QUERY_TENSORS else block.keys
                 self._add(n, grad, ranges)
 
     def _add(self, n: int, grad: Tensor, ranges: Sequence[range] | None) -> None:
@@ -128,14 +128,14 @@ class _Sums:
             done += len(r)
 
 
-def _drawn(device: torch.device) -> tuple[Tensor, ...]:
+def _rng_state(device: torch.device) -> tuple[Tensor, ...]:
     """Where the random numbers stand that a block may draw."""
     own = () if device.type == "cpu" else (torch.get_device_module(device).get_rng_state(device),)
     return torch.get_rng_state(), *own
 
 
 @contextmanager
-def _redrawn(device: torch.device, drawn: tuple[Tensor, ...]) -> Iterator[None]:
+def _restored_rng_state(device: torch.device, drawn: tuple[Tensor, ...]) -> Iterator[None]:
     """Random numbers as they were drawn before, and afterwards as if they had not been."""
     if not drawn:
         yield

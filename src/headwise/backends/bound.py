@@ -10,86 +10,86 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..seams import Foldable, Mix, Normaliser, Part, ScoreStep, Similarity, ValueStep, WeightStep
+from ..seams import RecurrentPart, Mix, Normaliser, Part, ScoreStep, Similarity, ValueStep, WeightStep
 from ..spec import AttentionSpec
-from ..terms import Phase, Weighted
-from ..tokens import Sight
-from .job import Inputs
+from ..terms import Phase, PartParams
+from ..tokens import AttentionMask
+from .job import CoreInputs
 
-Gather = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], Weighted], Tensor]
-WITHIN = (Similarity, Normaliser, ScoreStep, Mix, WeightStep, ValueStep)
+GatherFunction = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], PartParams], Tensor]
+CORE_PART_TYPES = (Similarity, Normaliser, ScoreStep, Mix, WeightStep, ValueStep)
 
 
 @runtime_checkable
-class Act(Protocol):
+class ScoreTransform(Protocol):
     """One change of a tensor [B, H, T, S] of scores or weights."""
 
-    def __call__(self, a_BHTS: Tensor, sight: Sight, inputs: Inputs, /) -> Tensor: ...
+    def __call__(self, a_BHTS: Tensor, sight: AttentionMask, inputs: CoreInputs, /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
-class Bound:
+class CoreSteps:
     """What a backend runs between q, k, v and the per-head outputs."""
 
     similarity: Similarity
-    similarity_p: Weighted
-    folder: tuple[Foldable, Weighted] | None  # what can keep past tokens as sums
-    scores: Sequence[Act]
+    similarity_p: PartParams
+    recurrent_part: tuple[RecurrentPart, PartParams] | None  # what can keep past tokens as sums
+    scores: Sequence[ScoreTransform]
     normaliser: Normaliser
-    normaliser_p: Weighted
-    normalise: Callable[[Tensor, Tensor, Weighted], Tensor]
-    gather: Gather | None  # in one with the reading of values
-    weights: Sequence[Act]
-    values: Sequence[tuple[ValueStep, Weighted]]
-    elementwise: Sequence[tuple[ScoreStep, Weighted]]
-    selected: tuple[int, ...] | None  # the rows of weights that read values, when some do not
-    weighted: Sequence[Weighted]  # of every part in here
-    straight: bool  # whether values are read with weights just as they were normalised
-    pattern: str  # who reads whom, as text: what a kernel that torch knows by name can be told
+    normaliser_p: PartParams
+    normalise: Callable[[Tensor, Tensor, PartParams], Tensor]
+    gather_values: GatherFunction | None  # in one with the reading of values
+    weights: Sequence[ScoreTransform]
+    values: Sequence[tuple[ValueStep, PartParams]]
+    elementwise: Sequence[tuple[ScoreStep, PartParams]]
+    selected_rows: tuple[int, ...] | None  # the rows of weights that read values, when some do not
+    part_weights: Sequence[PartParams]  # of every part in here
+    weights_unmodified: bool  # whether values are read with weights just as they were normalised
+    pattern_text: str  # who reads whom, as text: what a kernel that torch knows by name can be told
 
     @staticmethod
-    def of(spec: AttentionSpec, p: Mapping[str, Weighted]) -> Bound:
+    def from_spec(spec: AttentionSpec, p: Mapping[str, PartParams]) -> CoreSteps:
         """Bind the parts of a spec to their weights."""
         acts = {
             phase: [
-                _act(spec, name, part, p[name])
+                _make_transform(spec, name, part, p[name])
                 for name, part in spec.parts()
                 if isinstance(part, (ScoreStep, Mix, WeightStep)) and part.phase is phase
             ]
             for phase in (Phase.SCORES, Phase.WEIGHTS)
         }
         mixed = any(isinstance(part, Mix) and part.phase is Phase.WEIGHTS for _, part in spec.parts())
-        every = mixed or spec.voices == tuple(range(spec.heads.rows))
-        return Bound(
+        every = mixed or spec.score_head_of_row == tuple(range(spec.heads.rows))
+        return CoreSteps(
             similarity=spec.similarity,
             similarity_p=p["similarity"],
-            folder=spec.folder and (spec.folder[1], p[spec.folder[0]]),
+            recurrent_part=spec.recurrent_part and (spec.recurrent_part[1], p[spec.recurrent_part[0]]),
             scores=acts[Phase.SCORES],
             normaliser=spec.normaliser,
             normaliser_p=p["normaliser"],
             normalise=spec.normaliser.normalise,
-            gather=None,
-            straight=straight(spec),
+            gather_values=None,
+            weights_unmodified=has_unmodified_weights(spec),
             weights=acts[Phase.WEIGHTS],
-            values=[(step, p[name]) for name, step in spec.steps(ValueStep)],
-            elementwise=[(step, p[name]) for name, step in spec.steps(ScoreStep)],
-            selected=None if every else spec.voices,
-            weighted=[p[name] for name, part in spec.parts() if isinstance(part, WITHIN)],
-            pattern=spec.pattern.text,
+            values=[(step, p[name]) for name, step in spec.parts_of(ValueStep)],
+            elementwise=[(step, p[name]) for name, step in spec.parts_of(ScoreStep)],
+            selected_rows=None if every else spec.score_head_of_row,
+            part_weights=[p[name] for name, part in spec.parts() if isinstance(part, CORE_PART_TYPES)],
+            pattern_text=spec.pattern.text,
         )
 
-    def fused(self) -> Bound:
+    def with_fused_kernels(self) -> CoreSteps:
         """The same with heads mixed, and scores normalised, by kernels where parts have some."""
-        acts = {phase: [*map(_fused, getattr(self, phase))] for phase in ("scores", "weights")}
-        gather = self.normaliser.gather if self.straight else None
-        return replace(self, **acts, normalise=self.normaliser.fused, gather=gather)
+        acts = {phase: [*map(_use_fused_kernel, getattr(self, phase))] for phase in ("scores", "weights")}
+        gather = self.normaliser.gather_values if self.weights_unmodified else None
+        return replace(self, **acts, normalise=self.normaliser.fused_normalise, gather_values=gather)
 
     @property
-    def learned(self) -> list[Tensor]:
+    def trainable_parameters(self) -> list[Tensor]:
         """Every parameter that is read in here."""
-        return [t for p in self.weighted for t in p.learned()]
+        return [t for p in self.part_weights for t in p.trainable()]
 
-    def bias(self, sight: Sight, inputs: Inputs) -> Tensor:
+    def additive_bias(self, sight: AttentionMask, inputs: CoreInputs) -> Tensor:
         """What additive score steps add, as scores over which they were run on zero."""
         zero = inputs.q.new_zeros(1, 1, sight.queries.count, sight.keys.count)
         for act in self.scores:
@@ -97,10 +97,10 @@ class Bound:
         return zero
 
 
-class Cells:
+class PairPositions:
     """All pairs of a call at once: positions [B, 1, T, 1] and [B, 1, 1, S]."""
 
-    def __init__(self, sight: Sight) -> None:
+    def __init__(self, sight: AttentionMask) -> None:
         self.i, self.j = sight.i, sight.j
 
     def take(self, factors: Tensor, index: Tensor) -> Tensor:
@@ -109,45 +109,45 @@ class Cells:
         return by_head.gather(-1, index.expand(*by_head.shape[:3], index.shape[-1]))
 
 
-def straight(spec: AttentionSpec) -> bool:
+def has_unmodified_weights(spec: AttentionSpec) -> bool:
     """Whether every row of weights reads values just as it was normalised."""
     acts = (part for part in spec.modifiers if part.phase is Phase.WEIGHTS or isinstance(part, ValueStep))
-    return spec.voices == tuple(range(spec.heads.rows)) and not any(acts)
+    return spec.score_head_of_row == tuple(range(spec.heads.rows)) and not any(acts)
 
 
-def _act(spec: AttentionSpec, name: str, part: Part, p: Weighted) -> Act:
+def _make_transform(spec: AttentionSpec, name: str, part: Part, p: PartParams) -> ScoreTransform:
     # Partials and not closures: a copy of a layer must act with its own weights, and only these are copied.
     if isinstance(part, Mix):
-        return partial(_mix, part, p, {key: f"{name}.{key}" for key in part.entry(spec)})
+        return partial(_apply_mix, part, p, {key: f"{name}.{key}" for key in part.kv_entry_layouts(spec)})
     if isinstance(part, ScoreStep):
-        return partial(_score, part, p)
+        return partial(_apply_score_step, part, p)
     assert isinstance(part, WeightStep)
-    return partial(_weigh, part, p)
+    return partial(_apply_weight_step, part, p)
 
 
-def _fused(act: Act) -> Act:
-    return partial(_mix_fused, *act.args) if isinstance(act, partial) and act.func is _mix else act
+def _use_fused_kernel(act: ScoreTransform) -> ScoreTransform:
+    return partial(_apply_mix_fused, *act.args) if isinstance(act, partial) and act.func is _apply_mix else act
 
 
-def _mix_fused(part: Mix, p: Weighted, names: Mapping[str, str], a: Tensor, sight: Sight, inputs: Inputs) -> Tensor:
-    kept = {key: inputs.entry[name] for key, name in names.items()}
-    return part.fused(a, part.ask(inputs.asked.x_BTD, p), kept, p)
+def _apply_mix_fused(part: Mix, p: PartParams, names: Mapping[str, str], a: Tensor, sight: AttentionMask, inputs: CoreInputs) -> Tensor:
+    kept = {key: inputs.kv_entry[name] for key, name in names.items()}
+    return part.fused_mix(a, part.query_factors(inputs.query_context.x_BTD, p), kept, p)
 
 
-def _mix(part: Mix, p: Weighted, names: Mapping[str, str], a: Tensor, sight: Sight, inputs: Inputs) -> Tensor:
-    kept = {key: inputs.entry[name] for key, name in names.items()}
-    return part.mix(a, part.ask(inputs.asked.x_BTD, p), kept, p)
+def _apply_mix(part: Mix, p: PartParams, names: Mapping[str, str], a: Tensor, sight: AttentionMask, inputs: CoreInputs) -> Tensor:
+    kept = {key: inputs.kv_entry[name] for key, name in names.items()}
+    return part.mix(a, part.query_factors(inputs.query_context.x_BTD, p), kept, p)
 
 
-def _score(part: ScoreStep, p: Weighted, s: Tensor, sight: Sight, inputs: Inputs) -> Tensor:
-    return part.score(s, Cells(sight), part.ask(inputs.asked, p), p.spread())
+def _apply_score_step(part: ScoreStep, p: PartParams, s: Tensor, sight: AttentionMask, inputs: CoreInputs) -> Tensor:
+    return part.score(s, PairPositions(sight), part.query_factors(inputs.query_context, p), p.broadcast_over_scores())
 
 
-def _weigh(part: WeightStep, p: Weighted, w: Tensor, sight: Sight, inputs: Inputs) -> Tensor:
-    return part.weigh(w, p)
+def _apply_weight_step(part: WeightStep, p: PartParams, w: Tensor, sight: AttentionMask, inputs: CoreInputs) -> Tensor:
+    return part.transform_weights(w, p)
 
 
-def spread_heads(x_BSGK: Tensor, heads: tuple[int, ...]) -> Tensor:
+def expand_kv_heads(x_BSGK: Tensor, heads: tuple[int, ...]) -> Tensor:
     """x_BHSK: for each reader the head it reads; a view when every head has its own or all read one."""
     x_BGSK = x_BSGK.transpose(1, 2)
     if heads == tuple(range(x_BGSK.shape[1])):
@@ -157,11 +157,11 @@ def spread_heads(x_BSGK: Tensor, heads: tuple[int, ...]) -> Tensor:
     return x_BGSK.index_select(1, torch.tensor(heads, device=x_BGSK.device))
 
 
-def as_rows(x_BHTK: Tensor, each: int) -> Tensor:
+def heads_to_rows(x_BHTK: Tensor, group_size: int) -> Tensor:
     """[B, heads / each, each x T, K]: the heads of one group as rows of one product, so that no key is repeated."""
-    return x_BHTK.unflatten(1, (-1, each)).flatten(2, 3)
+    return x_BHTK.unflatten(1, (-1, group_size)).flatten(2, 3)
 
 
-def as_heads(rows: Tensor, each: int) -> Tensor:
+def rows_to_heads(rows: Tensor, group_size: int) -> Tensor:
     """The same rows as heads again."""
-    return rows.unflatten(2, (each, -1)).flatten(1, 2)
+    return rows.unflatten(2, (group_size, -1)).flatten(1, 2)

@@ -10,59 +10,59 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..probe import Probe
-from ..terms import Work
-from ..tokens import Sight
+from ..terms import CallSize
+from ..tokens import AttentionMask
 from . import again, dense
-from .blocks import EDGES, Block, Blocks, formed
-from .bound import Bound, straight
-from .job import Inputs, Job
+from .blocks import QUERY_BLOCK_LENGTHS, QueryBlock, CallBlocks, count_block_pairs
+from .bound import CoreSteps, has_unmodified_weights
+from .job import CoreInputs, CallSignature
 
 
-def edges() -> tuple[int, ...]:
+def boundary_lengths() -> tuple[int, ...]:
     """The lengths at which a block more is begun."""
-    return EDGES
+    return QUERY_BLOCK_LENGTHS
 
 
-def refuses(job: Job) -> list[str]:
+def unsupported_reasons(job: CallSignature) -> list[str]:
     """Why this job cannot run here."""
-    reasons = dense.refuses(job)
-    if job.one:
+    reasons = dense.unsupported_reasons(job)
+    if job.single_query:
         reasons.append("a single query is one block, which dense runs as it is")
-    if job.masked:
+    if job.has_caller_mask:
         reasons.append("a mask of the caller's own is for dense")
-    if unseen := sorted(job.wants & {"scores", "weights", "lse"}):
+    if unseen := sorted(job.probed_tensors & {"scores", "weights", "lse"}):
         reasons.append(f"it never has all {', '.join(unseen)} at once")
     return reasons
 
 
-def notes(job: Job) -> list[str]:
+def notes(job: CallSignature) -> list[str]:
     """What it does with this job beyond what it does with every one."""
-    return ["values of keys that get no weight are not read"] if _gathers(job) else []
+    return ["values of keys that get no weight are not read"] if _can_gather_values(job) else []
 
 
-def spent(job: Job, work: Work) -> int:
+def executed_flops(job: CallSignature, work: CallSize) -> int:
     """The products of every block with the keys that some of its queries may read."""
-    return job.core.flops(work.batch * formed(job, work))
+    return job.core.flops(work.batch * count_block_pairs(job, work))
 
 
-def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
+def attend(job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None) -> Tensor:
     """Per-head outputs o_BTHV. Backwards, the scores of a block are formed once more, so that none is kept."""
-    cut = Blocks(sight, inputs)
+    cut = CallBlocks(sight, inputs)
     if len(cut.all) == 1:  # keeps for the way back what dense keeps: nothing is gained by forming it once more
-        plain = torch.is_grad_enabled() and not _gathers(job)
-        return dense.attend(job, sight, inputs, bound if plain else bound.fused(), None)
-    bound = bound.fused()
-    run = partial(_block, job, cut.seen, bound)
+        plain = torch.is_grad_enabled() and not _can_gather_values(job)
+        return dense.attend(job, sight, inputs, bound if plain else bound.with_fused_kernels(), None)
+    bound = bound.with_fused_kernels()
+    run = partial(_attend_block, job, cut.mask_of, bound)
     if torch.compiler.is_compiling():  # which traces no gradient inside a gradient, but knows checkpoints
         run_again = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=job.training)
         made = run_again if torch.is_grad_enabled() else run
-        return torch.cat([made(block, cut.handed(block)) for block in cut.all], 1)
-    return again.attend(again.Plan(cut.all, run, job.training), inputs, bound.learned)
+        return torch.cat([made(block, cut.inputs_of(block)) for block in cut.all], 1)
+    return again.attend_recomputed(again.RecomputePlan(cut.all, run, job.training), inputs, bound.trainable_parameters)
 
 
-def _gathers(job: Job) -> bool:
-    return straight(job.spec) and job.spec.normaliser.gathers(job.device, job.dtype)
+def _can_gather_values(job: CallSignature) -> bool:
+    return has_unmodified_weights(job.spec) and job.spec.normaliser.prefers_gather(job.device, job.dtype)
 
 
-def _block(job: Job, seen: Callable[[Block], Sight], bound: Bound, block: Block, handed: Inputs) -> Tensor:
+def _attend_block(job: CallSignature, seen: Callable[[QueryBlock], AttentionMask], bound: CoreSteps, block: QueryBlock, handed: CoreInputs) -> Tensor:
     return dense.attend(job, seen(block), handed, bound, None)

@@ -5,25 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.orders import transformed
+from ..kernels.orders import is_under_functorch
 from ..probe import Probe
-from ..terms import Work
-from ..tokens import Sight
-from .bound import Bound, as_heads, as_rows, spread_heads
-from .job import Inputs, Job
+from ..terms import CallSize
+from ..tokens import AttentionMask
+from .bound import CoreSteps, rows_to_heads, heads_to_rows, expand_kv_heads
+from .job import CoreInputs, CallSignature
 
 
-def refuses(job: Job) -> list[str]:
+def unsupported_reasons(job: CallSignature) -> list[str]:
     """Why this job cannot run here."""
-    return ["past tokens are a state, not scores"] if job.stated else []
+    return ["past tokens are a state, not scores"] if job.has_recurrent_state else []
 
 
-def spent(job: Job, work: Work) -> int:
+def executed_flops(job: CallSignature, work: CallSize) -> int:
     """The products of the full rectangle, allowed or not."""
     return job.core.flops(work.batch * work.queries * work.keys)
 
 
-def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
+def attend(job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None) -> Tensor:
     """Per-head outputs o_BTHV, one head for each row of weights that reads values."""
     s_BHTS = _scores(job, inputs, bound)
     exact = torch.promote_types(s_BHTS.dtype, torch.float32)
@@ -33,36 +33,36 @@ def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | 
     allowed = sight.allowed
     if probe is not None:
         s_BHTS = probe("scores", s_BHTS)
-        if "lse" in probe.wants:
+        if "lse" in probe.points:
             probe("lse", s_BHTS.masked_fill(~allowed, -torch.inf).logsumexp(-1))
-    if bound.gather is not None and bound.normaliser.gathers(s_BHTS.device.type, inputs.v.dtype) and not transformed():
-        return bound.gather(s_BHTS, allowed, inputs.v, job.core.values, bound.normaliser_p).transpose(1, 2)
+    if bound.gather_values is not None and bound.normaliser.prefers_gather(s_BHTS.device.type, inputs.v.dtype) and not is_under_functorch():
+        return bound.gather_values(s_BHTS, allowed, inputs.v, job.core.value_head_of_row, bound.normaliser_p).transpose(1, 2)
     w_BHTS = bound.normalise(s_BHTS, allowed, bound.normaliser_p)
     for act in bound.weights:
         w_BHTS = act(w_BHTS, sight, inputs)
-    if bound.selected is not None:
-        w_BHTS = w_BHTS.index_select(1, torch.tensor(bound.selected, device=w_BHTS.device))
+    if bound.selected_rows is not None:
+        w_BHTS = w_BHTS.index_select(1, torch.tensor(bound.selected_rows, device=w_BHTS.device))
     if probe is not None:
         w_BHTS = probe("weights", w_BHTS)
-    o_BHTV = _read(w_BHTS.to(inputs.v.dtype), inputs.v, job)
+    o_BHTV = _weighted_values(w_BHTS.to(inputs.v.dtype), inputs.v, job)
     for step, p in bound.values:
-        o_BHTV = o_BHTV + step.read(w_BHTS, sight.i, sight.j, p).to(o_BHTV.dtype)
+        o_BHTV = o_BHTV + step.weighted_values(w_BHTS, sight.i, sight.j, p).to(o_BHTV.dtype)
     return o_BHTV.transpose(1, 2)
 
 
-def _scores(job: Job, inputs: Inputs, bound: Bound) -> Tensor:
+def _scores(job: CallSignature, inputs: CoreInputs, bound: CoreSteps) -> Tensor:
     q_BHTK, k_BGSK = inputs.q.transpose(1, 2), inputs.k.transpose(1, 2)
-    scale, similarity = inputs.asked.scale, bound.similarity
-    each = job.groups
-    if each <= 1 or similarity.headed:
-        k_BHSK = spread_heads(inputs.k, job.core.keys)
+    scale, similarity = inputs.query_context.scale, bound.similarity
+    each = job.group_size
+    if each <= 1 or similarity.per_head:
+        k_BHSK = expand_kv_heads(inputs.k, job.core.keys)
         return similarity.scores(q_BHTK, k_BHSK, scale, bound.similarity_p)
-    return as_heads(similarity.scores(as_rows(q_BHTK, each), k_BGSK, scale, bound.similarity_p), each)
+    return rows_to_heads(similarity.scores(heads_to_rows(q_BHTK, each), k_BGSK, scale, bound.similarity_p), each)
 
 
-def _read(w_BHTS: Tensor, v_BSGV: Tensor, job: Job) -> Tensor:
-    every = v_BSGV.shape[2] == max(job.core.values) + 1  # behind a mixing, a cut may leave values that nobody reads
-    each = job.groups if every else 0
+def _weighted_values(w_BHTS: Tensor, v_BSGV: Tensor, job: CallSignature) -> Tensor:
+    every = v_BSGV.shape[2] == max(job.core.value_head_of_row) + 1  # behind a mixing, a cut may leave values that nobody reads
+    each = job.group_size if every else 0
     if each <= 1:
-        return torch.matmul(w_BHTS, v_BSGV.transpose(1, 2) if each else spread_heads(v_BSGV, job.core.values))
-    return as_heads(torch.matmul(as_rows(w_BHTS, each), v_BSGV.transpose(1, 2)), each)
+        return torch.on_matmul(w_BHTS, v_BSGV.transpose(1, 2) if each else expand_kv_heads(v_BSGV, job.core.value_head_of_row))
+    return rows_to_heads(torch.on_matmul(heads_to_rows(w_BHTS, each), v_BSGV.transpose(1, 2)), each)

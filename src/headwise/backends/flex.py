@@ -13,20 +13,20 @@ from ..parts.softmax import Softmax
 from ..parts.weight_dropout import WeightDropout
 from ..probe import Probe
 from ..seams import Mix, ValueStep
-from ..terms import Work
-from ..tokens import Sight
-from .bound import Bound
-from .job import Inputs, Job
+from ..terms import CallSize
+from ..tokens import AttentionMask
+from .bound import CoreSteps
+from .job import CoreInputs, CallSignature
 
-EDGES = (127, 128, 129)  # lengths around the block of its kernels, where a mistake would show
+FLEX_BLOCK_LENGTHS = (127, 128, 129)  # lengths around the block of its kernels, where a mistake would show
 
 
-def refuses(job: Job) -> list[str]:
+def unsupported_reasons(job: CallSignature) -> list[str]:
     """Why this job cannot run here."""
     spec, reasons = job.spec, []
-    if job.stated:
+    if job.has_recurrent_state:
         reasons.append("past tokens are a state, not scores")
-    if job.one:
+    if job.single_query:
         reasons.append("a single query fills no block, and every length would be a kernel of its own")
     if not isinstance(spec.similarity, Dot) or not isinstance(spec.normaliser, Softmax):
         reasons.append("its kernel is a softmax over scaled dot products")
@@ -35,24 +35,24 @@ def refuses(job: Job) -> list[str]:
             reasons.append(f"{type(part).__name__} needs all heads or the weights, its kernel sees one score")
         elif isinstance(part, WeightDropout) and job.training and part.rate > 0:
             reasons.append("it has no dropout")
-    if unseen := sorted(job.wants & {"scores", "weights", "lse"}):
+    if unseen := sorted(job.probed_tensors & {"scores", "weights", "lse"}):
         reasons.append(f"it cannot show {', '.join(unseen)}")
-    if job.masked:
+    if job.has_caller_mask:
         reasons.append("a mask of the caller's own is for dense")
-    if not job.straight:
+    if not job.heads_in_order:
         reasons.append("not every score head speaks for itself")
-    if not job.groups:
+    if not job.group_size:
         reasons.append("its groups of heads must be equal")
-    return [*reasons, *_refuses_device(job)]
+    return [*reasons, *_unsupported_device_reasons(job)]
 
 
-def _refuses_device(job: Job) -> list[str]:
+def _unsupported_device_reasons(job: CallSignature) -> list[str]:
     if job.device == "cuda":
         sizes = (job.core.dim, job.core.vdim)
         return [] if min(sizes) >= 16 else [f"its CUDA kernel wants heads of at least 16 channels, not {min(sizes)}"]
     if job.device != "cpu":
         return [f"it has no kernel for {job.device}"]
-    reasons = ["it has no backward pass on the CPU"] if job.grad else []
+    reasons = ["it has no backward pass on the CPU"] if job.needs_grad else []
     if job.dtype == torch.float64:
         reasons.append("its CPU kernel has no float64")
     if job.core.dim != job.core.vdim:
@@ -62,12 +62,12 @@ def _refuses_device(job: Job) -> list[str]:
     return reasons
 
 
-def spent(job: Job, work: Work) -> int:
+def executed_flops(job: CallSignature, work: CallSize) -> int:
     """The products over blocks of 128 by 128 that hold an allowed pair; at least the allowed ones."""
     return job.core.flops(work.batch * work.pairs)
 
 
-class _Pair:
+class _FlexPair:
     """One pair, as the kernel shows it."""
 
     def __init__(self, i: Tensor, j: Tensor, b: Tensor, h: Tensor, t: Tensor) -> None:
@@ -79,7 +79,7 @@ class _Pair:
         return factors[b, t, h, index]
 
 
-def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
+def attend(job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None) -> Tensor:
     """Per-head outputs o_BTHV."""
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -92,32 +92,32 @@ def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | 
         return same & sight.pattern.allows(asks[0][b, t], told[0][b, s])
 
     blocks = create_block_mask(allowed, batch, None, q.shape[2], k.shape[2], device=str(q.device))
-    steps = [(step, p, step.ask(inputs.asked, p)) for step, p in bound.elementwise]
+    steps = [(step, p, step.query_factors(inputs.query_context, p)) for step, p in bound.elementwise]
 
     def score(s: Tensor, b: Tensor, h: Tensor, t: Tensor, n: Tensor) -> Tensor:
-        pair = _Pair(asks[0][b, t], told[0][b, n], b, h, t)
+        pair = _FlexPair(asks[0][b, t], told[0][b, n], b, h, t)
         for step, p, factors in steps:
             s = step.score(s, pair, factors, p.head(h))
         return s
 
     how: dict[str, Any] = {"score_mod": score if steps else None, "block_mask": blocks}
-    how |= {"scale": inputs.asked.scale, "enable_gqa": job.groups > 1}
-    o_BHTV = _kernel(q, k, v, how)
+    how |= {"scale": inputs.query_context.scale, "enable_gqa": job.group_size > 1}
+    o_BHTV = _run_compiled(q, k, v, how)
     return o_BHTV.transpose(1, 2)
 
 
-_COMPILED: dict[str, Any] = {}
+_COMPILED_KERNELS: dict[str, Any] = {}
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> Tensor:
+def _run_compiled(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> Tensor:
     """One compiled kernel for each shape; uncompiled it would form every score, which dense does better."""
     from torch.nn.attention.flex_attention import flex_attention
 
     if torch.compiler.is_compiling():
         return cast(Tensor, flex_attention(q, k, v, **how))
-    if "flex" not in _COMPILED:
-        _COMPILED["flex"] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    if "flex" not in _COMPILED_KERNELS:
+        _COMPILED_KERNELS["flex"] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     # Every length is a kernel of its own, since the CPU's code generator fails on symbolic ones; eight, the
     # compiler's usual limit, is few for that.
     with torch._dynamo.config.patch(recompile_limit=128):
-        return _COMPILED["flex"](q, k, v, **how)
+        return _COMPILED_KERNELS["flex"](q, k, v, **how)

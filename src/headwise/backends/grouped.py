@@ -7,41 +7,41 @@ from torch import Tensor
 
 from ..parts.sink_softmax import SinkSoftmax
 from ..probe import Probe
-from ..terms import Work
-from ..tokens import Sight
-from .bound import Bound
-from .job import Inputs, Job
-from .sdpa import refuses_core, shadow, with_lse
+from ..terms import CallSize
+from ..tokens import AttentionMask
+from .bound import CoreSteps
+from .job import CoreInputs, CallSignature
+from .sdpa import fused_call_conflicts, mask_or_bias, attend_with_lse
 
 
-def refuses(job: Job) -> list[str]:
+def unsupported_reasons(job: CallSignature) -> list[str]:
     """Why this job cannot run here."""
-    reasons = refuses_core(job)
-    if not job.one:
+    reasons = fused_call_conflicts(job)
+    if not job.single_query:
         reasons.append("there is more than one query per row")
-    if job.groups <= 1:
+    if job.group_size <= 1:
         reasons.append("no equal groups of heads share a key head")
     if isinstance(job.spec.normaliser, SinkSoftmax):
         reasons.append("it has no column for a sink")
     return reasons
 
 
-def spent(job: Job, work: Work) -> int:
+def executed_flops(job: CallSignature, work: CallSize) -> int:
     """The products of the full rectangle, allowed or not."""
     return job.core.flops(work.batch * work.queries * work.keys)
 
 
-def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
+def attend(job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None) -> Tensor:
     """Per-head outputs o_B1HV."""
     batch, _, heads, dim = inputs.q.shape
     kept = inputs.k.shape[2]
     rows_BGRK = inputs.q.reshape(batch, kept, heads // kept, dim)
-    _, bias = shadow(sight, inputs, bound)
+    _, bias = mask_or_bias(sight, inputs, bound)
     if bias is not None and bias.shape[1] > 1:
         bias = bias.reshape(bias.shape[0], kept, heads // kept, bias.shape[-1])
-    k, v, scale = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2), inputs.asked.scale
-    if probe is not None and "lse" in probe.wants:
-        o_BGRV, lse_BGR = with_lse(rows_BGRK, k, v, (bias, False, scale))
+    k, v, scale = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2), inputs.query_context.scale
+    if probe is not None and "lse" in probe.points:
+        o_BGRV, lse_BGR = attend_with_lse(rows_BGRK, k, v, (bias, False, scale))
         probe("lse", lse_BGR.reshape(batch, heads, 1))
     else:
         o_BGRV = F.scaled_dot_product_attention(rows_BGRK, k, v, bias, scale=scale)

@@ -12,143 +12,143 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.orders import PLAIN, check_once, transformed
+from ..kernels.orders import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward, is_under_functorch
 from ..pattern import Causal
 from ..probe import Probe
-from ..terms import Work
-from ..tokens import Sight
+from ..terms import CallSize
+from ..tokens import AttentionMask
 from . import dense, sdpa
-from .blocks import BLOCK, EDGES, formed
-from .bound import Bound
-from .job import Inputs, Job
+from .blocks import QUERY_BLOCK_SIZE, QUERY_BLOCK_LENGTHS, count_block_pairs
+from .bound import CoreSteps
+from .job import CoreInputs, CallSignature
 
-KEPT = 512  # keys up to which weights are kept for the way back; of more they are formed once more
+MAX_SAVED_KEYS = 512  # keys up to which weights are kept for the way back; of more they are formed once more
 
 
-class Cut(NamedTuple):
+class CausalBlock(NamedTuple):
     """A block of queries and the keys up to the last that any of them reads; what hides some, who reads none at all."""
 
     queries: slice
     keys: slice
-    hides: Tensor | None = None  # to be added to scores, [B or 1, 1, T, S]
-    blind: Tensor | None = None  # [B or 1, 1, T, 1]
+    hidden_pairs: Tensor | None = None  # to be added to scores, [B or 1, 1, T, S]
+    rows_without_keys: Tensor | None = None  # [B or 1, 1, T, 1]
 
 
-class Plan(NamedTuple):
+class BlockedMatmulPlan(NamedTuple):
     """What is done beside the tensors it is done with."""
 
-    cuts: tuple[Cut, ...]
+    blocks: tuple[CausalBlock, ...]
     scale: float
-    keeps: bool
+    saves_weights: bool
 
 
-def edges() -> tuple[int, ...]:
+def boundary_lengths() -> tuple[int, ...]:
     """The lengths at which a block more is begun, and from which on weights are formed once more."""
-    return *EDGES, KEPT + 1
+    return *QUERY_BLOCK_LENGTHS, MAX_SAVED_KEYS + 1
 
 
-def refuses(job: Job) -> list[str]:
+def unsupported_reasons(job: CallSignature) -> list[str]:
     """Why this job cannot run here."""
-    reasons = sdpa.refuses_plain(job)
-    if not job.groups:
+    reasons = sdpa.plain_softmax_conflicts(job)
+    if not job.group_size:
         reasons.append("its groups of heads must be equal")
-    if job.one:
+    if job.single_query:
         reasons.append("a single query is no block")
-    if job.compiled:
+    if job.is_compiling:
         reasons.append("who reads nothing is for the data to say, which a compiled graph cannot ask")
-    if "lse" in job.wants:
+    if "lse" in job.probed_tensors:
         reasons.append("it has no log-sum-exp")
     return reasons
 
 
-def leads(job: Job) -> bool:
+def is_preferred(job: CallSignature) -> bool:
     """Whether it was measured to be faster than torch's call, at every length (log/2026-11-22-fast-halves.md); where
     keys are not told nobody asks for the fastest.
     """
-    return job.device == "cpu" and job.dtype == torch.bfloat16 and job.keys is not None
+    return job.device == "cpu" and job.dtype == torch.bfloat16 and job.num_keys is not None
 
 
-def spent(job: Job, work: Work) -> int:
+def executed_flops(job: CallSignature, work: CallSize) -> int:
     """The products of every block with the keys that some of its queries may read."""
-    return job.core.flops(work.batch * formed(job, work))
+    return job.core.flops(work.batch * count_block_pairs(job, work))
 
 
-def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
+def attend(job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None) -> Tensor:
     """Per-head outputs o_BTHV."""
-    if not inputs.q.numel() or not inputs.k.numel() or transformed():
+    if not inputs.q.numel() or not inputs.k.numel() or is_under_functorch():
         return dense.attend(job, sight, inputs, bound, probe)
     q, k, v = (t.to(job.dtype) for t in inputs[:3])
-    plan = Plan(tuple(_cuts(sight, q)), inputs.asked.scale, keeps(k.shape[1]))
-    o_BTHV: Tensor = _Core.apply(q, k, v, plan)
+    plan = BlockedMatmulPlan(tuple(_make_causal_blocks(sight, q)), inputs.query_context.scale, saves_weights_for_backward(k.shape[1]))
+    o_BTHV: Tensor = _BlockedMatmulAttention.apply(q, k, v, plan)
     return o_BTHV
 
 
-def keeps(keys: int) -> bool:
+def saves_weights_for_backward(keys: int) -> bool:
     """Whether weights are kept for the way back, so that no score is formed twice."""
-    return keys <= KEPT
+    return keys <= MAX_SAVED_KEYS
 
 
-def _cuts(sight: Sight, like: Tensor) -> Iterator[Cut]:
+def _make_causal_blocks(sight: AttentionMask, like: Tensor) -> Iterator[CausalBlock]:
     asks, told = sight.queries, sight.keys
     low = torch.finfo(like.dtype).min / 2
-    for start in range(0, asks.count, BLOCK):
-        rows = slice(start, min(start + BLOCK, asks.count))
+    for start in range(0, asks.count, QUERY_BLOCK_SIZE):
+        rows = slice(start, min(start + QUERY_BLOCK_SIZE, asks.count))
         if sight.shape == "full":
-            yield Cut(rows, slice(0, told.count))
+            yield CausalBlock(rows, slice(0, told.count))
         elif asks.start is not None and told.start is not None and isinstance(sight.pattern, Causal):
             seen = asks.start - told.start + start + 1  # keys up to the first query
             stop = min(told.count, max(seen + rows.stop - start - 1, 0))
             hides = like.new_full((1, 1, rows.stop - start, stop), low).triu_(seen)
-            yield Cut(rows, slice(0, stop), hides, None if seen > 0 else (hides < 0).all(-1, keepdim=True))
+            yield CausalBlock(rows, slice(0, stop), hides, None if seen > 0 else (hides < 0).all(-1, keepdim=True))
         else:
             hidden = ~sight.allowed[:, :, rows]
             blind = hidden.all(-1, keepdim=True)
             hides = like.new_zeros(hidden.shape).masked_fill_(hidden, low)
-            yield Cut(rows, slice(0, told.count), hides, blind if bool(blind.any()) else None)
+            yield CausalBlock(rows, slice(0, told.count), hides, blind if bool(blind.any()) else None)
 
 
-class _Core(torch.autograd.Function):
+class _BlockedMatmulAttention(torch.autograd.Function):
     """Queries lie [B x key heads, heads that read it, T, K] in here, keys and values [B x key heads, S, K]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: BlockedMatmulPlan) -> Tensor:
         batch, count, heads, _ = q.shape
-        rows, keys, values = _by_group(q, k.shape[2]), _flat(k), _flat(v)
+        rows, keys, values = _group_query_heads(q, k.shape[2]), _flatten_kv_heads(k), _flatten_kv_heads(v)
         o, kept = v.new_empty(batch, count, heads, v.shape[-1]), list[Tensor]()
-        for cut in plan.cuts:
-            w = _weights(rows, keys, cut, plan.scale)
+        for cut in plan.blocks:
+            w = _block_weights(rows, keys, cut, plan.scale)
             some = torch.bmm(w, values[:, cut.keys])
             o[:, cut.queries] = some.view(batch, heads, -1, some.shape[-1]).transpose(1, 2)
-            kept += [w] * plan.keeps
+            kept += [w] * plan.saves_weights
         ctx.plan, ctx.batch = plan, batch
         ctx.save_for_backward(rows, keys, values, *kept)
         return o
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        check_once(PLAIN)
+        forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
         rows, keys, values, *kept = ctx.saved_tensors
-        grad, plan = _by_group(grads[0], len(keys) // ctx.batch), ctx.plan
-        d_rows, d_keys, d_values = torch.empty_like(rows), _Sum(keys, plan), _Sum(values, plan)
-        for n, cut in enumerate(plan.cuts):
-            w = kept[n] if kept else _weights(rows, keys, cut, plan.scale)
-            asks, told = _some(rows, cut), _some(grad, cut)
+        grad, plan = _group_query_heads(grads[0], len(keys) // ctx.batch), ctx.plan
+        d_rows, d_keys, d_values = torch.empty_like(rows), _Float32Accumulator(keys, plan), _Float32Accumulator(values, plan)
+        for n, cut in enumerate(plan.blocks):
+            w = kept[n] if kept else _block_weights(rows, keys, cut, plan.scale)
+            asks, told = _rows_of_block(rows, cut), _rows_of_block(grad, cut)
             d = torch.bmm(told, values[:, cut.keys].transpose(1, 2))
             d = torch.ops.aten._softmax_backward_data(d, w, -1, w.dtype)
             here = d_rows[:, :, cut.queries]
-            here.copy_(_product(d, keys[:, cut.keys], plan.scale).view_as(here))
-            d_keys.add(cut.keys, _product(d.transpose(1, 2), asks, plan.scale))
+            here.copy_(_scaled_matmul(d, keys[:, cut.keys], plan.scale).view_as(here))
+            d_keys.add(cut.keys, _scaled_matmul(d.transpose(1, 2), asks, plan.scale))
             d_values.add(cut.keys, torch.bmm(w.transpose(1, 2), told))
-        made = d_rows, d_keys.made(), d_values.made()
+        made = d_rows, d_keys.result(), d_values.result()
         dq, dk, dv = (t.view(ctx.batch, -1, *t.shape[-2:]).transpose(1, 2) for t in made)
         return dq, dk, dv, None
 
 
-class _Sum:
+class _Float32Accumulator:
     """A gradient of keys or values, of all blocks: in single precision, for it is rounded with each of them."""
 
-    def __init__(self, like: Tensor, plan: Plan) -> None:
-        self.like, self.alone = like, len(plan.cuts) == 1 and plan.cuts[0].keys.stop == like.shape[1]
+    def __init__(self, like: Tensor, plan: BlockedMatmulPlan) -> None:
+        self.like, self.alone = like, len(plan.blocks) == 1 and plan.blocks[0].keys.stop == like.shape[1]
         exact = torch.promote_types(like.dtype, torch.float32)
         self.all = like if self.alone else torch.zeros_like(like, dtype=exact)
 
@@ -159,36 +159,36 @@ class _Sum:
         else:
             self.all[:, keys] += more
 
-    def made(self) -> Tensor:
+    def result(self) -> Tensor:
         """The sum, in the numbers of what it is the gradient of."""
         return self.all.to(self.like.dtype)
 
 
-def _flat(x_BSGK: Tensor) -> Tensor:
+def _flatten_kv_heads(x_BSGK: Tensor) -> Tensor:
     return x_BSGK.transpose(1, 2).flatten(0, 1)
 
 
-def _by_group(x_BTHK: Tensor, groups: int) -> Tensor:
+def _group_query_heads(x_BTHK: Tensor, groups: int) -> Tensor:
     return x_BTHK.transpose(1, 2).unflatten(1, (groups, -1)).flatten(0, 1)
 
 
-def _some(rows: Tensor, cut: Cut) -> Tensor:
+def _rows_of_block(rows: Tensor, cut: CausalBlock) -> Tensor:
     return rows[:, :, cut.queries].flatten(1, 2)
 
 
-def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+def _scaled_matmul(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
 
 
-def _weights(rows: Tensor, keys: Tensor, cut: Cut, scale: float) -> Tensor:
+def _block_weights(rows: Tensor, keys: Tensor, cut: CausalBlock, scale: float) -> Tensor:
     """[B x key heads, heads that read it x T, S]"""
-    asks, told = _some(rows, cut), keys[:, cut.keys].transpose(1, 2)
-    if cut.hides is None:
-        return _product(asks, told, scale).softmax(-1)
-    batch, _, count, read = cut.hides.shape
+    asks, told = _rows_of_block(rows, cut), keys[:, cut.keys].transpose(1, 2)
+    if cut.hidden_pairs is None:
+        return _scaled_matmul(asks, told, scale).on_softmax(-1)
+    batch, _, count, read = cut.hidden_pairs.shape
     by_group = len(rows) // batch, rows.shape[1], count, read
-    hides = cut.hides[:, :, None].expand(batch, *by_group).flatten(0, 1).flatten(1, 2)
-    w = torch.baddbmm(hides, asks, told, alpha=scale).softmax(-1)
-    if cut.blind is not None:
-        w.view(batch, by_group[0] * by_group[1], count, read).masked_fill_(cut.blind, 0)
+    hides = cut.hidden_pairs[:, :, None].expand(batch, *by_group).flatten(0, 1).flatten(1, 2)
+    w = torch.baddbmm(hides, asks, told, alpha=scale).on_softmax(-1)
+    if cut.rows_without_keys is not None:
+        w.view(batch, by_group[0] * by_group[1], count, read).masked_fill_(cut.rows_without_keys, 0)
     return w

@@ -10,97 +10,97 @@ from torch import Tensor
 from ..pattern import Causal, Full
 from ..probe import Probe
 from ..spec import AttentionSpec
-from ..terms import Work
-from ..tokens import Sight
-from .bound import Bound, spread_heads
-from .job import Inputs, Job
+from ..terms import CallSize
+from ..tokens import AttentionMask
+from .bound import CoreSteps, expand_kv_heads
+from .job import CoreInputs, CallSignature
 
-LEAST = 266  # keys from which on it was measured to be faster: docs/backends.md
-CHUNK = 128  # queries that form scores among themselves before they become part of the state
+MIN_KEYS = 266  # keys from which on it was measured to be faster: docs/backends.md
+CHUNK_SIZE = 128  # queries that form scores among themselves before they become part of the state
 
 
-def edges() -> tuple[int, ...]:
+def boundary_lengths() -> tuple[int, ...]:
     """The lengths at which a chunk more is begun."""
-    return CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3
+    return CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, 2 * CHUNK_SIZE + 3
 
 
-def refuses(job: Job) -> list[str]:
+def unsupported_reasons(job: CallSignature) -> list[str]:
     """Why this job cannot run here."""
     spec, reasons = job.spec, []
-    if spec.folder is None:
+    if spec.recurrent_part is None:
         reasons.append("no part of it can keep tokens as sums")
-    if not job.stated and spec.pattern not in (Causal(), Full()):
+    if not job.has_recurrent_state and spec.pattern not in (Causal(), Full()):
         reasons.append(f"sums cannot forget tokens, as {spec.pattern.text} must")
-    if job.masked:
+    if job.has_caller_mask:
         reasons.append("a sum cannot be masked")
-    if unseen := sorted(job.wants & {"scores", "weights", "lse"}):
+    if unseen := sorted(job.probed_tensors & {"scores", "weights", "lse"}):
         reasons.append(f"it cannot show {', '.join(unseen)}")
-    return reasons or job.early(LEAST, "every score takes less time")
+    return reasons or job.slower_than(MIN_KEYS, "every score takes less time")
 
 
-def spent(job: Job, work: Work) -> int:
+def executed_flops(job: CallSignature, work: CallSize) -> int:
     """Scores of each chunk among itself, the folding of chunks, and a reading of the state for each query."""
-    assert job.spec.folder is not None
-    rows, features, vdim = len(job.core.values), job.spec.folder[1].features(job.core), job.core.vdim
+    assert job.spec.recurrent_part is not None
+    rows, features, vdim = len(job.core.value_head_of_row), job.spec.recurrent_part[1].num_state_features(job.core), job.core.vdim
     queries, keys = work.queries, work.keys
-    if job.stated:
+    if job.has_recurrent_state:
         own, folded, readers = queries * queries, 0, queries
     elif job.spec.pattern == Full() or queries == keys == 1:
         own, folded, readers = 0, keys, queries
     elif job.spec.source is not None:  # whose tokens come before whose is for the data to say
         own, folded, readers = queries * keys, 0, 0
     else:
-        full, rest = divmod(queries, CHUNK)
-        own = full * CHUNK**2 + rest**2
-        readers = max(queries - CHUNK, 0)
-        folded = max(queries - 1, 0) // CHUNK * CHUNK
+        full, rest = divmod(queries, CHUNK_SIZE)
+        own = full * CHUNK_SIZE**2 + rest**2
+        readers = max(queries - CHUNK_SIZE, 0)
+        folded = max(queries - 1, 0) // CHUNK_SIZE * CHUNK_SIZE
     each = own * (features + vdim) + folded * features * vdim + readers * features * (vdim + 1)
     return 2 * work.batch * rows * each
 
 
-def empty(spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def empty_state(spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
     """The state of no tokens; sums of thousands keep at least float32."""
-    assert spec.folder is not None
-    part, exact = spec.folder[1], torch.promote_types(dtype, torch.float32)
+    assert spec.recurrent_part is not None
+    part, exact = spec.recurrent_part[1], torch.promote_types(dtype, torch.float32)
     sizes = spec.sizes_of(part)
     return {
-        name: torch.zeros(batch, *layout.opened(sizes), dtype=exact, device=device)
-        for name, layout in part.state(spec).items()
+        name: torch.zeros(batch, *layout.unmerged_shape(sizes), dtype=exact, device=device)
+        for name, layout in part.state_layouts(spec).items()
     }
 
 
-def heard(inputs: Inputs, job: Job) -> tuple[Tensor, Tensor]:
+def values_per_row(inputs: CoreInputs, job: CallSignature) -> tuple[Tensor, Tensor]:
     """The key and the value that each voice reads."""
-    keys = tuple(job.core.keys[own] for own in job.spec.voices)
-    return spread_heads(inputs.k, keys), spread_heads(inputs.v, job.core.values)
+    keys = tuple(job.core.keys[own] for own in job.spec.score_head_of_row)
+    return expand_kv_heads(inputs.k, keys), expand_kv_heads(inputs.v, job.core.value_head_of_row)
 
 
-def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
+def attend(job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None) -> Tensor:
     """Per-head outputs o_BTHV: (what the state gives + what keys beside it give) / (the total of their shares)."""
     q_BHTK = inputs.q.transpose(1, 2)
-    if bound.selected is not None:
-        q_BHTK = q_BHTK.index_select(1, torch.tensor(bound.selected, device=q_BHTK.device))
-    k_BHSK, v_BHSV = heard(inputs, job)
-    reading = _Reading(bound, inputs.asked.scale, v_BHSV.dtype)
-    if job.stated:
-        o_BHTV = reading.both(q_BHTK, k_BHSK, v_BHSV, sight.allowed, inputs.state, sight.queries.live)
+    if bound.selected_rows is not None:
+        q_BHTK = q_BHTK.index_select(1, torch.tensor(bound.selected_rows, device=q_BHTK.device))
+    k_BHSK, v_BHSV = values_per_row(inputs, job)
+    reading = _StateReader(bound, inputs.query_context.scale, v_BHSV.dtype)
+    if job.has_recurrent_state:
+        o_BHTV = reading.read_state_and_keys(q_BHTK, k_BHSK, v_BHSV, sight.allowed, inputs.state, sight.queries.is_real)
     elif sight.shape == "any":  # who may be summed up with whom depends on the data: one chunk, without a state
-        o_BHTV = reading.both(q_BHTK, k_BHSK, v_BHSV, sight.allowed)
+        o_BHTV = reading.read_state_and_keys(q_BHTK, k_BHSK, v_BHSV, sight.allowed)
     else:
-        nothing = empty(job.spec, q_BHTK.shape[0], q_BHTK.dtype, q_BHTK.device)
-        passed = reading.after if sight.shape == "full" else reading.along
+        nothing = empty_state(job.spec, q_BHTK.shape[0], q_BHTK.dtype, q_BHTK.device)
+        passed = reading.read_all_keys if sight.shape == "full" else reading.read_causal_chunks
         o_BHTV = passed(q_BHTK, k_BHSK, v_BHSV, nothing)
     return o_BHTV.transpose(1, 2)
 
 
-class _Reading:
+class _StateReader:
     """The ways in which queries read sums."""
 
-    def __init__(self, bound: Bound, scale: float, dtype: torch.dtype) -> None:
-        assert bound.folder is not None
-        (self.folder, self.p), self.scale, self.dtype = bound.folder, scale, dtype
+    def __init__(self, bound: CoreSteps, scale: float, dtype: torch.dtype) -> None:
+        assert bound.recurrent_part is not None
+        (self.folder, self.p), self.scale, self.dtype = bound.recurrent_part, scale, dtype
 
-    def both(
+    def read_state_and_keys(
         self,
         q_BHTK: Tensor,
         k_BHSK: Tensor,
@@ -110,36 +110,36 @@ class _Reading:
         live_BT: Tensor | None = None,
     ) -> Tensor:
         """o_BHTV of queries that read a state, when there is one, and these keys where allowed."""
-        share_BHTS = self.folder.share(q_BHTK, k_BHSK, self.scale, self.p).masked_fill(~allowed, 0.0)
+        share_BHTS = self.folder.unnormalised_weights(q_BHTK, k_BHSK, self.scale, self.p).masked_fill(~allowed, 0.0)
         share_BHTS = share_BHTS.to(torch.promote_types(share_BHTS.dtype, torch.float32))  # sums of thousands
-        value_BHTV, total = torch.matmul(share_BHTS, v_BHSV.to(share_BHTS.dtype)), share_BHTS.sum(-1)
+        value_BHTV, total = torch.on_matmul(share_BHTS, v_BHSV.to(share_BHTS.dtype)), share_BHTS.sum(-1)
         if state is not None:
-            past_BHTV, weight = self.folder.read(q_BHTK, state, self.p)
+            past_BHTV, weight = self.folder.read_state(q_BHTK, state, self.p)
             if live_BT is not None:
                 live = live_BT[:, None, :]
                 past_BHTV, weight = past_BHTV.masked_fill(~live[..., None], 0.0), weight.masked_fill(~live, 0.0)
             value_BHTV, total = value_BHTV + past_BHTV, total + weight
         return self._over(value_BHTV, total)
 
-    def after(self, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    def read_all_keys(self, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """o_BHTV of queries that read every key."""
         state = self._folded(state, k_BHSK, v_BHSV)
-        return self._over(*self.folder.read(q_BHTK, state, self.p))
+        return self._over(*self.folder.read_state(q_BHTK, state, self.p))
 
-    def along(self, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    def read_causal_chunks(self, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, state: Mapping[str, Tensor]) -> Tensor:
         """o_BHTV of queries that read the keys up to their own, chunk by chunk."""
         chunks: list[Tensor] = []
-        for start in range(0, q_BHTK.shape[2], CHUNK):
-            q, k, v = (t[:, :, start : start + CHUNK] for t in (q_BHTK, k_BHSK, v_BHSV))
+        for start in range(0, q_BHTK.shape[2], CHUNK_SIZE):
+            q, k, v = (t[:, :, start : start + CHUNK_SIZE] for t in (q_BHTK, k_BHSK, v_BHSV))
             square = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
-            chunks.append(self.both(q, k, v, square, state if start else None))
-            if start + CHUNK < q_BHTK.shape[2]:
+            chunks.append(self.read_state_and_keys(q, k, v, square, state if start else None))
+            if start + CHUNK_SIZE < q_BHTK.shape[2]:
                 state = self._folded(state, k, v)
         return torch.cat(chunks, 2) if chunks else torch.zeros_like(v_BHSV)
 
     def _folded(self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor) -> dict[str, Tensor]:
         live_BS = torch.ones(k_BHSK.shape[0], k_BHSK.shape[2], dtype=torch.bool, device=k_BHSK.device)
-        return self.folder.fold(state, k_BHSK, v_BHSV, live_BS, self.p)
+        return self.folder.update_state(state, k_BHSK, v_BHSV, live_BS, self.p)
 
     def _over(self, value_BHTV: Tensor, total: Tensor) -> Tensor:
         return (value_BHTV / total.masked_fill(total == 0, 1.0)[..., None]).to(self.dtype)

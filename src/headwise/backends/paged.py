@@ -7,51 +7,51 @@ from torch import Tensor
 
 from ..parts.sink_softmax import SinkSoftmax
 from ..probe import Probe
-from ..terms import Work
-from ..tokens import Sight, Tokens
+from ..terms import CallSize
+from ..tokens import AttentionMask, SequenceInfo
 from . import ragged
-from .bound import Bound
-from .job import Inputs, Job
+from .bound import CoreSteps
+from .job import CoreInputs, CallSignature
 
 
-def refuses(job: Job) -> list[str]:
+def unsupported_reasons(job: CallSignature) -> list[str]:
     """Why this job cannot run here."""
-    reasons = [] if job.paged else ["keys do not lie in pages"]
-    reasons += ragged.refuses(job)
-    if not job.spec.project.handed:
+    reasons = [] if job.has_paged_cache else ["keys do not lie in pages"]
+    reasons += ragged.unsupported_reasons(job)
+    if not job.spec.project.caches_keys_and_values:
         reasons.append(f"{type(job.spec.project).__name__} makes keys and values of what is remembered")
-    if job.grad:
+    if job.needs_grad:
         reasons.append("pages keep no gradients")
-    if unseen := sorted(job.wants & {"k", "v"}):
+    if unseen := sorted(job.probed_tensors & {"k", "v"}):
         reasons.append(f"it never has the {', '.join(unseen)} of each row side by side")
-    if "lse" in job.wants and isinstance(job.spec.normaliser, SinkSoftmax):
+    if "lse" in job.probed_tensors and isinstance(job.spec.normaliser, SinkSoftmax):
         reasons.append("its lse is of scores and sinks together")
     return reasons
 
 
-def spent(job: Job, work: Work) -> int:
+def executed_flops(job: CallSignature, work: CallSize) -> int:
     """The products of every key in reach, allowed or not."""
     return job.core.flops(work.batch * work.queries * work.keys)
 
 
-def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
+def attend(job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None) -> Tensor:
     """Per-head outputs o_B1HV."""
-    spans = sight.keys.spans
+    spans = sight.keys.block_table
     assert spans is not None, "keys were gathered; let the cache place them"
-    hidden = None if spans.whole else ~sight.allowed[:, :, 0]
-    return ragged.read(job, sight, inputs, bound, probe, (spans.table, hidden))
+    hidden = None if spans.all_visible else ~sight.allowed[:, :, 0]
+    return ragged.attend_spans(job, sight, inputs, bound, probe, (spans.table, hidden))
 
 
-def gathered(sight: Sight, inputs: Inputs) -> tuple[Sight, Inputs]:
+def gather_pages(sight: AttentionMask, inputs: CoreInputs) -> tuple[AttentionMask, CoreInputs]:
     """The same call with the keys of each row side by side and in numbers, for whoever looks at them."""
     if inputs.k.dtype == torch.int8:
-        told = ((held, inputs.entry[f"{side}.scale"]) for side, held in (("k", inputs.k), ("v", inputs.v)))
+        told = ((held, inputs.kv_entry[f"{side}.scale"]) for side, held in (("k", inputs.k), ("v", inputs.v)))
         k, v = ((held * scale[..., None]).to(inputs.q.dtype) for held, scale in told)
         inputs = inputs._replace(k=k, v=v)
     keys = sight.keys
-    if keys.spans is None:
+    if keys.block_table is None:
         return sight, inputs
-    pages = keys.spans.table[..., 0]
-    k, v = (held[pages].flatten(1, 2).masked_fill(~keys.live[..., None, None], 0) for held in (inputs.k, inputs.v))
-    told = Tokens(keys.position, keys.segment, checked=True)
-    return Sight(sight.queries, told, sight.pattern, sight.mask), inputs._replace(k=k, v=v)
+    pages = keys.block_table.table[..., 0]
+    k, v = (held[pages].flatten(1, 2).masked_fill(~keys.is_real[..., None, None], 0) for held in (inputs.k, inputs.v))
+    told = SequenceInfo(keys.position, keys.segment, checked=True)
+    return AttentionMask(sight.queries, told, sight.pattern, sight.mask), inputs._replace(k=k, v=v)

@@ -16,24 +16,24 @@ from ..parts.weight_dropout import WeightDropout
 from ..pattern import Causal, Full
 from ..probe import Probe
 from ..seams import Mix, ScoreStep, ValueStep
-from ..terms import Work
-from ..tokens import Sight
-from .bound import Bound, spread_heads
-from .job import Inputs, Job
+from ..terms import CallSize
+from ..tokens import AttentionMask
+from .bound import CoreSteps, expand_kv_heads
+from .job import CoreInputs, CallSignature
 
 
-def refuses(job: Job) -> list[str]:
+def unsupported_reasons(job: CallSignature) -> list[str]:
     """Why this job cannot run here."""
     return [
-        *refuses_core(job),
-        *(["a single query runs in rows instead"] if job.one and job.groups > 1 else []),
+        *fused_call_conflicts(job),
+        *(["a single query runs in rows instead"] if job.single_query and job.group_size > 1 else []),
     ]
 
 
-def refuses_core(job: Job) -> list[str]:
+def fused_call_conflicts(job: CallSignature) -> list[str]:
     """What the fused call cannot say, whoever makes it."""
     spec, reasons = job.spec, []
-    if job.stated:
+    if job.has_recurrent_state:
         reasons.append("past tokens are a state, not scores")
     if not isinstance(spec.similarity, Dot):
         reasons.append(f"it compares by dot product, not {type(spec.similarity).__name__}")
@@ -51,20 +51,20 @@ def refuses_core(job: Job) -> list[str]:
             reasons.append(f"{name} needs the weights")
         elif isinstance(part, WeightDropout) and job.training and part.rate > 0:
             reasons.append(f"{name} drops weights that only dense can repeat")
-    if job.masked:
+    if job.has_caller_mask:
         reasons.append("a mask of the caller's own is for dense")
-    if unseen := sorted(job.wants & {"scores", "weights"}):
+    if unseen := sorted(job.probed_tensors & {"scores", "weights"}):
         reasons.append(f"it cannot show {', '.join(unseen)}")
-    if "lse" in job.wants and not _shows_lse(job):
+    if "lse" in job.probed_tensors and not _can_return_lse(job):
         reasons.append("it can show lse only on the CPU, without gradients or sinks, for keys as wide as values")
-    if not job.straight:
+    if not job.heads_in_order:
         reasons.append("not every score head speaks for itself")
     return reasons
 
 
-def refuses_plain(job: Job) -> list[str]:
+def plain_softmax_conflicts(job: CallSignature) -> list[str]:
     """What is more than a plain softmax over products of all keys, or of all that are not ahead."""
-    spec, reasons = job.spec, refuses_core(job)
+    spec, reasons = job.spec, fused_call_conflicts(job)
     if any(isinstance(part, ScoreStep) for _, part in spec.parts()) or not isinstance(spec.normaliser, Softmax):
         reasons.append("it reads by a plain softmax over products, with nothing added")
     if spec.pattern not in (Full(), Causal()):
@@ -72,50 +72,50 @@ def refuses_plain(job: Job) -> list[str]:
     return reasons
 
 
-def _shows_lse(job: Job) -> bool:
+def _can_return_lse(job: CallSignature) -> bool:
     """The CPU's kernel has it at hand, but not its gradient, and does not know a sink's column from a key's."""
-    plain = not job.grad and not isinstance(job.spec.normaliser, SinkSoftmax)
+    plain = not job.needs_grad and not isinstance(job.spec.normaliser, SinkSoftmax)
     return plain and job.device == "cpu" and job.core.dim == job.core.vdim
 
 
-def spent(job: Job, work: Work) -> int:
+def executed_flops(job: CallSignature, work: CallSize) -> int:
     """The products of the full rectangle, allowed or not, and of a sink's own column."""
-    return job.core.flops(work.batch * work.queries * (work.keys + columns(job)))
+    return job.core.flops(work.batch * work.queries * (work.keys + num_sink_columns(job)))
 
 
-def columns(job: Job) -> int:
+def num_sink_columns(job: CallSignature) -> int:
     """How many keys of its own every query reads beside the real ones: a sink."""
     return int(isinstance(job.spec.normaliser, SinkSoftmax))
 
 
-def attend(job: Job, sight: Sight, inputs: Inputs, bound: Bound, probe: Probe | None) -> Tensor:
+def attend(job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None) -> Tensor:
     """Per-head outputs o_BTHV."""
     q_BHTK = inputs.q.transpose(1, 2)
-    grouped = job.groups > 0
+    grouped = job.group_size > 0
     k, v = (
         (inputs.k.transpose(1, 2), inputs.v.transpose(1, 2))
         if grouped
-        else (spread_heads(inputs.k, job.core.keys), spread_heads(inputs.v, job.core.values))
+        else (expand_kv_heads(inputs.k, job.core.keys), expand_kv_heads(inputs.v, job.core.value_head_of_row))
     )
-    triangle, bias = shadow(sight, inputs, bound)
+    triangle, bias = mask_or_bias(sight, inputs, bound)
     if isinstance(bound.normaliser, SinkSoftmax):
         # One more key of zeros whose bias is the sink and whose value is nothing: softmax with a sink, exactly.
-        bias, triangle = _with_sink(sight.allowed if triangle else bias, bound, inputs), False
+        bias, triangle = _bias_with_sink_column(sight.allowed if triangle else bias, bound, inputs), False
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-    scale = inputs.asked.scale
-    if probe is not None and "lse" in probe.wants:
-        o_BHTV, lse_BHT = with_lse(q_BHTK, k, v, (bias, triangle, scale))
+    scale = inputs.query_context.scale
+    if probe is not None and "lse" in probe.points:
+        o_BHTV, lse_BHT = attend_with_lse(q_BHTK, k, v, (bias, triangle, scale))
         probe("lse", lse_BHT)
     else:
         o_BHTV = F.scaled_dot_product_attention(
-            q_BHTK, k, v, bias, is_causal=triangle, scale=scale, enable_gqa=job.groups > 1
+            q_BHTK, k, v, bias, is_causal=triangle, scale=scale, enable_gqa=job.group_size > 1
         )
     return o_BHTV.transpose(1, 2)
 
 
-def with_lse(q: Tensor, k: Tensor, v: Tensor, how: tuple[Tensor | None, bool, float]) -> tuple[Tensor, Tensor]:
+def attend_with_lse(q: Tensor, k: Tensor, v: Tensor, mask_args: tuple[Tensor | None, bool, float]) -> tuple[Tensor, Tensor]:
     """The CPU's fused kernel with the log-sum-exp it has anyway; -inf where a query may read nothing."""
-    bias, triangle, scale = how
+    bias, triangle, scale = mask_args
     if bias is not None and bias.dtype == torch.bool:
         bias = q.new_zeros(bias.shape).masked_fill(~bias, -torch.inf)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -125,17 +125,17 @@ def with_lse(q: Tensor, k: Tensor, v: Tensor, how: tuple[Tensor | None, bool, fl
     return o, lse
 
 
-def shadow(sight: Sight, inputs: Inputs, bound: Bound) -> tuple[bool, Tensor | None]:
+def mask_or_bias(sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps) -> tuple[bool, Tensor | None]:
     """What the call needs of the pattern and of additive steps: the triangle flag, and a mask or bias."""
     if not bound.scores:
         if sight.shape == "any":
             return False, sight.allowed
         return sight.shape == "triangle", None
-    bias = bound.bias(sight, inputs)
+    bias = bound.additive_bias(sight, inputs)
     return False, bias if sight.shape == "full" else bias.masked_fill(~sight.allowed, -torch.inf)
 
 
-class Plainly(NamedTuple):
+class SoftmaxArgs(NamedTuple):
     """What a call compares beside q and k: which pairs count, or the triangle, what is added, and sinks by head."""
 
     mask: Tensor | None
@@ -144,22 +144,22 @@ class Plainly(NamedTuple):
     sinks: Tensor | None
 
 
-def is_plain(job: Job) -> bool:
+def is_plain_softmax(job: CallSignature) -> bool:
     """Whether its weights are a softmax of scaled products and what is added to them, and nothing else."""
-    return not refuses_core(replace(job, wants=frozenset(), masked=False, training=False))
+    return not fused_call_conflicts(replace(job, probed_tensors=frozenset(), has_caller_mask=False, training=False))
 
 
-def plainly(sight: Sight, inputs: Inputs, bound: Bound) -> Plainly:
+def softmax_args(sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps) -> SoftmaxArgs:
     """All that such a call works with, told apart."""
-    sinks = bound.normaliser_p.spread()["sink"].flatten() if isinstance(bound.normaliser, SinkSoftmax) else None
-    bias = bound.bias(sight, inputs) if bound.scores else None
-    return Plainly(sight.allowed if sight.shape == "any" else None, sight.shape == "triangle", bias, sinks)
+    sinks = bound.normaliser_p.broadcast_over_scores()["sink"].flatten() if isinstance(bound.normaliser, SinkSoftmax) else None
+    bias = bound.additive_bias(sight, inputs) if bound.scores else None
+    return SoftmaxArgs(sight.allowed if sight.shape == "any" else None, sight.shape == "triangle", bias, sinks)
 
 
-def _with_sink(bias: Tensor | None, bound: Bound, inputs: Inputs) -> Tensor:
+def _bias_with_sink_column(bias: Tensor | None, bound: CoreSteps, inputs: CoreInputs) -> Tensor:
     heads, queries, keys = inputs.q.shape[2], inputs.q.shape[1], inputs.k.shape[1]
     zero = inputs.q.new_zeros(1, 1, queries, keys)
     if bias is None or bias.dtype == torch.bool:
         bias = zero if bias is None else zero.masked_fill(~bias, -torch.inf)
-    sink = bound.normaliser_p.spread()["sink"].to(bias.dtype).expand(*bias.shape[:1], heads, queries, 1)
+    sink = bound.normaliser_p.broadcast_over_scores()["sink"].to(bias.dtype).expand(*bias.shape[:1], heads, queries, 1)
     return torch.cat([bias.expand(-1, heads, queries, keys), sink], -1)

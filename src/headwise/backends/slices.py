@@ -8,23 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.orders import transformed
+from ..kernels.orders import is_under_functorch
 
-Ranges = tuple[range, ...]
+SliceRanges = tuple[range, ...]
 
 
-def slices(x: Tensor, every: Sequence[Ranges]) -> Sequence[Tensor]:
+def gather_slices(x: Tensor, range_lists: Sequence[SliceRanges]) -> Sequence[Tensor]:
     """For each of these, its neighbours of dimension 1 side by side: a view where they are one range."""
-    if torch.is_grad_enabled() and x.requires_grad and not transformed():
-        return _Slices.apply(x, [[(some.start, some.stop) for some in ranges] for ranges in every])
-    return [_taken(x, [(some.start, some.stop) for some in ranges]) for ranges in every]
+    if torch.is_grad_enabled() and x.requires_grad and not is_under_functorch():
+        return _GatherSlices.apply(x, [[(some.start, some.stop) for some in ranges] for ranges in range_lists])
+    return [_concat_ranges(x, [(some.start, some.stop) for some in ranges]) for ranges in range_lists]
 
 
-class _Slices(torch.autograd.Function):
+class _GatherSlices(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, every: list[list[tuple[int, int]]]) -> tuple[Tensor, ...]:
         ctx.every, ctx.shape = every, x.shape
-        return tuple(_taken(x, ranges) for ranges in every)
+        return tuple(_concat_ranges(x, ranges) for ranges in every)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -37,7 +37,7 @@ class _Slices(torch.autograd.Function):
         return whole, None
 
 
-def _taken(x: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
+def _concat_ranges(x: Tensor, ranges: Sequence[tuple[int, int]]) -> Tensor:
     if len(ranges) == 1:
         return x[:, ranges[0][0] : ranges[0][1]]
     return torch.cat([x[:, start:stop] for start, stop in ranges], 1) if ranges else x[:, :0]

@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 
 
-def difference(ours: Any, theirs: Any, tolerance: float) -> str:
+def describe_difference(ours: Any, theirs: Any, tolerance: float) -> str:
     """How what theirs gives is not what ours gives; nothing where each number is within the tolerance.
 
     The tolerance is a share of the largest number of each tensor.
 
-    >>> difference(torch.tensor([1.0, 100.0]), torch.tensor([1.05, 100.0]), 1e-3)
+    >>> describe_difference(torch.tensor([1.0, 100.0]), torch.tensor([1.05, 100.0]), 1e-3)
     ''
-    >>> difference(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 2.0]), 1e-3)
+    >>> describe_difference(torch.tensor([1.0, 2.0]), torch.tensor([1.5, 2.0]), 1e-3)
     'off by 0.25 times the largest number'
     """
-    mine, other = _tensors(ours), _tensors(theirs)
+    mine, other = _list_tensors(ours), _list_tensors(theirs)
     if [one.shape for one in mine] != [one.shape for one in other]:
-        return f"gives {_shapes(other)}, not {_shapes(mine)}"
-    off = max((_off(*pair) for pair in zip(mine, other, strict=True)), default=0.0)
+        return f"gives {_format_shapes(other)}, not {_format_shapes(mine)}"
+    off = max((_relative_error(*pair) for pair in zip(mine, other, strict=True)), default=0.0)
     return "" if off <= tolerance else f"off by {off:.2g} times the largest number"
 
 
-def _off(mine: Tensor, other: Tensor) -> float:
+def _relative_error(mine: Tensor, other: Tensor) -> float:
     """The largest difference over the largest number."""
     if not mine.numel():
         return 0.0
@@ -39,11 +39,11 @@ def _off(mine: Tensor, other: Tensor) -> float:
     return most / size if size else most
 
 
-def _tensors(given: Any) -> list[Tensor]:
+def _list_tensors(given: Any) -> list[Tensor]:
     if isinstance(given, (tuple, list)):
-        return [tensor for one in given for tensor in _tensors(one)]
+        return [tensor for one in given for tensor in _list_tensors(one)]
     return [torch.as_tensor(given)]
 
 
-def _shapes(tensors: list[Tensor]) -> str:
+def _format_shapes(tensors: list[Tensor]) -> str:
     return ", ".join(str(tuple(one.shape)) for one in tensors) or "nothing"

@@ -10,63 +10,63 @@ from typing import Protocol, TypeVar
 import torch
 
 from ..errors import SpecError
-from ..files import Lock
-from .limits import Limits
-from .machine import checked, machine, on_threads
-from .rows import Bench, Row
-from .turns import Pace
+from ..files import FolderLock
+from .limits import MachineLimits
+from .machine import check_threads, describe_machine, use_threads
+from .rows import CaseTimer, BenchmarkRow
+from .turns import TimingPace
 
-Tell = Callable[[str], None]
-Found = Callable[[Bench], Iterable[Row]]  # one after the other, so that an interrupt keeps those before it
+ProgressCallback = Callable[[str], None]
+RowSource = Callable[[CaseTimer], Iterable[BenchmarkRow]]  # one after the other, so that an interrupt keeps those before it
 
 
-class Kept(Protocol):
+class WritableReport(Protocol):
     """What is found, and can be written into a folder."""
 
     def write(self, folder: Path | str) -> None: ...
 
 
-K = TypeVar("K", bound=Kept)
+ReportT = TypeVar("K", bound=WritableReport)
 
 
-def silent(said: str) -> None:
+def no_progress(said: str) -> None:
     """Nobody looks on."""
 
 
 @dataclass(frozen=True)
-class Around:
+class BenchmarkSession:
     """How many threads work, where what was found is written, and who looks on."""
 
     threads: int | None = None
-    out: Path | str | None = None
-    tell: Tell = silent
+    output_folder: Path | str | None = None
+    progress: ProgressCallback = no_progress
 
-    def run(self, pace: Pace, quick: bool, found: Found, made: Callable[[Row, list[Row]], K]) -> K:
+    def run(self, pace: TimingPace, quick: bool, found: RowSource, made: Callable[[BenchmarkRow, list[BenchmarkRow]], ReportT]) -> ReportT:
         """Everything that is found, or what was until an interrupt, which is then said."""
-        count = checked(self.threads)
-        if self.out is not None:
-            _check(self.out)
-        with on_threads(count), torch.random.fork_rng():
-            how = Bench(pace, Limits.here())
+        count = check_threads(self.threads)
+        if self.output_folder is not None:
+            _check_folder(self.output_folder)
+        with use_threads(count), torch.random.fork_rng():
+            how = CaseTimer(pace, MachineLimits.of_this_machine())
             begun = how.clock()
-            self.tell("measuring the machine")
-            told, each = machine(how.limits, count) | {"quick": quick, "interrupted": False}, list[Row]()
+            self.progress("measuring the machine")
+            told, each = describe_machine(how.limits, count) | {"quick": quick, "interrupted": False}, list[BenchmarkRow]()
             try:
                 for one in found(how):
                     each.append(one)
             except KeyboardInterrupt:
                 told["interrupted"] = True
             told["took"] = how.clock() - begun
-        self.tell("")
+        self.progress("")
         whole = made(told, each)
-        if self.out is not None:
-            whole.write(self.out)
+        if self.output_folder is not None:
+            whole.write(self.output_folder)
         return whole
 
 
-def _check(folder: Path | str) -> None:
+def _check_folder(folder: Path | str) -> None:
     """Refuse where nothing can be written, before anything is measured."""
     if Path(folder).exists() and not Path(folder).is_dir():
         raise SpecError(f"{folder} is no folder; give one that is, or a new name")
-    with Lock(folder):
+    with FolderLock(folder):
         pass

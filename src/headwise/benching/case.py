@@ -10,32 +10,32 @@ import torch
 
 LIMIT = "limit"  # the machine's own, where an aim names no peer
 
-Run = Callable[[], Any]  # does the work once; what it gives is compared with what ours gives
+TimedCall = Callable[[], Any]  # does the work once; what it gives is compared with what ours gives
 
 
-class Absent(NamedTuple):
+class MissingPeer(NamedTuple):
     """A peer that cannot run here, and why."""
 
-    why: str
+    reason: str
 
 
-class Aim(NamedTuple):
+class SpeedTarget(NamedTuple):
     """To be at least so many times as fast as a peer; of the machine's limit, to reach at least this share."""
 
-    against: str
-    times: float
+    baseline: str
+    ratio: float
 
 
-class Need(NamedTuple):
+class RequiredWork(NamedTuple):
     """What the work cannot do without: bytes read from memory, and FLOPs of products in one dtype."""
 
-    reads: int = 0
+    bytes_read: int = 0
     flops: int = 0
     dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchmarkCase:
     """One row of the table.
 
     `tolerance` is how far what a peer gives may be from what ours gives, as a share of its largest number; None where
@@ -44,11 +44,11 @@ class Case:
     """
 
     name: str
-    ours: Run
-    peers: Mapping[str, Run | Absent]
-    aims: tuple[Aim, ...] = ()
-    need: Need | None = None
+    ours: TimedCall
+    peers: Mapping[str, TimedCall | MissingPeer]
+    targets: tuple[SpeedTarget, ...] = ()
+    required_work: RequiredWork | None = None
     tolerance: float | None = 1e-3
-    tried: str = ""
-    beside: tuple[str, ...] = ()
+    history: str = ""
+    reported_peers: tuple[str, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)  # more that is worth a line: memory, say

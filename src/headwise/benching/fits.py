@@ -8,12 +8,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, .. degrees of freedom; beyond them the normal's.
-STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-NORMAL = 1.96
-LEAST = 3  # points of a fit that has an interval
+STUDENT_T_975 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+NORMAL_975 = 1.96
+MIN_POINTS = 3  # points of a fit that has an interval
 
 
-class Fit(NamedTuple):
+class PowerLawFit(NamedTuple):
     """Seconds grow as sizes to the `power`, between `low` and `high` with 95 %; `start` is the smallest size used."""
 
     power: float
@@ -23,7 +23,7 @@ class Fit(NamedTuple):
     points: int
 
 
-class Crossing(NamedTuple):
+class SpeedCrossover(NamedTuple):
     """From so many on, `to` is faster than `from_`."""
 
     from_: str
@@ -31,27 +31,27 @@ class Crossing(NamedTuple):
     at: float
 
 
-def fitted(seconds: Mapping[int, float]) -> Fit | None:
+def fit_power_law(seconds: Mapping[int, float]) -> PowerLawFit | None:
     """Least squares of log seconds on log sizes, over the larger half of the sizes and at least three of them.
 
     The smaller half is left out because calls that are short say little of what grows.
 
-    >>> fit = fitted({64: 9.0, 128: 9.1, 256: 10.0, 512: 40.0, 1024: 160.0, 2048: 640.0})
+    >>> fit = fit_power_law({64: 9.0, 128: 9.1, 256: 10.0, 512: 40.0, 1024: 160.0, 2048: 640.0})
     >>> round(fit.power, 3), fit.start, fit.points
     (2.0, 512, 3)
     """
     sizes = sorted(seconds)
-    used = sizes[-max(LEAST, -(-len(sizes) // 2)) :]
-    if len(used) < LEAST:
+    used = sizes[-max(MIN_POINTS, -(-len(sizes) // 2)) :]
+    if len(used) < MIN_POINTS:
         return None
     xs, ys = [math.log(size) for size in used], [math.log(seconds[size]) for size in used]
-    power, error = _line(xs, ys)
+    power, error = _fit_line(xs, ys)
     free = len(used) - 2
-    wide = error * (STUDENT[free - 1] if free <= len(STUDENT) else NORMAL)
-    return Fit(power, power - wide, power + wide, used[0], len(used))
+    wide = error * (STUDENT_T_975[free - 1] if free <= len(STUDENT_T_975) else NORMAL_975)
+    return PowerLawFit(power, power - wide, power + wide, used[0], len(used))
 
 
-def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
+def _fit_line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
     """The slope of the line that misses least, and its standard error."""
     middle, height = sum(xs) / len(xs), sum(ys) / len(ys)
     width = sum((x - middle) ** 2 for x in xs)
@@ -60,27 +60,27 @@ def _line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:
     return slope, math.sqrt(missed / (len(xs) - 2) / width)
 
 
-def fastest(points: Mapping[int, Mapping[str, float]]) -> dict[int, str]:
+def fastest_by_size(points: Mapping[int, Mapping[str, float]]) -> dict[int, str]:
     """Who is fastest at every size.
 
-    >>> fastest({8: {"a": 1.0, "b": 2.0}, 16: {"a": 3.0, "b": 2.5}})
+    >>> fastest_by_size({8: {"a": 1.0, "b": 2.0}, 16: {"a": 3.0, "b": 2.5}})
     {8: 'a', 16: 'b'}
     """
     return {size: min(told, key=lambda name: told[name]) for size, told in sorted(points.items()) if told}
 
 
-def crossings(points: Mapping[int, Mapping[str, float]]) -> list[Crossing]:
+def find_crossings(points: Mapping[int, Mapping[str, float]]) -> list[SpeedCrossover]:
     """Where the fastest changes: the size at which straight lines between the points, in logarithms, meet.
 
-    >>> crossings({256: {"a": 1.0, "b": 2.0}, 1024: {"a": 4.0, "b": 2.0}})
+    >>> find_crossings({256: {"a": 1.0, "b": 2.0}, 1024: {"a": 4.0, "b": 2.0}})
     [Crossing(from_='a', to='b', at=512.0)]
     """
-    found, best = [], list(fastest(points).items())
+    found, best = [], list(fastest_by_size(points).items())
     for (size, one), (larger, other) in pairwise(best):
         if one == other or not {one, other} <= set(points[size]) & set(points[larger]):
             continue
         before = math.log(points[size][other] / points[size][one])
         after = math.log(points[larger][one] / points[larger][other])
         share = before / (before + after) if before + after else 0.5
-        found.append(Crossing(one, other, round(size * (larger / size) ** share, 6)))
+        found.append(SpeedCrossover(one, other, round(size * (larger / size) ** share, 6)))
     return found

@@ -6,24 +6,24 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, TypeVar
 
-from .case import Absent
+from .case import MissingPeer
 
 T = TypeVar("T")
 
 
-def given(library: str, make: Callable[[Any], T]) -> T | Absent:
+def make_peer(library: str, make: Callable[[Any], T]) -> T | MissingPeer:
     """What `make` makes of an imported library; where that cannot be imported, the reason.
 
-    >>> given("no_such_library", lambda library: library.run)
+    >>> make_peer("no_such_library", lambda library: library.run)
     Absent(why="No module named 'no_such_library'")
     """
     try:
-        return make(imported(library))
+        return make(import_quietly(library))
     except ImportError as error:
-        return Absent(str(error))
+        return MissingPeer(str(error))
 
 
-def imported(library: str) -> Any:
+def import_quietly(library: str) -> Any:
     """A library that keeps its progress, and its doubts about random models, to itself."""
     found = import_module(library)
     if library == "transformers":

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..blueprint import Block, Dense, Embedding, Head, Model, Norm, Positions, Stack
+from ..blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, ModelSpec, NormSpec, PositionSpec, StackSpec
 from ..presets import design
 
 
 @dataclass(frozen=True)
-class Shape:
+class GPTShape:
     """nanoGPT's recipe for a laptop: 0.80 million parameters."""
 
     tokens: int = 65
@@ -27,20 +27,20 @@ class Shape:
     model: int = 128
 
 
-def described(shape: Shape) -> Model:
+def to_model_spec(shape: GPTShape) -> ModelSpec:
     """The same shape as a blueprint."""
-    norm = Norm("unbiased")
+    norm = NormSpec("unbiased")
     spec = design(model=shape.model, heads=shape.heads, pattern="causal")
-    block = Block(spec, feed=Dense(4 * shape.model), norm=norm)
-    embedding = Embedding(shape.tokens, positions=Positions("learned", shape.length))
-    stack = Stack.of("decoder", shape.model, [block] * shape.layers, embedding=embedding, norm=norm)
-    return Model("small-gpt", "decoder", (stack,), (Head("tokens", shape.tokens, table="decoder"),))
+    block = BlockSpec(spec, feed=FeedForwardSpec(4 * shape.model), norm=norm)
+    embedding = EmbeddingSpec(shape.tokens, positions=PositionSpec("learned", shape.length))
+    stack = StackSpec.from_blocks("decoder", shape.model, [block] * shape.layers, embedding=embedding, norm=norm)
+    return ModelSpec("small-gpt", "decoder", (stack,), (OutputHeadSpec("tokens", shape.tokens, table="decoder"),))
 
 
 class PlainBlock(nn.Module):
     """x + attention(norm(x)), then x + feed(norm(x))."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.heads = shape.heads
         self.norm_1, self.norm_2 = (nn.LayerNorm(shape.model, bias=False) for _ in range(2))
@@ -63,7 +63,7 @@ class PlainBlock(nn.Module):
 class PlainGPT(nn.Module):
     """Logits of the next token."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.tokens = nn.Embedding(shape.tokens, shape.model)
         self.positions = nn.Embedding(shape.length, shape.model)

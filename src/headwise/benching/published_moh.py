@@ -10,29 +10,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class MoH(NamedTuple):
+class ReferenceMoH(NamedTuple):
     """A causal layer of `heads`, the first `always` of which always speak, `active` others for each token (2410.11842).
 
     `maps` are W_Q, W_K, W_V, W_O [out, in] and the routers "shared", "router", "kind" by name, none with a bias.
     """
 
     heads: int
-    always: int
-    active: int
+    num_shared: int
+    num_routed: int
     maps: Mapping[str, Tensor]
 
     def gates(self, x_BTD: Tensor) -> Tensor:
         """g_BTH: eq. 5 and 6, as the released code scales them, so that a router without preferences gives 1."""
-        share = F.linear(x_BTD, self.maps["router"]).softmax(-1)
-        best, chosen = share.topk(self.active, dim=-1)
+        share = F.linear(x_BTD, self.maps["router"]).on_softmax(-1)
+        best, chosen = share.topk(self.num_routed, dim=-1)
         eps = torch.finfo(share.dtype).eps
         routed = torch.zeros_like(share).scatter(
-            -1, chosen, self.active * best / best.sum(-1, keepdim=True).clamp(min=eps)
+            -1, chosen, self.num_routed * best / best.sum(-1, keepdim=True).clamp(min=eps)
         )
-        if not self.always:
+        if not self.num_shared:
             return routed
-        shared = self.always * F.linear(x_BTD, self.maps["shared"]).softmax(-1)
-        kind = 2 * F.linear(x_BTD, self.maps["kind"]).softmax(-1)
+        shared = self.num_shared * F.linear(x_BTD, self.maps["shared"]).on_softmax(-1)
+        kind = 2 * F.linear(x_BTD, self.maps["kind"]).on_softmax(-1)
         return torch.cat([kind[..., :1] * shared, kind[..., 1:] * routed], -1)
 
     def core(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTV: Tensor, gates_BTH: Tensor) -> Tensor:

@@ -11,20 +11,20 @@ from types import ModuleType
 
 import torch
 
-from ..errors import SpecError, nearest
+from ..errors import SpecError, suggest
 from . import cases
-from .around import Around, Tell, silent
-from .case import Case
-from .report import Report
-from .rows import Bench, Row, failed
-from .turns import Pace
+from .around import BenchmarkSession, ProgressCallback, no_progress
+from .case import BenchmarkCase
+from .report import BenchmarkReport
+from .rows import CaseTimer, BenchmarkRow, failed_row
+from .turns import TimingPace
 
-PACES = {False: Pace(budget=20.0), True: Pace(budget=3.0)}  # by whether it is to be quick
+TIMING_PACES = {False: TimingPace(max_seconds=20.0), True: TimingPace(max_seconds=3.0)}  # by whether it is to be quick
 
 
-def bench(
-    *names: str, quick: bool = False, threads: int | None = None, out: Path | str | None = None, tell: Tell = silent
-) -> Report:
+def run_benchmarks(
+    *names: str, quick: bool = False, threads: int | None = None, output_folder: Path | str | None = None, progress: ProgressCallback = no_progress
+) -> BenchmarkReport:
     """Time our paths beside those of others and the machine's limits, in one run.
 
     `names` are kinds of work; "decode:paged" are the rows of one with that in their names.
@@ -32,60 +32,60 @@ def bench(
     What was measured before an interrupt is kept, and the report says so. `out` is a folder for the numbers and a
     drawing of them.
 
-    >>> bench("attentoin")
+    >>> run_benchmarks("attentoin")
     Traceback (most recent call last):
     headwise.errors.SpecError: there is no kind of work 'attentoin'; ...
     """
-    wanted = chosen(names)
-    return Around(threads, out, tell).run(PACES[quick], quick, lambda how: _rows(how, wanted, quick, tell), Report)
+    wanted = select_cases(names)
+    return BenchmarkSession(threads, output_folder, progress).run(TIMING_PACES[quick], quick, lambda how: _time_cases(how, wanted, quick, progress), BenchmarkReport)
 
 
-def kinds() -> dict[str, ModuleType]:
+def case_modules() -> dict[str, ModuleType]:
     """Every kind of work: one module of `cases` each."""
     names = sorted(found.name for found in iter_modules(cases.__path__))
     return {name: import_module(f"{cases.__name__}.{name}") for name in names}
 
 
-def listed() -> dict[str, str]:
+def list_cases() -> dict[str, str]:
     """Every kind of work, with a few words of what it is."""
-    return {kind: module.TITLE for kind, module in kinds().items()}
+    return {kind: module.TITLE for kind, module in case_modules().items()}
 
 
-def chosen(names: Sequence[str]) -> dict[str, list[str]]:
+def select_cases(names: Sequence[str]) -> dict[str, list[str]]:
     """The kinds that are asked for, each with the pieces of names by which its rows are chosen; all where none is."""
-    every = list(kinds())
+    every = list(case_modules())
     wanted = dict[str, list[str]]() if names else {kind: [""] for kind in every}
     for name in names:
         kind, _, piece = name.partition(":")
         if kind not in every:
-            raise SpecError(f"there is no kind of work {kind!r}; {nearest(kind, every)}")
+            raise SpecError(f"there is no kind of work {kind!r}; {suggest(kind, every)}")
         wanted.setdefault(kind, []).append(piece.lower())
     return wanted
 
 
-def _rows(how: Bench, wanted: dict[str, list[str]], quick: bool, tell: Tell) -> Iterator[Row]:
+def _time_cases(how: CaseTimer, wanted: dict[str, list[str]], quick: bool, tell: ProgressCallback) -> Iterator[BenchmarkRow]:
     count = 0
     for kind, pieces in wanted.items():
         tell(kind)
-        title = {"title": kinds()[kind].TITLE}
+        title = {"title": case_modules()[kind].TITLE}
         try:
-            for row in _of_kind(how, kind, pieces, quick, tell):
+            for row in _time_case_module(how, kind, pieces, quick, tell):
                 yield row | title
                 count += 1
         except Exception as error:
             if isinstance(error, SpecError) and not count:
                 raise  # a wrong name is refused, but not with minutes of work
-            yield failed(kind, kind, error) | title
+            yield failed_row(kind, kind, error) | title
 
 
-def _of_kind(how: Bench, kind: str, pieces: list[str], quick: bool, tell: Tell) -> Iterator[Row]:
+def _time_case_module(how: CaseTimer, kind: str, pieces: list[str], quick: bool, tell: ProgressCallback) -> Iterator[BenchmarkRow]:
     known, begun = list[str](), how.clock()
-    for case in _made(kinds()[kind], quick):
+    for case in _iter_cases(case_modules()[kind], quick):
         known.append(case.name)
         if any(piece in case.name.lower() for piece in pieces):
             tell(f"{kind}: {case.name}")
             made = {"making": how.clock() - begun}
-            row = how.row(case, kind)
+            row = how.time_case(case, kind)
             yield row | {"took": made | row["took"]}
         del case  # or it would live until the next is made
         gc.collect()
@@ -94,7 +94,7 @@ def _of_kind(how: Bench, kind: str, pieces: list[str], quick: bool, tell: Tell) 
         raise SpecError(f"no row of {kind} has {wrong[0]!r} in its name; its rows are: {'; '.join(known)}")
 
 
-def _made(module: ModuleType, quick: bool) -> Iterator[Case]:
+def _iter_cases(module: ModuleType, quick: bool) -> Iterator[BenchmarkCase]:
     """One case at a time, from the same seed for every kind."""
     torch.manual_seed(0)
-    yield from module.cases(quick)
+    yield from module.features(quick)

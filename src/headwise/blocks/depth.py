@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..module import Attention
-from ..parts.start import xavier, xavier_bound
+from ..parts.start import xavier_uniform, xavier_uniform_bound
 
 
 def depth_scaled_init(
@@ -43,7 +43,7 @@ def depth_scaled_init(
         raise SpecError("there is no weight matrix to draw; give a layer with attention or nn.Linear in it")
     with torch.no_grad():
         for matrix in matrices:
-            bound = xavier_bound(tuple(matrix.shape)) * factor
+            bound = xavier_uniform_bound(tuple(matrix.shape)) * factor
             matrix.uniform_(-bound, bound, generator=generator)
 
 
@@ -68,7 +68,7 @@ def _matrices(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
             yield from (
                 tensor
                 for name, tensor in module.named_parameters()
-                if declared[name].applied is not None and declared[name].init is xavier
+                if declared[name].applied is not None and declared[name].init is xavier_uniform
             )
         elif isinstance(module, nn.Linear):
             yield module.weight

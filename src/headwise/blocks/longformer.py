@@ -7,15 +7,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ..cache import Cache
+from ..cache import KVCache
 from ..errors import SpecError
 from ..module import Attention
 from ..pattern import Full, Global, Or, Pattern
-from ..pattern_tables import listed
+from ..pattern_tables import is_listed
 from ..probe import Probe
 from ..seams import Gate
 from ..spec import AttentionSpec
-from ..tokens import Tokens
+from ..tokens import SequenceInfo
 
 
 class LongformerAttention(nn.Module):
@@ -49,42 +49,42 @@ class LongformerAttention(nn.Module):
         ungated = tuple(modifier for modifier in spec.modifiers if not isinstance(modifier, Gate))
         far = replace(spec, pattern=Full(), source=spec.model, modifiers=ungated)
         shares = {name: self.local.weights[name] for name, _ in far.parts() if name != "project"}
-        self.overall = Attention(far, backend=backend, shares=shares)
+        self.overall = Attention(far, backend=backend, shared=shares)
         held = self.local.state_dict()
         self.overall.load_state_dict({name: held[name] for name in self.overall.state_dict()})
 
     def forward(
-        self, x: Tensor, *, tokens: Tokens | None = None, cache: Cache | None = None, probe: Probe | None = None
+        self, x: Tensor, *, sequence: SequenceInfo | None = None, cache: KVCache | None = None, probe: Probe | None = None
     ) -> Tensor:
         """y [B, T, model]; `probe` looks into the local layer, where what global tokens read is not used."""
         if cache is not None:
             raise ValueError("global tokens read those that have not come yet; pass the whole sequence, without cache=")
-        o_BTOV, gates = self.local.gated(x, tokens=tokens, probe=probe)
-        at = tokens or Tokens.run(0, x.shape[1], x.device)
-        chosen_BT = at.live & listed((-1, *self.positions), at.position)
+        o_BTOV, gates = self.local.head_outputs_and_gates(x, sequence=sequence, probe=probe)
+        at = sequence or SequenceInfo.contiguous(0, x.shape[1], x.device)
+        chosen_BT = at.is_real & is_listed((-1, *self.positions), at.position)
         # Who shares the rows with others takes part whether or not a global token is among its own.
-        if count := max(self._count(at, chosen_BT), int(self.overall.peers.spans > 1)):
-            there, asks = self._asking(x, at, chosen_BT, count)
-            read = self.overall.heads(x[there], source=self.overall.remember(x, tokens=at), tokens=asks)
+        if count := max(self._max_global_tokens(at, chosen_BT), int(self.overall.parallel.num_token_shards > 1)):
+            there, asks = self._global_queries(x, at, chosen_BT, count)
+            read = self.overall.head_outputs(x[there], source=self.overall.project_source(x, sequence=at), sequence=asks)
             for gate in gates:
                 read = read * gate.expand(*o_BTOV.shape[:-1], 1)[there]
             # A row with fewer global tokens than another keeps what it had.
-            o_BTOV = o_BTOV.index_put(there, torch.where(asks.live[..., None, None], read, o_BTOV[there]))
-        return self.local.merge(o_BTOV)
+            o_BTOV = o_BTOV.index_put(there, torch.where(asks.is_real[..., None, None], read, o_BTOV[there]))
+        return self.local.merge_heads(o_BTOV)
 
-    def _count(self, at: Tokens, chosen_BT: Tensor) -> int:
+    def _max_global_tokens(self, at: SequenceInfo, chosen_BT: Tensor) -> int:
         """The most global tokens that a row has."""
         if at.start is not None:
             return sum(at.start <= position < at.start + at.count for position in self.positions)
         return int(chosen_BT.sum(1).amax()) if chosen_BT.numel() else 0
 
-    def _asking(self, x_BTD: Tensor, at: Tokens, chosen_BT: Tensor, count: int) -> tuple[tuple[Tensor, Tensor], Tokens]:
+    def _global_queries(self, x_BTD: Tensor, at: SequenceInfo, chosen_BT: Tensor, count: int) -> tuple[tuple[Tensor, Tensor], SequenceInfo]:
         """Where the global tokens of each row are, and as what they ask; a row with fewer is filled up with padding."""
         batch = x_BTD.shape[0]
         chosen, index = chosen_BT.expand(batch, -1).byte().topk(count, dim=1)
         there = torch.arange(batch, device=x_BTD.device)[:, None], index
         segment = at.segment.expand(batch, -1)[there].where(chosen > 0, -1)
-        return there, Tokens(at.position.expand(batch, -1)[there], segment, checked=True)
+        return there, SequenceInfo(at.position.expand(batch, -1)[there], segment, checked=True)
 
 
 def _positions(spec: AttentionSpec) -> tuple[int, ...]:

@@ -8,15 +8,15 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from .. import inputs
-from ..cache import Cache, Remembered
+from ..cache import KVCache, ProjectedSource
 from ..errors import SpecError
 from ..module import Attention
 from ..presets import design
 from ..probe import Probe
-from ..seams import OutputStep, Turn
+from ..seams import OutputStep, QKTransform
 from ..spec import AttentionSpec
-from ..tokens import Tokens
-from ..weights import NO_WEIGHTS, Weights
+from ..tokens import SequenceInfo
+from ..weights import NO_SHARED, PartWeights
 
 
 class MergedAttention(nn.Module):
@@ -40,45 +40,45 @@ class MergedAttention(nn.Module):
     """
 
     def __init__(
-        self, spec: AttentionSpec, *, backend: str | None = None, shares: Mapping[str, Weights] = NO_WEIGHTS
+        self, spec: AttentionSpec, *, backend: str | None = None, shared: Mapping[str, PartWeights] = NO_SHARED
     ) -> None:
         super().__init__()
-        self.cross = Attention(spec, backend=backend, shares=shares)
-        if reasons := list(_clashes(spec)):
+        self.cross = Attention(spec, backend=backend, shared=shared)
+        if reasons := list(_conflicts(spec)):
             raise SpecError("; ".join(reasons))
         held = self.cross.weights
-        self.average = Attention(averaging(spec), shares={name: held[name] for name in ("project", "output")})
+        self.average = Attention(averaging_spec(spec), shared={name: held[name] for name in ("project", "output")})
 
     def forward(
         self,
         x: Tensor,
         *,
-        source: Tensor | Remembered,
-        cache: Cache | None = None,
-        tokens: Tokens | None = None,
+        source: Tensor | ProjectedSource,
+        cache: KVCache | None = None,
+        sequence: SequenceInfo | None = None,
         probe: Probe | None = None,
     ) -> Tensor:
         """y [B, T, model]; `cache` keeps the sum of x for later calls, `probe` looks into the cross branch."""
-        inputs.check(self.average.spec, x, None, cache, tokens, self.cross.weights["project"].first)
-        at = cache.next(x.shape[1]) if tokens is None and cache is not None else tokens
-        read_BTOV = self.cross.heads(x, source=source, tokens=at, probe=probe)
-        mean_BTOV = self.average.heads(x, cache=cache, tokens=at)
-        return self.cross.merge(read_BTOV + mean_BTOV)
+        inputs.check_call(self.average.spec, x, None, cache, sequence, self.cross.weights["project"].first_parameter)
+        at = cache.next_positions(x.shape[1]) if sequence is None and cache is not None else sequence
+        read_BTOV = self.cross.head_outputs(x, source=source, sequence=at, probe=probe)
+        mean_BTOV = self.average.head_outputs(x, cache=cache, sequence=at)
+        return self.cross.merge_heads(read_BTOV + mean_BTOV)
 
-    def remember(self, z: Tensor, *, tokens: Tokens | None = None) -> Remembered:
+    def project_source(self, z: Tensor, *, sequence: SequenceInfo | None = None) -> ProjectedSource:
         """The memory, projected once: hand it over as `source` at every step."""
-        return self.cross.remember(z, tokens=tokens)
+        return self.cross.project_source(z, sequence=sequence)
 
-    def cache(self, *, batch: int, capacity: int) -> Cache:
+    def cache(self, *, batch: int, capacity: int) -> KVCache:
         """A fresh sum for each row; its size does not depend on the capacity."""
         return self.average.cache(batch=batch, capacity=capacity)
 
 
-def averaging(spec: AttentionSpec) -> AttentionSpec:
+def averaging_spec(spec: AttentionSpec) -> AttentionSpec:
     """The mean that is read through the value map and the merge of this cross-attention.
 
     >>> import headwise as hw
-    >>> hw.counting.params(averaging(hw.design(model=8, heads=2)))  # W_V and W_O
+    >>> hw.select_counted.params(averaging_spec(hw.design(model=8, heads=2)))  # W_V and W_O
     128
     """
     bias = "v" if "v_bias" in spec.project.params(spec) else ""
@@ -86,19 +86,19 @@ def averaging(spec: AttentionSpec) -> AttentionSpec:
     return replace(mean, heads=spec.heads, merge=spec.merge)
 
 
-def _clashes(spec: AttentionSpec) -> Iterator[str]:
+def _conflicts(spec: AttentionSpec) -> Iterator[str]:
     if spec.source not in (None, spec.model):
         yield (
             f"W_V reads the memory and x alike, but these are {spec.source} and {spec.model} wide; "
             f"use source={spec.model}, with a map of the memory before it"
         )
-    if not spec.project.plain or "v" not in spec.project.params(spec):
+    if not spec.project.uses_head_dims or "v" not in spec.project.params(spec):
         yield f"{type(spec.project).__name__} has no W_V that gives values as they are read; use project Direct()"
-    for name, turn in spec.steps(Turn):
-        if "v" in turn.reaches(spec):
+    for name, turn in spec.parts_of(QKTransform):
+        if "v" in turn.transformed_sides(spec):
             yield f"{name} turns values, so the mean would be one of others; leave it out"
     if spec.heads.rows != spec.heads.q:
         yield f"{spec.heads.q} score heads become {spec.heads.rows} rows, but the mean has no mixing; keep their number"
-    for name, step in spec.steps(OutputStep):
-        if step.joins:
+    for name, step in spec.parts_of(OutputStep):
+        if step.combines_rows:
             yield f"{name} joins rows into fewer heads than the mean has; leave it out"

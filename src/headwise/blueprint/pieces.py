@@ -6,52 +6,52 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
-from ..errors import SpecError, nearest
-from ..layout import Layout
-from ..registry import Spoken
+from ..errors import SpecError, suggest
+from ..layout import AxisLayout
+from ..registry import CheckedDataclass
 
 
 @dataclass(frozen=True)
-class Weight:
+class WeightSpec:
     """A tensor of a model: its full name, its axes, and where it stands.
 
     `role` is one of "embedding", "attention", "cross", "feed", "norm" and "head"; `learned` is False of what is saved
     but never trained; `shared` is the name by which layers of one stack hold it in common, for most none.
 
-    >>> Weight("up", Layout.parse("hidden model"), {"hidden": 3, "model": 5}, "feed").shape
+    >>> WeightSpec("up", AxisLayout.parse("hidden model"), {"hidden": 3, "model": 5}, "feed").shape
     (3, 5)
     """
 
     name: str
-    layout: Layout
-    sizes: Mapping[str, int] = field(hash=False)
+    layout: AxisLayout
+    axis_sizes: Mapping[str, int] = field(hash=False)
     role: str = ""
-    learned: bool = True
-    shared: str = ""
+    trainable: bool = True
+    tied_to: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape as stored."""
-        return self.layout.shape(self.sizes)
+        return self.layout.shape(self.axis_sizes)
 
     @property
     def numel(self) -> int:
         """How many numbers it holds."""
-        return self.layout.numel(self.sizes)
+        return self.layout.numel(self.axis_sizes)
 
 
-def under(prefix: str, role: str, weights: Iterable[Weight]) -> Iterator[Weight]:
+def add_prefix(prefix: str, role: str, weights: Iterable[WeightSpec]) -> Iterator[WeightSpec]:
     """The same weights, standing there."""
     return (replace(w, name=f"{prefix}.{w.name}", role=role) for w in weights)
 
 
-def weight(name: str, layout: str, **sizes: int) -> Weight:
+def make_weight(name: str, layout: str, **sizes: int) -> WeightSpec:
     """A learned weight with its axes as text."""
-    return Weight(name, Layout.parse(layout), sizes)
+    return WeightSpec(name, AxisLayout.parse(layout), sizes)
 
 
 @dataclass(frozen=True, repr=False)
-class Described(Spoken):
+class SpecNode(CheckedDataclass):
     """A description: its words are known ones, its sizes at least 1 (0 where that is usual), its factors above 0."""
 
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -69,15 +69,15 @@ class Described(Spoken):
         for key, known in self.choices.items():
             if getattr(self, key) not in known:
                 said = getattr(self, key)
-                raise SpecError(f"{name}({key}={said!r}) is unknown; {nearest(said, [word for word in known if word])}")
+                raise SpecError(f"{name}({key}={said!r}) is unknown; {suggest(said, [word for word in known if word])}")
 
 
 @dataclass(frozen=True, repr=False)
-class Norm(Described):
+class NormSpec(SpecNode):
     """kind="layer": (x - mean) / std times a weight plus a bias; "unbiased": without the bias; "bare": with neither, as
     OLMo (2402.00838); "rms": x / rms times a weight; "offset": the same with a weight stored less one, as Gemma's.
 
-    >>> [w.name for w in Norm().weights(7)], [w.name for w in Norm("rms").weights(7)]
+    >>> [w.name for w in NormSpec().weights(7)], [w.name for w in NormSpec("rms").weights(7)]
     (['weight', 'bias'], ['weight'])
     """
 
@@ -85,21 +85,21 @@ class Norm(Described):
     kind: str = "layer"
     eps: float = 1e-5
 
-    def weights(self, model: int) -> Iterator[Weight]:
+    def weights(self, width: int) -> Iterator[WeightSpec]:
         """What it learns at this width."""
         if self.kind != "bare":
-            yield weight("weight", "model", model=model)
+            yield make_weight("weight", "model", model=width)
         if self.kind == "layer":
-            yield weight("bias", "model", model=model)
+            yield make_weight("bias", "model", model=width)
 
 
 @dataclass(frozen=True, repr=False)
-class Dense(Described):
+class FeedForwardSpec(SpecNode):
     """y = W_down act(W_up x), or W_down (act(W_gate x) * W_up x) when form="gated"; `bias` names those that have one.
 
     A gated one of Llama-2-7B's sizes, 3 d f:
 
-    >>> sum(w.numel for w in Dense(11008, "silu", form="gated").weights(4096))
+    >>> sum(w.numel for w in FeedForwardSpec(11008, "silu", form="gated").weights(4096))
     135266304
     """
 
@@ -111,43 +111,43 @@ class Dense(Described):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        letters = "".join(name[0] for name in self.maps)
+        letters = "".join(name[0] for name in self.matrix_layouts)
         if set(self.bias) - set(letters) or len(set(self.bias)) != len(self.bias):
             raise SpecError(f"Dense(bias={self.bias!r}) names unknown biases; use letters of {letters!r}, each once")
 
     @property
-    def maps(self) -> dict[str, str]:
+    def matrix_layouts(self) -> dict[str, str]:
         """Its linear maps, as axes."""
         gate = {"gate": "hidden model"} if self.form == "gated" else {}
         return {"up": "hidden model"} | gate | {"down": "model hidden"}
 
-    def weights(self, model: int, experts: int = 0) -> Iterator[Weight]:
+    def weights(self, width: int, num_experts: int = 0) -> Iterator[WeightSpec]:
         """What it learns at this width; one of each for every expert."""
-        each, sizes = ("expert ", {"expert": experts}) if experts else ("", {})
-        sizes |= {"model": model, "hidden": self.hidden}
-        for name, axes in self.maps.items():
-            yield weight(name, each + axes, **sizes)
+        each, sizes = ("expert ", {"expert": num_experts}) if num_experts else ("", {})
+        sizes |= {"model": width, "hidden": self.hidden}
+        for name, axes in self.matrix_layouts.items():
+            yield make_weight(name, each + axes, **sizes)
             if name[0] in self.bias:
-                yield weight(f"{name}_bias", each + axes.split()[0], **sizes)
+                yield make_weight(f"{name}_bias", each + axes.split()[0], **sizes)
 
-    def products(self, model: int) -> Iterator[Weight]:
+    def matmul_weights(self, width: int) -> Iterator[WeightSpec]:
         """The matrices that a token is multiplied with."""
-        yield from (weight(name, axes, model=model, hidden=self.hidden) for name, axes in self.maps.items())
+        yield from (make_weight(name, axes, model=width, hidden=self.hidden) for name, axes in self.matrix_layouts.items())
 
-    def met(self, model: int, tokens: int) -> int:
+    def active_params(self, width: int, num_tokens: int) -> int:
         """How many of its numbers so many tokens meet: all of them."""
-        return sum(w.numel for w in self.weights(model))
+        return sum(w.numel for w in self.weights(width))
 
 
 @dataclass(frozen=True, repr=False)
-class Experts(Described):
+class ExpertsSpec(SpecNode):
     """`active` of `count` feed-forwards for each token, chosen by the scores of a router, and one `shared` by all.
 
     scores="softmax": over all experts, "chosen": over those chosen, "sigmoid": of each alone. bias="learned" adds one
     to the router's scores; "constant" one that only the choice sees and balance moves (DeepSeek-V3, 2412.19437).
     `scale` is what the sum of the chosen is multiplied with.
 
-    >>> [w.name for w in Experts(Dense(3), count=4, active=2).weights(7)]
+    >>> [w.name for w in ExpertsSpec(FeedForwardSpec(3), count=4, active=2).weights(7)]
     ['router', 'each.up', 'each.down']
     """
 
@@ -155,10 +155,10 @@ class Experts(Described):
         "scores": ("softmax", "chosen", "sigmoid"),
         "bias": ("", "learned", "constant"),
     }
-    each: Dense
+    each: FeedForwardSpec
     count: int
     active: int
-    shared: Dense | None = None
+    shared: FeedForwardSpec | None = None
     scores: str = "softmax"
     bias: str = ""
     scale: float = 1.0
@@ -168,29 +168,29 @@ class Experts(Described):
         if self.active > self.count:
             raise SpecError(f"Experts(active={self.active}) are more than count={self.count}; use at most {self.count}")
 
-    def weights(self, model: int) -> Iterator[Weight]:
+    def weights(self, width: int) -> Iterator[WeightSpec]:
         """What it learns at this width."""
-        yield weight("router", "expert model", expert=self.count, model=model)
+        yield make_weight("router", "expert model", expert=self.count, model=width)
         if self.bias:
-            bias = weight("router_bias", "expert", expert=self.count)
-            yield replace(bias, learned=self.bias == "learned")
-        yield from under("each", "", self.each.weights(model, self.count))
+            bias = make_weight("router_bias", "expert", expert=self.count)
+            yield replace(bias, trainable=self.bias == "learned")
+        yield from add_prefix("each", "", self.each.weights(width, self.count))
         if self.shared:
-            yield from under("shared", "", self.shared.weights(model))
+            yield from add_prefix("shared", "", self.shared.weights(width))
 
-    def products(self, model: int) -> Iterator[Weight]:
+    def matmul_weights(self, width: int) -> Iterator[WeightSpec]:
         """The matrices that a token is multiplied with: of the experts, those that it chose."""
-        yield weight("router", "expert model", expert=self.count, model=model)
-        for name, axes in self.each.maps.items():
-            yield weight(f"each.{name}", f"active {axes}", active=self.active, model=model, hidden=self.each.hidden)
-        yield from under("shared", "", self.shared.products(model)) if self.shared else ()
+        yield make_weight("router", "expert model", expert=self.count, model=width)
+        for name, axes in self.each.matrix_layouts.items():
+            yield make_weight(f"each.{name}", f"active {axes}", active=self.active, model=width, hidden=self.each.hidden)
+        yield from add_prefix("shared", "", self.shared.matmul_weights(width)) if self.shared else ()
 
-    def met(self, model: int, tokens: int) -> int:
+    def active_params(self, width: int, num_tokens: int) -> int:
         """How many of its numbers so many tokens meet, if no two choose the same expert while others are idle.
 
-        >>> experts = Experts(Dense(3), count=4, active=2)  # 20 numbers of a router, 30 of each expert
+        >>> experts = ExpertsSpec(FeedForwardSpec(3), count=4, active=2)  # 20 numbers of a router, 30 of each expert
         >>> [experts.met(5, tokens) for tokens in (0, 1, 2, 3)]
         [20, 80, 140, 140]
         """
-        every, one = sum(w.numel for w in self.weights(model)), self.each.met(model, tokens)
-        return every - one * (self.count - min(self.count, tokens * self.active))
+        every, one = sum(w.numel for w in self.weights(width)), self.each.active_params(width, num_tokens)
+        return every - one * (self.count - min(self.count, num_tokens * self.active))

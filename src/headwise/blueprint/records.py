@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ..errors import SpecError
-from .model import Model
+from .model import ModelSpec
 from .text import from_dict
 
-HEADS = "heads.json"
-FORMAT = 1  # of the file; a reader refuses what it does not know
-KINDS = ("ours", "transformers", "resized")
+RECORD_FILE = "heads.json"
+RECORD_FORMAT = 1  # of the file; a reader refuses what it does not know
+RECORD_KINDS = ("ours", "transformers", "resized")
 
 
-class Record(NamedTuple):
+class SurgeryRecord(NamedTuple):
     """What heads.json says: the kind of folder it lies in, and the SHA-256 of each file beside it, by name.
 
     A "resized" folder has the tensors of transformers in shapes that its config.json cannot say: `model` describes
@@ -28,30 +28,30 @@ class Record(NamedTuple):
     done: Mapping[str, Any]
     source: Mapping[str, str]
     files: Mapping[str, str]
-    model: Model | None = None
+    model: ModelSpec | None = None
     constants: Mapping[str, Any] = {}
     besides: tuple[str, ...] = ()
 
     @staticmethod
-    def of(path: Path) -> Record:
+    def from_file(path: Path) -> SurgeryRecord:
         """Read the file."""
         try:
             said = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise SpecError(f"{path} cannot be read: {error}; copy the folder again") from None
         told = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
-        if told.get("format") != FORMAT:
-            raise SpecError(f"{path} says format = {told.get('format')!r}; this version reads format = {FORMAT}")
-        if told.get("kind") not in KINDS:
+        if told.get("format") != RECORD_FORMAT:
+            raise SpecError(f"{path} says format = {told.get('format')!r}; this version reads format = {RECORD_FORMAT}")
+        if told.get("kind") not in RECORD_KINDS:
             raise SpecError(
-                f"{path} says kind = {told.get('kind')!r}, none of {', '.join(KINDS)}; copy the folder again"
+                f"{path} says kind = {told.get('kind')!r}, none of {', '.join(RECORD_KINDS)}; copy the folder again"
             )
-        tables = {name: _table(path, told, name) for name in ("done", "source", "files", "constants")}
+        tables = {name: _read_table(path, told, name) for name in ("done", "source", "files", "constants")}
         besides, described = told.get("besides", []), told.get("model")
         if not isinstance(besides, list) or (described is None) != (told["kind"] != "resized"):
             raise SpecError(f"{path} does not say what a folder of kind {told['kind']!r} holds; copy the folder again")
-        model = None if described is None else from_dict(_table(path, told, "model"))
-        return Record(
+        model = None if described is None else from_dict(_read_table(path, told, "model"))
+        return SurgeryRecord(
             told["kind"],
             str(told.get("sentence", "")),
             **tables,
@@ -60,14 +60,14 @@ class Record(NamedTuple):
         )
 
 
-def _table(path: Path, said: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _read_table(path: Path, said: Mapping[str, Any], name: str) -> dict[str, Any]:
     found = said.get(name, {})
     if not isinstance(found, dict):
         raise SpecError(f"{path}: {name} = {found!r} is no table; copy the folder again")
     return cast("dict[str, Any]", found)
 
 
-def record_in(folder: Path) -> Record | None:
+def find_record(folder: Path) -> SurgeryRecord | None:
     """What the heads.json of a folder says; None where there is none."""
-    path = folder / HEADS
-    return Record.of(path) if path.is_file() else None
+    path = folder / RECORD_FILE
+    return SurgeryRecord.from_file(path) if path.is_file() else None

@@ -1,22 +1,22 @@
 """What is remembered of past tokens; made and owned by the caller."""
 
-from .base import Cache, Entry, Remembered
-from .paged import PagedCache, Pool
-from .pages import Pages
-from .paging import Book, Row
-from .slots import PlainCache, RingCache
-from .state import StateCache
+from .base import KVCache, KVEntry, ProjectedSource
+from .paged import PagedCache, PagePool
+from .pages import PageAllocator
+from .paging import BlockTables, PagedSequence
+from .slots import ContiguousCache, RingCache
+from .state import RecurrentStateCache
 
 __all__ = [
-    "Book",
-    "Cache",
-    "Entry",
+    "BlockTables",
+    "KVCache",
+    "KVEntry",
     "PagedCache",
-    "Pages",
-    "PlainCache",
-    "Pool",
-    "Remembered",
+    "PageAllocator",
+    "ContiguousCache",
+    "PagePool",
+    "ProjectedSource",
     "RingCache",
-    "Row",
-    "StateCache",
+    "PagedSequence",
+    "RecurrentStateCache",
 ]

@@ -11,23 +11,23 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..spec import AttentionSpec
-from ..tokens import Tokens
-from .access import Access, Held
-from .base import Cache, Entry, check_forward
-from .paging import Book, Paging, Place, Row
-from .reach import Reach, kept
-from .seats import Seats
+from ..tokens import SequenceInfo
+from .access import PageAccess, HeldPages
+from .base import KVCache, KVEntry, check_causal
+from .paging import BlockTables, PageLayout, TensorPlacement, PagedSequence
+from .reach import FullVisibility, retained_tokens
+from .seats import PagedBatch
 
 
-class Pool:
+class PagePool:
     """Pages for the tokens of all layers, in one tensor: a page holds what every layer that keeps alike remembers.
 
     `book` says whose they are; `caches(seat(rows))` are what a call of the layers reads and fills.
 
     >>> import headwise as hw
     >>> layer = hw.Attention(hw.design(model=8, heads=2, pattern="causal"))
-    >>> pool = Pool([layer.spec], pages=5, page=4)
-    >>> (cache,) = pool.caches(pool.seat([pool.book.fresh(), pool.book.fresh()]))
+    >>> pool = PagePool([layer.spec], pages=5, page=4)
+    >>> (cache,) = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))
     >>> with torch.no_grad():
     ...     _ = layer(torch.randn(2, 5, 8), cache=cache)
     >>> pool.book.pages.held, cache.nbytes  # 2 rows x 2 pages x 4 tokens x 16 numbers x 4 bytes
@@ -44,13 +44,13 @@ class Pool:
         device: torch.device | str = "cpu",
     ) -> None:
         for spec in specs:
-            _check(spec)
-        self.specs, self.paging = tuple(specs), Paging.of(specs, page)
-        self.book = Book(self.paging, pages)
+            _check_pageable(spec)
+        self.specs, self.paging = tuple(specs), PageLayout.for_specs(specs, page)
+        self.book = BlockTables(self.paging, pages)
         # One page more, never handed out: what a row does not have is read there, and is finite.
         self.numbers = torch.zeros(pages + 1, self.paging.numbers, dtype=dtype, device=device)
-        self.views = [{name: self._view(place) for name, place in places.items()} for places in self.paging.layers]
-        self.reaches = [Reach(spec.pattern) for spec in specs]
+        self.views = [{name: self._tensor_view(place) for name, place in places.items()} for places in self.paging.layers]
+        self.reaches = [FullVisibility(spec.pattern) for spec in specs]
         self._buffer = self.numbers.new_zeros(0)
 
     @property
@@ -58,17 +58,17 @@ class Pool:
         """All of its pages, and the buffer into which those of one layer are gathered."""
         return self.numbers.nbytes + self._buffer.nbytes
 
-    def seat(self, rows: Sequence[Row]) -> Seats:
+    def batch_of(self, rows: Sequence[PagedSequence]) -> PagedBatch:
         """These rows in this order, for one call or several."""
-        return Seats(self.numbers, self.book, rows)
+        return PagedBatch(self.numbers, self.book, rows)
 
-    def caches(self, seats: Seats) -> list[PagedCache]:
+    def caches(self, seats: PagedBatch) -> list[PagedCache]:
         """A cache for each layer that holds these rows."""
         return [PagedCache(self, seats, layer) for layer in range(len(self.specs))]
 
-    def _view(self, place: Place) -> Tensor:
+    def _tensor_view(self, place: TensorPlacement) -> Tensor:
         """One tensor of every page: [pages + 1, heads, tokens, width]."""
-        tokens = self.paging.keeps[place.group].page
+        tokens = self.paging.groups[place.group].page
         taken = self.numbers[:, place.start : place.start + place.heads * tokens * place.width]
         return taken.unflatten(1, (place.heads, tokens, place.width))
 
@@ -76,15 +76,15 @@ class Pool:
         """Make the buffer now for so many pages of any layer."""
         self._buffer = self.numbers.new_zeros(pages * self.paging.widest)
 
-    def gather(self, layer: int, held: Held) -> Entry:
+    def gather(self, layer: int, held: HeldPages) -> KVEntry:
         """What one layer keeps of the pages of every row, in a buffer: good until the next call.
 
         Each head's tokens lie together, as the core reads them.
         """
         rows, pages = held.gathered.pages.shape
-        entry, begin = Entry(), 0
+        entry, begin = KVEntry(), 0
         for name, place in self.paging.layers[layer].items():
-            tokens = self.paging.keeps[place.group].page
+            tokens = self.paging.groups[place.group].page
             piece = gcd(tokens * place.width, place.start, self.paging.numbers)
             index = held.index(place.heads, tokens * place.width // piece, self.paging.numbers // piece)
             end = begin + index.numel() * piece
@@ -98,7 +98,7 @@ class Pool:
             entry[name], begin = slots.reshape(*slots.shape[:2], *place.shape), end
         return entry
 
-    def place(self, layer: int) -> Entry:
+    def in_place(self, layer: int) -> KVEntry:
         """What one layer keeps in all pages, as it lies: a row for each page."""
         return {
             name: view.transpose(1, 2).unflatten(2, place.shape[:-1])
@@ -106,34 +106,34 @@ class Pool:
         }
 
 
-class PagedCache(Cache):
+class PagedCache(KVCache):
     """Remembered tokens of one layer in pages that rows share where they began alike."""
 
-    def __init__(self, pool: Pool, seats: Seats, layer: int) -> None:
+    def __init__(self, pool: PagePool, seats: PagedBatch, layer: int) -> None:
         super().__init__(pool.specs[layer], len(seats.rows), pool.numbers.dtype, pool.numbers.device)
         self._pool, self._seats, self._layer = pool, seats, layer
         self._calls, self._moves = seats.calls, seats.moves
         self._group = next(place.group for place in pool.paging.layers[layer].values())
         self.uniform, self._last = False, seats.last
 
-    def append(self, entry: Entry, at: Tokens) -> tuple[Entry, Tokens]:
-        held = self._take_in(entry, at)
-        return (entry, at) if held is None else (self._pool.gather(self._layer, held), held.gathered.told)
+    def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+        held = self._write_tokens(entry, at)
+        return (entry, at) if held is None else (self._pool.gather(self._layer, held), held.gathered.sequence)
 
-    def append_in_place(self, entry: Entry, at: Tokens) -> tuple[Entry, Tokens]:
+    def append_in_place(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
         """Remember one token of each row; the pages of all rows as they lie, and `Tokens.spans` of them.
 
         For a layer that reads "k" and "v" as they were remembered.
         """
         if at.count != 1:
             raise ValueError(f"{at.count} tokens of a row read pages gathered; append them")
-        held = self._take_in(entry, at)
+        held = self._write_tokens(entry, at)
         assert held is not None, "of one token there is a past: itself"
-        rule = partial(kept, self.spec.pattern)
-        whole = self._pool.reaches[self._layer].all(max(held.ends, default=0), rule)
-        return self._pool.place(self._layer), held.placed(whole)
+        rule = partial(retained_tokens, self.spec.pattern)
+        whole = self._pool.reaches[self._layer].sees_all(max(held.ends, default=0), rule)
+        return self._pool.in_place(self._layer), held.spans(whole)
 
-    def _take_in(self, entry: Entry, at: Tokens) -> Held | None:
+    def _write_tokens(self, entry: KVEntry, at: SequenceInfo) -> HeldPages | None:
         """Write these tokens into their pages; what there is to read of each row."""
         if torch.is_grad_enabled() and any(new.requires_grad for new in entry.values()):
             raise ValueError("pages keep no gradients; decode under torch.no_grad()")
@@ -144,12 +144,12 @@ class PagedCache(Cache):
         self.used += at.count
         self._last = self._seats.last
         self._write(entry, access)
-        return access.held
+        return access.held_pages
 
-    def rows(self, index: Tensor) -> None:
+    def select_rows(self, index: Tensor) -> None:
         self._take(index)
         if self._moves == self._seats.moves:
-            self._seats.take(index)
+            self._seats.select_rows(index)
         self._moves += 1
 
     @property
@@ -157,15 +157,15 @@ class PagedCache(Cache):
         held = {page for row in self._seats.rows for page in row.tables[self._group].values()}
         return len(held) * sum(view[0].nbytes for view in self._pool.views[self._layer].values())
 
-    def _write(self, entry: Entry, access: Access) -> None:
+    def _write(self, entry: KVEntry, access: PageAccess) -> None:
         for name, view in self._pool.views[self._layer].items():
-            told = entry[name].flatten(0, 1) if access.live is None else entry[name][access.live]
+            told = entry[name].flatten(0, 1) if access.is_real is None else entry[name][access.is_real]
             told = told.reshape(len(told), view.shape[1], view.shape[3])
             view[access.page, :, access.offset] = told.to(self.dtype)  # autocast projects in a dtype of its own
 
 
-def _check(spec: AttentionSpec) -> None:
+def _check_pageable(spec: AttentionSpec) -> None:
     """Refuse what has no tokens to lie in pages."""
-    check_forward(spec)
-    if spec.stateful:
+    check_causal(spec)
+    if spec.is_recurrent:
         raise SpecError("this layer remembers all past tokens as one state, which has no pages; use layer.cache(...)")

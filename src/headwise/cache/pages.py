@@ -8,18 +8,18 @@ from collections.abc import Hashable
 from ..errors import CacheFull
 
 
-class Pages:
+class PageAllocator:
     """So many pages by their numbers; each is free, or held by one row or by several.
 
     A page that was given a name keeps what lies in it when it is given back: until it is handed out anew, whoever knows
     the name may hold it again. Those without a name are handed out first, then the one given back longest ago.
 
-    >>> pages = Pages(3)
+    >>> pages = PageAllocator(3)
     >>> first, second = pages.take(), pages.take()
     >>> pages.name(first, "once upon")
-    >>> pages.give(first), pages.held
+    >>> pages.release(first), pages.held
     (None, 1)
-    >>> pages.hold(pages.find("once upon")), pages.held
+    >>> pages.add_reference(pages.find("once upon")), pages.held
     (None, 2)
     """
 
@@ -31,12 +31,12 @@ class Pages:
         self._named: dict[Hashable, int] = {}
 
     @property
-    def free(self) -> int:
+    def num_free(self) -> int:
         """How many nobody holds."""
         return len(self._free)
 
     @property
-    def held(self) -> int:
+    def num_held(self) -> int:
         """How many somebody holds; one that is shared counts once."""
         return self.count - len(self._free)
 
@@ -44,7 +44,7 @@ class Pages:
         """How many rows hold it."""
         return self._holders[page]
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """A page that nobody holds and that now has one holder; what lay in it is forgotten."""
         if not self._free:
             raise CacheFull(f"all {self.count:,} pages are held; wait until a row leaves, or give a larger budget")
@@ -54,12 +54,12 @@ class Pages:
         self._holders[page] = 1
         return page
 
-    def hold(self, page: int) -> None:
+    def add_reference(self, page: int) -> None:
         """One holder more."""
         self._holders[page] += 1
         self._free.pop(page, None)
 
-    def give(self, page: int) -> None:
+    def release(self, page: int) -> None:
         """One holder less; the last one's page is free."""
         if not self._holders[page]:
             raise ValueError(f"page {page} was given back twice; only who holds a page gives it back")

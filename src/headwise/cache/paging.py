@@ -12,20 +12,20 @@ from typing import NamedTuple
 
 from ..errors import CacheFull, SpecError
 from ..spec import AttentionSpec
-from .pages import Pages
+from .pages import PageAllocator
 
 
-class Keep(NamedTuple):
+class RetentionGroup(NamedTuple):
     """What layers that keep alike remember, in pages of so many tokens: the `first` for ever, and the latest `last`."""
 
     first: int
     last: int | None
     page: int
 
-    def read(self, length: int) -> Iterator[int]:
+    def visible_pages(self, length: int) -> Iterator[int]:
         """The numbers of the pages that queries from position `length` on may still read.
 
-        >>> list(Keep(first=1, last=5, page=4).read(20)), list(Keep(0, None, 4).read(9))
+        >>> list(RetentionGroup(first=1, last=5, page=4).read(20)), list(RetentionGroup(0, None, 4).read(9))
         ([0, 4], [0, 1, 2])
         """
         held = -(-length // self.page)
@@ -36,10 +36,10 @@ class Keep(NamedTuple):
         yield from range(begin)
         yield from range(max(begin, (length - self.last + 1) // self.page), held)
 
-    def most(self, length: int, chunk: int) -> int:
+    def max_pages(self, length: int, chunk: int) -> int:
         """The pages that a row holds at most at any time on its way to this length, so many tokens at once.
 
-        >>> Keep(0, None, 16).most(1000, chunk=1), Keep(0, 512, 16).most(1000, chunk=1)
+        >>> RetentionGroup(0, None, 16).most(1000, chunk=1), RetentionGroup(0, 512, 16).most(1000, chunk=1)
         (63, 33)
         """
         whole = -(-length // self.page)
@@ -49,7 +49,7 @@ class Keep(NamedTuple):
         return min(whole, -(-self.first // self.page) + -(-(latest - 1) // self.page) + 1)
 
 
-class Place(NamedTuple):
+class TensorPlacement(NamedTuple):
     """Where one tensor of an entry lies in a page, from which number on: so many heads, each with all its tokens."""
 
     group: int
@@ -60,50 +60,50 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Paging:
+class PageLayout:
     """How layers divide pages: tables of those that keep alike, and the places of each layer's tensors by name.
 
     All pages are as large as one of `page` tokens of the group that keeps most of a token; others put more tokens in.
 
     >>> import headwise as hw
     >>> near, far = (hw.design(model=8, heads=2, pattern=pattern) for pattern in ("window(5)", "causal"))
-    >>> paging = Paging.of([near, near, far], page=4)
+    >>> paging = PageLayout.of([near, near, far], page=4)
     >>> paging.keeps, paging.numbers  # 2 layers x 16 numbers x 4 tokens
     ((Keep(first=0, last=5, page=4), Keep(first=0, last=None, page=8)), 128)
     >>> paging.layers[1]["v"]
     Place(group=0, start=96, heads=2, width=4, shape=(2, 4))
     """
 
-    keeps: tuple[Keep, ...]
-    layers: tuple[Mapping[str, Place], ...]
+    groups: tuple[RetentionGroup, ...]
+    layers: tuple[Mapping[str, TensorPlacement], ...]
     numbers: int
     page: int
 
     @staticmethod
-    def of(specs: Sequence[AttentionSpec], page: int) -> Paging:
+    def for_specs(specs: Sequence[AttentionSpec], page: int) -> PageLayout:
         """The pages of layers with these specs, in order."""
         check_page(page)
-        memories = list(dict.fromkeys(spec.pattern.memory for spec in specs))
-        totals = [sum(_width(spec) for spec in specs if spec.pattern.memory == memory) for memory in memories]
+        memories = list(dict.fromkeys(spec.pattern.retention for spec in specs))
+        totals = [sum(_width(spec) for spec in specs if spec.pattern.retention == memory) for memory in memories]
         numbers = page * max(totals, default=0)
         keeps = [
-            Keep(*memory, numbers // (page * total) * page) for memory, total in zip(memories, totals, strict=True)
+            RetentionGroup(*memory, numbers // (page * total) * page) for memory, total in zip(memories, totals, strict=True)
         ]
         starts = [0] * len(memories)
-        layers: list[Mapping[str, Place]] = []
+        layers: list[Mapping[str, TensorPlacement]] = []
         for spec in specs:
-            group, places = memories.index(spec.pattern.memory), dict[str, Place]()
-            for name, shape in spec.entry().items():
+            group, places = memories.index(spec.pattern.retention), dict[str, TensorPlacement]()
+            for name, shape in spec.kv_entry_shapes().items():
                 heads = shape[0] if len(shape) > 1 else 1
-                places[name] = Place(group, starts[group], heads, prod(shape) // heads, shape)
+                places[name] = TensorPlacement(group, starts[group], heads, prod(shape) // heads, shape)
                 starts[group] += keeps[group].page * prod(shape)
             layers.append(places)
-        return Paging(tuple(keeps), tuple(layers), numbers, page)
+        return PageLayout(tuple(keeps), tuple(layers), numbers, page)
 
     @property
     def widest(self) -> int:
         """The numbers of one page that a single layer reads, at most."""
-        each = (sum(self.keeps[p.group].page * p.heads * p.width for p in places.values()) for places in self.layers)
+        each = (sum(self.groups[p.group].page * p.heads * p.width for p in places.values()) for places in self.layers)
         return max(each, default=0)
 
 
@@ -114,11 +114,11 @@ def check_page(page: object) -> None:
 
 
 def _width(spec: AttentionSpec) -> int:
-    return sum(prod(shape) for shape in spec.entry().values())
+    return sum(prod(shape) for shape in spec.kv_entry_shapes().values())
 
 
 @dataclass(eq=False)
-class Row:
+class PagedSequence:
     """One sequence: how many tokens of it are remembered, and its pages by their place in it, group by group.
 
     `need` is how many pages of each group it may come to hold, for whoever reserves; `root` sets apart sequences whose
@@ -126,46 +126,46 @@ class Row:
     """
 
     tables: tuple[dict[int, int], ...]
-    need: tuple[int, ...] = ()
-    root: bytes = b""
+    reserved_tokens: tuple[int, ...] = ()
+    namespace: bytes = b""
     length: int = 0
-    known: list[bytes] = field(default_factory=list)  # hashes of all ids up to the end of each of the smallest pages
-    named: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)  # hashes of all ids up to the end of each of the smallest pages
+    num_published: int = 0
 
 
-class Changes(NamedTuple):
+class PageChanges(NamedTuple):
     """What must happen to pages before tokens are written: some are emptied, some copied, as (from, to)."""
 
     emptied: list[int]
     copied: list[tuple[int, int]]
 
 
-class Book:
+class BlockTables:
     """The pages of all rows: extended as tokens come, shared where beginnings are equal, given back when forgotten.
 
-    >>> book = Book(Paging((Keep(0, None, 4),), (), 0, page=4), count=9)
-    >>> one = book.fresh()
+    >>> book = BlockTables(PageLayout((RetentionGroup(0, None, 4),), (), 0, page=4), count=9)
+    >>> one = book.new_sequence()
     >>> _ = book.extend([one], [10])
     >>> one.length = 10
-    >>> book.publish(one, range(10))
-    >>> two = book.fresh()
-    >>> book.adopt(two, book.common(two, [*range(9), 77]))  # two pages are full; the third is its own
+    >>> book.publish_prefix(one, range(10))
+    >>> two = book.new_sequence()
+    >>> book.reuse_prefix(two, book.common(two, [*range(9), 77]))  # two pages are full; the third is its own
     >>> two.length, book.pages.held
     (8, 3)
     """
 
-    def __init__(self, paging: Paging, count: int) -> None:
-        self.keeps, self.page, self.pages = paging.keeps, paging.page, Pages(count)
-        self._unit = lcm(*(keep.page for keep in paging.keeps))
+    def __init__(self, paging: PageLayout, count: int) -> None:
+        self.keeps, self.page, self.pages = paging.groups, paging.page, PageAllocator(count)
+        self._unit = lcm(*(keep.page for keep in paging.groups))
 
-    def fresh(self, need: tuple[int, ...] = (), root: bytes = b"") -> Row:
+    def new_sequence(self, need: tuple[int, ...] = (), root: bytes = b"") -> PagedSequence:
         """A row without tokens."""
-        return Row(tuple({} for _ in self.keeps), need, root)
+        return PagedSequence(tuple({} for _ in self.keeps), need, root)
 
-    def extend(self, rows: Sequence[Row], counts: Sequence[int]) -> Changes:
+    def append_slots(self, rows: Sequence[PagedSequence], counts: Sequence[int]) -> PageChanges:
         """Let go of what no later query reads, and hold pages for so many tokens more; or refuse and take none."""
         for row in rows:
-            self._forget(row)
+            self._release_unreadable(row)
         touched = [
             (row, group, number, row.length + count)
             for row, count in zip(rows, counts, strict=True)
@@ -174,40 +174,40 @@ class Book:
         ]
         fresh = [spot for spot in touched if spot[2] not in spot[0].tables[spot[1]]]
         shared = [(row, g, n) for row, g, n, _ in touched if n in row.tables[g] and self._shared(row.tables[g][n])]
-        if (wanted := len(fresh) + len(shared)) > self.pages.free:
+        if (wanted := len(fresh) + len(shared)) > self.pages.num_free:
             raise CacheFull(
-                f"{wanted:,} more pages are needed and {self.pages.free:,} of {self.pages.count:,} are free; "
+                f"{wanted:,} more pages are needed and {self.pages.num_free:,} of {self.pages.count:,} are free; "
                 "wait until a row leaves, or make more"
             )
-        changes = Changes([], [])
+        changes = PageChanges([], [])
         for row, group, number, end in fresh:
-            row.tables[group][number] = page = self.pages.take()
+            row.tables[group][number] = page = self.pages.allocate()
             if (number + 1) * self.keeps[group].page > end:
                 changes.emptied.append(page)  # what a former row left there must not be read, not even times nothing
         for row, group, number in shared:
             if self._shared(old := row.tables[group][number]):  # until the last of them, which keeps it
-                row.tables[group][number] = new = self.pages.take()
-                self.pages.give(old)
+                row.tables[group][number] = new = self.pages.allocate()
+                self.pages.release(old)
                 changes.copied.append((old, new))
         return changes
 
     def _shared(self, page: int) -> bool:
         return self.pages.holders(page) > 1
 
-    def fork(self, row: Row) -> Row:
+    def fork(self, row: PagedSequence) -> PagedSequence:
         """A second row that goes on from the same tokens; a page is copied when one of them writes to it."""
-        for page in _pages(row):
-            self.pages.hold(page)
+        for page in _all_pages(row):
+            self.pages.add_reference(page)
         tables = tuple(dict(table) for table in row.tables)
-        return Row(tables, row.need, row.root, row.length, list(row.known), row.named)
+        return PagedSequence(tables, row.reserved_tokens, row.namespace, row.length, list(row.block_hashes), row.num_published)
 
-    def leave(self, row: Row) -> None:
+    def free_sequence(self, row: PagedSequence) -> None:
         """Give all its pages back; the last first, so that beginnings stay known longest."""
-        for page in reversed(list(_pages(row))):
-            self.pages.give(page)
+        for page in reversed(list(_all_pages(row))):
+            self.pages.release(page)
         row.tables = tuple({} for _ in self.keeps)
 
-    def common(self, row: Row, ids: Sequence[int], opening: int = 0) -> int:
+    def find_prefix(self, row: PagedSequence, ids: Sequence[int], opening: int = 0) -> int:
         """How many of these ids are remembered already as the beginning of another row: whole pages, not all of them.
 
         Fewer than `opening` are none: those tokens must come together.
@@ -221,34 +221,34 @@ class Book:
                 missing = (n for n in range(most // keep.page) if self._find(row, group, n) is None)
                 most = next(missing, most // keep.page) * keep.page // self._unit * self._unit
         ends = range(most, max(opening, 1) - 1, -self._unit)
-        return next((end for end in ends if all(p is not None for _, _, p in self._begun(row, end))), 0)
+        return next((end for end in ends if all(p is not None for _, _, p in self._prefix_pages(row, end))), 0)
 
-    def adopt(self, row: Row, length: int) -> None:
+    def reuse_prefix(self, row: PagedSequence, length: int) -> None:
         """Begin a row with so many tokens that `common` has found."""
-        for group, number, page in list(self._begun(row, length)):
+        for group, number, page in list(self._prefix_pages(row, length)):
             assert page is not None
-            self.pages.hold(page)
+            self.pages.add_reference(page)
             row.tables[group][number] = page
-        row.length = row.named = length
+        row.length = row.num_published = length
 
-    def ahead(self, row: Row, ids: Sequence[int], length: int) -> bytes | None:
+    def next_hashes(self, row: PagedSequence, ids: Sequence[int], length: int) -> bytes | None:
         """What the next tokens behind so many will be known by, where they are enough to be shared."""
         end = length + self._unit
         if length % self._unit or end >= len(ids):
             return None
         self._hash(row, ids)
-        return row.known[end // self.page - 1]
+        return row.block_hashes[end // self.page - 1]
 
-    def publish(self, row: Row, ids: Sequence[int]) -> None:
+    def publish_prefix(self, row: PagedSequence, ids: Sequence[int]) -> None:
         """Let full pages be found by the ids up to their end."""
         self._hash(row, ids)
         for group, keep in enumerate(self.keeps):
-            for number in range(row.named // keep.page, row.length // keep.page):
+            for number in range(row.num_published // keep.page, row.length // keep.page):
                 if number in row.tables[group]:
-                    self.pages.name(row.tables[group][number], (group, self._known(row, group, number)))
-        row.named = row.length
+                    self.pages.name(row.tables[group][number], (group, self._block_hash(row, group, number)))
+        row.num_published = row.length
 
-    def pledged(self, rows: Iterable[Row]) -> int:
+    def num_reserved_pages(self, rows: Iterable[PagedSequence]) -> int:
         """Pages that these rows hold or may come to hold, by their needs.
 
         What is never forgotten is held once however many share it. Where pages are forgotten, each row may come to hold
@@ -257,37 +257,37 @@ class Book:
         rows, total = list(rows), 0
         for group, keep in enumerate(self.keeps):
             held = Counter(page for row in rows for page in row.tables[group].values())
-            total += sum(row.need[group] for row in rows)
+            total += sum(row.reserved_tokens[group] for row in rows)
             if keep.last is None:
                 total += len(held) - held.total()
             else:
                 total += sum(times > 1 for times in held.values())
         return total
 
-    def _forget(self, row: Row) -> None:
+    def _release_unreadable(self, row: PagedSequence) -> None:
         for keep, table in zip(self.keeps, row.tables, strict=True):
             if keep.last is not None:
-                read = set(keep.read(row.length))
+                read = set(keep.visible_pages(row.length))
                 for number in [number for number in table if number not in read]:
-                    self.pages.give(table.pop(number))
+                    self.pages.release(table.pop(number))
 
-    def _begun(self, row: Row, length: int) -> Iterator[tuple[int, int, int | None]]:
+    def _prefix_pages(self, row: PagedSequence, length: int) -> Iterator[tuple[int, int, int | None]]:
         """Group, place and page of all that queries behind so many tokens may read; no page where none is known."""
         for group, keep in enumerate(self.keeps):
-            for number in keep.read(length):
+            for number in keep.visible_pages(length):
                 yield group, number, self._find(row, group, number)
 
-    def _find(self, row: Row, group: int, number: int) -> int | None:
-        return self.pages.find((group, self._known(row, group, number)))
+    def _find(self, row: PagedSequence, group: int, number: int) -> int | None:
+        return self.pages.find((group, self._block_hash(row, group, number)))
 
-    def _known(self, row: Row, group: int, number: int) -> bytes:
-        return row.known[(number + 1) * self.keeps[group].page // self.page - 1]
+    def _block_hash(self, row: PagedSequence, group: int, number: int) -> bytes:
+        return row.block_hashes[(number + 1) * self.keeps[group].page // self.page - 1]
 
-    def _hash(self, row: Row, ids: Sequence[int]) -> None:
-        for start in range(len(row.known) * self.page, len(ids) - self.page + 1, self.page):
-            before = row.known[-1] if row.known else row.root
-            row.known.append(hashlib.sha256(before + array("q", ids[start : start + self.page]).tobytes()).digest())
+    def _hash(self, row: PagedSequence, ids: Sequence[int]) -> None:
+        for start in range(len(row.block_hashes) * self.page, len(ids) - self.page + 1, self.page):
+            before = row.block_hashes[-1] if row.block_hashes else row.namespace
+            row.block_hashes.append(hashlib.sha256(before + array("q", ids[start : start + self.page]).tobytes()).digest())
 
 
-def _pages(row: Row) -> Iterator[int]:
+def _all_pages(row: PagedSequence) -> Iterator[int]:
     return (page for table in row.tables for page in table.values())

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from ..pattern import Causal, First, Pattern, Window
 
 
-class Reach:
+class FullVisibility:
     """Whether a pattern allows exactly what is held by a rule, found by counting pairs, ahead of need.
 
     >>> from headwise.pattern import Dilated
-    >>> [Reach(pattern).all(1000, Causal) for pattern in (Causal(), Dilated(keys=5, rate=2))]
+    >>> [FullVisibility(pattern).all(1000, Causal) for pattern in (Causal(), Dilated(keys=5, rate=2))]
     [True, False]
     """
 
@@ -19,7 +19,7 @@ class Reach:
         self._pattern, self._least = pattern, least
         self.known, self._all = 0, False  # up to how many tokens it has been counted
 
-    def all(self, used: int, rule: Callable[[], Pattern]) -> bool:
+    def sees_all(self, used: int, rule: Callable[[], Pattern]) -> bool:
         """Of each of so many tokens; always the same rule, which is not kept: it may be a method of whoever keeps this,
         and then the two would outlive their last use."""
         if used > self.known:
@@ -30,9 +30,9 @@ class Reach:
         return self._all
 
 
-def kept(pattern: Pattern) -> Pattern:
+def retained_tokens(pattern: Pattern) -> Pattern:
     """What is held of all tokens so far: those that later queries may still read, as far as a pattern can say."""
-    first, last = pattern.memory
+    first, last = pattern.retention
     if last is None:
         return Causal()
     return Window(last) | First(first) if first else Window(last)

@@ -7,34 +7,34 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..backends.linear import empty
+from ..backends.linear import empty_state
 from ..spec import AttentionSpec
-from ..tokens import Tokens
-from .base import Cache, Entry
+from ..tokens import SequenceInfo
+from .base import KVCache, KVEntry
 
 
-class StateCache(Cache):
+class RecurrentStateCache(KVCache):
     """No tokens at all: one state per head, folded up as tokens pass."""
 
     def __init__(self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(spec, batch, dtype, device)
-        self._state = empty(spec, batch, dtype, device)
+        self._state = empty_state(spec, batch, dtype, device)
 
     @property
     def state(self) -> Mapping[str, Tensor]:
         return self._state
 
-    def fold(self, state: dict[str, Tensor]) -> None:
+    def set_state(self, state: dict[str, Tensor]) -> None:
         """The state after the tokens just appended."""
         self._state = state
 
-    def append(self, entry: Entry, at: Tokens) -> tuple[Entry, Tokens]:
-        if at.start is None and bool((at.live & (at.segment != 0)).any()):
+    def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+        if at.start is None and bool((at.is_real & (at.segment != 0)).any()):
             raise ValueError("a state cannot tell segments apart; give each packed document a cache of its own")
         self._advance(at)
         return entry, at
 
-    def rows(self, index: Tensor) -> None:
+    def select_rows(self, index: Tensor) -> None:
         self._take(index)
         self._state = {name: held[index] for name, held in self._state.items()}
 

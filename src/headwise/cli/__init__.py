@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from .. import __version__
-from ..errors import NoBackend, nearest
-from .screen import BAD_INPUT, Wrong, prepare
+from ..errors import NoBackend, suggest
+from .screen import BAD_INPUT, UsageError, prepare_output
 
 # In the order of the help: what each verb does, in a few words.
 VERBS = {
@@ -30,7 +30,7 @@ VERBS = {
     "bench": "our paths beside those of others, and this machine's limits",
     "why": "which backend would run a spec, and why each other one refuses",
 }
-TOO_BIG = "this does not fit into memory; make something smaller"
+OUT_OF_MEMORY = "this does not fit into memory; make something smaller"
 INTERRUPTED, PIPE_CLOSED = 130, 141
 
 
@@ -45,10 +45,10 @@ def usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 when it did what was asked, 2 on bad input, 130 when interrupted."""
     if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison] - so it is when a shell closed it
-        return _refuse("there is nowhere to write; open stdout")
-    prepare()
+        return _print_error("there is nowhere to write; open stdout")
+    prepare_output()
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv))
+        code = _run_verb(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -58,21 +58,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
     except (ValueError, OSError, OverflowError, NoBackend) as error:
-        return _refuse(str(error))
+        return _print_error(str(error))
     except MemoryError:
-        return _refuse(TOO_BIG)
+        return _print_error(OUT_OF_MEMORY)
     except RuntimeError as error:
         if "allocate memory" not in str(error):
             raise
-        return _refuse(TOO_BIG)
+        return _print_error(OUT_OF_MEMORY)
 
 
-def _refuse(said: str) -> int:
+def _print_error(said: str) -> int:
     print(f"headwise: {' '.join(said.split())}", file=sys.stderr)
     return BAD_INPUT
 
 
-def _run(argv: list[str]) -> int:
+def _run_verb(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return 0
@@ -81,5 +81,5 @@ def _run(argv: list[str]) -> int:
         return 0
     if argv[0] not in VERBS:
         what = "option" if argv[0].startswith("-") else "verb"
-        raise Wrong(f"there is no {what} {argv[0]!r}; {nearest(argv[0], [*VERBS, '--help', '--version'])}")
+        raise UsageError(f"there is no {what} {argv[0]!r}; {suggest(argv[0], [*VERBS, '--help', '--version'])}")
     return import_module(f"{__name__}.{argv[0]}").main(argv[1:])

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from .screen import Arguments, Wrong, document, show, take_form
+from .screen import CommandParser, UsageError, to_json, print_page, add_json_argument
 
 if TYPE_CHECKING:
-    from ..benching.report import Report
-    from ..benching.scaling import Scaling
+    from ..benching.report import BenchmarkReport
+    from ..benching.scaling import ScalingReport
 
 INTERRUPTED = 130
 
@@ -20,41 +20,41 @@ def main(argv: list[str]) -> int:
     """Time what is named, or everything."""
     given = _parser().parse_args(argv)
     if given.list:
-        found = _listed(given)
+        found = _print_cases(given)
         wide = max(map(len, found)) + 2
-        show(document(found) if given.json else "\n".join(f"{kind:<{wide}}{told}" for kind, told in found.items()))
+        print_page(to_json(found) if given.json else "\n".join(f"{kind:<{wide}}{told}" for kind, told in found.items()))
         return 0
-    measured = _measured(given)
-    show(document(measured.data) if given.json else str(measured))
+    measured = _run_suite(given)
+    print_page(to_json(measured.data) if given.json else str(measured))
     if measured.machine["interrupted"]:
         return INTERRUPTED
-    return 0 if measured.sound else 1
+    return 0 if measured.is_valid else 1
 
 
-def _listed(given: argparse.Namespace) -> Mapping[str, str]:
+def _print_cases(given: argparse.Namespace) -> Mapping[str, str]:
     """What can be named, with a few words on each."""
     if given.names:
-        raise Wrong(f"--list says all there is; leave out {given.names[0]!r}")
+        raise UsageError(f"--list says all there is; leave out {given.names[0]!r}")
     from ..benching import growing, running
 
-    return growing.listed() if given.scaling else running.listed()
+    return growing.list_layers() if given.scaling else running.list_cases()
 
 
-def _measured(given: argparse.Namespace) -> Report | Scaling:
+def _run_suite(given: argparse.Namespace) -> BenchmarkReport | ScalingReport:
     """Every row that is named, or what every backend costs as calls grow."""
     if not given.scaling:
-        from ..benching.running import bench
+        from ..benching.running import run_benchmarks
 
-        return bench(*given.names, quick=given.quick, threads=given.threads, out=given.out, tell=_tell)
-    from ..benching.scaling import scaling
+        return run_benchmarks(*given.names, quick=given.quick, threads=given.threads, output_folder=given.out, progress=_report_progress)
+    from ..benching.scaling import run_scaling
 
     if given.quick:
-        raise Wrong("--scaling is as quick as it can be; leave out --quick")
-    return scaling(*given.names, threads=given.threads, out=given.out, tell=_tell)
+        raise UsageError("--scaling is as quick as it can be; leave out --quick")
+    return run_scaling(*given.names, threads=given.threads, output_folder=given.out, progress=_report_progress)
 
 
-def _parser() -> Arguments:
-    parser = Arguments(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         "bench",
         "Our paths beside those of others, in turns within one process, and beside what this machine allows: all kinds "
         "of work, or those that are named. Every row says what it is held to, and whether that is met; who is not "
@@ -70,11 +70,11 @@ def _parser() -> Arguments:
     parser.add_argument("--scaling", action="store_true", help="time what backends cost as calls grow, and no rows")
     parser.add_argument("--threads", type=int, metavar="COUNT", help="of torch and of numba (as many as processors)")
     parser.add_argument("--out", metavar="DIR", help="a folder for bench.json and bench.svg, or scaling.json")
-    take_form(parser)
+    add_json_argument(parser)
     return parser
 
 
-def _tell(said: str) -> None:
+def _report_progress(said: str) -> None:
     """Progress, where somebody looks on."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{said[:78]}", end="", file=sys.stderr, flush=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..files import Lock
-from .screen import Arguments, document, show, take_form, title
+from ..files import FolderLock
+from .screen import CommandParser, to_json, print_page, add_json_argument, print_title
 
 
 def main(argv: list[str]) -> int:
     """Show the demo, page by page as it is computed."""
-    parser = Arguments(
+    parser = CommandParser(
         "demo",
         "A look around: soft look-up, one spec and all that follows from it, and a translator of dates and amounts "
         "that is trained as you watch. Then half of its heads go, or its keys and values are shared, and it learns "
@@ -22,17 +22,17 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--steps", type=int, metavar="COUNT", help="how long it is trained")
     parser.add_argument("--quick", action="store_true", help="train nothing: a few seconds")
-    take_form(parser)
+    add_json_argument(parser)
     given = parser.parse_args(argv)
     from .. import demo
 
     out = None if given.quick else Path(given.out)
-    recipe = None if given.quick or given.steps is None else demo.shorter(given.steps)
+    recipe = None if given.quick or given.steps is None else demo.recipe_with_steps(given.steps)
     if out is not None:
-        with Lock(out):  # a folder that nobody can write, or that another run has, is refused before the first page
+        with FolderLock(out):  # a folder that nobody can write, or that another run has, is refused before the first page
             pass
     if given.json:
-        show(document(demo.data(out, recipe)))
+        print_page(to_json(demo.demo_data(out, recipe)))
     else:
-        demo.run(show, title, out, recipe)
+        demo.run_demo(print_page, print_title, out, recipe)
     return 0

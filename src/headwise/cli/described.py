@@ -9,33 +9,33 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .screen import PRESETS, Wrong, after, changed, named_spec, spec_of_words, words_of
+from .screen import PRESETS, UsageError, apply_changes_to_dict, apply_changes, load_named_spec, parse_spec_text, read_text
 
 if TYPE_CHECKING:
-    from ..blueprint import Model
+    from ..blueprint import ModelSpec
     from ..spec import AttentionSpec
 
-LARGEST = 2**24  # bytes of a config.json: some name the 21,000 classes of a classifier, twice
+MAX_CONFIG_BYTES = 2**24  # bytes of a config.json: some name the 21,000 classes of a classifier, twice
 
 
-def described(name: str, sizes: Mapping[str, int], changes: Sequence[str]) -> AttentionSpec | Model:
+def resolve_target(name: str, sizes: Mapping[str, int], changes: Sequence[str]) -> AttentionSpec | ModelSpec:
     """The preset of this name, or what a file or a model's folder describes, after every change.
 
     `sizes` are for presets. Of a model it is the description that is changed, as `headwise.blueprint` writes it.
     """
     from ..spec import AttentionSpec
 
-    found = _found(name, sizes)
+    found = _load_target(name, sizes)
     if isinstance(found, AttentionSpec):
-        return changed(found, changes)
+        return apply_changes(found, changes)
     if not changes:
         return found
     from .. import blueprint
 
-    return blueprint.from_dict(after(blueprint.to_dict(found), changes))
+    return blueprint.from_dict(apply_changes_to_dict(blueprint.to_dict(found), changes))
 
 
-def label(name: str) -> str:
+def short_name(name: str) -> str:
     """A short name for what stands there: a config.json is known by its folder."""
     path = Path(name)
     if name in PRESETS or name == "-":
@@ -43,7 +43,7 @@ def label(name: str) -> str:
     return (path.resolve().parent.name if path.name == "config.json" else path.resolve().stem) or name
 
 
-def keys_of(found: AttentionSpec | Model) -> Iterator[str]:
+def list_spec_keys(found: AttentionSpec | ModelSpec) -> Iterator[str]:
     """Every key of a spec that can be set, "project.overlap"."""
     from ..spec import SLOTS, AttentionSpec
 
@@ -53,42 +53,42 @@ def keys_of(found: AttentionSpec | Model) -> Iterator[str]:
         yield from (f"{name}.{field.name}" for name, holder in holders.items() for field in fields(holder))
 
 
-def _found(name: str, sizes: Mapping[str, int]) -> AttentionSpec | Model:
+def _load_target(name: str, sizes: Mapping[str, int]) -> AttentionSpec | ModelSpec:
     if name in PRESETS or (name != "-" and not Path(name).exists()):
-        return named_spec(name, sizes)
-    words = "" if Path(name).is_dir() else words_of(name) if name == "-" else _words(Path(name))
-    model = _model(name, words)
+        return load_named_spec(name, sizes)
+    words = "" if Path(name).is_dir() else read_text(name) if name == "-" else _read_file_start(Path(name))
+    model = _load_model(name, words)
     if model is None:
-        return spec_of_words(name, words) if name == "-" and not sizes else named_spec(name, sizes)
+        return parse_spec_text(name, words) if name == "-" and not sizes else load_named_spec(name, sizes)
     if sizes:
-        raise Wrong(f"--{next(iter(sizes))} is for presets, and {name} is a model with its own sizes; leave it out")
+        raise UsageError(f"--{next(iter(sizes))} is for presets, and {name} is a model with its own sizes; leave it out")
     return model
 
 
-def _model(name: str, words: str) -> Model | None:
+def _load_model(name: str, words: str) -> ModelSpec | None:
     """The model that a folder or a text describes; None where it speaks of one layer."""
     from .. import blueprint, families
-    from ..presets import USUAL
+    from ..presets import DEFAULT_CHOICES
 
-    table = _table(words)
+    table = _parse_table(words)
     if "stacks" in table:
-        return blueprint.from_dict(table, USUAL)
-    config = words.lstrip().startswith("{") and not _speaks_of_heads(table)
+        return blueprint.from_dict(table, DEFAULT_CHOICES)
+    config = words.lstrip().startswith("{") and not _has_spec_keys(table)
     if config or Path(name).is_dir() or Path(name).name == "config.json":
-        return families.read(table if name == "-" else name)
+        return families.read_model_spec(table if name == "-" else name)
     return None
 
 
-def _words(path: Path) -> str:
+def _read_file_start(path: Path) -> str:
     """The start of a file, as far as it is text: what is wrong with the rest its reader will say."""
     try:
         with path.open("rb") as file:
-            return file.read(LARGEST).decode(errors="replace")
+            return file.read(MAX_CONFIG_BYTES).decode(errors="replace")
     except OSError as error:
-        raise Wrong(f"{str(path)!r} cannot be read: {error.strerror}; give a .toml or .json file") from None
+        raise UsageError(f"{str(path)!r} cannot be read: {error.strerror}; give a .toml or .json file") from None
 
 
-def _table(words: str) -> Mapping[str, Any]:
+def _parse_table(words: str) -> Mapping[str, Any]:
     """What a text says by keys; nothing where it is no such text."""
     try:
         said = (json.loads if words.lstrip().startswith("{") else tomllib.loads)(words)
@@ -97,6 +97,6 @@ def _table(words: str) -> Mapping[str, Any]:
     return said if isinstance(said, dict) else {}
 
 
-def _speaks_of_heads(table: Mapping[str, Any]) -> bool:
+def _has_spec_keys(table: Mapping[str, Any]) -> bool:
     """Whether these are keys of a spec and not of a config; a text without any may be either, but for a model's."""
     return not table or "heads" in table or ("model" in table and "model_type" not in table)

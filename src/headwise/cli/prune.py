@@ -7,41 +7,41 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .screen import Arguments, Wrong
-from .smaller import Work, take_work
+from .screen import CommandParser, UsageError
+from .smaller import CompressionRun, add_compression_arguments
 
 if TYPE_CHECKING:
     from ..models import Transformer
-    from ..surgery import By, Choice
+    from ..surgery import HeadRanking, HeadSelection
 
-WHICH = ("keep", "heads", "drop", "clusters", "budget", "plan")
+SELECTION_OPTIONS = ("keep", "heads", "drop", "clusters", "budget", "plan")
 
 
 def main(argv: list[str]) -> int:
     """Choose heads, cut them, write what is left, and prove it."""
     if "--sweep" in argv:
-        from .sweep import main as sweep
+        from .sweep import sweep_main as sweep
 
         return sweep(argv)
     given = _parser().parse_args(argv)
-    _check(given)
-    work = Work.of(given)
-    from ..surgery.marks import mark_of
+    _check_selection(given)
+    work = CompressionRun.from_args(given)
+    from ..surgery.marks import fingerprint_model
     from ..surgery.pruning import prune
 
-    done = prune(work.net, _choice(given, work), work.chosen_by, fold=given.fold, tell=work.tell)
-    record = done.data | {"model": mark_of(work.net)}
-    return work.done(done.after, done.plan.sentence, record, keep=dict(done.plan.changes), said=dict(done.said))
+    done = prune(work.net, _selection(given, work), work.selection_examples, fold=given.fold, log=work.report_progress)
+    record = done.data | {"model": fingerprint_model(work.net)}
+    return work.write_and_verify(done.after, done.plan.summary, record, keep=dict(done.plan.changed_sites), said=dict(done.head_constants))
 
 
-def _parser() -> Arguments:
-    parser = Arguments(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         "prune",
         "Heads are chosen and cut out of a model for good; what is left is written into a new folder, with a proof: "
         "that it says what the model said with these heads silent, what was saved, and what was lost.",
         "headwise prune path/to/model --keep 0.5 --data texts.txt --out smaller",
     )
-    take_work(parser)
+    add_compression_arguments(parser)
     which = parser.add_argument_group("which heads go (one of these)")
     which.add_argument("--keep", metavar="SHARE", help="those worth most stay: 0.5 of every layer, or 4 heads of each")
     which.add_argument("--heads", nargs="+", metavar="LAYER:HEADS", help="these go, as in 0:1,3 decoder.2.cross:0")
@@ -68,75 +68,75 @@ def _parser() -> Arguments:
     return parser
 
 
-def _check(given: argparse.Namespace) -> None:
-    said = [name for name in WHICH if getattr(given, name)]
+def _check_selection(given: argparse.Namespace) -> None:
+    said = [name for name in SELECTION_OPTIONS if getattr(given, name)]
     if len(said) != 1:
         both = f"; --{said[0]} and --{said[1]} are two" if len(said) > 1 else ""
-        raise Wrong(f"say which heads go by one of {', '.join(f'--{name}' for name in WHICH)}{both}")
+        raise UsageError(f"say which heads go by one of {', '.join(f'--{name}' for name in SELECTION_OPTIONS)}{both}")
     if given.gates is not None and not given.keep:
-        raise Wrong("--gates learns which heads stay, and --keep says how many; give both")
+        raise UsageError("--gates learns which heads stay, and --keep says how many; give both")
     for name in ("again", "state"):
         if getattr(given, name) is not None and not given.budget:
-            raise Wrong(f"--{name} is for --budget; leave it out, or give one")
+            raise UsageError(f"--{name} is for --budget; leave it out, or give one")
 
 
-def _choice(given: argparse.Namespace, work: Work) -> Choice:
+def _selection(given: argparse.Namespace, work: CompressionRun) -> HeadSelection:
     """What the command line says, as the library has it."""
-    from ..surgery import By, Classes, Clusters, Gated, Gating, Keep, Named
+    from ..surgery import HeadRanking, DropClasses, KeepOnePerCluster, KeepOpenGates, GateTrainingOptions, KeepTop, DropHeads
 
     if given.gates is not None:
         how = {} if given.rate is None else {"rate": given.rate}
         unit = "kv" if given.unit == "group" else "head"
-        return Gated(Gating(heads=_share(given.keep), steps=given.gates, unit=unit, seed=given.seed, **how))
-    by = By(given.by, given.objective, sample=given.sample, seed=given.seed)
+        return KeepOpenGates(GateTrainingOptions(heads=_parse_fraction(given.keep), steps=given.gates, unit=unit, seed=given.seed, **how))
+    by = HeadRanking(given.by, given.objective, num_examples=given.sample, seed=given.seed)
     if given.keep:
-        return Keep(_share(given.keep), by, given.per, given.unit, 1 if given.least is None else given.least)
+        return KeepTop(_parse_fraction(given.keep), by, given.per, given.unit, 1 if given.least is None else given.least)
     if given.heads:
-        return Named(tuple(_named(work.net, given.heads)))
+        return DropHeads(tuple(_parse_heads(work.net, given.heads)))
     if given.drop:
-        return Classes(tuple(given.drop))
+        return DropClasses(tuple(given.drop))
     if given.clusters:
-        return Clusters(by)
-    return _until(given, by) if given.budget else _planned(given, work)
+        return KeepOnePerCluster(by)
+    return _stopping_budget(given, by) if given.budget else _load_plan(given, work)
 
 
-def _until(given: argparse.Namespace, by: By) -> Choice:
-    from ..surgery import Budget, Until
+def _stopping_budget(given: argparse.Namespace, by: HeadRanking) -> HeadSelection:
+    from ..surgery import PruningBudget, PruneToBudget
 
     kind, _, limit = given.budget.partition("=")
     try:
-        budget = Budget(kind, float(limit))
+        budget = PruningBudget(kind, float(limit))
     except ValueError:
-        raise Wrong(f"--budget {given.budget} is no budget; write KIND=LIMIT, as in cache=0.5") from None
+        raise UsageError(f"--budget {given.budget} is no budget; write KIND=LIMIT, as in cache=0.5") from None
     state = None if given.state is None else Path(given.state)
-    return Until(budget, by, given.again, given.unit, given.least or 0, state)
+    return PruneToBudget(budget, by, given.again, given.unit, given.least or 0, state)
 
 
-def _planned(given: argparse.Namespace, work: Work) -> Choice:
+def _load_plan(given: argparse.Namespace, work: CompressionRun) -> HeadSelection:
     """What heads.json of another folder says, if that was made of this very model."""
-    from ..surgery import Named
-    from ..surgery.folders import plan_of
-    from ..surgery.marks import mark_of
-    from ..surgery.plans import Plan
+    from ..surgery import DropHeads
+    from ..surgery.folders import read_record
+    from ..surgery.marks import fingerprint_model
+    from ..surgery.plans import PruningPlan
 
-    done = plan_of(given.plan).done
+    done = read_record(given.plan).done
     if done.get("done") != "prune":
-        raise Wrong(f"{given.plan} does not say which heads went; give a folder that headwise prune wrote")
-    if done.get("model") != mark_of(work.net):
-        raise Wrong(f"the plan in {given.plan} was made for another checkpoint than {given.model}; choose anew")
-    return Named(Plan.told(work.net.described, done).gone)
+        raise UsageError(f"{given.plan} does not say which heads went; give a folder that headwise prune wrote")
+    if done.get("model") != fingerprint_model(work.net):
+        raise UsageError(f"the plan in {given.plan} was made for another checkpoint than {given.model}; choose anew")
+    return DropHeads(PruningPlan.from_dict(work.net.described, done).removed_heads)
 
 
-def _share(said: str) -> float | int:
+def _parse_fraction(said: str) -> float | int:
     if re.fullmatch(r"\d+", said):
         return int(said)
     try:
         return float(said)
     except ValueError:
-        raise Wrong(f"--keep {said} is no share of heads; give 0.5, say, or a whole number of them") from None
+        raise UsageError(f"--keep {said} is no share of heads; give 0.5, say, or a whole number of them") from None
 
 
-def _named(net: Transformer, said: list[str]) -> list[tuple[str, int]]:
+def _parse_heads(net: Transformer, said: list[str]) -> list[tuple[str, int]]:
     """The heads that were named, LAYER:HEADS each."""
     from ..hub.finding import sites
 
@@ -144,7 +144,7 @@ def _named(net: Transformer, said: list[str]) -> list[tuple[str, int]]:
     for one in said:
         where, _, heads = one.rpartition(":")
         if not where or not re.fullmatch(r"\d+(,\d+)*", heads):
-            raise Wrong(f"--heads {one} names no heads; write LAYER:HEADS or SITE:HEADS, as in 0:1,3")
-        site = known.named(int(where) if where.isdecimal() else where).name
+            raise UsageError(f"--heads {one} names no heads; write LAYER:HEADS or SITE:HEADS, as in 0:1,3")
+        site = known.find(int(where) if where.isdecimal() else where).name
         found += [(site, int(head)) for head in heads.split(",")]
     return found

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from .screen import Wrong, value_of
+from .screen import UsageError, parse_value
 
 if TYPE_CHECKING:
-    from ..heads.scene import Scene
+    from ..heads.scene import Example
     from ..tasks import Task
 
-EXAMPLES = 200  # of a task, unless said
-WAYS = ("data", "conllu", "align_files", "task")
+DEFAULT_EXAMPLES = 200  # of a task, unless said
+TEXT_SOURCES = ("data", "conllu", "align_files", "task")
 
 
-def take_texts(parser: argparse.ArgumentParser, task: str) -> None:
+def add_text_arguments(parser: argparse.ArgumentParser, task: str) -> None:
     """Let a verb be told of texts; `task` says which tasks will do."""
     parser.add_argument("--data", metavar="FILE", help="texts, one a line; a tab parts a source from its target")
     parser.add_argument("--conllu", metavar="FILE", help="parsed sentences: their texts are read, relations are tried")
@@ -24,25 +24,25 @@ def take_texts(parser: argparse.ArgumentParser, task: str) -> None:
     parser.add_argument("--tokenizer", metavar="bytes|FILE", help="for a model that carries none: how it reads text")
 
 
-def check_texts(given: argparse.Namespace) -> None:
+def check_text_arguments(given: argparse.Namespace) -> None:
     """Refuse what names no texts, several kinds of them, or too few."""
     said = vars(given)
-    if sum(said.get(name) is not None for name in WAYS) != 1:
+    if sum(said.get(name) is not None for name in TEXT_SOURCES) != 1:
         links = ", --align SOURCE TARGET GOLD" if "align_files" in said else ""
-        raise Wrong(f"say what is read: one of --data FILE, --conllu FILE{links}, --task dates")
+        raise UsageError(f"say what is read: one of --data FILE, --conllu FILE{links}, --task dates")
     if given.limit is not None and given.limit < 2:
-        raise Wrong(f"--limit {given.limit} leaves no interval; give at least 2")
+        raise UsageError(f"--limit {given.limit} leaves no interval; give at least 2")
 
 
-def spoken(model: Any, given: argparse.Namespace) -> None:
+def attach_named_tokenizer(model: Any, given: argparse.Namespace) -> None:
     """Let a model that carries no tokenizer read with the one that was named."""
     if given.tokenizer is not None:
-        from ..hub.wording import give_words
+        from ..hub.wording import attach_tokenizer
 
-        give_words(model, given.tokenizer)
+        attach_tokenizer(model, given.tokenizer)
 
 
-def task_of(given: argparse.Namespace, changes: list[str]) -> Task:
+def parse_task(given: argparse.Namespace, changes: list[str]) -> Task:
     """The task that was named, with its fields as KEY=VALUE."""
     from ..tasks import task
 
@@ -50,50 +50,50 @@ def task_of(given: argparse.Namespace, changes: list[str]) -> Task:
     for change in changes:
         key, equals, words = change.partition("=")
         if not equals or not key:
-            raise Wrong(f"--set {change!r} says nothing; write KEY=VALUE, a field of the task")
-        said[key] = value_of(words)
+            raise UsageError(f"--set {change!r} says nothing; write KEY=VALUE, a field of the task")
+        said[key] = parse_value(words)
     return task(given.task, **said)
 
 
-def scenes_of(model: Any, given: argparse.Namespace, task: Task | None = None) -> tuple[list[Scene], tuple[str, ...]]:
+def read_examples(model: Any, given: argparse.Namespace, task: Task | None = None) -> tuple[list[Example], tuple[str, ...]]:
     """The texts, with notes of what was left out; of a task its links, or where one is given, what it wants."""
     from ..heads import sources
-    from ..heads.conllu import sentences_of
+    from ..heads.conllu import read_conllu
 
     if given.conllu is not None:
-        sentences = sentences_of(sources.lines_of(given.conllu), given.conllu)
-        found = sources.of_sentences(model, sentences, given.limit)
+        sentences = read_conllu(sources.read_lines(given.conllu), given.conllu)
+        found = sources.examples_from_sentences(model, sentences, given.limit)
     elif task is not None:
-        found = sources.of_examples(model, task, given.limit or EXAMPLES)
+        found = sources.examples_from_task(model, task, given.limit or DEFAULT_EXAMPLES)
     elif vars(given).get("align_files") is not None:
-        found = _pairs(model, given)
+        found = _read_aligned_pairs(model, given)
     elif given.task is not None:
         from ..tasks import task as named
 
-        found = sources.Sources(model)
-        found.take(named(given.task), given.limit or EXAMPLES)
+        found = sources.ExampleReader(model)
+        found.add_task_examples(named(given.task), given.limit or DEFAULT_EXAMPLES)
     else:
-        found = sources.of_lines(model, sources.lines_of(given.data), given.limit)
-    scenes = found.counted()
+        found = sources.examples_from_lines(model, sources.read_lines(given.data), given.limit)
+    scenes = found.examples_with_frequencies()
     if len(scenes) < 2:
         why = f": {'; '.join(found.notes)}" if found.notes else ""
-        raise Wrong(f"{len(scenes)} texts can be read{why}; give at least two")
+        raise UsageError(f"{len(scenes)} texts can be read{why}; give at least two")
     return scenes, found.notes
 
 
-def _pairs(model: Any, given: argparse.Namespace) -> Any:
+def _read_aligned_pairs(model: Any, given: argparse.Namespace) -> Any:
     from ..heads import sources
 
-    source, target, gold = (sources.lines_of(path) for path in given.align_files)
+    source, target, gold = (sources.read_lines(path) for path in given.align_files)
     if not len(source) == len(target) == len(gold):
         counts = f"{len(source)}, {len(target)} and {len(gold)}"
-        raise Wrong(f"the three files of --align have {counts} lines; give as many of each")
-    links = [sources.links_of(line, number) for number, line in enumerate(gold, 1)]
-    return sources.of_pairs(model, list(zip(source, target, strict=True))[: given.limit], links[: given.limit])
+        raise UsageError(f"the three files of --align have {counts} lines; give as many of each")
+    links = [sources.parse_alignment_links(line, number) for number, line in enumerate(gold, 1)]
+    return sources.examples_from_pairs(model, list(zip(source, target, strict=True))[: given.limit], links[: given.limit])
 
 
-def halves(scenes: list[Scene], least: int = 8) -> tuple[list[Scene], list[Scene], str]:
+def split_examples(scenes: list[Example], min_count: int = 8) -> tuple[list[Example], list[Example], str]:
     """Every second text to choose by, the others to prove with, and a note; the same for both where they are few."""
-    if len(scenes) < least:
+    if len(scenes) < min_count:
         return scenes, scenes, f"heads were chosen by the {len(scenes)} texts that prove: they are too few to part"
     return scenes[::2], scenes[1::2], f"heads were chosen by {len(scenes[::2])} other texts than those that prove"

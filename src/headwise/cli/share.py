@@ -6,47 +6,47 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
-from .screen import Arguments, Wrong
-from .smaller import Work, take_work
+from .screen import CommandParser, UsageError
+from .smaller import CompressionRun, add_compression_arguments
 
 if TYPE_CHECKING:
-    from ..surgery import Way
+    from ..surgery import AttentionConversion
 
-FORMS = ("mha", "latent", "collaborative=WIDTH", "routed=ALWAYS,ACTIVE")
+CONVERSION_FORMS = ("mha", "latent", "collaborative=WIDTH", "routed=ALWAYS,ACTIVE")
 
 
 def main(argv: list[str]) -> int:
     """Change who reads whom, write what it makes, and prove it."""
     given = _parser().parse_args(argv)
-    way = _way(given)
-    work = Work.of(given)
-    from ..surgery.marks import mark_of
-    from ..surgery.sharing import share
-    from ..surgery.worths import By
+    way = _parse_conversion(given)
+    work = CompressionRun.from_args(given)
+    from ..surgery.marks import fingerprint_model
+    from ..surgery.sharing import convert
+    from ..surgery.worths import HeadRanking
 
-    by = By(given.by, given.objective, seed=given.seed)
-    done = share(work.net, way, work.chosen_by, where=given.where, by=by, tell=work.tell)
-    after, learnt = work.uptrained(done.after)
+    by = HeadRanking(given.by, given.objective, seed=given.seed)
+    done = convert(work.net, way, work.selection_examples, kind=given.where, ranking=by, log=work.report_progress)
+    after, learnt = work.retrain(done.after)
     same: dict[str, Any] = {}
-    if done.same is not None:
-        same["aligned, before heads are pooled"] = lambda: done.same
-    if way.exact:
+    if done.equivalent is not None:
+        same["aligned, before heads are pooled"] = lambda: done.equivalent
+    if way.is_exact:
         same["the new form, which says the same"] = lambda: done.after
-    record = done.data | {"model": mark_of(work.net)} | learnt
-    return work.done(after, way.sentence, record, same=same)
+    record = done.data | {"model": fingerprint_model(work.net)} | learnt
+    return work.write_and_verify(after, way.summary, record, same=same)
 
 
-def _parser() -> Arguments:
-    parser = Arguments(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         "share",
         "Heads of keys and values are shared among query heads, or brought into another form, and the model is written "
         "into a new folder with a proof of what was saved and what was lost.",
         "headwise share path/to/model --kv 2 --align --data texts.txt --out smaller",
     )
-    take_work(parser)
+    add_compression_arguments(parser)
     which = parser.add_argument_group("what is made (one of these)")
     which.add_argument("--kv", type=int, metavar="COUNT", help="so many heads of keys and values in every layer")
-    which.add_argument("--to", metavar="FORM", help="exactly the same as mha or latent; or " + " or ".join(FORMS[2:]))
+    which.add_argument("--to", metavar="FORM", help="exactly the same as mha or latent; or " + " or ".join(CONVERSION_FORMS[2:]))
     how = parser.add_argument_group("how heads are pooled")
     how.add_argument(
         "--align", nargs="?", const="both", default="none", metavar="SIDE",
@@ -59,20 +59,20 @@ def _parser() -> Arguments:
     return parser
 
 
-def _way(given: argparse.Namespace) -> Way:
+def _parse_conversion(given: argparse.Namespace) -> AttentionConversion:
     """What the command line says, as the library has it."""
     from ..surgery import Collaborate, Merged, Pool, Route, Split
 
     if (given.kv is None) == (given.to is None):
-        raise Wrong(f"say what is made: --kv COUNT, or --to with one of {', '.join(FORMS)}")
+        raise UsageError(f"say what is made: --kv COUNT, or --to with one of {', '.join(CONVERSION_FORMS)}")
     if given.kv is not None:
         return Pool(given.kv, given.align, given.grouping, given.score, given.seed)
     if given.align != "none" or given.grouping != "even":
-        raise Wrong(f"--align and --grouping are for --kv; leave them out of --to {given.to}")
+        raise UsageError(f"--align and --grouping are for --kv; leave them out of --to {given.to}")
     if given.to in ("mha", "latent"):
         return Split() if given.to == "mha" else Merged()
     if found := re.fullmatch(r"collaborative=(\d+)", given.to):
         return Collaborate(int(found[1]))
     if found := re.fullmatch(r"routed=(\d+),(\d+)", given.to):
         return Route(int(found[1]), int(found[2]))
-    raise Wrong(f"--to {given.to} is no form; give one of {', '.join(FORMS)}")
+    raise UsageError(f"--to {given.to} is no form; give one of {', '.join(CONVERSION_FORMS)}")

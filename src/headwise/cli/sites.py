@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from .screen import Arguments, document, show, take_form
+from .screen import CommandParser, to_json, print_page, add_json_argument
 
 
 def main(argv: list[str]) -> int:
     """Show the sites of a model in a folder."""
-    parser = Arguments(
+    parser = CommandParser(
         "sites",
         "Every attention layer of a model: where it is, how many heads it has, who reads whom, and whether it can be "
         "seen, silenced, cut and shared, with the reason where not. A folder with a config.json alone will do.",
         "headwise sites runs/dates",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder of headwise, or one of transformers")
-    take_form(parser)
+    add_json_argument(parser)
     given = parser.parse_args(argv)
     from ..hub.finding import sites
-    from ..hub.opening import opened
+    from ..hub.opening import load_original
 
-    found = sites(opened(given.model))
-    show(document(found.data) if given.json else str(found))
+    found = sites(load_original(given.model))
+    print_page(to_json(found.to_dict) if given.json else str(found))
     return 0

@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .screen import Arguments, Wrong, document, show, take_form
+from .screen import CommandParser, UsageError, to_json, print_page, add_json_argument
 
 if TYPE_CHECKING:
     from ..traces import Trace
 
-ENDING = ".trace"
-ANSWER = 64  # tokens that a model of two stacks writes, unless said
-RUN = ("text", "data", "out", "new_tokens", "also", "sites", "budget", "numbers", "tokenizer", "limit", "thumbnails")
+TRACE_SUFFIX = ".trace"
+MAX_NEW_TOKENS = 64  # tokens that a model of two stacks writes, unless said
+CAPTURE_OPTIONS = ("text", "data", "out", "new_tokens", "also", "sites", "budget", "numbers", "tokenizer", "limit", "thumbnails")
 
 
 def main(argv: list[str]) -> int:
@@ -22,22 +22,22 @@ def main(argv: list[str]) -> int:
     parser = _parser()
     given = parser.parse_args(argv)
     if not given.least >= 0:
-        raise Wrong(f"--least {given.least} is no weight; give 0 or more")
-    if given.model.endswith(ENDING):
-        if said := [name for name in RUN if getattr(given, name) != parser.get_default(name)]:
-            raise Wrong(f"--{said[0].replace('_', '-')} is for a run; {given.model} is one that was traced")
+        raise UsageError(f"--least {given.least} is no weight; give 0 or more")
+    if given.model.endswith(TRACE_SUFFIX):
+        if said := [name for name in CAPTURE_OPTIONS if getattr(given, name) != parser.get_default(name)]:
+            raise UsageError(f"--{said[0].replace('_', '-')} is for a run; {given.model} is one that was traced")
         from ..traces import load_trace
 
         trace = load_trace(given.model)
     else:
-        trace = _traced(given)
-    _give_out(trace, given)
-    show(document(trace.data) if given.json else str(trace))
+        trace = _capture_trace(given)
+    _export(trace, given)
+    print_page(to_json(trace.data) if given.json else str(trace))
     return 0
 
 
-def _parser() -> Arguments:
-    parser = Arguments(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         "trace",
         "What every attention of a model works with while it reads a text: queries and keys of every head, so that any "
         "weights can be computed again, in one file that opens without the model. Of a .trace: what it holds.",
@@ -58,79 +58,79 @@ def _parser() -> Arguments:
     parser.add_argument("--export", metavar="FILE", help="write weights as .csv, .json or .npz")
     parser.add_argument("--least", type=float, default=0.0, metavar="WEIGHT", help="of --export: no smaller ones")
     parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json, or bytes, for a model without one")
-    take_form(parser)
+    add_json_argument(parser)
     return parser
 
 
-def _traced(given: argparse.Namespace) -> Trace:
+def _capture_trace(given: argparse.Namespace) -> Trace:
     if (given.text is None) == (given.data is None):
-        raise Wrong("say what is read: --text TEXT, or --data FILE")
-    if given.out is None and given.export is None:
-        raise Wrong("say where it goes: --out FILE.trace, or --export FILE.csv")
+        raise UsageError("say what is read: --text TEXT, or --data FILE")
+    if given.out is None and given.export_weights is None:
+        raise UsageError("say where it goes: --out FILE.trace, or --export FILE.csv")
     for name, least in (("limit", 1), ("new_tokens", 0), ("thumbnails", 0)):
         said = getattr(given, name)
         if said is not None and said < least:
-            raise Wrong(f"--{name.replace('_', '-')} {said} is no count; give {least} or more")
-    for path in filter(None, (given.out, given.export)):
+            raise UsageError(f"--{name.replace('_', '-')} {said} is no count; give {least} or more")
+    for path in filter(None, (given.out, given.export_weights)):
         if not Path(path).absolute().parent.is_dir():
-            raise Wrong(f"{path} lies in no folder that is there; make it first")
-    from ..counting.capacity import bytes_said
+            raise UsageError(f"{path} lies in no folder that is there; make it first")
+    from ..counting.capacity import parse_bytes
     from ..hub.capturing import trace
     from ..hub.keeping import Capture
 
-    names = {"budget": bytes_said(given.budget)} if given.budget else {}
+    names = {"budget": parse_bytes(given.budget)} if given.budget else {}
     sites = tuple(int(one) if one.isdigit() else one for one in given.sites.split(",") if one)
-    also = tuple(one for one in given.also.split(",") if one)
-    how = Capture(also=also, sites=sites, numbers=given.numbers, **names)
-    model, inputs, steps = _asked(given)
-    found = trace(model, inputs, max_new_tokens=steps, how=how, tell=lambda said: print(said, file=sys.stderr))
+    also = tuple(one for one in given.extra.split(",") if one)
+    how = Capture(extra=also, sites=sites, precision=given.numbers, **names)
+    model, inputs, steps = _capture_inputs(given)
+    found = trace(model, inputs, max_new_tokens=steps, capture=how, log=lambda said: print(said, file=sys.stderr))
     size = 64 if given.thumbnails is None else given.thumbnails
-    return found.pictured(size) if size and given.out else found
+    return found.with_thumbnails(size) if size and given.out else found
 
 
-def _asked(given: argparse.Namespace) -> tuple[Any, Any, int]:
+def _capture_inputs(given: argparse.Namespace) -> tuple[Any, Any, int]:
     """The model, what it reads, and how many tokens it says then."""
-    from ..hub.opening import opened
-    from ..hub.readable import reads_two
+    from ..hub.opening import load_original
+    from ..hub.readable import is_encoder_decoder
     from ..models import Transformer
 
-    model = opened(given.model).eval()
+    model = load_original(given.model).eval()
     if given.tokenizer is not None:
         if not isinstance(model, Transformer):
-            raise Wrong("--tokenizer is for models of headwise; put a tokenizer.json beside the others")
-        from .run import speak
+            raise UsageError("--tokenizer is for models of headwise; put a tokenizer.json beside the others")
+        from .run import attach_tokenizer
 
-        speak(model, given.tokenizer)
+        attach_tokenizer(model, given.tokenizer)
     if given.target is not None:
         if given.text is None or len(given.text) != 1:
-            raise Wrong("--target is written while one --text is read; give one")
+            raise UsageError("--target is written while one --text is read; give one")
         return model, {"source": given.text[0], "text": given.target}, 0
     first = model.described.stacks[0].embedding if isinstance(model, Transformer) else None
     if isinstance(model, Transformer) and first is not None and first.patches is not None:
-        from .run.inputs import inputs_of
+        from .run.inputs import make_input_reader
 
-        reading = inputs_of(model)
-        x, tokens = reading.together([reading.read(given.data or given.text[0])])
+        reading = make_input_reader(model)
+        x, tokens = reading.collate([reading.read(given.data or given.text[0])])
         return model, {"x": x} | ({} if tokens is None else {"tokens": tokens}), 0
-    two = reads_two(model)
-    steps = given.new_tokens if given.new_tokens is not None else ANSWER if two else 0
-    return model, given.text or _lines(given), steps
+    two = is_encoder_decoder(model)
+    steps = given.new_tokens if given.new_tokens is not None else MAX_NEW_TOKENS if two else 0
+    return model, given.text or _read_lines(given), steps
 
 
-def _lines(given: argparse.Namespace) -> list[str]:
+def _read_lines(given: argparse.Namespace) -> list[str]:
     """The first lines of a file that hold anything."""
     try:
         text = Path(given.data).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise Wrong(f"{given.data} cannot be read as text: {error}; give a file of lines in UTF-8") from None
+        raise UsageError(f"{given.data} cannot be read as text: {error}; give a file of lines in UTF-8") from None
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
-        raise Wrong(f"{given.data} holds no line; give at least one")
+        raise UsageError(f"{given.data} holds no line; give at least one")
     return lines[: 8 if given.limit is None else given.limit]
 
 
-def _give_out(trace: Trace, given: argparse.Namespace) -> None:
+def _export(trace: Trace, given: argparse.Namespace) -> None:
     if given.out is not None:
         trace.save(given.out)
-    if given.export is not None:
-        trace.export(given.export, least=given.least)
+    if given.export_weights is not None:
+        trace.export_weights(given.export_weights, min_weight=given.least)

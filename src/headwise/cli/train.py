@@ -9,19 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import nearest
+from ..errors import suggest
 from ..spread import joined
-from .screen import BAD_INPUT, PRESETS, Arguments, Wrong, document, show, take_form, value_of
+from .screen import BAD_INPUT, PRESETS, CommandParser, UsageError, to_json, print_page, add_json_argument, parse_value
 
 if TYPE_CHECKING:
-    from ..blueprint import Model
+    from ..blueprint import ModelSpec
     from ..models import Transformer
     from ..spread import Launch
     from ..tasks import Task
     from ..training import Recipe
 
 # Options that are words of the recipe, with the kind of their values and what they say.
-OPTIONS: dict[str, tuple[type, str]] = {
+RECIPE_OPTIONS: dict[str, tuple[type, str]] = {
     "steps": (int, "how many steps to take"),
     "batch": (int, "examples a step"),
     "lr": (float, "the highest rate of learning"),
@@ -32,9 +32,9 @@ OPTIONS: dict[str, tuple[type, str]] = {
     "device": (str, "auto, cpu, cuda or cuda:1, say"),
     "spread": (str, "what ranks divide, as in data=2 or data=2,shards=2; auto divides the data"),
 }
-AGAIN = "the same command with --resume goes on"
-LARGEST = 2**20  # bytes of a recipe
-DESCRIBED = (".toml", ".json")  # ends of files that say what a model is, and hold no weights
+RESUME_HINT = "the same command with --resume goes on"
+MAX_TEXT_BYTES = 2**20  # bytes of a recipe
+DESCRIPTION_SUFFIXES = (".toml", ".json")  # ends of files that say what a model is, and hold no weights
 
 
 def main(argv: list[str]) -> int:
@@ -46,29 +46,29 @@ def main(argv: list[str]) -> int:
             if not launch.speaks():
                 raise SystemExit(BAD_INPUT) from None
             if isinstance(error, KeyboardInterrupt):
-                print(f"headwise: {error or 'interrupted; the run is as it was last kept'}; {AGAIN}", file=sys.stderr)
+                print(f"headwise: {error or 'interrupted; the run is as it was last kept'}; {RESUME_HINT}", file=sys.stderr)
             raise
     return 0
 
 
 def _train(argv: list[str], launch: Launch) -> None:
     given = _parser().parse_args(argv)
-    changes = _changes(given.changes)
-    recipe = _recipe(given, changes["recipe"])
-    task = _task(given.what, given.data, changes["task"])
+    changes = _parse_changes(given.changed_sites)
+    recipe = _make_recipe(given, changes["recipe"])
+    task = _make_task(given.what, given.data, changes["task"])
     if given.model is not None and "tokens" not in changes["task"]:
-        task = _spelt(task, given.model)
-    from ..training import Screen, train
+        task = _with_model_tokenizer(task, given.model)
+    from ..training import ConsoleLogger, train
 
-    described = None if given.model is None else _model(given.model, task, recipe)
-    sinks = [Screen(), *given.sinks]
+    described = None if given.model is None else _make_model(given.model, task, recipe)
+    sinks = [ConsoleLogger(), *given.sinks]
     result = train(task, described, recipe, given.out, "allowed" if given.resume else "never", sinks)
     if launch.leads:
-        show(document(result.data) if given.json else _page(result.data, given.out))
+        print_page(to_json(result.data) if given.json else _format_result(result.data, given.out))
 
 
-def _parser() -> Arguments:
-    parser = Arguments(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         "train",
         "A model that learns a task made in code, or the text, pairs, images or numbers of a file or folder; it is "
         "left in a folder with its scores, and can be killed and resumed at any moment.",
@@ -82,7 +82,7 @@ def _parser() -> Arguments:
         help="a .toml or config.json, a preset, or weights to go on from: a folder, or a file of llama2.c",
     )  # fmt: skip
     parser.add_argument("--recipe", metavar="FILE", help="a .toml that says how to train; options change it")
-    for name, (kind, what) in OPTIONS.items():
+    for name, (kind, what) in RECIPE_OPTIONS.items():
         parser.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=what)
     parser.add_argument(
         "--set", dest="changes", action="append", default=[], metavar="KEY=VALUE",
@@ -93,39 +93,39 @@ def _parser() -> Arguments:
         "--sink", dest="sinks", action="append", default=[], metavar="NAME",
         help="also tell tensorboard, mlflow, wandb or trackio",
     )  # fmt: skip
-    take_form(parser)
+    add_json_argument(parser)
     return parser
 
 
-def _changes(said: list[str]) -> dict[str, dict[str, Any]]:
+def _parse_changes(said: list[str]) -> dict[str, dict[str, Any]]:
     """What --set says of the task and of the recipe."""
     found: dict[str, dict[str, Any]] = {"task": {}, "recipe": {}}
     for change in said:
         path, equals, words = change.partition("=")
         whose, _, key = path.strip().partition(".")
         if not equals or whose not in found or not key:
-            raise Wrong(f"--set {change!r} says nothing; write task.KEY=VALUE or recipe.KEY=VALUE")
-        found[whose][key] = value_of(words)
+            raise UsageError(f"--set {change!r} says nothing; write task.KEY=VALUE or recipe.KEY=VALUE")
+        found[whose][key] = parse_value(words)
     return found
 
 
-def _recipe(given: argparse.Namespace, changes: Mapping[str, Any]) -> Recipe:
+def _make_recipe(given: argparse.Namespace, changes: Mapping[str, Any]) -> Recipe:
     from ..training.recipe import from_dict, from_toml
 
-    base = from_toml(_text(given.recipe)) if given.recipe else None
-    options = {name: getattr(given, name) for name in OPTIONS if getattr(given, name) is not None}
+    base = from_toml(_read_text(given.recipe)) if given.recipe else None
+    options = {name: getattr(given, name) for name in RECIPE_OPTIONS if getattr(given, name) is not None}
     return from_dict({**changes, **options}, base)
 
 
-def _text(name: str) -> str:
+def _read_text(name: str) -> str:
     try:
         with Path(name).open("rb") as file:
-            return file.read(LARGEST).decode()
+            return file.read(MAX_TEXT_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise Wrong(f"{name!r} cannot be read: {error}; give a .toml with lines such as steps = 1000") from None
+        raise UsageError(f"{name!r} cannot be read: {error}; give a .toml with lines such as steps = 1000") from None
 
 
-def _task(what: str | None, data: str | None, changes: Mapping[str, Any]) -> Task:
+def _make_task(what: str | None, data: str | None, changes: Mapping[str, Any]) -> Task:
     """The task of this name, or what reads this data."""
     from ..tasks import TASKS, open_data, task
     from ..tasks.brought import Brought
@@ -135,38 +135,38 @@ def _task(what: str | None, data: str | None, changes: Mapping[str, Any]) -> Tas
     if data is not None:
         return open_data(f"{what}:{data}" if what else data, said)
     if what is None:
-        raise Wrong(f"name what is to be learnt: {', '.join(made)}, or a file or folder")
+        raise UsageError(f"name what is to be learnt: {', '.join(made)}, or a file or folder")
     if what in made:
         return task(what, **said)
     if ":" not in what and not Path(what).exists() and "," not in what and what != "stdlib":
-        raise Wrong(f"there is no task, file or folder {what!r}; {nearest(what, made)}")
+        raise UsageError(f"there is no task, file or folder {what!r}; {suggest(what, made)}")
     return open_data(what, said)
 
 
-def _spelt(task: Task, model: str) -> Task:
+def _with_model_tokenizer(task: Task, model: str) -> Task:
     """The task, a text in the tokens of the model that goes on with it."""
-    from ..blueprint.manifest import TOKENIZER
+    from ..blueprint.manifest import TOKENIZER_FILE
     from ..tasks.text import Text
 
-    path = Path(model) / TOKENIZER
+    path = Path(model) / TOKENIZER_FILE
     return replace(task, tokens=str(path)) if isinstance(task, Text) and path.is_file() else task
 
 
-def _model(name: str, task: Task, recipe: Recipe) -> Model | Transformer:
+def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transformer:
     """What a folder, a file or a preset says is to be trained."""
     if name in PRESETS:
-        from ..training.variants import with_preset
+        from ..training.variants import replace_self_attention
 
-        return with_preset(task.model(), name)
+        return replace_self_attention(task.model(), name)
     path = Path(name)
     if not path.exists():
-        raise Wrong(f"there is no preset, file or folder {name!r}; {nearest(name, PRESETS)}")
-    from ..families import read
+        raise UsageError(f"there is no preset, file or folder {name!r}; {suggest(name, PRESETS)}")
+    from ..families import read_model_spec
 
-    return read(path) if path.suffix in DESCRIBED else _weights(path, task, recipe)
+    return read_model_spec(path) if path.suffix in DESCRIPTION_SUFFIXES else _load_weights(path, task, recipe)
 
 
-def _weights(path: Path, task: Task, recipe: Recipe) -> Transformer:
+def _load_weights(path: Path, task: Task, recipe: Recipe) -> Transformer:
     """What a folder or a file holds, to go on from; weights of 16 bits are too coarse to be changed a little."""
     from ..hub import load
     from ..tasks.text import TOKENS, Text
@@ -174,11 +174,11 @@ def _weights(path: Path, task: Task, recipe: Recipe) -> Transformer:
     net = load(path, dropout=recipe.dropout)
     if path.is_file() and net.usage.tokenizer and isinstance(task, Text) and task.tokens in TOKENS:
         remedy = "write it as a folder first, hw.save(hw.load(FILE), FOLDER), and give that"
-        raise Wrong(f"{path} has a tokenizer that a text cannot be given by its path; {remedy}")
+        raise UsageError(f"{path} has a tokenizer that a text cannot be given by its path; {remedy}")
     return net if min(p.element_size() for p in net.parameters()) > 2 else net.float()
 
 
-def _page(data: Mapping[str, Any], out: str) -> str:
+def _format_result(data: Mapping[str, Any], out: str) -> str:
     scores = [f"  {name:<20}{value:>10.4f}" for name, value in data["metrics"].items()]
     head = f"{data['task']}: {data['steps']} steps in {data['seconds']:.0f} s, left in {out}"
     return "\n".join([head, *scores])

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from .screen import Arguments, document, show, spec_of, take_form, take_spec
+from .screen import CommandParser, to_json, print_page, parse_spec, add_json_argument, add_spec_arguments
 
 
 def main(argv: list[str]) -> int:
     """Say what each backend would say."""
-    parser = Arguments(
+    parser = CommandParser(
         "why",
         "Which backend would run a spec, and why each other one refuses. Nothing is run, no device is needed.",
         "headwise why gqa --device cuda --dtype bf16 --want weights",
     )
-    take_spec(parser)
+    add_spec_arguments(parser)
     parser.add_argument(
         "--want", action="append", default=[], metavar="PLACE", help="what must be seen, such as weights"
     )
@@ -25,23 +25,23 @@ def main(argv: list[str]) -> int:
         "--when", action="append", default=[], metavar="STATE",
         help="grad, training, mask (a mask of the caller's own), or paged (as an engine remembers); may be repeated",
     )  # fmt: skip
-    take_form(parser)
+    add_json_argument(parser)
     given = parser.parse_args(argv)
-    spec = spec_of(given)
+    spec = parse_spec(given)
     from ..reasons import why
 
     said = why(
         spec,
-        want=_words(given.want),
+        want=_split_options(given.want),
         device=given.device,
         dtype=given.dtype,
         tokens=given.tokens,
-        when=_words(given.when),
+        when=_split_options(given.when),
     )
-    show(document(said.data) if given.json else str(said))
+    print_page(to_json(said.data) if given.json else str(said))
     return 0
 
 
-def _words(given: list[str]) -> list[str]:
+def _split_options(given: list[str]) -> list[str]:
     """Options that may be repeated or joined by commas."""
     return [word for option in given for word in option.split(",") if word]

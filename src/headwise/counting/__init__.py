@@ -5,39 +5,39 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..blueprint import Model
+from ..blueprint import ModelSpec
 from ..errors import SpecError
 from ..spec import AttentionSpec
-from ..terms import Work
-from .bills import Term
+from ..terms import CallSize
+from .bills import CostTerm
 
-__all__ = ["Term", "asked", "cache_bytes", "cache_numbers", "constants", "counted", "params"]
-__all__ += ["params_terms", "spent", "work_of"]
+__all__ = ["CostTerm", "required_flops", "cache_bytes", "cached_numbers_per_token", "count_constants", "counted_flops", "count_parameters"]
+__all__ += ["params_terms", "executed_flops", "self_attention_work"]
 
 
-def params(spec: AttentionSpec | Model) -> int:
+def count_parameters(spec: AttentionSpec | ModelSpec) -> int:
     """Learned numbers of one layer, or of a whole model.
 
     >>> import headwise as hw
-    >>> params(hw.design(model=512, heads=8, bias="qkvo"))  # 4 d^2 + 4 d
+    >>> count_parameters(hw.design(model=512, heads=8, bias="qkvo"))  # 4 d^2 + 4 d
     1050624
     """
-    learned = {name for name, param in spec.params().items() if param.learned}
-    return sum(math.prod(shape) for name, shape in spec.shapes().items() if name in learned)
+    learned = {name for name, param in spec.weights_by_name().items() if param.trainable}
+    return sum(math.prod(shape) for name, shape in spec.shapes_by_name().items() if name in learned)
 
 
-def constants(spec: AttentionSpec | Model) -> int:
+def count_constants(spec: AttentionSpec | ModelSpec) -> int:
     """Numbers that are saved and moved but never trained, such as slopes and frequencies."""
-    return sum(math.prod(shape) for shape in spec.shapes().values()) - params(spec)
+    return sum(math.prod(shape) for shape in spec.shapes_by_name().values()) - count_parameters(spec)
 
 
-def cache_numbers(spec: AttentionSpec) -> int:
+def cached_numbers_per_token(spec: AttentionSpec) -> int:
     """Numbers remembered of one token; 0 when all of them share one state."""
-    return 0 if spec.stateful else sum(math.prod(shape) for shape in spec.entry().values())
+    return 0 if spec.is_recurrent else sum(math.prod(shape) for shape in spec.kv_entry_shapes().values())
 
 
 def cache_bytes(
-    spec: AttentionSpec, *, batch: int, capacity: int, bytes_each: int = 4, store: str | None = None
+    spec: AttentionSpec, *, batch: int, capacity: int, bytes_per_number: int = 4, storage: str | None = None
 ) -> int:
     """Bytes that a cache of this capacity holds: a ring of what the pattern still reads, or a state.
 
@@ -48,36 +48,36 @@ def cache_bytes(
     >>> cache_bytes(hw.design(model=512, heads=8, kv=2, pattern="window(256) | first(4)"), batch=1, capacity=9999)
     266240
     """
-    if spec.folder and spec.stateful:
-        part = spec.folder[1]
+    if spec.recurrent_part and spec.is_recurrent:
+        part = spec.recurrent_part[1]
         sizes = spec.sizes_of(part)
-        return batch * max(bytes_each, 4) * sum(layout.numel(sizes) for layout in part.state(spec).values())
-    first, last = spec.pattern.memory
+        return batch * max(bytes_per_number, 4) * sum(layout.numel(sizes) for layout in part.state_layouts(spec).values())
+    first, last = spec.pattern.retention
     slots = capacity if last is None else min(capacity, first + last)
-    each = cache_numbers(spec) * bytes_each
-    if store == "int8":
-        shapes = [layout.opened(spec.sizes_of(spec.project)) for layout in spec.project.entry(spec).values()]
-        each -= sum(math.prod(shape) * (bytes_each - 1) - 4 * math.prod(shape[:-1]) for shape in shapes)
+    each = cached_numbers_per_token(spec) * bytes_per_number
+    if storage == "int8":
+        shapes = [layout.unmerged_shape(spec.sizes_of(spec.project)) for layout in spec.project.kv_entry_layouts(spec).values()]
+        each -= sum(math.prod(shape) * (bytes_per_number - 1) - 4 * math.prod(shape[:-1]) for shape in shapes)
     return batch * slots * each
 
 
-def asked(spec: AttentionSpec, work: Work) -> int:
+def required_flops(spec: AttentionSpec, work: CallSize) -> int:
     """FLOPs of what the spec asks for: projections, and the core over allowed pairs only."""
-    spec = replace(spec, project=spec.form(work.queries == 1))
-    return _outside(spec, work) + spec.core.flops(work.batch * work.pairs)
+    spec = replace(spec, project=spec.projection_form(work.queries == 1))
+    return _flops_outside_core(spec, work) + spec.core.flops(work.batch * work.pairs)
 
 
-def counted(spec: AttentionSpec, work: Work) -> int:
+def counted_flops(spec: AttentionSpec, work: CallSize) -> int:
     """FLOPs of the dense forward as torch's counter sees them: the full rectangle of queries and keys."""
-    return asked(spec, replace(work, pairs=work.queries * work.keys))
+    return required_flops(spec, replace(work, pairs=work.queries * work.keys))
 
 
-def spent(spec: AttentionSpec, work: Work, core_flops: int) -> int:
+def executed_flops(spec: AttentionSpec, work: CallSize, core_flops: int) -> int:
     """FLOPs that a backend executes, given what it spends in the core."""
-    return _outside(spec, work) + core_flops
+    return _flops_outside_core(spec, work) + core_flops
 
 
-def _outside(spec: AttentionSpec, work: Work) -> int:
+def _flops_outside_core(spec: AttentionSpec, work: CallSize) -> int:
     total = 0
     for _, part in spec.parts():
         sizes = spec.sizes_of(part)
@@ -87,15 +87,15 @@ def _outside(spec: AttentionSpec, work: Work) -> int:
     return total
 
 
-def work_of(spec: AttentionSpec, *, batch: int, queries: int, past: int = 0) -> Work:
+def self_attention_work(spec: AttentionSpec, *, batch: int, queries: int, past: int = 0) -> CallSize:
     """Self-attention of new tokens after `past` remembered ones, with the pairs its pattern allows.
 
     >>> import headwise as hw
-    >>> work_of(hw.design(model=8, heads=2, pattern="causal"), batch=1, queries=4).pairs
+    >>> self_attention_work(hw.design(model=8, heads=2, pattern="causal"), batch=1, queries=4).pairs
     10
     """
     if not (batch >= 0 and queries >= 0 and past >= 0):
         raise SpecError(f"batch={batch}, queries={queries}, past={past} is no work; none of them can be negative")
     keys = past + queries
     pairs = spec.pattern.pairs(range(past, keys), range(keys))
-    return Work(batch, queries, queries, keys, pairs)
+    return CallSize(batch, queries, queries, keys, pairs)

@@ -7,63 +7,63 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..blueprint import Model
-from ..boxes import Memory
-from ..errors import SpecError, nearest
-from ..layout import Layout
+from ..blueprint import ModelSpec
+from ..boxes import KeyRetention
+from ..errors import SpecError, suggest
+from ..layout import AxisLayout
 from ..spec import AttentionSpec
-from .bills import Term
-from .calls import LARGEST
-from .devices import STORED, Formats, stored
-from .layers import Layers, attentions
+from .bills import CostTerm
+from .calls import MAX_SIZE
+from .devices import STORAGE_BYTES, NumberFormats, stored_bytes
+from .layers import AttentionGroup, group_attentions
 
-STATE = 4  # bytes at least of a number that adds up thousands of tokens
+MIN_STATE_BYTES = 4  # bytes at least of a number that adds up thousands of tokens
 
 
-class Manner(NamedTuple):
+class AllocationPolicy(NamedTuple):
     """Whether what a pattern forgets is given back, and whether rows can keep a common beginning once."""
 
-    forgets: bool
-    shares: bool
+    frees_evicted: bool
+    shares_prefix: bool
 
 
-MANNERS = {
-    "ideal": Manner(forgets=True, shares=True),
-    "ring": Manner(forgets=True, shares=False),
-    "paged": Manner(forgets=True, shares=True),
-    "unified": Manner(forgets=False, shares=True),
+ALLOCATION_POLICIES = {
+    "ideal": AllocationPolicy(frees_evicted=True, shares_prefix=True),
+    "ring": AllocationPolicy(frees_evicted=True, shares_prefix=False),
+    "paged": AllocationPolicy(frees_evicted=True, shares_prefix=True),
+    "unified": AllocationPolicy(frees_evicted=False, shares_prefix=True),
 }
 
 
 @dataclass(frozen=True)
-class Allocator:
+class CacheAllocator:
     """Who hands out memory to remembered tokens, in pages of so many.
 
     "ideal": a slot for each token that later queries may still read. "ring": the same slots, each row its own, as
     the caches of this library hold them. "paged": pages of `page` tokens, given back when all of theirs are
     forgotten. "unified": pages alike for all layers, so that a window gives nothing back.
 
-    >>> window = Memory(first=0, last=512)  # no first token for ever, the latest 512
-    >>> [Allocator.named(text).slots(window, 1000) for text in ("ideal", "paged(16)", "unified")]
+    >>> window = KeyRetention(first=0, last=512)  # no first token for ever, the latest 512
+    >>> [CacheAllocator.named(text).slots(window, 1000) for text in ("ideal", "paged(16)", "unified")]
     [512, 528, 1000]
     """
 
     kind: str = "ideal"
-    page: int = 1
+    page_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.kind not in MANNERS:
-            raise SpecError(f"there is no allocator {self.kind!r}; {nearest(self.kind, MANNERS)}")
-        if type(self.page) is not int or not 1 <= self.page <= LARGEST:
-            raise SpecError(f"{self.kind}({self.page!r}) has no pages; give tokens of a page, as in paged(16)")
-        if self.page > 1 and self.kind in ("ideal", "ring"):
-            raise SpecError(f"{self.kind} has no pages, and so none of {self.page} tokens; use paged({self.page})")
+        if self.kind not in ALLOCATION_POLICIES:
+            raise SpecError(f"there is no allocator {self.kind!r}; {suggest(self.kind, ALLOCATION_POLICIES)}")
+        if type(self.page_size) is not int or not 1 <= self.page_size <= MAX_SIZE:
+            raise SpecError(f"{self.kind}({self.page_size!r}) has no pages; give tokens of a page, as in paged(16)")
+        if self.page_size > 1 and self.kind in ("ideal", "ring"):
+            raise SpecError(f"{self.kind} has no pages, and so none of {self.page_size} tokens; use paged({self.page_size})")
 
     @staticmethod
-    def named(text: str) -> Allocator:
+    def from_text(text: str) -> CacheAllocator:
         """The allocator that a text such as "paged(16)" says.
 
-        >>> Allocator.named("paged(16)")
+        >>> CacheAllocator.named("paged(16)")
         Allocator(kind='paged', page=16)
         """
         found = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*(-?\d{1,30})\s*\))?\s*", text)
@@ -72,86 +72,86 @@ class Allocator:
         kind, page = found.groups()
         if kind == "paged" and page is None:
             raise SpecError("paged says nothing of its pages; write tokens of a page, as in paged(16)")
-        return Allocator(kind, 1 if page is None else int(page))
+        return CacheAllocator(kind, 1 if page is None else int(page))
 
     def __str__(self) -> str:
-        return f"{self.kind}({self.page})" if self.page > 1 or self.kind == "paged" else self.kind
+        return f"{self.kind}({self.page_size})" if self.page_size > 1 or self.kind == "paged" else self.kind
 
-    def slots(self, memory: Memory, length: int) -> int:
+    def num_slots(self, memory: KeyRetention, length: int) -> int:
         """Slots that one row needs, at most on its way to this length: the latest tokens may lie across pages."""
         first, last = memory
-        pages = _up(length, self.page)
-        if MANNERS[self.kind].forgets and last is not None:
-            pages = min(pages, _up(first, self.page) + _up(last - 1, self.page) + 1)
-        return pages * self.page
+        pages = _ceil_div(length, self.page_size)
+        if ALLOCATION_POLICIES[self.kind].frees_evicted and last is not None:
+            pages = min(pages, _ceil_div(first, self.page_size) + _ceil_div(last - 1, self.page_size) + 1)
+        return pages * self.page_size
 
-    def common(self, memory: Memory, length: int, prefix: int) -> int:
+    def num_shared_slots(self, memory: KeyRetention, length: int, prefix: int) -> int:
         """Slots among these that hold a beginning which all rows have alike: whole pages of it, still in use."""
-        if not MANNERS[self.kind].shares:
+        if not ALLOCATION_POLICIES[self.kind].shares_prefix:
             return 0
         first, last = memory
-        pages = min(prefix, length) // self.page
-        if not MANNERS[self.kind].forgets or last is None:
-            return pages * self.page
-        kept = min(pages, _up(first, self.page))
-        return (kept + max(0, pages - max(kept, max(length - last, 0) // self.page))) * self.page
+        pages = min(prefix, length) // self.page_size
+        if not ALLOCATION_POLICIES[self.kind].frees_evicted or last is None:
+            return pages * self.page_size
+        kept = min(pages, _ceil_div(first, self.page_size))
+        return (kept + max(0, pages - max(kept, max(length - last, 0) // self.page_size))) * self.page_size
 
 
-IDEAL = Allocator()
+IDEAL_ALLOCATOR = CacheAllocator()
 
 
-def _up(count: int, size: int) -> int:
+def _ceil_div(count: int, size: int) -> int:
     return -(-count // size)
 
 
 @dataclass(frozen=True)
-class Rows:
+class RequestBatch:
     """Sequences in memory: so many of each length, the first `shared` tokens alike, and a source of its own each.
 
-    >>> Rows.alike(16, 2048).count, Rows.of([7, 9, 7]).each
+    >>> RequestBatch.alike(16, 2048).count, RequestBatch.of([7, 9, 7]).each
     (16, ((7, 2), (9, 1)))
     """
 
-    each: tuple[tuple[int, int], ...] = field(default=((2048, 1),))
-    shared: int = 0
-    source: int = 0
+    counts_by_length: tuple[tuple[int, int], ...] = field(default=((2048, 1),))
+    shared_prefix: int = 0
+    source_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if not self.each:
+        if not self.counts_by_length:
             raise SpecError("there are no rows; give one length or more")
-        for length, times in self.each:
-            _checked("length", length, 1)
-            _checked("batch", times, 1)
-        _checked("shared", self.shared, 0)
-        _checked("source", self.source, 0)
-        if self.shared > (shortest := min(length for length, _ in self.each)):
-            raise SpecError(f"rows of {shortest:,} tokens cannot share {self.shared:,}; share at most {shortest:,}")
+        for length, times in self.counts_by_length:
+            _check_size("length", length, 1)
+            _check_size("batch", times, 1)
+        _check_size("shared", self.shared_prefix, 0)
+        _check_size("source", self.source_tokens, 0)
+        if self.shared_prefix > (shortest := min(length for length, _ in self.counts_by_length)):
+            raise SpecError(f"rows of {shortest:,} tokens cannot share {self.shared_prefix:,}; share at most {shortest:,}")
 
     @staticmethod
-    def alike(batch: int, length: int, shared: int = 0, source: int = 0) -> Rows:
+    def uniform(batch: int, length: int, shared: int = 0, source: int = 0) -> RequestBatch:
         """So many rows of one length."""
-        return Rows(((length, batch),), shared, source)
+        return RequestBatch(((length, batch),), shared, source)
 
     @staticmethod
-    def of(lengths: Iterable[int], shared: int = 0, source: int = 0) -> Rows:
+    def from_lengths(lengths: Iterable[int], shared: int = 0, source: int = 0) -> RequestBatch:
         """A row of each of these lengths."""
         found: dict[int, int] = {}
         for length in lengths:
             found[length] = found.get(length, 0) + 1
-        return Rows(tuple(found.items()), shared, source)
+        return RequestBatch(tuple(found.items()), shared, source)
 
     @property
-    def count(self) -> int:
+    def num_requests(self) -> int:
         """How many rows."""
-        return sum(times for _, times in self.each)
+        return sum(times for _, times in self.counts_by_length)
 
 
-def _checked(name: str, size: object, least: int) -> None:
-    if type(size) is not int or not least <= size <= LARGEST:
-        raise SpecError(f"{name}={size!r} is no load; give a whole number from {least} to {LARGEST}")
+def _check_size(name: str, size: object, least: int) -> None:
+    if type(size) is not int or not least <= size <= MAX_SIZE:
+        raise SpecError(f"{name}={size!r} is no load; give a whole number from {least} to {MAX_SIZE}")
 
 
-def cache_terms(layers: Iterable[Layers], rows: Rows, allocator: Allocator, formats: Formats) -> list[Term]:
+def list_cache_terms(groups: Iterable[AttentionGroup], requests: RequestBatch, allocator: CacheAllocator, formats: NumberFormats) -> list[CostTerm]:
     """Bytes that these layers remember, kind by kind of layer.
 
     Two layers with a window of 512 and 1 that reads everything, a key and a value head of 64 channels, in bfloat16:
@@ -159,83 +159,83 @@ def cache_terms(layers: Iterable[Layers], rows: Rows, allocator: Allocator, form
     >>> import headwise as hw
     >>> spec = hw.design(model=64, heads=1, pattern="causal")
     >>> local = hw.design(model=64, heads=1, pattern="window(512)")
-    >>> layers = (Layers("local", local, 2), Layers("full", spec))
-    >>> for term in cache_terms(layers, Rows.alike(3, 1000), Allocator(), Formats()):
+    >>> layers = (AttentionGroup("local", local, 2), AttentionGroup("full", spec))
+    >>> for term in list_cache_terms(layers, RequestBatch.alike(3, 1000), CacheAllocator(), NumberFormats()):
     ...     print(*term)
     local 2 layers x 1,536 tokens x 256 bytes 786432
     full 1 layer x 3,000 tokens x 256 bytes 768000
     """
-    if rows.shared and not MANNERS[allocator.kind].shares:
-        raise SpecError(f"a {allocator} keeps every row apart and cannot share {rows.shared:,} tokens; use paged(16)")
-    return [_term(each, rows, allocator, formats) for each in layers]
+    if requests.shared_prefix and not ALLOCATION_POLICIES[allocator.kind].shares_prefix:
+        raise SpecError(f"a {allocator} keeps every row apart and cannot share {requests.shared_prefix:,} tokens; use paged(16)")
+    return [_cache_term(each, requests, allocator, formats) for each in groups]
 
 
-def cached(
-    described: AttentionSpec | Model, rows: Rows, allocator: str = "ideal", dtype: str = "bf16", layers: int = 1
+def kv_cache_bytes(
+    spec_or_model: AttentionSpec | ModelSpec, requests: RequestBatch, allocator: str = "ideal", dtype: str = "bf16", num_layers: int = 1
 ) -> int:
     """Bytes that a spec, in so many layers, or a model remembers of these rows.
 
     Llama-3-8B remembers 131,072 bytes of a token:
 
     >>> import headwise as hw
-    >>> cached(hw.design(preset="gqa", model=4096, heads=32, kv=8), Rows.alike(1, 1), layers=32)
+    >>> kv_cache_bytes(hw.design(preset="gqa", model=4096, heads=32, kv=8), RequestBatch.alike(1, 1), layers=32)
     131072
     """
     maths = dtype if dtype != "int8" else "bf16"
-    terms = cache_terms(attentions(described, layers), rows, Allocator.named(allocator), Formats(maths, cache=dtype))
+    terms = list_cache_terms(group_attentions(spec_or_model, num_layers), requests, CacheAllocator.from_text(allocator), NumberFormats(maths, cache=dtype))
     return sum(term.value for term in terms)
 
 
-def _term(layers: Layers, rows: Rows, allocator: Allocator, formats: Formats) -> Term:
-    spec, many = layers.spec, f"{layers.times:,} layer{'s' if layers.times > 1 else ''}"
-    if layers.reads == "source":
-        if not rows.source:
+def _cache_term(layers: AttentionGroup, rows: RequestBatch, allocator: CacheAllocator, formats: NumberFormats) -> CostTerm:
+    spec, many = layers.spec, f"{layers.num_layers:,} layer{'s' if layers.num_layers > 1 else ''}"
+    if layers.kv_source == "source":
+        if not rows.source_tokens:
             raise SpecError("it reads another sequence of a length that nothing says; give source, in tokens")
-        return _counted(layers, rows.count * allocator.slots(Memory(0, None), rows.source), many, formats)
-    if spec.pattern.opening is None:
+        return _describe_slots(layers, rows.num_requests * allocator.num_slots(KeyRetention(0, None), rows.source_tokens), many, formats)
+    if spec.pattern.tokens_before_decode is None:
         raise SpecError(
             f"pattern {spec.pattern.text} reads tokens that have not come yet, so nothing is remembered and nothing "
             "answered token by token; use a causal pattern such as causal()"
         )
-    if spec.stateful:
+    if spec.is_recurrent:
         each = state_bytes(spec, formats.cache)
-        value = layers.times * rows.count * each
-        return Term(layers.name, f"{many} x {rows.count:,} states x {each:,} bytes", value)
-    return _counted(layers, _slots(spec.pattern.memory, rows, allocator), many, formats)
+        value = layers.num_layers * rows.num_requests * each
+        return CostTerm(layers.name, f"{many} x {rows.num_requests:,} states x {each:,} bytes", value)
+    return _describe_slots(layers, _total_slots(spec.pattern.retention, rows, allocator), many, formats)
 
 
-def _counted(layers: Layers, slots: int, many: str, formats: Formats) -> Term:
-    each = token_bytes(layers.spec, formats.cache)
-    return Term(layers.name, f"{many} x {slots:,} tokens x {each:,} bytes", layers.times * slots * each)
+def _describe_slots(layers: AttentionGroup, slots: int, many: str, formats: NumberFormats) -> CostTerm:
+    each = cache_bytes_per_token(layers.spec, formats.cache)
+    return CostTerm(layers.name, f"{many} x {slots:,} tokens x {each:,} bytes", layers.num_layers * slots * each)
 
 
-def _slots(memory: Memory, rows: Rows, allocator: Allocator) -> int:
+def _total_slots(memory: KeyRetention, rows: RequestBatch, allocator: CacheAllocator) -> int:
     """Slots of all rows; of a beginning they have alike, what some row still needs is there once."""
-    own = sum(times * allocator.slots(memory, length) for length, times in rows.each)
-    if not rows.shared:
+    own = sum(times * allocator.num_slots(memory, length) for length, times in rows.counts_by_length)
+    if not rows.shared_prefix:
         return own
-    common = [(allocator.common(memory, length, rows.shared), times) for length, times in rows.each]
+    common = [(allocator.num_shared_slots(memory, length, rows.shared_prefix), times) for length, times in rows.counts_by_length]
     return own - sum(times * slots for slots, times in common) + max(slots for slots, _ in common)
 
 
-def token_bytes(spec: AttentionSpec, dtype: str) -> int:
+def cache_bytes_per_token(spec: AttentionSpec, dtype: str) -> int:
     """Bytes that one layer keeps of one token.
 
     >>> import headwise as hw
     >>> gqa = hw.design(preset="gqa", model=4096, heads=32, kv=8)
-    >>> token_bytes(gqa, "bf16"), token_bytes(gqa, "int8")  # 2 x 8 heads x (128 + a scale of 4)
+    >>> cache_bytes_per_token(gqa, "bf16"), cache_bytes_per_token(gqa, "int8")  # 2 x 8 heads x (128 + a scale of 4)
     (4096, 2112)
     """
-    return sum(stored(shape, dtype) for shape in spec.entry().values())
+    return sum(stored_bytes(shape, dtype) for shape in spec.kv_entry_shapes().values())
 
 
 def state_bytes(spec: AttentionSpec, dtype: str) -> int:
     """Bytes of the state that one layer keeps in the place of tokens; never less than 4 a number."""
-    return sum(max(STORED[dtype], STATE) * layout.numel(sizes) for layout, sizes in _state(spec))
+    return sum(max(STORAGE_BYTES[dtype], MIN_STATE_BYTES) * layout.numel(sizes) for layout, sizes in _state_numbers(spec))
 
 
-def _state(spec: AttentionSpec) -> Iterable[tuple[Layout, Mapping[str, int]]]:
-    if spec.folder is None:
+def _state_numbers(spec: AttentionSpec) -> Iterable[tuple[AxisLayout, Mapping[str, int]]]:
+    if spec.recurrent_part is None:
         return ()
-    part = spec.folder[1]
-    return ((layout, spec.sizes_of(part)) for layout in part.state(spec).values())
+    part = spec.recurrent_part[1]
+    return ((layout, spec.sizes_of(part)) for layout in part.state_layouts(spec).values())

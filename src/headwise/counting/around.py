@@ -9,175 +9,175 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..blueprint import Dense, Embedding, Experts, Head, Norm
-from ..errors import SpecError, nearest
-from .devices import bytes_of
-from .symbols import Symbol
+from ..blueprint import FeedForwardSpec, EmbeddingSpec, ExpertsSpec, OutputHeadSpec, NormSpec
+from ..errors import SpecError, suggest
+from .devices import dtype_bytes
+from .symbols import SymbolicInt
 
 if TYPE_CHECKING:
-    from .pricing import Load
+    from .pricing import Workload
 
-Items = Iterator[tuple[str, int]]
-LONG = 8  # bytes of an index
+NamedBytes = Iterator[tuple[str, int]]
+INT64_BYTES = 8  # bytes of an index
 
 
-class Act(NamedTuple):
+class SavedByActivation(NamedTuple):
     """What an activation keeps: so many tensors beside its output, and perhaps its output."""
 
-    own: int
-    output: bool = False
+    num_tensors: int
+    saves_output: bool = False
 
 
-ACTS = {
-    **dict.fromkeys(("gelu", "gelu_tanh", "silu", "mish", "relu6"), Act(1)),
-    **dict.fromkeys(("relu", "tanh", "sigmoid"), Act(0, output=True)),
-    "relu2": Act(1),  # relu keeps what it gives, and so does the square of it
-    "quick_gelu": Act(2),  # x sigmoid(1.7 x): both factors
-    "linear": Act(0),
+SAVED_BY_ACTIVATION = {
+    **dict.fromkeys(("gelu", "gelu_tanh", "silu", "mish", "relu6"), SavedByActivation(1)),
+    **dict.fromkeys(("relu", "tanh", "sigmoid"), SavedByActivation(0, saves_output=True)),
+    "relu2": SavedByActivation(1),  # relu keeps what it gives, and so does the square of it
+    "quick_gelu": SavedByActivation(2),  # x sigmoid(1.7 x): both factors
+    "linear": SavedByActivation(0),
 }
-BOUNDED = 7  # gate and up before and after their bounds, the sigmoid, and the two products
+NUM_BOUNDED_ACTIVATION_TENSORS = 7  # gate and up before and after their bounds, the sigmoid, and the two products
 
 
 @dataclass(frozen=True)
-class Place:
+class ActivationContext:
     """Where a piece runs: rows and tokens, bytes of a number, of a statistic and of a mask, with dropout or without."""
 
     rows: int
     tokens: int
-    each: int
-    stat: int
-    mask: int
-    fused: bool
-    dropped: bool
+    element_bytes: int
+    statistic_bytes: int
+    mask_bytes: int
+    is_fused: bool
+    has_dropout: bool
 
     @staticmethod
-    def of(load: Load, tokens: int, profile: str, dropout: float) -> Place:
+    def from_workload(load: Workload, tokens: int, profile: str, dropout: float) -> ActivationContext:
         """On CUDA statistics have 4 bytes and masks one; on the CPU both are what the numbers are."""
-        each, fused = bytes_of(load.dtype), profile == "flash-cuda"
-        rows = Symbol.of(load.batch, "b")
+        each, fused = dtype_bytes(load.dtype), profile == "flash-cuda"
+        rows = SymbolicInt.of(load.batch, "b")
         stat, mask = (4, 1) if fused else (each, each)
-        return Place(rows, Symbol.of(tokens, "s"), each, stat, mask, fused, dropout > 0)
+        return ActivationContext(rows, SymbolicInt.of(tokens, "s"), each, stat, mask, fused, dropout > 0)
 
     @property
-    def count(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens of all rows."""
         return self.rows * self.tokens
 
-    def drop(self, count: int, width: int) -> int:
+    def dropout_mask_bytes(self, count: int, width: int) -> int:
         """The mask of what is dropped, if anything is."""
-        return self.mask * count * width if self.dropped else 0
+        return self.mask_bytes * count * width if self.has_dropout else 0
 
 
-def norm(described: Norm, width: int, count: int, at: Place) -> Items:
+def norm_bytes(described: NormSpec, width: int, count: int, context: ActivationContext) -> NamedBytes:
     """A norm of so many tokens: what it reads, and what it found of each.
 
     >>> import headwise as hw
-    >>> at = Place.of(hw.Load(2, 10, "fp32"), 10, "sdpa", 0.0)
-    >>> [int(size) for _, size in norm(Norm(), 8, at.count, at)]  # 4 b s d, and two numbers of each token
+    >>> at = ActivationContext.of(hw.Workload(2, 10, "fp32"), 10, "sdpa", 0.0)
+    >>> [int(size) for _, size in norm_bytes(NormSpec(), 8, at.count, at)]  # 4 b s d, and two numbers of each token
     [640, 160]
     """
     if described.kind in ("layer", "unbiased", "bare"):
-        yield "input", at.each * count * width
-        yield "statistics", 2 * at.stat * count
+        yield "input", context.element_bytes * count * width
+        yield "statistics", 2 * context.statistic_bytes * count
         return
     # Composed of plain operations, it keeps x in single precision, and x over its rms too.
-    yield "input", (at.each if at.fused else 8) * count * width
+    yield "input", (context.element_bytes if context.is_fused else 8) * count * width
     yield "statistics", 4 * count
     if described.kind == "offset":
-        yield "weight and one", at.each * width
+        yield "weight and one", context.element_bytes * width
 
 
-def feed(described: Dense, count: int, at: Place) -> Items:
+def feed_forward_bytes(described: FeedForwardSpec, count: int, context: ActivationContext) -> NamedBytes:
     """A feed-forward on so many tokens, without what it reads.
 
     >>> import headwise as hw
-    >>> at = Place.of(hw.Load(2, 10, "fp32"), 10, "sdpa", 0.0)
-    >>> [int(size) for _, size in feed(Dense(32), at.count, at)]  # before and behind the activation
+    >>> at = ActivationContext.of(hw.Workload(2, 10, "fp32"), 10, "sdpa", 0.0)
+    >>> [int(size) for _, size in feed_forward_bytes(FeedForwardSpec(32), at.count, at)]  # before and behind the lookup_activation
     [5120]
     """
-    wide = at.each * count * Symbol.of(described.hidden, "hidden")
-    yield "inside", _inside(described, at) * wide
-    if at.dropped:
-        yield "mask", at.drop(count, Symbol.of(described.hidden, "hidden"))
+    wide = context.element_bytes * count * SymbolicInt.of(described.hidden, "hidden")
+    yield "inside", _num_hidden_tensors(described, context) * wide
+    if context.has_dropout:
+        yield "mask", context.dropout_mask_bytes(count, SymbolicInt.of(described.hidden, "hidden"))
 
 
-def _inside(described: Dense, at: Place) -> int:
+def _num_hidden_tensors(described: FeedForwardSpec, at: ActivationContext) -> int:
     """How many tensors as wide as its hidden layer are kept."""
     if described.activation.startswith("bounded_silu("):
-        return BOUNDED
-    act = activation(described.activation)
+        return NUM_BOUNDED_ACTIVATION_TENSORS
+    act = lookup_activation(described.activation)
     if described.form == "gated":
-        return act.own + 3  # both factors, and their product, which the last map reads
-    return act.own + 1 + (act.output and at.dropped)  # dropped, the output is another than the last map reads
+        return act.num_tensors + 3  # both factors, and their product, which the last map reads
+    return act.num_tensors + 1 + (act.saves_output and at.has_dropout)  # dropped, the output is another than the last map reads
 
 
-def activation(name: str) -> Act:
+def lookup_activation(name: str) -> SavedByActivation:
     """What the activation of this name keeps."""
-    if name not in ACTS:
-        raise SpecError(f"what activation {name!r} keeps is not known; {nearest(name, ACTS)}")
-    return ACTS[name]
+    if name not in SAVED_BY_ACTIVATION:
+        raise SpecError(f"what activation {name!r} keeps is not known; {suggest(name, SAVED_BY_ACTIVATION)}")
+    return SAVED_BY_ACTIVATION[name]
 
 
-def experts(described: Experts, width: int, at: Place) -> Items:
+def experts_bytes(described: ExpertsSpec, width: int, context: ActivationContext) -> NamedBytes:
     """A mixture whose tokens are sorted by expert, with what it reads; however they are spread, the sum is the same."""
-    count, active = at.count, Symbol.of(described.active, "active")
-    each = Symbol.of(described.count, "expert")
-    exact = at.each == 4
+    count, active = context.num_tokens, SymbolicInt.of(described.active, "active")
+    each = SymbolicInt.of(described.count, "expert")
+    exact = context.element_bytes == 4
     if exact or described.shared:
-        yield "input", at.each * count * width
+        yield "input", context.element_bytes * count * width
     if not exact:
         yield "router", 4 * count * width
         yield "router", 4 * each * width
     yield "scores", 4 * count * each
-    yield "chosen", LONG * count * active
+    yield "chosen", INT64_BYTES * count * active
     if described.scores == "chosen":
         yield "shares", 4 * count * active
     if described.scores == "sigmoid":
         yield "shares", 4 * count * active
         yield "shares", 4 * count
-    yield "order", 2 * LONG * count * active
-    yield "tokens of experts", at.each * count * active * width
-    yield from feed(described.each, count * active, at)
-    yield "outputs", at.each * count * active * width
-    yield "shares", at.each * count * active
+    yield "order", 2 * INT64_BYTES * count * active
+    yield "tokens of experts", context.element_bytes * count * active * width
+    yield from feed_forward_bytes(described.each, count * active, context)
+    yield "outputs", context.element_bytes * count * active * width
+    yield "shares", context.element_bytes * count * active
     if described.shared:
-        yield from ((f"shared, {name}", size) for name, size in feed(described.shared, count, at))
+        yield from ((f"shared, {name}", size) for name, size in feed_forward_bytes(described.shared, count, context))
 
 
-def embedding(described: Embedding, width: int, at: Place) -> Items:
+def embedding_bytes(described: EmbeddingSpec, width: int, context: ActivationContext) -> NamedBytes:
     """What enters a stack; ids and pixels are given, and nobody keeps them for it."""
     if described.positions and described.positions.kind == "learned":
-        yield "positions", LONG * at.tokens
+        yield "positions", INT64_BYTES * context.tokens
     if described.types:
-        yield "types", LONG
+        yield "types", INT64_BYTES
     if described.norm:
-        yield from norm(described.norm, width, at.count, at)
-    if at.dropped:
-        yield "mask", at.drop(at.count, width)
+        yield from norm_bytes(described.norm, width, context.num_tokens, context)
+    if context.has_dropout:
+        yield "mask", context.dropout_mask_bytes(context.num_tokens, width)
 
 
-def head(described: Head, width: int, at: Place) -> Items:
+def head_bytes(described: OutputHeadSpec, width: int, context: ActivationContext) -> NamedBytes:
     """A head and the cross-entropy of what it says, a label for each of its rows."""
     whole = described.at == "each"
-    count = at.count if whole else at.rows
+    count = context.num_tokens if whole else context.rows
     # A first or last token is kept as what it is a part of; a mean is a tensor of its own, and so is a multiple.
     scaled = described.scale != 1 and not described.transform
-    read = at.rows * width if described.at == "mean" or (scaled and not whole) else at.count * width
-    yield "input", at.each * read
+    read = context.rows * width if described.at == "mean" or (scaled and not whole) else context.num_tokens * width
+    yield "input", context.element_bytes * read
     told = described.transform
     if told:
-        hidden = Symbol.of(told.hidden, "transform")
-        act = activation(told.activation)
+        hidden = SymbolicInt.of(told.hidden, "transform")
+        act = lookup_activation(told.activation)
         # What an activation gives is most often what is read next, and then kept once.
-        apart = act.output and not told.norm and (described.scale != 1 or not described.outputs)
-        yield "transform", at.each * (act.own + apart) * count * hidden
+        apart = act.saves_output and not told.norm and (described.scale != 1 or not described.outputs)
+        yield "transform", context.element_bytes * (act.num_tensors + apart) * count * hidden
         if told.norm:
-            yield from ((f"transform, {name}", size) for name, size in norm(told.norm, hidden, count, at))
+            yield from ((f"transform, {name}", size) for name, size in norm_bytes(told.norm, hidden, count, context))
         if described.outputs:
-            yield "transform", at.each * count * hidden
+            yield "transform", context.element_bytes * count * hidden
     if not described.outputs:
         return
-    outputs = Symbol.of(described.outputs, "output")
-    yield "capped", at.each * count * outputs if described.cap else 0
-    yield "log-softmax", at.each * count * outputs
-    yield "its weight", at.each
+    outputs = SymbolicInt.of(described.outputs, "output")
+    yield "capped", context.element_bytes * count * outputs if described.cap else 0
+    yield "log-softmax", context.element_bytes * count * outputs
+    yield "its weight", context.element_bytes

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..seams import Modifier, Part
 from ..spec import AttentionSpec
-from ..terms import Core, Phase, Work
-from .symbols import Symbol, formula, inside, named
+from ..terms import CoreShape, Phase, CallSize
+from .symbols import SymbolicInt, formula, formula_as_factor, name_sizes
 
 
-class Term(NamedTuple):
+class CostTerm(NamedTuple):
     """One line of a sum: what it is, how it is worked out, and what it comes to."""
 
     name: str
@@ -22,19 +22,19 @@ class Term(NamedTuple):
     value: int
 
 
-class Product(NamedTuple):
+class MatrixProduct(NamedTuple):
     """A matrix product: its name, its FLOPs, and how many of its two factors have a gradient."""
 
     name: str
     flops: int
-    factors: int = 2
+    num_grad_factors: int = 2
 
 
 @dataclass(frozen=True)
-class Bill:
+class CostBreakdown:
     """Items and their sum."""
 
-    terms: tuple[Term, ...]
+    terms: tuple[CostTerm, ...]
 
     @property
     def total(self) -> int:
@@ -42,125 +42,125 @@ class Bill:
         return sum(term.value for term in self.terms)
 
     @staticmethod
-    def of(items: Iterable[tuple[str, int]]) -> Bill:
+    def from_items(items: Iterable[tuple[str, int]]) -> CostBreakdown:
         """From names and numbers that know their formulas; what costs nothing is left out."""
-        return Bill.repeated((name, value, 1) for name, value in items)
+        return CostBreakdown.from_repeated_items((name, value, 1) for name, value in items)
 
     @staticmethod
-    def repeated(items: Iterable[tuple[str, int, int]]) -> Bill:
+    def from_repeated_items(items: Iterable[tuple[str, int, int]]) -> CostBreakdown:
         """From names, numbers, and how often each is there; what is equal becomes one item.
 
-        >>> Bill.repeated([("up", 6, 2), ("up", 6, 3), ("up", 7, 1)]).terms
+        >>> CostBreakdown.repeated([("up", 6, 2), ("up", 6, 3), ("up", 7, 1)]).terms
         (Term(name='up', formula='5 · 6', value=30), Term(name='up', formula='7', value=7))
         """
         times: Counter[tuple[str, str, str, int]] = Counter()
         for name, value, often in items:
             if value and often:
-                times[name, formula(value), inside(value), int(value)] += often
+                times[name, formula(value), formula_as_factor(value), int(value)] += often
         lines = ((name, said if n == 1 else f"{n} · {held}", n * v) for (name, said, held, v), n in times.items())
-        return Bill(tuple(Term(*line) for line in lines))
+        return CostBreakdown(tuple(CostTerm(*line) for line in lines))
 
-    def __add__(self, other: Bill) -> Bill:
-        return Bill(self.terms + other.terms)
+    def __add__(self, other: CostBreakdown) -> CostBreakdown:
+        return CostBreakdown(self.terms + other.terms)
 
 
-def parameters(spec: AttentionSpec) -> Bill:
+def attention_parameters(spec: AttentionSpec) -> CostBreakdown:
     """Learned numbers, tensor by tensor.
 
     >>> import headwise as hw
-    >>> [term.formula for term in parameters(hw.design(model=512, heads=8)).terms]
+    >>> [term.formula for term in attention_parameters(hw.design(model=512, heads=8)).terms]
     ['q dim model', 'kv dim model', 'kv vdim model', 'model out vdim']
     """
-    return Bill.of(_parameters(named(spec)))
+    return CostBreakdown.from_items(_parameter_items(name_sizes(spec)))
 
 
-def remembered(spec: AttentionSpec) -> Bill:
+def cached_numbers(spec: AttentionSpec) -> CostBreakdown:
     """Numbers kept of one token; of a state, all of it."""
-    return Bill.of(_remembered(named(spec)))
+    return CostBreakdown.from_items(_cached_items(name_sizes(spec)))
 
 
-def forward(spec: AttentionSpec, work: Work) -> Bill:
+def forward_flops(spec: AttentionSpec, work: CallSize) -> CostBreakdown:
     """FLOPs of the products that the spec asks for, over the pairs its pattern allows."""
-    return Bill.of((one.name, one.flops) for one in products(running(spec, work), work))
+    return CostBreakdown.from_items((one.name, one.flops) for one in list_products(spec_as_executed(spec, work), work))
 
 
-def backward(spec: AttentionSpec, work: Work) -> Bill:
+def backward_flops(spec: AttentionSpec, work: CallSize) -> CostBreakdown:
     """FLOPs of the products behind gradients of the input and of every parameter.
 
     Each product of the forward pass has two, one for either factor, unless one of them is a constant.
     """
-    return Bill.of((one.name, one.factors * one.flops) for one in products(running(spec, work), work))
+    return CostBreakdown.from_items((one.name, one.num_grad_factors * one.flops) for one in list_products(spec_as_executed(spec, work), work))
 
 
-def running(spec: AttentionSpec, work: Work) -> AttentionSpec:
+def spec_as_executed(spec: AttentionSpec, work: CallSize) -> AttentionSpec:
     """The spec in the form in which this call runs."""
-    return replace(spec, project=spec.form(work.queries == 1))
+    return replace(spec, project=spec.projection_form(work.queries == 1))
 
 
-def products(spec: AttentionSpec, work: Work) -> Iterator[Product]:
+def list_products(spec: AttentionSpec, work: CallSize) -> Iterator[MatrixProduct]:
     """Every product of a call of this spec as it stands; of the core those of the pairs that `work` says."""
-    spec, work = named(spec), _lettered(work)
+    spec, work = name_sizes(spec), _symbolic_sizes(work)
     for name, part in spec.parts():
-        sizes = _sizes(spec, spec.sizes_of(part))
+        sizes = _name_axis_sizes(spec, spec.sizes_of(part))
         for key, param in part.params(spec).items():
             flops = 2 * param.layout.numel(sizes) * work.tokens(param.applied)
-            yield Product(f"{name}.{key}", flops, 2 if param.learned else 1)
-        fixed = part.fixed(spec, work)
-        yield Product(f"{name} (own products)", part.flops(spec, work) - fixed)
-        yield Product(f"{name} (with constants)", fixed, 1)
-    yield from _core(spec, work)
+            yield MatrixProduct(f"{name}.{key}", flops, 2 if param.trainable else 1)
+        fixed = part.constant_flops(spec, work)
+        yield MatrixProduct(f"{name} (own products)", part.flops(spec, work) - fixed)
+        yield MatrixProduct(f"{name} (with constants)", fixed, 1)
+    yield from _core_products(spec, work)
 
 
-def _lettered(work: Work) -> Work:
+def _symbolic_sizes(work: CallSize) -> CallSize:
     """The sizes of a call under their letters, but for those that have a name already."""
     names = {"batch": "b", "queries": "s", "remembered": "r", "keys": "t", "pairs": "pairs"}
     sizes = {name: (getattr(work, name), letter) for name, letter in names.items()}
-    return Work(**{n: size if isinstance(size, Symbol) else Symbol.of(size, a) for n, (size, a) in sizes.items()})
+    return CallSize(**{n: size if isinstance(size, SymbolicInt) else SymbolicInt.of(size, a) for n, (size, a) in sizes.items()})
 
 
-def _sizes(spec: AttentionSpec, sizes: dict[str, int]) -> dict[str, int]:
+def _name_axis_sizes(spec: AttentionSpec, sizes: dict[str, int]) -> dict[str, int]:
     """Sizes that were counted, and so came without a name, under the axis they belong to."""
-    return {axis: size if isinstance(size, Symbol) else Symbol.of(size, axis) for axis, size in sizes.items()}
+    return {axis: size if isinstance(size, SymbolicInt) else SymbolicInt.of(size, axis) for axis, size in sizes.items()}
 
 
-def _parameters(spec: AttentionSpec) -> Iterator[tuple[str, int]]:
+def _parameter_items(spec: AttentionSpec) -> Iterator[tuple[str, int]]:
     for name, part in spec.parts():
-        sizes = _sizes(spec, spec.sizes_of(part))
+        sizes = _name_axis_sizes(spec, spec.sizes_of(part))
         for key, param in part.params(spec).items():
-            if param.learned:
+            if param.trainable:
                 yield f"{name}.{key}", param.layout.numel(sizes)
 
 
-def _remembered(spec: AttentionSpec) -> Iterator[tuple[str, int]]:
-    for name, part, held in _held(spec):
-        sizes = _sizes(spec, spec.sizes_of(part))
+def _cached_items(spec: AttentionSpec) -> Iterator[tuple[str, int]]:
+    for name, part, held in _state_items(spec):
+        sizes = _name_axis_sizes(spec, spec.sizes_of(part))
         for key, layout in held.items():
             yield f"{name}.{key}", layout.numel(sizes)
 
 
-def _held(spec: AttentionSpec) -> Iterator[tuple[str, Part, Mapping[str, Layout]]]:
-    if spec.folder is not None and spec.stateful:
-        name, part = spec.folder
-        yield name, part, part.state(spec)
+def _state_items(spec: AttentionSpec) -> Iterator[tuple[str, Part, Mapping[str, AxisLayout]]]:
+    if spec.recurrent_part is not None and spec.is_recurrent:
+        name, part = spec.recurrent_part
+        yield name, part, part.state_layouts(spec)
         return
-    yield from ((name, part, part.entry(spec)) for name, part in spec.parts())
+    yield from ((name, part, part.kv_entry_layouts(spec)) for name, part in spec.parts())
 
 
-def _core(spec: AttentionSpec, work: Work) -> Iterator[Product]:
-    core: Core = spec.core_of(spec.project)
-    heads, rows = Symbol.of(len(core.keys), "q"), Symbol.of(len(core.values), "voice")
+def _core_products(spec: AttentionSpec, work: CallSize) -> Iterator[MatrixProduct]:
+    core: CoreShape = spec.core_of(spec.project)
+    heads, rows = SymbolicInt.of(len(core.keys), "q"), SymbolicInt.of(len(core.value_head_of_row), "voice")
     pairs = work.batch * work.pairs
-    scores = 2 * pairs * heads * _named(core.width, "dim")
-    yield Product("core (scores)", scores)
-    yield Product("core (values)", 2 * pairs * rows * _named(core.vdim, "vdim"), reading_factors(spec, core))
+    scores = 2 * pairs * heads * _symbol_of_size(core.score_dim, "dim")
+    yield MatrixProduct("core (scores)", scores)
+    yield MatrixProduct("core (values)", 2 * pairs * rows * _symbol_of_size(core.vdim, "vdim"), value_grad_factors(spec, core))
 
 
-def _named(size: int, name: str) -> int:
-    return size if isinstance(size, Symbol) or not size else Symbol.of(size, name)
+def _symbol_of_size(size: int, name: str) -> int:
+    return size if isinstance(size, SymbolicInt) or not size else SymbolicInt.of(size, name)
 
 
-def reading_factors(spec: AttentionSpec, core: Core) -> int:
+def value_grad_factors(spec: AttentionSpec, core: CoreShape) -> int:
     """How many factors of the reading of values have a gradient: 1 where no weight depends on what is learned."""
     inner = (Phase.SCORES, Phase.WEIGHTS)
-    parts = [spec.normaliser, spec.similarity, *(m for _, m in spec.steps(Modifier) if m.phase in inner)]
-    return 2 if core.width or any(param.learned for part in parts for param in part.params(spec).values()) else 1
+    parts = [spec.normaliser, spec.similarity, *(m for _, m in spec.parts_of(Modifier) if m.phase in inner)]
+    return 2 if core.score_dim or any(param.learned for part in parts for param in part.params(spec).values()) else 1

@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from ..backends.linear import CHUNK
+from ..backends.linear import CHUNK_SIZE
 from ..errors import SpecError
 from ..presets import design
 from ..spec import AttentionSpec
-from . import params
-from .along import FARTHEST, asked_flops
-from .breakeven import spans
-from .calls import Load
-from .costs import WIDTH, short
-from .symbols import Symbol, formula
+from . import count_parameters
+from .along import MAX_TOKENS, prefill_flops
+from .breakeven import find_ranges
+from .calls import Workload
+from .costs import TERMINAL_WIDTH, format_count
+from .symbols import SymbolicInt, formula
 
 # What is often said otherwise.
 NOTES = (
@@ -28,11 +28,11 @@ NOTES = (
     "A convolution is computed at all positions at once, as attention is; range costs it depth, not time.",
     "A recurrent layer reads any distance in form; what limits it is how often its gradient is multiplied.",
 )
-HEAD = ("", "parameters", "FLOP", "serial", "path", "   order", "dearer")
+TABLE_HEADER = ("", "parameters", "FLOP", "serial", "path", "   order", "dearer")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LayerSizes:
     """A layer's surroundings: n tokens of width d; h heads, a kernel of k tokens, a window of r."""
 
     tokens: int
@@ -44,11 +44,11 @@ class Sizes:
     def __post_init__(self) -> None:
         for name, least in (("tokens", 1), ("model", 1), ("heads", 1), ("kernel", 2), ("window", 2)):
             size = getattr(self, name)
-            if type(size) is not int or not least <= size <= FARTHEST:
-                raise SpecError(f"{name}={size!r} compares nothing; give a whole number from {least} to {FARTHEST}")
+            if type(size) is not int or not least <= size <= MAX_TOKENS:
+                raise SpecError(f"{name}={size!r} compares nothing; give a whole number from {least} to {MAX_TOKENS}")
 
 
-class Layer(NamedTuple):
+class LayerComplexity(NamedTuple):
     """One layer: learned numbers, FLOPs and how they come about, and what Table 1 of 1706.03762 tells of it.
 
     `serial` operations must be done one after another, however many processors there are. `path` is how often such a
@@ -67,17 +67,17 @@ class Layer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Complexity:
+class ComplexityTable:
     """Layers of one width over rows of one length."""
 
-    sizes: Sizes
-    layers: tuple[Layer, ...]
+    sizes: LayerSizes
+    layers: tuple[LayerComplexity, ...]
 
     @staticmethod
-    def of(sizes: Sizes) -> Complexity:
+    def from_sizes(sizes: LayerSizes) -> ComplexityTable:
         """Every layer of these sizes.
 
-        >>> for layer in Complexity.of(Sizes(tokens=1000, model=64, window=10)).layers[:4]:
+        >>> for layer in ComplexityTable.of(LayerSizes(tokens=1000, model=64, window=10)).layers[:4]:
         ...     print(layer.name, layer.formula, layer.serial, layer.path, layer.dearer)
         self-attention 8 n d^2 + 4 n^2 d 1 1 None
         in a window 8 n d^2 + 4 d pairs[window(10)] 1 111 2
@@ -88,10 +88,10 @@ class Complexity:
 
         def attention(tokens: int) -> int:
             if tokens not in known:
-                known[tokens] = KINDS["self-attention"].flops(sizes, Symbol.of(tokens, "n"))
+                known[tokens] = LAYER_KINDS["self-attention"].flops(sizes, SymbolicInt.of(tokens, "n"))
             return known[tokens]
 
-        return Complexity(sizes, tuple(kind.layer(name, sizes, attention) for name, kind in KINDS.items()))
+        return ComplexityTable(sizes, tuple(kind.layer(name, sizes, attention) for name, kind in LAYER_KINDS.items()))
 
     @property
     def data(self) -> dict[str, Any]:
@@ -100,45 +100,45 @@ class Complexity:
 
     def __str__(self) -> str:
         told = "One layer of width d = {model:,}, n = {tokens:,} tokens, k = {kernel:,}, r = {window:,}, h = {heads:,}"
-        lines = [*textwrap.wrap(told.format(**asdict(self.sizes)), WIDTH), "", _row(*HEAD)]
+        lines = [*textwrap.wrap(told.format(**asdict(self.sizes)), TERMINAL_WIDTH), "", _format_row(*TABLE_HEADER)]
         for layer in self.layers:
-            cells = (short(size) for size in (layer.parameters, layer.flops, layer.serial, layer.path))
+            cells = (format_count(size) for size in (layer.parameters, layer.flops, layer.serial, layer.path))
             since = "never" if layer.dearer is None else f"n={layer.dearer:,}"
-            lines.append(_row(layer.name, *cells, f"   {layer.order}", "" if layer is self.layers[0] else since))
+            lines.append(_format_row(layer.name, *cells, f"   {layer.order}", "" if layer is self.layers[0] else since))
         ends = (
             "Serial: operations one after another. Path: layers, or moments, from the first token to the last. Dearer: "
             "the length from which self-attention is."
         )
-        return "\n".join([*lines, "", *(line for note in (ends, *NOTES) for line in textwrap.wrap(note, WIDTH))])
+        return "\n".join([*lines, "", *(line for note in (ends, *NOTES) for line in textwrap.wrap(note, TERMINAL_WIDTH))])
 
 
-def _row(name: str, *cells: str) -> str:
+def _format_row(name: str, *cells: str) -> str:
     wide = (19, 10, 10, 8, 8, 16, 9)
     signs = ("<", ">", ">", ">", ">", "<", ">")
     return "".join(f"{cell:{sign}{n}}" for cell, sign, n in zip((name, *cells), signs, wide, strict=True)).rstrip()
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _LayerKind:
     """A kind of layer: its order, serial, path, learned numbers, and FLOPs of so many tokens."""
 
     order: str
-    serial: Callable[[Sizes], int]
-    path: Callable[[Sizes], int]
-    parameters: Callable[[Sizes], int]
-    flops: Callable[[Sizes, Symbol], int]
+    sequential_steps: Callable[[LayerSizes], int]
+    path_length: Callable[[LayerSizes], int]
+    parameters: Callable[[LayerSizes], int]
+    flops: Callable[[LayerSizes, SymbolicInt], int]
 
-    def layer(self, name: str, sizes: Sizes, attention: Callable[[int], int]) -> Layer:
-        flops = self.flops(sizes, Symbol.of(sizes.tokens, "n"))
-        counts = self.parameters(sizes), int(flops), formula(flops), self.order, self.serial(sizes), self.path(sizes)
-        dearer = spans(lambda n: attention(n) > self.flops(sizes, Symbol.of(n, "n")), FARTHEST)
-        return Layer(name, *counts, dearer[-1].first if dearer and dearer[-1].last is None else None)
+    def layer(self, name: str, sizes: LayerSizes, attention: Callable[[int], int]) -> LayerComplexity:
+        flops = self.flops(sizes, SymbolicInt.of(sizes.tokens, "n"))
+        counts = self.parameters(sizes), int(flops), formula(flops), self.order, self.sequential_steps(sizes), self.path_length(sizes)
+        dearer = find_ranges(lambda n: attention(n) > self.flops(sizes, SymbolicInt.of(n, "n")), MAX_TOKENS)
+        return LayerComplexity(name, *counts, dearer[-1].first if dearer and dearer[-1].last is None else None)
 
 
-def attentions(sizes: Sizes) -> dict[str, AttentionSpec]:
+def attention_specs(sizes: LayerSizes) -> dict[str, AttentionSpec]:
     """The layers of the table that a spec describes.
 
-    >>> attentions(Sizes(tokens=9, model=64, window=5))["in a window"].pattern
+    >>> attention_specs(LayerSizes(tokens=9, model=64, window=5))["in a window"].pattern
     Window(keys=5)
     """
     return {
@@ -148,62 +148,62 @@ def attentions(sizes: Sizes) -> dict[str, AttentionSpec]:
     }
 
 
-def _attention(name: str, order: str, told: str, serial: Callable[[Sizes], int], path: Callable[[Sizes], int]) -> _Kind:
-    def flops(sizes: Sizes, n: Symbol) -> int:
-        asked = asked_flops(attentions(sizes)[name], Load(context=int(n)))
-        return Symbol.of(asked, told.format(r=sizes.window), loose="sum")
+def _attention_kind(name: str, order: str, told: str, serial: Callable[[LayerSizes], int], path: Callable[[LayerSizes], int]) -> _LayerKind:
+    def flops(sizes: LayerSizes, n: SymbolicInt) -> int:
+        asked = prefill_flops(attention_specs(sizes)[name], Workload(context=int(n)))
+        return SymbolicInt.of(asked, told.format(r=sizes.window), loose="sum")
 
-    return _Kind(order, serial, path, lambda sizes: params(attentions(sizes)[name]), flops)
+    return _LayerKind(order, serial, path, lambda sizes: count_parameters(attention_specs(sizes)[name]), flops)
 
 
-def _recurrent(gates: int) -> _Kind:
+def _recurrent_kind(gates: int) -> _LayerKind:
     """A state of d numbers: each gate multiplies the token and the state, and has two biases, as torch's have."""
 
-    def flops(sizes: Sizes, n: Symbol) -> int:
-        return 4 * gates * n * Symbol.of(sizes.model, "d") ** 2
+    def flops(sizes: LayerSizes, n: SymbolicInt) -> int:
+        return 4 * gates * n * SymbolicInt.of(sizes.model, "d") ** 2
 
-    def parameters(sizes: Sizes) -> int:
+    def parameters(sizes: LayerSizes) -> int:
         return gates * (2 * sizes.model**2 + 2 * sizes.model)
 
-    return _Kind("n d^2", _each, _each, parameters, flops)
+    return _LayerKind("n d^2", _one_step_per_token, _one_step_per_token, parameters, flops)
 
 
-def _convolution(path: Callable[[Sizes], int]) -> _Kind:
+def _convolution_kind(path: Callable[[LayerSizes], int]) -> _LayerKind:
     """k matrices, each for the token so many places back, and a bias."""
 
-    def flops(sizes: Sizes, n: Symbol) -> int:
-        return 2 * Symbol.of(sizes.kernel, "k") * n * Symbol.of(sizes.model, "d") ** 2
+    def flops(sizes: LayerSizes, n: SymbolicInt) -> int:
+        return 2 * SymbolicInt.of(sizes.kernel, "k") * n * SymbolicInt.of(sizes.model, "d") ** 2
 
-    def parameters(sizes: Sizes) -> int:
+    def parameters(sizes: LayerSizes) -> int:
         return sizes.kernel * sizes.model**2 + sizes.model
 
-    return _Kind("k n d^2", _one, path, parameters, flops)
+    return _LayerKind("k n d^2", _constant_steps, path, parameters, flops)
 
 
-def _separable(sizes: Sizes, n: Symbol) -> int:
-    d = Symbol.of(sizes.model, "d")
-    return 2 * Symbol.of(sizes.kernel, "k") * n * d + 2 * n * d**2
+def _separable_flops(sizes: LayerSizes, n: SymbolicInt) -> int:
+    d = SymbolicInt.of(sizes.model, "d")
+    return 2 * SymbolicInt.of(sizes.kernel, "k") * n * d + 2 * n * d**2
 
 
-def _one(sizes: Sizes) -> int:
+def _constant_steps(sizes: LayerSizes) -> int:
     return 1
 
 
-def _each(sizes: Sizes) -> int:
+def _one_step_per_token(sizes: LayerSizes) -> int:
     return sizes.tokens
 
 
-def _chunks(sizes: Sizes) -> int:
+def _num_chunks(sizes: LayerSizes) -> int:
     """Each chunk of tokens waits for the state of those before it."""
-    return -(-sizes.tokens // CHUNK)
+    return -(-sizes.tokens // CHUNK_SIZE)
 
 
-def _reaching(back: int, tokens: int) -> int:
+def _layers_to_reach(back: int, tokens: int) -> int:
     """Layers that each reach so far back, until the last token knows of the first."""
     return max(-(-(tokens - 1) // back), 1)
 
 
-def _dilated(sizes: Sizes) -> int:
+def _dilated_path(sizes: LayerSizes) -> int:
     """Layers whose gaps grow by a factor of k: together k^layers tokens, the own included."""
     layers, reached = 1, sizes.kernel
     while reached < sizes.tokens:
@@ -211,24 +211,24 @@ def _dilated(sizes: Sizes) -> int:
     return layers
 
 
-def _contiguous(sizes: Sizes) -> int:
-    return _reaching(sizes.kernel - 1, sizes.tokens)
+def _contiguous_path(sizes: LayerSizes) -> int:
+    return _layers_to_reach(sizes.kernel - 1, sizes.tokens)
 
 
-KINDS = {
-    "self-attention": _attention("self-attention", "n^2 d", "8 n d^2 + 4 n^2 d", _one, _one),
-    "in a window": _attention(
-        "in a window", "r n d", "8 n d^2 + 4 d pairs[window({r})]", _one,
-        lambda sizes: _reaching(sizes.window - 1, sizes.tokens),
+LAYER_KINDS = {
+    "self-attention": _attention_kind("self-attention", "n^2 d", "8 n d^2 + 4 n^2 d", _constant_steps, _constant_steps),
+    "in a window": _attention_kind(
+        "in a window", "r n d", "8 n d^2 + 4 d pairs[window({r})]", _constant_steps,
+        lambda sizes: _layers_to_reach(sizes.window - 1, sizes.tokens),
     ),
-    "linear": _attention("linear", "n d^2 / h", "8 n d^2 + sums over tokens", _chunks, _one),
-    "recurrent": _recurrent(1),
-    "GRU": _recurrent(3),
-    "LSTM": _recurrent(4),
-    "convolution": _convolution(_contiguous),
-    "dilated convolution": _convolution(_dilated),
-    "separable conv.": _Kind(
-        "k n d + n d^2", _one, _contiguous,
-        lambda sizes: sizes.model * (sizes.kernel + 1) + sizes.model * (sizes.model + 1), _separable,
+    "linear": _attention_kind("linear", "n d^2 / h", "8 n d^2 + sums over tokens", _num_chunks, _constant_steps),
+    "recurrent": _recurrent_kind(1),
+    "GRU": _recurrent_kind(3),
+    "LSTM": _recurrent_kind(4),
+    "convolution": _convolution_kind(_contiguous_path),
+    "dilated convolution": _convolution_kind(_dilated_path),
+    "separable conv.": _LayerKind(
+        "k n d + n d^2", _constant_steps, _contiguous_path,
+        lambda sizes: sizes.model * (sizes.kernel + 1) + sizes.model * (sizes.model + 1), _separable_flops,
     ),
 }  # fmt: skip

@@ -7,200 +7,200 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..blueprint import Model
-from ..errors import SpecError, nearest
+from ..blueprint import ModelSpec
+from ..errors import SpecError, suggest
 from ..spec import AttentionSpec
-from .calls import Load
+from .calls import Workload
 from .devices import Device
-from .pricing import Price, price
-from .scopes import fixed
-from .whole import Described
+from .pricing import CostEstimate, estimate_cost
+from .scopes import image_tokens
+from .whole import SpecOrModel
 
-WIDTH = 80  # columns of a terminal
-NAMES, COLUMN = 25, 11  # characters of a row's name, and of each spec's number
-CALLS = {"prefill": "prefill", "backward": "gradients", "decode": "a step", "prompt": "the prompt", "steps": "steps"}
-UNITS = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
-VERSION = 1  # of the JSON document
+TERMINAL_WIDTH = 80  # columns of a terminal
+NAME_WIDTH, COLUMN_WIDTH = 25, 11  # characters of a row's name, and of each spec's number
+CALL_LABELS = {"prefill": "prefill", "backward": "gradients", "decode": "a step", "prompt": "the prompt", "steps": "steps"}
+UNIT_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
+FORMAT_VERSION = 1  # of the JSON document
 
 
 @dataclass(frozen=True)
-class Costs:
+class CostReport:
     """Prices under one load, in order; printed, they stand side by side."""
 
-    prices: tuple[Price, ...]
+    estimates: tuple[CostEstimate, ...]
 
-    def __iter__(self) -> Iterator[Price]:
-        return iter(self.prices)
+    def __iter__(self) -> Iterator[CostEstimate]:
+        return iter(self.estimates)
 
-    def __getitem__(self, name: str) -> Price:
-        named = {price.name: price for price in self.prices}
+    def __getitem__(self, name: str) -> CostEstimate:
+        named = {price.name: price for price in self.estimates}
         if name not in named:
-            raise SpecError(f"nothing named {name!r} was priced; {nearest(name, named)}")
+            raise SpecError(f"nothing named {name!r} was priced; {suggest(name, named)}")
         return named[name]
 
     def __str__(self) -> str:
-        return "\n".join(_page(self.prices))
+        return "\n".join(_format_table(self.estimates))
 
     @property
     def terms(self) -> str:
         """Every item of every bill, with the formula that computed it."""
-        return "\n".join(_terms(self.prices)).lstrip("\n")
+        return "\n".join(_format_terms(self.estimates)).lstrip("\n")
 
     @property
     def operations(self) -> str:
         """Every operation: what it computes and moves, how long that takes at least, and what it waits for."""
-        return "\n".join(_operations(self.prices)).lstrip("\n")
+        return "\n".join(_format_operations(self.estimates)).lstrip("\n")
 
     @property
     def data(self) -> dict[str, Any]:
         """The same as plain values: {"version", "device", "load", "rows"}."""
-        load = vars(self.prices[0].load) if self.prices else {"device": None}
-        return {"version": VERSION, "device": load["device"], "load": load, "rows": [one.data for one in self.prices]}
+        load = vars(self.estimates[0].workload) if self.estimates else {"device": None}
+        return {"version": FORMAT_VERSION, "device": load["device"], "load": load, "rows": [one.data for one in self.estimates]}
 
 
-def cost(described: Described | Mapping[str, Described], load: Load | None = None) -> Costs:
+def cost(spec_or_model: SpecOrModel | Mapping[str, SpecOrModel], workload: Workload | None = None) -> CostReport:
     """What layers and models cost before they run; nothing is built.
 
     >>> import headwise as hw
-    >>> told = cost({n: hw.design(preset=n, model=4096, heads=32) for n in ("gqa", "mla")}, hw.Load(context=8192))
-    >>> {price.name: price.data["kv_bytes_per_token"] for price in told}
+    >>> told = cost({n: hw.design(preset=n, model=4096, heads=32) for n in ("gqa", "mla")}, hw.Workload(context=8192))
+    >>> {estimate_cost.name: estimate_cost.data["kv_bytes_per_token"] for estimate_cost in told}
     {'gqa': 4096, 'mla': 1152}
     """
-    named: Any = described
-    if isinstance(described, AttentionSpec | Model):
-        named = {described.name if isinstance(described, Model) else "spec": described}
-    known = isinstance(named, Mapping) and all(isinstance(one, AttentionSpec | Model) for one in named.values())
+    named: Any = spec_or_model
+    if isinstance(spec_or_model, AttentionSpec | ModelSpec):
+        named = {spec_or_model.name if isinstance(spec_or_model, ModelSpec) else "spec": spec_or_model}
+    known = isinstance(named, Mapping) and all(isinstance(one, AttentionSpec | ModelSpec) for one in named.values())
     if not known or not named:
         told = "give a spec or a model, or specs by name as in {'gqa': hw.design(...)}"
-        raise SpecError(f"cost was given {described!r}; {told}")
-    return Costs(tuple(price(one, load or Load(), name) for name, one in named.items()))
+        raise SpecError(f"cost was given {spec_or_model!r}; {told}")
+    return CostReport(tuple(estimate_cost(one, workload or Workload(), name) for name, one in named.items()))
 
 
-def _page(prices: Sequence[Price]) -> list[str]:
+def _format_table(prices: Sequence[CostEstimate]) -> list[str]:
     """What is priced side by side, as many as a terminal holds."""
-    load, each = prices[0].load, (WIDTH - NAMES) // COLUMN
+    load, each = prices[0].workload, (TERMINAL_WIDTH - NAME_WIDTH) // COLUMN_WIDTH
     rows = "row" if load.batch == 1 else "rows"
     tokens = f"{load.context:,} tokens" + (f" and {load.generate:,} written" if load.generate else "")
-    told = f"{load.batch:,} {rows} of {tokens}, {load.dtype}, {Device.named(load.device).what}"
-    only = all(isinstance(one.described, AttentionSpec) for one in prices)
-    lines = textwrap.wrap(f"one layer, {told}" if only else told, WIDTH)
-    lines += [line for one in prices if not only for line in textwrap.wrap(f"{one.name}: {_what(one)}", WIDTH)]
-    cells = [(name, cell) for name, cell in CELLS if name not in SOMETIMES or any(cell(one) != "-" for one in prices)]
+    told = f"{load.batch:,} {rows} of {tokens}, {load.dtype}, {Device.from_name(load.device).description}"
+    only = all(isinstance(one.spec_or_model, AttentionSpec) for one in prices)
+    lines = textwrap.wrap(f"one layer, {told}" if only else told, TERMINAL_WIDTH)
+    lines += [line for one in prices if not only for line in textwrap.wrap(f"{one.name}: {_describe_estimate(one)}", TERMINAL_WIDTH)]
+    cells = [(name, cell) for name, cell in TABLE_ROWS if name not in OPTIONAL_ROWS or any(cell(one) != "-" for one in prices)]
     for start in range(0, len(prices), each):
         some = prices[start : start + each]
-        wide = min((WIDTH - NAMES) // len(some), 2 * COLUMN) if len(prices) < each else COLUMN
-        lines += ["", _line("", [one.name[-wide + 1 :] for one in some], wide)]
-        lines += [_line(name.rstrip("."), [cell(one) for one in some], wide) for name, cell in cells]
+        wide = min((TERMINAL_WIDTH - NAME_WIDTH) // len(some), 2 * COLUMN_WIDTH) if len(prices) < each else COLUMN_WIDTH
+        lines += ["", _format_row("", [one.name[-wide + 1 :] for one in some], wide)]
+        lines += [_format_row(name.rstrip("."), [cell(one) for one in some], wide) for name, cell in cells]
     notes = [f"{one.name}: {note}" for one in prices for note in one.notes]
-    said = [[], *(textwrap.wrap(note, WIDTH) for note in notes), *([[]] if notes else []), textwrap.wrap(ENDS, WIDTH)]
+    said = [[], *(textwrap.wrap(note, TERMINAL_WIDTH) for note in notes), *([[]] if notes else []), textwrap.wrap(FOOTNOTE, TERMINAL_WIDTH)]
     return [*lines, *(line for told in said for line in told or [""])]
 
 
-def _what(one: Price) -> str:
+def _describe_estimate(one: CostEstimate) -> str:
     """What a price is of, in a few words."""
-    if isinstance(one.described, AttentionSpec):
+    if isinstance(one.spec_or_model, AttentionSpec):
         return "one layer"
-    model, call = one.described, one.whole
+    model, call = one.spec_or_model, one.full_call
     layers = " + ".join(str(len(stack.layers)) for stack in model.stacks)
-    tokens = f", {call.tokens:,} tokens an image" if fixed(model)[-1] else ""
+    tokens = f", {call.tokens:,} tokens an image" if image_tokens(model)[-1] else ""
     source = f", {call.source:,} tokens of a source" if len(model.stacks) > 1 else ""
     return f"{model.kind} of {layers} {'layer' if layers == '1' else 'layers'}{tokens}{source}"
 
 
-Cell = Callable[[Price], str]
+Cell = Callable[[CostEstimate], str]
 
 
-def _flops(call: str) -> Iterator[tuple[str, Cell]]:
+def _flops_rows(call: str) -> Iterator[tuple[str, Cell]]:
     """The rows of one call: asked, spent, counted."""
     name = {"prefill": "prefill", "backward": "its gradients", "decode": "a step", "generate": "writing"}[call]
     ways = {"FLOP asked": "flops", "  spent": "spent", "  counted": "counted"}
     for told, way in ways.items():
 
-        def cell(one: Price, way: str = way) -> str:
+        def cell(one: CostEstimate, way: str = way) -> str:
             number = getattr(one, way).get(call)
-            return "-" if number is None else short(number)
+            return "-" if number is None else format_count(number)
 
         yield (f"{name}, {told}" if way == "flops" else told + "." * len(call)), cell
 
 
-def _waits(phase: str) -> Iterator[tuple[str, Cell]]:
+def _time_rows(phase: str) -> Iterator[tuple[str, Cell]]:
     """The rows of the time that a phase takes."""
     name = {"prefill": "prefill", "decode": "a step"}[phase]
-    yield f"{name}, seconds", lambda one: time(one.seconds(phase)) if phase in one.operations else "-"
-    yield "  waits for" + "." * len(phase), lambda one: one.step(phase).bound if phase in one.operations else "-"
+    yield f"{name}, seconds", lambda one: format_seconds(one.seconds(phase)) if phase in one.operations else "-"
+    yield "  waits for" + "." * len(phase), lambda one: one.total_operation(phase).bound if phase in one.operations else "-"
 
 
-def _each(one: Price) -> str:
-    told = one.kept_each
-    return "-" if one.decode is None else "a state" if told is None and one.kept.terms else short(told or 0)
+def _cache_per_token_cell(one: CostEstimate) -> str:
+    told = one.cache_bytes_per_token
+    return "-" if one.decode_flops is None else "a state" if told is None and one.cache_numbers.terms else format_count(told or 0)
 
 
 # The dots at the end of a name tell rows of one name apart, and are not shown.
-CELLS: list[tuple[str, Cell]] = [
-    ("parameters", lambda one: short(one.parameters.total)),
-    ("  met by a token", lambda one: short(one.active) if one.active != one.parameters.total else "-"),
-    ("weights, bytes", lambda one: short(one.weights_bytes)),
-    *(row for call in ("prefill", "backward", "decode", "generate") for row in _flops(call)),
-    ("cache, bytes a token", _each),
-    ("  a token of the source", lambda one: short(one.told_each) if one.told_each else "-"),
-    ("cache, bytes in all", lambda one: short(one.kept_bytes) if one.decode else "-"),
-    *(row for phase in ("prefill", "decode") for row in _waits(phase)),
-    ("its core, FLOP/byte", lambda one: f"{one.core.intensity:.1f}" if one.decode else "-"),
-    ("  waits for", lambda one: one.core.bound if one.decode else "-"),
+TABLE_ROWS: list[tuple[str, Cell]] = [
+    ("parameters", lambda one: format_count(one.parameters.total)),
+    ("  met by a token", lambda one: format_count(one.active_parameters) if one.active_parameters != one.parameters.total else "-"),
+    ("weights, bytes", lambda one: format_count(one.weights_bytes)),
+    *(row for call in ("prefill", "backward", "decode", "generate") for row in _flops_rows(call)),
+    ("cache, bytes a token", _cache_per_token_cell),
+    ("  a token of the source", lambda one: format_count(one.source_cache_bytes_per_token) if one.source_cache_bytes_per_token else "-"),
+    ("cache, bytes in all", lambda one: format_count(one.cache_bytes) if one.decode_flops else "-"),
+    *(row for phase in ("prefill", "decode") for row in _time_rows(phase)),
+    ("its core, FLOP/byte", lambda one: f"{one.core_operation.intensity:.1f}" if one.decode_flops else "-"),
+    ("  waits for", lambda one: one.core_operation.bound if one.decode_flops else "-"),
 ]
-SOMETIMES = {name for name, _ in [CELLS[1], *_flops("generate")]} | {"  a token of the source"}
-ENDS = (
+OPTIONAL_ROWS = {name for name, _ in [TABLE_ROWS[1], *_flops_rows("generate")]} | {"  a token of the source"}
+FOOTNOTE = (
     "Asked: allowed pairs only; spent: by the backend that runs it; counted: by torch, every pair. Times are lower "
     "bounds: products and memory at their largest, overlapping. k, M, G, T, P are powers of 1000."
 )
 
 
-def _operations(prices: Sequence[Price]) -> Iterator[str]:
+def _format_operations(prices: Sequence[CostEstimate]) -> Iterator[str]:
     """Every operation of every phase."""
     heads = ("FLOP", "bytes", "FLOP/byte", "at least", "waits for")
     for one in prices:
         for phase, every in one.operations.items():
             name = {"prefill": "all tokens", "decode": "a step"}[phase]
-            yield from ("", f"{one.name}: {name}".ljust(NAMES) + "".join(head.rjust(COLUMN) for head in heads))
-            for each in (*every, one.step(phase)):
+            yield from ("", f"{one.name}: {name}".ljust(NAME_WIDTH) + "".join(head.rjust(COLUMN_WIDTH) for head in heads))
+            for each in (*every, one.total_operation(phase)):
                 told = "together" if each.name == phase else each.name
-                numbers = (short(each.flops), short(each.moved), f"{each.intensity:.1f}", time(each.seconds))
-                yield _line(f"  {told}", [*numbers, each.bound], COLUMN)
+                numbers = (format_count(each.flops), format_count(each.moved), f"{each.intensity:.1f}", format_seconds(each.seconds))
+                yield _format_row(f"  {told}", [*numbers, each.bound], COLUMN_WIDTH)
 
 
-def _terms(prices: Sequence[Price]) -> list[str]:
+def _format_terms(prices: Sequence[CostEstimate]) -> list[str]:
     """Every item of every bill."""
     lines: list[str] = []
     for one in prices:
-        bills = {"parameters": one.parameters, **{CALLS[name]: bill for name, bill in one.calls.items()}}
-        bills |= {"cache, numbers a token": one.kept, "cache, numbers a token of the source": one.told}
+        bills = {"parameters": one.parameters, **{CALL_LABELS[name]: bill for name, bill in one.flops_by_call.items()}}
+        bills |= {"cache, numbers a token": one.cache_numbers, "cache, numbers a token of the source": one.source_cache_numbers}
         for name, bill in ((name, bill) for name, bill in bills.items() if bill.terms):
             lines += ["", f"{one.name}: {name}, {bill.total:,}"]
             for term in bill.terms:
-                lines += textwrap.wrap(f"{term.name} = {term.formula} = {term.value:,}", WIDTH - 2,
+                lines += textwrap.wrap(f"{term.name} = {term.formula} = {term.value:,}", TERMINAL_WIDTH - 2,
                                        initial_indent="  ", subsequent_indent="      ")  # fmt: skip
     return lines
 
 
-def short(number: int) -> str:
+def format_count(number: int) -> str:
     """A whole number in a few characters.
 
-    >>> short(67108864), short(999), short(2 * 10**15), short(2345 * 10**27)
+    >>> format_count(67108864), format_count(999), format_count(2 * 10**15), format_count(2345 * 10**27)
     ('67.11 M', '999', '2.00 P', '2.34e30')
     """
     if number < 10_000:
         return f"{number:,}"
     digits = str(number)
     power = (len(digits) - 1) // 3
-    if power >= len(UNITS):
+    if power >= len(UNIT_PREFIXES):
         return f"{digits[0]}.{digits[1:3]}e{len(digits) - 1}"
-    return f"{number / 1000**power:.2f} {UNITS[power]}"
+    return f"{number / 1000**power:.2f} {UNIT_PREFIXES[power]}"
 
 
-def time(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Seconds in a few characters.
 
-    >>> time(0.00012), time(3.5)
+    >>> format_seconds(0.00012), format_seconds(3.5)
     ('120.0 us', '3.50 s')
     """
     for scale, unit, digits in ((1.0, "s", 2), (1e-3, "ms", 1), (1e-6, "us", 1)):
@@ -209,5 +209,5 @@ def time(seconds: float) -> str:
     return f"{seconds / 1e-9:.1f} ns"
 
 
-def _line(name: str, cells: Sequence[str], wide: int) -> str:
-    return (name.ljust(NAMES) + "".join(cell.rjust(wide) for cell in cells)).rstrip()
+def _format_row(name: str, cells: Sequence[str], wide: int) -> str:
+    return (name.ljust(NAME_WIDTH) + "".join(cell.rjust(wide) for cell in cells)).rstrip()

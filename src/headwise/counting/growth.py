@@ -13,17 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..module import Attention
-from .complexity import Sizes, attentions
-from .costs import time
-from .here import seconds, where
+from .complexity import LayerSizes, attention_specs
+from .costs import format_seconds
+from .here import time_run, accelerator_type
 
-LENGTHS = (256, 512, 1024, 2048)
-WIDTH = 64  # small, so that all of it takes seconds on one processor
-SECONDS = 0.08  # of one measurement: there are about thirty
+MEASURED_LENGTHS = (256, 512, 1024, 2048)
+MODEL_WIDTH = 64  # small, so that all of it takes seconds on one processor
+SECONDS_PER_MEASUREMENT = 0.08  # of one measurement: there are about thirty
 
 
 @dataclass(frozen=True)
-class Growth:
+class ScalingMeasurement:
     """Seconds of each layer at every length, each twice the one before."""
 
     width: int
@@ -31,62 +31,62 @@ class Growth:
     layers: dict[str, tuple[float, ...]]
 
     @property
-    def times(self) -> dict[str, tuple[float, ...]]:
+    def growth_factors(self) -> dict[str, tuple[float, ...]]:
         """How many times as long each layer takes on rows twice as long."""
         return {name: tuple(after / before for before, after in pairwise(each)) for name, each in self.layers.items()}
 
     @property
     def data(self) -> dict[str, Any]:
         """The same as plain values."""
-        rows = [{"name": name, "seconds": each, "times": self.times[name]} for name, each in self.layers.items()]
+        rows = [{"name": name, "seconds": each, "times": self.growth_factors[name]} for name, each in self.layers.items()]
         return {"width": self.width, "lengths": self.lengths, "layers": rows}
 
     def __str__(self) -> str:
         told = (
-            f"Measured on this machine ({where()}), one row, width {self.width}: the time of {self.lengths[0]} tokens"
+            f"Measured on this machine ({accelerator_type()}), one row, width {self.width}: the time of {self.lengths[0]} tokens"
         )
         lines = [told, "and how many times as long each doubling takes", ""]
         lines.append(f"{'':<20}" + "".join(f"{f'{length:,} tokens':>15}" for length in self.lengths))
         for name, each in self.layers.items():
-            cells = [time(each[0]), *(f"x {times:.1f}" for times in self.times[name])]
+            cells = [format_seconds(each[0]), *(f"x {times:.1f}" for times in self.growth_factors[name])]
             lines.append(f"{name:<20}" + "".join(f"{cell:>15}" for cell in cells))
         return "\n".join(lines)
 
 
-def growth(sizes: Sizes, lengths: tuple[int, ...] = LENGTHS) -> Growth:
+def measure_scaling(sizes: LayerSizes, lengths: tuple[int, ...] = MEASURED_LENGTHS) -> ScalingMeasurement:
     """Every layer of the table, small, at a few lengths; heads, kernel and window as they are there.
 
-    >>> told = growth(Sizes(tokens=8, model=64), lengths=(4, 8))
+    >>> told = measure_scaling(LayerSizes(tokens=8, model=64), lengths=(4, 8))
     >>> all(second > 0 for each in told.layers.values() for second in each), len(told.times["GRU"])
     (True, 1)
     """
-    heads = math.gcd(sizes.heads, WIDTH)
-    small = Sizes(max(lengths), WIDTH, heads, sizes.kernel, sizes.window)
+    heads = math.gcd(sizes.heads, MODEL_WIDTH)
+    small = LayerSizes(max(lengths), MODEL_WIDTH, heads, sizes.kernel, sizes.window)
     layers: dict[str, tuple[float, ...]] = {}
     with torch.no_grad():
-        for name, run in _layers(small):
-            layers[name] = tuple(_seconds(run, length) for length in lengths)
-    return Growth(WIDTH, lengths, layers)
+        for name, run in _runnable_layers(small):
+            layers[name] = tuple(_time_layer(run, length) for length in lengths)
+    return ScalingMeasurement(MODEL_WIDTH, lengths, layers)
 
 
-def _seconds(run: Callable[[Tensor], Any], tokens: int) -> float:
-    x_BTD = torch.randn(1, tokens, WIDTH, device=where())
-    return seconds(lambda: run(x_BTD), SECONDS)
+def _time_layer(run: Callable[[Tensor], Any], tokens: int) -> float:
+    x_BTD = torch.randn(1, tokens, MODEL_WIDTH, device=accelerator_type())
+    return time_run(lambda: run(x_BTD), SECONDS_PER_MEASUREMENT)
 
 
-def _layers(sizes: Sizes) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
+def _runnable_layers(sizes: LayerSizes) -> Iterator[tuple[str, Callable[[Tensor], Any]]]:
     """What runs on x_BTD."""
-    for name, spec in attentions(sizes).items():
-        yield name, Attention(spec).eval().to(where())
+    for name, spec in attention_specs(sizes).items():
+        yield name, Attention(spec).eval().to(accelerator_type())
     for name, recurrent in {"recurrent": nn.RNN, "GRU": nn.GRU, "LSTM": nn.LSTM}.items():
-        yield name, recurrent(sizes.model, sizes.model, batch_first=True).eval().to(where())
-    wide = nn.Conv1d(sizes.model, sizes.model, sizes.kernel).to(where())
-    deep = nn.Conv1d(sizes.model, sizes.model, sizes.kernel, groups=sizes.model).to(where())
-    across = nn.Conv1d(sizes.model, sizes.model, 1).to(where())
-    yield "convolution", lambda x_BTD: wide(_before(x_BTD, sizes.kernel))
-    yield "separable conv.", lambda x_BTD: across(deep(_before(x_BTD, sizes.kernel)))
+        yield name, recurrent(sizes.model, sizes.model, batch_first=True).eval().to(accelerator_type())
+    wide = nn.Conv1d(sizes.model, sizes.model, sizes.kernel).to(accelerator_type())
+    deep = nn.Conv1d(sizes.model, sizes.model, sizes.kernel, groups=sizes.model).to(accelerator_type())
+    across = nn.Conv1d(sizes.model, sizes.model, 1).to(accelerator_type())
+    yield "convolution", lambda x_BTD: wide(_pad_causal(x_BTD, sizes.kernel))
+    yield "separable conv.", lambda x_BTD: across(deep(_pad_causal(x_BTD, sizes.kernel)))
 
 
-def _before(x_BTD: Tensor, kernel: int) -> Tensor:
+def _pad_causal(x_BTD: Tensor, kernel: int) -> Tensor:
     """Channels first, with nothing before the first token: so that each position sees itself and those before it."""
     return F.pad(x_BTD.transpose(1, 2), (kernel - 1, 0))

@@ -12,13 +12,13 @@ from torch.overrides import TorchFunctionMode
 
 from ..module import Attention
 from ..spec import AttentionSpec
-from .watching import Saved, Watch
+from .watching import SavedTensor, SavedTensorRecorder
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CPU_FLASH_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-class Sizes(NamedTuple):
+class CallSizes(NamedTuple):
     """Rows, tokens of a row, and tokens of a source, which are those of the row when it reads itself."""
 
     batch: int
@@ -26,41 +26,41 @@ class Sizes(NamedTuple):
     source: int
 
 
-class Run(NamedTuple):
+class SavedTensorRun(NamedTuple):
     """What a run keeps, in order, and without the core's own; and whether a fused kernel read the values."""
 
-    kept: Sequence[Saved]
-    outside: Sequence[Saved]
-    fused: bool
+    saved: Sequence[SavedTensor]
+    outside_core: Sequence[SavedTensor]
+    is_fused: bool
 
 
-def run(spec: AttentionSpec, sizes: Sizes, backend: str, dtype: str, device: str = "cpu") -> Run:
+def record_meta_run(spec: AttentionSpec, sizes: CallSizes, backend: str, dtype: str, device: str = "cpu") -> SavedTensorRun:
     """A layer of this spec in training on tensors of these sizes, of which only the shapes are there.
 
     >>> import headwise as hw
-    >>> told = run(hw.design(model=4096, heads=32), Sizes(16, 32768, 32768), "sdpa", "bf16")
+    >>> told = record_meta_run(hw.design(model=4096, heads=32), CallSizes(16, 32768, 32768), "sdpa", "bf16")
     >>> [saved.step for saved in told.kept]
     ['input', 'keys', 'queries', 'values', 'logsumexp', 'read']
     """
     with torch.device("meta"):
-        layer = Attention(spec, backend=backend).to(DTYPES[dtype])
-    like = {"dtype": DTYPES[dtype], "device": "meta", "requires_grad": True}
+        layer = Attention(spec, backend=backend).to(TORCH_DTYPES[dtype])
+    like = {"dtype": TORCH_DTYPES[dtype], "device": "meta", "requires_grad": True}
     x = torch.empty(sizes.batch, sizes.tokens, spec.model, **like)
     z = None if spec.source is None else torch.empty(sizes.batch, sizes.source, spec.source, **like)
-    watch = Watch.over(layer, spec)
-    watch.name(x, "input")
+    watch = SavedTensorRecorder.for_module(layer, spec)
+    watch.label_storage(x, "input")
     if z is not None:
-        watch.name(z, "source")
-    kernels = Kernels(watch, device)
+        watch.label_storage(z, "source")
+    kernels = DeviceKernelMode(watch, device)
     with watch, kernels:
         layer(x, source=z)
-    return Run(watch.steps(), watch.outside(), kernels.fused)
+    return SavedTensorRun(watch.tensors_by_step(), watch.tensors_outside_core(), kernels.fused)
 
 
-class Kernels(TorchFunctionMode):
+class DeviceKernelMode(TorchFunctionMode):
     """Runs what a device would run where tensors without memory do something else."""
 
-    def __init__(self, watch: Watch, device: str) -> None:
+    def __init__(self, watch: SavedTensorRecorder, device: str) -> None:
         super().__init__()
         self.watch, self.cuda, self.fused = watch, device == "cuda", False
 
@@ -76,23 +76,23 @@ class Kernels(TorchFunctionMode):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, **how: Any) -> Tensor:
         causal, scale, grouped = (how.get(name) for name in ("is_causal", "scale", "enable_gqa"))
-        if not (self.cuda or _fuses((q, k, v), bias, bool(grouped))):
+        if not (self.cuda or _uses_fused_kernel((q, k, v), bias, bool(grouped))):
             return F.scaled_dot_product_attention(q, k, v, bias, **how)
         self.fused = True
         if bias is not None and bias.dtype == torch.bool:
             bias = torch.where(bias, 0.0, -torch.inf).to(q.dtype)
         if self.cuda:
-            o, lse = _Fused.apply(q, k, v, bias)
+            o, lse = _FusedAttention.apply(q, k, v, bias)
         else:
-            o, lse = FLASH(q, k, v, 0.0, bool(causal), attn_mask=bias, scale=scale)
+            o, lse = CPU_FLASH_OP(q, k, v, 0.0, bool(causal), attn_mask=bias, scale=scale)
         named = {"queries": q, "keys": k, "values": v, "logsumexp": lse, "read": o}
         named |= {} if bias is None else {"bias": bias}
         for name, tensor in named.items():
-            self.watch.name(tensor, name)
+            self.watch.label_storage(tensor, name)
         return o
 
 
-def _fuses(qkv: Sequence[Tensor], bias: Tensor | None, grouped: bool) -> bool:
+def _uses_fused_kernel(qkv: Sequence[Tensor], bias: Tensor | None, grouped: bool) -> bool:
     """Whether torch would take the fused kernel of the CPU: asked of torch, about tensors of one token."""
     few = [torch.zeros(1, t.shape[1], 1, t.shape[-1], dtype=t.dtype, device="cpu") for t in qkv]
     few = [t.requires_grad_() for t in few]
@@ -102,7 +102,7 @@ def _fuses(qkv: Sequence[Tensor], bias: Tensor | None, grouped: bool) -> bool:
     return bool(torch.ops.aten._fused_sdp_choice(few[0], few[1], few[2], mask, enable_gqa=grouped))
 
 
-class _Fused(torch.autograd.Function):
+class _FusedAttention(torch.autograd.Function):
     """What the fused kernels of CUDA keep, but for a few bytes of random state and the padding of some."""
 
     @staticmethod
@@ -119,7 +119,7 @@ class _Fused(torch.autograd.Function):
         raise NotImplementedError("nothing without numbers goes back")
 
 
-class _Rms(torch.autograd.Function):
+class _FusedRMSNorm(torch.autograd.Function):
     """What the fused RMSNorm of CUDA keeps: the input, one number a row, the weight."""
 
     @staticmethod
@@ -134,7 +134,7 @@ class _Rms(torch.autograd.Function):
 
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    return _Rms.apply(x, weight, len(shape))  # pyright: ignore[reportReturnType] - of a Function pyright knows no more
+    return _FusedRMSNorm.apply(x, weight, len(shape))  # pyright: ignore[reportReturnType] - of a Function pyright knows no more
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

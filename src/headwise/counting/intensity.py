@@ -10,22 +10,22 @@ from typing import Any
 
 from ..errors import SpecError
 from ..spec import AttentionSpec
-from .asking import Request, asks, by_part
-from .costs import WIDTH, time
-from .devices import HERE, PLAIN, Device, Formats, bytes_of, stored
-from .layers import Layers
-from .serving import first
-from .timing import core_seconds, product_seconds
+from .asking import RequestChunk, chunk_cost, flops_by_part
+from .costs import TERMINAL_WIDTH, format_seconds
+from .devices import THIS_MACHINE, DEFAULT_FORMATS, Device, NumberFormats, dtype_bytes, stored_bytes
+from .layers import AttentionGroup
+from .serving import first_where
+from .timing import time_core, time_products
 
-USUAL = 16  # rows in the middle, where a load has one
-LARGEST = 2**29  # bytes of what is measured
-LONGEST = 0.5  # seconds of it
-INDENT: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "    "}
-BOXES = {"projections": "red", "core": "purple", "output": "blue"}
+DEFAULT_ROWS = 16  # rows in the middle, where a load has one
+MAX_TIMED_NUMBERS = 2**29  # bytes of what is measured
+MAX_TIMED_SECONDS = 0.5  # seconds of it
+WRAP_INDENT: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "    "}
+COMPONENT_COLOURS = {"projections": "red", "core": "purple", "output": "blue"}
 
 
 @dataclass(frozen=True)
-class Box:
+class DecodeComponent:
     """Some products of one step: FLOPs, bytes, and what follows on a machine. `measured` are seconds, where it was."""
 
     name: str
@@ -43,13 +43,13 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Boxed:
+class DecodeLayer:
     """A layer whose last token is being answered, on a device.
 
     Projections of one row do one FLOP for each byte of bfloat16, the core as many as query heads share a key:
 
     >>> import headwise as hw
-    >>> gqa = Boxed(hw.design(preset="gqa", model=4096, heads=32, kv=8), Device.named("h200"), 10**6)
+    >>> gqa = DecodeLayer(hw.design(preset="gqa", model=4096, heads=32, kv=8), Device.named("h200"), 10**6)
     >>> [round(box.intensity, 2) for box in gqa.boxes(1)], gqa.critical("projections"), gqa.critical("core")
     ([1.0, 4.0, 1.0], 225, None)
     """
@@ -57,7 +57,7 @@ class Boxed:
     spec: AttentionSpec
     device: Device
     context: int
-    formats: Formats = PLAIN
+    formats: NumberFormats = DEFAULT_FORMATS
 
     def __post_init__(self) -> None:
         if self.spec.source is not None:
@@ -65,85 +65,85 @@ class Boxed:
                 f"source={self.spec.source} is read by cross-attention, which has other boxes; leave it out"
             )
 
-    def boxes(self, rows: int) -> tuple[Box, ...]:
+    def components(self, rows: int) -> tuple[DecodeComponent, ...]:
         """Projections, core and output of so many rows."""
-        return tuple(self._box(name, rows) for name in BOXES)
+        return tuple(self._component(name, rows) for name in COMPONENT_COLOURS)
 
-    def critical(self, name: str) -> int | None:
+    def compute_bound_rows(self, name: str) -> int | None:
         """The fewest rows with which a box waits for compute; None when it never does."""
-        return first(lambda rows: self._box(name, rows).bound == "compute")
+        return first_where(lambda rows: self._component(name, rows).bound == "compute")
 
-    def measured(self, box: Box) -> Box:
+    def with_measured_seconds(self, box: DecodeComponent) -> DecodeComponent:
         """The same with the seconds that products of these sizes took just now; without, where they are too large."""
-        if box.moved > LARGEST or box.seconds > LONGEST:
+        if box.moved > MAX_TIMED_NUMBERS or box.seconds > MAX_TIMED_SECONDS:
             return box
-        dtype = self.formats.maths
+        dtype = self.formats.compute
         if box.name != "core":
-            return replace(box, measured=product_seconds(self._shapes(box.name), box.rows, dtype))
-        core, keys = self.spec.core_of(self.spec.form(one=True)), self._pairs
+            return replace(box, measured=time_products(self._component_shapes(box.name), box.rows, dtype))
+        core, keys = self.spec.core_of(self.spec.projection_form(one=True)), self._num_pairs
         if box.flops != core.flops(box.rows * keys):  # a state, or more than scores and values
             return box
-        return replace(box, measured=core_seconds(core, self._kept, (box.rows, keys), dtype))
+        return replace(box, measured=time_core(core, self._cached_numbers, (box.rows, keys), dtype))
 
     @property
-    def _pairs(self) -> int:
+    def _num_pairs(self) -> int:
         return self.spec.pattern.pairs(range(self.context - 1, self.context), range(self.context))
 
     @property
-    def _kept(self) -> int:
-        return sum(math.prod(shape) for shape in self.spec.entry().values())
+    def _cached_numbers(self) -> int:
+        return sum(math.prod(shape) for shape in self.spec.kv_entry_shapes().values())
 
-    def _shapes(self, name: str) -> list[tuple[int, ...]]:
+    def _component_shapes(self, name: str) -> list[tuple[int, ...]]:
         """The tensors of a box, by whose they are."""
         shapes = self.spec.shapes().items()
         return [shape for key, shape in shapes if (key.partition(".")[0] == "output") == (name == "output")]
 
-    def _box(self, name: str, rows: int) -> Box:
-        request, core = Request(1, self.context - 1), self.spec.core_of(self.spec.form(one=True))
+    def _component(self, name: str, rows: int) -> DecodeComponent:
+        request, core = RequestChunk(1, self.context - 1), self.spec.core_of(self.spec.projection_form(one=True))
         if name == "core":
-            told = asks(Layers("attention", self.spec), request, self.formats)
-            flops, moved = rows * told.core, rows * told.moved
+            told = chunk_cost(AttentionGroup("attention", self.spec), request, self.formats)
+            flops, moved = rows * told.core_flops, rows * told.bytes_moved
         else:
             flops = rows * sum(
-                n for part, n in by_part(self.spec, request).items() if (part == "output") == (name == "output")
+                n for part, n in flops_by_part(self.spec, request).items() if (part == "output") == (name == "output")
             )
-            heads = len(core.values) * core.vdim if name == "output" else len(core.keys) * core.dim + self._kept
-            weights = sum(stored(shape, self.formats.weights) for shape in self._shapes(name))
-            moved = weights + bytes_of(self.formats.maths) * rows * (self.spec.model + heads)
-        maths = self.formats.maths
-        return Box(
-            name, rows, flops, moved, self.device.bound(flops, moved, maths), self.device.time(flops, moved, maths)
+            heads = len(core.value_head_of_row) * core.vdim if name == "output" else len(core.keys) * core.dim + self._cached_numbers
+            weights = sum(stored_bytes(shape, self.formats.weights) for shape in self._component_shapes(name))
+            moved = weights + dtype_bytes(self.formats.compute) * rows * (self.spec.model + heads)
+        maths = self.formats.compute
+        return DecodeComponent(
+            name, rows, flops, moved, self.device.limiting_resource(flops, moved, maths), self.device.min_seconds(flops, moved, maths)
         )
 
 
 @dataclass(frozen=True)
-class Boxes:
+class IntensityReport:
     """The boxes of several layers, each with one row, with some, and with as many as projections need."""
 
-    layers: dict[str, Boxed]
-    boxes: dict[str, tuple[Box, ...]]
+    layers: dict[str, DecodeLayer]
+    components: dict[str, tuple[DecodeComponent, ...]]
 
     @staticmethod
-    def of(layers: Mapping[str, Boxed], rows: int = USUAL) -> Boxes:
+    def from_layers(layers: Mapping[str, DecodeLayer], rows: int = DEFAULT_ROWS) -> IntensityReport:
         """Priced, and on this machine measured too."""
-        found: dict[str, tuple[Box, ...]] = {}
+        found: dict[str, tuple[DecodeComponent, ...]] = {}
         for name, layer in layers.items():
-            counts = sorted({1, rows if rows > 1 else USUAL, layer.critical("projections") or 1})
-            boxes = (box for count in counts for box in layer.boxes(count))
-            found[name] = tuple(layer.measured(box) if layer.device.name == HERE else box for box in boxes)
-        return Boxes(dict(layers), found)
+            counts = sorted({1, rows if rows > 1 else DEFAULT_ROWS, layer.compute_bound_rows("projections") or 1})
+            boxes = (box for count in counts for box in layer.components(count))
+            found[name] = tuple(layer.with_measured_seconds(box) if layer.device.name == THIS_MACHINE else box for box in boxes)
+        return IntensityReport(dict(layers), found)
 
     def __str__(self) -> str:
         layer = next(iter(self.layers.values()))
         device, formats = layer.device, layer.formats
-        here = device.name == HERE
-        told = f"one token of each of N rows of {layer.context:,} tokens, {formats.maths}, {device.what}"
-        lines = [*textwrap.wrap(told, WIDTH), ""]
-        lines.append(_row("", "N", "FLOP/byte", "waits for", "at least", "measured" if here else ""))
+        here = device.name == THIS_MACHINE
+        told = f"one token of each of N rows of {layer.context:,} tokens, {formats.compute}, {device.description}"
+        lines = [*textwrap.wrap(told, TERMINAL_WIDTH), ""]
+        lines.append(_format_component_row("", "N", "FLOP/byte", "waits for", "at least", "measured" if here else ""))
         for name, layer in self.layers.items():
-            lines += [name, *_rows(self.boxes[name], here)]
-            lines += textwrap.wrap(f"N from which it waits for compute: {_turns(layer)}", WIDTH, **INDENT)
-        alone = device.critical(formats.maths, formats.weights)
+            lines += [name, *_component_rows(self.components[name], here)]
+            lines += textwrap.wrap(f"N from which it waits for compute: {_compute_bound_lines(layer)}", TERMINAL_WIDTH, **WRAP_INDENT)
+        alone = device.compute_bound_tokens(formats.compute, formats.weights)
         notes = f"Of weights alone any product waits for compute from N = {alone:,.1f}. "
         if here:
             notes += (
@@ -151,7 +151,7 @@ class Boxes:
                 "keeps near itself from run to run is read faster than memory. - is too large, or more than two "
                 "products."
             )
-        return "\n".join([*lines, "", *textwrap.wrap(notes, WIDTH)])
+        return "\n".join([*lines, "", *textwrap.wrap(notes, TERMINAL_WIDTH)])
 
     @property
     def data(self) -> list[dict[str, Any]]:
@@ -159,28 +159,28 @@ class Boxes:
         return [
             {
                 "name": name,
-                "critical": {box: layer.critical(box) for box in BOXES},
-                "boxes": [{**asdict(box), "intensity": box.intensity} for box in self.boxes[name]],
+                "critical": {box: layer.compute_bound_rows(box) for box in COMPONENT_COLOURS},
+                "boxes": [{**asdict(box), "intensity": box.intensity} for box in self.components[name]],
             }
             for name, layer in self.layers.items()
         ]
 
 
-def _rows(boxes: Sequence[Box], here: bool) -> Iterator[str]:
-    for name, colour in BOXES.items():
+def _component_rows(boxes: Sequence[DecodeComponent], here: bool) -> Iterator[str]:
+    for name, colour in COMPONENT_COLOURS.items():
         some = [box for box in boxes if box.name == name]
         for n, box in enumerate(some):
-            found = "" if not here else "-" if box.measured is None else time(box.measured)
+            found = "" if not here else "-" if box.measured is None else format_seconds(box.measured)
             title = f"  {name} ({colour})" if n == 0 else ""
-            yield _row(title, f"{box.rows:,}", f"{box.intensity:,.2f}", box.bound, time(box.seconds), found)
+            yield _format_component_row(title, f"{box.rows:,}", f"{box.intensity:,.2f}", box.bound, format_seconds(box.seconds), found)
 
 
-def _turns(layer: Boxed) -> str:
+def _compute_bound_lines(layer: DecodeLayer) -> str:
     words = {None: "never", 1: "any"}
-    found = {name: layer.critical(name) for name in BOXES}
+    found = {name: layer.compute_bound_rows(name) for name in COMPONENT_COLOURS}
     return ", ".join(f"{name} {words.get(n) or f'{n:,}'}" for name, n in found.items())
 
 
-def _row(*cells: str) -> str:
+def _format_component_row(*cells: str) -> str:
     name, *rest = cells
     return (name.ljust(24) + "".join(cell.rjust(11) for cell in rest)).rstrip()

@@ -6,37 +6,37 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..backends import halves, linear, sdpa
-from ..backends.blocks import BLOCK
-from ..backends.job import Job
-from ..errors import NoBackend, SpecError, nearest
+from ..backends.blocks import QUERY_BLOCK_SIZE
+from ..backends.job import CallSignature
+from ..errors import NoBackend, SpecError, suggest
 from ..spec import AttentionSpec
 from . import textbook
-from .bills import Bill
-from .devices import bytes_of
-from .imagined import DTYPES, Run, Sizes, run
-from .shapes import Axes, Kept, plain, terms
-from .symbols import Symbol
-from .watching import Saved
+from .bills import CostBreakdown
+from .devices import dtype_bytes
+from .imagined import TORCH_DTYPES, SavedTensorRun, CallSizes, record_meta_run
+from .shapes import SymbolicAxes, BytesByStep, sum_bytes_by_step, infer_formulas
+from .symbols import SymbolicInt
+from .watching import SavedTensor
 
 if TYPE_CHECKING:
-    from .pricing import Load
+    from .pricing import Workload
 
 # What runs the core, and on which kind of device; the published ones are formulas and run nothing.
-PROFILES = {
+BACKEND_PROFILES = {
     "dense": ("dense", "cpu"),
     "composed": ("dense", "cpu"),
     "halves": ("halves", "cpu"),
     "sdpa": ("sdpa", "cpu"),
     "flash-cuda": ("sdpa", "cuda"),
 }
-CHECKPOINTS = ("none", "block", "core")
-FEW, MORE = 7, 11  # rows of the two runs
-LONGEST = 2**22  # tokens of a run: what is longer follows from a shorter one of the same kind
+CHECKPOINT_MODES = ("none", "block", "core")
+SHORT_LENGTH, LONGER_LENGTH = 7, 11  # rows of the two runs
+MAX_LENGTH = 2**22  # tokens of a run: what is longer follows from a shorter one of the same kind
 
 
-def activations(
-    spec: AttentionSpec, load: Load, profile: str = "", *, source: int | None = None, checkpoint: str = "none"
-) -> Bill:
+def layer_activation_memory(
+    spec: AttentionSpec, workload: Workload, profile: str = "", *, source: int | None = None, checkpoint: str = "none"
+) -> CostBreakdown:
     """Bytes that one layer keeps from its forward pass in training for the way back, by the step that keeps them.
 
     profile="dense": every score in plain operations; "composed": the same in blocks of queries, whose scores are formed
@@ -45,7 +45,7 @@ def activations(
     textbook. Without one, `usual` says which. `source` is how many tokens another sequence has, if not as many.
 
     >>> import headwise as hw
-    >>> told = activations(hw.design(model=512, heads=8, bias="qkvo"), hw.Load(2, 1000), "sdpa")
+    >>> told = layer_activation_memory(hw.design(model=512, heads=8, bias="qkvo"), hw.Workload(2, 1000), "sdpa")
     >>> for term in told.terms:
     ...     print(*term)
     input 2 b s model 2048000
@@ -55,113 +55,113 @@ def activations(
     logsumexp 4 b s q 64000
     read 2 b s q dim 2048000
     """
-    return Bill.of(iter(layer(spec, load, (profile or usual(spec, load), checkpoint), source).items()))
+    return CostBreakdown.from_items(iter(layer_activation_terms(spec, workload, (profile or default_profile(spec, workload), checkpoint), source).items()))
 
 
-def layer(spec: AttentionSpec, load: Load, how: tuple[str, str], source: int | None = None) -> Kept:
+def layer_activation_terms(spec: AttentionSpec, workload: Workload, how: tuple[str, str], source: int | None = None) -> BytesByStep:
     """The same as numbers that know their formulas, by step; `how` is profile and checkpoint."""
     profile, checkpoint = how
-    _check(profile, checkpoint)
-    if profile in textbook.PROFILES:
-        return dict(textbook.layer(spec, load, how))
-    axes = axes_of(spec, load, source)
-    if profile == "composed" and checkpoint == "none" and load.context > BLOCK:
+    _check_profile(profile, checkpoint)
+    if profile in textbook.FORMULA_PROFILES:
+        return dict(textbook.formula_layer_bytes(spec, workload, how))
+    axes = symbolic_axes(spec, workload, source)
+    if profile == "composed" and checkpoint == "none" and workload.context > QUERY_BLOCK_SIZE:
         how = (profile, "core")
     if checkpoint == "block":
-        rows, each = axes.load.batch, bytes_of(load.dtype)
-        held = {"input": each * rows * axes.load.tokens * Symbol.of(spec.model, "model")}
-        wide = spec.source and Symbol.of(spec.source, "source")
+        rows, each = axes.load.batch, dtype_bytes(workload.dtype)
+        held = {"input": each * rows * axes.load.tokens * SymbolicInt.of(spec.model, "model")}
+        wide = spec.source and SymbolicInt.of(spec.source, "source")
         return held | ({"source": each * rows * axes.load.source * wide} if wide else {})
-    return _terms(spec, load, axes, how)
+    return _infer_terms(spec, workload, axes, how)
 
 
-def usual(spec: AttentionSpec, load: Load) -> str:
+def default_profile(spec: AttentionSpec, workload: Workload) -> str:
     """How a layer runs in training on the device of a load: fused where the spec can, else in blocks of queries.
 
     Sums over tokens, where a spec has them, are not among the profiles; such a one stands as dense.
 
     >>> import headwise as hw
-    >>> [usual(hw.design(preset=name), hw.Load()) for name in ("gqa", "dcmha", "linear")]
+    >>> [default_profile(hw.design(preset=name), hw.Workload()) for name in ("gqa", "dcmha", "linear")]
     ['flash-cuda', 'composed', 'dense']
     """
-    if refused(spec):
-        return "composed" if linear.refuses(_training(spec)) else "dense"
-    if load.device == "cpu" and load.dtype == "bf16" and not halves.refuses(_training(spec)):
+    if fused_unsupported_reason(spec):
+        return "composed" if linear.unsupported_reasons(_training_options(spec)) else "dense"
+    if workload.device == "cpu" and workload.dtype == "bf16" and not halves.unsupported_reasons(_training_options(spec)):
         return "halves"
-    return "sdpa" if load.device in ("cpu", "m2-max") else "flash-cuda"
+    return "sdpa" if workload.device in ("cpu", "m2-max") else "flash-cuda"
 
 
-def refused(spec: AttentionSpec) -> list[str]:
+def fused_unsupported_reason(spec: AttentionSpec) -> list[str]:
     """Why the fused call cannot run a spec in training."""
-    return sdpa.refuses(_training(spec))
+    return sdpa.unsupported_reasons(_training_options(spec))
 
 
-def _training(spec: AttentionSpec) -> Job:
-    return Job(spec, spec.core_of(spec.form(one=False)), grad=True, training=True)
+def _training_options(spec: AttentionSpec) -> CallSignature:
+    return CallSignature(spec, spec.core_of(spec.projection_form(one=False)), needs_grad=True, training=True)
 
 
-def fuses(spec: AttentionSpec, dtype: str) -> bool:
+def is_fused_on_cpu(spec: AttentionSpec, dtype: str) -> bool:
     """Whether the fused call of the CPU really is one kernel: not where keys and values differ in width, say.
 
     >>> import headwise as hw
-    >>> [fuses(hw.design(preset=name), "fp32") for name in ("gqa", "mla")]
+    >>> [is_fused_on_cpu(hw.design(preset=name), "fp32") for name in ("gqa", "mla")]
     [True, False]
     """
-    return ran(spec, Sizes(FEW, FEW, FEW), "sdpa", dtype, "cpu").fused
+    return record_saved_tensors(spec, CallSizes(SHORT_LENGTH, SHORT_LENGTH, SHORT_LENGTH), "sdpa", dtype, "cpu").is_fused
 
 
-def _check(profile: str, checkpoint: str) -> None:
-    if profile not in (known := [*PROFILES, *textbook.PROFILES]):
-        raise SpecError(f"there is no profile {profile!r}; {nearest(profile, known)}")
-    if checkpoint not in CHECKPOINTS:
-        raise SpecError(f"checkpoint={checkpoint!r} is unknown; {nearest(checkpoint, CHECKPOINTS)}")
+def _check_profile(profile: str, checkpoint: str) -> None:
+    if profile not in (known := [*BACKEND_PROFILES, *textbook.FORMULA_PROFILES]):
+        raise SpecError(f"there is no profile {profile!r}; {suggest(profile, known)}")
+    if checkpoint not in CHECKPOINT_MODES:
+        raise SpecError(f"checkpoint={checkpoint!r} is unknown; {suggest(checkpoint, CHECKPOINT_MODES)}")
     if checkpoint == "core" and profile in ("sdpa", "flash-cuda"):
         raise SpecError(f"profile {profile} keeps no scores to be computed anew; use checkpoint='none' or 'block'")
 
 
-def axes_of(spec: AttentionSpec, load: Load, source: int | None) -> Axes:
+def symbolic_axes(spec: AttentionSpec, load: Workload, source: int | None) -> SymbolicAxes:
     """The sizes of a load by the letters and axes of a spec."""
     if source is not None and (spec.source is None or type(source) is not int or source < 1):
         told = "this spec reads no source" if spec.source is None else "give a whole number of at least 1"
         raise SpecError(f"source={source!r} is no length of a source; {told}")
-    return Axes(spec, Sizes(load.batch, load.context, source or load.context))
+    return SymbolicAxes(spec, CallSizes(load.batch, load.context, source or load.context))
 
 
-def _terms(spec: AttentionSpec, load: Load, axes: Axes, how: tuple[str, str]) -> Kept:
-    backend, device = PROFILES[how[0]]
+def _infer_terms(spec: AttentionSpec, load: Workload, axes: SymbolicAxes, how: tuple[str, str]) -> BytesByStep:
+    backend, device = BACKEND_PROFILES[how[0]]
 
-    def kept(sizes: Sizes) -> Sequence[Saved]:
-        told = ran(spec, sizes, backend, load.dtype, device)
-        return told.outside if how[1] == "core" else told.kept
+    def kept(sizes: CallSizes) -> Sequence[SavedTensor]:
+        told = record_saved_tensors(spec, sizes, backend, load.dtype, device)
+        return told.outside_core if how[1] == "core" else told.saved
 
-    wanted = Sizes(*map(int, axes.load))
-    here = Sizes(min(wanted.batch, FEW), min(wanted.tokens, LONGEST), min(wanted.source, LONGEST))
+    wanted = CallSizes(*map(int, axes.load))
+    here = CallSizes(min(wanted.batch, SHORT_LENGTH), min(wanted.tokens, MAX_LENGTH), min(wanted.source, MAX_LENGTH))
     first = kept(here)
-    for other in _others(here, spec.source is None):
+    for other in _probe_sizes(here, spec.source is None):
         try:
-            found = terms(first, kept(other), axes, (here, other))
+            found = infer_formulas(first, kept(other), axes, (here, other))
         except (ValueError, RuntimeError):  # a layer may know no position beyond, or nothing of no tokens
             continue
         if found is not None:
             return found
     if here[1:] != wanted[1:]:
-        raise SpecError(f"context={load.context} is another kind of call than any that can be tried; use {LONGEST}")
-    return plain(kept(wanted))
+        raise SpecError(f"context={load.context} is another kind of call than any that can be tried; use {MAX_LENGTH}")
+    return sum_bytes_by_step(kept(wanted))
 
 
-def _others(here: Sizes, alone: bool) -> Iterator[Sizes]:
+def _probe_sizes(here: CallSizes, alone: bool) -> Iterator[CallSizes]:
     """Sizes of the same kind of call, near enough that no pattern has an edge between."""
     for more in (1, -1):
         tokens = here.tokens + more
-        yield Sizes(MORE, tokens, tokens if alone else here.source + 2 * more)
+        yield CallSizes(LONGER_LENGTH, tokens, tokens if alone else here.source + 2 * more)
 
 
-def ran(spec: AttentionSpec, sizes: Sizes, backend: str, dtype: str, device: str) -> Run:
+def record_saved_tensors(spec: AttentionSpec, sizes: CallSizes, backend: str, dtype: str, device: str) -> SavedTensorRun:
     """One run; what cannot run is refused in a line."""
-    if dtype not in DTYPES:
-        raise SpecError(f"dtype={dtype!r} is nothing that layers train in; {nearest(dtype, DTYPES)}")
+    if dtype not in TORCH_DTYPES:
+        raise SpecError(f"dtype={dtype!r} is nothing that layers train in; {suggest(dtype, TORCH_DTYPES)}")
     try:
-        return run(spec, sizes, backend, dtype, device)
+        return record_meta_run(spec, sizes, backend, dtype, device)
     except NoBackend as error:
         raise SpecError(f"{error}; use profile='dense'") from None
     except RuntimeError as error:

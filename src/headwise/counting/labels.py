@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def spread(wanted: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0) -> list[float]:
+def spread_labels(wanted: Sequence[float], gap: float, low: float = 0.0, high: float = 1.0) -> list[float]:
     """Places at least a gap apart, between two bounds, whose squared distances to the wanted ones are least together.
 
     Where there is no room for the gap, they share what there is.
 
-    >>> spread([0.5, 0.5, 0.9], gap=0.2)
+    >>> spread_labels([0.5, 0.5, 0.9], gap=0.2)
     [0.4, 0.6, 0.9]
-    >>> spread([1.0, 0.0, 1.0], gap=0.25)
+    >>> spread_labels([1.0, 0.0, 1.0], gap=0.25)
     [0.75, 0.0, 1.0]
     """
     order = sorted(range(len(wanted)), key=lambda n: wanted[n])
@@ -30,10 +30,10 @@ def spread(wanted: Sequence[float], gap: float, low: float = 0.0, high: float = 
     return [round(places[n], 9) for n in range(len(wanted))]
 
 
-def shortened(name: str, most: int) -> str:
+def shorten_label(name: str, most: int) -> str:
     """A name in so many characters: what stands in its middle is left out, for names differ at their ends.
 
-    >>> shortened("llama-3-8b-instruct-q4", 12)
+    >>> shorten_label("llama-3-8b-instruct-q4", 12)
     'llama-…ct-q4'
     """
     half = most // 2

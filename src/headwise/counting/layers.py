@@ -8,180 +8,180 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..blueprint import Block, Dense, Experts, Model, Nearly, Run
-from ..blueprint.stack import LAYERS
+from ..blueprint import BlockSpec, FeedForwardSpec, ExpertsSpec, ModelSpec, ApproximateAttention, LayerRun
+from ..blueprint.stack import MAX_LAYERS
 from ..errors import SpecError
 from ..spec import AttentionSpec
-from .devices import stored
+from .devices import stored_bytes
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Layers:
+class AttentionGroup:
     """Attentions that are alike: so many layers have one. `reads` says of whom: "own" tokens, or a "source"."""
 
     name: str
     spec: AttentionSpec
-    times: int = 1
-    reads: str = "own"
+    num_layers: int = 1
+    kv_source: str = "own"
 
     @property
-    def shapes(self) -> Shapes:
+    def weight_shapes(self) -> Shapes:
         """The learned tensors of one that answered tokens meet; of a source, only its reading."""
         params, shapes = self.spec.params().items(), self.spec.shapes()
-        early = "source" if self.reads == "source" else None
-        return tuple(shapes[name] for name, p in params if p.learned and (not p.applied or p.applied != early))
+        early = "source" if self.kv_source == "source" else None
+        return tuple(shapes[name] for name, p in params if p.trainable and (not p.applied or p.applied != early))
 
 
 @dataclass(frozen=True)
-class Matrices:
+class WeightMatrixGroup:
     """What tokens meet outside attention: tensors that each token meets, and `active` of `count` experts."""
 
     name: str
-    times: int
-    always: Shapes
-    each: Shapes = ()
-    count: int = 0
-    active: int = 0
-    inside: int = 0  # numbers of one token that are alive in between, its input among them
+    num_layers: int
+    dense_shapes: Shapes
+    expert_shapes: Shapes = ()
+    num_experts: int = 0
+    num_active_experts: int = 0
+    hidden_numbers: int = 0  # numbers of one token that are alive in between, its input among them
 
     def flops(self, tokens: int) -> int:
         """Two for each number of a matrix and each token that meets it."""
-        return 2 * tokens * (_numbers(self.always) + self.active * _numbers(self.each))
+        return 2 * tokens * (_num_matrix_elements(self.dense_shapes) + self.num_active_experts * _num_matrix_elements(self.expert_shapes))
 
-    def moved(self, tokens: int, dtype: str) -> int:
+    def bytes_moved(self, tokens: int, dtype: str) -> int:
         """Bytes of the tensors that so many tokens meet, if no two choose the same expert while others are idle.
 
-        >>> experts = Matrices("experts", 1, (), ((2, 5),), count=4, active=2)  # 40 bytes each
+        >>> experts = WeightMatrixGroup("experts", 1, (), ((2, 5),), count=4, active=2)  # 40 bytes each
         >>> [experts.moved(tokens, "fp32") for tokens in (1, 2, 3)]
         [80, 160, 160]
         """
-        return _bytes(self.always, dtype) + min(self.count, tokens * self.active) * _bytes(self.each, dtype)
+        return _stored_bytes(self.dense_shapes, dtype) + min(self.num_experts, tokens * self.num_active_experts) * _stored_bytes(self.expert_shapes, dtype)
 
     @property
-    def flowing(self) -> int:
+    def numbers_per_token(self) -> int:
         """Numbers of one token that go into every matrix and come out of it."""
-        return _ends(self.always) + self.active * _ends(self.each)
+        return _input_output_sizes(self.dense_shapes) + self.num_active_experts * _input_output_sizes(self.expert_shapes)
 
 
-def attentions(described: AttentionSpec | Model, layers: int = 1) -> tuple[Layers, ...]:
+def group_attentions(spec_or_model: AttentionSpec | ModelSpec, num_layers: int = 1) -> tuple[AttentionGroup, ...]:
     """The attentions that answer a token, alike ones together: a spec so many times, or a model's last stack.
 
     >>> import headwise as hw
-    >>> [(each.name, each.times) for each in attentions(hw.design(preset="gqa"), layers=32)]
+    >>> [(each.name, each.times) for each in group_attentions(hw.design(preset="gqa"), layers=32)]
     [('attention', 32)]
     """
-    if type(layers) is not int or not 1 <= layers <= LAYERS:
-        raise SpecError(f"layers={layers!r} is no number of layers; give 1 to {LAYERS}")
-    if isinstance(described, AttentionSpec):
-        return (Layers("attention", described, layers, "own" if described.source is None else "source"),)
-    if layers != 1:
-        raise SpecError(f"layers={layers}, but {described.name} says its own layers; leave layers out")
-    if described.kind not in ("decoder", "encoder-decoder"):
-        raise SpecError(f"{described.name} is of kind {described.kind} and answers no token by token; give a decoder")
-    stack = described.stacks[-1]
-    found = Counter((name, spec) for block in stack.layers for name, spec in block.specs.items())
+    if type(num_layers) is not int or not 1 <= num_layers <= MAX_LAYERS:
+        raise SpecError(f"layers={num_layers!r} is no number of layers; give 1 to {MAX_LAYERS}")
+    if isinstance(spec_or_model, AttentionSpec):
+        return (AttentionGroup("attention", spec_or_model, num_layers, "own" if spec_or_model.source is None else "source"),)
+    if num_layers != 1:
+        raise SpecError(f"layers={num_layers}, but {spec_or_model.name} says its own layers; leave layers out")
+    if spec_or_model.kind not in ("decoder", "encoder-decoder"):
+        raise SpecError(f"{spec_or_model.name} is of kind {spec_or_model.kind} and answers no token by token; give a decoder")
+    stack = spec_or_model.stacks[-1]
+    found = Counter((name, spec) for block in stack.layers for name, spec in block.attention_specs.items())
     return tuple(
-        Layers(name, spec, times, "source" if name == "cross" else "own") for (name, spec), times in found.items()
+        AttentionGroup(name, spec, times, "source" if name == "cross" else "own") for (name, spec), times in found.items()
     )
 
 
-def matrices(described: AttentionSpec | Model) -> tuple[Matrices, ...]:
+def group_matrices(spec_or_model: AttentionSpec | ModelSpec) -> tuple[WeightMatrixGroup, ...]:
     """Feed-forwards of a model's last stack, alike ones together, and the first of its heads; a spec has none."""
-    if isinstance(described, AttentionSpec):
+    if isinstance(spec_or_model, AttentionSpec):
         return ()
-    stack = described.stacks[-1]
+    stack = spec_or_model.stacks[-1]
     feeds = Counter(block.feed for block in stack.layers if block.feed is not None)
-    return (*(_feed(feed, times, stack.model) for feed, times in feeds.items()), *_head(described))
+    return (*(_feed_forward_matrices(feed, times, stack.model) for feed, times in feeds.items()), *_head_matrices(spec_or_model))
 
 
-def _feed(feed: Dense | Experts, times: int, model: int) -> Matrices:
-    if isinstance(feed, Dense):
-        return Matrices("feed-forward", times, _shapes(feed, model), inside=model + _inside(feed))
+def _feed_forward_matrices(feed: FeedForwardSpec | ExpertsSpec, times: int, model: int) -> WeightMatrixGroup:
+    if isinstance(feed, FeedForwardSpec):
+        return WeightMatrixGroup("feed-forward", times, _feed_forward_shapes(feed, model), hidden_numbers=model + _hidden_numbers(feed))
     always = tuple(w.shape for w in feed.weights(model) if not w.name.startswith("each."))
-    inside = model + max(feed.active * _inside(feed.each), _inside(feed.shared) if feed.shared else 0)
-    each = _shapes(feed.each, model)
-    return Matrices("experts", times, always, each, feed.count, feed.active, inside)
+    inside = model + max(feed.active * _hidden_numbers(feed.each), _hidden_numbers(feed.shared) if feed.shared else 0)
+    each = _feed_forward_shapes(feed.each, model)
+    return WeightMatrixGroup("experts", times, always, each, feed.count, feed.active, inside)
 
 
-def _inside(feed: Dense) -> int:
+def _hidden_numbers(feed: FeedForwardSpec) -> int:
     """Numbers of one token behind the first maps: what goes up, and beside it what gates it."""
-    return feed.hidden * (len(feed.maps) - 1)
+    return feed.hidden * (len(feed.matrix_layouts) - 1)
 
 
-def _shapes(feed: Dense, model: int) -> Shapes:
+def _feed_forward_shapes(feed: FeedForwardSpec, model: int) -> Shapes:
     return tuple(w.shape for w in feed.weights(model))
 
 
-def _head(model: Model) -> Iterator[Matrices]:
+def _head_matrices(model: ModelSpec) -> Iterator[WeightMatrixGroup]:
     for head in model.heads[:1]:
         width = head.transform.hidden if head.transform else model.stacks[-1].model
         table = ((head.outputs, width),) if head.table else ()
-        own = tuple(w.shape for w in head.weights(model.stacks[-1].model) if w.learned)
+        own = tuple(w.shape for w in head.weights(model.stacks[-1].model) if w.trainable)
         inside = model.stacks[-1].model + head.outputs
-        yield Matrices("head", 1, (*own, *table), inside=inside)
+        yield WeightMatrixGroup("head", 1, (*own, *table), hidden_numbers=inside)
 
 
-def alive(spec: AttentionSpec) -> int:
+def live_numbers(spec: AttentionSpec) -> int:
     """Numbers of one token inside an attention, at least: its input, queries, what is remembered, what heads give."""
     core = spec.core
-    kept = sum(math.prod(shape) for shape in spec.entry().values())
-    return spec.model + len(core.keys) * core.dim + kept + len(core.values) * core.vdim
+    kept = sum(math.prod(shape) for shape in spec.kv_entry_shapes().values())
+    return spec.model + len(core.keys) * core.dim + kept + len(core.value_head_of_row) * core.vdim
 
 
-class Held(NamedTuple):
+class WeightMemory(NamedTuple):
     """Learned numbers, and the bytes they take."""
 
-    numbers: int
+    num_parameters: int
     bytes: int
 
 
-def held(described: AttentionSpec | Model, dtype: str, layers: int = 1) -> Held:
+def weight_memory(spec_or_model: AttentionSpec | ModelSpec, dtype: str, num_layers: int = 1) -> WeightMemory:
     """All learned numbers of a spec in so many layers, or of a model: embeddings and encoders too.
 
     >>> import headwise as hw
-    >>> held(hw.design(preset="gqa", model=4096, heads=32, kv=8), "bf16", layers=32)
+    >>> weight_memory(hw.design(preset="gqa", model=4096, heads=32, kv=8), "bf16", layers=32)
     Held(numbers=1342177280, bytes=2684354560)
     """
-    if isinstance(described, AttentionSpec):
-        shapes, times = _learned(described), layers
+    if isinstance(spec_or_model, AttentionSpec):
+        shapes, times = _learned_shapes(spec_or_model), num_layers
     else:
-        shapes, times = tuple(w.shape for w in described.weights() if w.learned), 1
-    return Held(times * sum(map(math.prod, shapes)), times * sum(stored(shape, dtype) for shape in shapes))
+        shapes, times = tuple(w.shape for w in spec_or_model.weights() if w.trainable), 1
+    return WeightMemory(times * sum(map(math.prod, shapes)), times * sum(stored_bytes(shape, dtype) for shape in shapes))
 
 
-def changed(
-    described: AttentionSpec | Model, change: Callable[[AttentionSpec], AttentionSpec]
-) -> AttentionSpec | Model:
+def map_attention_specs(
+    spec_or_model: AttentionSpec | ModelSpec, change: Callable[[AttentionSpec], AttentionSpec]
+) -> AttentionSpec | ModelSpec:
     """The same with every attention that remembers its own tokens changed so."""
-    if isinstance(described, AttentionSpec):
-        return change(described)
-    *before, last = described.stacks
-    runs = tuple(Run(run.times, tuple(_changed(block, change) for block in run.blocks)) for run in last.runs)
-    return replace(described, stacks=(*before, replace(last, runs=runs)))
+    if isinstance(spec_or_model, AttentionSpec):
+        return change(spec_or_model)
+    *before, last = spec_or_model.stacks
+    runs = tuple(LayerRun(run.times, tuple(_map_block_specs(block, change) for block in run.blocks)) for run in last.runs)
+    return replace(spec_or_model, stacks=(*before, replace(last, runs=runs)))
 
 
-def _changed(block: Block, change: Callable[[AttentionSpec], AttentionSpec]) -> Block:
+def _map_block_specs(block: BlockSpec, change: Callable[[AttentionSpec], AttentionSpec]) -> BlockSpec:
     own = block.attention
-    if isinstance(own, Nearly):
+    if isinstance(own, ApproximateAttention):
         return replace(block, attention=replace(own, like=change(own.like)))
     return replace(block, attention=own and change(own))
 
 
-def _learned(spec: AttentionSpec) -> Shapes:
+def _learned_shapes(spec: AttentionSpec) -> Shapes:
     params = spec.params()
-    return tuple(shape for name, shape in spec.shapes().items() if params[name].learned)
+    return tuple(shape for name, shape in spec.shapes().items() if params[name].trainable)
 
 
-def _numbers(shapes: Shapes) -> int:
+def _num_matrix_elements(shapes: Shapes) -> int:
     """Numbers of the matrices among them; vectors are added or scale."""
     return sum(math.prod(shape) for shape in shapes if len(shape) > 1)
 
 
-def _ends(shapes: Shapes) -> int:
+def _input_output_sizes(shapes: Shapes) -> int:
     return sum(math.prod(shape[:-1]) + shape[-1] for shape in shapes if len(shape) > 1)
 
 
-def _bytes(shapes: Shapes, dtype: str) -> int:
-    return sum(stored(shape, dtype) for shape in shapes)
+def _stored_bytes(shapes: Shapes, dtype: str) -> int:
+    return sum(stored_bytes(shape, dtype) for shape in shapes)

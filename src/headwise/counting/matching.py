@@ -6,20 +6,20 @@ from collections.abc import Callable
 from dataclasses import Field, dataclass, fields, replace
 from typing import Any
 
-from ..errors import SpecError, nearest
+from ..errors import SpecError, suggest
 from ..pattern import Pattern
 from ..seams import Modifier, Part
 from ..spec import SLOTS, AttentionSpec
-from . import params
-from .along import asked_flops, remembered_bytes
-from .calls import Load
-from .search import Search
+from . import count_parameters
+from .along import prefill_flops, cached_bytes
+from .calls import Workload
+from .search import SizeSearch
 
 MOST_HEADS = 2**14  # more are tried of no layer: each has a place in a tuple
 
 
-def _cached(spec: AttentionSpec, load: Load) -> int:
-    held = remembered_bytes(spec, load)
+def _cached_bytes(spec: AttentionSpec, load: Workload) -> int:
+    held = cached_bytes(spec, load)
     if held is None:
         told = f"pattern={spec.pattern.text} reads ahead, so that nothing is remembered"
         raise SpecError(f"{told}; match by params or flops, or give it pattern='causal()'")
@@ -27,15 +27,15 @@ def _cached(spec: AttentionSpec, load: Load) -> int:
 
 
 # What can be made equal: how it is counted, and what it is called.
-BY: dict[str, tuple[Callable[[AttentionSpec, Load], int], str]] = {
-    "params": (lambda spec, load: params(spec), "parameters"),
-    "flops": (asked_flops, "FLOP of prefill"),
-    "kv": (_cached, "bytes of cache"),
+MATCH_QUANTITIES: dict[str, tuple[Callable[[AttentionSpec, Workload], int], str]] = {
+    "params": (lambda spec, load: count_parameters(spec), "parameters"),
+    "flops": (prefill_flops, "FLOP of prefill"),
+    "kv": (_cached_bytes, "bytes of cache"),
 }
 
 
 @dataclass(frozen=True)
-class Match:
+class SizeMatch:
     """A spec with one size changed, so that it comes nearest to another."""
 
     spec: AttentionSpec
@@ -63,12 +63,12 @@ class Match:
         told = f"{less}{off:.2%} {'more' if self.difference > 0 else 'fewer'} than the {self.wanted:,} wanted"
         size = f"stays {self.was:,}" if self.chosen == self.was else f"{self.chosen:,}, was {self.was:,}"
         same = "as many as wanted" if self.reached == self.wanted else told
-        return f"{self.free} {size}: {self.reached:,} {BY[self.by][1]}, {same}"
+        return f"{self.free} {size}: {self.reached:,} {MATCH_QUANTITIES[self.by][1]}, {same}"
 
 
-def match(
-    spec: AttentionSpec, *, like: AttentionSpec, by: str = "params", free: str | None = None, load: Load | None = None
-) -> Match:
+def match_size(
+    spec: AttentionSpec, *, like: AttentionSpec, by: str = "params", free: str | None = None, workload: Workload | None = None
+) -> SizeMatch:
     """The spec with one size chosen so that it comes nearest to another: by "params", "flops" (prefill) or "kv".
 
     `free` is "dim", "vdim", "kv", "q", "model" or a number of a part, "project.rank"; the first that can reach it where
@@ -77,80 +77,80 @@ def match(
 
     >>> import headwise as hw
     >>> usual = hw.design(model=512, heads=8)
-    >>> grouped = match(hw.design(model=512, heads=8, kv=2), like=usual)  # 4 d^2 = 2 d k (q + kv)
+    >>> grouped = match_size(hw.design(model=512, heads=8, kv=2), like=usual)  # 4 d^2 = 2 d k (q + kv)
     >>> grouped.free, grouped.chosen, grouped.difference
     ('dim', 102, -0.00390625)
     """
     for name, given in {"spec": spec, "like": like}.items():
         if not isinstance(given, AttentionSpec):
             raise SpecError(f"{name}={given!r} is no spec; only layers are matched, as hw.design describes them")
-    if by not in BY:
-        raise SpecError(f"nothing is matched by {by!r}; {nearest(by, BY)}")
-    load, known = load or Load(), sizes(spec)
+    if by not in MATCH_QUANTITIES:
+        raise SpecError(f"nothing is matched by {by!r}; {suggest(by, MATCH_QUANTITIES)}")
+    workload, known = workload or Workload(), list_sizes(spec)
     if free is not None and free not in known:
-        raise SpecError(f"the spec has no size {free!r} that could be free; {nearest(free, known)}")
-    goal = _Goal(spec, by, BY[by][0](like, load), load)
-    _ = goal.counted(spec)  # what cannot be counted says so now, and not of every size that is tried
+        raise SpecError(f"the spec has no size {free!r} that could be free; {suggest(free, known)}")
+    goal = _MatchGoal(spec, by, MATCH_QUANTITIES[by][0](like, workload), workload)
+    _ = goal.count(spec)  # what cannot be counted says so now, and not of every size that is tried
     for name in known if free is None else [free]:
         if found := goal.match(name):
             return found
-    raise SpecError(goal.refusal(free, known))
+    raise SpecError(goal.no_match_reason(free, known))
 
 
-def sizes(spec: AttentionSpec) -> dict[str, int]:
+def list_sizes(spec: AttentionSpec) -> dict[str, int]:
     """Every size that may be free, as it is, in the order in which they are tried.
 
     >>> import headwise as hw
-    >>> sizes(hw.design(preset="dcmha"))["dynamic_2.rank"]
+    >>> list_sizes(hw.design(preset="dcmha"))["dynamic_2.rank"]
     2
     """
-    held = {slot: getattr(spec, slot) for slot in PARTS} | dict(spec.steps(Modifier))
+    held = {slot: getattr(spec, slot) for slot in PART_SLOTS} | dict(spec.parts_of(Modifier))
     numbers = {f"{name}.{field.name}": getattr(one, field.name) for name, one in held.items() for field in fields(one)}
-    numbers |= {f"pattern.{field.name}": getattr(spec.pattern, field.name) for field in _plain(spec.pattern)}
+    numbers |= {f"pattern.{field.name}": getattr(spec.pattern, field.name) for field in _key_count_fields(spec.pattern)}
     counts = {name: size for name, size in numbers.items() if type(size) is int and size > 0}
     heads = spec.heads
     return {"dim": heads.dim, "vdim": heads.vdim, **counts, "kv": heads.kv, "q": heads.q, "model": spec.model}
 
 
-def sized(spec: AttentionSpec, name: str, size: int) -> AttentionSpec:
+def with_size(spec: AttentionSpec, name: str, size: int) -> AttentionSpec:
     """The same spec with one of its sizes changed, and with it what hangs on it.
 
     >>> import headwise as hw
-    >>> sized(hw.design(model=512, heads=8), "model", 1024).heads
+    >>> with_size(hw.design(model=512, heads=8), "model", 1024).heads
     Heads.grouped(q=8, kv=8, dim=128)
     """
-    if sizes(spec)[name] == size:
+    if list_sizes(spec)[name] == size:
         return spec
     owner, _, key = name.rpartition(".")
     said: dict[str, Any] = {slot: getattr(spec, slot) for slot in SLOTS} | {"model": spec.model, "heads": spec.heads}
-    modifiers = dict(spec.steps(Modifier))
+    modifiers = dict(spec.parts_of(Modifier))
     if owner in modifiers:
         modifiers[owner] = replace(modifiers[owner], **{key: size})
     else:
-        said |= {owner: replace(said[owner], **{key: size})} if owner else WAYS[name](spec, size)
-    parts: list[Part] = [*(said[slot] for slot in PARTS), *modifiers.values()]
+        said |= {owner: replace(said[owner], **{key: size})} if owner else RESIZERS[name](spec, size)
+    parts: list[Part] = [*(said[slot] for slot in PART_SLOTS), *modifiers.values()]
     for part in parts:
-        said["heads"] = part.widened(said["heads"])
+        said["heads"] = part.widen_heads(said["heads"])
     return replace(spec, modifiers=tuple(modifiers.values()), **said)
 
 
-def _plain(pattern: Pattern) -> list[Field[Any]]:
+def _key_count_fields(pattern: Pattern) -> list[Field[Any]]:
     """How many keys are read, where a pattern says that at once: what else it has, it has for other reasons."""
     return [field for field in fields(pattern) if field.name == "keys"]
 
 
-def _wide(spec: AttentionSpec, dim: int) -> dict[str, Any]:
+def _resize_dim(spec: AttentionSpec, dim: int) -> dict[str, Any]:
     """Values as wide as keys, or so many times as wide, stay so."""
     times, rest = divmod(spec.heads.vdim, spec.heads.dim)
     return {"heads": replace(spec.heads, dim=dim, vdim=spec.heads.vdim if rest else times * dim)}
 
 
-def _many(spec: AttentionSpec, q: int) -> dict[str, Any]:
+def _resize_q_heads(spec: AttentionSpec, q: int) -> dict[str, Any]:
     """Heads that have keys and values of their own keep having them."""
-    return {"heads": replace(spec.heads, q=q, kv=q if spec.heads.kv == spec.heads.q else spec.heads.kv, **EVEN)}
+    return {"heads": replace(spec.heads, q=q, kv=q if spec.heads.kv == spec.heads.q else spec.heads.kv, **DEFAULT_HEAD_MAPS)}
 
 
-def _broad(spec: AttentionSpec, model: int) -> dict[str, Any]:
+def _resize_model(spec: AttentionSpec, model: int) -> dict[str, Any]:
     """Heads that are a whole fraction of the model wide stay so."""
     widths = {"dim": spec.heads.dim, "vdim": spec.heads.vdim}
     for name, width in widths.items():
@@ -161,68 +161,68 @@ def _broad(spec: AttentionSpec, model: int) -> dict[str, Any]:
     return {"model": model, "heads": replace(spec.heads, **widths)}
 
 
-PARTS = [slot for slot in SLOTS if slot != "pattern"]
-EVEN: dict[str, Any] = {"reads": (), "values": (), "speaks": ()}  # who reads whom, in equal groups again
-WAYS: dict[str, Callable[[AttentionSpec, int], dict[str, Any]]] = {
-    "dim": _wide,
+PART_SLOTS = [slot for slot in SLOTS if slot != "pattern"]
+DEFAULT_HEAD_MAPS: dict[str, Any] = {"reads": (), "values": (), "speaks": ()}  # who reads whom, in equal groups again
+RESIZERS: dict[str, Callable[[AttentionSpec, int], dict[str, Any]]] = {
+    "dim": _resize_dim,
     "vdim": lambda spec, vdim: {"heads": replace(spec.heads, vdim=vdim)},
-    "kv": lambda spec, kv: {"heads": replace(spec.heads, kv=kv, **EVEN)},
-    "q": _many,
-    "model": _broad,
+    "kv": lambda spec, kv: {"heads": replace(spec.heads, kv=kv, **DEFAULT_HEAD_MAPS)},
+    "q": _resize_q_heads,
+    "model": _resize_model,
 }
 
 
 @dataclass(frozen=True)
-class _Goal:
+class _MatchGoal:
     """A number that a spec is to have, whichever of its sizes is free."""
 
     spec: AttentionSpec
     by: str
-    wanted: int
-    load: Load
+    target: int
+    workload: Workload
 
-    def counted(self, spec: AttentionSpec) -> int:
-        return BY[self.by][0](spec, self.load)
+    def count(self, spec: AttentionSpec) -> int:
+        return MATCH_QUANTITIES[self.by][0](spec, self.workload)
 
-    def match(self, free: str) -> Match | None:
+    def match(self, free: str) -> SizeMatch | None:
         """The nearest there is, unless the number lies beyond all that can be reached."""
         search = self._search(free)
-        chosen, reached = search.nearest(self.wanted)
-        if not search.reached(self.wanted):
+        chosen, reached = search.nearest(self.target)
+        if not search.is_bracketed(self.target):
             return None
-        spec = sized(self.spec, free, chosen)
-        return Match(spec, self.by, free, search.start, chosen, self.wanted, reached)
+        spec = with_size(self.spec, free, chosen)
+        return SizeMatch(spec, self.by, free, search.start, chosen, self.target, reached)
 
-    def refusal(self, free: str | None, known: dict[str, int]) -> str:
+    def no_match_reason(self, free: str | None, known: dict[str, int]) -> str:
         """Why nothing comes near, what the nearest numbers are, and what could be free instead."""
-        goal = f"{self.wanted:,} {BY[self.by][1]}"
+        goal = f"{self.target:,} {MATCH_QUANTITIES[self.by][1]}"
         if free is None:
-            nearby = {name: self._search(name).nearest(self.wanted) for name in known}
-            name = min(nearby, key=lambda one: abs(nearby[one][1] - self.wanted))
+            nearby = {name: self._search(name).nearest(self.target) for name in known}
+            name = min(nearby, key=lambda one: abs(nearby[one][1] - self.target))
             size, count = nearby[name]
             return f"no size of it reaches {goal}; nearest is {count:,} with {name}={size}, so change two, or the other"
         search = self._search(free)
-        search.nearest(self.wanted)
-        counts = sorted({(count, size) for size, count in search.known})
+        search.nearest(self.target)
+        counts = sorted({(count, size) for size, count in search.valid_counts})
         if counts[0][0] == counts[-1][0]:
             fact = f"{free} has no say in it and leaves {counts[0][0]:,}"
         else:
             least, most = (f"{count:,} with {free}={size}" for count, size in (counts[0], counts[-1]))
-            fact = f"it reaches {least}" if self.wanted < counts[0][0] else f"it reaches {most} at most"
+            fact = f"it reaches {least}" if self.target < counts[0][0] else f"it reaches {most} at most"
         others = [name for name in known if name != free and self.match(name)]
         remedy = f"free {' or '.join(others)}" if others else "nothing else of it alone gets there; change the other"
         return f"no {free} gives it {goal}: {fact}; {remedy}"
 
-    def _search(self, free: str) -> Search:
-        start = sizes(self.spec)[free]
+    def _search(self, free: str) -> SizeSearch:
+        start = list_sizes(self.spec)[free]
         # Where only multiples can be, the size is one of them; what divides heads is found among their number.
-        return Search(lambda size: self._tried(free, size), start, max(start, self.spec.heads.q, 16))
+        return SizeSearch(lambda size: self._count_with_size(free, size), start, max(start, self.spec.heads.q, 16))
 
-    def _tried(self, free: str, size: int) -> int | None:
+    def _count_with_size(self, free: str, size: int) -> int | None:
         """The count with a size, or None where there can be no such layer."""
         if size < 1 or (free in ("q", "kv") and size > MOST_HEADS):
             return None
         try:
-            return self.counted(sized(self.spec, free, size))
+            return self.count(with_size(self.spec, free, size))
         except SpecError:
             return None

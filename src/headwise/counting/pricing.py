@@ -9,21 +9,21 @@ from typing import Any
 from ..errors import SpecError
 from ..spec import AttentionSpec
 from . import cache_bytes
-from .bills import Bill, remembered
-from .calls import Load, calls_of, counted, spent
-from .devices import Device, bytes_of
-from .nets import Way, kept_by
-from .operations import Operation, joined, operations
-from .reading import Call, On, Reader
-from .scopes import unsaid
-from .symbols import Symbol
-from .whole import Described, Piece, active, parameters, pieces
+from .bills import CostBreakdown, cached_numbers
+from .calls import Workload, list_calls, counted_flops_by_call, executed_flops_by_call
+from .devices import Device, dtype_bytes
+from .nets import ActivationSettings, activation_memory
+from .operations import RooflineOperation, merge_operations, list_operations
+from .reading import ForwardCall, ExecutionTarget, AttentionComponent
+from .scopes import list_assumptions
+from .symbols import SymbolicInt
+from .whole import SpecOrModel, ModelComponent, active_parameters, parameter_terms, list_components
 
-__all__ = ["Load", "Price", "price"]
+__all__ = ["Workload", "CostEstimate", "estimate_cost"]
 
 
 @dataclass(frozen=True)
-class Price:
+class CostEstimate:
     """One layer, or one model, under one load.
 
     Bills say what is asked for; `spent` and `counted` the totals of the same calls as a backend executes and as torch's
@@ -32,84 +32,84 @@ class Price:
     """
 
     name: str
-    described: Described
-    load: Load
-    whole: Call
-    parameters: Bill
-    active: int
-    calls: Mapping[str, Bill]
-    spent: Mapping[str, int | None]
-    counted: Mapping[str, int | None]
-    kept: Bill
-    told: Bill
-    kept_each: int | None
-    kept_bytes: int
-    operations: Mapping[str, tuple[Operation, ...]]
+    spec_or_model: SpecOrModel
+    workload: Workload
+    full_call: ForwardCall
+    parameters: CostBreakdown
+    active_parameters: int
+    flops_by_call: Mapping[str, CostBreakdown]
+    executed_flops: Mapping[str, int | None]
+    counted_flops: Mapping[str, int | None]
+    cache_numbers: CostBreakdown
+    source_cache_numbers: CostBreakdown
+    cache_bytes_per_token: int | None
+    cache_bytes: int
+    operations: Mapping[str, tuple[RooflineOperation, ...]]
     notes: tuple[str, ...] = ()
 
     @property
-    def prefill(self) -> Bill:
+    def prefill_flops(self) -> CostBreakdown:
         """FLOPs of all tokens at once."""
-        return self.calls["prefill"]
+        return self.flops_by_call["prefill"]
 
     @property
-    def backward(self) -> Bill:
+    def backward_flops(self) -> CostBreakdown:
         """FLOPs of the gradients behind them."""
-        return self.calls["backward"]
+        return self.flops_by_call["backward"]
 
     @property
-    def decode(self) -> Bill | None:
+    def decode_flops(self) -> CostBreakdown | None:
         """FLOPs of the last token alone, the others remembered; None where that is not the same."""
-        return self.calls.get("decode")
+        return self.flops_by_call.get("decode")
 
     @property
-    def flops(self) -> dict[str, int | None]:
+    def required_flops(self) -> dict[str, int | None]:
         """FLOPs asked for in every call."""
-        return _written({call: bill.total for call, bill in self.calls.items()})
+        return _add_generation_total({call: bill.total for call, bill in self.flops_by_call.items()})
 
     @property
-    def told_each(self) -> int | None:
+    def source_cache_bytes_per_token(self) -> int | None:
         """Bytes that every token of the source adds; None where nothing reads one."""
-        return self.told.total * bytes_of(self.load.dtype) or None
+        return self.source_cache_numbers.total * dtype_bytes(self.workload.dtype) or None
 
     @property
-    def specs(self) -> dict[str, AttentionSpec]:
+    def attention_specs(self) -> dict[str, AttentionSpec]:
         """Every attention that differs from those before it, by where it stands."""
-        found = {p.spec: p for p in reversed(pieces(self.described)) if isinstance(p, Reader)}
+        found = {p.spec: p for p in reversed(list_components(self.spec_or_model)) if isinstance(p, AttentionComponent)}
         return {piece.name or self.name: spec for spec, piece in reversed(found.items())}
 
     def seconds(self, phase: str) -> float:
         """Seconds at least of a phase: its operations one after the other."""
-        return self.step(phase).seconds
+        return self.total_operation(phase).seconds
 
-    def step(self, phase: str) -> Operation:
+    def total_operation(self, phase: str) -> RooflineOperation:
         """All operations of a phase as one."""
-        return joined(phase, self.operations[phase])
+        return merge_operations(phase, self.operations[phase])
 
     @property
-    def core(self) -> Operation:
+    def core_operation(self) -> RooflineOperation:
         """The cores of a decoding step, or of all tokens where there is none; without attention, all there is."""
-        phase = "decode" if self.decode is not None else "prefill"
+        phase = "decode" if self.decode_flops is not None else "prefill"
         cores = [one for one in self.operations[phase] if one.name.endswith("core")]
-        return joined("core", cores or self.operations[phase])
+        return merge_operations("core", cores or self.operations[phase])
 
     @property
     def weights_bytes(self) -> int:
         """Bytes of the learned numbers, as they are read."""
-        return self.parameters.total * bytes_of(self.load.dtype)
+        return self.parameters.total * dtype_bytes(self.workload.dtype)
 
     @property
     def activation_bytes(self) -> int | None:
         """Bytes kept for the gradients in training, as it usually runs there; None where a load names no such run."""
         try:
-            return kept_by(self.described, self.load, Way(source=self.load.source)).total
+            return activation_memory(self.spec_or_model, self.workload, ActivationSettings(source=self.workload.source)).total
         except SpecError:
             return None
 
     @property
     def data(self) -> dict[str, Any]:
         """The same as plain values."""
-        bills = {"parameters": self.parameters, **self.calls, "cache": self.kept, "source_cache": self.told}
+        bills = {"parameters": self.parameters, **self.flops_by_call, "cache": self.cache_numbers, "source_cache": self.source_cache_numbers}
         operations = {
             phase: [{**vars(one), "intensity": one.intensity} for one in each]
             for phase, each in self.operations.items()
@@ -117,96 +117,96 @@ class Price:
         return {
             "name": self.name,
             "params": self.parameters.total,
-            "active_params": self.active,
+            "active_params": self.active_parameters,
             "weights_bytes": self.weights_bytes,
-            "flops": self.flops,
-            "spent": dict(self.spent),
-            "counted": dict(self.counted),
-            "kv_bytes_per_token": self.kept_each,
-            "kv_bytes_per_source_token": self.told_each,
-            "kv_bytes": self.kept_bytes,
+            "flops": self.required_flops,
+            "spent": dict(self.executed_flops),
+            "counted": dict(self.counted_flops),
+            "kv_bytes_per_token": self.cache_bytes_per_token,
+            "kv_bytes_per_source_token": self.source_cache_bytes_per_token,
+            "kv_bytes": self.cache_bytes,
             "activation_bytes": self.activation_bytes,
             "seconds": {phase: self.seconds(phase) for phase in self.operations},
-            "intensity": self.core.intensity,
-            "bound": self.core.bound,
+            "intensity": self.core_operation.intensity,
+            "bound": self.core_operation.bound,
             "operations": operations,
             "notes": list(self.notes),
             "terms": [{"bill": bill, **term._asdict()} for bill, each in bills.items() for term in each.terms],
         }
 
 
-def price(described: Described, load: Load, name: str = "") -> Price:
+def estimate_cost(spec_or_model: SpecOrModel, workload: Workload, name: str = "") -> CostEstimate:
     """Everything that a layer or a model costs under a load; nothing is built.
 
     >>> import headwise as hw
-    >>> gqa = price(hw.design(preset="gqa", model=4096, heads=32), Load(batch=16, context=32768))
+    >>> gqa = estimate_cost(hw.design(preset="gqa", model=4096, heads=32), Workload(batch=16, context=32768))
     >>> gqa.kept.total * 2, gqa.operations["decode"][1].intensity  # bytes a token; 4 heads read each key
     (4096, 3.9995117783473697)
     """
-    every = pieces(described)
-    calls = calls_of(described, every, load, name)
-    readers = [piece for piece in every if isinstance(piece, Reader) and not piece.early and "decode" in calls]
+    every = list_components(spec_or_model)
+    calls = list_calls(spec_or_model, every, workload, name)
+    readers = [piece for piece in every if isinstance(piece, AttentionComponent) and not piece.before_last_stack and "decode" in calls]
     own, told = ([piece for piece in readers if piece.role == role] for role in ("attention", "cross"))
-    bills = {phase: _bill(*call) for phase, call in calls.items()}
-    runs = On(Device.named(load.device).kind, load.dtype)
+    bills = {phase: _required_breakdown(*call) for phase, call in calls.items()}
+    runs = ExecutionTarget(Device.from_name(workload.device).kind, workload.dtype)
     prefill = calls["prefill"]
-    return Price(
+    return CostEstimate(
         name=name,
-        described=described,
-        load=load,
-        whole=prefill[1],
-        parameters=parameters(described),
-        active=active(described),
-        calls={"prefill": bills.pop("prefill"), "backward": _gradients(*prefill), **bills},
-        spent=_written(spent(calls, runs)),
-        counted=_written(counted(calls)),
-        kept=_kept(own),
-        told=_kept(told),
-        kept_each=_kept(piece for piece in own if not piece.spec.stateful).total * bytes_of(load.dtype) or None,
-        kept_bytes=_held(own, load, load.held) + _held(told, load, prefill[1].source),
+        spec_or_model=spec_or_model,
+        workload=workload,
+        full_call=prefill[1],
+        parameters=parameter_terms(spec_or_model),
+        active_parameters=active_parameters(spec_or_model),
+        flops_by_call={"prefill": bills.pop("prefill"), "backward": _gradient_breakdown(*prefill), **bills},
+        executed_flops=_add_generation_total(executed_flops_by_call(calls, runs)),
+        counted_flops=_add_generation_total(counted_flops_by_call(calls)),
+        cache_numbers=_cache_numbers_of(own),
+        source_cache_numbers=_cache_numbers_of(told),
+        cache_bytes_per_token=_cache_numbers_of(piece for piece in own if not piece.spec.is_recurrent).total * dtype_bytes(workload.dtype) or None,
+        cache_bytes=_cache_bytes_of(own, workload, workload.cached_tokens) + _cache_bytes_of(told, workload, prefill[1].source),
         operations={
-            phase: operations(*calls[phase], load.dtype, load.device)
+            phase: list_operations(*calls[phase], workload.dtype, workload.device)
             for phase in ("prefill", "decode")
             if phase in calls
         },
-        notes=tuple(unsaid(described)),
+        notes=tuple(list_assumptions(spec_or_model)),
     )
 
 
-def _written(totals: Mapping[str, int | None]) -> dict[str, int | None]:
+def _add_generation_total(totals: Mapping[str, int | None]) -> dict[str, int | None]:
     """With the whole of a generation: its prompt, and its steps."""
     prompt, steps = totals.get("prompt"), totals.get("steps")
     whole = {} if "steps" not in totals else {"generate": None if prompt is None or steps is None else prompt + steps}
     return {**totals, **whole}
 
 
-def _bill(some: Iterable[Piece], call: Call) -> Bill:
+def _required_breakdown(some: Iterable[ModelComponent], call: ForwardCall) -> CostBreakdown:
     """What is asked for in a call."""
-    return Bill.repeated((_named(p.name, one.name), one.flops, p.times) for p in some for one in p.asked(call))
+    return CostBreakdown.from_repeated_items((_qualified_name(p.name, one.name), one.flops, p.times) for p in some for one in p.required_products(call))
 
 
-def _gradients(some: Iterable[Piece], call: Call) -> Bill:
+def _gradient_breakdown(some: Iterable[ModelComponent], call: ForwardCall) -> CostBreakdown:
     """What its gradients ask for: of each product as many as factors that have one."""
-    products = ((piece, one) for piece in some for one in piece.asked(call))
-    return Bill.repeated((_named(p.name, one.name), one.factors * one.flops, p.times) for p, one in products)
+    products = ((piece, one) for piece in some for one in piece.required_products(call))
+    return CostBreakdown.from_repeated_items((_qualified_name(p.name, one.name), one.num_grad_factors * one.flops, p.times) for p, one in products)
 
 
-def _named(place: str, name: str) -> str:
+def _qualified_name(place: str, name: str) -> str:
     return f"{place}.{name}" if place else name
 
 
-def _kept(some: Iterable[Reader]) -> Bill:
+def _cache_numbers_of(some: Iterable[AttentionComponent]) -> CostBreakdown:
     """Numbers that attentions remember of one token."""
-    return Bill.repeated(
-        (_named(piece.name, term.name), Symbol.of(term.value, term.formula), piece.times)
+    return CostBreakdown.from_repeated_items(
+        (_qualified_name(piece.name, term.name), SymbolicInt.of(term.value, term.formula), piece.times)
         for piece in some
-        for term in remembered(piece.spec).terms
+        for term in cached_numbers(piece.spec).terms
     )
 
 
-def _held(some: Iterable[Reader], load: Load, tokens: int) -> int:
+def _cache_bytes_of(some: Iterable[AttentionComponent], load: Workload, tokens: int) -> int:
     """Bytes that they hold of so many tokens: rings where patterns forget."""
-    each = bytes_of(load.dtype)
+    each = dtype_bytes(load.dtype)
     return sum(
-        piece.times * cache_bytes(piece.spec, batch=load.batch, capacity=tokens, bytes_each=each) for piece in some
+        piece.times * cache_bytes(piece.spec, batch=load.batch, capacity=tokens, bytes_per_number=each) for piece in some
     )

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import SpecError, nearest
+from ..errors import SpecError, suggest
 from ..spec import AttentionSpec
-from .devices import bytes_of
-from .optimisers import Optimiser
-from .pricing import Price
+from .devices import dtype_bytes
+from .optimisers import OptimiserMemory
+from .pricing import CostEstimate
 
 
-class Sizes(NamedTuple):
+class FormulaSizes(NamedTuple):
     """What published formulas speak of: layers l, width h, heads a of d channels, V tokens, b rows of s, n written
     behind them, N parameters, t tensor-parallel ways."""
 
@@ -29,33 +29,33 @@ class Sizes(NamedTuple):
     t: int
 
 
-class Row(NamedTuple):
+class PublishedFormula(NamedTuple):
     """One formula: of what, as it is written, itself, and why ours is another number."""
 
     quantity: str
     formula: str
-    theirs: Callable[[Sizes], int]
-    why: str
+    evaluate: Callable[[FormulaSizes], int]
+    difference: str
 
 
 @dataclass(frozen=True)
-class Published:
+class FormulaSource:
     """Formulas of one source; `scope` is "block" where they speak of whole blocks, "layer" where of any layer."""
 
     name: str
     source: str
-    rows: tuple[Row, ...]
+    formulas: tuple[PublishedFormula, ...]
     scope: str = "block"
 
     @staticmethod
-    def named(name: str) -> Published:
+    def from_name(name: str) -> FormulaSource:
         """The formulas of this name."""
-        if name not in PUBLISHED:
-            raise SpecError(f"no formulas are known as {name!r}; {nearest(name, PUBLISHED)}")
-        return PUBLISHED[name]
+        if name not in FORMULA_SOURCES:
+            raise SpecError(f"no formulas are known as {name!r}; {suggest(name, FORMULA_SOURCES)}")
+        return FORMULA_SOURCES[name]
 
 
-class Beside(NamedTuple):
+class FormulaComparison(NamedTuple):
     """One published number and ours; ours is None where nothing here says it."""
 
     name: str
@@ -67,17 +67,17 @@ class Beside(NamedTuple):
     why: str
 
 
-def beside(price: Price, published: Published, ways: int = 8) -> Iterator[Beside]:
+def compare_formulas(estimate: CostEstimate, source: FormulaSource, tensor_parallel: int = 8) -> Iterator[FormulaComparison]:
     """Every formula of a source with the same quantity of a price; `ways` are those of tensor parallelism."""
-    sizes = _sizes(price, published, ways)
-    for row in published.rows:
-        theirs, ours = row.theirs(sizes), OURS[row.quantity](price)
-        why = "equal" if theirs == ours else row.why
-        yield Beside(price.name, published.name, row.quantity, row.formula, theirs, ours, why)
+    sizes = _formula_sizes(estimate, source, tensor_parallel)
+    for row in source.formulas:
+        theirs, ours = row.evaluate(sizes), HEADWISE_VALUES[row.quantity](estimate)
+        why = "equal" if theirs == ours else row.difference
+        yield FormulaComparison(estimate.name, source.name, row.quantity, row.formula, theirs, ours, why)
 
 
-def _sizes(price: Price, published: Published, ways: int) -> Sizes:
-    model, load, name = price.described, price.load, published.name
+def _formula_sizes(price: CostEstimate, published: FormulaSource, ways: int) -> FormulaSizes:
+    model, load, name = price.spec_or_model, price.workload, published.name
     if type(ways) is not int or ways < 1:
         raise SpecError(f"ways={ways!r} is no number of devices; give 1 or more")
     if isinstance(model, AttentionSpec):
@@ -88,78 +88,78 @@ def _sizes(price: Price, published: Published, ways: int) -> Sizes:
         if len(model.stacks) > 1:
             raise SpecError(f"{name} speaks of one stack, and {price.name} has {len(model.stacks)}; name a decoder")
         stack = next(iter(model.stacks))
-        specs = [block.specs["attention"] for block in stack.layers if "attention" in block.specs]
+        specs = [block.attention_specs["attention"] for block in stack.layers if "attention" in block.attention_specs]
         layers, width = len(stack.layers), stack.model
         tokens = stack.embedding.tokens if stack.embedding else 0
     if not specs:
         raise SpecError(f"{name} speaks of heads, and {price.name} has none; name a model with attention")
     heads, core = specs[0].heads, specs[0].core
     written, known = load.generate, price.parameters.total
-    return Sizes(layers, width, heads.q, core.dim, tokens, load.batch, price.whole.tokens, written, known, ways)
+    return FormulaSizes(layers, width, heads.q, core.dim, tokens, load.batch, price.full_call.tokens, written, known, ways)
 
 
-def _attention(price: Price) -> int:
+def _attention_parameters(price: CostEstimate) -> int:
     """Learned numbers of every attention."""
-    alone = isinstance(price.described, AttentionSpec)
+    alone = isinstance(price.spec_or_model, AttentionSpec)
     return sum(t.value for t in price.parameters.terms if alone or ".attention." in t.name)
 
 
-def _training(price: Price) -> int | None:
-    ahead, back = price.counted["prefill"], price.counted["backward"]
+def _training_flops(price: CostEstimate) -> int | None:
+    ahead, back = price.counted_flops["prefill"], price.counted_flops["backward"]
     return None if ahead is None or back is None else ahead + back
 
 
-OURS: dict[str, Callable[[Price], int | None]] = {
+HEADWISE_VALUES: dict[str, Callable[[CostEstimate], int | None]] = {
     "parameters": lambda price: price.parameters.total,
-    "parameters of attention": _attention,
-    "forward, FLOP": lambda price: price.counted["prefill"],
-    "training, FLOP": _training,
+    "parameters of attention": _attention_parameters,
+    "forward, FLOP": lambda price: price.counted_flops["prefill"],
+    "training, FLOP": _training_flops,
     "weights, bytes": lambda price: price.parameters.total * 2,
-    "training state, bytes": lambda price: price.parameters.total * Optimiser.named("zero").each,
+    "training state, bytes": lambda price: price.parameters.total * OptimiserMemory.from_name("zero").bytes_per_parameter,
     "activations, bytes": lambda price: price.activation_bytes,
-    "cache, bytes": lambda price: price.kept_bytes * 2 // bytes_of(price.load.dtype),
+    "cache, bytes": lambda price: price.cache_bytes * 2 // dtype_bytes(price.workload.dtype),
 }
 
-_GPT = "a feed-forward of 4 h, biases and a key head for every head are taken for granted"
-_TABLES = f"{_GPT}; positions and the last norm are left out"
-_MASKS = "numbers of 2 bytes, dropout with masks of 1, and all scores kept, which a fused core does not keep"
-_PASSED = "6 N counts tables that are only looked up, and no scores"
+_GPT_ASSUMPTIONS = "a feed-forward of 4 h, biases and a key head for every head are taken for granted"
+_TABLE_ASSUMPTIONS = f"{_GPT_ASSUMPTIONS}; positions and the last norm are left out"
+_MASK_ASSUMPTIONS = "numbers of 2 bytes, dropout with masks of 1, and all scores kept, which a fused core does not keep"
+_SIX_N_ASSUMPTIONS = "6 N counts tables that are only looked up, and no scores"
 
 
-def _up(number: int, ways: int) -> int:
+def _ceil_div(number: int, ways: int) -> int:
     """Shared among devices, the last of which may have less."""
     return -(-number // ways)
 
 
-def _forward(m: Sizes) -> int:
+def _forward_flops(m: FormulaSizes) -> int:
     return m.l * (24 * m.b * m.s * m.h**2 + 4 * m.b * m.s**2 * m.h) + 2 * m.b * m.s * m.h * m.V
 
 
-def _scores(m: Sizes) -> int:
+def _score_flops(m: FormulaSizes) -> int:
     return 5 * m.a * m.b * m.s**2
 
 
-def _token(m: Sizes, each: int) -> int:
+def _bytes_per_channel(m: FormulaSizes, each: int) -> int:
     """So many bytes of every channel of every token, in all layers."""
     return m.l * each * m.b * m.s * m.h
 
 
-ZHIHU = Published(
+ZHIHU = FormulaSource(
     "zhihu-624740065",
     "zhuanlan.zhihu.com/p/624740065, on the cost of decoders",
     (
-        Row("parameters", "l (12 h^2 + 13 h) + V h", lambda m: m.l * (12 * m.h**2 + 13 * m.h) + m.V * m.h, _TABLES),
-        Row("forward, FLOP", "l (24 b s h^2 + 4 b s^2 h) + 2 b s h V", _forward, _GPT),
-        Row("training, FLOP", "3 of these", lambda m: 3 * _forward(m), _GPT),
-        Row("weights, bytes", "2 N", lambda m: 2 * m.N, "16 bits each"),
-        Row(
+        PublishedFormula("parameters", "l (12 h^2 + 13 h) + V h", lambda m: m.l * (12 * m.h**2 + 13 * m.h) + m.V * m.h, _TABLE_ASSUMPTIONS),
+        PublishedFormula("forward, FLOP", "l (24 b s h^2 + 4 b s^2 h) + 2 b s h V", _forward_flops, _GPT_ASSUMPTIONS),
+        PublishedFormula("training, FLOP", "3 of these", lambda m: 3 * _forward_flops(m), _GPT_ASSUMPTIONS),
+        PublishedFormula("weights, bytes", "2 N", lambda m: 2 * m.N, "16 bits each"),
+        PublishedFormula(
             "training state, bytes",
             "20 N",
             lambda m: 20 * m.N,
             "gradients twice, in 16 and 32 bits; ours are ZeRO's 16",
         ),
-        Row("activations, bytes", "l (34 b s h + 5 b s^2 a)", lambda m: _token(m, 34) + m.l * _scores(m), _MASKS),
-        Row(
+        PublishedFormula("activations, bytes", "l (34 b s h + 5 b s^2 a)", lambda m: _bytes_per_channel(m, 34) + m.l * _score_flops(m), _MASK_ASSUMPTIONS),
+        PublishedFormula(
             "cache, bytes",
             "4 b l h (s + n)",
             lambda m: 4 * m.b * m.l * m.h * (m.s + m.n),
@@ -167,11 +167,11 @@ ZHIHU = Published(
         ),
     ),
 )
-SEEDS = Published(
+SEEDS = FormulaSource(
     "seeds",
     "the notes that this project began with: three projections of every head, and one of all",
     (
-        Row(
+        PublishedFormula(
             "parameters of attention",
             "l (3 a h d + h^2)",
             lambda m: m.l * (3 * m.a * m.h * m.d + m.h**2),
@@ -180,40 +180,40 @@ SEEDS = Published(
     ),
     scope="layer",
 )
-PAPER = Published(
+PAPER = FormulaSource(
     "paper-2022",
     "Korthikanti and others, 2205.05198: bytes on each of t devices",
     (
-        Row(
+        PublishedFormula(
             "training, FLOP",
             "72 b l s h^2 (1 + s / 6 h + V / 12 h l)",
-            lambda m: 3 * _forward(m),
-            f"{_GPT}; what is recomputed is left out",
+            lambda m: 3 * _forward_flops(m),
+            f"{_GPT_ASSUMPTIONS}; what is recomputed is left out",
         ),
         *(
-            Row("activations, bytes", formula, theirs, _MASKS)
+            PublishedFormula("activations, bytes", formula, theirs, _MASK_ASSUMPTIONS)
             for formula, theirs in {
-                "s b h l (34 + 5 a s / h)": lambda m: _token(m, 34) + m.l * _scores(m),
+                "s b h l (34 + 5 a s / h)": lambda m: _bytes_per_channel(m, 34) + m.l * _score_flops(m),
                 "s b h l (10 + 24/t + 5 a s / h t), tensor parallel": lambda m: (
-                    _token(m, 10) + _up(_token(m, 24) + m.l * _scores(m), m.t)
+                    _bytes_per_channel(m, 10) + _ceil_div(_bytes_per_channel(m, 24) + m.l * _score_flops(m), m.t)
                 ),
-                "s b h l (34 + 5 a s / h) / t, and sequence parallel": lambda m: _up(
-                    _token(m, 34) + m.l * _scores(m), m.t
+                "s b h l (34 + 5 a s / h) / t, and sequence parallel": lambda m: _ceil_div(
+                    _bytes_per_channel(m, 34) + m.l * _score_flops(m), m.t
                 ),
                 "s b h l (10 + 24/t), tensor parallel, cores recomputed": lambda m: (
-                    _token(m, 10) + _up(_token(m, 24), m.t)
+                    _bytes_per_channel(m, 10) + _ceil_div(_bytes_per_channel(m, 24), m.t)
                 ),
-                "34 s b h l / t, both, cores recomputed": lambda m: _up(_token(m, 34), m.t),
-                "2 s b h l, all recomputed": lambda m: _token(m, 2),
+                "34 s b h l / t, both, cores recomputed": lambda m: _ceil_div(_bytes_per_channel(m, 34), m.t),
+                "2 s b h l, all recomputed": lambda m: _bytes_per_channel(m, 2),
             }.items()
         ),
     ),
 )
-PALM = Published(
+PALM = FormulaSource(
     "palm",
     "2204.02311, appendix B, as in nanoGPT: for each of b s tokens",
     (
-        Row(
+        PublishedFormula(
             "training, FLOP",
             "b s (6 N + 12 l a d s)",
             lambda m: m.b * m.s * (6 * m.N + 12 * m.l * m.a * m.d * m.s),
@@ -222,17 +222,17 @@ PALM = Published(
     ),
     scope="layer",
 )
-SCALING = Published(
+SCALING = FormulaSource(
     "scaling-book",
     "jax-ml.github.io/scaling-book: rules of thumb for short rows",
     (
-        Row("training, FLOP", "6 N b s", lambda m: 6 * m.N * m.b * m.s, _PASSED),
-        Row(
-            "training, FLOP", "8 N b s, blocks recomputed", lambda m: 8 * m.N * m.b * m.s, f"{_PASSED}; a third forward"
+        PublishedFormula("training, FLOP", "6 N b s", lambda m: 6 * m.N * m.b * m.s, _SIX_N_ASSUMPTIONS),
+        PublishedFormula(
+            "training, FLOP", "8 N b s, blocks recomputed", lambda m: 8 * m.N * m.b * m.s, f"{_SIX_N_ASSUMPTIONS}; a third forward"
         ),
-        Row("activations, bytes", "20 tensors of b s h a layer", lambda m: _token(m, 40), "a count by the thumb"),
-        Row("activations, bytes", "7 of them, products kept", lambda m: _token(m, 14), "the rest is recomputed"),
-        Row("activations, bytes", "1 of them, blocks recomputed", lambda m: _token(m, 2), "all is recomputed"),
+        PublishedFormula("activations, bytes", "20 tensors of b s h a layer", lambda m: _bytes_per_channel(m, 40), "a count by the thumb"),
+        PublishedFormula("activations, bytes", "7 of them, products kept", lambda m: _bytes_per_channel(m, 14), "the rest is recomputed"),
+        PublishedFormula("activations, bytes", "1 of them, blocks recomputed", lambda m: _bytes_per_channel(m, 2), "all is recomputed"),
     ),
 )
-PUBLISHED: dict[str, Published] = {one.name: one for one in (ZHIHU, SEEDS, PAPER, PALM, SCALING)}
+FORMULA_SOURCES: dict[str, FormulaSource] = {one.name: one for one in (ZHIHU, SEEDS, PAPER, PALM, SCALING)}

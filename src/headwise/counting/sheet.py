@@ -8,17 +8,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
-def sheet(rows: Iterable[Mapping[str, Any]]) -> str:
+def to_csv(rows: Iterable[Mapping[str, Any]]) -> str:
     """One line for each row under the names of all that is a single value, as RFC 4180 has it.
 
     What stands inside a table is named with a dot; lists are left out; nothing stands where a row has no such value.
 
-    >>> sheet([{"name": "a, b", "flops": {"prefill": 2**70}, "terms": []}, {"name": "c", "bound": None}]).split(
+    >>> to_csv([{"name": "a, b", "flops": {"prefill": 2**70}, "terms": []}, {"name": "c", "bound": None}]).split(
     ...     "\\r\\n"
     ... )
     ['name,flops.prefill,bound', '"a, b",1180591620717411303424,', 'c,,', '']
     """
-    flat = [dict(_single("", row)) for row in rows]
+    flat = [dict(_flatten_values("", row)) for row in rows]
     names = list(dict.fromkeys(name for row in flat for name in row))
     written = io.StringIO()
     writer = csv.DictWriter(written, names, restval="", lineterminator="\r\n")
@@ -27,9 +27,9 @@ def sheet(rows: Iterable[Mapping[str, Any]]) -> str:
     return written.getvalue()
 
 
-def _single(inside: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flatten_values(inside: str, row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in row.items():
         if isinstance(value, Mapping):
-            yield from _single(f"{inside}{key}.", value)
+            yield from _flatten_values(f"{inside}{key}.", value)
         elif not isinstance(value, list | tuple):
             yield inside + key, value

@@ -11,10 +11,10 @@ from ..spec import SLOTS, AttentionSpec
 P = TypeVar("P", bound=Part)
 
 
-class Symbol(int):
+class SymbolicInt(int):
     """An int with the formula it was computed by: products, sums and powers of names.
 
-    >>> q, dim = Symbol.of(8, "q"), Symbol.of(64, "dim")
+    >>> q, dim = SymbolicInt.of(8, "q"), SymbolicInt.of(64, "dim")
     >>> cost = 2 * q * dim * (dim + 1)
     >>> cost, cost.formula
     (66560, '2 q dim (dim + 1)')
@@ -34,89 +34,89 @@ class Symbol(int):
     @property
     def formula(self) -> str:
         """How it came about."""
-        return self.text if self.factor == 1 else f"{self.factor} {self.tight}"
+        return self.text if self.factor == 1 else f"{self.factor} {self.name_as_factor}"
 
     @property
-    def tight(self) -> str:
+    def name_as_factor(self) -> str:
         """Its name as one factor of a product."""
         return f"({self.text})" if self.loose else self.text
 
     @property
-    def inside(self) -> str:
+    def formula_as_factor(self) -> str:
         """Its formula as one factor of a product."""
         return f"({self.formula})" if self.loose else self.formula
 
     def __mul__(self, other: Any) -> Any:
         if not isinstance(other, int):
             return other * int(self)  # a width in a square root, a tuple repeated: no count any more
-        if not isinstance(other, Symbol):
-            return Symbol.of(int(self) * other, self.text, self.factor * other, loose="sum" if self.loose else "")
-        text = f"{self.tight} {other.tight}"
-        return Symbol.of(int(self) * int(other), text, self.factor * other.factor)
+        if not isinstance(other, SymbolicInt):
+            return SymbolicInt.of(int(self) * other, self.text, self.factor * other, loose="sum" if self.loose else "")
+        text = f"{self.name_as_factor} {other.name_as_factor}"
+        return SymbolicInt.of(int(self) * int(other), text, self.factor * other.factor)
 
     def __rmul__(self, other: Any) -> Any:
         return self * other
 
     def __add__(self, other: int) -> int:
-        if isinstance(other, Symbol) and other.text == self.text:
-            return Symbol.of(int(self) + int(other), self.text, self.factor + other.factor, loose="sum" * self.loose)
+        if isinstance(other, SymbolicInt) and other.text == self.text:
+            return SymbolicInt.of(int(self) + int(other), self.text, self.factor + other.factor, loose="sum" * self.loose)
         return self._sum(other, "+") if other else self
 
     def __radd__(self, other: int) -> int:
-        return Symbol.of(int(self) + other, f"{other} + {self.formula}", loose="sum") if other else self
+        return SymbolicInt.of(int(self) + other, f"{other} + {self.formula}", loose="sum") if other else self
 
     def __sub__(self, other: int) -> int:
         return self._sum(other, "-") if other else self
 
     def __pow__(self, power: Any, mod: Any = None) -> Any:
         if isinstance(power, int) and power > 0 and mod is None:
-            return Symbol.of(int(self) ** power, f"{self.tight}^{power}", self.factor**power)
+            return SymbolicInt.of(int(self) ** power, f"{self.name_as_factor}^{power}", self.factor**power)
         return int(self) ** power
 
     def __floordiv__(self, other: int) -> int:
-        below = other.tight if isinstance(other, Symbol) else str(other)
-        return Symbol.of(int(self) // int(other), f"floor({self.inside} / {below})")
+        below = other.name_as_factor if isinstance(other, SymbolicInt) else str(other)
+        return SymbolicInt.of(int(self) // int(other), f"floor({self.formula_as_factor} / {below})")
 
     def _sum(self, other: int, sign: str) -> int:
-        told = (other.tight if sign == "-" else other.formula) if isinstance(other, Symbol) else str(other)
+        told = (other.name_as_factor if sign == "-" else other.formula) if isinstance(other, SymbolicInt) else str(other)
         value = int(self) + int(other) if sign == "+" else int(self) - int(other)
-        return Symbol.of(value, f"{self.formula} {sign} {told}", loose="sum")
+        return SymbolicInt.of(value, f"{self.formula} {sign} {told}", loose="sum")
 
 
 def formula(value: int) -> str:
     """How a number came about, or the number itself."""
-    return value.formula if isinstance(value, Symbol) else f"{value}"
+    return value.formula if isinstance(value, SymbolicInt) else f"{value}"
 
 
-def inside(value: int) -> str:
+def formula_as_factor(value: int) -> str:
     """How a number came about, as one factor of a product."""
-    return value.inside if isinstance(value, Symbol) else f"{value}"
+    return value.formula_as_factor if isinstance(value, SymbolicInt) else f"{value}"
 
 
-def named(spec: AttentionSpec) -> AttentionSpec:
+def name_sizes(spec: AttentionSpec) -> AttentionSpec:
     """The same spec, its sizes under their names: whatever is computed of it says how.
 
     >>> import headwise as hw
-    >>> spec = named(hw.design(model=8, heads=2))
+    >>> spec = name_sizes(hw.design(model=8, heads=2))
     >>> (spec.model * spec.heads.q).formula, spec == hw.design(model=8, heads=2)
     ('model q', True)
     """
     heads = spec.heads
-    sizes = {name: Symbol.of(getattr(heads, name), name) for name in ("q", "kv", "dim", "vdim")}
-    slots = {slot: _named(getattr(spec, slot), slot) for slot in SLOTS if slot != "pattern"}
-    source = None if spec.source is None else Symbol.of(spec.source, "source")
+    sizes = {name: SymbolicInt.of(getattr(heads, name), name) for name in ("q", "kv", "dim", "vdim")}
+    slots = {slot: _name_part_sizes(getattr(spec, slot), slot) for slot in SLOTS if slot != "pattern"}
+    source = None if spec.source is None else SymbolicInt.of(spec.source, "source")
     return replace(
         spec,
-        model=Symbol.of(spec.model, "model"),
+        model=SymbolicInt.of(spec.model, "model"),
         source=source,
         heads=replace(heads, **sizes),
-        modifiers=tuple(_named(modifier, name) for name, modifier in spec.steps(Modifier)),
+        modifiers=tuple(_name_part_sizes(modifier, name) for name, modifier in spec.parts_of(Modifier)),
         **slots,
     )
 
 
-def _named(part: P, owner: str) -> P:
+def _name_part_sizes(part: P, owner: str) -> P:
     """A part with its whole numbers above 1 under their names: dynamic.rank, project.overlap."""
     told = {field.name: getattr(part, field.name) for field in fields(part)}
-    sizes = {name: Symbol.of(size, f"{owner}.{name}") for name, size in told.items() if type(size) is int and size > 1}
+    sizes = {name: SymbolicInt.of(size, f"{owner}.{name}") for name, size in told.items() if type(size) is int and size > 1}
     return replace(part, **sizes)

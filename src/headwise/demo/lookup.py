@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 KEYS, VALUES, QUERY = (51.0, 56.0, 58.0), (40.0, 43.0, 48.0), 57.0
-WIDTHS = (0.5, 1.0, 2.0, 5.0, 10.0)
+KERNEL_WIDTHS = (0.5, 1.0, 2.0, 5.0, 10.0)
 
-Weigh = Callable[[float, Sequence[float]], list[float]]
+WeightFunction = Callable[[float, Sequence[float]], list[float]]
 
 
 @dataclass(frozen=True)
-class Answer:
+class LookupAnswer:
     """One way to weigh the keys, the weights it gives, and the weighted mean of the values."""
 
     way: str
@@ -23,35 +23,35 @@ class Answer:
     value: float
 
 
-def normalised(parts: Sequence[float]) -> list[float]:
+def normalise(parts: Sequence[float]) -> list[float]:
     """Each as a share of all."""
     return [part / sum(parts) for part in parts]
 
 
-def by_distance(query: float, keys: Sequence[float]) -> list[float]:
+def distance_weights(query: float, keys: Sequence[float]) -> list[float]:
     """|q - k| / sum |q - k|, which grows with distance.
 
-    >>> by_distance(57.0, [51.0, 56.0, 58.0])
+    >>> distance_weights(57.0, [51.0, 56.0, 58.0])
     [0.75, 0.125, 0.125]
     """
-    return normalised([abs(query - key) for key in keys])
+    return normalise([abs(query - key) for key in keys])
 
 
-def by_nearness(query: float, keys: Sequence[float]) -> list[float]:
+def inverse_distance_weights(query: float, keys: Sequence[float]) -> list[float]:
     """1/|q - k| as shares; a key that is met exactly takes all.
 
-    >>> [round(w, 3) for w in by_nearness(57.0, [51.0, 56.0, 58.0])], by_nearness(56.0, [51.0, 56.0])
+    >>> [round(w, 3) for w in inverse_distance_weights(57.0, [51.0, 56.0, 58.0])], inverse_distance_weights(56.0, [51.0, 56.0])
     ([0.077, 0.462, 0.462], [0.0, 1.0])
     """
     if query in keys:
         return [float(key == query) for key in keys]
-    return normalised([1 / abs(query - key) for key in keys])
+    return normalise([1 / abs(query - key) for key in keys])
 
 
-def on_the_line(query: float, keys: Sequence[float]) -> list[float]:
+def linear_interpolation_weights(query: float, keys: Sequence[float]) -> list[float]:
     """Linear interpolation between the two neighbours in a sorted row of keys.
 
-    >>> on_the_line(56.5, [51.0, 56.0, 58.0])
+    >>> linear_interpolation_weights(56.5, [51.0, 56.0, 58.0])
     [0.0, 0.75, 0.25]
     """
     above = next(n for n, key in enumerate(keys) if key >= query and n > 0)
@@ -60,54 +60,54 @@ def on_the_line(query: float, keys: Sequence[float]) -> list[float]:
     return [1 - share if n == above - 1 else share if n == above else 0.0 for n in range(len(keys))]
 
 
-def gaussian(width: float) -> Weigh:
+def gaussian_weights(width: float) -> WeightFunction:
     """exp(-(q - k)^2 / (2 width^2)) as shares: kernel regression (Nadaraya 1964, Watson 1964).
 
-    >>> [round(w, 3) for w in gaussian(2.0)(57.0, [51.0, 56.0, 58.0])]
+    >>> [round(w, 3) for w in gaussian_weights(2.0)(57.0, [51.0, 56.0, 58.0])]
     [0.006, 0.497, 0.497]
     """
 
     def weigh(query: float, keys: Sequence[float]) -> list[float]:
         nearest = min(abs(query - key) for key in keys)  # taken off, so that no width is too narrow for floats
-        return normalised([math.exp((nearest**2 - (query - key) ** 2) / (2 * width**2)) for key in keys])
+        return normalise([math.exp((nearest**2 - (query - key) ** 2) / (2 * width**2)) for key in keys])
 
     return weigh
 
 
-def answer(way: str, weigh: Weigh, query: float = QUERY, keys: Sequence[float] = KEYS) -> Answer:
+def look_up(method: str, weight_function: WeightFunction, query: float = QUERY, keys: Sequence[float] = KEYS) -> LookupAnswer:
     """What one way of weighing answers; keys that are not named weigh nothing.
 
-    >>> answer("distance", by_distance).value
+    >>> look_up("distance", distance_weights).value
     41.375
     """
-    given = dict(zip(keys, weigh(query, keys), strict=True))
+    given = dict(zip(keys, weight_function(query, keys), strict=True))
     weights = tuple(given.get(key, 0.0) for key in KEYS)
-    return Answer(way, query, weights, sum(w * value for w, value in zip(weights, VALUES, strict=True)))
+    return LookupAnswer(method, query, weights, sum(w * value for w, value in zip(weights, VALUES, strict=True)))
 
 
-def answers() -> list[Answer]:
+def look_up_by_all_methods() -> list[LookupAnswer]:
     """Every way, for the query between two keys."""
     return [
-        answer("|q-k| over all keys", by_distance),
-        answer("|q-k| over two neighbours", by_distance, keys=KEYS[1:]),
-        answer("1/|q-k|", by_nearness),
-        answer("linear interpolation", on_the_line),
-        *(answer(f"gaussian, width {width:g}", gaussian(width)) for width in WIDTHS),
+        look_up("|q-k| over all keys", distance_weights),
+        look_up("|q-k| over two neighbours", distance_weights, keys=KEYS[1:]),
+        look_up("1/|q-k|", inverse_distance_weights),
+        look_up("linear interpolation", linear_interpolation_weights),
+        *(look_up(f"gaussian, width {width:g}", gaussian_weights(width)) for width in KERNEL_WIDTHS),
     ]
 
 
-def counterexamples() -> list[tuple[Answer, Answer]]:
+def counterexamples() -> list[tuple[LookupAnswer, LookupAnswer]]:
     """Where weights that grow with distance go wrong, each beside linear interpolation."""
-    beside = answer("two neighbours", by_distance, 56.5, KEYS[1:]), answer("line", on_the_line, 56.5)
-    met = answer("all keys", by_distance, 51.0), answer("line", on_the_line, 51.0)
+    beside = look_up("two neighbours", distance_weights, 56.5, KEYS[1:]), look_up("line", linear_interpolation_weights, 56.5)
+    met = look_up("all keys", distance_weights, 51.0), look_up("line", linear_interpolation_weights, 51.0)
     return [beside, met]
 
 
-def page() -> str:
+def format_lookup() -> str:
     """All answers as a table, and the erratum that they prove."""
     rows = [
         f"{one.way:<28}" + "".join(f"{weight:>9.4f}" for weight in one.weights) + f"{one.value:>14.10g}"
-        for one in answers()
+        for one in look_up_by_all_methods()
     ]
     (beside, line), (met, key) = counterexamples()
     store = ", ".join(f"{key:g} -> {value:g}" for key, value in zip(KEYS, VALUES, strict=True))

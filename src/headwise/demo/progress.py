@@ -6,18 +6,18 @@ import sys
 import time
 from typing import TextIO
 
-from ..surgery.course import Point
-from ..training.screen import EVERY, clock
+from ..surgery.course import RetrainingPoint
+from ..training.screen import LINE_INTERVAL, format_duration
 
-WIDTH = 78
+LINE_WIDTH = 78
 
 
-class Progress:
+class RetrainingProgress:
     """Says on stderr, unless told otherwise, what goes on and how long it may still take.
 
     >>> import io
     >>> heard = io.StringIO()
-    >>> Progress("pruned", 300, heard).tell("weighing heads")
+    >>> RetrainingProgress("pruned", 300, heard).tell("weighing heads")
     >>> heard.getvalue()
     'pruned: weighing heads\\n'
     """
@@ -26,22 +26,22 @@ class Progress:
         self._name, self._steps, self._stream = name, steps, stream or sys.stderr
         self._begun = self._said = 0.0
 
-    def tell(self, what: str) -> None:
+    def report_stage(self, what: str) -> None:
         """What goes on now; "" when all is done."""
         if self._stream.isatty():
-            self._stream.write("\r\x1b[K" + (f"{self._name}: {what}"[:WIDTH] if what else ""))
+            self._stream.write("\r\x1b[K" + (f"{self._name}: {what}"[:LINE_WIDTH] if what else ""))
         elif what:
             self._stream.write(f"{self._name}: {what}\n")
         self._stream.flush()
         self._said = time.monotonic()
 
-    def point(self, at: Point) -> None:
+    def report_step(self, at: RetrainingPoint) -> None:
         """A step of learning."""
         now = time.monotonic()
         if at.step == 0:
             self._begun = now
-        if at.step in (0, self._steps) or self._stream.isatty() or now - self._said > EVERY:
+        if at.step in (0, self._steps) or self._stream.isatty() or now - self._said > LINE_INTERVAL:
             left = (now - self._begun) / at.step * (self._steps - at.step) if at.step else None
             loss = f", loss {at.loss:.4f}" if at.loss is not None else ""
-            rest = f", {clock(left)} left" if left is not None else ""
-            self.tell(f"step {at.step} of {self._steps}{loss}{rest}")
+            rest = f", {format_duration(left)} left" if left is not None else ""
+            self.report_stage(f"step {at.step} of {self._steps}{loss}{rest}")

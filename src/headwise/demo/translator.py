@@ -16,14 +16,14 @@ from ..models import Transformer, greedy
 from ..probe import Probe
 from ..tasks import IGNORED, Batch
 from ..tasks.dates import END, VOCABULARY, Dates, Translated
-from ..training import Recipe, Result, Screen, train
+from ..training import Recipe, TrainingResult, ConsoleLogger, train
 
 RECIPE = Recipe(steps=800, batch=128, lr=3e-3, evaluate_every=200, checkpoint_every=200, compile="off")
-JUDGED, WIDTH = 64, 80  # examples that heads are judged by; columns of a terminal
-SHADES = " ·░▒▓█"  # no weight .. all of it
+NUM_EVALUATED, TERMINAL_WIDTH = 64, 80  # examples that heads are judged by; columns of a terminal
+WEIGHT_SHADES = " ·░▒▓█"  # no weight .. all of it
 
 
-class Said(NamedTuple):
+class TranslationExample(NamedTuple):
     """A held-out example: what was asked, what is right, and what the model says."""
 
     direction: str
@@ -32,7 +32,7 @@ class Said(NamedTuple):
     said: str
 
 
-class Aligned(NamedTuple):
+class HeadAlignment(NamedTuple):
     """A head that reads the source, and how often the token it reads most is the one that is translated."""
 
     layer: int
@@ -47,7 +47,7 @@ class Aligned(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Picture:
+class AlignmentMap:
     """What one head reads of a source for each token of a translation, [T, S], with the gold links."""
 
     layer: int
@@ -56,14 +56,14 @@ class Picture:
     weights: tuple[tuple[float, ...], ...]
 
     def __str__(self) -> str:
-        source = [f"<{self.gold.direction.split('-')[1]}>", *map(_visible, _tokens(self.gold.source))]
-        target = [*map(_visible, _tokens(self.gold.target)), "end"]
-        side = max(map(_wide, target)) + 1
-        columns = [max(_wide(token), 1) + 1 for token in source]
-        lines = [" " * side + "".join(_fit(t, w) for t, w in zip(source, columns, strict=True))]
+        source = [f"<{self.gold.direction.split('-')[1]}>", *map(_visible_token, _tokenize(self.gold.source))]
+        target = [*map(_visible_token, _tokenize(self.gold.target)), "end"]
+        side = max(map(_terminal_width, target)) + 1
+        columns = [max(_terminal_width(token), 1) + 1 for token in source]
+        lines = [" " * side + "".join(_pad_to_width(t, w) for t, w in zip(source, columns, strict=True))]
         for row, (token, weights) in enumerate(zip(target, self.weights, strict=True)):
-            cells = [_cell(w, (s, row) in self.gold.links) for s, w in enumerate(weights)]
-            lines.append(_fit(token, side) + "".join(_fit(c, w) for c, w in zip(cells, columns, strict=True)))
+            cells = [_shade_cell(w, (s, row) in self.gold.links) for s, w in enumerate(weights)]
+            lines.append(_pad_to_width(token, side) + "".join(_pad_to_width(c, w) for c, w in zip(cells, columns, strict=True)))
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -73,22 +73,22 @@ class Translator:
     def __init__(self, folder: Path, recipe: Recipe | None = None) -> None:
         self.folder, self.recipe = folder, RECIPE if recipe is None else recipe
         self.task = Dates()
-        self.batch = self.task.batch(0, JUDGED, "test")  # examples that training never shows
-        self._result: Result | None = None
+        self.batch = self.task.batch(0, NUM_EVALUATED, "test")  # examples that training never shows
+        self._result: TrainingResult | None = None
 
     @property
-    def result(self) -> Result:
+    def result(self) -> TrainingResult:
         """Trained, or gone on with where an earlier run into the folder ended."""
         if self._result is None:
-            self._result = train(self.task, recipe=self.recipe, out=self.folder, resume="allowed", sinks=[Screen()])
+            self._result = train(self.task, recipe=self.recipe, out=self.folder, resume="allowed", loggers=[ConsoleLogger()])
         return self._result
 
     @property
-    def heads(self) -> list[Aligned]:
+    def head_alignments(self) -> list[HeadAlignment]:
         """How each head that reads the source is aligned, best first."""
-        return aligned(self.result.net, self.batch)
+        return measure_alignment(self.result.net, self.batch)
 
-    def told(self) -> str:
+    def training_page(self) -> str:
         """What was trained, for how long, and how good it is."""
         result, count = self.result, sum(p.numel() for p in self.result.net.parameters())
         best = f"{result.metrics['exact_match']:.1%} of held-out dates and amounts come out letter for letter"
@@ -96,38 +96,38 @@ class Translator:
             f"{count:,} parameters, {result.steps:,} steps in {result.seconds:.0f} s, {result.precision}: {best}.",
             f"It is in {self.folder}, with its curve in metrics.jsonl.",
         ]
-        return "\n".join(line for long in lines for line in textwrap.wrap(long, WIDTH))
+        return "\n".join(line for long in lines for line in textwrap.wrap(long, TERMINAL_WIDTH))
 
-    def said(self) -> str:
+    def examples_page(self) -> str:
         """One held-out example of each direction."""
-        return page_said(samples(self.result.net, self.task, self.batch))
+        return format_examples(translate_samples(self.result.net, self.task, self.batch))
 
-    def read(self) -> str:
+    def alignment_page(self) -> str:
         """How well heads are aligned, and a picture of the best."""
-        heads = self.heads
-        return page_aligned(heads, picture(self.result.net, heads[0], self.batch))
+        heads = self.head_alignments
+        return format_alignment(heads, make_alignment_map(self.result.net, heads[0], self.batch))
 
     @property
     def data(self) -> dict[str, Any]:
         """All numbers as plain values."""
-        told = [said._asdict() for said in samples(self.result.net, self.task, self.batch)]
-        heads = [{**head._asdict(), "share": head.share} for head in self.heads]
+        told = [said._asdict() for said in translate_samples(self.result.net, self.task, self.batch)]
+        heads = [{**head._asdict(), "share": head.share} for head in self.head_alignments]
         return {**self.result.data, "samples": told, "heads": heads}
 
 
-def samples(net: Transformer, task: Dates, batch: Batch) -> list[Said]:
+def translate_samples(net: Transformer, task: Dates, batch: Batch) -> list[TranslationExample]:
     """What a model says of the first example of each direction."""
     firsts = {one.direction: row for row, one in reversed(list(enumerate(batch.gold)))}
     rows = sorted(firsts.values())
-    answers = _answers(net, task, batch)
+    answers = _predict(net, task, batch)
     gold = [batch.gold[row] for row in rows]
     return [
-        Said(one.direction, one.source, one.target, task.text(answers[row]))
+        TranslationExample(one.direction, one.source, one.target, task.text(answers[row]))
         for row, one in zip(rows, gold, strict=True)
     ]
 
 
-def _answers(net: Transformer, task: Dates, batch: Batch) -> list[list[int]]:
+def _predict(net: Transformer, task: Dates, batch: Batch) -> list[list[int]]:
     assert batch.source is not None, "dates are read before they are written"
     with torch.no_grad():
         memory = net.eval().encode(batch.source, tokens=batch.source_tokens)
@@ -135,19 +135,19 @@ def _answers(net: Transformer, task: Dates, batch: Batch) -> list[list[int]]:
     return greedy(net, prompt, count=task.answers, tokens=tokens, end=END, memory=memory)
 
 
-def aligned(net: Transformer, batch: Batch) -> list[Aligned]:
+def measure_alignment(net: Transformer, batch: Batch) -> list[HeadAlignment]:
     """How often each head that reads the source reads what is translated, best first; only linked tokens count."""
     found = [
-        Aligned(layer, head, *right(w_BTS, batch))
-        for layer, w_BHTS in read(net, batch).items()
+        HeadAlignment(layer, head, *count_correct_links(w_BTS, batch))
+        for layer, w_BHTS in cross_attention_weights(net, batch).items()
         for head, w_BTS in enumerate(w_BHTS.unbind(1))
     ]
     return sorted(found, key=lambda one: (-one.share, one.layer, one.head))
 
 
-def read(net: Transformer, batch: Batch) -> dict[int, Tensor]:
+def cross_attention_weights(net: Transformer, batch: Batch) -> dict[int, Tensor]:
     """The weights [B, H, T, S] of every attention to the source, by layer, while the right answer is read."""
-    names = [name for name, _ in net.described.specs() if name.endswith(".cross")]
+    names = [name for name, _ in net.described.attention_specs() if name.endswith(".cross")]
     probes = {name: Probe("weights") for name in names}
     before, net.probes = net.probes, probes
     try:
@@ -155,22 +155,22 @@ def read(net: Transformer, batch: Batch) -> dict[int, Tensor]:
             net.eval()(batch.x, tokens=batch.tokens, source=batch.source, source_tokens=batch.source_tokens)
     finally:
         net.probes = before
-    return {int(name.split(".")[1]): probe.seen["weights"] for name, probe in probes.items()}
+    return {int(name.split(".")[1]): probe.tensors["weights"] for name, probe in probes.items()}
 
 
-def right(w_BTS: Tensor, batch: Batch) -> tuple[int, int]:
+def count_correct_links(w_BTS: Tensor, batch: Batch) -> tuple[int, int]:
     """How many linked tokens read one that they translate more than any other, and how many there are."""
     most = w_BTS.argmax(-1).tolist()
-    linked = [(row, t, {s for s, at in one.links if at == t}) for row, one in enumerate(batch.gold) for t in _told(one)]
+    linked = [(row, t, {s for s, at in one.links if at == t}) for row, one in enumerate(batch.gold) for t in _linked_positions(one)]
     return sum(most[row][t] in wanted for row, t, wanted in linked), len(linked)
 
 
-def _told(one: Translated) -> Iterator[int]:
+def _linked_positions(one: Translated) -> Iterator[int]:
     """The places of a translation that translate something."""
     return iter(sorted({t for _, t in one.links}))
 
 
-def picture(net: Transformer, best: Aligned, batch: Batch) -> Picture:
+def make_alignment_map(net: Transformer, best: HeadAlignment, batch: Batch) -> AlignmentMap:
     """What the best head reads of the first date that is short enough for a terminal."""
     row = next(
         row
@@ -178,12 +178,12 @@ def picture(net: Transformer, best: Aligned, batch: Batch) -> Picture:
         if one.subject == "date" and len(one.links) and one.direction == "en-zh"
     )
     one = batch.gold[row]
-    count, width = int((batch.labels[row] != IGNORED).sum()), len(_tokens(one.source)) + 1
-    weights = read(net, batch)[best.layer][row, best.head, :count, :width]
-    return Picture(best.layer, best.head, one, tuple(tuple(line) for line in weights.tolist()))
+    count, width = int((batch.labels[row] != IGNORED).sum()), len(_tokenize(one.source)) + 1
+    weights = cross_attention_weights(net, batch)[best.layer][row, best.head, :count, :width]
+    return AlignmentMap(best.layer, best.head, one, tuple(tuple(line) for line in weights.tolist()))
 
 
-def _tokens(text: str) -> list[str]:
+def _tokenize(text: str) -> list[str]:
     """A text as its tokens."""
     found, rest = [], text
     while rest:
@@ -193,25 +193,25 @@ def _tokens(text: str) -> list[str]:
     return found
 
 
-def _cell(weight: float, linked: bool) -> str:
-    shade = SHADES[min(round(weight * (len(SHADES) - 1) + 0.3), len(SHADES) - 1)]
+def _shade_cell(weight: float, linked: bool) -> str:
+    shade = WEIGHT_SHADES[min(round(weight * (len(WEIGHT_SHADES) - 1) + 0.3), len(WEIGHT_SHADES) - 1)]
     return f"[{shade}" if linked else f" {shade}"
 
 
-def _wide(text: str) -> int:
+def _terminal_width(text: str) -> int:
     """Columns of a terminal: signs of Chinese take two."""
     return sum(2 if unicodedata.east_asian_width(sign) in "WF" else 1 for sign in text)
 
 
-def _fit(text: str, width: int) -> str:
-    return text + " " * (width - _wide(text))
+def _pad_to_width(text: str, width: int) -> str:
+    return text + " " * (width - _terminal_width(text))
 
 
-def _visible(token: str) -> str:
+def _visible_token(token: str) -> str:
     return "␣" if token == " " else token
 
 
-def page_said(told: Sequence[Said]) -> str:
+def format_examples(told: Sequence[TranslationExample]) -> str:
     """Each answer on a line of its own, with the right one where it is wrong."""
     lines = []
     for one in told:
@@ -220,7 +220,7 @@ def page_said(told: Sequence[Said]) -> str:
     return "\n".join(lines)
 
 
-def page_aligned(heads: Sequence[Aligned], drawn: Picture) -> str:
+def format_alignment(heads: Sequence[HeadAlignment], drawn: AlignmentMap) -> str:
     """How well each head is aligned, and what the best one reads."""
     lines = ["How often the source token that a head reads most is the one translated:", ""]
     lines += [

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..draws import Stream as Numbers
+from ..draws import RandomStream as Numbers
 from ..models import Decoding, Transformer
 from ..models.generating.course import check_room, longest
 from ..models.generating.how import USUAL

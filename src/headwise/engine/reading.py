@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .. import backends
-from ..backends import Job
+from ..backends import CallSignature
 from ..models import Transformer
 from ..module import Attention
 
@@ -30,7 +30,7 @@ class Reading(NamedTuple):
         layers = 0
         for number, block in enumerate(stack.blocks):
             layer = block.attentions.get("attention")
-            if layer is not None and not layer.spec.stateful:
+            if layer is not None and not layer.spec.is_recurrent:
                 layers += 1
                 if why := _why(layer):
                     found[f"{name}.{number}.attention"] = why
@@ -38,8 +38,8 @@ class Reading(NamedTuple):
 
 
 def _why(layer: Attention) -> str:
-    if layer.only not in (None, "paged"):
-        return f"the layer asks for {layer.only}"
-    spec, like = layer.spec, layer.weights["project"].first
-    job = Job(spec, spec.core_of(spec.form(one=True)), like.device.type, like.dtype, one=True, paged=True)
-    return "; ".join(backends.why(job)["paged"])
+    if layer.backend_name not in (None, "paged"):
+        return f"the layer asks for {layer.backend_name}"
+    spec, like = layer.spec, layer.weights["project"].first_parameter
+    job = CallSignature(spec, spec.core_of(spec.projection_form(one=True)), like.device.type, like.dtype, single_query=True, has_paged_cache=True)
+    return "; ".join(backends.unsupported_reasons_by_backend(job)["paged"])

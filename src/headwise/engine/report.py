@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from ..counting.allocators import Allocator
-from ..counting.asking import Request
-from ..counting.devices import Device, Formats
-from ..counting.serving import Serving
+from ..counting.allocators import CacheAllocator
+from ..counting.asking import RequestChunk
+from ..counting.devices import Device, NumberFormats
+from ..counting.serving import ServingCost
 from ..errors import SpecError
 from ..models import Transformer
 from .requests import Timing
@@ -129,14 +129,14 @@ class Predicted:
                 f"weights of {next(net.parameters()).dtype} have no price; use float32, bfloat16 or float16"
             )
         source = -(-report.sources // max(1, report.requests))
-        serving = Serving(net.described, device, Formats(dtype), allocator=Allocator("paged", 16), source=source)
+        serving = ServingCost(net.described, device, NumberFormats(dtype), allocator=CacheAllocator("paged", 16), source_tokens=source)
         chosen = [report.steps[n * len(report.steps) // PRICED] for n in range(PRICED)] if report.steps else []
         if len(report.steps) <= PRICED:
             chosen = list(report.steps)
         measured = sum(step.seconds for step in chosen)
         least = sum(_least(serving, step) for step in chosen)
         seconds = report.seconds * least / measured if measured else 0.0
-        return Predicted(device.what, seconds, report.tokens / seconds if seconds else 0.0)
+        return Predicted(device.description, seconds, report.tokens / seconds if seconds else 0.0)
 
     @property
     def data(self) -> dict[str, Any]:
@@ -147,15 +147,15 @@ class Predicted:
         return _said("tokens a second that cost predicts at most", f"{self.tokens:,.1f}") + f"\n  on {self.device}"
 
 
-def _least(serving: Serving, step: Stepped) -> float:
+def _least(serving: ServingCost, step: Stepped) -> float:
     """Seconds at least of one step, its rows taken to be alike, and its prompts."""
-    asked: Counter[Request] = Counter()
+    asked: Counter[RequestChunk] = Counter()
     if step.rows:
-        asked[Request(1, round(step.context / step.rows) - 1, serving.source)] += step.rows
+        asked[RequestChunk(1, round(step.context / step.rows) - 1, serving.source_tokens)] += step.rows
     if step.prompts:
         taken, past = (round(count / step.prompts) for count in (step.tokens, step.past))
-        asked[Request(max(1, taken), past, serving.source)] += step.prompts
-    return serving.step(asked).seconds
+        asked[RequestChunk(max(1, taken), past, serving.source_tokens)] += step.prompts
+    return serving.estimate_step(asked).seconds
 
 
 def _said(name: str, value: str) -> str:

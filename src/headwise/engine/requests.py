@@ -9,8 +9,8 @@ from hashlib import sha256
 from time import perf_counter
 from typing import NamedTuple
 
-from ..cache import Row
-from ..draws import Stream as Numbers
+from ..cache import PagedSequence
+from ..draws import RandomStream as Numbers
 from ..models import Decoding
 from ..models.generating.answers import Answer
 from .room import Place
@@ -83,7 +83,7 @@ class Request:
         return self.place
 
     @property
-    def row(self) -> Row:
+    def row(self) -> PagedSequence:
         """Its pages."""
         return self.placed.row
 

@@ -9,13 +9,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..cache import Cache, Pool, Remembered, Row, StateCache
-from ..cache.paging import Paging
-from ..cache.seats import Seats
-from ..errors import SpecError, nearest
+from ..cache import KVCache, PagePool, ProjectedSource, PagedSequence, RecurrentStateCache
+from ..cache.paging import PageLayout
+from ..cache.seats import PagedBatch
+from ..errors import SpecError, suggest
 from ..models import Caches, Memory, Transformer
 from ..spec import AttentionSpec
-from ..tokens import Tokens
+from ..tokens import SequenceInfo
 from .reading import Reading
 
 ORDERS = ("arrival", "shortest")
@@ -47,14 +47,14 @@ class Batching:
             if type(size) is not int or size < 1:
                 raise SpecError(f"Batching({name}={size!r}) cannot be; give a whole number of at least 1")
         if self.order not in ORDERS:
-            raise SpecError(f"Batching(order={self.order!r}) is unknown; {nearest(str(self.order), ORDERS)}")
+            raise SpecError(f"Batching(order={self.order!r}) is unknown; {suggest(str(self.order), ORDERS)}")
 
 
 @dataclass
 class Place:
     """Where one request is remembered: its row of pages, and the number of its state and source."""
 
-    row: Row
+    row: PagedSequence
     slot: int
     source: int = 0  # tokens
 
@@ -71,18 +71,18 @@ class Room:
         layers = net.cache(batch=1, capacity=1).layers
         self._names = [[*layer] for layer in layers]
         caches = [cache for layer in layers for cache in layer.values()]
-        self._stated = [cache.spec.stateful for cache in caches]
-        paged = [cache.spec for cache in caches if not cache.spec.stateful]
+        self._stated = [cache.spec.is_recurrent for cache in caches]
+        paged = [cache.spec for cache in caches if not cache.spec.is_recurrent]
         like, rows = caches[0], batching.rows
-        self._states = [StateCache(c.spec, rows, c.dtype, c.device) for c in caches if c.spec.stateful]
+        self._states = [RecurrentStateCache(c.spec, rows, c.dtype, c.device) for c in caches if c.spec.is_recurrent]
         blocks = list(net.stacks.values())[-1].blocks
         self._crossed = [block.attentions["cross"].spec if "cross" in block.attentions else None for block in blocks]
         self._sources = [_source(spec, batching, like) for spec in self._crossed]
-        self.paging = Paging.of(paged, batching.page)
+        self.paging = PageLayout.for_specs(paged, batching.page)
         self.pages = self._affordable(like)
-        self.pool = Pool(paged, pages=self.pages, page=batching.page, dtype=like.dtype, device=like.device)
+        self.pool = PagePool(paged, pages=self.pages, page=batching.page, dtype=like.dtype, device=like.device)
         self.pool.reserve(self.pages)
-        self.opening = max((spec.pattern.opening or 0 for spec in paged), default=0)
+        self.opening = max((spec.pattern.tokens_before_decode or 0 for spec in paged), default=0)
         self._free = list(reversed(range(rows)))
 
     @property
@@ -116,12 +116,12 @@ class Room:
     def used(self) -> int:
         """Bytes in use: of pages that are held, and of states and sources of the rows there are."""
         rows = self.batching.rows
-        return self.pool.book.pages.held * self.page_bytes + self.fixed * (rows - len(self._free)) // rows
+        return self.pool.book.pages.num_held * self.page_bytes + self.fixed * (rows - len(self._free)) // rows
 
     def need(self, tokens: int) -> tuple[int, ...]:
         """The pages that a row comes to hold at most on its way to so many tokens, group by group."""
         chunk = max(self.batching.chunk, self.opening)
-        return tuple(keep.most(tokens, chunk) for keep in self.paging.keeps)
+        return tuple(keep.max_pages(tokens, chunk) for keep in self.paging.groups)
 
     def check(self, tokens: int) -> None:
         """Refuse what could not be remembered if nobody else were here."""
@@ -136,31 +136,31 @@ class Room:
     def admits(self, places: Sequence[Place], tokens: int) -> bool:
         """Whether a row of so many tokens fits beside these, whatever each of them still comes to need."""
         rows = [place.row for place in places]
-        fresh = self.pool.book.fresh(self.need(tokens))
-        return bool(self._free) and self.pool.book.pledged([*rows, fresh]) <= self.pages
+        fresh = self.pool.book.new_sequence(self.need(tokens))
+        return bool(self._free) and self.pool.book.num_reserved_pages([*rows, fresh]) <= self.pages
 
     def enter(self, tokens: int, root: bytes) -> Place:
         """A place for a row of so many tokens."""
-        place = Place(self.pool.book.fresh(self.need(tokens), root), self._free.pop())
+        place = Place(self.pool.book.new_sequence(self.need(tokens), root), self._free.pop())
         self._clear(place)
         return place
 
     def leave(self, place: Place) -> None:
         """Give back all that a row has."""
-        self.pool.book.leave(place.row)
+        self.pool.book.free_sequence(place.row)
         self._free.append(place.slot)
 
     def again(self, place: Place) -> None:
         """Let a row begin anew in the same place."""
-        need, root = place.row.need, place.row.root
-        self.pool.book.leave(place.row)
-        place.row = self.pool.book.fresh(need, root)
+        need, root = place.row.reserved_tokens, place.row.namespace
+        self.pool.book.free_sequence(place.row)
+        place.row = self.pool.book.new_sequence(need, root)
         self._clear(place)
 
     def pages_at(self, place: Place, count: int) -> int:
         """The pages that a layer gathers of a row with so many tokens more, at most."""
         end = place.row.length + count
-        each = zip(self.paging.keeps, place.row.need, strict=True)
+        each = zip(self.paging.groups, place.row.reserved_tokens, strict=True)
         return max((min(-(-end // keep.page), need) for keep, need in each), default=0)
 
     def remember(self, place: Place, memory: Memory) -> None:
@@ -174,12 +174,12 @@ class Room:
     def call(self, places: Sequence[Place]) -> Call:
         """What a call of the model with these rows is handed."""
         slots = torch.tensor([place.slot for place in places], device=self.pool.numbers.device)
-        seats = self.pool.seat([place.row for place in places])
-        states = [StateCache(held.spec, len(places), held.dtype, held.device) for held in self._states]
+        seats = self.pool.batch_of([place.row for place in places])
+        states = [RecurrentStateCache(held.spec, len(places), held.dtype, held.device) for held in self._states]
         for cache, held in zip(states, self._states, strict=True):
-            cache.fold({name: kept[slots] for name, kept in held.state.items()})
+            cache.set_state({name: kept[slots] for name, kept in held.state.items()})
         paged, stated = iter(self.pool.caches(seats)), iter(states)
-        every = iter([cast(Cache, next(stated if is_stated else paged)) for is_stated in self._stated])
+        every = iter([cast(KVCache, next(stated if is_stated else paged)) for is_stated in self._stated])
         layers = [{name: next(every) for name in names} for names in self._names]
         return Call(seats, Caches(layers), self._memory(places, slots), slots, states)
 
@@ -202,14 +202,14 @@ class Room:
         place = torch.arange(most, device=device).expand(len(places), -1)
         live = place < torch.tensor(counts, device=device)[:, None]
         whole = len(set(counts)) == 1
-        tokens = Tokens.run(0, most, device) if whole else Tokens(place, live.long() - 1, checked=True)
+        tokens = SequenceInfo.contiguous(0, most, device) if whole else SequenceInfo(place, live.long() - 1, checked=True)
         layers = [
-            spec and Remembered({name: held[slots, :most] for name, held in kept.items()}, tokens, spec)
+            spec and ProjectedSource({name: held[slots, :most] for name, held in kept.items()}, tokens, spec)
             for spec, kept in zip(self._crossed, self._sources, strict=True)
         ]
         return Memory(self.pool.numbers.new_zeros(len(places), 0, 0), tokens, tuple(layers))
 
-    def _affordable(self, like: Cache) -> int:
+    def _affordable(self, like: KVCache) -> int:
         """Pages that the budget holds beside what every row has, the empty one and the buffer counted."""
         each, one = self._each(like.dtype.itemsize), self.paging.numbers * like.dtype.itemsize
         left = self.budget - self.fixed - one
@@ -231,18 +231,18 @@ class Room:
 class Call:
     """What one call of the model is handed: caches and memory of its rows, and where their states are kept."""
 
-    seats: Seats
+    seats: PagedBatch
     caches: Caches
     memory: Memory | None
     slots: Tensor
-    states: list[StateCache] = field(default_factory=list)
+    states: list[RecurrentStateCache] = field(default_factory=list)
 
 
-def _source(spec: AttentionSpec | None, batching: Batching, like: Cache) -> dict[str, Tensor]:
+def _source(spec: AttentionSpec | None, batching: Batching, like: KVCache) -> dict[str, Tensor]:
     """Room for what one layer reads of every row's source."""
     if spec is None:
         return {}
     lead = batching.rows, batching.source
     return {
-        name: torch.zeros(*lead, *shape, dtype=like.dtype, device=like.device) for name, shape in spec.entry().items()
+        name: torch.zeros(*lead, *shape, dtype=like.dtype, device=like.device) for name, shape in spec.kv_entry_shapes().items()
     }

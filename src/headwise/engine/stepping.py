@@ -69,7 +69,7 @@ class Stepping:
             ahead, sources = set[bytes](), 0
             for request in reading:
                 length = self._begun(request)
-                known = self.room.pool.book.ahead(request.row, request.context, length) if self.room.shares else None
+                known = self.room.pool.book.next_hashes(request.row, request.context, length) if self.room.shares else None
                 if known in ahead or (sources and sources + len(request.source) > self.room.batching.chunk):
                     continue
                 ahead |= {known} if known else set()
@@ -87,14 +87,14 @@ class Stepping:
         row, book = request.row, self.room.pool.book
         if row.length or not self.room.shares:
             return row.length
-        return book.common(row, request.context, self.room.opening)
+        return book.find_prefix(row, request.context, self.room.opening)
 
     def _begin(self, request: Request, length: int) -> None:
         """Share what is there already, and read the source."""
         if request.row.length:
             return
         if length:
-            self.room.pool.book.adopt(request.row, length)
+            self.room.pool.book.reuse_prefix(request.row, length)
             self.shared += length
         if request.source:
             self.sources += len(request.source)
@@ -161,7 +161,7 @@ class Stepping:
         try:
             with torch.no_grad():
                 call = self.room.call([request.placed for request, _ in parts])
-                at = call.seats.next(counts)
+                at = call.seats.next_positions(counts)
                 x = torch.tensor(ids, device=self.room.device)
                 h = self.net.hidden(x, tokens=at, source=call.memory, cache=call.caches)
                 done = [n for n, (request, _) in enumerate(parts) if request.pending == 0]
@@ -174,7 +174,7 @@ class Stepping:
             raise
         self.peak = max(self.peak, self.room.used)
         for request, _ in parts if self.room.shares else ():
-            self.room.pool.book.publish(request.row, request.context)
+            self.room.pool.book.publish_prefix(request.row, request.context)
         return [parts[n][0] for n in done], logits
 
     def _tell(self, requests: Sequence[Request], logits: Tensor) -> None:

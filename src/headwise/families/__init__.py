@@ -9,50 +9,50 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, cast
 
-from ..blueprint import Model
-from ..blueprint.manifest import MANIFEST, described
-from ..blueprint.records import record_in
+from ..blueprint import ModelSpec
+from ..blueprint.manifest import MANIFEST_FILE, read_model_toml
+from ..blueprint.records import find_record
 from ..errors import SpecError
-from ..presets import USUAL
-from .config import Config
-from .registry import FAMILIES, WRITERS, model
-from .writing import config_of
+from ..presets import DEFAULT_CHOICES
+from .config import TransformersConfig
+from .registry import FAMILIES, WRITERS, read_config
+from .writing import write_config
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["FAMILIES", "WRITERS", "config_of", "read"]
+__all__ = ["FAMILIES", "WRITERS", "write_config", "read_model_spec"]
 
 
-def read(what: str | Path | Mapping[str, Any]) -> Model:
+def read_model_spec(source: str | Path | Mapping[str, Any]) -> ModelSpec:
     """The model that is described: by a config.json, its keys, a folder as hw.save or transformers write it, or TOML.
 
     Where heads were cut so that config.json cannot say it, the heads.json beside it does.
 
-    >>> read({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}).stacks[0].runs[0].times
+    >>> read_model_spec({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}).stacks[0].runs[0].times
     12
     """
-    if isinstance(what, Mapping):
-        return model(Config(what, "config"))
-    path = Path(what)
+    if isinstance(source, Mapping):
+        return read_config(TransformersConfig(source, "config"))
+    path = Path(source)
     if path.is_dir():
-        record = record_in(path)
+        record = find_record(path)
         if record and record.model:
             return record.model
-        found = [path / name for name in (MANIFEST, "config.json") if (path / name).is_file()]
+        found = [path / name for name in (MANIFEST_FILE, "config.json") if (path / name).is_file()]
         if not found:
-            raise SpecError(f"{path} holds neither {MANIFEST} nor config.json; name a model's folder, or a file")
+            raise SpecError(f"{path} holds neither {MANIFEST_FILE} nor config.json; name a model's folder, or a file")
         path = found[0]
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} cannot be read: {error}; name a config.json, or a folder that holds one") from None
     if path.suffix == ".toml":
-        return described(text, str(path), USUAL)
-    return model(Config(_keys(path, text), str(path)))
+        return read_model_toml(text, str(path), DEFAULT_CHOICES)
+    return read_config(TransformersConfig(_read_json(path, text), str(path)))
 
 
-def _keys(path: Path, text: str) -> Mapping[str, Any]:
+def _read_json(path: Path, text: str) -> Mapping[str, Any]:
     try:
         said = json.loads(text)
     except (ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError

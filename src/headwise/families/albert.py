@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..blueprint import Model, Transform
+from ..blueprint import ModelSpec, HeadTransformSpec
 from ..presets import design
 from . import reading
-from .config import Config
-from .electra import narrower, outside, told
-from .registry import family, tied
+from .config import TransformersConfig
+from .electra import factorized_embedding, factorized_token_head, make_token_head
+from .registry import register_family, read_tied_stack
 
-USUAL = reading.Usual(4096, 64, 12, 30000, 16384, "gelu_new")
+ALBERT_DEFAULTS = reading.EncoderDefaults(4096, 64, 12, 30000, 16384, "gelu_new")
 
 
-@family("albert", "Albert", usual="ForMaskedLM")
-def albert(config: Config, task: str) -> Model:
+@register_family("albert", "Albert", default_task="ForMaskedLM")
+def read_albert(config: TransformersConfig, task: str) -> ModelSpec:
     """Every depth has a state of its own and the weights of the first."""
-    sizes = reading.encoder(config, USUAL)
+    sizes = reading.read_encoder_sizes(config, ALBERT_DEFAULTS)
     for name in ("num_hidden_groups", "inner_group_num"):
-        config.refuse(name, 1, "makes several layers that take turns, which is not described")
-    narrow = config.size("embedding_size", default=128)
+        config.require_default(name, 1, "makes several layers that take turns, which is not described")
+    narrow = config.read_int("embedding_size", default=128)
     attention = design(model=sizes.model, heads=sizes.heads, bias="qkvo")
-    length, types = config.size("max_position_embeddings", default=512), config.size("type_vocab_size", default=2)
+    length, types = config.read_int("max_position_embeddings", default=512), config.read_int("type_vocab_size", default=2)
     if narrow == sizes.model:
-        config.wrong(f"embedding_size = {narrow} is hidden_size", "give a narrower one: the map between is learned too")
-    beyond = (narrower(narrow, sizes.model, length + types + sizes.tokens),)
-    body = replace(reading.stack(sizes, [attention] * sizes.layers, None), weights_of="first")
-    owner = tied(config, "encoder", True)
+        config.fail(f"embedding_size = {narrow} is hidden_size", "give a narrower one: the map between is learned too")
+    beyond = (factorized_embedding(narrow, sizes.model, length + types + sizes.vocab_size),)
+    body = replace(reading.make_encoder_stack(sizes, [attention] * sizes.layers, None), weights_of="first")
+    owner = read_tied_stack(config, "encoder", True)
     if task == "ForMaskedLM":
-        beyond += (outside(narrow, sizes.tokens, owner),)
-    said = reading.Said(Transform(sizes.model), told(sizes, narrow, sizes.act, owner))
-    return reading.whole(config, task, body, said, beyond)
+        beyond += (factorized_token_head(narrow, sizes.vocab_size, owner),)
+    said = reading.EncoderHeads(HeadTransformSpec(sizes.model), make_token_head(sizes, narrow, sizes.activation, owner))
+    return reading.build_encoder(config, task, body, said, beyond)

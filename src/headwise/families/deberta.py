@@ -2,75 +2,75 @@
 
 from __future__ import annotations
 
-from ..blueprint import Beyond, Embedding, Head, Model, Nearly, Positions, Transform
+from ..blueprint import UnsupportedPart, EmbeddingSpec, OutputHeadSpec, ModelSpec, ApproximateAttention, PositionSpec, HeadTransformSpec
 from ..presets import design
 from . import reading
-from .config import Config
-from .registry import family, tied
-from .trunk import Attention
+from .config import TransformersConfig
+from .registry import register_family, read_tied_stack
+from .trunk import LayerAttention
 
-WHY = "scores add what queries make of distances and distances of keys, from one table for all layers"
+DISENTANGLED_REASON = "scores add what queries make of distances and distances of keys, from one table for all layers"
 
-USUAL = reading.Usual(1536, 24, 24, 128100, 6144, eps=1e-7)
+DEBERTA_DEFAULTS = reading.EncoderDefaults(1536, 24, 24, 128100, 6144, eps=1e-7)
 
 
-@family("deberta-v2", "DebertaV2", usual="ForMaskedLM")
-def deberta(config: Config, task: str) -> Model:
+@register_family("deberta-v2", "DebertaV2", default_task="ForMaskedLM")
+def read_deberta(config: TransformersConfig, task: str) -> ModelSpec:
     """Without relative_attention it is BERT."""
-    sizes = reading.encoder(config, USUAL)
-    config.refuse("embedding_size", sizes.model, "is a table of another width, which is not described")
-    config.refuse("legacy", True, "has another head over tokens, which is not described")
-    length = config.size("max_position_embeddings", default=512)
-    placed = Positions("learned", length) if config.flag("position_biased_input", True) else None
-    types = config.size("type_vocab_size", default=0, least=0)
-    table = Embedding(sizes.tokens, positions=placed, types=types, norm=sizes.norm)
-    body = reading.stack(sizes, [_attention(config, sizes)] * sizes.layers, table)
-    masked = Head(
+    sizes = reading.read_encoder_sizes(config, DEBERTA_DEFAULTS)
+    config.require_default("embedding_size", sizes.model, "is a table of another width, which is not described")
+    config.require_default("legacy", True, "has another head over tokens, which is not described")
+    length = config.read_int("max_position_embeddings", default=512)
+    placed = PositionSpec("learned", length) if config.read_bool("position_biased_input", True) else None
+    types = config.read_int("type_vocab_size", default=0, minimum=0)
+    table = EmbeddingSpec(sizes.vocab_size, positions=placed, types=types, norm=sizes.norm)
+    body = reading.make_encoder_stack(sizes, [_make_attention(config, sizes)] * sizes.layers, table)
+    masked = OutputHeadSpec(
         "tokens",
-        sizes.tokens,
-        transform=Transform(sizes.model, sizes.act, sizes.norm),
+        sizes.vocab_size,
+        transform=HeadTransformSpec(sizes.model, sizes.activation, sizes.norm),
         bias="learned",
-        table=tied(config, "encoder", True),
+        table=read_tied_stack(config, "encoder", True),
     )
-    wide = config.size("pooler_hidden_size", default=sizes.model)
-    pool = Transform(wide, config.activation("pooler_hidden_act", "gelu"))
-    return reading.whole(config, task, body, reading.Said(pool, masked, bare=False), _beyond(config, sizes, length))
+    wide = config.read_int("pooler_hidden_size", default=sizes.model)
+    pool = HeadTransformSpec(wide, config.read_activation("pooler_hidden_act", "gelu"))
+    return reading.build_encoder(config, task, body, reading.EncoderHeads(pool, masked, pools_base_model=False), _unsupported_parts(config, sizes, length))
 
 
-def _attention(config: Config, sizes: reading.Encoder) -> Attention:
+def _make_attention(config: TransformersConfig, sizes: reading.EncoderSizes) -> LayerAttention:
     spec = design(model=sizes.model, heads=sizes.heads, bias="qkvo")
-    if not config.flag("relative_attention", False):
+    if not config.read_bool("relative_attention", False):
         return spec
     sides = {"c2p": "pos_key", "p2c": "pos_query"}
     asked = (
-        [] if config.flag("share_att_key", False) else [name for kind, name in sides.items() if kind in _kinds(config)]
+        [] if config.read_bool("share_att_key", False) else [name for kind, name in sides.items() if kind in _read_score_types(config)]
     )
     more = [(f"{name}.weight", sizes.model**2) for name in asked] + [(f"{name}.bias", sizes.model) for name in asked]
-    return Nearly(spec, WHY, tuple(more))
+    return ApproximateAttention(spec, DISENTANGLED_REASON, tuple(more))
 
 
-def _kinds(config: Config) -> list[str]:
+def _read_score_types(config: TransformersConfig) -> list[str]:
     """Which comparisons there are; old files write them as one word."""
-    told = config.said.get("pos_att_type")
+    told = config.values.get("pos_att_type")
     return [kind.strip() for kind in told.lower().split("|")] if isinstance(told, str) else list(told or [])
 
 
-def _beyond(config: Config, sizes: reading.Encoder, length: int) -> tuple[Beyond, ...]:
+def _unsupported_parts(config: TransformersConfig, sizes: reading.EncoderSizes, length: int) -> tuple[UnsupportedPart, ...]:
     """The table of distances, its norm, and a convolution beside the first layer."""
-    found = list[Beyond]()
-    if config.flag("relative_attention", False):
-        reach = config.said.get("max_relative_positions", -1)
-        buckets = config.said.get("position_buckets", -1)
+    found = list[UnsupportedPart]()
+    if config.read_bool("relative_attention", False):
+        reach = config.values.get("max_relative_positions", -1)
+        buckets = config.values.get("position_buckets", -1)
         rows = 2 * (
             buckets if type(buckets) is int and buckets > 0 else reach if type(reach) is int and reach > 0 else length
         )
         normed = (("encoder.embedding.distances_norm", 2 * sizes.model),)
-        has = "layer_norm" in str(config.said.get("norm_rel_ebd", "none")).lower()
+        has = "layer_norm" in str(config.values.get("norm_rel_ebd", "none")).lower()
         table = (("encoder.embedding.distances", rows * sizes.model), *(normed if has else ()))
-        found.append(Beyond("distances have a table of their own, which all layers compare with", table))
-    if kernel := config.size("conv_kernel_size", default=0, least=0):
-        groups = config.size("conv_groups", default=1)
+        found.append(UnsupportedPart("distances have a table of their own, which all layers compare with", table))
+    if kernel := config.read_int("conv_kernel_size", default=0, minimum=0):
+        groups = config.read_int("conv_groups", default=1)
         numbers = sizes.model * sizes.model // groups * kernel + 3 * sizes.model
         why = "a convolution of the embedding joins what the first layer gives"
-        found.append(Beyond(why, (("encoder.0.feed.convolution", numbers),)))
+        found.append(UnsupportedPart(why, (("encoder.0.feed.convolution", numbers),)))
     return tuple(found)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..blueprint import Block, Dense, Embedding, Experts, Head, Model, Nearly, Norm, Stack
+from ..blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, ExpertsSpec, OutputHeadSpec, ModelSpec, ApproximateAttention, NormSpec, StackSpec
 from ..parts.latent import Latent
 from ..presets import design
 from ..spec import AttentionSpec
-from .attention import Rope, scaled
-from .config import Config
-from .registry import decoder, family, tied
+from .attention import RopeConfig, make_dot
+from .config import TransformersConfig
+from .registry import make_decoder_model, register_family, read_tied_stack
 
 
-class Usual(NamedTuple):
+class DeepseekDefaults(NamedTuple):
     """The sizes of a config that does not say its own."""
 
-    tokens: int
+    vocab_size: int
     model: int
     hidden: int
     layers: int
@@ -30,81 +30,81 @@ class Usual(NamedTuple):
     shared: int
 
 
-V2 = Usual(102400, 4096, 11008, 32, 32, 2048, dense=0, experts=64, active=6, expert=1407, shared=2)
-V3 = Usual(129280, 7168, 18432, 61, 128, 4096, dense=3, experts=256, active=8, expert=2048, shared=1)
+V2_DEFAULTS = DeepseekDefaults(102400, 4096, 11008, 32, 32, 2048, dense=0, experts=64, active=6, expert=1407, shared=2)
+V3_DEFAULTS = DeepseekDefaults(129280, 7168, 18432, 61, 128, 4096, dense=3, experts=256, active=8, expert=2048, shared=1)
 
 
-@family("deepseek_v2", "DeepseekV2")
-def deepseek_v2(config: Config, task: str) -> Model:
+@register_family("deepseek_v2", "DeepseekV2")
+def read_deepseek_v2(config: TransformersConfig, task: str) -> ModelSpec:
     """Experts chosen by softmax (2405.04434)."""
-    routing = {"scores": "softmax", "scale": config.number("routed_scaling_factor", default=1.0)}
-    return _deepseek(config, task, V2, "interleaved", routing)
+    routing = {"scores": "softmax", "scale": config.read_float("routed_scaling_factor", default=1.0)}
+    return _build_deepseek(config, task, V2_DEFAULTS, "interleaved", routing)
 
 
-@family("deepseek_v3", "DeepseekV3")
-def deepseek_v3(config: Config, task: str) -> Model:
+@register_family("deepseek_v3", "DeepseekV3")
+def read_deepseek_v3(config: TransformersConfig, task: str) -> ModelSpec:
     """Experts chosen by sigmoids with a bias that balances them (2412.19437)."""
-    scale = config.number("routed_scaling_factor", default=2.5)
+    scale = config.read_float("routed_scaling_factor", default=2.5)
     routing = {"scores": "sigmoid", "bias": "constant", "scale": scale}
-    pairs = "interleaved" if config.flag("rope_interleave", True) else "half"
-    if config.size("num_nextn_predict_layers", "num_mtp_layers", default=0, least=0):
-        config.note("num_nextn_predict_layers: what predicts further tokens is left out, as transformers does")
-    return _deepseek(config, task, V3, pairs, routing)
+    pairs = "interleaved" if config.read_bool("rope_interleave", True) else "half"
+    if config.read_int("num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0):
+        config.add_note("num_nextn_predict_layers: what predicts further tokens is left out, as transformers does")
+    return _build_deepseek(config, task, V3_DEFAULTS, pairs, routing)
 
 
-def _deepseek(config: Config, task: str, usual: Usual, pairs: str, routing: dict[str, Any]) -> Model:
-    model = config.size("hidden_size", default=usual.model)
-    layers = config.layers("num_hidden_layers", default=usual.layers)
-    dense = config.size("first_k_dense_replace", default=usual.dense, least=0)
-    config.refuse("moe_layer_freq", 1, "leaves out layers that transformers puts in")
-    attention = _latent(config, model, usual, pairs)
+def _build_deepseek(config: TransformersConfig, task: str, usual: DeepseekDefaults, pairs: str, routing: dict[str, Any]) -> ModelSpec:
+    model = config.read_int("hidden_size", default=usual.model)
+    layers = config.read_num_layers("num_hidden_layers", default=usual.layers)
+    dense = config.read_int("first_k_dense_replace", default=usual.dense, minimum=0)
+    config.require_default("moe_layer_freq", 1, "leaves out layers that transformers puts in")
+    attention = _make_latent_attention(config, model, usual, pairs)
 
-    norm = Norm("rms", config.number("rms_norm_eps", default=1e-6))
-    act = config.activation("hidden_act", "silu")
-    bias = "ugd" if config.name == "deepseek_v2" and config.flag("mlp_bias", False) else ""
-    first = Dense(config.size("intermediate_size", default=usual.hidden), act, "gated", bias)
-    each = Dense(config.size("moe_intermediate_size", default=usual.expert), act, "gated")
-    count = config.size("n_routed_experts", "num_experts", "num_local_experts", default=usual.experts)
-    active = config.size("num_experts_per_tok", default=usual.active, most=count)
-    shared = config.size("n_shared_experts", default=usual.shared, least=0)
+    norm = NormSpec("rms", config.read_float("rms_norm_eps", default=1e-6))
+    act = config.read_activation("hidden_act", "silu")
+    bias = "ugd" if config.family_name == "deepseek_v2" and config.read_bool("mlp_bias", False) else ""
+    first = FeedForwardSpec(config.read_int("intermediate_size", default=usual.hidden), act, "gated", bias)
+    each = FeedForwardSpec(config.read_int("moe_intermediate_size", default=usual.expert), act, "gated")
+    count = config.read_int("n_routed_experts", "num_experts", "num_local_experts", default=usual.experts)
+    active = config.read_int("num_experts_per_tok", default=usual.active, maximum=count)
+    shared = config.read_int("n_shared_experts", default=usual.shared, minimum=0)
     both = replace(each, hidden=shared * each.hidden, bias=bias) if shared else None
-    experts = Experts(each, count, active, both, **routing)
-    if config.maybe("n_group", default=1) != 1:
-        config.note("n_group: experts are chosen within groups, which moves none of the numbers here")
-    blocks = [Block(attention, feed=first if depth < dense else experts, norm=norm) for depth in range(layers)]
+    experts = ExpertsSpec(each, count, active, both, **routing)
+    if config.read_optional_int("n_group", default=1) != 1:
+        config.add_note("n_group: experts are chosen within groups, which moves none of the numbers here")
+    blocks = [BlockSpec(attention, feed=first if depth < dense else experts, norm=norm) for depth in range(layers)]
 
-    tokens = config.size("vocab_size", default=usual.tokens)
-    stack = Stack.of("decoder", model, blocks, embedding=Embedding(tokens), norm=norm)
-    return decoder(config, task, stack, Head("tokens", tokens, table=tied(config, "decoder", False)))
+    tokens = config.read_int("vocab_size", default=usual.vocab_size)
+    stack = StackSpec.from_blocks("decoder", model, blocks, embedding=EmbeddingSpec(tokens), norm=norm)
+    return make_decoder_model(config, task, stack, OutputHeadSpec("tokens", tokens, table=read_tied_stack(config, "decoder", False)))
 
 
-def _latent(config: Config, model: int, usual: Usual, pairs: str) -> AttentionSpec | Nearly:
-    heads = config.heads("num_attention_heads", default=usual.heads)
-    if config.grouped(heads) != heads:
-        config.wrong("num_key_value_heads differs from num_attention_heads", "give both alike: every head has its keys")
-    dim = config.width("qk_nope_head_dim", default=128)
-    turned = config.width("qk_rope_head_dim", default=64)
+def _make_latent_attention(config: TransformersConfig, model: int, usual: DeepseekDefaults, pairs: str) -> AttentionSpec | ApproximateAttention:
+    heads = config.read_num_heads("num_attention_heads", default=usual.heads)
+    if config.read_num_kv_heads(heads) != heads:
+        config.fail("num_key_value_heads differs from num_attention_heads", "give both alike: every head has its keys")
+    dim = config.read_head_dim("qk_nope_head_dim", default=128)
+    turned = config.read_head_dim("qk_rope_head_dim", default=64)
     project = Latent(
-        rank=config.size("kv_lora_rank", default=512),
+        rank=config.read_int("kv_lora_rank", default=512),
         rope=turned,
-        query_rank=config.maybe("q_lora_rank", default=1536),
+        query_rank=config.read_optional_int("q_lora_rank", default=1536),
     )
-    rope = Rope(config, config.size("max_position_embeddings", default=usual.length))
+    rope = RopeConfig(config, config.read_int("max_position_embeddings", default=usual.length))
     plain = (dim + turned) ** -0.5
-    biased = config.flag("attention_bias", False)
+    biased = config.read_bool("attention_bias", False)
     spec = design(
         model=model,
         heads=heads,
         dim=dim,
-        vdim=config.width("v_head_dim", default=128),
+        vdim=config.read_head_dim("v_head_dim", default=128),
         pattern="causal()",
         project=project,
         bias="o" if biased else "",
-        similarity=scaled(plain * rope.swelling() ** 2, plain),
-        modifiers=(rope.rotary(turned, pairs),),
+        similarity=make_dot(plain * rope.attention_mscale() ** 2, plain),
+        modifiers=(rope.make_rotary(turned, pairs),),
     )
     if not biased:
-        return rope.said(spec)
+        return rope.attention_with_limits(spec)
     ranks = (("project.q_down_bias", project.query_rank or 0), ("project.kv_down_bias", project.rank + turned))
     more = tuple((name, size) for name, size in ranks if size)
-    return Nearly(spec, "attention_bias adds one to the latent vectors, which Latent has not", more)
+    return ApproximateAttention(spec, "attention_bias adds one to the latent vectors, which Latent has not", more)

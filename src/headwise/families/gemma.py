@@ -4,81 +4,81 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..blueprint import Dense, Model, Norm
+from ..blueprint import FeedForwardSpec, ModelSpec, NormSpec
 from ..parts.qk_norm import QKNorm
 from ..parts.softcap import Softcap
 from ..presets import design
 from . import trunk
-from .attention import FULL, SLIDING, Rope, by_kind, kinds, scaled
-from .config import Config
-from .registry import family
+from .attention import FULL_ATTENTION, SLIDING_ATTENTION, RopeConfig, read_ropes_by_layer_type, read_layer_types, make_dot
+from .config import TransformersConfig
+from .registry import register_family
 
 
-@family("gemma", "Gemma")
-def gemma(config: Config, task: str) -> Model:
+@register_family("gemma", "Gemma")
+def read_gemma(config: TransformersConfig, task: str) -> ModelSpec:
     """As Llama, but for norms, activation and table (2403.08295)."""
-    sizes = trunk.sizes(config, model=3072, heads=16, kv=16, dim=256)
-    config.refuse("use_bidirectional_attention", False, "reads ahead, which is not described")
-    rope = Rope(config, trunk.length(config, 8192))
-    spec = design(**sizes.words, pattern="causal()", bias=_bias(config), modifiers=(rope.rotary(sizes.dim),))
-    norm = Norm("offset", config.number("rms_norm_eps", default=1e-6))
-    act = config.activation("hidden_act", "gelu_pytorch_tanh")
-    feed = _feed(config, "gelu_tanh" if act == "gelu" else act, 24576)  # transformers reads the exact one as this
-    blocks = trunk.blocks([rope.said(spec)] * trunk.depth(config, 28), feed, norm)
-    return _whole(config, task, blocks, norm, 256000)
+    sizes = trunk.read_decoder_sizes(config, model=3072, heads=16, kv=16, dim=256)
+    config.require_default("use_bidirectional_attention", False, "reads ahead, which is not described")
+    rope = RopeConfig(config, trunk.read_max_length(config, 8192))
+    spec = design(**sizes.design_args, pattern="causal()", bias=_read_bias(config), modifiers=(rope.make_rotary(sizes.dim),))
+    norm = NormSpec("offset", config.read_float("rms_norm_eps", default=1e-6))
+    act = config.read_activation("hidden_act", "gelu_pytorch_tanh")
+    feed = _read_feed_forward(config, "gelu_tanh" if act == "gelu" else act, 24576)  # transformers reads the exact one as this
+    blocks = trunk.make_blocks([rope.attention_with_limits(spec)] * trunk.read_num_layers(config, 28), feed, norm)
+    return _build_gemma(config, task, blocks, norm, 256000)
 
 
-@family("gemma3_text", "Gemma3")
-def gemma3_text(config: Config, task: str) -> Model:
+@register_family("gemma3_text", "Gemma3")
+def read_gemma3_text(config: TransformersConfig, task: str) -> ModelSpec:
     """Five layers with a window to one without, angles of two bases, queries and keys normalised (2503.19786)."""
-    sizes = trunk.sizes(config, model=2304, heads=8, kv=4, dim=256)
-    layers, every = trunk.depth(config, 26), config.size("sliding_window_pattern", default=6)
-    config.refuse("use_bidirectional_attention", False, "reads ahead, which is not described")
-    thetas = {FULL: config.number("rope_theta", default=1_000_000.0)}
-    thetas |= {SLIDING: config.number("rope_local_base_freq", default=10_000.0)}
-    ropes = by_kind(config, trunk.length(config, 131072), thetas)
-    window = config.maybe("sliding_window", default=4096)
-    usual = [FULL if (layer + 1) % every == 0 else SLIDING for layer in range(layers)]
+    sizes = trunk.read_decoder_sizes(config, model=2304, heads=8, kv=4, dim=256)
+    layers, every = trunk.read_num_layers(config, 26), config.read_int("sliding_window_pattern", default=6)
+    config.require_default("use_bidirectional_attention", False, "reads ahead, which is not described")
+    thetas = {FULL_ATTENTION: config.read_float("rope_theta", default=1_000_000.0)}
+    thetas |= {SLIDING_ATTENTION: config.read_float("rope_local_base_freq", default=10_000.0)}
+    ropes = read_ropes_by_layer_type(config, trunk.read_max_length(config, 131072), thetas)
+    window = config.read_optional_int("sliding_window", default=4096)
+    usual = [FULL_ATTENTION if (layer + 1) % every == 0 else SLIDING_ATTENTION for layer in range(layers)]
 
-    norm = Norm("offset", config.number("rms_norm_eps", default=1e-6))
-    scale = scaled(config.number("query_pre_attn_scalar", default=256) ** -0.5, sizes.dim**-0.5)
-    said: dict[str, Any] = {**sizes.words, "bias": _bias(config), "similarity": scale}
-    caps = () if config.maybe_number("attn_logit_softcapping") is None else (_cap(config),)
+    norm = NormSpec("offset", config.read_float("rms_norm_eps", default=1e-6))
+    scale = make_dot(config.read_float("query_pre_attn_scalar", default=256) ** -0.5, sizes.dim**-0.5)
+    said: dict[str, Any] = {**sizes.design_args, "bias": _read_bias(config), "similarity": scale}
+    caps = () if config.read_optional_float("attn_logit_softcapping") is None else (_make_softcap(config),)
 
-    def attention(kind: str) -> trunk.Attention:
-        turns = (QKNorm("offset", eps=norm.eps), ropes[kind].rotary(sizes.dim), *caps)
-        pattern = f"window({window})" if kind == SLIDING else "causal()"
-        return ropes[kind].said(design(**said, pattern=pattern, modifiers=turns))
+    def attention(kind: str) -> trunk.LayerAttention:
+        turns = (QKNorm("offset", eps=norm.eps), ropes[kind].make_rotary(sizes.dim), *caps)
+        pattern = f"window({window})" if kind == SLIDING_ATTENTION else "causal()"
+        return ropes[kind].attention_with_limits(design(**said, pattern=pattern, modifiers=turns))
 
-    feed = _feed(config, config.activation("hidden_activation", "gelu_pytorch_tanh"), 9216)
-    attentions = trunk.each(kinds(config, layers, usual, window), attention)
-    blocks = trunk.blocks(attentions, feed, norm, placement="sandwich")
-    return _whole(config, task, blocks, norm, 262208)
+    feed = _read_feed_forward(config, config.read_activation("hidden_activation", "gelu_pytorch_tanh"), 9216)
+    attentions = trunk.make_attentions(read_layer_types(config, layers, usual, window), attention)
+    blocks = trunk.make_blocks(attentions, feed, norm, placement="sandwich")
+    return _build_gemma(config, task, blocks, norm, 262208)
 
 
-@family("gemma3", "Gemma3", usual="ForConditionalGeneration")
-def gemma3(config: Config, task: str) -> Model:
+@register_family("gemma3", "Gemma3", default_task="ForConditionalGeneration")
+def read_gemma3(config: TransformersConfig, task: str) -> ModelSpec:
     """The decoder of one that also reads pictures."""
-    text = config.table("text_config") or Config({}, config.where)
-    text.name, text.notes = config.name, config.notes
-    config.note("vision_config: the tower that reads pictures, and what brings them to the decoder, are left out")
-    return gemma3_text(text, {"ForConditionalGeneration": "ForCausalLM"}.get(task, task))
+    text = config.read_table("text_config") or TransformersConfig({}, config.source)
+    text.family_name, text.notes = config.family_name, config.notes
+    config.add_note("vision_config: the tower that reads pictures, and what brings them to the decoder, are left out")
+    return read_gemma3_text(text, {"ForConditionalGeneration": "ForCausalLM"}.get(task, task))
 
 
-def _bias(config: Config) -> str:
-    return "qkvo" if config.flag("attention_bias", False) else ""
+def _read_bias(config: TransformersConfig) -> str:
+    return "qkvo" if config.read_bool("attention_bias", False) else ""
 
 
-def _cap(config: Config) -> Softcap:
-    return Softcap(config.number("attn_logit_softcapping", default=50.0))
+def _make_softcap(config: TransformersConfig) -> Softcap:
+    return Softcap(config.read_float("attn_logit_softcapping", default=50.0))
 
 
-def _feed(config: Config, act: str, usual: int) -> Dense:
-    return Dense(config.size("intermediate_size", default=usual), act, "gated")
+def _read_feed_forward(config: TransformersConfig, act: str, usual: int) -> FeedForwardSpec:
+    return FeedForwardSpec(config.read_int("intermediate_size", default=usual), act, "gated")
 
 
-def _whole(config: Config, task: str, blocks: list[Any], norm: Norm, tokens: int) -> Model:
+def _build_gemma(config: TransformersConfig, task: str, blocks: list[Any], norm: NormSpec, tokens: int) -> ModelSpec:
     """A table of tokens times the root of its width, the same at the end."""
     (wide,) = {spec.model for spec in blocks[0].specs.values()}
-    count, cap = config.size("vocab_size", default=tokens), config.maybe_number("final_logit_softcapping")
-    return trunk.decoder(config, task, blocks, norm, trunk.Ends(count, True, scale=wide**0.5, cap=cap))
+    count, cap = config.read_int("vocab_size", default=tokens), config.read_optional_float("final_logit_softcapping")
+    return trunk.build_decoder(config, task, blocks, norm, trunk.DecoderEnds(count, True, embedding_scale=wide**0.5, logit_softcap=cap))

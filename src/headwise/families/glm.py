@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from ..blueprint import Dense, Model, Norm
+from ..blueprint import FeedForwardSpec, ModelSpec, NormSpec
 from ..presets import design
 from . import trunk
-from .attention import Rope
-from .config import Config
-from .registry import family
+from .attention import RopeConfig
+from .config import TransformersConfig
+from .registry import register_family
 
 
-@family("glm", "Glm")
-def glm(config: Config, task: str) -> Model:
+@register_family("glm", "Glm")
+def read_glm(config: TransformersConfig, task: str) -> ModelSpec:
     """Norms before."""
-    return _glm(config, task, "pre")
+    return _build_glm(config, task, "pre")
 
 
-@family("glm4", "Glm4")
-def glm4(config: Config, task: str) -> Model:
+@register_family("glm4", "Glm4")
+def read_glm4(config: TransformersConfig, task: str) -> ModelSpec:
     """Norms on either side."""
-    return _glm(config, task, "sandwich")
+    return _build_glm(config, task, "sandwich")
 
 
-def _glm(config: Config, task: str, placement: str) -> Model:
-    sizes = trunk.sizes(config, model=4096, heads=32, kv=2, dim=128)
-    rope = Rope(config, trunk.length(config, 131072), part=0.5)
-    bias = "qkv" if config.flag("attention_bias", True) else ""
-    turns = (rope.rotary(sizes.dim, "interleaved"),)
-    spec = design(**sizes.words, pattern="causal()", bias=bias, modifiers=turns)
-    act = config.activation("hidden_act", "silu")
-    feed = Dense(config.size("intermediate_size", default=13696), act, "gated")
-    norm = Norm("rms", config.number("rms_norm_eps", default=1.5625e-7))
-    blocks = trunk.blocks([rope.said(spec)] * trunk.depth(config, 40), feed, norm, placement=placement)
-    return trunk.decoder(config, task, blocks, norm, trunk.Ends(config.size("vocab_size", default=151552)))
+def _build_glm(config: TransformersConfig, task: str, placement: str) -> ModelSpec:
+    sizes = trunk.read_decoder_sizes(config, model=4096, heads=32, kv=2, dim=128)
+    rope = RopeConfig(config, trunk.read_max_length(config, 131072), rotary_fraction=0.5)
+    bias = "qkv" if config.read_bool("attention_bias", True) else ""
+    turns = (rope.make_rotary(sizes.dim, "interleaved"),)
+    spec = design(**sizes.design_args, pattern="causal()", bias=bias, modifiers=turns)
+    act = config.read_activation("hidden_act", "silu")
+    feed = FeedForwardSpec(config.read_int("intermediate_size", default=13696), act, "gated")
+    norm = NormSpec("rms", config.read_float("rms_norm_eps", default=1.5625e-7))
+    blocks = trunk.make_blocks([rope.attention_with_limits(spec)] * trunk.read_num_layers(config, 40), feed, norm, placement=placement)
+    return trunk.build_decoder(config, task, blocks, norm, trunk.DecoderEnds(config.read_int("vocab_size", default=151552)))

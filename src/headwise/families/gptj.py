@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from ..blueprint import Dense, Model, Norm
+from ..blueprint import FeedForwardSpec, ModelSpec, NormSpec
 from ..parts.rotary import Rotary
 from ..presets import design
 from . import trunk
-from .config import Config
-from .registry import family
+from .config import TransformersConfig
+from .registry import register_family
 
 
-@family("gptj", "GPTJ")
-def gptj(config: Config, task: str) -> Model:
+@register_family("gptj", "GPTJ")
+def read_gptj(config: TransformersConfig, task: str) -> ModelSpec:
     """A head over tokens with a bias; attention has none."""
-    model = config.size("n_embd", "hidden_size", default=4096)
-    heads = config.heads("n_head", "num_attention_heads", default=16)
-    dim = config.dim(model, heads)
-    turned = config.maybe("rotary_dim", default=64)
+    model = config.read_int("n_embd", "hidden_size", default=4096)
+    heads = config.read_num_heads("n_head", "num_attention_heads", default=16)
+    dim = config.resolve_head_dim(model, heads)
+    turned = config.read_optional_int("rotary_dim", default=64)
     if turned is None:
-        config.wrong("rotary_dim = None turns as many channels as the model has", "give one of at most a head's width")
+        config.fail("rotary_dim = None turns as many channels as the model has", "give one of at most a head's width")
     turn = Rotary(dims=None if turned == dim else turned, pairs="interleaved")
     spec = design(model=model, heads=heads, pattern="causal()", modifiers=(turn,))
-    act = config.activation("activation_function", "gelu_new")
-    feed = Dense(config.maybe("n_inner") or 4 * model, act, bias="ud")
-    norm = Norm("layer", config.number("layer_norm_epsilon", default=1e-5))
-    layers = config.layers("n_layer", "num_hidden_layers", default=28)
-    blocks = trunk.blocks([spec] * layers, feed, norm, placement="parallel")
-    ends = trunk.Ends(config.size("vocab_size", default=50400), bias="learned")
-    return trunk.decoder(config, task, blocks, norm, ends)
+    act = config.read_activation("activation_function", "gelu_new")
+    feed = FeedForwardSpec(config.read_optional_int("n_inner") or 4 * model, act, bias="ud")
+    norm = NormSpec("layer", config.read_float("layer_norm_epsilon", default=1e-5))
+    layers = config.read_num_layers("n_layer", "num_hidden_layers", default=28)
+    blocks = trunk.make_blocks([spec] * layers, feed, norm, placement="parallel")
+    ends = trunk.DecoderEnds(config.read_int("vocab_size", default=50400), head_bias="learned")
+    return trunk.build_decoder(config, task, blocks, norm, ends)

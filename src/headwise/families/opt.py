@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from ..blueprint import Dense, Model, Norm, Positions
+from ..blueprint import FeedForwardSpec, ModelSpec, NormSpec, PositionSpec
 from ..presets import design
 from . import trunk
-from .config import Config
-from .registry import family
+from .config import TransformersConfig
+from .registry import register_family
 
 
-@family("opt", "OPT")
-def opt(config: Config, task: str) -> Model:
+@register_family("opt", "OPT")
+def read_opt(config: TransformersConfig, task: str) -> ModelSpec:
     """Norms stand before, or behind in one size of it, which then has none at the end."""
-    sizes = trunk.sizes(config, model=768, heads=12)
-    config.refuse("layer_norm_elementwise_affine", True, "leaves out weights of norms, which is not described")
-    biased, before = config.flag("enable_bias", True), config.flag("do_layer_norm_before", True)
-    narrow = config.maybe("word_embed_proj_dim") or sizes.model
-    spec = design(**sizes.words, pattern="causal()", bias="qkvo" if biased else "")
-    act = config.activation("activation_function", "relu")
-    feed = Dense(config.size("ffn_dim", default=3072), act, bias="ud" if biased else "")
-    norm = Norm()
-    blocks = trunk.blocks([spec] * trunk.depth(config, 12), feed, norm, placement="pre" if before else "post")
-    last = norm if before and not config.flag("_remove_final_layer_norm", False) else None
-    positions = Positions("learned", trunk.length(config, 2048), skipped=2)
-    tokens = config.size("vocab_size", default=50272)
+    sizes = trunk.read_decoder_sizes(config, model=768, heads=12)
+    config.require_default("layer_norm_elementwise_affine", True, "leaves out weights of norms, which is not described")
+    biased, before = config.read_bool("enable_bias", True), config.read_bool("do_layer_norm_before", True)
+    narrow = config.read_optional_int("word_embed_proj_dim") or sizes.model
+    spec = design(**sizes.design_args, pattern="causal()", bias="qkvo" if biased else "")
+    act = config.read_activation("activation_function", "relu")
+    feed = FeedForwardSpec(config.read_int("ffn_dim", default=3072), act, bias="ud" if biased else "")
+    norm = NormSpec()
+    blocks = trunk.make_blocks([spec] * trunk.read_num_layers(config, 12), feed, norm, placement="pre" if before else "post")
+    last = norm if before and not config.read_bool("_remove_final_layer_norm", False) else None
+    positions = PositionSpec("learned", trunk.read_max_length(config, 2048), skipped=2)
+    tokens = config.read_int("vocab_size", default=50272)
     if narrow != sizes.model:
-        config.wrong(
+        config.fail(
             f"word_embed_proj_dim = {narrow} is not hidden_size = {sizes.model}, and a table of tokens of another "
             "width is not described",
             "read its layers as a model without a table",
         )
-    return trunk.decoder(config, task, blocks, last, trunk.Ends(tokens, True, positions=positions))
+    return trunk.build_decoder(config, task, blocks, last, trunk.DecoderEnds(tokens, True, positions=positions))

@@ -4,56 +4,56 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..blueprint import Block, Dense, Embedding, Head, Model, Norm, Stack
+from ..blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, ModelSpec, NormSpec, StackSpec
 from ..parts.dot import Dot
 from ..parts.t5_bias import T5Bias
 from ..presets import design
-from .config import ACTIVATIONS, Config
-from .registry import choose, family, labels
+from .config import ACTIVATIONS, TransformersConfig
+from .registry import select_heads, register_family, read_num_labels
 
 
-@family("t5", "T5", usual="ForConditionalGeneration")
-def t5(config: Config, task: str) -> Model:
+@register_family("t5", "T5", default_task="ForConditionalGeneration")
+def read_t5(config: TransformersConfig, task: str) -> ModelSpec:
     """One table of tokens everywhere; v1.1 has gated feed-forwards and does not scale what its head reads."""
-    model = config.size("d_model", "hidden_size", default=512)
-    tokens = config.size("vocab_size", default=32128)
-    layers = config.layers("num_layers", "num_hidden_layers", default=6)
-    deep = config.maybe("num_decoder_layers", most=10_000) or layers
-    norm = Norm("rms", config.number("layer_norm_epsilon", default=1e-6))
-    buckets = config.size("relative_attention_num_buckets", default=32, most=1 << 16)
-    reach = config.size("relative_attention_max_distance", default=128)
-    heads = config.heads("num_heads", "num_attention_heads", default=8)
-    said: dict[str, Any] = {"model": model, "heads": heads, "dim": config.width("d_kv", "head_dim", default=64)}
+    model = config.read_int("d_model", "hidden_size", default=512)
+    tokens = config.read_int("vocab_size", default=32128)
+    layers = config.read_num_layers("num_layers", "num_hidden_layers", default=6)
+    deep = config.read_optional_int("num_decoder_layers", maximum=10_000) or layers
+    norm = NormSpec("rms", config.read_float("layer_norm_epsilon", default=1e-6))
+    buckets = config.read_int("relative_attention_num_buckets", default=32, maximum=1 << 16)
+    reach = config.read_int("relative_attention_max_distance", default=128)
+    heads = config.read_num_heads("num_heads", "num_attention_heads", default=8)
+    said: dict[str, Any] = {"model": model, "heads": heads, "dim": config.read_head_dim("d_kv", "head_dim", default=64)}
     said |= {"similarity": Dot(scale=1.0)}
 
     both = design(**said, modifiers=(T5Bias(buckets, reach, "both"),))
     back = design(**said, modifiers=(T5Bias(buckets, reach, "back"),), pattern="causal()")
-    feed = _feed(config)
-    encoder = [Block(both, feed=feed, norm=norm)] * layers
-    decoder = [Block(back, design(**said), feed, norm)] * deep
+    feed = _read_feed_forward(config)
+    encoder = [BlockSpec(both, feed=feed, norm=norm)] * layers
+    decoder = [BlockSpec(back, design(**said), feed, norm)] * deep
     stacks = (
-        Stack.of("encoder", model, encoder, embedding=Embedding(tokens), norm=norm),
-        Stack.of("decoder", model, decoder, embedding=Embedding(tokens, table="encoder"), norm=norm),
+        StackSpec.from_blocks("encoder", model, encoder, embedding=EmbeddingSpec(tokens), norm=norm),
+        StackSpec.from_blocks("decoder", model, decoder, embedding=EmbeddingSpec(tokens, table="encoder"), norm=norm),
     )
     # What older files say of the table decides whether it is scaled; transformers 5 writes that as a key of its own.
-    tied = config.flag("tie_word_embeddings", True)
-    scale = model**-0.5 if config.flag("scale_decoder_outputs", tied) else 1.0
-    classes = Head("classes", labels(config), bias="learned")
+    tied = config.read_bool("tie_word_embeddings", True)
+    scale = model**-0.5 if config.read_bool("scale_decoder_outputs", tied) else 1.0
+    classes = OutputHeadSpec("classes", read_num_labels(config), bias="learned")
     ways = {
-        "ForConditionalGeneration": [Head("tokens", tokens, table="encoder", scale=scale)],
-        "WithLMHeadModel": [Head("tokens", tokens, table="encoder", scale=scale)],
+        "ForConditionalGeneration": [OutputHeadSpec("tokens", tokens, table="encoder", scale=scale)],
+        "WithLMHeadModel": [OutputHeadSpec("tokens", tokens, table="encoder", scale=scale)],
         "Model": [],
         "EncoderModel": [],
         "ForTokenClassification": [classes],
     }
     kind, there = ("encoder", 1) if task in ("EncoderModel", "ForTokenClassification") else ("encoder-decoder", 2)
-    return Model("t5", kind, stacks[:there], choose(config, task, ways), tuple(config.notes))
+    return ModelSpec("t5", kind, stacks[:there], select_heads(config, task, ways), tuple(config.notes))
 
 
-def _feed(config: Config) -> Dense:
+def _read_feed_forward(config: TransformersConfig) -> FeedForwardSpec:
     """ "relu", or "gated-gelu", whose gelu is the one by tanh."""
     told = {name: ("plain", ours) for name, ours in ACTIVATIONS.items()}
     told |= {f"gated-{name}": ("gated", ours) for name, ours in ACTIVATIONS.items()}
     told["gated-gelu"] = ("gated", "gelu_tanh")
-    form, act = told[config.word("feed_forward_proj", "relu", told)]
-    return Dense(config.size("d_ff", default=2048), act, form)
+    form, act = told[config.read_choice("feed_forward_proj", "relu", told)]
+    return FeedForwardSpec(config.read_int("d_ff", default=2048), act, form)

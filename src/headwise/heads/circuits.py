@@ -14,25 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError
-from ..hub.finding import found
+from ..hub.finding import find_attention
 from ..module import Attention
-from ..seams import Mix, OutputStep, Turn
+from ..seams import Mix, OutputStep, QKTransform
 from ..spec import AttentionSpec
-from .sampled import Who
-from .twins import as_ours
+from .sampled import HeadLocation
+from .twins import as_native_model
 
-SIDES = ("left", "right")
-MAPS = ("qk", "ov")
+FACTOR_SIDES = ("left", "right")
+CIRCUIT_KINDS = ("qk", "ov")
 
 
-class Factors(NamedTuple):
+class LowRankMap(NamedTuple):
     """A map as two narrow matrices, left [in, r] and right [r, out]: x of it is x @ left @ right."""
 
     left: Tensor
     right: Tensor
 
     @property
-    def whole(self) -> Tensor:
+    def product(self) -> Tensor:
         """The product, [in, out]: as large as the model is wide, squared."""
         return self.left @ self.right
 
@@ -42,61 +42,61 @@ class Factors(NamedTuple):
         return self.left.shape[0], self.right.shape[1]
 
     @property
-    def singular(self) -> Tensor:
+    def singular_values(self) -> Tensor:
         """Its singular values but for those that are zero by its shape, the largest first.
 
-        >>> Factors(torch.tensor([[3.0], [4.0]]), torch.tensor([[2.0, 0.0]])).singular.tolist()
+        >>> LowRankMap(torch.tensor([[3.0], [4.0]]), torch.tensor([[2.0, 0.0]])).singular_values.tolist()
         [10.0]
         """
         left, right = (torch.linalg.qr(each, mode="r").R for each in (self.left.double(), self.right.double().T))
         return torch.linalg.svdvals(left @ right.T)
 
-    def inner(self, other: Factors) -> Tensor:
+    def inner_product(self, other: LowRankMap) -> Tensor:
         """The sum of products of the entries of two such maps, worked out between the narrow sides."""
         left = self.left.double().T @ other.left.double()
         return (left * (self.right.double() @ other.right.double().T)).sum()
 
 
-def similarity(one: Factors, other: Factors) -> float:
+def map_similarity(one: LowRankMap, other: LowRankMap) -> float:
     """The inner product of two maps over their norms: 1 where they are one map up to scale, 0 where they share nothing.
 
-    >>> similarity(Factors(torch.eye(2), torch.eye(2)), Factors(torch.eye(2), -2 * torch.eye(2)))
+    >>> map_similarity(LowRankMap(torch.eye(2), torch.eye(2)), LowRankMap(torch.eye(2), -2 * torch.eye(2)))
     -1.0
     """
-    scale = (one.inner(one) * other.inner(other)).sqrt()
-    return float(one.inner(other) / scale) if scale > 0 else float("nan")
+    scale = (one.inner_product(one) * other.inner_product(other)).sqrt()
+    return float(one.inner_product(other) / scale) if scale > 0 else float("nan")
 
 
-def angles(one: Factors, other: Factors, side: str = "left") -> Tensor:
+def principal_angles(one: LowRankMap, other: LowRankMap, side: str = "left") -> Tensor:
     """The principal angles, in radians, between what two maps read ("left") or write ("right"), the smallest first.
 
     Their cosines, squared, are r / width on average where subspaces of r dimensions are drawn.
 
     >>> x, y = torch.eye(3).split([2, 1])
-    >>> angles(Factors(x.T, x), Factors(y.T, y)).tolist() == [torch.pi / 2]
+    >>> principal_angles(LowRankMap(x.T, x), LowRankMap(y.T, y)).tolist() == [torch.pi / 2]
     True
     """
-    if side not in SIDES:
+    if side not in FACTOR_SIDES:
         raise ValueError(f"side={side!r} is unknown; use 'left', what is read, or 'right', what is written")
-    spans = [_span(each.left if side == "left" else each.right.T) for each in (one, other)]
+    spans = [_orthonormal_basis(each.left if side == "left" else each.right.T) for each in (one, other)]
     return torch.linalg.svdvals(spans[0].T @ spans[1]).clamp(max=1).acos()
 
 
-def _span(columns: Tensor) -> Tensor:
+def _orthonormal_basis(columns: Tensor) -> Tensor:
     """An orthonormal basis of what the columns reach."""
     basis, size, _ = torch.linalg.svd(columns.double(), full_matrices=False)
     return basis[:, size > 1e-10 * size[:1].clamp(min=1e-300)]
 
 
-def copying(ov: Factors, embed: Tensor | None = None, unembed: Tensor | None = None) -> float:
+def copying_score(ov: LowRankMap, embed: Tensor | None = None, unembed: Tensor | None = None) -> float:
     """Whether a head writes of a token what raises that token: the sum of eigenvalues over the sum of their sizes.
 
     Of embed W_V W_O unembed, tokens to tokens, whose eigenvalues but for zeros are those of a matrix as small as the
     head; 1 where all are positive, -1 where all are negative (Elhage et al. 2021). `embed` is [tokens, model],
     `unembed` [model, tokens]; without them it is of states.
 
-    >>> ov = Factors(torch.eye(3)[:, :2], torch.eye(3)[:2])
-    >>> copying(ov), copying(Factors(ov.left, -ov.right))
+    >>> ov = LowRankMap(torch.eye(3)[:, :2], torch.eye(3)[:2])
+    >>> copying_score(ov), copying_score(LowRankMap(ov.left, -ov.right))
     (1.0, -1.0)
     """
     left, right = ov.left.double(), ov.right.double()
@@ -108,7 +108,7 @@ def copying(ov: Factors, embed: Tensor | None = None, unembed: Tensor | None = N
 
 
 @dataclass(frozen=True, eq=False)
-class Circuits:
+class AttentionCircuits:
     """The maps of one attention, head by head, and what they leave out (`caveats`)."""
 
     site: str
@@ -120,37 +120,37 @@ class Circuits:
         """What the attention is."""
         return self.layer.spec
 
-    def qk(self, head: int) -> Factors:
+    def qk_circuit(self, head: int) -> LowRankMap:
         """W_Q and W_K^T of a score head: which states it compares."""
         heads = self.spec.heads
-        _check(head, heads.q, "score head")
+        _check_head(head, heads.q, "score head")
         if not self.spec.similarity.linear:
             raise SpecError(f"{self.site} scores with {self.spec.similarity!r}, which is no product of W_Q and W_K")
-        q, k = self._by_head("q", "q dim model"), self._by_head("k", "kv dim source")
-        return Factors(q[head].T, k[heads.reads[head]])
+        q, k = self._head_matrices("q", "q dim model"), self._head_matrices("k", "kv dim source")
+        return LowRankMap(q[head].T, k[heads.reads[head]])
 
-    def ov(self, head: int) -> Factors:
+    def ov_circuit(self, head: int) -> LowRankMap:
         """W_V and W_O of an output head: what it carries from the tokens that it reads."""
         spec = self.spec
-        _check(head, len(spec.speaks), "output head")
-        joins = [step for _, step in spec.steps(OutputStep) if step.joins]
+        _check_head(head, len(spec.score_head_of_output), "output head")
+        joins = [step for _, step in spec.parts_of(OutputStep) if step.combines_rows]
         if joins:
             raise SpecError(f"{self.site} joins rows by {joins[0]!r}, so that no one W_V is an output head's")
-        v = self._by_head("v", f"{spec.heads.value_axis} vdim source")
-        return Factors(v[spec.core_of(spec.form(one=False)).values[head]].T, self.writes(head))
+        v = self._head_matrices("v", f"{spec.heads.value_axis} vdim source")
+        return LowRankMap(v[spec.core_of(spec.projection_form(one=False)).value_head_of_row[head]].T, self.output_map(head))
 
-    def writes(self, head: int) -> Tensor:
+    def output_map(self, head: int) -> Tensor:
         """W_O of an output head, [vdim, model]: what the merge makes of each of its channels."""
-        spec, like = self.spec, self._tensor("project", next(iter(self.spec.project.params(self.spec))))
-        _check(head, len(spec.speaks), "output head")
+        spec, like = self.spec, self._get_weight("project", next(iter(self.spec.project.params(self.spec))))
+        _check_head(head, len(spec.score_head_of_output), "output head")
         vdim = spec.heads.vdim
-        each = torch.zeros(1, vdim + 1, len(spec.speaks), vdim, dtype=like.dtype, device=like.device)
+        each = torch.zeros(1, vdim + 1, len(spec.score_head_of_output), vdim, dtype=like.dtype, device=like.device)
         each[0, :vdim, head] = torch.eye(vdim, dtype=like.dtype, device=like.device)
         with torch.inference_mode():
-            y = self.layer.merge(each)[0]
+            y = self.layer.merge_heads(each)[0]
         return y[:-1] - y[-1]
 
-    def _by_head(self, side: str, axes: str) -> Tensor:
+    def _head_matrices(self, side: str, axes: str) -> Tensor:
         """The matrix of one side, [heads, width, in], where the project declares it by these axes."""
         spec = self.spec
         param = spec.project.params(spec).get(side)
@@ -158,85 +158,85 @@ class Circuits:
             fact = f"{self.site} has {spec.project!r}, in which no one matrix by head gives {side}"
             raise SpecError(f"{fact}; circuits are of layers whose {side} is one linear map of the input")
         sizes = spec.sizes_of(spec.project)
-        return self._tensor("project", side).view(*(sizes[axis] for axis in param.layout.axes))
+        return self._get_weight("project", side).view(*(sizes[axis] for axis in param.layout.axes))
 
-    def _tensor(self, part: str, name: str) -> Tensor:
+    def _get_weight(self, part: str, name: str) -> Tensor:
         return self.layer.weights[part][name].detach()
 
 
-def _check(head: int, count: int, what: str) -> None:
+def _check_head(head: int, count: int, what: str) -> None:
     if not 0 <= head < count:
         raise ValueError(f"there is no {what} {head} of {count}; give one in 0..{count - 1}")
 
 
-def circuits(model: nn.Module) -> Mapping[str, Circuits]:
+def get_circuits(model: nn.Module) -> Mapping[str, AttentionCircuits]:
     """The circuits of every attention of a model by the name of its site: ours, or one of transformers that hw.load
     reads.
 
     >>> import headwise as hw
     >>> net = hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0)
-    >>> made = circuits(net)["decoder.0.attention"]
-    >>> made.qk(1).left.shape, made.ov(0).whole.shape
+    >>> made = get_circuits(net)["decoder.0.attention"]
+    >>> made.qk_circuit(1).left.shape, made.ov_circuit(0).whole.shape
     (torch.Size([8, 4]), torch.Size([8, 8]))
     """
-    known = found(model)
+    known = find_attention(model)
     ours = [one for one in known if isinstance(one.module, Attention)]
     if len(ours) < len(known) or not known:
-        ours = found(as_ours(model))
+        ours = find_attention(as_native_model(model))
     modules = {one.site.name: one.module for one in ours}
     return {
-        name: Circuits(name, module, tuple(_caveats(module.spec)))
+        name: AttentionCircuits(name, module, tuple(_caveats(module.spec)))
         for name, module in modules.items()
         if isinstance(module, Attention)
     }
 
 
-class Kin(NamedTuple):
+class CircuitSimilarity(NamedTuple):
     """Heads, and how alike the maps of every two of them are, [heads, heads]; nan where they are of other widths."""
 
-    heads: tuple[Who, ...]
+    heads: tuple[HeadLocation, ...]
     values: Tensor
 
 
-def kin(model: nn.Module, which: str = "qk") -> Kin:
+def compare_circuits(model: nn.Module, circuit: str = "qk") -> CircuitSimilarity:
     """How alike the maps of all heads of a model are: "qk", which states they compare, or "ov", what they carry.
 
     Two drawn maps have an inner product of zero on average; `kin(twin(model), which)` says how far from it they come.
 
     >>> import headwise as hw
     >>> net = hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0)
-    >>> kin(net, "ov").values.shape
+    >>> compare_circuits(net, "ov").values.shape
     torch.Size([2, 2])
     """
-    if which not in MAPS:
-        raise ValueError(f"which={which!r} is unknown; use 'qk' or 'ov'")
-    heads, maps = list[Who](), list[Factors]()
-    layers = {one.site.name: one.site.layer for one in found(model)}
-    for own in circuits(model).values():
-        count = own.spec.heads.q if which == "qk" else len(own.spec.speaks)
-        heads += [Who(own.site, layers[own.site], head) for head in range(count)]
-        maps += [own.qk(head) if which == "qk" else own.ov(head) for head in range(count)]
-    values = torch.full((len(maps), len(maps)), torch.nan, dtype=torch.float64)
+    if circuit not in CIRCUIT_KINDS:
+        raise ValueError(f"which={circuit!r} is unknown; use 'qk' or 'ov'")
+    heads, maps = list[HeadLocation](), list[LowRankMap]()
+    layers = {one.site.name: one.site.layer for one in find_attention(model)}
+    for own in get_circuits(model).values():
+        count = own.spec.heads.q if circuit == "qk" else len(own.spec.score_head_of_output)
+        heads += [HeadLocation(own.site, layers[own.site], head) for head in range(count)]
+        maps += [own.qk_circuit(head) if circuit == "qk" else own.ov_circuit(head) for head in range(count)]
+    values = torch.is_full((len(maps), len(maps)), torch.nan, dtype=torch.float64)
     for one, own in enumerate(maps):
         for two in range(one, len(maps)):
             if own.shape == maps[two].shape:
-                values[one, two] = values[two, one] = own.inner(maps[two])
+                values[one, two] = values[two, one] = own.inner_product(maps[two])
     size = values.diagonal().sqrt()
-    return Kin(tuple(heads), values / (size[:, None] * size))
+    return CircuitSimilarity(tuple(heads), values / (size[:, None] * size))
 
 
 def _caveats(spec: AttentionSpec) -> Iterator[str]:
     """What stands between these maps and what the layer does."""
-    for _, turn in spec.steps(Turn):
-        if sides := [side for side in "qkv" if side in turn.reaches(spec)]:
+    for _, turn in spec.parts_of(QKTransform):
+        if sides := [side for side in "qkv" if side in turn.transformed_sides(spec)]:
             yield f"{turn!r} changes {' and '.join(sides)} token by token"
-    for _, step in spec.steps(OutputStep):
+    for _, step in spec.parts_of(OutputStep):
         yield f"{step!r} changes what heads say before it is written"
-    for _, mix in spec.steps(Mix):
+    for _, mix in spec.parts_of(Mix):
         yield f"{mix!r} mixes heads, so that none compares or reads by itself"
 
 
-class Tables(NamedTuple):
+class TokenTables(NamedTuple):
     """The tables through which tokens enter a model and leave it, and what stands for the second where it has none."""
 
     embed: Tensor
@@ -244,13 +244,13 @@ class Tables(NamedTuple):
     note: str
 
 
-def tables(model: nn.Module, stack: str) -> Tables:
+def get_token_tables(model: nn.Module, stack: str) -> TokenTables:
     """The tables of the tokens that a stack reads and of those that the model says, [tokens, model], [model, tokens].
 
     A model that says no tokens is held to its own table: whether a head raises what it read.
     """
-    net = as_ours(model)
-    owners, state = net.described.ties(), net.state_dict(keep_vars=True)
+    net = as_native_model(model)
+    owners, state = net.described.tied_weights(), net.state_dict(keep_vars=True)
 
     def held(name: str) -> Tensor | None:
         tensor = state.get(owners.get(name, name))
@@ -262,6 +262,6 @@ def tables(model: nn.Module, stack: str) -> Tables:
     heads = [head for head in net.described.heads if head.outputs == len(embed) and head.at == "each"]
     own = held(f"head.{heads[0].name}.weight") if heads else None
     if own is None or own.shape != embed.shape:
-        return Tables(embed, embed.T, "the model says no such tokens: held to the table that it reads")
+        return TokenTables(embed, embed.T, "the model says no such tokens: held to the table that it reads")
     note = "" if heads[0].transform is None else "what the head does before its table is left out"
-    return Tables(embed, own.T, note)
+    return TokenTables(embed, own.T, note)

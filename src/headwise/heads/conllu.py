@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from ..errors import SpecError
 
-COLUMNS = 10
-ROOT = "root"
+NUM_COLUMNS = 10
+ROOT_RELATION = "root"
 
 
 @dataclass(frozen=True)
-class Sentence:
+class ParsedSentence:
     """A text, where each word stands in it, and arcs (dependent, governor, relation) between words, from 0.
 
     Relations lose what stands behind their colon: "nsubj:pass" is "nsubj". The root has no arc.
@@ -20,11 +20,11 @@ class Sentence:
 
     text: str
     words: tuple[str, ...]
-    spans: tuple[tuple[int, int], ...]
-    arcs: tuple[tuple[int, int, str], ...]
+    word_spans: tuple[tuple[int, int], ...]
+    dependencies: tuple[tuple[int, int, str], ...]
 
 
-def sentences_of(lines: Iterable[str], where: str = "CoNLL-U") -> Iterator[Sentence]:
+def read_conllu(lines: Iterable[str], source: str = "CoNLL-U") -> Iterator[ParsedSentence]:
     """The sentences of a file.
 
     >>> rows = [
@@ -32,7 +32,7 @@ def sentences_of(lines: Iterable[str], where: str = "CoNLL-U") -> Iterator[Sente
     ...     "1\\tDogs\\t_\\t_\\t_\\t_\\t2\\tnsubj\\t_\\t_",
     ...     "2\\tbark\\t_\\t_\\t_\\t_\\t0\\troot\\t_\\t_",
     ... ]
-    >>> next(sentences_of(rows))
+    >>> next(read_conllu(rows))
     Sentence(text='Dogs bark', words=('Dogs', 'bark'), spans=((0, 4), (5, 9)), arcs=((0, 1, 'nsubj'),))
     """
     rows: list[list[str]] = []
@@ -42,21 +42,21 @@ def sentences_of(lines: Iterable[str], where: str = "CoNLL-U") -> Iterator[Sente
             name, _, value = line[1:].partition("=")
             text = value.strip() if name.strip() == "text" else text
         elif line.strip():
-            rows.append(_row(line, f"{where}, line {number}"))
+            rows.append(_split_columns(line, f"{source}, line {number}"))
         elif rows:
-            yield _sentence(text, rows, f"{where}, sentence at line {first}")
+            yield _parse_sentence(text, rows, f"{source}, sentence at line {first}")
             rows, text = [], ""
         first = number + 1 if not rows else first
 
 
-def _row(line: str, where: str) -> list[str]:
+def _split_columns(line: str, where: str) -> list[str]:
     row = line.rstrip("\n").split("\t")
-    if len(row) != COLUMNS:
-        raise SpecError(f"{where}: a row has {len(row)} columns, not {COLUMNS}; part them by tabs")
+    if len(row) != NUM_COLUMNS:
+        raise SpecError(f"{where}: a row has {len(row)} columns, not {NUM_COLUMNS}; part them by tabs")
     return row
 
 
-def _sentence(text: str, rows: Sequence[Sequence[str]], where: str) -> Sentence:
+def _parse_sentence(text: str, rows: Sequence[Sequence[str]], where: str) -> ParsedSentence:
     words: list[str] = []
     pieces: list[tuple[str, int]] = []  # how each stretch is written, and of how many words it is
     arcs: list[tuple[int, int, str]] = []
@@ -65,26 +65,26 @@ def _sentence(text: str, rows: Sequence[Sequence[str]], where: str) -> Sentence:
         if "." in row[0]:  # a word that is not written
             continue
         if "-" in row[0]:
-            first, last = (_number(part, where) for part in row[0].split("-", 1))
+            first, last = (_parse_number(part, where) for part in row[0].split("-", 1))
             pieces.append((row[1], last - first + 1))
             covered = last
             continue
-        number = _number(row[0], where)
+        number = _parse_number(row[0], where)
         if number != len(words) + 1:
             raise SpecError(f"{where}: word {number} follows word {len(words)}; number them 1, 2, 3")
         words.append(row[1])
         if number > covered:
             pieces.append((row[1], 1))
-        governor = _number(row[6], where)
+        governor = _parse_number(row[6], where)
         if governor:
             arcs.append((number - 1, governor - 1, row[7].partition(":")[0]))
     if wrong := [one for one in arcs if not one[1] < len(words)]:
         raise SpecError(f"{where}: word {wrong[0][0] + 1} hangs on word {wrong[0][1] + 1} of {len(words)}")
     text = text or " ".join(piece for piece, _ in pieces)
-    return Sentence(text, tuple(words), tuple(_spans(text, words, pieces, where)), tuple(arcs))
+    return ParsedSentence(text, tuple(words), tuple(_find_word_spans(text, words, pieces, where)), tuple(arcs))
 
 
-def _spans(text: str, words: Sequence[str], pieces: Sequence[tuple[str, int]], where: str) -> Iterator[tuple[int, int]]:
+def _find_word_spans(text: str, words: Sequence[str], pieces: Sequence[tuple[str, int]], where: str) -> Iterator[tuple[int, int]]:
     """Where each word stands; words that are written as one stand one after another in it, or all in all of it."""
     at, number = 0, 0
     for piece, count in pieces:
@@ -100,7 +100,7 @@ def _spans(text: str, words: Sequence[str], pieces: Sequence[tuple[str, int]], w
         at, number = start + len(piece), number + count
 
 
-def _number(said: str, where: str) -> int:
+def _parse_number(said: str, where: str) -> int:
     if not said.isdigit():
         raise SpecError(f"{where}: {said!r} is no number of a word; give one of 0 and more")
     return int(said)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from ..files import write_atomically
 from ..traces import Trace
-from .scene import Scene
-from .table import Table
+from .scene import Example
+from .table import HeadTable
 
-KEYS = 8  # of a row, as HeadVis keeps
+MAX_KEYS = 8  # of a row, as HeadVis keeps
 
 
-def headvis(table: Table, kept: Trace, scene: Scene, folder: Path) -> Iterator[str]:
+def export_headvis(table: HeadTable, trace: Trace, annotated: Example, folder: Path) -> Iterator[str]:
     """Write scatter_data.json and heads/L{layer}H{head}.json; layers are numbered over all sites, in their order."""
     (folder / "heads").mkdir(parents=True, exist_ok=True)
     sites = table.sites
@@ -30,16 +30,16 @@ def headvis(table: Table, kept: Trace, scene: Scene, folder: Path) -> Iterator[s
     write_atomically(path, json.dumps({"model": table.model, "heads": points}).encode())
     yield str(path)
     for one in table.heads:
-        if one.site not in {layer.name for layer in kept.layers}:
+        if one.site not in {layer.name for layer in trace.layers}:
             continue
-        own = kept.site(one.site)
-        weights = kept.rows(one.site, one.head)
+        own = trace.get_layer(one.site)
+        weights = trace.head_weights(one.site, one.head)
         strongest = [
-            [[int(s), round(float(row[s]), 6)] for s in (-row).argsort(kind="stable")[:KEYS] if row[s] > 0]
+            [[int(s), round(float(row[s]), 6)] for s in (-row).argsort(kind="stable")[:MAX_KEYS] if row[s] > 0]
             for row in weights
         ]
         example = {
-            "tokens": list(scene.streams[own.asks].words), "keys": list(scene.streams[own.told].words),
+            "tokens": list(annotated.streams[own.asks].words), "keys": list(annotated.streams[own.told].words),
             "attention": strongest,
         }  # fmt: skip
         told = {**one.data, "examples": [example]}

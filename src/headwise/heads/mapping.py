@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+DistanceArray = NDArray[np.float64]
 
 
-class Joined(NamedTuple):
+class ClusterMerge(NamedTuple):
     """Two clusters that become one: the first of each's members, and how far apart they are."""
 
     one: int
@@ -18,19 +18,19 @@ class Joined(NamedTuple):
     height: float
 
 
-def linkage(distances: Array) -> list[Joined]:
+def average_linkage(distances: DistanceArray) -> list[ClusterMerge]:
     """Which clusters join, the nearest first; how far two are apart is the mean over all pairs between them.
 
     >>> apart = np.abs(np.subtract.outer([0.0, 1.0, 5.0], [0.0, 1.0, 5.0]))
-    >>> [tuple(joined) for joined in linkage(apart)]
+    >>> [tuple(joined) for joined in average_linkage(apart)]
     [(0, 1, 1.0), (0, 2, 4.5)]
     """
-    far = _checked(distances).copy()
+    far = _check_distances(distances).copy()
     np.fill_diagonal(far, np.inf)
-    size, joined = np.ones(len(far)), list[Joined]()
+    size, joined = np.ones(len(far)), list[ClusterMerge]()
     for _ in range(len(far) - 1):
         one, other = divmod(int(far.argmin()), len(far))
-        joined.append(Joined(one, other, float(far[one, other])))
+        joined.append(ClusterMerge(one, other, float(far[one, other])))
         mean = (size[one] * far[one] + size[other] * far[other]) / (size[one] + size[other])
         far[one], far[:, one] = mean, mean
         far[one, one], far[other], far[:, other] = np.inf, np.inf, np.inf
@@ -38,46 +38,46 @@ def linkage(distances: Array) -> list[Joined]:
     return joined
 
 
-def clusters(joined: list[Joined], cut: float) -> tuple[int, ...]:
+def cut_clusters(merges: list[ClusterMerge], max_distance: float) -> tuple[int, ...]:
     """The number of each one's cluster when all that stand nearer than `cut` have joined, the first cluster 0.
 
-    >>> clusters([Joined(0, 1, 1.0), Joined(0, 2, 4.5)], 2.0)
+    >>> cut_clusters([ClusterMerge(0, 1, 1.0), ClusterMerge(0, 2, 4.5)], 2.0)
     (0, 0, 1)
     """
-    of = list(range(len(joined) + 1))
-    for one, other, height in joined:
-        if height < cut:
+    of = list(range(len(merges) + 1))
+    for one, other, height in merges:
+        if height < max_distance:
             of = [of[one] if mine == of[other] else mine for mine in of]
     names = {first: number for number, first in enumerate(dict.fromkeys(of))}
     return tuple(names[mine] for mine in of)
 
 
-class Plane(NamedTuple):
+class PlaneEmbedding(NamedTuple):
     """Places [n, 2], and how badly their distances say the true ones: sqrt(sum (d - D)^2 / sum D^2)."""
 
-    places: Array
+    places: DistanceArray
     stress: float
 
 
-def plane(distances: Array, *, starts: int = 5, steps: int = 1000, seed: int = 0) -> Plane:
+def embed_in_plane(distances: DistanceArray, *, num_starts: int = 5, max_steps: int = 1000, seed: int = 0) -> PlaneEmbedding:
     """Places on a plane whose distances say the true ones best: stress majorised (SMACOF) from several starts.
 
     The first start is the classical solution, the others are drawn; the best end is turned so that it is widest along
     the first axis. The same distances always have the same plane.
 
     >>> corners = np.array([[0.0, 0], [3, 0], [3, 4]])
-    >>> found = plane(np.linalg.norm(corners[:, None] - corners, axis=-1))
+    >>> found = embed_in_plane(np.linalg.norm(corners[:, None] - corners, axis=-1))
     >>> found.stress < 1e-6
     True
     """
-    far = _checked(distances)
+    far = _check_distances(distances)
     draw, spread = np.random.default_rng(seed), float(far.max(initial=0.0)) or 1.0
-    begin = [_classical(far), *(spread * draw.standard_normal((len(far), 2)) for _ in range(starts - 1))]
-    best = min((_settled(far, places, steps) for places in begin), key=lambda found: found.stress)
-    return best._replace(places=_turned(best.places))
+    begin = [_classical_scaling(far), *(spread * draw.standard_normal((len(far), 2)) for _ in range(num_starts - 1))]
+    best = min((_minimise_stress(far, places, max_steps) for places in begin), key=lambda found: found.stress)
+    return best._replace(places=_canonical_orientation(best.places))
 
 
-def _checked(distances: Array) -> Array:
+def _check_distances(distances: DistanceArray) -> DistanceArray:
     if distances.ndim != 2 or len(distances) != distances.shape[1] or not len(distances):
         raise ValueError(f"distances are {list(distances.shape)}; give one for every pair, [n, n]")
     if not np.isfinite(distances).all() or (distances < 0).any() or not np.allclose(distances, distances.T):
@@ -85,7 +85,7 @@ def _checked(distances: Array) -> Array:
     return distances.astype(np.float64)
 
 
-def _classical(far: Array) -> Array:
+def _classical_scaling(far: DistanceArray) -> DistanceArray:
     """The plane of the two largest eigenvalues of the centred squares."""
     middle = np.eye(len(far)) - 1 / len(far)
     values, vectors = np.linalg.eigh(-0.5 * middle @ (far**2) @ middle)
@@ -93,7 +93,7 @@ def _classical(far: Array) -> Array:
     return np.pad(found, ((0, 0), (0, 2 - found.shape[1])))
 
 
-def _settled(far: Array, places: Array, steps: int) -> Plane:
+def _minimise_stress(far: DistanceArray, places: DistanceArray, steps: int) -> PlaneEmbedding:
     """Where Guttman's transform leads: each step lowers the stress."""
     stress = _stress(far, places)
     for _ in range(steps):
@@ -105,16 +105,16 @@ def _settled(far: Array, places: Array, steps: int) -> Plane:
         before, stress = stress, _stress(far, places)
         if before - stress < 1e-10:
             break
-    return Plane(places, stress)
+    return PlaneEmbedding(places, stress)
 
 
-def _stress(far: Array, places: Array) -> float:
+def _stress(far: DistanceArray, places: DistanceArray) -> float:
     apart = np.linalg.norm(places[:, None] - places, axis=-1)
     total = float((far**2).sum())
     return float(np.sqrt(((apart - far) ** 2).sum() / total)) if total else 0.0
 
 
-def _turned(places: Array) -> Array:
+def _canonical_orientation(places: DistanceArray) -> DistanceArray:
     """Centred, widest along the first axis, and the farthest out on the positive side of both."""
     places = places - places.mean(0)
     _, _, axes = np.linalg.svd(places, full_matrices=False)

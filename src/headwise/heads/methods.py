@@ -12,50 +12,50 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import nearest
-from .objectives import Objective, Question
-from .passing import Kept, Passage, Silent
-from .rating import Worths
+from ..errors import suggest
+from .objectives import Objective, EvaluationInput
+from .passing import HeadOutputCapture, RepeatedForward, HeadAblationHook
+from .rating import ImportanceSums
 
-Clock = Callable[[], None]
+CheckTime = Callable[[], None]
 GRANULARITIES = ("paper", "code", "bertology")
 
 
-class TimeUp(Exception):
+class TimeLimitReached(Exception):
     """The seconds that were given are used up."""
 
 
-def clock(seconds: float | None, now: Callable[[], float] = time.monotonic) -> Clock:
+def make_time_check(max_seconds: float | None, now: Callable[[], float] = time.monotonic) -> CheckTime:
     """What is asked between two runs whether there is time for another."""
     begun = now()
 
     def check() -> None:
-        if seconds is not None and now() - begun > seconds:
-            raise TimeUp
+        if max_seconds is not None and now() - begun > max_seconds:
+            raise TimeLimitReached
 
     return check
 
 
-class Text(NamedTuple):
+class ImportanceInput(NamedTuple):
     """A text as methods see it: its number, its way through the model, and what is asked of it."""
 
-    number: int
-    way: Passage
-    question: Question
+    index: int
+    run: RepeatedForward
+    evaluation: EvaluationInput
     objective: Objective
 
-    def value(self, said: object) -> Tensor:
+    def value(self, outputs: object) -> Tensor:
         """The objective of what a model says."""
-        plain = None if self.objective.sloped else self.way.plain
-        return self.objective.value(said, plain, self.question)
+        plain = None if self.objective.has_gradient else self.run.baseline_outputs
+        return self.objective.value(outputs, plain, self.evaluation)
 
-    def without(self, silenced: Mapping[str, Sequence[int]]) -> float:
+    def value_without(self, ablated_heads: Mapping[str, Sequence[int]]) -> float:
         """The objective while these heads are silent."""
-        said = self.way.watched({name: Silent(*heads) for name, heads in silenced.items()})
+        said = self.run.run_with_hooks({name: HeadAblationHook(*heads) for name, heads in ablated_heads.items()})
         return float(self.value(said))
 
 
-class Method(ABC):
+class ImportanceMethod(ABC):
     """A way to find what every head is worth in some texts.
 
     `sloped` says whether it needs the objective's gradients, `tested` whether what it gives may be of either sign, so
@@ -64,40 +64,40 @@ class Method(ABC):
     """
 
     name: str
-    sloped: ClassVar[bool] = False
-    tested: ClassVar[str] = "none"
-    measures: ClassVar[str] = ""
+    needs_gradient: ClassVar[bool] = False
+    significance_test: ClassVar[str] = "none"
+    measured_quantity: ClassVar[str] = ""
     notes: ClassVar[tuple[str, ...]] = ()
-    batch: int = 1
+    batch_size: int = 1
 
-    def refuses(self, model: nn.Module) -> str:
+    def unsupported_reason(self, model: nn.Module) -> str:
         """Why it cannot be used on this model; empty if it can."""
         return ""
 
     @abstractmethod
-    def values(self, texts: Sequence[Text], check: Clock) -> Worths:
+    def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
         """The sums of every head of every site over these texts, and what they are means over."""
 
 
 @dataclass(frozen=True)
-class LeaveOneOut(Method):
+class LeaveOneOut(ImportanceMethod):
     """How much more the objective is when one head alone is silent: positive where the head helps (1905.10650)."""
 
     name = "leave-one-out"
-    tested = "signs"
+    significance_test = "signs"
 
-    def values(self, texts: Sequence[Text], check: Clock) -> Worths:
+    def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
         text = texts[0]
-        before, found = float(text.value(text.way.plain)), dict[str, list[float]]()
-        for site, count in text.way.counts.items():
+        before, found = float(text.value(text.run.baseline_outputs)), dict[str, list[float]]()
+        for site, count in text.run.head_counts.items():
             for head in range(count):
-                check()
-                found.setdefault(site, []).append(text.without({site: [head]}) - before)
-        return {site: _one(np.array(told)) for site, told in found.items()}
+                check_time()
+                found.setdefault(site, []).append(text.value_without({site: [head]}) - before)
+        return {site: _as_single_mean(np.array(told)) for site, told in found.items()}
 
 
 @dataclass(frozen=True)
-class Shapley(Method):
+class ShapleyValue(ImportanceMethod):
     """What a head adds to those that still speak, a mean over orders in which they fall silent (2210.05709).
 
     It needs no gradients, and sees that two heads stand in for each other, which leave-one-out does not. Each text
@@ -105,28 +105,28 @@ class Shapley(Method):
     """
 
     name = "shapley"
-    tested = "signs"
-    orders: int = 1
+    significance_test = "signs"
+    num_permutations: int = 1
     seed: int = 0
 
-    def values(self, texts: Sequence[Text], check: Clock) -> Worths:
+    def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
         text = texts[0]
-        every = [(site, head) for site, count in text.way.counts.items() for head in range(count)]
-        found = {site: np.zeros(count) for site, count in text.way.counts.items()}
-        draw, plain = np.random.default_rng((self.seed, text.number)), float(text.value(text.way.plain))
-        for _ in range(self.orders):
+        every = [(site, head) for site, count in text.run.head_counts.items() for head in range(count)]
+        found = {site: np.zeros(count) for site, count in text.run.head_counts.items()}
+        draw, plain = np.random.default_rng((self.seed, text.index)), float(text.value(text.run.baseline_outputs))
+        for _ in range(self.num_permutations):
             silenced, before = dict[str, list[int]](), plain
             for site, head in (every[n] for n in draw.permutation(len(every))):
-                check()
+                check_time()
                 silenced.setdefault(site, []).append(head)
-                after = text.without(silenced)
-                found[site][head] += (after - before) / self.orders
+                after = text.value_without(silenced)
+                found[site][head] += (after - before) / self.num_permutations
                 before = after
-        return {site: _one(told) for site, told in found.items()}
+        return {site: _as_single_mean(told) for site, told in found.items()}
 
 
 @dataclass(frozen=True)
-class Michel(Method):
+class GradientTimesActivation(ImportanceMethod):
     """z_h . dL/dz_h, which is how L follows a mask on the head, in one of three granularities (1905.10650).
 
     "paper": the size of its sum over the tokens of a text, a mean over texts. "code": as the authors' code has it, the
@@ -135,93 +135,93 @@ class Michel(Method):
     """
 
     granularity: str = "paper"
-    batch: int = 1
-    sloped = True
+    batch_size: int = 1
+    needs_gradient = True
 
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
-            known = nearest(self.granularity, GRANULARITIES)
+            known = suggest(self.granularity, GRANULARITIES)
             raise ValueError(f"granularity={self.granularity!r} is unknown; {known}")
-        if self.batch != 1 and (self.granularity != "bertology" or self.batch < 1):
-            raise ValueError(f"batch={self.batch} texts are summed for granularity='bertology' alone; leave it out")
+        if self.batch_size != 1 and (self.granularity != "bertology" or self.batch_size < 1):
+            raise ValueError(f"batch={self.batch_size} texts are summed for granularity='bertology' alone; leave it out")
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
         """As it is asked for."""
         return "michel" if self.granularity == "paper" else f"michel-{self.granularity}"
 
-    def values(self, texts: Sequence[Text], check: Clock) -> Worths:
+    def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
         if self.granularity == "bertology":
-            return self._batch(texts, check)
-        found = {site: slope.by_token for site, slope in slopes(texts[0]).items()}
+            return self._estimate_batch(texts, check_time)
+        found = {site: slope.per_token for site, slope in compute_activation_gradients(texts[0]).items()}
         if self.granularity == "paper":
-            return {site: _one(np.abs(told.sum(0))) for site, told in found.items()}
-        return {site: (np.abs(told).sum(0), np.full(told.shape[1], len(told))) for site, told in found.items()}
+            return {site: _as_single_mean(np.abs(told.sum(0))) for site, told in found.items()}
+        return {site: (np.abs(told).sum(0), np.is_full(told.shape[1], len(told))) for site, told in found.items()}
 
-    def _batch(self, texts: Sequence[Text], check: Clock) -> Worths:
-        asked = sum(text.question.asked for text in texts)
+    def _estimate_batch(self, texts: Sequence[ImportanceInput], check: CheckTime) -> ImportanceSums:
+        asked = sum(text.evaluation.num_targets for text in texts)
         sums, tokens = dict[str, np.ndarray](), dict[str, int]()
         for text in texts:
             check()
-            for site, slope in slopes(text).items():
-                share = slope.by_token.sum(0) * text.question.asked / asked
+            for site, slope in compute_activation_gradients(text).items():
+                share = slope.per_token.sum(0) * text.evaluation.num_targets / asked
                 sums[site] = sums.get(site, 0) + share
-                tokens[site] = tokens.get(site, 0) + len(slope.by_token)
-        return {site: (np.abs(told), np.full(len(told), float(tokens[site]))) for site, told in sums.items()}
+                tokens[site] = tokens.get(site, 0) + len(slope.per_token)
+        return {site: (np.abs(told), np.is_full(len(told), float(tokens[site]))) for site, told in sums.items()}
 
 
 @dataclass(frozen=True)
-class Taylor(Method):
+class TaylorExpansion(ImportanceMethod):
     """What leave-one-out is to first order, - z_h . dL/dz_h of a text; of="size", the size of its mean (1611.06440)."""
 
-    of: str = "change"
-    sloped = True
+    quantity: str = "change"
+    needs_gradient = True
 
     def __post_init__(self) -> None:
-        if self.of not in ("change", "size"):
-            raise ValueError(f"of={self.of!r} is unknown; {nearest(self.of, ('change', 'size'))}")
+        if self.quantity not in ("change", "size"):
+            raise ValueError(f"of={self.quantity!r} is unknown; {suggest(self.quantity, ('change', 'size'))}")
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
         """As it is asked for."""
-        return "taylor" if self.of == "change" else "taylor-size"
+        return "taylor" if self.quantity == "change" else "taylor-size"
 
     @property
-    def tested(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
+    def significance_test(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
         """Only what has a sign is."""
-        return "signs" if self.of == "change" else "none"
+        return "signs" if self.quantity == "change" else "none"
 
-    def values(self, texts: Sequence[Text], check: Clock) -> Worths:
-        found = slopes(texts[0])
-        if self.of == "change":
-            return {site: _one(-slope.by_token.sum(0)) for site, slope in found.items()}
-        return {site: _one(np.abs(slope.by_token.mean(0)) / slope.width) for site, slope in found.items()}
+    def estimate(self, texts: Sequence[ImportanceInput], check_time: CheckTime) -> ImportanceSums:
+        found = compute_activation_gradients(texts[0])
+        if self.quantity == "change":
+            return {site: _as_single_mean(-slope.per_token.sum(0)) for site, slope in found.items()}
+        return {site: _as_single_mean(np.abs(slope.per_token.mean(0)) / slope.head_dim) for site, slope in found.items()}
 
 
-class Slope(NamedTuple):
+class ActivationGradient(NamedTuple):
     """z_h . dL/dz_h at each token, [tokens, heads], and how wide a head is."""
 
-    by_token: np.ndarray
-    width: int
+    per_token: np.ndarray
+    head_dim: int
 
 
-def slopes(text: Text) -> dict[str, Slope]:
+def compute_activation_gradients(text: ImportanceInput) -> dict[str, ActivationGradient]:
     """How the objective follows what each head says."""
-    kept = {one.site.name: Kept() for one in text.way.those}
+    kept = {one.site.name: HeadOutputCapture() for one in text.run.sites}
     with torch.enable_grad():
-        value = text.value(text.way.sloped(kept))
-        every = [z for one in kept.values() for z in one.z]
+        value = text.value(text.run.run_with_gradients(kept))
+        every = [z for one in kept.values() for z in one.outputs]
         told = torch.autograd.grad(value, every, allow_unused=True)
     grads = iter(told)
-    return {name: _slope([(z, next(grads)) for z in one.z]) for name, one in kept.items() if one.z}
+    return {name: _activation_gradient([(z, next(grads)) for z in one.outputs]) for name, one in kept.items() if one.outputs}
 
 
-def _slope(told: Sequence[tuple[Tensor, Tensor | None]]) -> Slope:
+def _activation_gradient(told: Sequence[tuple[Tensor, Tensor | None]]) -> ActivationGradient:
     """Of all calls of a site: tokens one behind the other."""
     flat = [(z * (torch.zeros_like(z) if grad is None else grad)).sum(-1).flatten(0, -2) for z, grad in told]
-    return Slope(torch.cat(flat).detach().double().cpu().numpy(), told[0][0].shape[-1])
+    return ActivationGradient(torch.cat(flat).detach().double().cpu().numpy(), told[0][0].shape[-1])
 
 
-def _one(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _as_single_mean(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """A mean over texts."""
     return sums, np.ones(len(sums))

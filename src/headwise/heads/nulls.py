@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
-DEVIATIONS = 1.959964  # of a normal number, on both sides of 95 % of them
+FloatVector = NDArray[np.float64]
+Z_95 = 1.959964  # of a normal number, on both sides of 95 % of them
 
 
-class Against(NamedTuple):
+class PermutationTest(NamedTuple):
     """A number, what it is on average where nothing is there, and how often chance does as much."""
 
     value: float
@@ -21,29 +21,29 @@ class Against(NamedTuple):
     p: float
 
 
-def against(value: float, drawn: Array, tail: str = "both") -> Against:
+def compare_with_null(value: float, null_values: FloatVector, tail: str = "both") -> PermutationTest:
     """A number held to what chance drew: `tail` says whether "high", "low" or "both" ways are much.
 
     The number itself counts as one more draw, so that p is never zero; it is nan where nothing was drawn.
 
-    >>> against(9.0, np.arange(9.0), "high").p
+    >>> compare_with_null(9.0, np.arange(9.0), "high").p
     0.1
     """
-    if not len(drawn) or np.isnan(value):
-        return Against(float(value), float("nan"), float("nan"))
-    middle = float(drawn.mean())
-    beyond = {"high": drawn >= value, "low": drawn <= value, "both": np.abs(drawn - middle) >= abs(value - middle)}
-    return Against(float(value), middle, float((1 + beyond[tail].sum()) / (1 + len(drawn))))
+    if not len(null_values) or np.isnan(value):
+        return PermutationTest(float(value), float("nan"), float("nan"))
+    middle = float(null_values.mean())
+    beyond = {"high": null_values >= value, "low": null_values <= value, "both": np.abs(null_values - middle) >= abs(value - middle)}
+    return PermutationTest(float(value), middle, float((1 + beyond[tail].sum()) / (1 + len(null_values))))
 
 
-def corrected(p: Sequence[float]) -> list[float]:
+def holm_correction(p: Sequence[float]) -> list[float]:
     """The same for as many tests as there are, in the way of Holm (1979); what is nan was not tested.
 
-    >>> corrected([0.01, 0.04, float("nan")])
+    >>> holm_correction([0.01, 0.04, float("nan")])
     [0.02, 0.04, nan]
     """
     told = np.asarray(p, dtype=np.float64)
-    found = np.full(len(told), np.nan)
+    found = np.is_full(len(told), np.nan)
     order = [n for n in np.argsort(told) if not np.isnan(told[n])]
     least = 0.0
     for rank, n in enumerate(order):
@@ -52,37 +52,37 @@ def corrected(p: Sequence[float]) -> list[float]:
     return found.tolist()
 
 
-def at_least(count: int, expected: float) -> Against:
+def poisson_test(count: int, expected: float) -> PermutationTest:
     """A count of rare things, held to how many are expected: p is how often a Poisson number is as large.
 
-    >>> at_least(2, 0.1).p < 0.005
+    >>> poisson_test(2, 0.1).p < 0.005
     True
     """
     below = sum(math.exp(-expected + k * math.log(expected) - math.lgamma(k + 1)) for k in range(count) if expected > 0)
-    return Against(float(count), expected, float(min(1.0, max(0.0, 1 - below))) if expected > 0 else float(not count))
+    return PermutationTest(float(count), expected, float(min(1.0, max(0.0, 1 - below))) if expected > 0 else float(not count))
 
 
-def surely_below(mean: Array, low: Array, high: Array, cut: float) -> float:
+def expected_pairs_below(mean: FloatVector, low: FloatVector, high: FloatVector, threshold: float) -> float:
     """How many of these numbers, drawn anew as their intervals say, would have intervals that end below both themselves
     and the cut; nan where an interval is not known.
 
     >>> told = [np.array([value] * 1000) for value in (5.0, 4.0, 6.0)]
-    >>> round(surely_below(*told, cut=9.0)), round(surely_below(*told, cut=2.0))
+    >>> round(expected_pairs_below(*told, cut=9.0)), round(expected_pairs_below(*told, cut=2.0))
     (25, 0)
     """
-    error = np.maximum((high - low) / (2 * DEVIATIONS), 1e-300)
-    far = (np.minimum(mean, cut) - mean) / error - DEVIATIONS
+    error = np.maximum((high - low) / (2 * Z_95), 1e-300)
+    far = (np.minimum(mean, threshold) - mean) / error - Z_95
     return float(sum((1 + math.erf(max(-40.0, one) / math.sqrt(2))) / 2 for one in far))
 
 
-def nearer_within(distances: Array, of: Sequence[int], permutations: int, seed: int) -> Against:
+def class_separation_test(distances: FloatVector, labels: Sequence[int], permutations: int, seed: int) -> PermutationTest:
     """How much nearer those of one class are to each other than to others, held to classes dealt out anew.
 
     >>> line = np.array([0.0, 1, 10, 11])
-    >>> nearer_within(np.abs(line[:, None] - line), [0, 0, 1, 1], 99, 0).value
+    >>> class_separation_test(np.abs(line[:, None] - line), [0, 0, 1, 1], 99, 0).value
     -9.0
     """
-    draw, own = np.random.default_rng(seed), np.asarray(of)
+    draw, own = np.random.default_rng(seed), np.asarray(labels)
     pairs = np.triu_indices(len(own), 1)
     far = distances[pairs]
 
@@ -91,14 +91,14 @@ def nearer_within(distances: Array, of: Sequence[int], permutations: int, seed: 
         return float(far[same].mean() - far[~same].mean()) if same.any() and not same.all() else float("nan")
 
     value = gap(own)
-    return against(value, np.array([gap(draw.permutation(own)) for _ in range(permutations)]), "low")
+    return compare_with_null(value, np.array([gap(draw.permutation(own)) for _ in range(permutations)]), "low")
 
 
-def mantel(one: Array, other: Array, permutations: int, seed: int) -> Against:
+def mantel_test(one: FloatVector, other: FloatVector, permutations: int, seed: int) -> PermutationTest:
     """How two sets of distances between the same things agree, as a correlation, held to things exchanged in one.
 
     >>> far = np.abs(np.subtract.outer(np.arange(9.0), np.arange(9.0)))
-    >>> tuple(round(value, 2) for value in mantel(far, 2 * far + 1, 99, 0)[::2])
+    >>> tuple(round(value, 2) for value in mantel_test(far, 2 * far + 1, 99, 0)[::2])
     (1.0, 0.01)
     """
     draw, pairs = np.random.default_rng(seed), np.triu_indices(len(one), 1)
@@ -107,6 +107,6 @@ def mantel(one: Array, other: Array, permutations: int, seed: int) -> Against:
         return float(np.corrcoef(one[np.ix_(order, order)][pairs], other[pairs])[0, 1])
 
     if len(one) < 4 or not (np.ptp(one[pairs]) > 0 and np.ptp(other[pairs]) > 0):
-        return Against(*[float("nan")] * 3)
+        return PermutationTest(*[float("nan")] * 3)
     value = agree(np.arange(len(one)))
-    return against(value, np.array([agree(draw.permutation(len(one))) for _ in range(permutations)]), "high")
+    return compare_with_null(value, np.array([agree(draw.permutation(len(one))) for _ in range(permutations)]), "high")

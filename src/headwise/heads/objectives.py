@@ -12,23 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import nearest
-from ..hub.readable import Readable, readable
+from ..errors import suggest
+from ..hub.readable import ModelInputs, prepare_inputs
 from ..tasks import IGNORED
-from .saying import head_of, ids_name, mask_of, output_of
-from .scene import LABELS, Scene
+from .saying import detect_head_objective, get_ids_argument, find_mask_id, get_output_tensor
+from .scene import LABELS_INPUT, Example
 
-LOSSES = ("next-token", "translation", "label")
+LOSS_NAMES = ("next-token", "translation", "label")
 
 
-class Question(NamedTuple):
+class EvaluationInput(NamedTuple):
     """What a model is given, and what is wanted at each place of its output, where anything is."""
 
-    given: Readable
+    inputs: ModelInputs
     labels: Tensor | None = None
 
     @property
-    def asked(self) -> int:
+    def num_targets(self) -> int:
         """How many places are asked; an output that is only compared is one."""
         return 1 if self.labels is None else int((self.labels != IGNORED).sum())
 
@@ -40,23 +40,23 @@ class Objective(ABC):
     """
 
     name: str
-    sloped: bool = True
+    has_gradient: bool = True
 
     @abstractmethod
-    def refuses(self, model: nn.Module, scene: Scene) -> str:
+    def unsupported_reason(self, model: nn.Module, example: Example) -> str:
         """Why it cannot be measured on this model; empty if it can."""
 
     @abstractmethod
-    def question(self, model: nn.Module, scene: Scene, number: int) -> Question:
+    def prepare_input(self, model: nn.Module, example: Example, number: int) -> EvaluationInput:
         """What a text, the one of this number, asks of a model."""
 
     @abstractmethod
-    def value(self, said: Any, plain: Any, question: Question) -> Tensor:
+    def value(self, outputs: Any, baseline_outputs: Any, evaluation: EvaluationInput) -> Tensor:
         """The number, of what the model said and what it says unedited."""
 
 
 @dataclass(frozen=True)
-class Loss(Objective):
+class TargetLoss(Objective):
     """- log p of what is wanted, a mean over the places of a text that are asked.
 
     `name` is the head that says it: "next-token", "translation" (of the text, with the true one before it) or "label".
@@ -66,32 +66,32 @@ class Loss(Objective):
     name: str
 
     def __post_init__(self) -> None:
-        if self.name not in LOSSES:
-            raise ValueError(f"Loss({self.name!r}) is unknown; {nearest(self.name, LOSSES)}")
+        if self.name not in LOSS_NAMES:
+            raise ValueError(f"Loss({self.name!r}) is unknown; {suggest(self.name, LOSS_NAMES)}")
 
-    def refuses(self, model: nn.Module, scene: Scene) -> str:
-        says = head_of(model)
+    def unsupported_reason(self, model: nn.Module, example: Example) -> str:
+        says = detect_head_objective(model)
         if says != self.name:
             return f"{type(model).__name__} has {f'a {says} head' if says else 'no head'}, so no {self.name} loss"
-        if self.name == "label" and _labels(scene) is None:
+        if self.name == "label" and _get_labels(example) is None:
             return "the texts come without labels"
         return ""
 
-    def question(self, model: nn.Module, scene: Scene, number: int) -> Question:
-        given, told = _given(model, scene), _labels(scene)
+    def prepare_input(self, model: nn.Module, example: Example, number: int) -> EvaluationInput:
+        given, told = _read_inputs(model, example), _get_labels(example)
         if told is not None or self.name == "label":
             if told is None:
-                raise ValueError(f"text {number} has no label; give inputs with {LABELS!r}, as the first has them")
-            return Question(given, told.flatten())
-        ids = torch.tensor(_ids(model, given))
-        return Question(given, torch.cat([ids[1:], ids.new_full((1,), IGNORED)]))
+                raise ValueError(f"text {number} has no label; give inputs with {LABELS_INPUT!r}, as the first has them")
+            return EvaluationInput(given, told.flatten())
+        ids = torch.tensor(_get_ids(model, given))
+        return EvaluationInput(given, torch.cat([ids[1:], ids.new_full((1,), IGNORED)]))
 
-    def value(self, said: Any, plain: Any, question: Question) -> Tensor:
-        return _loss(said, question)
+    def value(self, outputs: Any, baseline_outputs: Any, evaluation: EvaluationInput) -> Tensor:
+        return _cross_entropy(outputs, evaluation)
 
 
 @dataclass(frozen=True)
-class MaskedLoss(Objective):
+class MaskedTokenLoss(Objective):
     """- log p of tokens behind masks: a `share` of each text is masked, at least one, the same for every head.
 
     `mask` is the id of the mask, the tokenizer's own where nothing is said. Where a scene's inputs say "labels", its
@@ -99,80 +99,80 @@ class MaskedLoss(Objective):
     """
 
     name = "masked-token"
-    mask: int | None = None
-    share: float = 0.15
+    mask_id: int | None = None
+    mask_fraction: float = 0.15
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share={self.share!r} is no share of tokens; give more than 0 and at most 1")
+        if not 0 < self.mask_fraction <= 1:
+            raise ValueError(f"share={self.mask_fraction!r} is no share of tokens; give more than 0 and at most 1")
 
-    def refuses(self, model: nn.Module, scene: Scene) -> str:
-        says = head_of(model)
+    def unsupported_reason(self, model: nn.Module, example: Example) -> str:
+        says = detect_head_objective(model)
         if says != self.name:
             return f"{type(model).__name__} has {f'a {says} head' if says else 'no head'}, so no {self.name} loss"
-        if self.mask is None and _labels(scene) is None and mask_of(model) is None:
+        if self.mask_id is None and _get_labels(example) is None and find_mask_id(model) is None:
             return f"{type(model).__name__} has no mask that is known; say it, as in MaskedLoss(mask=103)"
         return ""
 
-    def question(self, model: nn.Module, scene: Scene, number: int) -> Question:
-        given, told = _given(model, scene), _labels(scene)
+    def prepare_input(self, model: nn.Module, example: Example, number: int) -> EvaluationInput:
+        given, told = _read_inputs(model, example), _get_labels(example)
         if told is not None:
-            return Question(given, told.flatten())
-        ids = torch.tensor(_ids(model, given))
-        special = scene.streams["text"].special.cpu() if "text" in scene.streams else torch.zeros(len(ids)).bool()
+            return EvaluationInput(given, told.flatten())
+        ids = torch.tensor(_get_ids(model, given))
+        special = example.streams["text"].is_special.cpu() if "text" in example.streams else torch.zeros(len(ids)).bool()
         free = np.flatnonzero(~special.numpy())
-        count = min(len(free), max(1, round(self.share * len(free))))
+        count = min(len(free), max(1, round(self.mask_fraction * len(free))))
         draw = np.random.default_rng((self.seed, number))
         places = torch.from_numpy(draw.choice(free, count, replace=False))
         labels = torch.full_like(ids, IGNORED)
         labels[places] = ids[places]
-        mask = mask_of(model) if self.mask is None else self.mask
+        mask = find_mask_id(model) if self.mask_id is None else self.mask_id
         assert mask is not None
-        name = ids_name(model)
-        told_ids = given.names[name].clone()
+        name = get_ids_argument(model)
+        told_ids = given.kwargs[name].clone()
         told_ids[0, places.to(told_ids.device)] = mask
-        return Question(replace(given, names={**given.names, name: told_ids}), labels)
+        return EvaluationInput(replace(given, kwargs={**given.kwargs, name: told_ids}), labels)
 
-    def value(self, said: Any, plain: Any, question: Question) -> Tensor:
-        return _loss(said, question)
+    def value(self, outputs: Any, baseline_outputs: Any, evaluation: EvaluationInput) -> Tensor:
+        return _cross_entropy(outputs, evaluation)
 
 
 @dataclass(frozen=True)
-class Drift(Objective):
+class OutputDrift(Objective):
     """How far what a model says lies from what it says unedited: by="cosine", 1 - cosine; "l2", |a - b| / |b|.
 
     of="pooled": of the mean over tokens; "tokens": the mean over tokens of each one's. It has no slope where nothing is
     edited, so that no method with gradients can take it.
 
     >>> a, b = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[[4.0, 3.0]]])
-    >>> [round(Drift(by=by).value(a, b, Question(Readable())).item(), 4) for by in ("cosine", "l2")]
+    >>> [round(OutputDrift(by=by).value(a, b, EvaluationInput(ModelInputs())).item(), 4) for by in ("cosine", "l2")]
     [0.04, 0.2828]
     """
 
-    of: str = "pooled"
-    by: str = "cosine"
-    sloped = False
+    representation: str = "pooled"
+    metric: str = "cosine"
+    has_gradient = False
 
     def __post_init__(self) -> None:
         for name, known in (("of", ("pooled", "tokens")), ("by", ("cosine", "l2"))):
             if (said := getattr(self, name)) not in known:
-                raise ValueError(f"Drift({name}={said!r}) is unknown; {nearest(said, known)}")
+                raise ValueError(f"Drift({name}={said!r}) is unknown; {suggest(said, known)}")
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields
         """As it is asked for."""
-        return f"{'token-' if self.of == 'tokens' else ''}drift{'' if self.by == 'cosine' else '-l2'}"
+        return f"{'token-' if self.representation == 'tokens' else ''}drift{'' if self.metric == 'cosine' else '-l2'}"
 
-    def refuses(self, model: nn.Module, scene: Scene) -> str:
+    def unsupported_reason(self, model: nn.Module, example: Example) -> str:
         return ""
 
-    def question(self, model: nn.Module, scene: Scene, number: int) -> Question:
-        return Question(_given(model, scene))
+    def prepare_input(self, model: nn.Module, example: Example, number: int) -> EvaluationInput:
+        return EvaluationInput(_read_inputs(model, example))
 
-    def value(self, said: Any, plain: Any, question: Question) -> Tensor:
-        new, old = (_vectors(one, self.of) for one in (said, plain))
-        if self.by == "l2":
+    def value(self, outputs: Any, baseline_outputs: Any, evaluation: EvaluationInput) -> Tensor:
+        new, old = (_get_vectors(one, self.representation) for one in (outputs, baseline_outputs))
+        if self.metric == "l2":
             return ((new - old).norm(dim=-1) / old.norm(dim=-1)).mean()
         return 1 - F.cosine_similarity(new, old, dim=-1).mean()
 
@@ -180,51 +180,51 @@ class Drift(Objective):
 OBJECTIVES: Mapping[str, Objective] = {
     one.name: one
     for one in (
-        Loss("next-token"), MaskedLoss(), Loss("label"), Loss("translation"),
-        Drift(), Drift("tokens"), Drift("pooled", "l2"), Drift("tokens", "l2"),
+        TargetLoss("next-token"), MaskedTokenLoss(), TargetLoss("label"), TargetLoss("translation"),
+        OutputDrift(), OutputDrift("tokens"), OutputDrift("pooled", "l2"), OutputDrift("tokens", "l2"),
     )
 }  # fmt: skip
 
 
-def objective_of(model: nn.Module, asked: str | Objective | None, scene: Scene) -> tuple[Objective, str]:
+def choose_objective(model: nn.Module, requested: str | Objective | None, example: Example) -> tuple[Objective, str]:
     """What is measured of a model, and why where nobody asked for it: the loss of its head, else drift."""
-    if asked is not None:
-        if isinstance(asked, str) and asked not in OBJECTIVES:
-            raise ValueError(f"there is no objective {asked!r}; {nearest(asked, OBJECTIVES)}")
-        found = OBJECTIVES[asked] if isinstance(asked, str) else asked
-        if why := found.refuses(model, scene):
+    if requested is not None:
+        if isinstance(requested, str) and requested not in OBJECTIVES:
+            raise ValueError(f"there is no objective {requested!r}; {suggest(requested, OBJECTIVES)}")
+        found = OBJECTIVES[requested] if isinstance(requested, str) else requested
+        if why := found.unsupported_reasons(model, example):
             raise ValueError(f"{found.name} cannot be measured: {why}; objective='drift' needs no head")
         return found, ""
-    says = head_of(model)
+    says = detect_head_objective(model)
     if not says:
-        return Drift(), f"{type(model).__name__} has no head whose loss is known, so what is measured is drift"
+        return OutputDrift(), f"{type(model).__name__} has no head whose loss is known, so what is measured is drift"
     found = OBJECTIVES[says]
-    if why := found.refuses(model, scene):
-        return Drift(), f"what is measured is drift: {why}"
+    if why := found.unsupported_reasons(model, example):
+        return OutputDrift(), f"what is measured is drift: {why}"
     return found, f"what is measured is {found.name} loss, of the model's own head"
 
 
-def _given(model: nn.Module, scene: Scene) -> Readable:
-    given = readable(model, scene.given, 0)
-    if any(len(rows) > 1 for rows in given.rows.values()):
-        raise ValueError(f"a scene is one text, but its inputs hold {given.batch} rows; give each row a scene")
+def _read_inputs(model: nn.Module, scene: Example) -> ModelInputs:
+    given = prepare_inputs(model, scene.model_inputs, 0)
+    if any(len(rows) > 1 for rows in given.token_rows.values()):
+        raise ValueError(f"a scene is one text, but its inputs hold {given.batch_size} rows; give each row a scene")
     return given
 
 
-def _labels(scene: Scene) -> Tensor | None:
-    told = scene.inputs.get(LABELS) if isinstance(scene.inputs, Mapping) else None
+def _get_labels(scene: Example) -> Tensor | None:
+    told = scene.inputs.get(LABELS_INPUT) if isinstance(scene.inputs, Mapping) else None
     return torch.as_tensor(told) if told is not None else None
 
 
-def _ids(model: nn.Module, given: Readable) -> tuple[int, ...]:
-    if "text" not in given.rows:
+def _get_ids(model: nn.Module, given: ModelInputs) -> tuple[int, ...]:
+    if "text" not in given.token_rows:
         raise ValueError(f"{type(model).__name__} is given no ids of a text, so no next token is known; give ids, "
                          "or labels beside the inputs")  # fmt: skip
-    return given.rows["text"][0].ids
+    return given.token_rows["text"][0].ids
 
 
-def _loss(said: Any, question: Question) -> Tensor:
-    logits, labels = _logits(said), question.labels
+def _cross_entropy(said: Any, question: EvaluationInput) -> Tensor:
+    logits, labels = _get_logits(said), question.labels
     assert labels is not None
     flat = logits.reshape(-1, logits.shape[-1])
     if len(flat) != len(labels):
@@ -239,12 +239,12 @@ def _loss(said: Any, question: Question) -> Tensor:
     return F.cross_entropy(flat.to(exact), labels.to(flat.device), ignore_index=IGNORED)
 
 
-def _logits(said: Any) -> Tensor:
+def _get_logits(said: Any) -> Tensor:
     return said if isinstance(said, Tensor) else said.logits
 
 
-def _vectors(said: Any, of: str) -> Tensor:
+def _get_vectors(said: Any, of: str) -> Tensor:
     """[1 or tokens, width] of one text."""
-    found = output_of(said)
+    found = get_output_tensor(said)
     flat = found.reshape(-1, found.shape[-1]).to(torch.promote_types(found.dtype, torch.float32))
     return flat.mean(0, keepdim=True) if of == "pooled" else flat

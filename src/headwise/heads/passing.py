@@ -8,142 +8,142 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..hub.forwards import standing
-from ..hub.readable import Readable
-from ..hub.routes.base import Found
-from ..hub.running import Run
-from ..hub.watching import Core, Watcher
+from ..hub.forwards import hook_sites
+from ..hub.readable import ModelInputs
+from ..hub.routes.base import SiteModule
+from ..hub.running import ModelRun
+from ..hub.watching import AttentionCall, AttentionHook
 from ..models import Transformer
 from ..models.block import Call, Layers
 from ..models.transformer import placed
 
-WAYS = frozenset({"x", "tokens", "source", "source_tokens"})  # what a model of ours is told that can go on midway
+STACK_ARGUMENTS = frozenset({"x", "tokens", "source", "source_tokens"})  # what a model of ours is told that can go on midway
 
 
-class Silent:
+class HeadAblationHook:
     """A watcher that makes some heads say nothing, and counts how many there are."""
 
-    wants_core = False
+    needs_call = False
 
     def __init__(self, *heads: int) -> None:
-        self.own = list(heads)
-        self.count = 0
+        self.ablated_heads = list(heads)
+        self.num_heads = 0
 
-    def core(self, seen: Core) -> None:
+    def on_call(self, call: AttentionCall) -> None:
         """Nothing to look at."""
 
-    def heads(self, z: Tensor) -> Tensor:
+    def on_head_outputs(self, outputs: Tensor) -> Tensor:
         """The same without these."""
-        self.count = z.shape[-2]
-        other = z.clone()
-        other[..., self.own, :] = 0
+        self.num_heads = outputs.shape[-2]
+        other = outputs.clone()
+        other[..., self.ablated_heads, :] = 0
         return other
 
 
-class Kept:
+class HeadOutputCapture:
     """A watcher that keeps what heads say, for gradients to be taken at."""
 
-    wants_core = False
+    needs_call = False
 
     def __init__(self) -> None:
-        self.z: list[Tensor] = []
+        self.outputs: list[Tensor] = []
 
-    def core(self, seen: Core) -> None:
+    def on_call(self, call: AttentionCall) -> None:
         """Nothing to look at."""
 
-    def heads(self, z: Tensor) -> Tensor:
+    def on_head_outputs(self, outputs: Tensor) -> Tensor:
         """The same, kept; where nothing before it is learned, it is where gradients begin."""
-        z = z if z.requires_grad else z.detach().requires_grad_()
-        self.z.append(z)
-        return z
+        outputs = outputs if outputs.requires_grad else outputs.detach().requires_grad_()
+        self.outputs.append(outputs)
+        return outputs
 
 
-class Passage:
+class RepeatedForward:
     """A model, its sites and one text: what it says, and what it says with watchers at some sites."""
 
-    restarts = False
+    is_partial = False
 
-    def __init__(self, model: nn.Module, those: Sequence[Found], given: Readable) -> None:
-        self.model, self.those, self.given = model, those, given
-        self._counting = {one.site.name: Silent() for one in those}
+    def __init__(self, model: nn.Module, sites: Sequence[SiteModule], inputs: ModelInputs) -> None:
+        self.model, self.sites, self.inputs = model, sites, inputs
+        self._counting = {one.site.name: HeadAblationHook() for one in sites}
         self._plain: list[Any] = []
 
     @property
-    def plain(self) -> Any:
+    def baseline_outputs(self) -> Any:
         """What the model says unedited; it is run when this is first asked for."""
         if not self._plain:
-            self._plain.append(self._run(self._counting))
+            self._plain.append(self._run_baseline(self._counting))
         return self._plain[0]
 
     @property
-    def counts(self) -> dict[str, int]:
+    def head_counts(self) -> dict[str, int]:
         """How many heads there are at each site that the text reaches."""
-        _ = self.plain
-        return {name: one.count for name, one in self._counting.items() if one.count}
+        _ = self.baseline_outputs
+        return {name: one.num_heads for name, one in self._counting.items() if one.num_heads}
 
-    def _run(self, counting: Mapping[str, Watcher]) -> Any:
-        return self.watched(counting)
+    def _run_baseline(self, hooks: Mapping[str, AttentionHook]) -> Any:
+        return self.run_with_hooks(hooks)
 
-    def watched(self, watchers: Mapping[str, Watcher]) -> Any:
+    def run_with_hooks(self, hooks: Mapping[str, AttentionHook]) -> Any:
         """What the model says while these watch."""
-        return Run(self.model, self.given).watched(self.those, watchers)
+        return ModelRun(self.model, self.inputs).run_with_hooks(self.sites, hooks)
 
-    def sloped(self, watchers: Mapping[str, Watcher]) -> Any:
+    def run_with_gradients(self, hooks: Mapping[str, AttentionHook]) -> Any:
         """The same with what gradients need."""
-        with standing(self.model, self.those, watchers), torch.enable_grad():
-            return Run(self.model, self.given).said()
+        with hook_sites(self.model, self.sites, hooks), torch.enable_grad():
+            return ModelRun(self.model, self.inputs).run()
 
 
-class Restarted(Passage):
+class PartialForward(RepeatedForward):
     """The same of a model of ours: the input of every layer is kept, and a run begins at the first that is edited."""
 
-    restarts = True
+    is_partial = True
 
-    def __init__(self, model: Transformer, those: Sequence[Found], given: Readable) -> None:
-        self.net, self.stacks = model, list(model.stacks.values())
-        super().__init__(model, those, given)
+    def __init__(self, model: Transformer, sites: Sequence[SiteModule], inputs: ModelInputs) -> None:
+        self.model_network, self.stacks = model, list(model.stacks.values())
+        super().__init__(model, sites, inputs)
 
-    def _run(self, counting: Mapping[str, Watcher]) -> Tensor:
-        self.kept: dict[str, list[Tensor]] = {stack.described.name: [] for stack in self.stacks}
+    def _run_baseline(self, hooks: Mapping[str, AttentionHook]) -> Tensor:
+        self.layer_inputs: dict[str, list[Tensor]] = {stack.described.name: [] for stack in self.stacks}
         self.calls: dict[str, list[Call]] = {}
-        with standing(self.model, self.those, counting), torch.inference_mode():
-            return self._from_start(self.stacks)
+        with hook_sites(self.model, self.sites, hooks), torch.inference_mode():
+            return self._run_from_start(self.stacks)
 
-    def _from_start(self, stacks: Sequence[Layers]) -> Tensor:
-        names, told = self.given.names, None
+    def _run_from_start(self, stacks: Sequence[Layers]) -> Tensor:
+        names, told = self.inputs.kwargs, None
         h: Tensor | None = None
-        for stack, (ids, tokens) in zip(stacks, _ways(names)[-len(stacks) :], strict=True):
+        for stack, (ids, tokens) in zip(stacks, _stack_inputs(names)[-len(stacks) :], strict=True):
             name, (x, types) = stack.described.name, stack.embed(ids)
             at = placed(x, tokens, None)
-            self.calls[name] = _calls(stack, Call(at, None, None, told, self.net.probes), h)
-            h, told = _along(stack, self.calls[name], stack.place(x, at, types), self.kept[name].append), at
+            self.calls[name] = _layer_calls(stack, Call(at, None, None, told, self.model_network.probes), h)
+            h, told = _run_layers(stack, self.calls[name], stack.place(x, at, types), self.layer_inputs[name].append), at
         assert h is not None
-        return self._read_out(h)
+        return self._apply_head(h)
 
-    def watched(self, watchers: Mapping[str, Watcher]) -> Tensor:
+    def run_with_hooks(self, hooks: Mapping[str, AttentionHook]) -> Tensor:
         """What the model says while these watch, from the first layer on at which anybody does."""
-        named = {one.site.name: one.site for one in self.those}
-        where = {name: (named[name].stack, named[name].layer) for name in watchers}
+        named = {one.site.name: one.site for one in self.sites}
+        where = {name: (named[name].stack, named[name].layer) for name in hooks}
         order = [stack.described.name for stack in self.stacks]
-        _ = self.plain  # which keeps what is gone on from
+        _ = self.baseline_outputs  # which keeps what is gone on from
         first, depth = min((order.index(stack), layer) for stack, layer in where.values())
-        with standing(self.model, self.those, watchers), torch.inference_mode():
-            return self._onward(self.stacks[first:], depth)
+        with hook_sites(self.model, self.sites, hooks), torch.inference_mode():
+            return self._run_from_layer(self.stacks[first:], depth)
 
-    def _onward(self, stacks: Sequence[Layers], depth: int) -> Tensor:
+    def _run_from_layer(self, stacks: Sequence[Layers], first_layer: int) -> Tensor:
         """From a layer of the first of these stacks on; the next reads what that says now."""
         name = stacks[0].described.name
-        h = _along(stacks[0], self.calls[name], self.kept[name][depth], start=depth)
+        h = _run_layers(stacks[0], self.calls[name], self.layer_inputs[name][first_layer], start=first_layer)
         for stack in stacks[1:]:
             name = stack.described.name
-            h = _along(stack, _calls(stack, self.calls[name][0], h), self.kept[name][0])
-        return self._read_out(h)
+            h = _run_layers(stack, _layer_calls(stack, self.calls[name][0], h), self.layer_inputs[name][0])
+        return self._apply_head(h)
 
-    def _read_out(self, h: Tensor) -> Tensor:
-        return self.net.read(h, tokens=self.given.names.get("tokens"))
+    def _apply_head(self, h: Tensor) -> Tensor:
+        return self.model_network.read(h, tokens=self.inputs.kwargs.get("tokens"))
 
 
-def _along(
+def _run_layers(
     stack: Layers, calls: Sequence[Call], h: Tensor, keep: Callable[[Tensor], object] = id, start: int = 0
 ) -> Tensor:
     """Through the layers of a stack from one of them on, and its norm; `keep` is handed the input of each."""
@@ -153,7 +153,7 @@ def _along(
     return h if stack.norm is None else stack.norm(h)
 
 
-def _calls(stack: Layers, call: Call, states: Tensor | None) -> list[Call]:
+def _layer_calls(stack: Layers, call: Call, states: Tensor | None) -> list[Call]:
     """The call of each layer, with what it reads of another stack projected once."""
     if states is None:
         return [call] * stack.depth
@@ -161,13 +161,13 @@ def _calls(stack: Layers, call: Call, states: Tensor | None) -> list[Call]:
     return [call._replace(source=layer.remember(states, call.told)) for layer in stack.blocks]
 
 
-def _ways(names: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+def _stack_inputs(names: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """What each of two stacks reads, and where that stands."""
     return [(names.get("source"), names.get("source_tokens")), (names["x"], names.get("tokens"))]
 
 
-def passage(model: nn.Module, those: Sequence[Found], given: Readable) -> Passage:
+def make_forward(model: nn.Module, sites: Sequence[SiteModule], inputs: ModelInputs) -> RepeatedForward:
     """A text on its way; one that is begun again midway where the model is ours."""
-    if isinstance(model, Transformer) and not given.places and given.names.keys() <= WAYS:
-        return Restarted(model, those, given)
-    return Passage(model, those, given)
+    if isinstance(model, Transformer) and not inputs.args and inputs.kwargs.keys() <= STACK_ARGUMENTS:
+        return PartialForward(model, sites, inputs)
+    return RepeatedForward(model, sites, inputs)

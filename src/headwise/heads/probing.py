@@ -14,41 +14,41 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..hub.finding import found
-from ..hub.readable import reads_two, streams_of
-from ..hub.routes.base import Found
-from .intervals import interval, mean, means, resampled
-from .looking import look
-from .scene import Scene
+from ..hub.finding import find_attention
+from ..hub.readable import is_encoder_decoder, get_streams
+from ..hub.routes.base import SiteModule
+from .intervals import confidence_interval, ratio_of_sums, resampled_ratios, draw_resamples
+from .looking import stream_weight_bands
+from .scene import Example
 from .table import Measure
-from .words import ByWord, whole
+from .words import WordBandMerger, merge_annotations
 
-REACH = 8  # offsets that the baseline may choose from, each way
-ROUNDS = 100
+MAX_BASELINE_OFFSET = 8  # offsets that the baseline may choose from, each way
+MAX_ITERATIONS = 100
 
 
 @dataclass(frozen=True)
-class Probing:
+class ProbeOptions:
     """How a probe is learned and asked: this share of texts is held out; `decay` times half the squares is added.
 
-    >>> Probing(held_out=1.5)
+    >>> ProbeOptions(held_out=1.5)
     Traceback (most recent call last):
     ValueError: held_out=1.5 is no share of texts; give more than 0 and less than 1
     """
 
-    held_out: float = 0.3
-    decay: float = 1e-4
-    resamples: int = 1000
+    test_fraction: float = 0.3
+    weight_decay: float = 1e-4
+    num_resamples: int = 1000
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.held_out < 1:
-            raise ValueError(f"held_out={self.held_out!r} is no share of texts; give more than 0 and less than 1")
-        if not self.decay >= 0:
-            raise ValueError(f"decay={self.decay!r} is negative; give 0 or more")
+        if not 0 < self.test_fraction < 1:
+            raise ValueError(f"held_out={self.test_fraction!r} is no share of texts; give more than 0 and less than 1")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"decay={self.weight_decay!r} is negative; give 0 or more")
 
 
-class Pull(NamedTuple):
+class HeadProbeWeight(NamedTuple):
     """What a probe learned of one head: `up`, how much it counts that a governor reads the word, and `down`, that the
     word reads its governor."""
 
@@ -59,14 +59,14 @@ class Pull(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeResult:
     """How often governors are guessed right in texts held out (UAS): by the model, its twin, and one fixed offset."""
 
     uas: Measure
     twin: Measure | None
     baseline: Measure
     offset: int
-    pulls: tuple[Pull, ...]
+    pulls: tuple[HeadProbeWeight, ...]
     texts: tuple[int, int]
     arcs: tuple[int, int]
     notes: tuple[str, ...] = ()
@@ -81,144 +81,144 @@ class Probed:
         }  # fmt: skip
 
 
-class Sentence(NamedTuple):
+class ProbeSentence(NamedTuple):
     """The maps [heads, words, words] of a text, whose they are (site, head), and its arcs (dependent, governor)."""
 
-    maps: Tensor
+    attention_maps: Tensor
     heads: Sequence[tuple[str, int]]
-    arcs: Sequence[tuple[int, int]]
+    dependencies: Sequence[tuple[int, int]]
 
     @property
-    def cases(self) -> Tensor:
+    def features(self) -> Tensor:
         """For each arc and each word that might govern, what heads say: [arcs, words, 2 heads]."""
-        those = [dependent for dependent, _ in self.arcs]
-        up, down = self.maps[:, :, those].permute(2, 1, 0), self.maps[:, those].permute(1, 2, 0)
+        those = [dependent for dependent, _ in self.dependencies]
+        up, down = self.attention_maps[:, :, those].permute(2, 1, 0), self.attention_maps[:, those].permute(1, 2, 0)
         return torch.cat([up, down], -1)
 
     @property
-    def open(self) -> Tensor:
+    def is_candidate(self) -> Tensor:
         """Which words might govern, [arcs, words]: no word governs itself."""
-        words = torch.arange(self.maps.shape[1])
-        return words != torch.tensor([dependent for dependent, _ in self.arcs])[:, None]
+        words = torch.arange(self.attention_maps.shape[1])
+        return words != torch.tensor([dependent for dependent, _ in self.dependencies])[:, None]
 
 
-def attention_probe(
+def train_attention_probe(
     model: nn.Module,
-    scenes: Iterable[Scene],
+    examples: Iterable[Example],
     *,
-    twin: nn.Module | None = None,
-    how: Probing = Probing(),
-    tell: Callable[[int], object] = lambda _: None,
-) -> Probed:
+    random_baseline: nn.Module | None = None,
+    options: ProbeOptions = ProbeOptions(),
+    progress: Callable[[int], object] = lambda _: None,
+) -> ProbeResult:
     """Clark's attention-only probe over the gold arcs of texts: learned on some, asked of those held out.
 
     `twin` is the same model before it learned anything; what it reaches is what words' places alone say. The other
     baseline is the one offset from a word to its governor that is most often right in the texts that are learned from.
     """
-    models = [model] if twin is None else [model, twin]
-    sites = [_selves(one) for one in models]
-    seen: list[list[Sentence]] = [[] for _ in models]
+    models = [model] if random_baseline is None else [model, random_baseline]
+    sites = [_self_attention_sites(one) for one in models]
+    seen: list[list[ProbeSentence]] = [[] for _ in models]
     left_out = 0
-    for scene in scenes:
-        arcs = _arcs(scene)
+    for scene in examples:
+        arcs = _word_dependencies(scene)
         if not arcs:
             left_out += 1
             continue
         for one, those, kept in zip(models, sites, seen, strict=True):
-            maps = word_maps(one, those, scene)
+            maps = word_attention_maps(one, those, scene)
             names = [(site, head) for site, own in maps.items() for head in range(len(own))]
-            kept.append(Sentence(torch.cat(list(maps.values())), names, arcs))
-        tell(len(seen[0]))
-    learned, held = _split(len(seen[0]), how)
-    fits = [_fit([kept[n] for n in learned], how) for kept in seen]
-    right = [[_right(kept[n], weight) for n in held] for kept, weight in zip(seen, fits, strict=True)]
+            kept.append(ProbeSentence(torch.cat(list(maps.values())), names, arcs))
+        progress(len(seen[0]))
+    learned, held = _split_texts(len(seen[0]), options)
+    fits = [_fit_probe([kept[n] for n in learned], options) for kept in seen]
+    right = [[_arc_accuracy(kept[n], weight) for n in held] for kept, weight in zip(seen, fits, strict=True)]
     offset = _best_offset([seen[0][n] for n in learned])
-    by_offset = [[float(governor == dependent + offset) for dependent, governor in seen[0][n].arcs] for n in held]
-    chance = np.concatenate([np.full(len(seen[0][n].arcs), 1 / (seen[0][n].maps.shape[1] - 1)) for n in held]).mean()
-    rates = [_measure(one, float(chance), how) for one in (*right, by_offset)]
+    by_offset = [[float(governor == dependent + offset) for dependent, governor in seen[0][n].dependencies] for n in held]
+    chance = np.concatenate([np.is_full(len(seen[0][n].dependencies), 1 / (seen[0][n].attention_maps.shape[1] - 1)) for n in held]).mean()
+    rates = [_accuracy_measure(one, float(chance), options) for one in (*right, by_offset)]
     notes = (f"{left_out} texts without arcs were left out",) if left_out else ()
-    counts = [sum(len(seen[0][n].arcs) for n in part) for part in (learned, held)]
-    return Probed(
-        rates[0], rates[1] if twin is not None else None, rates[-1], offset, _pulls(seen[0][0].heads, fits[0]),
+    counts = [sum(len(seen[0][n].dependencies) for n in part) for part in (learned, held)]
+    return ProbeResult(
+        rates[0], rates[1] if random_baseline is not None else None, rates[-1], offset, _head_probe_weights(seen[0][0].heads, fits[0]),
         (len(learned), len(held)), (counts[0], counts[1]), notes,
     )  # fmt: skip
 
 
-def word_maps(model: nn.Module, those: Sequence[Found], scene: Scene) -> dict[str, Tensor]:
+def word_attention_maps(model: nn.Module, sites: Sequence[SiteModule], example: Example) -> dict[str, Tensor]:
     """How much each word reads each word in every head of these sites, [heads, words, words] of each."""
-    tokens, bands = scene.streams["text"], dict[str, list[Tensor]]()
-    words = ByWord(lambda site, block: bands.setdefault(site, []).append(block.w_HTS.float().cpu()))
-    look(model, those, scene, {one.site.name: ("text", "text") for one in those}, words.see)
-    kept = (words.whole(tokens).tokens.word >= 0).cpu()
-    return {one.site.name: torch.cat(bands[one.site.name], 1)[:, kept][:, :, kept] for one in those}
+    tokens, bands = example.streams["text"], dict[str, list[Tensor]]()
+    words = WordBandMerger(lambda site, block: bands.setdefault(site, []).append(block.w_HTS.float().cpu()))
+    stream_weight_bands(model, sites, example, {one.site.name: ("text", "text") for one in sites}, words.add_band)
+    kept = (words.group_words(tokens).tokens.word_index >= 0).cpu()
+    return {one.site.name: torch.cat(bands[one.site.name], 1)[:, kept][:, :, kept] for one in sites}
 
 
-def _selves(model: nn.Module) -> list[Found]:
+def _self_attention_sites(model: nn.Module) -> list[SiteModule]:
     """The sites at which the text reads itself."""
     if model.training:
         raise ValueError("the model is in train mode, where dropout changes what is read; call model.eval() first")
-    two = reads_two(model)
-    those = [one for one in found(model) if one.site.see.can and streams_of(one.site, two) == ("text", "text")]
+    two = is_encoder_decoder(model)
+    those = [one for one in find_attention(model) if one.site.see.can and get_streams(one.site, two) == ("text", "text")]
     if not those:
         raise ValueError(f"{type(model).__name__} has no attention of a text over itself that can be seen")
     return those
 
 
-def _arcs(scene: Scene) -> list[tuple[int, int]]:
+def _word_dependencies(scene: Example) -> list[tuple[int, int]]:
     """The arcs between two words, by the places of these in maps."""
-    numbers = whole(scene.streams["text"]).word.tolist() if "text" in scene.streams else []
+    numbers = merge_annotations(scene.streams["text"]).word_index.tolist() if "text" in scene.streams else []
     at = {word: place for place, word in enumerate(number for number in numbers if number >= 0)}
-    arcs = [(dependent, governor) for dependent, governor, _ in scene.arcs if dependent != governor and governor >= 0]
+    arcs = [(dependent, governor) for dependent, governor, _ in scene.dependencies if dependent != governor and governor >= 0]
     if wrong := [arc for arc in arcs if not {*arc} <= at.keys()]:
         has = f"the words {min(at)}..{max(at)}" if at else "no words"
         raise ValueError(f"an arc joins words {wrong[0]}, and the tokens have {has}; give arcs of those")
     return [(at[dependent], at[governor]) for dependent, governor in arcs]
 
 
-def _split(count: int, how: Probing) -> tuple[list[int], list[int]]:
+def _split_texts(count: int, options: ProbeOptions) -> tuple[list[int], list[int]]:
     """Which texts are learned from, and which are held out."""
-    held = round(how.held_out * count)
+    held = round(options.test_fraction * count)
     if held < 2 or count - held < 2:
         raise ValueError(f"{count} texts with arcs leave {held} held out; give at least two to learn from and two more")
-    order = np.random.default_rng(how.seed).permutation(count).tolist()
+    order = np.random.default_rng(options.seed).permutation(count).tolist()
     return sorted(order[held:]), sorted(order[:held])
 
 
-class Rows(NamedTuple):
+class ProbeCandidates(NamedTuple):
     """Every word that might govern, of every arc: what heads say of it, which arc it is of, whether it governs."""
 
-    told: Tensor
-    arc: Tensor
-    gold: Tensor
-    arcs: int
+    features: Tensor
+    arc_index: Tensor
+    is_governor: Tensor
+    num_arcs: int
 
     @staticmethod
-    def of(sentences: Sequence[Sentence]) -> Rows:
+    def from_sentences(sentences: Sequence[ProbeSentence]) -> ProbeCandidates:
         """Those of some texts, one behind the other."""
-        counts = [len(one.arcs) for one in sentences]
-        kept = torch.cat([one.open.flatten() for one in sentences])
-        told = torch.cat([one.cases.flatten(0, 1) for one in sentences])[kept]
-        gold = torch.cat([_gold(one).flatten() for one in sentences])[kept]
-        words = torch.tensor([one.maps.shape[1] for one in sentences]).repeat_interleave(torch.tensor(counts))
-        return Rows(told, torch.arange(sum(counts)).repeat_interleave(words)[kept], gold, sum(counts))
+        counts = [len(one.dependencies) for one in sentences]
+        kept = torch.cat([one.is_candidate.flatten() for one in sentences])
+        told = torch.cat([one.features.flatten(0, 1) for one in sentences])[kept]
+        gold = torch.cat([_gold_governors(one).flatten() for one in sentences])[kept]
+        words = torch.tensor([one.attention_maps.shape[1] for one in sentences]).repeat_interleave(torch.tensor(counts))
+        return ProbeCandidates(told, torch.arange(sum(counts)).repeat_interleave(words)[kept], gold, sum(counts))
 
-    def surprise(self, weight: Tensor) -> Tensor:
+    def negative_log_likelihood(self, weight: Tensor) -> Tensor:
         """- log p of the gold governor, a mean over arcs."""
-        scores, none = self.told @ weight, self.told.new_zeros(self.arcs)
-        top = (none - torch.inf).scatter_reduce(0, self.arc, scores.detach(), "amax")
-        total = none.index_add(0, self.arc, (scores - top[self.arc]).exp())
-        return (total.log() + top - none.index_add(0, self.arc, scores * self.gold)).mean()
+        scores, none = self.features @ weight, self.features.new_zeros(self.num_arcs)
+        top = (none - torch.inf).scatter_reduce(0, self.arc_index, scores.detach(), "amax")
+        total = none.index_add(0, self.arc_index, (scores - top[self.arc_index]).exp())
+        return (total.log() + top - none.index_add(0, self.arc_index, scores * self.is_governor)).mean()
 
 
-def _fit(sentences: Sequence[Sentence], how: Probing) -> Tensor:
+def _fit_probe(sentences: Sequence[ProbeSentence], options: ProbeOptions) -> Tensor:
     """[2 heads]: what makes gold governors likeliest, by L-BFGS from nothing."""
-    rows = Rows.of(sentences)
-    weight = torch.zeros(rows.told.shape[1], requires_grad=True)
-    steps = torch.optim.LBFGS([weight], max_iter=ROUNDS, line_search_fn="strong_wolfe")
+    rows = ProbeCandidates.from_sentences(sentences)
+    weight = torch.zeros(rows.features.shape[1], requires_grad=True)
+    steps = torch.optim.LBFGS([weight], max_iter=MAX_ITERATIONS, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         steps.zero_grad()
-        told = rows.surprise(weight) + how.decay * weight.square().sum() / 2
+        told = rows.negative_log_likelihood(weight) + options.weight_decay * weight.square().sum() / 2
         told.backward()
         return told
 
@@ -227,31 +227,31 @@ def _fit(sentences: Sequence[Sentence], how: Probing) -> Tensor:
     return weight.detach()
 
 
-def _gold(one: Sentence) -> Tensor:
-    governors = torch.tensor([governor for _, governor in one.arcs])
-    return (torch.arange(one.maps.shape[1]) == governors[:, None]).float()
+def _gold_governors(one: ProbeSentence) -> Tensor:
+    governors = torch.tensor([governor for _, governor in one.dependencies])
+    return (torch.arange(one.attention_maps.shape[1]) == governors[:, None]).float()
 
 
-def _right(one: Sentence, weight: Tensor) -> list[float]:
+def _arc_accuracy(one: ProbeSentence, weight: Tensor) -> list[float]:
     """For each arc, whether the likeliest word governs."""
-    guessed = (one.cases @ weight).masked_fill(~one.open, -torch.inf).argmax(-1).tolist()
-    return [float(guess == governor) for guess, (_, governor) in zip(guessed, one.arcs, strict=True)]
+    guessed = (one.features @ weight).masked_fill(~one.is_candidate, -torch.inf).argmax(-1).tolist()
+    return [float(guess == governor) for guess, (_, governor) in zip(guessed, one.dependencies, strict=True)]
 
 
-def _best_offset(sentences: Sequence[Sentence]) -> int:
-    far = [governor - dependent for one in sentences for dependent, governor in one.arcs]
-    known = [offset for offset in range(-REACH, REACH + 1) if offset]
+def _best_offset(sentences: Sequence[ProbeSentence]) -> int:
+    far = [governor - dependent for one in sentences for dependent, governor in one.dependencies]
+    known = [offset for offset in range(-MAX_BASELINE_OFFSET, MAX_BASELINE_OFFSET + 1) if offset]
     return max(known, key=lambda offset: (far.count(offset), -abs(offset), -offset))
 
 
-def _measure(right: Sequence[Sequence[float]], chance: float, how: Probing) -> Measure:
+def _accuracy_measure(right: Sequence[Sequence[float]], chance: float, options: ProbeOptions) -> Measure:
     """The share that is right, resampled over texts."""
     sums, numbers = (np.array([[float(told(one))] for one in right]) for told in (sum, len))
-    draws = resampled(len(right), how.resamples, how.seed)
-    low, high = interval(means(sums, numbers, draws))
-    return Measure(float(mean(sums, numbers)[0]), float(low[0]), float(high[0]), chance)
+    draws = draw_resamples(len(right), options.num_resamples, options.seed)
+    low, high = confidence_interval(resampled_ratios(sums, numbers, draws))
+    return Measure(float(ratio_of_sums(sums, numbers)[0]), float(low[0]), float(high[0]), chance)
 
 
-def _pulls(heads: Sequence[tuple[str, int]], weight: Tensor) -> tuple[Pull, ...]:
+def _head_probe_weights(heads: Sequence[tuple[str, int]], weight: Tensor) -> tuple[HeadProbeWeight, ...]:
     up, down = weight.view(2, -1).tolist()
-    return tuple(Pull(site, head, *told) for (site, head), *told in zip(heads, up, down, strict=True))
+    return tuple(HeadProbeWeight(site, head, *told) for (site, head), *told in zip(heads, up, down, strict=True))

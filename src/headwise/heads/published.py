@@ -14,174 +14,174 @@ from math import log
 import torch
 from torch import Tensor
 
-from ..errors import nearest
-from .block import Block
-from .statistics import STATISTICS, Statistic, Sums, largest, mean_of, nats, offsets, peak, rare
-from .syntax import follows
-from .table import Head, Named
+from ..errors import suggest
+from .block import WeightBand
+from .statistics import HEAD_METRICS, HeadMetric, SumAndCount, select_largest, mean_over_rows, row_entropy, argmax_offset_sums, select_peak_offset, rarest_token_sums
+from .syntax import is_relation_measure
+from .table import HeadMeasures, HeadClass
 
-ENDS = (".", ",")  # the punctuation that Clark et al. looked at
-SMOOTH = 1e-4
-BROAD, OFFSET, TOKEN = 3.8, 0.5, 0.6  # 1906.04341: nats, and weights
-POSITION, SURE, BETTER = 0.9, 0.8, 0.1  # 1905.09418: rows, largest weight, and share of arcs above the best offset
-NEAR = {-1: "previous", 0: "self", 1: "next"}
-RARE = 0.5  # of rows; 1905.09418 names a head of 0.66 and no bound
+SENTENCE_ENDS = (".", ",")  # the punctuation that Clark et al. looked at
+SMOOTHING = 1e-4
+CLARK_BROAD_ENTROPY, CLARK_OFFSET_THRESHOLD, CLARK_TOKEN_THRESHOLD = 3.8, 0.5, 0.6  # 1906.04341: nats, and weights
+VOITA_POSITION_THRESHOLD, VOITA_CONFIDENCE_THRESHOLD, VOITA_SYNTAX_MARGIN = 0.9, 0.8, 0.1  # 1905.09418: rows, largest weight, and share of arcs above the best offset
+OFFSET_NAMES = {-1: "previous", 0: "self", 1: "next"}
+VOITA_RARE_THRESHOLD = 0.5  # of rows; 1905.09418 names a head of 0.66 and no bound
 
 
-def _of_text(rows_HT: Tensor, chosen: Tensor, whole: int) -> Sums:
+def _mean_per_text(rows_HT: Tensor, chosen: Tensor, num_rows: int) -> SumAndCount:
     """The part of these rows in the mean over a text, of which so many rows are counted; each text counts once."""
     heads = rows_HT.shape[0]
-    sums = torch.where(chosen, rows_HT, 0).sum(-1, dtype=torch.float64) / max(1, whole)
-    return sums, (chosen.sum(dtype=torch.float64) / max(1, whole)).expand(heads)
+    sums = torch.where(chosen, rows_HT, 0).sum(-1, dtype=torch.float64) / max(1, num_rows)
+    return sums, (chosen.sum(dtype=torch.float64) / max(1, num_rows)).expand(heads)
 
 
-def _rows(block: Block) -> Tensor:
+def _counted_rows(block: WeightBand) -> Tensor:
     return torch.ones(block.w_HTS.shape[1], dtype=torch.bool, device=block.w_HTS.device)
 
 
-def _weight(keys: Callable[[Block], Tensor], block: Block) -> Sums:
-    return _of_text(block.on(keys(block)), _rows(block), block.asks.count)
+def _mean_weight(keys: Callable[[WeightBand], Tensor], block: WeightBand) -> SumAndCount:
+    return _mean_per_text(block.weight_on(keys(block)), _counted_rows(block), block.query_tokens.count)
 
 
-def _at(offset: int, block: Block) -> Sums:
-    return _of_text(block.beside((offset,))[0][..., 0], _rows(block), block.asks.count)
+def _weight_at_offset(offset: int, block: WeightBand) -> SumAndCount:
+    return _mean_per_text(block.weights_at_offsets((offset,))[0][..., 0], _counted_rows(block), block.query_tokens.count)
 
 
-def _first(block: Block) -> Tensor:
-    first = torch.zeros_like(block.told.special)
-    first[:1] = block.told.special[:1]
+def _is_first_token(block: WeightBand) -> Tensor:
+    first = torch.zeros_like(block.key_tokens.is_special)
+    first[:1] = block.key_tokens.is_special[:1]
     return first
 
 
-def _separators(block: Block) -> Tensor:
-    return block.told.separator
+def _is_separator(block: WeightBand) -> Tensor:
+    return block.key_tokens.is_separator
 
 
-def _ends(block: Block) -> Tensor:
-    return torch.tensor([word.strip() in ENDS for word in block.told.words], device=block.w_HTS.device)
+def _is_sentence_end(block: WeightBand) -> Tensor:
+    return torch.tensor([word.strip() in SENTENCE_ENDS for word in block.key_tokens.words], device=block.w_HTS.device)
 
 
-def _separated(own: str, block: Block) -> Sums:
+def _weight_on_separators(own: str, block: WeightBand) -> SumAndCount:
     """The weight on separators of rows that are such, or of all others."""
-    those = block.asks.separator if own == "separator" else ~block.asks.separator
-    return _of_text(block.on(block.told.separator), those[block.places], int(those.sum()))
+    those = block.query_tokens.is_separator if own == "separator" else ~block.query_tokens.is_separator
+    return _mean_per_text(block.weight_on(block.key_tokens.is_separator), those[block.query_positions], int(those.sum()))
 
 
-def _smoothed(block: Block) -> Tensor:
-    each = SMOOTH / block.told.count
-    elsewhere = (block.told.count - block.w_HTS.shape[-1]) * each * log(each)
-    return nats((1 - SMOOTH) * block.w_HTS + each) - elsewhere
+def _smooth_weights(block: WeightBand) -> Tensor:
+    each = SMOOTHING / block.key_tokens.count
+    elsewhere = (block.key_tokens.count - block.w_HTS.shape[-1]) * each * log(each)
+    return row_entropy((1 - SMOOTHING) * block.w_HTS + each) - elsewhere
 
 
-def _entropy(block: Block) -> Sums:
-    return _of_text(_smoothed(block), _rows(block), block.asks.count)
+def _mean_entropy(block: WeightBand) -> SumAndCount:
+    return _mean_per_text(_smooth_weights(block), _counted_rows(block), block.query_tokens.count)
 
 
-def _entropy_of_first(block: Block) -> Sums:
-    return _of_text(_smoothed(block), (block.places == 0) & block.asks.special[block.places], 1)
+def _first_token_entropy(block: WeightBand) -> SumAndCount:
+    return _mean_per_text(_smooth_weights(block), (block.query_positions == 0) & block.query_tokens.is_special[block.query_positions], 1)
 
 
-CLARK: tuple[Statistic, ...] = (
-    Statistic("clark self", "weight on itself", partial(_at, 0), itself=True),
-    Statistic("clark next", "weight on the token behind", partial(_at, 1), itself=True),
-    Statistic("clark previous", "weight on the token before", partial(_at, -1), itself=True),
-    Statistic("clark first", "weight on [CLS]", partial(_weight, _first)),
-    Statistic("clark separator", "weight on [SEP]", partial(_weight, _separators)),
-    Statistic("clark separator to itself", "weight of [SEP] on [SEP]", partial(_separated, "separator")),
-    Statistic("clark others to separator", "weight of all others on [SEP]", partial(_separated, "others")),
-    Statistic("clark punctuation", "weight on . and ,", partial(_weight, _ends)),
-    Statistic("clark entropy", "nats of a smoothed row", _entropy),
-    Statistic("clark entropy of first", "nats of the smoothed row of [CLS]", _entropy_of_first),
+CLARK_METRICS: tuple[HeadMetric, ...] = (
+    HeadMetric("clark self", "weight on itself", partial(_weight_at_offset, 0), self_attention_only=True),
+    HeadMetric("clark next", "weight on the token behind", partial(_weight_at_offset, 1), self_attention_only=True),
+    HeadMetric("clark previous", "weight on the token before", partial(_weight_at_offset, -1), self_attention_only=True),
+    HeadMetric("clark first", "weight on [CLS]", partial(_mean_weight, _is_first_token)),
+    HeadMetric("clark separator", "weight on [SEP]", partial(_mean_weight, _is_separator)),
+    HeadMetric("clark separator to itself", "weight of [SEP] on [SEP]", partial(_weight_on_separators, "separator")),
+    HeadMetric("clark others to separator", "weight of all others on [SEP]", partial(_weight_on_separators, "others")),
+    HeadMetric("clark punctuation", "weight on . and ,", partial(_mean_weight, _is_sentence_end)),
+    HeadMetric("clark entropy", "nats of a smoothed row", _mean_entropy),
+    HeadMetric("clark entropy of first", "nats of the smoothed row of [CLS]", _first_token_entropy),
 )
 
 
-def _without_ends(block: Block) -> Block:
+def _drop_sentence_end(block: WeightBand) -> WeightBand:
     """The same without the tokens that end a text, as keys and as rows; what is left is not made whole."""
-    kept = block.here(~block.told.separator)
-    allowed = block.allowed & kept & ~block.asks.separator[block.places][:, None]
+    kept = block.slice_keys(~block.key_tokens.is_separator)
+    allowed = block.allowed & kept & ~block.query_tokens.is_separator[block.query_positions][:, None]
     return replace(block, w_HTS=block.w_HTS * kept, allowed=allowed)
 
 
-def _confidence(block: Block) -> Sums:
-    block = _without_ends(block)
-    return mean_of(block.top, block.alive)
+def _mean_confidence(block: WeightBand) -> SumAndCount:
+    block = _drop_sentence_end(block)
+    return mean_over_rows(block.max_weight, block.has_keys)
 
 
-def _positions(block: Block) -> Sums:
-    return offsets(_without_ends(block))
+def _argmax_offsets(block: WeightBand) -> SumAndCount:
+    return argmax_offset_sums(_drop_sentence_end(block))
 
 
-def _rare(block: Block) -> Sums:
-    return rare(_without_ends(block))
+def _rarest_token_hits(block: WeightBand) -> SumAndCount:
+    return rarest_token_sums(_drop_sentence_end(block))
 
 
-VOITA: tuple[Statistic, ...] = (
-    Statistic("voita confidence", "largest weight of a row, but for the end of the text", _confidence),
-    Statistic("voita position", "rows whose largest weight is at one distance", _positions, fold=largest, itself=True),
-    Statistic("voita peak", "the distance that most largest weights are at", _positions, fold=peak, itself=True),
-    Statistic("voita rare", "rows whose largest weight is on the rarest token", _rare),
+VOITA_METRICS: tuple[HeadMetric, ...] = (
+    HeadMetric("voita confidence", "largest weight of a row, but for the end of the text", _mean_confidence),
+    HeadMetric("voita position", "rows whose largest weight is at one distance", _argmax_offsets, reduce=select_largest, self_attention_only=True),
+    HeadMetric("voita peak", "the distance that most largest weights are at", _argmax_offsets, reduce=select_peak_offset, self_attention_only=True),
+    HeadMetric("voita rare", "rows whose largest weight is on the rarest token", _rarest_token_hits),
 )
-PUBLISHED: Mapping[str, Statistic] = {one.name: one for one in (*CLARK, *VOITA)}
-EVERY: Mapping[str, Statistic] = {**STATISTICS, **PUBLISHED}
+LITERATURE_METRICS: Mapping[str, HeadMetric] = {one.name: one for one in (*CLARK_METRICS, *VOITA_METRICS)}
+ALL_METRICS: Mapping[str, HeadMetric] = {**HEAD_METRICS, **LITERATURE_METRICS}
 
 
-def named(name: str) -> Statistic:
+def get_metric(name: str) -> HeadMetric:
     """The statistic of this name, ours or published.
 
-    >>> named("clark next").says
+    >>> get_metric("clark next").says
     'weight on the token behind'
     """
-    if name not in EVERY:
-        raise ValueError(f"no statistic is called {name!r}; {nearest(name, EVERY)}")
-    return EVERY[name]
+    if name not in ALL_METRICS:
+        raise ValueError(f"no statistic is called {name!r}; {suggest(name, ALL_METRICS)}")
+    return ALL_METRICS[name]
 
 
-def chosen(criteria: str) -> tuple[str, ...]:
+def metrics_for_criteria(criteria: str) -> tuple[str, ...]:
     """The statistics that these criteria ask for.
 
-    >>> chosen("voita")
+    >>> metrics_for_criteria("voita")
     ('voita confidence', 'voita position', 'voita peak', 'voita rare')
     """
-    return tuple(name for name in PUBLISHED if name.startswith(f"{criteria} "))
+    return tuple(name for name in LITERATURE_METRICS if name.startswith(f"{criteria} "))
 
 
-def distance_name(offset: float) -> str:
+def offset_class_name(offset: float) -> str:
     """What a head is called that reads at one distance.
 
-    >>> distance_name(-1.0), distance_name(3.0)
+    >>> offset_class_name(-1.0), offset_class_name(3.0)
     ('previous', 'offset +3')
     """
-    return NEAR.get(int(offset), f"offset {int(offset):+d}")
+    return OFFSET_NAMES.get(int(offset), f"offset {int(offset):+d}")
 
 
-def _above(head: Head, name: str, measure: str, bound: float) -> list[Named]:
+def _class_if_above(head: HeadMeasures, name: str, measure: str, bound: float) -> list[HeadClass]:
     """The class of this name if a measure is above its bound."""
     one = head.measures.get(measure)
     if one is None or not one.value > bound:
         return []
-    return [Named(name, min(1.0, one.value), f"{named(measure).says} {one.value:.2f}, above {bound:g}")]
+    return [HeadClass(name, min(1.0, one.value), f"{get_metric(measure).description} {one.value:.2f}, above {bound:g}")]
 
 
-def clark(head: Head) -> list[Named]:
+def clark_classes(head: HeadMeasures) -> list[HeadClass]:
     """What section 3 of 1906.04341 calls a head."""
-    found = _above(head, "next", "clark next", OFFSET) + _above(head, "previous", "clark previous", OFFSET)
+    found = _class_if_above(head, "next", "clark next", CLARK_OFFSET_THRESHOLD) + _class_if_above(head, "previous", "clark previous", CLARK_OFFSET_THRESHOLD)
     for name in ("first", "separator", "punctuation"):
-        found += _above(head, name, f"clark {name}", TOKEN)
-    for broad in _above(head, "broad", "clark entropy", BROAD):
+        found += _class_if_above(head, name, f"clark {name}", CLARK_TOKEN_THRESHOLD)
+    for broad in _class_if_above(head, "broad", "clark entropy", CLARK_BROAD_ENTROPY):
         one = head.measures["clark entropy"]
         found.append(broad._replace(score=min(1.0, one.value / one.chance)))
     return found
 
 
-def voita(head: Head) -> list[Named]:
+def voita_classes(head: HeadMeasures) -> list[HeadClass]:
     """What section 5 of 1905.09418 calls a head; relations as measured by `Syntax`."""
-    found = _above(head, "rare-token", "voita rare", RARE)
+    found = _class_if_above(head, "rare-token", "voita rare", VOITA_RARE_THRESHOLD)
     position, sure = head.measures.get("voita position"), head.measures.get("voita confidence")
-    if position and sure and position.value >= POSITION and sure.value > SURE:
+    if position and sure and position.value >= VOITA_POSITION_THRESHOLD and sure.value > VOITA_CONFIDENCE_THRESHOLD:
         why = f"{position.value:.2f} of rows read most at one distance, largest weight {sure.value:.2f}"
-        found.append(Named(distance_name(head.measures["voita peak"].value), position.value, why))
+        found.append(HeadClass(offset_class_name(head.measures["voita peak"].value), position.value, why))
     for name, one in head.measures.items():
-        if follows(name) and round(one.value - one.chance, 9) >= BETTER:
+        if is_relation_measure(name) and round(one.value - one.chance, 9) >= VOITA_SYNTAX_MARGIN:
             why = f"finds {one.value:.2f} of arcs, {one.value - one.chance:.2f} more than the best offset"
-            found.append(Named(name, one.value, why))
+            found.append(HeadClass(name, one.value, why))
     return found

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .block import Block
+from .block import WeightBand
 
 
-class Received:
+class AttentionReceived:
     """Sums of the weights on each token of one text, by site [heads, tokens]; `see` is handed to `look`.
 
     Divided by the number of queries it is the share of all reading that goes to a token.
@@ -17,10 +17,10 @@ class Received:
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
 
-    def see(self, site: str, block: Block) -> None:
+    def add_band(self, site: str, band: WeightBand) -> None:
         """Add a band of rows."""
-        heads = len(block.w_HTS)
+        heads = len(band.w_HTS)
         if site not in self.sums:
-            self.sums[site] = torch.zeros(heads, block.told.count, dtype=torch.float64, device=block.w_HTS.device)
-        keys = slice(block.first, block.first + block.w_HTS.shape[2])
-        self.sums[site][:, keys] += block.w_HTS.sum(1)
+            self.sums[site] = torch.zeros(heads, band.key_tokens.count, dtype=torch.float64, device=band.w_HTS.device)
+        keys = slice(band.first_key, band.first_key + band.w_HTS.shape[2])
+        self.sums[site][:, keys] += band.w_HTS.sum(1)

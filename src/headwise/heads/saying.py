@@ -9,36 +9,36 @@ from typing import Any
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from ..blueprint.manifest import TOKENIZER
-from ..hub.readable import reads_two
+from ..blueprint.manifest import TOKENIZER_FILE
+from ..hub.readable import is_encoder_decoder
 from ..models import Transformer
 
 # What a model of transformers says by the name of its class.
-SAYS = {
+OBJECTIVE_OF_CLASS = {
     "masked-token": re.compile("MaskedLM"),
     "label": re.compile("(Sequence|Image|Token|Audio)Classification"),
     "next-token": re.compile("CausalLM|LMHeadModel"),
     "translation": re.compile("ConditionalGeneration|MTModel|Seq2SeqLM"),
 }
-MASKS = ("[MASK]", "<mask>")
+MASK_TOKENS = ("[MASK]", "<mask>")
 
 
-def head_of(model: nn.Module) -> str:
+def detect_head_objective(model: nn.Module) -> str:
     """Which loss a model's own head has; empty if none is known.
 
     >>> import headwise as hw
-    >>> head_of(hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1})))
+    >>> detect_head_objective(hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1})))
     'next-token'
     """
     if isinstance(model, Transformer):
-        return _own_head(model)
-    if not reads_two(model) and getattr(model, "config", None) is None:
+        return _native_head_objective(model)
+    if not is_encoder_decoder(model) and getattr(model, "config", None) is None:
         return ""
-    found = next((name for name, words in SAYS.items() if words.search(type(model).__name__)), "")
-    return "next-token" if found == "translation" and not reads_two(model) else found
+    found = next((name for name, words in OBJECTIVE_OF_CLASS.items() if words.search(type(model).__name__)), "")
+    return "next-token" if found == "translation" and not is_encoder_decoder(model) else found
 
 
-def _own_head(net: Transformer) -> str:
+def _native_head_objective(net: Transformer) -> str:
     described = net.described
     if not described.heads or not described.heads[0].outputs:
         return ""
@@ -50,33 +50,33 @@ def _own_head(net: Transformer) -> str:
     return {"decoder": "next-token", "encoder-decoder": "translation", "encoder": "masked-token"}.get(kind, "label")
 
 
-def ids_name(model: nn.Module) -> str:
+def get_ids_argument(model: nn.Module) -> str:
     """What the ids are called that a model reads."""
     return "x" if isinstance(model, Transformer) else str(getattr(model, "main_input_name", "input_ids"))
 
 
-def mask_of(model: nn.Module) -> int | None:
+def find_mask_id(model: nn.Module) -> int | None:
     """The id of the mask, of the model's usage or of the tokenizer that comes with it."""
     if isinstance(model, Transformer):
         if model.usage.mask is not None or model.usage.tokenizer is None:
             return model.usage.mask
         words = Tokenizer.from_str(model.usage.tokenizer)
     else:
-        path = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")) / TOKENIZER
+        path = Path(str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")) / TOKENIZER_FILE
         if not path.is_file():
             return None
         words = Tokenizer.from_file(str(path))
-    return next((one for mask in MASKS if (one := words.token_to_id(mask)) is not None), None)
+    return next((one for mask in MASK_TOKENS if (one := words.token_to_id(mask)) is not None), None)
 
 
-def output_of(said: Any) -> Tensor:
+def get_output_tensor(outputs: Any) -> Tensor:
     """The tensor that a model says: its states, else its logits, else the first of what it returns."""
-    if isinstance(said, Tensor):
-        return said
+    if isinstance(outputs, Tensor):
+        return outputs
     for name in ("last_hidden_state", "logits"):
-        if isinstance(found := getattr(said, name, None), Tensor):
+        if isinstance(found := getattr(outputs, name, None), Tensor):
             return found
-    if isinstance(said, (tuple, list)) and said and isinstance(said[0], Tensor):
-        return said[0]
-    raise ValueError(f"the model returns {type(said).__name__}, and none of it is known to be its output; "
+    if isinstance(outputs, (tuple, list)) and outputs and isinstance(outputs[0], Tensor):
+        return outputs[0]
+    raise ValueError(f"the model returns {type(outputs).__name__}, and none of it is known to be its output; "
                      "wrap it so that it returns one tensor")  # fmt: skip

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LABELS = "labels"  # what inputs may say beside what the model reads: what is wanted at each place of its output
+LABELS_INPUT = "labels"  # what inputs may say beside what the model reads: what is wanted at each place of its output
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
+class TokenAnnotations:
     """What is known of the tokens of one stream, by number.
 
     `special` are those that stand for no text, `separator` those of them that end a part, `punctuation` those that say
@@ -23,11 +23,11 @@ class Tokens:
 
     ids: Tensor
     words: tuple[str, ...]
-    special: Tensor
-    separator: Tensor
-    punctuation: Tensor
-    word: Tensor
-    common: Tensor
+    is_special: Tensor
+    is_separator: Tensor
+    is_punctuation: Tensor
+    word_index: Tensor
+    frequency: Tensor
 
     @property
     def count(self) -> int:
@@ -36,7 +36,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, eq=False)
-class Scene:
+class Example:
     """One text, or a source and a text, as a model is called with it.
 
     `arcs` are (dependent, governor, relation) of words, from 0; `links` are (source word, target word), sure ones with
@@ -44,24 +44,24 @@ class Scene:
     """
 
     inputs: Any
-    streams: Mapping[str, Tokens]
-    arcs: Sequence[tuple[int, int, str]] = field(default=())
-    links: Sequence[tuple[int, int, bool]] = field(default=())
+    streams: Mapping[str, TokenAnnotations]
+    dependencies: Sequence[tuple[int, int, str]] = field(default=())
+    alignment_links: Sequence[tuple[int, int, bool]] = field(default=())
 
     @property
-    def given(self) -> Any:
+    def model_inputs(self) -> Any:
         """What the model reads of its inputs: all but the labels.
 
-        >>> Scene({"x": 3, "labels": 5}, {}).given
+        >>> Example({"x": 3, "labels": 5}, {}).given
         {'x': 3}
         """
         told: Any = self.inputs
-        return {name: one for name, one in told.items() if name != LABELS} if isinstance(told, Mapping) else told
+        return {name: one for name, one in told.items() if name != LABELS_INPUT} if isinstance(told, Mapping) else told
 
 
-def sinks(tokens: Tokens) -> Tensor:
+def find_sink_tokens(annotations: TokenAnnotations) -> Tensor:
     """Which keys are sinks for whatever has nowhere to look: the first token, and those that stand for no text."""
-    found = tokens.special | tokens.separator
+    found = annotations.is_special | annotations.is_separator
     first = torch.zeros_like(found)
     first[:1] = True
     return found | first

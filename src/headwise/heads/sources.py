@@ -13,55 +13,55 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError, TooLong, Unread
-from ..hub.readable import PAD, Readable, readable, reads_two, takes
-from ..hub.running import Run
+from ..errors import SpecError, SequenceTooLong, UnknownToken
+from ..hub.readable import PAD_ID, ModelInputs, prepare_inputs, is_encoder_decoder, get_max_length
+from ..hub.running import ModelRun
 from ..models import Transformer
 from ..models.generating import words_of
 from ..tasks import Batch, Task
-from ..traces import Row
-from .conllu import Sentence
-from .scene import LABELS, Scene, Tokens
+from ..traces import TokenRow
+from .conllu import ParsedSentence
+from .scene import LABELS_INPUT, Example, TokenAnnotations
 
-WORD = re.compile(r"\w+|[^\w\s]")  # of a text that nobody has taken apart
-SPACED = re.compile(r"\S+")
-ANSWER = 64  # tokens that are written where a source has no text of its own
+WORD_PATTERN = re.compile(r"\w+|[^\w\s]")  # of a text that nobody has taken apart
+NON_SPACE_PATTERN = re.compile(r"\S+")
+MAX_GENERATED_TOKENS = 64  # tokens that are written where a source has no text of its own
 Span = tuple[int, int]
 
 
 @dataclass
-class Sources:
+class ExampleReader:
     """Scenes of one data set, in order, with notes of what was left out or taken apart.
 
     How often ids are met is counted over all of them: `scenes` are complete when all have been added.
     """
 
     model: nn.Module
-    scenes: list[Scene] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)
+    examples: list[Example] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
 
-    def add(self, text: str, target: str = "", sentence: Sentence | None = None, links: Iterable[Any] = ()) -> None:
+    def add_text(self, text: str, target: str = "", sentence: ParsedSentence | None = None, alignment_links: Iterable[Any] = ()) -> None:
         """One text, or a source and its target; with words and arcs of a parse, or links of an alignment."""
         if not text.strip():
-            self.left_out["empty lines"] += 1
+            self.skipped["empty lines"] += 1
             return
-        given = self._read(text, target)
+        given = self._tokenise(text, target)
         if given is None:
             return
-        arcs = () if sentence is None else sentence.arcs
-        linked = tuple(links)
+        arcs = () if sentence is None else sentence.dependencies
+        linked = tuple(alignment_links)
         texts = {"source": text, "text": target}
-        spans = dict.fromkeys(given.rows, None if sentence is None else sentence.spans)
+        spans = dict.fromkeys(given.token_rows, None if sentence is None else sentence.word_spans)
         if linked:  # words of links stand between spaces
-            spans = {name: [match.span() for match in SPACED.finditer(texts[name])] for name in given.rows}
-        streams = {name: _tokens(rows[0], spans[name]) for name, rows in given.rows.items()}
-        if sentence is not None and (lost := _lost(next(iter(streams.values())), len(sentence.spans))):
-            self.left_out[f"sentences whose words the tokenizer reads otherwise ({lost} of {len(sentence.spans)} words "
+            spans = {name: [match.span() for match in NON_SPACE_PATTERN.finditer(texts[name])] for name in given.token_rows}
+        streams = {name: _annotate_tokens(rows[0], spans[name]) for name, rows in given.token_rows.items()}
+        if sentence is not None and (lost := _count_words_without_tokens(next(iter(streams.values())), len(sentence.word_spans))):
+            self.skipped[f"sentences whose words the tokenizer reads otherwise ({lost} of {len(sentence.word_spans)} words "
                           "without a token in the first)"] += 1  # fmt: skip
             return
-        self.scenes.append(Scene(given.names, streams, tuple(arcs), linked))
+        self.examples.append(Example(given.kwargs, streams, tuple(arcs), linked))
 
-    def take(self, task: Task, limit: int, split: str = "valid") -> None:
+    def add_task_examples(self, task: Task, limit: int, split: str = "valid") -> None:
         """Examples of a task that knows which of its tokens are translations of which: each token is a word."""
         first = task.batch(0, 1, split)
         if first.source is None or not first.gold or not getattr(first.gold[0], "links", ()):
@@ -72,119 +72,119 @@ class Sources:
         for number in range(limit):
             batch = task.batch(number, 1, split)
             assert batch.source is not None, "links lead from a source"
-            texts, spell = {"text": batch.x, "source": batch.source}, self.spelling()
-            streams = {name: _tokens(_spelt(ids[0].tolist(), spell[name]), None) for name, ids in texts.items()}
-            streams["text"] = replace(streams["text"], word=streams["text"].word - 1)  # what begins it is no word
+            texts, spell = {"text": batch.x, "source": batch.source}, self.token_decoders()
+            streams = {name: _annotate_tokens(_decode_row(ids[0].tolist(), spell[name]), None) for name, ids in texts.items()}
+            streams["text"] = replace(streams["text"], word_index=streams["text"].word_index - 1)  # what begins it is no word
             gold = tuple((int(s), int(t), True) for s, t in batch.gold[0].links)
-            self.scenes.append(Scene({"x": batch.x, "source": batch.source}, streams, (), gold))
+            self.examples.append(Example({"x": batch.x, "source": batch.source}, streams, (), gold))
 
-    def spelling(self) -> Mapping[str, Callable[[int], str]]:
+    def token_decoders(self) -> Mapping[str, Callable[[int], str]]:
         """How ids are written, of the text and of the source."""
         if not isinstance(self.model, Transformer) or self.model.usage.tokenizer is None:
             return {"text": str, "source": str}
         reading, writing = words_of(self.model)
         return {"text": writing.token, "source": reading.token}
 
-    def counted(self) -> list[Scene]:
+    def examples_with_frequencies(self) -> list[Example]:
         """The scenes, their tokens with how often each id was met in all of them."""
         met: dict[str, Counter[int]] = {}
-        for scene in self.scenes:
+        for scene in self.examples:
             for name, tokens in scene.streams.items():
                 met.setdefault(name, Counter()).update(tokens.ids.tolist())
         return [
-            replace(scene, streams={name: _common(tokens, met[name]) for name, tokens in scene.streams.items()})
-            for scene in self.scenes
+            replace(scene, streams={name: _with_frequencies(tokens, met[name]) for name, tokens in scene.streams.items()})
+            for scene in self.examples
         ]
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What was left out, with counts."""
-        return tuple(f"{count} {what}" for what, count in self.left_out.items())
+        return tuple(f"{count} {what}" for what, count in self.skipped.items())
 
-    def _read(self, text: str, target: str) -> Readable | None:
+    def _tokenise(self, text: str, target: str) -> ModelInputs | None:
         """The text as the model takes it; None, and a note, where it is too long."""
-        two = reads_two(self.model)
+        two = is_encoder_decoder(self.model)
         try:
             if two and not target:
-                return self._answered(text)
-            return readable(self.model, {"source": text, "text": target} if target else text, 0)
-        except TooLong:
-            self.left_out[f"texts longer than the {takes(self.model)} tokens that the model takes"] += 1
-        except Unread:
-            self.left_out["texts with something that the tokenizer does not know"] += 1
+                return self._generate_target(text)
+            return prepare_inputs(self.model, {"source": text, "text": target} if target else text, 0)
+        except SequenceTooLong:
+            self.skipped[f"texts longer than the {get_max_length(self.model)} tokens that the model takes"] += 1
+        except UnknownToken:
+            self.skipped["texts with something that the tokenizer does not know"] += 1
         return None
 
-    def _answered(self, text: str) -> Readable:
+    def _generate_target(self, text: str) -> ModelInputs:
         """A source with what the model itself writes of it."""
-        given = readable(self.model, text, ANSWER)
-        said = Run(self.model, given, ANSWER).watched([], {})
-        rows = given.grown(said.tolist() if isinstance(said, Tensor) else said)
-        ours = not given.names
-        source = torch.tensor(given.ids) if ours else given.names["input_ids"]
+        given = prepare_inputs(self.model, text, MAX_GENERATED_TOKENS)
+        said = ModelRun(self.model, given, MAX_GENERATED_TOKENS).run_with_hooks([], {})
+        rows = given.extend_rows(said.tolist() if isinstance(said, Tensor) else said)
+        ours = not given.kwargs
+        source = torch.tensor(given.prompt_ids) if ours else given.kwargs["input_ids"]
         names = dict(zip(("source", "x") if ours else ("input_ids", "decoder_input_ids"),
                          (source, torch.tensor([rows[0].ids])), strict=True))  # fmt: skip
-        return replace(given, names=names, rows={**given.rows, "text": rows})
+        return replace(given, kwargs=names, token_rows={**given.token_rows, "text": rows})
 
 
-def of_lines(model: nn.Module, lines: Iterable[str], limit: int | None = None) -> Sources:
+def examples_from_lines(model: nn.Module, lines: Iterable[str], limit: int | None = None) -> ExampleReader:
     """Scenes of texts, one a line; a tab parts a source from its target. A line that is too long is split at words."""
-    sources = Sources(model)
+    sources = ExampleReader(model)
     for line in lines:
-        if limit is not None and len(sources.scenes) >= limit:
+        if limit is not None and len(sources.examples) >= limit:
             break
         source, _, target = line.partition("\t")
-        pieces = [source] if target or reads_two(model) else list(_pieces(model, source))
+        pieces = [source] if target or is_encoder_decoder(model) else list(_split_text(model, source))
         if len(pieces) > 1:
-            sources.left_out["lines split, for the model takes no more tokens at once"] += 1
+            sources.skipped["lines split, for the model takes no more tokens at once"] += 1
         for piece in pieces:
-            sources.add(piece, target)
+            sources.add_text(piece, target)
     return sources
 
 
-def of_sentences(model: nn.Module, sentences: Iterable[Sentence], limit: int | None = None) -> Sources:
+def examples_from_sentences(model: nn.Module, sentences: Iterable[ParsedSentence], limit: int | None = None) -> ExampleReader:
     """Scenes of parsed sentences."""
-    sources = Sources(model)
+    sources = ExampleReader(model)
     for sentence in sentences:
-        if limit is not None and len(sources.scenes) >= limit:
+        if limit is not None and len(sources.examples) >= limit:
             break
-        sources.add(sentence.text, sentence=sentence)
+        sources.add_text(sentence.text, sentence=sentence)
     return sources
 
 
-def of_pairs(
-    model: nn.Module, pairs: Iterable[tuple[str, str]], gold: Iterable[Sequence[tuple[int, int, bool]]]
-) -> Sources:
+def examples_from_pairs(
+    model: nn.Module, pairs: Iterable[tuple[str, str]], gold_links: Iterable[Sequence[tuple[int, int, bool]]]
+) -> ExampleReader:
     """Scenes of sources and targets with links between their words."""
-    sources = Sources(model)
-    for number, ((source, target), links) in enumerate(zip(pairs, gold, strict=True), 1):
+    sources = ExampleReader(model)
+    for number, ((source, target), links) in enumerate(zip(pairs, gold_links, strict=True), 1):
         counts = len(source.split()), len(target.split())
         for one in links:
             if not (0 <= one[0] < counts[0] and 0 <= one[1] < counts[1]):
                 fact = f"pair {number} links word {one[0]} with {one[1]}, of {counts[0]} and {counts[1]} words"
                 raise SpecError(f"{fact}; count from 0")
-        sources.add(source, target, links=links)
+        sources.add_text(source, target, alignment_links=links)
     return sources
 
 
-def of_examples(model: nn.Module, task: Task, limit: int, split: str = "valid") -> Sources:
+def examples_from_task(model: nn.Module, task: Task, limit: int, split: str = "valid") -> ExampleReader:
     """Scenes of a task's examples with what it wants of each; there are as many as it has, if that is fewer."""
-    sources, first = Sources(model), task.batch(0, 1, split)
-    _check_reads(model, task, first)
+    sources, first = ExampleReader(model), task.batch(0, 1, split)
+    _check_task_matches(model, task, first)
     every = task.batches(1, split)
-    spell = sources.spelling() if first.x.dim() == 2 and not first.x.is_floating_point() else {}
+    spell = sources.token_decoders() if first.x.dim() == 2 and not first.x.is_floating_point() else {}
     for number in range(limit if every is None else min(limit, every)):
         one = task.batch(number, 1, split)
         named = {"x": one.x, "tokens": one.tokens, "source": one.source, "source_tokens": one.source_tokens}
-        inputs = {name: told for name, told in named.items() if told is not None} | {LABELS: one.labels}
+        inputs = {name: told for name, told in named.items() if told is not None} | {LABELS_INPUT: one.labels}
         ids = {"text": one.x, "source": one.source} if spell else {}
         streams = {
-            name: _tokens(_spelt(told[0].tolist(), spell[name]), None) for name, told in ids.items() if told is not None
+            name: _annotate_tokens(_decode_row(told[0].tolist(), spell[name]), None) for name, told in ids.items() if told is not None
         }
-        sources.scenes.append(Scene(inputs, streams))
+        sources.examples.append(Example(inputs, streams))
     return sources
 
 
-def _check_reads(model: nn.Module, task: Task, first: Batch) -> None:
+def _check_task_matches(model: nn.Module, task: Task, first: Batch) -> None:
     """Refuse a task that another model has learnt."""
     if not isinstance(model, Transformer):
         raise SpecError(f"{type(model).__name__} does not read the ids of the task {task.name}; give lines of text")
@@ -196,10 +196,10 @@ def _check_reads(model: nn.Module, task: Task, first: Batch) -> None:
         raise SpecError(f"the model does not read and say what the task {task.name} asks; give one trained on it")
 
 
-def links_of(line: str, number: int) -> tuple[tuple[int, int, bool], ...]:
+def parse_alignment_links(line: str, number: int) -> tuple[tuple[int, int, bool], ...]:
     """The links of a line as in "0-0 1-2 2?3": source and target word, sure with "-", possible with "?" or "p".
 
-    >>> links_of("0-0 1?2", 1)
+    >>> parse_alignment_links("0-0 1?2", 1)
     ((0, 0, True), (1, 2, False))
     """
     found: list[tuple[int, int, bool]] = []
@@ -211,7 +211,7 @@ def links_of(line: str, number: int) -> tuple[tuple[int, int, bool], ...]:
     return tuple(found)
 
 
-def lines_of(path: Path | str) -> list[str]:
+def read_lines(path: Path | str) -> list[str]:
     """The lines of a file of text."""
     try:
         return Path(path).read_text(encoding="utf-8").splitlines()
@@ -219,48 +219,48 @@ def lines_of(path: Path | str) -> list[str]:
         raise SpecError(f"{path} cannot be read as text: {error}; give a file in UTF-8") from None
 
 
-def _pieces(model: nn.Module, text: str) -> Iterator[str]:
+def _split_text(model: nn.Module, text: str) -> Iterator[str]:
     """The text, or its halves, or theirs, each of which the model takes."""
     words = text.split(" ")
     if len(words) < 2 or not _is_long(model, text):
         yield text
         return
     for part in (words[: len(words) // 2], words[len(words) // 2 :]):
-        yield from _pieces(model, " ".join(part))
+        yield from _split_text(model, " ".join(part))
 
 
 def _is_long(model: nn.Module, text: str) -> bool:
     try:
-        readable(model, text, 0)
-    except TooLong:
+        prepare_inputs(model, text, 0)
+    except SequenceTooLong:
         return True
     except ValueError:  # for another reason, which is told when it is read
         return False
     return False
 
 
-def _spelt(ids: Sequence[int], spell: Callable[[int], str]) -> Row:
-    return Row(tuple(ids), tuple(map(spell, ids)))
+def _decode_row(ids: Sequence[int], spell: Callable[[int], str]) -> TokenRow:
+    return TokenRow(tuple(ids), tuple(map(spell, ids)))
 
 
-def _tokens(row: Row, spans: Sequence[Span] | None) -> Tokens:
+def _annotate_tokens(row: TokenRow, spans: Sequence[Span] | None) -> TokenAnnotations:
     """What is known of the tokens of a row; words as a parse has them, or as they stand between spaces."""
     whole = row.offsets or ((0, 0),) * len(row.ids)
-    bare = torch.tensor([start == stop or one == PAD for one, (start, stop) in zip(row.ids, whole, strict=True)])
+    bare = torch.tensor([start == stop or one == PAD_ID for one, (start, stop) in zip(row.ids, whole, strict=True)])
     special = bare if row.offsets else torch.zeros(len(row.ids), dtype=torch.bool)
     separator = special.clone()
     separator[:1] = False
     punctuation = torch.tensor([_is_punctuation(word) for word in row.words]) & ~special
-    known = spans if spans is not None else [match.span() for match in WORD.finditer(row.text)]
-    word = torch.tensor([-1 if not row.offsets or gone else _word(row, n, known)
+    known = spans if spans is not None else [match.span() for match in WORD_PATTERN.finditer(row.text)]
+    word = torch.tensor([-1 if not row.offsets or gone else _find_word(row, n, known)
                          for n, gone in enumerate(special.tolist())])  # fmt: skip
     if not row.offsets:
         word = torch.arange(len(row.ids))
     ids = torch.tensor(row.ids)
-    return Tokens(ids, row.words, special, separator, punctuation, word, torch.zeros_like(ids))
+    return TokenAnnotations(ids, row.words, special, separator, punctuation, word, torch.zeros_like(ids))
 
 
-def _word(row: Row, number: int, spans: Sequence[Span]) -> int:
+def _find_word(row: TokenRow, number: int, spans: Sequence[Span]) -> int:
     """The word in which a token begins, spaces before it left aside; -1 where it begins in none."""
     start, stop = row.offsets[number]
     start += len(row.text[start:stop]) - len(row.text[start:stop].lstrip())
@@ -277,10 +277,10 @@ def _is_punctuation(word: str) -> bool:
     return bool(bare) and all(unicodedata.category(char).startswith("P") for char in bare)
 
 
-def _lost(tokens: Tokens, words: int) -> int:
+def _count_words_without_tokens(tokens: TokenAnnotations, words: int) -> int:
     """How many words have no token."""
-    return words - len(set(tokens.word.tolist()) - {-1})
+    return words - len(set(tokens.word_index.tolist()) - {-1})
 
 
-def _common(tokens: Tokens, met: Mapping[int, int]) -> Tokens:
-    return replace(tokens, common=torch.tensor([met[one] for one in tokens.ids.tolist()]))
+def _with_frequencies(tokens: TokenAnnotations, met: Mapping[int, int]) -> TokenAnnotations:
+    return replace(tokens, frequency=torch.tensor([met[one] for one in tokens.ids.tolist()]))

@@ -17,7 +17,7 @@ class Measure(NamedTuple):
     chance: float
 
     @property
-    def above(self) -> bool:
+    def is_above_chance(self) -> bool:
         """Whether even the low end is above chance."""
         return self.low > self.chance
 
@@ -27,7 +27,7 @@ class Measure(NamedTuple):
         return {name: None if math.isnan(value) else value for name, value in self._asdict().items()}
 
 
-class Named(NamedTuple):
+class HeadClass(NamedTuple):
     """A class that a head belongs to, how surely, and the sentence that says why."""
 
     name: str
@@ -36,7 +36,7 @@ class Named(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadMeasures:
     """One head: where it is, what it reads, what was measured of it, and what it is called."""
 
     stack: str
@@ -46,7 +46,7 @@ class Head:
     kv: int
     site: str
     measures: Mapping[str, Measure]
-    classes: tuple[Named, ...] = ()
+    classes: tuple[HeadClass, ...] = ()
 
     @property
     def data(self) -> dict[str, Any]:
@@ -59,15 +59,15 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Table:
+class HeadTable:
     """All heads that were measured, on which data, and what was left out and why."""
 
     model: str
     texts: str
-    heads: tuple[Head, ...]
+    heads: tuple[HeadMeasures, ...]
     notes: tuple[str, ...] = field(default=())
 
-    def head(self, site: str, number: int) -> Head:
+    def head(self, site: str, number: int) -> HeadMeasures:
         """One of them."""
         found = [one for one in self.heads if (one.site, one.head) == (site, number)]
         if not found:
@@ -79,12 +79,12 @@ class Table:
         """The names of the sites, in order."""
         return tuple(dict.fromkeys(one.site for one in self.heads))
 
-    def sorted_by(self, measure: str) -> tuple[Head, ...]:
+    def sorted_by(self, measure: str) -> tuple[HeadMeasures, ...]:
         """The heads with the largest of a measure first; those without it last."""
         known = self.heads[0].measures if self.heads else {}
         if measure not in known:
             raise ValueError(f"nothing called {measure!r} was measured; measured were {', '.join(known)}")
-        return tuple(sorted(self.heads, key=lambda one: -_number(one.measures[measure].value)))
+        return tuple(sorted(self.heads, key=lambda one: -_finite_or_last(one.measures[measure].value)))
 
     @property
     def data(self) -> dict[str, Any]:
@@ -93,5 +93,5 @@ class Table:
         return {"model": self.model, "data": self.texts, "heads": heads, "notes": list(self.notes)}
 
 
-def _number(value: float) -> float:
+def _finite_or_last(value: float) -> float:
     return -math.inf if math.isnan(value) else value

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from .. import families
 from ..errors import SpecError
-from ..hub.maps import map_of
-from ..hub.reading import built
-from ..hub.tensors import Kind
+from ..hub.maps import get_weight_names
+from ..hub.reading import build_from_weights
+from ..hub.tensors import TensorInfo
 from ..models import Transformer, build
 
-WRITTEN = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+SAFETENSORS_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
-def twin(model: nn.Module, *, seed: int = 0) -> nn.Module:
+def make_random_baseline(model: nn.Module, *, seed: int = 0) -> nn.Module:
     """The same architecture with weights as they are before training: what a measure says of no training at all.
 
     A model of ours is built anew from its description, one of transformers from its config; torch's own generator is
@@ -29,7 +29,7 @@ def twin(model: nn.Module, *, seed: int = 0) -> nn.Module:
     >>> net = hw.build(
     ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
     ... )
-    >>> twin(net, seed=1).described == net.described
+    >>> make_random_baseline(net, seed=1).described == net.described
     True
     """
     like = next(model.parameters(), torch.empty(0))
@@ -49,29 +49,29 @@ def twin(model: nn.Module, *, seed: int = 0) -> nn.Module:
     return other.to(like.device, like.dtype).eval()
 
 
-class Live:
+class ModelTensorSource:
     """The tensors of a model in memory, as if they lay in a file."""
 
     def __init__(self, model: nn.Module) -> None:
         self.where = Path(type(model).__name__)
         self._held = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-        self.kinds: Mapping[str, Kind] = {
-            name: Kind(tuple(tensor.shape), WRITTEN.get(tensor.dtype, str(tensor.dtype)))
+        self.kinds: Mapping[str, TensorInfo] = {
+            name: TensorInfo(tuple(tensor.shape), SAFETENSORS_DTYPES.get(tensor.dtype, str(tensor.dtype)))
             for name, tensor in self._held.items()
         }
 
-    def each(self) -> Iterator[tuple[str, Tensor]]:
+    def iter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor."""
         yield from self._held.items()
 
 
-def as_ours(model: nn.Module) -> Transformer:
+def as_native_model(model: nn.Module) -> Transformer:
     """A model of transformers as one of ours with the same numbers, whatever was done to them since it was loaded; ours
     as it is.
 
     >>> import headwise as hw
     >>> net = hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}))
-    >>> as_ours(net) is net
+    >>> as_native_model(net) is net
     True
     """
     if isinstance(model, Transformer):
@@ -81,5 +81,5 @@ def as_ours(model: nn.Module) -> Transformer:
         fact = f"the weights of {type(model).__name__} are not known by head: it keeps no config"
         raise SpecError(f"{fact}; give a model of hw.build or hw.load, or one of transformers")
     told: dict[str, Any] = as_dict() | {"architectures": [type(model).__name__]}
-    described = families.read(told)
-    return built(described, map_of(described.name), Live(model), 0.0)
+    described = families.read_model_spec(told)
+    return build_from_weights(described, get_weight_names(described.name), ModelTensorSource(model), 0.0)

@@ -8,36 +8,36 @@ from itertools import chain, islice
 import numpy as np
 from torch import nn
 
-from ..errors import nearest
-from ..hub.finding import able
-from ..hub.routes.base import Found
-from .lrp import Relevance
-from .methods import Clock, LeaveOneOut, Method, Michel, Shapley, Taylor, Text, TimeUp, clock
-from .objectives import Objective, objective_of
-from .passing import passage
-from .rating import LEVEL, How, Importance, Worths, rated
-from .scene import Scene
-from .significance import least_p
+from ..errors import suggest
+from ..hub.finding import require_ability
+from ..hub.routes.base import SiteModule
+from .lrp import LayerwiseRelevance
+from .methods import CheckTime, LeaveOneOut, ImportanceMethod, GradientTimesActivation, ShapleyValue, TaylorExpansion, ImportanceInput, TimeLimitReached, make_time_check
+from .objectives import Objective, choose_objective
+from .passing import make_forward
+from .rating import SIGNIFICANCE_LEVEL, ImportanceOptions, ImportanceResult, ImportanceSums, rate_heads
+from .scene import Example
+from .significance import min_p_value
 
-METHODS: Mapping[str, Method] = {
+IMPORTANCE_METHODS: Mapping[str, ImportanceMethod] = {
     one.name: one
     for one in (
-        LeaveOneOut(), Shapley(), Michel(), Michel("code"), Michel("bertology", batch=8), Taylor(), Taylor("size"),
-        Relevance(),
+        LeaveOneOut(), ShapleyValue(), GradientTimesActivation(), GradientTimesActivation("code"), GradientTimesActivation("bertology", batch_size=8), TaylorExpansion(), TaylorExpansion("size"),
+        LayerwiseRelevance(),
     )
 }  # fmt: skip
-USUAL = How()
+DEFAULT_OPTIONS = ImportanceOptions()
 
 
-def importance(
+def estimate_importance(
     model: nn.Module,
-    scenes: Iterable[Scene],
+    examples: Iterable[Example],
     *,
-    method: str | Method = "leave-one-out",
+    method: str | ImportanceMethod = "leave-one-out",
     objective: str | Objective | None = None,
-    how: How = USUAL,
-    tell: Callable[[int], object] = lambda _: None,
-) -> Importance:
+    options: ImportanceOptions = DEFAULT_OPTIONS,
+    progress: Callable[[int], object] = lambda _: None,
+) -> ImportanceResult:
     """How much each head of a model matters over texts: for the loss of the model's own head, or how far it drifts.
 
     `method` and `objective` are names, or objects with fields of their own; the objective is chosen by the model's head
@@ -48,107 +48,107 @@ def importance(
     >>> net = hw.build(
     ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
     ... )
-    >>> texts = [Scene({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)]
-    >>> found = importance(net.eval(), texts, method="taylor")
+    >>> texts = [Example({"x": torch.tensor([[n, 1, 4, 1, 5]])}, {}) for n in range(5)]
+    >>> found = estimate_importance(net.eval(), texts, method="taylor")
     >>> found.objective, found.texts, [(one.site, one.head) for one in found.heads]
     ('next-token', 5, [('decoder.0.attention', 0), ('decoder.0.attention', 1)])
     """
-    check, way, those = clock(how.budget), _method(method), able(model, "silence")
-    if why := way.refuses(model):
+    check, way, those = make_time_check(options.max_seconds), _resolve_method(method), require_ability(model, "silence")
+    if why := way.unsupported_reasons(model):
         raise ValueError(f"{way.name} cannot be used: {why}")
-    drawn, notes = _drawn(scenes, how)
+    drawn, notes = _sample_examples(examples, options)
     if (first := next(drawn, None)) is None:
         raise ValueError("no text was given; give at least two")
-    chosen, said = _objective(model, objective, first, way)
-    units = Units(model, those, way, chosen)
-    units.read(chain([first], drawn), check, tell)
-    heads = rated(those, units.found, how, way.tested)
-    notes += [*([said] if said else []), *units.notes(how, len(heads)), *way.notes]
-    return Importance(type(model).__name__, way.name, way.measures or chosen.name, units.count, heads, tuple(notes))
+    chosen, said = _resolve_objective(model, objective, first, way)
+    units = ImportanceRun(model, those, way, chosen)
+    units.run(chain([first], drawn), check, progress)
+    heads = rate_heads(those, units.sums_by_unit, options, way.significance_test)
+    notes += [*([said] if said else []), *units.notes(options, len(heads)), *way.notes]
+    return ImportanceResult(type(model).__name__, way.name, way.measured_quantity or chosen.name, units.num_texts, heads, tuple(notes))
 
 
-class Units:
+class ImportanceRun:
     """What was found text by text, or batch by batch."""
 
-    def __init__(self, model: nn.Module, those: Sequence[Found], method: Method, objective: Objective) -> None:
-        self.model, self.those, self.method, self.objective = model, those, method, objective
-        self.found: list[Worths] = []
-        self.count = self.silent = 0
-        self.stopped, self.restarts = False, True
+    def __init__(self, model: nn.Module, sites: Sequence[SiteModule], method: ImportanceMethod, objective: Objective) -> None:
+        self.model, self.sites, self.method, self.objective = model, sites, method, objective
+        self.sums_by_unit: list[ImportanceSums] = []
+        self.num_texts = self.num_without_targets = 0
+        self.time_limit_reached, self.uses_partial_forward = False, True
 
-    def read(self, scenes: Iterator[Scene], check: Clock, tell: Callable[[int], object]) -> None:
+    def run(self, examples: Iterator[Example], check_time: CheckTime, progress: Callable[[int], object]) -> None:
         """Read texts to the end, or as long as there is time."""
-        asking = self._asking(scenes)
+        asking = self._prepare_inputs(examples)
         try:
-            while texts := list(islice(asking, self.method.batch)):
-                check()
-                self.found.append(self.method.values(texts, check))
-                self.count += len(texts)
-                tell(self.count)
-        except TimeUp:
-            self.stopped = True
-        if len(self.found) < 2:
-            what = "texts" if self.method.batch == 1 else f"batches of {self.method.batch} texts"
-            more = "; give a larger budget" if self.stopped else ""
-            raise ValueError(f"{len(self.found)} {what} leave no interval; give at least two{more}")
+            while texts := list(islice(asking, self.method.batch_size)):
+                check_time()
+                self.sums_by_unit.append(self.method.estimate(texts, check_time))
+                self.num_texts += len(texts)
+                progress(self.num_texts)
+        except TimeLimitReached:
+            self.time_limit_reached = True
+        if len(self.sums_by_unit) < 2:
+            what = "texts" if self.method.batch_size == 1 else f"batches of {self.method.batch_size} texts"
+            more = "; give a larger budget" if self.time_limit_reached else ""
+            raise ValueError(f"{len(self.sums_by_unit)} {what} leave no interval; give at least two{more}")
 
-    def _asking(self, scenes: Iterator[Scene]) -> Iterator[Text]:
+    def _prepare_inputs(self, scenes: Iterator[Example]) -> Iterator[ImportanceInput]:
         for number, scene in enumerate(scenes):
-            question = self.objective.question(self.model, scene, number)
-            if not question.asked:
-                self.silent += 1
+            question = self.objective.prepare_input(self.model, scene, number)
+            if not question.num_targets:
+                self.num_without_targets += 1
                 continue
-            way = passage(self.model, self.those, question.given)
-            self.restarts = self.restarts and way.restarts
-            yield Text(number, way, question, self.objective)
+            way = make_forward(self.model, self.sites, question.inputs)
+            self.uses_partial_forward = self.uses_partial_forward and way.is_partial
+            yield ImportanceInput(number, way, question, self.objective)
 
-    def notes(self, how: How, heads: int) -> list[str]:
+    def notes(self, options: ImportanceOptions, num_heads: int) -> list[str]:
         """What must be known beside the numbers."""
-        told, least = [], least_p(len(self.found))
-        if self.method.tested == "signs" and how.correction != "none" and least * heads > LEVEL:
-            told.append(f"{len(self.found)} texts tell no head from chance: no p is below {least:g}, of {heads} heads")
-        if self.stopped:
-            told.append(f"stopped after {self.count} texts, when {how.budget:g} seconds were used up")
-        if self.silent:
-            told.append(f"{self.silent} texts in which nothing is asked were left out")
-        if not self.restarts and not self.method.sloped:
+        told, least = [], min_p_value(len(self.sums_by_unit))
+        if self.method.significance_test == "signs" and options.correction != "none" and least * num_heads > SIGNIFICANCE_LEVEL:
+            told.append(f"{len(self.sums_by_unit)} texts tell no head from chance: no p is below {least:g}, of {num_heads} heads")
+        if self.time_limit_reached:
+            told.append(f"stopped after {self.num_texts} texts, when {options.max_seconds:g} seconds were used up")
+        if self.num_without_targets:
+            told.append(f"{self.num_without_targets} texts in which nothing is asked were left out")
+        if not self.uses_partial_forward and not self.method.needs_gradient:
             told.append(f"{type(self.model).__name__} is run whole for every head, for its layers are not known here")
-        missing = [one.site.name for one in self.those if not all(one.site.name in unit for unit in self.found)]
+        missing = [one.site.name for one in self.sites if not all(one.site.name in unit for unit in self.sums_by_unit)]
         if missing:
             told.append(f"not rated, for not every text reaches them: {', '.join(missing)}")
         return told
 
 
-def _method(asked: str | Method) -> Method:
-    if isinstance(asked, Method):
+def _resolve_method(asked: str | ImportanceMethod) -> ImportanceMethod:
+    if isinstance(asked, ImportanceMethod):
         return asked
-    if asked not in METHODS:
-        raise ValueError(f"there is no method {asked!r}; {nearest(str(asked), METHODS)}")
-    return METHODS[asked]
+    if asked not in IMPORTANCE_METHODS:
+        raise ValueError(f"there is no method {asked!r}; {suggest(str(asked), IMPORTANCE_METHODS)}")
+    return IMPORTANCE_METHODS[asked]
 
 
-def _objective(model: nn.Module, asked: str | Objective | None, scene: Scene, method: Method) -> tuple[Objective, str]:
+def _resolve_objective(model: nn.Module, asked: str | Objective | None, scene: Example, method: ImportanceMethod) -> tuple[Objective, str]:
     """What is measured, if this method can measure it."""
-    if method.measures:
+    if method.measured_quantity:
         if asked is not None:
-            raise ValueError(f"{method.name} measures the {method.measures}; leave objective out")
-        return objective_of(model, "drift", scene)[0], ""
-    chosen, said = objective_of(model, asked, scene)
-    if method.sloped and not chosen.sloped:
+            raise ValueError(f"{method.name} measures the {method.measured_quantity}; leave objective out")
+        return choose_objective(model, "drift", scene)[0], ""
+    chosen, said = choose_objective(model, asked, scene)
+    if method.needs_gradient and not chosen.has_gradient:
         fact = f"{chosen.name} has no slope at the model itself, which {method.name} asks for"
         raise ValueError(f"{fact}; use leave-one-out or shapley, or a model with a head and labels")
     return chosen, said
 
 
-def _drawn(scenes: Iterable[Scene], how: How) -> tuple[Iterator[Scene], list[str]]:
+def _sample_examples(scenes: Iterable[Example], how: ImportanceOptions) -> tuple[Iterator[Example], list[str]]:
     """The texts, or as many of them as are asked for, each alike likely, in their order."""
-    if how.sample is None:
+    if how.num_examples is None:
         return iter(scenes), []
-    draw, kept, count = np.random.default_rng(how.seed), dict[int, Scene](), 0
+    draw, kept, count = np.random.default_rng(how.seed), dict[int, Example](), 0
     places: list[int] = []
     for count, scene in enumerate(scenes, 1):
-        place = len(places) if len(places) < how.sample else int(draw.integers(count))
-        if place >= how.sample:
+        place = len(places) if len(places) < how.num_examples else int(draw.integers(count))
+        if place >= how.num_examples:
             continue
         if place < len(places):
             del kept[places[place]]

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .block import Block
-from .looking import See
-from .scene import Tokens
+from .block import WeightBand
+from .looking import BandCallback
+from .scene import TokenAnnotations
 
 
-def units(tokens: Tokens) -> Tensor:
+def number_words(annotations: TokenAnnotations) -> Tensor:
     """The number of the word, or of the token that is no piece of one, that each token belongs to, counted from 0."""
-    word = tokens.word
+    word = annotations.word_index
     if not len(word):
         return word
     alone = (word[1:] < 0) | (word[1:] != word[:-1])
@@ -31,90 +31,90 @@ def units(tokens: Tokens) -> Tensor:
     return found
 
 
-def whole(tokens: Tokens) -> Tokens:
+def merge_annotations(annotations: TokenAnnotations) -> TokenAnnotations:
     """What is known of words, of what is known of their pieces.
 
     Two words are the same where their pieces are; a word is as common as its rarest piece.
     """
-    of = units(tokens)
+    of = number_words(annotations)
     count = int(of[-1]) + 1 if len(of) else 0
     pieces: list[tuple[int, ...]] = [()] * count
     words = [""] * count
-    for one, piece, word in zip(of.tolist(), tokens.ids.tolist(), tokens.words, strict=True):
+    for one, piece, word in zip(of.tolist(), annotations.ids.tolist(), annotations.words, strict=True):
         pieces[one] += (piece,)
         words[one] += word
     known: dict[tuple[int, ...], int] = {}
     ids = [known.setdefault(one, len(known)) for one in pieces]
-    common = tokens.common.new_zeros(count).scatter_reduce_(0, of, tokens.common, "amin", include_self=False)
-    return Tokens(
-        torch.tensor(ids, device=of.device), tuple(words), _any(tokens.special, of, count),
-        _any(tokens.separator, of, count), _any(tokens.punctuation, of, count),
-        tokens.word.new_zeros(count).scatter_(0, of, tokens.word), common,
+    common = annotations.frequency.new_zeros(count).scatter_reduce_(0, of, annotations.frequency, "amin", include_self=False)
+    return TokenAnnotations(
+        torch.tensor(ids, device=of.device), tuple(words), _any_by_word(annotations.is_special, of, count),
+        _any_by_word(annotations.is_separator, of, count), _any_by_word(annotations.is_punctuation, of, count),
+        annotations.word_index.new_zeros(count).scatter_(0, of, annotations.word_index), common,
     )  # fmt: skip
 
 
-def _any(flags: Tensor, of: Tensor, count: int) -> Tensor:
+def _any_by_word(flags: Tensor, of: Tensor, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.long, device=of.device).index_add_(0, of, flags.long()) > 0
 
 
-class Whole(NamedTuple):
+class WordGrouping(NamedTuple):
     """Words, and which of them each token belongs to."""
 
-    tokens: Tokens
-    of: Tensor
+    tokens: TokenAnnotations
+    word_of_token: Tensor
 
 
-class _Open(NamedTuple):
+class _UnfinishedWord(NamedTuple):
     """What the pieces of a word that is not over have read so far: weights [H, U], counts [H or 1, U], how many."""
 
-    w_HS: Tensor
-    readable: Tensor
-    pieces: int
+    summed_weights: Tensor
+    num_readable: Tensor
+    num_pieces: int
 
 
-class ByWord:
+class WordBandMerger:
     """Hands bands on as bands of words; a word that ends in a later band waits for it."""
 
-    def __init__(self, see: See) -> None:
-        self._see = see
-        self._whole: dict[Tokens, Whole] = {}
-        self._open: dict[str, _Open] = {}
+    def __init__(self, add_word_band: BandCallback) -> None:
+        self._see = add_word_band
+        self._whole: dict[TokenAnnotations, WordGrouping] = {}
+        self._open: dict[str, _UnfinishedWord] = {}
 
-    def see(self, site: str, block: Block) -> None:
+    def add_band(self, site: str, band: WeightBand) -> None:
         """Take a band of pieces, and hand on the words that are over."""
-        asks, told = self.whole(block.asks), self.whole(block.told)
-        of = asks.of[block.start : block.start + block.w_HTS.shape[1]]
-        own, start, last = block.here(told.of), int(of[0]), int(of[-1])
+        asks, told = self.group_words(band.query_tokens), self.group_words(band.key_tokens)
+        of = asks.word_of_token[band.start : band.start + band.w_HTS.shape[1]]
+        own, start, last = band.slice_keys(told.word_of_token), int(of[0]), int(of[-1])
         rows, pieces = of - start, torch.bincount(of - start)
-        w_HTS = _summed(_summed(block.w_HTS, own, -1, told.tokens.count), rows, 1, last - start + 1)
-        allowed = block.allowed if block.allowed.dim() == 3 else block.allowed[None]
-        readable = _summed(_summed(allowed.float(), own, -1, told.tokens.count), rows, 1, last - start + 1)
+        w_HTS = _sum_by_word(_sum_by_word(band.w_HTS, own, -1, told.tokens.count), rows, 1, last - start + 1)
+        allowed = band.allowed if band.allowed.dim() == 3 else band.allowed[None]
+        readable = _sum_by_word(_sum_by_word(allowed.float(), own, -1, told.tokens.count), rows, 1, last - start + 1)
         before = self._open.pop(site, None)
         if before is not None:
-            w_HTS[:, 0] += before.w_HS
-            readable[:, 0] += before.readable
-            pieces[0] += before.pieces
-        end = block.start + len(of)
-        if end < block.asks.count and int(asks.of[end]) == last:
-            self._open[site] = _Open(w_HTS[:, -1], readable[:, -1], int(pieces[-1]))
+            w_HTS[:, 0] += before.summed_weights
+            readable[:, 0] += before.num_readable
+            pieces[0] += before.num_pieces
+        end = band.start + len(of)
+        if end < band.query_tokens.count and int(asks.word_of_token[end]) == last:
+            self._open[site] = _UnfinishedWord(w_HTS[:, -1], readable[:, -1], int(pieces[-1]))
             w_HTS, readable, pieces = w_HTS[:, :-1], readable[:, :-1], pieces[:-1]
         if len(pieces):
             may = readable > 0
             w_HTS = w_HTS / pieces[:, None]
-            self._see(site, Block(w_HTS, may[0] if len(may) == 1 else may, start, asks.tokens, told.tokens))
+            self._see(site, WeightBand(w_HTS, may[0] if len(may) == 1 else may, start, asks.tokens, told.tokens))
 
-    def whole(self, tokens: Tokens) -> Whole:
+    def group_words(self, annotations: TokenAnnotations) -> WordGrouping:
         """The words of these tokens."""
-        if tokens not in self._whole:
-            self._whole[tokens] = Whole(whole(tokens), units(tokens))
-        return self._whole[tokens]
+        if annotations not in self._whole:
+            self._whole[annotations] = WordGrouping(merge_annotations(annotations), number_words(annotations))
+        return self._whole[annotations]
 
-    def close(self) -> None:
+    def finish_example(self) -> None:
         """A text is over."""
         self._whole, self._open = {}, {}
 
 
-def _summed(grid: Tensor, of: Tensor, axis: int, count: int) -> Tensor:
+def _sum_by_word(grid: Tensor, of: Tensor, axis: int, count: int) -> Tensor:
     shape = list(grid.shape)
     shape[axis] = count
     return grid.new_zeros(shape).index_add_(axis, of, grid)

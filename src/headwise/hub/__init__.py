@@ -5,8 +5,8 @@ Importing it lets transformers run its own models on headwise (`registered`).
 
 from .exporting import export
 from .loading import load
-from .registered import register_once_imported
+from .registered import register_on_import
 
 __all__ = ["export", "load"]
 
-register_once_imported()
+register_on_import()

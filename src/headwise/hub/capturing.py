@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from ..errors import SpecError
 from ..models import Transformer
 from ..site import Sites
-from ..traces import Row, Trace
-from ..traces.telling import sized
-from .estimating import Size, needed
-from .finding import found
-from .keeping import Capture, Keeper, Store
-from .readable import Readable, readable, streams_of
-from .routes.base import Found
-from .running import Run
-from .watching import Core
+from ..traces import TokenRow, Trace
+from ..traces.telling import format_bytes
+from .estimating import CaptureSize, estimate_bytes
+from .finding import find_attention
+from .keeping import Capture, CallRecorder, CaptureBuffer
+from .readable import ModelInputs, prepare_inputs, get_streams
+from .routes.base import SiteModule
+from .running import ModelRun
+from .watching import AttentionCall
 
-Tell = Callable[[str], object]
+ProgressFunction = Callable[[str], object]
 
 
 def trace(
@@ -29,8 +29,8 @@ def trace(
     inputs: Any,
     *,
     max_new_tokens: int = 0,
-    how: Capture = Capture(),  # noqa: B008 - it is frozen
-    tell: Tell = print,
+    capture: Capture = Capture(),  # noqa: B008 - it is frozen
+    log: ProgressFunction = print,
 ) -> Trace:
     """What every attention of a model works with while it reads `inputs`, and then says so many new tokens.
 
@@ -46,63 +46,63 @@ def trace(
     >>> kept.rows(1, 0).shape
     (3, 3)
     """
-    those = _those(model, how)
-    given = readable(model, inputs, max_new_tokens)
-    run = Run(model, given, max_new_tokens)
-    streams = {one.site.name: streams_of(one.site, given.two) for one in those}
-    size = Size(given.batch, given.counts or _measured(run, those, streams), max_new_tokens)
-    expected = needed(those, how, streams, size)
-    tell(f"about {sized(expected)} of {sized(how.budget)}: {_what(how, those)}")
-    if expected > how.budget:
-        fact = f"about {sized(expected)} would be kept, beyond a budget of {sized(how.budget)}"
+    those = _select_sites(model, capture)
+    given = prepare_inputs(model, inputs, max_new_tokens)
+    run = ModelRun(model, given, max_new_tokens)
+    streams = {one.site.name: get_streams(one.site, given.has_source) for one in those}
+    size = CaptureSize(given.batch_size, given.token_counts or _count_tokens(run, those, streams), max_new_tokens)
+    expected = estimate_bytes(those, capture, streams, size)
+    log(f"about {format_bytes(expected)} of {format_bytes(capture.budget)}: {_describe_capture(capture, those)}")
+    if expected > capture.budget:
+        fact = f"about {format_bytes(expected)} would be kept, beyond a budget of {format_bytes(capture.budget)}"
         raise SpecError(f"{fact}; give a larger one, fewer sites, fewer tokens, or numbers='half'")
-    store = Store(how)
-    keepers = {one.site.name: Keeper(one.site, store) for one in those}
-    said = run.watched(those, keepers)
-    return _trace(model, _spoken(given, said if max_new_tokens else None), those, keepers, streams)
+    store = CaptureBuffer(capture)
+    keepers = {one.site.name: CallRecorder(one.site, store) for one in those}
+    said = run.run_with_hooks(those, keepers)
+    return _make_trace(model, _rows_with_output(given, said if max_new_tokens else None), those, keepers, streams)
 
 
-def _trace(
-    model: nn.Module, rows: Mapping[str, tuple[Row, ...]], those: Sequence[Found], keepers: Mapping[str, Keeper],
+def _make_trace(
+    model: nn.Module, rows: Mapping[str, tuple[TokenRow, ...]], those: Sequence[SiteModule], keepers: Mapping[str, CallRecorder],
     streams: Mapping[str, tuple[str, str]],
 ) -> Trace:  # fmt: skip
-    skipped = {one.site.name: one.site.see.why for one in found(model) if not one.site.see.can}
+    skipped = {one.site.name: one.site.see.why for one in find_attention(model) if not one.site.see.can}
     for name, keeper in keepers.items():
         if keeper.why or not keeper.calls:
             skipped[name] = keeper.why or "it was not called"
     if len(skipped) == len(those) and those:
         raise ValueError(f"nothing could be kept: {next(iter(skipped.values()))}")
-    layers = tuple(keeper.layer(streams[name]) for name, keeper in keepers.items() if name not in skipped)
+    layers = tuple(keeper.to_layer(streams[name]) for name, keeper in keepers.items() if name not in skipped)
     store = next(iter(keepers.values())).store
-    told = {"name": name_of(model), "class": type(model).__name__, "torch": torch.__version__}
+    told = {"name": get_model_name(model), "class": type(model).__name__, "torch": torch.__version__}
     return Trace(told, rows, layers, tuple(store.grids), skipped)
 
 
-class Measure:
+class TokenCounter:
     """A watcher that looks at how many tokens ask and are read, and keeps nothing."""
 
-    wants_core = True
+    needs_call = True
 
     def __init__(self) -> None:
         self.counts = (0, 0)
 
-    def core(self, seen: Core) -> None:
+    def on_call(self, seen: AttentionCall) -> None:
         """Note the counts."""
-        told = seen.told
-        weights = seen.rows(0, slice(0, 1)) if told is None else None
+        told = seen.attention_inputs
+        weights = seen.head_weights(0, slice(0, 1)) if told is None else None
         if told is not None:
             self.counts = told.q_BTHK.shape[1], told.k_BSGK.shape[1]
         elif weights is not None:
-            self.counts = seen.rows(0).shape[1], weights.shape[2]
+            self.counts = seen.head_weights(0).shape[1], weights.shape[2]
 
-    def heads(self, z: Tensor) -> None:
+    def on_head_outputs(self, z: Tensor) -> None:
         """Leave it."""
 
 
-def _measured(run: Run, those: Sequence[Found], streams: Mapping[str, tuple[str, str]]) -> dict[str, int]:
+def _count_tokens(run: ModelRun, those: Sequence[SiteModule], streams: Mapping[str, tuple[str, str]]) -> dict[str, int]:
     """How many tokens each stream has, from a run that keeps nothing: pictures and sounds do not say it themselves."""
-    measures = {one.site.name: Measure() for one in those}
-    run._replace(steps=min(run.steps, 1)).watched(those, measures)  # of a source alone a forward has nothing to say
+    measures = {one.site.name: TokenCounter() for one in those}
+    run._replace(max_new_tokens=min(run.max_new_tokens, 1)).run_with_hooks(those, measures)  # of a source alone a forward has nothing to say
     counts = {"text": 0, "source": 0}
     for name, measure in measures.items():
         for stream, count in zip(streams[name], measure.counts, strict=True):
@@ -110,13 +110,13 @@ def _measured(run: Run, those: Sequence[Found], streams: Mapping[str, tuple[str,
     return counts
 
 
-def _those(model: nn.Module, how: Capture) -> list[Found]:
+def _select_sites(model: nn.Module, how: Capture) -> list[SiteModule]:
     """The sites that are to be kept, if they can be seen."""
-    every = found(model)
+    every = find_attention(model)
     known = Sites([one.site for one in every], type(model).__name__)
     if not known:
         raise ValueError(f"{known.model} has no attention that headwise finds; hw.sites(model) says what it saw")
-    names = {known.named(which).name for which in how.sites}
+    names = {known.find(which).name for which in how.sites}
     those = [one for one in every if not names or one.site.name in names]
     if (names and (blind := [one for one in those if not one.site.see.can])) or not any(o.site.see.can for o in those):
         site = (blind if names else those)[0].site
@@ -126,22 +126,22 @@ def _those(model: nn.Module, how: Capture) -> list[Found]:
     return [one for one in those if one.site.see.can]
 
 
-def _what(how: Capture, those: Sequence[Found]) -> str:
-    names = ["queries", "keys", *({"v": "values", "z": "what heads say"}[name] for name in how.also)]
-    by_weights = sum(one.route.gives(one.module) == "weights" for one in those)
+def _describe_capture(how: Capture, those: Sequence[SiteModule]) -> str:
+    names = ["queries", "keys", *({"v": "values", "z": "what heads say"}[name] for name in how.extra)]
+    by_weights = sum(one.adapter.visible_tensors(one.module) == "weights" for one in those)
     said = f"{', '.join(names[:-1])} and {names[-1]} of {len(those)} sites"
     return said if not by_weights else f"{said}, {by_weights} of them by their weights"
 
 
-def _spoken(given: Readable, said: Any) -> dict[str, tuple[Row, ...]]:
+def _rows_with_output(given: ModelInputs, said: Any) -> dict[str, tuple[TokenRow, ...]]:
     """The rows of all streams, with the tokens that were said."""
     if said is None:
-        return dict(given.rows)
+        return dict(given.token_rows)
     new = said.tolist() if isinstance(said, Tensor) else said
-    return dict(given.rows) | {"text": given.grown(new)}
+    return dict(given.token_rows) | {"text": given.extend_rows(new)}
 
 
-def name_of(model: nn.Module) -> str:
+def get_model_name(model: nn.Module) -> str:
     """What a model is called: by its description, its folder, or its class."""
     if isinstance(model, Transformer):
         return model.described.name

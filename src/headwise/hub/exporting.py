@@ -14,19 +14,19 @@ from safetensors.torch import save as tensor_bytes
 from tokenizers import Tokenizer, processors
 from torch import Tensor
 
-from ..blueprint import Usage
-from ..blueprint.manifest import TOKENIZER
+from ..blueprint import ProcessorSpec
+from ..blueprint.manifest import TOKENIZER_FILE
 from ..errors import SpecError
-from ..families import config_of
+from ..families import write_config
 from ..files import TEMPORARY, write_atomically
 from ..models import Transformer
-from .maps import map_of
-from .plan import Plan
-from .tensors import ONE
-from .usage import CONFIG, WORDS, around
+from .maps import get_weight_names
+from .plan import CheckpointPlan
+from .tensors import WEIGHTS_FILE
+from .usage import CONFIG_FILE, TOKENIZER_CONFIG_FILES, get_surrounding_ids
 
 
-def export(net: Transformer, folder: Path | str, *, form: str = "auto", length: int | None = None) -> None:
+def export(model: Transformer, folder: Path | str, *, form: str = "auto", max_length: int | None = None) -> None:
     """Write a model into a new folder as transformers would: config.json, model.safetensors, and its tokenizer.
 
     `form` is "llama", "mistral", "qwen2", "qwen3" or "gpt2"; with "auto" the first that says the model. A model that is
@@ -42,25 +42,25 @@ def export(net: Transformer, folder: Path | str, *, form: str = "auto", length: 
     ...     print(*sorted(os.listdir(f"{folder}/small")))
     config.json model.safetensors
     """
-    if not isinstance(net, Transformer):
-        raise ValueError(f"net is of type {type(net).__name__}; give what hw.build made, not a wrapper around it")
-    config = config_of(net.described, form) | _ids(net.usage) | {"dtype": str(_dtype(net)).removeprefix("torch.")}
-    if length is not None:
-        config |= _length(config, length)
-    files = {ONE: tensor_bytes(tensors(net, config["model_type"]), {"format": "pt"})}
-    if net.usage.tokenizer is not None:
-        files |= {TOKENIZER: _tokenizer(net.usage).encode(), WORDS[1]: _document(_words(net.usage))}
-    _write(Path(folder).resolve(), files | {CONFIG: _document(config)})
+    if not isinstance(model, Transformer):
+        raise ValueError(f"net is of type {type(model).__name__}; give what hw.build made, not a wrapper around it")
+    config = write_config(model.described, form) | _token_ids(model.usage) | {"dtype": str(_dtype(model)).removeprefix("torch.")}
+    if max_length is not None:
+        config |= _set_max_length(config, max_length)
+    files = {WEIGHTS_FILE: tensor_bytes(collect_tensors(model, config["model_type"]), {"format": "pt"})}
+    if model.usage.tokenizer is not None:
+        files |= {TOKENIZER_FILE: _tokenizer_json(model.usage).encode(), TOKENIZER_CONFIG_FILES[1]: _to_json(_tokenizer_config(model.usage))}
+    _write_files(Path(folder).resolve(), files | {CONFIG_FILE: _to_json(config)})
 
 
-def tensors(net: Transformer, family: str) -> dict[str, Tensor]:
+def collect_tensors(model: Transformer, family: str) -> dict[str, Tensor]:
     """Every tensor of a model under the names, and in the layouts, of a family's files."""
-    names = map_of(family)
-    held, made = net.state_dict(), dict[str, Tensor]()
-    for path, own in Plan.of(net.described, names, names.trunks[0]).pieces.items():
+    names = get_weight_names(family)
+    held, made = model.state_dict(), dict[str, Tensor]()
+    for path, own in CheckpointPlan.from_spec(model.described, names, names.prefixes[0]).pieces.items():
         made[path] = torch.empty(own[0].shape, dtype=held[own[0].name].dtype)
         for piece in own:
-            piece.there.of(made[path]).copy_(piece.here.of(held[piece.name].detach().cpu().contiguous()))
+            piece.file_view.view(made[path]).copy_(piece.own_view.view(held[piece.name].detach().cpu().contiguous()))
     return made
 
 
@@ -73,13 +73,13 @@ def _dtype(net: Transformer) -> torch.dtype:
     return next(iter(dtypes))
 
 
-def _ids(usage: Usage) -> dict[str, Any]:
+def _token_ids(usage: ProcessorSpec) -> dict[str, Any]:
     """What begins and what ends a text; null where nothing does, for transformers' own ids are of other tokenizers."""
     begin, end = usage.before[:1], usage.end
     return {"bos_token_id": begin[0] if begin else None, "eos_token_id": list(end) if len(end) > 1 else (*end, None)[0]}
 
 
-def _length(config: dict[str, Any], length: int) -> dict[str, Any]:
+def _set_max_length(config: dict[str, Any], length: int) -> dict[str, Any]:
     if "n_positions" in config:
         raise SpecError(f"length={length} for a model with {config['n_positions']} learned positions; leave length out")
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
@@ -87,11 +87,11 @@ def _length(config: dict[str, Any], length: int) -> dict[str, Any]:
     return {"max_position_embeddings": length}
 
 
-def _tokenizer(usage: Usage) -> str:
+def _tokenizer_json(usage: ProcessorSpec) -> str:
     """The document of the tokenizer, made to put around a text what stands around it."""
     document = usage.tokenizer or ""
     tokenizer = Tokenizer.from_str(document)
-    if around(tokenizer) == (usage.before, usage.behind):
+    if get_surrounding_ids(tokenizer) == (usage.before, usage.behind):
         return document
     named = {one: tokenizer.id_to_token(one) for one in (*usage.before, *usage.behind)}
     if unknown := [one for one, name in named.items() if name is None]:
@@ -102,21 +102,21 @@ def _tokenizer(usage: Usage) -> str:
     return tokenizer.to_str()
 
 
-def _words(usage: Usage) -> dict[str, Any]:
+def _tokenizer_config(usage: ProcessorSpec) -> dict[str, Any]:
     """What makes transformers read the document as it is, instead of making its own after the name of the family."""
     tokenizer = Tokenizer.from_str(usage.tokenizer or "")
-    ids = _ids(usage)
+    ids = _token_ids(usage)
     ends = ids["eos_token_id"]
     told = {"bos_token": ids["bos_token_id"], "eos_token": ends[0] if isinstance(ends, list) else ends}
     words = {name: tokenizer.id_to_token(one) for name, one in told.items() if one is not None}
     return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **words}
 
 
-def _document(keys: dict[str, Any]) -> bytes:
+def _to_json(keys: dict[str, Any]) -> bytes:
     return json.dumps(keys, indent=2).encode() + b"\n"
 
 
-def _write(folder: Path, files: dict[str, bytes]) -> None:
+def _write_files(folder: Path, files: dict[str, bytes]) -> None:
     """All of them or none: they are written beside the folder, which is then put in its place."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         holds = f"holds {sorted(os.listdir(folder))[0]}" if folder.is_dir() else "is a file"

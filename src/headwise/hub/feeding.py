@@ -10,80 +10,80 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import nearest
-from ..tokens import Tokens
-from .editing import ALL, Head, by_site
-from .finding import found
-from .forwards import standing
-from .patches import fits
-from .watching import Core
+from ..errors import suggest
+from ..tokens import SequenceInfo
+from .editing import ALL_HEADS, HeadRef, group_by_site
+from .finding import find_attention
+from .forwards import hook_sites
+from .patches import check_shape
+from .watching import AttentionCall
 
-Masks = Mapping[str, Tensor]  # by stack: which tokens [B, T] count, where not all do
+TokenMasks = Mapping[str, Tensor]  # by stack: which tokens [B, T] count, where not all do
 
 
 @dataclass(eq=False)
-class Looker(ABC):
+class OutputObserver(ABC):
     """A watcher that looks at what some heads of a site say; `tokens` of the batch count, as it is told before."""
 
-    wants_core = False
+    needs_call = False
     site: str
-    those: tuple[int, ...]
-    tokens: Tensor | None = field(default=None, init=False)
-    seen: Core | None = field(default=None, init=False)
+    head_indices: tuple[int, ...]
+    token_mask: Tensor | None = field(default=None, init=False)
+    call: AttentionCall | None = field(default=None, init=False)
 
-    def core(self, seen: Core) -> None:
+    def on_call(self, seen: AttentionCall) -> None:
         """Keep what the attention works with, until it is known what they say."""
-        self.seen = seen
+        self.call = seen
 
-    def heads(self, z: Tensor) -> None:
+    def on_head_outputs(self, z: Tensor) -> None:
         """Look at what they say."""
-        if max(self.those) >= z.shape[-2]:
-            raise ValueError(f"{self.site} has no head {max(self.those)}; give heads in 0..{z.shape[-2] - 1}")
-        said = z.detach()[..., list(self.those), :]
+        if max(self.head_indices) >= z.shape[-2]:
+            raise ValueError(f"{self.site} has no head {max(self.head_indices)}; give heads in 0..{z.shape[-2] - 1}")
+        said = z.detach()[..., list(self.head_indices), :]
         counts = torch.ones(said.shape[:-2], dtype=torch.bool, device=z.device)
-        if self.tokens is not None:
-            fits(self.site, self.tokens, said[..., 0, :])
-            counts &= self.tokens.to(z.device)
-        self.look(said, counts)
+        if self.token_mask is not None:
+            check_shape(self.site, self.token_mask, said[..., 0, :])
+            counts &= self.token_mask.to(z.device)
+        self.observe(said, counts)
 
     @abstractmethod
-    def look(self, said: Tensor, counts: Tensor) -> None:
+    def observe(self, outputs: Tensor, token_mask: Tensor) -> None:
         """What they say, [B, T, heads, width], and which tokens [B, T] count."""
 
 
-L = TypeVar("L", bound=Looker)
+Observer = TypeVar("L", bound=OutputObserver)
 
 
-def over(
-    model: nn.Module, batches: Iterable[Any], heads: Iterable[Head] | None, make: Callable[[str, tuple[int, ...]], L]
-) -> list[L]:
+def observe_dataset(
+    model: nn.Module, batches: Iterable[Any], heads: Iterable[HeadRef] | None, make_observer: Callable[[str, tuple[int, ...]], Observer]
+) -> list[Observer]:
     """Lookers at these heads, or at all there are, after the model has run over all batches."""
-    those = found(model)
-    named = by_site(model, those, [(one.site.name, ALL) for one in those] if heads is None else heads)
-    _check(model, batches, named)
+    those = find_attention(model)
+    named = group_by_site(model, those, [(one.site.name, ALL_HEADS) for one in those] if heads is None else heads)
+    _check_batches(model, batches, named)
     sites = {one.site.name: one.site for one in those if one.site.name in named}
-    lookers = {name: make(name, tuple(own)) for name, own in named.items()}
+    lookers = {name: make_observer(name, tuple(own)) for name, own in named.items()}
     for name, site in sites.items():
         if not site.silence.can:
             raise ValueError(f"{name} cannot be watched: {site.silence.why}")
-        if lookers[name].wants_core and not site.see.can:
+        if lookers[name].needs_call and not site.see.can:
             raise ValueError(f"{name} cannot be seen: {site.see.why}")
     stacks, any_yet = {one.site.stack for one in those}, False
-    with torch.no_grad(), standing(model, those, lookers) as posts:
+    with torch.no_grad(), hook_sites(model, those, lookers) as posts:
         for batch in batches:
             any_yet = True
             inputs, told = batch if isinstance(batch, tuple) and len(batch) == 2 else (batch, None)
-            masks = _hidden(inputs, stacks) if told is None else _told(told, stacks)
+            masks = _padding_masks(inputs, stacks) if told is None else _read_masks(told, stacks)
             for name, looker in lookers.items():
-                looker.tokens = masks.get(sites[name].stack)
-            _run(model, inputs)
-    posts.settle()
+                looker.token_mask = masks.get(sites[name].stack)
+            _run_model(model, inputs)
+    posts.check_all_ran()
     if not any_yet:
         raise ValueError("there is no batch; give at least one")
     return list(lookers.values())
 
 
-def _check(model: nn.Module, batches: object, named: Mapping[str, object]) -> None:
+def _check_batches(model: nn.Module, batches: object, named: Mapping[str, object]) -> None:
     if not named:
         raise ValueError("no heads are named; give some, or leave heads out for all")
     if any(module.training for module in model.modules()):
@@ -92,7 +92,7 @@ def _check(model: nn.Module, batches: object, named: Mapping[str, object]) -> No
         raise ValueError(f"batches are of type {type(batches).__name__}; give several, or one as [batch]")
 
 
-def _run(model: nn.Module, inputs: Any) -> None:
+def _run_model(model: nn.Module, inputs: Any) -> None:
     if isinstance(inputs, Mapping):
         model(**inputs)
     elif isinstance(inputs, Tensor):
@@ -101,23 +101,23 @@ def _run(model: nn.Module, inputs: Any) -> None:
         raise ValueError(f"a batch is of type {type(inputs).__name__}; give a tensor, or what the model is called with")
 
 
-def _told(told: object, stacks: set[str]) -> Masks:
+def _read_masks(told: object, stacks: set[str]) -> TokenMasks:
     """Masks as somebody says them: one for all stacks, or by stack."""
     masks = told if isinstance(told, Mapping) else dict.fromkeys(stacks, told)
     for stack, mask in masks.items():
         if stack not in stacks:
-            raise ValueError(f"the model has no stack {stack!r}; {nearest(str(stack), stacks)}")
+            raise ValueError(f"the model has no stack {stack!r}; {suggest(str(stack), stacks)}")
         if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.dtype != torch.bool:
             raise ValueError("beside a batch stands which of its tokens count; give a tensor [B, T] of torch.bool")
     return masks
 
 
-def _hidden(inputs: object, stacks: set[str]) -> Masks:
+def _padding_masks(inputs: object, stacks: set[str]) -> TokenMasks:
     """What a batch itself says of padding, as long as there is no doubt of whom it speaks."""
     if not isinstance(inputs, Mapping):
         return {}
     hides = inputs.get("attention_mask", inputs.get("tokens"))
-    mask = hides.live if isinstance(hides, Tokens) else hides
+    mask = hides.is_real if isinstance(hides, SequenceInfo) else hides
     if not isinstance(mask, Tensor) or bool((mask == 1).all()):
         return {}
     if mask.dim() != 2 or len(stacks) > 1:

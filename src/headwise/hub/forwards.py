@@ -18,157 +18,157 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .routes.base import Found
-from .watching import Core, Holding, Stand, Watcher, watching
+from .routes.base import SiteModule
+from .watching import AttentionCall, SharedPatch, MethodPatch, AttentionHook, install_hooks
 
 
-class Posts:
+class SiteHooks:
     """Who stands at which sites of a model, and what has run there."""
 
-    def __init__(self, model: nn.Module, those: Sequence[Found], who: Mapping[str, Watcher]) -> None:
-        self.model, self.routes = model, list(dict.fromkeys(one.route for one in those))
-        self.at = {one.module: Post(self, one, those, who) for one in reversed(those)}
+    def __init__(self, model: nn.Module, those: Sequence[SiteModule], who: Mapping[str, AttentionHook]) -> None:
+        self.model, self.routes = model, list(dict.fromkeys(one.adapter for one in those))
+        self.hook_of_module = {one.module: SiteHook(self, one, those, who) for one in reversed(those)}
         paths = model.named_modules(remove_duplicate=False)
-        self.places = {path: module for path, module in paths if module in self.at}
-        self.below: dict[nn.Module, set[nn.Module]] = {}  # what is called, and who stands inside it
-        for path, module in self.places.items():
-            for above in _above(model, path):
-                self.below.setdefault(above, set()).add(module)
-        for post in self.at.values():
-            self.below.setdefault(post.site, set())
-        self.forwards, self.ran = Counter[nn.Module](), Counter[nn.Module]()
+        self.module_of_path = {path: module for path, module in paths if module in self.hook_of_module}
+        self.modules_below: dict[nn.Module, set[nn.Module]] = {}  # what is called, and who stands inside it
+        for path, module in self.module_of_path.items():
+            for above in _ancestors(model, path):
+                self.modules_below.setdefault(above, set()).add(module)
+        for post in self.hook_of_module.values():
+            self.modules_below.setdefault(post.site, set())
+        self.num_forwards, self.num_calls = Counter[nn.Module](), Counter[nn.Module]()
 
-    def begin(self) -> Counter[nn.Module]:
+    def begin_forward(self) -> Counter[nn.Module]:
         """A forward begins: an empty count of the calls in it, if what is to be watched is still there."""
-        if gone := [path for path, module in self.places.items() if _in_place(self.model, path) is not module]:
+        if gone := [path for path, module in self.module_of_path.items() if _get_module(self.model, path) is not module]:
             raise ValueError(
                 f"{gone[0] or 'the model'} was replaced while somebody stood at it; change a model before, or after"
             )
-        if torch.is_grad_enabled() and any(map(_runs_again, self.model.modules())):
+        if torch.is_grad_enabled() and any(map(_recomputes, self.model.modules())):
             raise ValueError(
                 "with checkpointing, layers run again on the way back, when nobody may stand there; switch it off"
             )
         return Counter()
 
-    def end(self, begun: nn.Module, calls: Counter[nn.Module]) -> None:
+    def end_forward(self, root: nn.Module, calls: Counter[nn.Module]) -> None:
         """A forward has ended: a module that serves several sites must have served all of them, or none."""
-        for module in self.below[begun]:
-            self.forwards[module] += 1
-            post, count = self.at[module], calls[self.at[module].site]
-            if post.calls > 1 and count not in (0, post.calls):
+        for module in self.modules_below[root]:
+            self.num_forwards[module] += 1
+            post, count = self.hook_of_module[module], calls[self.hook_of_module[module].site]
+            if post.calls_per_forward > 1 and count not in (0, post.calls_per_forward):
                 raise ValueError(
-                    f"{post.name} is a module of {post.calls} depths, which ran {count} times in a forward; run the "
+                    f"{post.name} is a module of {post.calls_per_forward} depths, which ran {count} times in a forward; run the "
                     "whole model"
                 )
 
-    def settle(self) -> None:
+    def check_all_ran(self) -> None:
         """All is over: whoever had forwards around him, and was never called, did nothing of what was asked."""
-        for module, post in self.at.items():
-            if self.forwards[module] and not self.ran[module]:
+        for module, post in self.hook_of_module.items():
+            if self.num_forwards[module] and not self.num_calls[module]:
                 raise ValueError(
-                    f"{post.name} never ran, though its model did (forwards: {self.forwards[module]}), and nothing was "
+                    f"{post.name} never ran, though its model did (forwards: {self.num_forwards[module]}), and nothing was "
                     "done there; name sites that this input reaches"
                 )
 
 
-class Post:
+class SiteHook:
     """A watcher of one module, which hands each call to whoever stands at the site that it is of."""
 
-    def __init__(self, posts: Posts, one: Found, those: Sequence[Found], who: Mapping[str, Watcher]) -> None:
+    def __init__(self, posts: SiteHooks, one: SiteModule, those: Sequence[SiteModule], who: Mapping[str, AttentionHook]) -> None:
         self.posts, self.module = posts, one.module
         self.site = posts.model.get_submodule(one.site.path)
-        self.calls, self.name = one.calls, one.site.name
-        self.turns = {other.call: who[other.site.name] for other in those if other.module is one.module}
-        self.wants_core = any(watcher.wants_core for watcher in self.turns.values())
+        self.calls_per_forward, self.name = one.calls_per_forward, one.site.name
+        self.hook_of_call = {other.call_index: who[other.site.name] for other in those if other.module is one.module}
+        self.needs_call = any(watcher.needs_call for watcher in self.hook_of_call.values())
 
-    def core(self, seen: Core) -> None:
+    def on_call(self, seen: AttentionCall) -> None:
         """Let him see it who stands at this depth."""
-        watcher = self.turns.get(self._turn())
-        if watcher is not None and watcher.wants_core:
-            watcher.core(seen)
+        watcher = self.hook_of_call.get(self._call_index())
+        if watcher is not None and watcher.needs_call:
+            watcher.on_call(seen)
 
-    def heads(self, z: Tensor) -> Tensor | None:
+    def on_head_outputs(self, z: Tensor) -> Tensor | None:
         """Let him change it."""
-        watcher = self.turns.get(self._turn())
-        self.posts.ran[self.module] += 1
-        return None if watcher is None else watcher.heads(z)
+        watcher = self.hook_of_call.get(self._call_index())
+        self.posts.num_calls[self.module] += 1
+        return None if watcher is None else watcher.on_head_outputs(z)
 
-    def _turn(self) -> int:
+    def _call_index(self) -> int:
         """Which call of its site this is, in the forward that runs: within one it may pass here several times."""
-        forward = _FORWARDS.get().get(self.posts)
+        forward = _RUNNING_FORWARDS.get().get(self.posts)
         turn = 0 if forward is None else forward[self.site] - 1
-        if self.calls > 1 and (forward is None or turn < 0):
+        if self.calls_per_forward > 1 and (forward is None or turn < 0):
             raise ValueError(f"{self.name} is not called by a forward of its model; call the model itself")
-        if turn >= self.calls:
+        if turn >= self.calls_per_forward:
             raise ValueError(
-                f"{self.name} runs more than {self.calls} times in one forward, and nothing says of which depth that "
+                f"{self.name} runs more than {self.calls_per_forward} times in one forward, and nothing says of which depth that "
                 "is; give the part of the model that runs it once"
             )
         return max(turn, 0)
 
 
-Forwards = Mapping[Posts, Counter[nn.Module] | None]
-_FORWARDS: ContextVar[Forwards] = ContextVar("forwards", default=MappingProxyType({}))
-_STANDS: dict[type, Stand] = {}
+RunningForwards = Mapping[SiteHooks, Counter[nn.Module] | None]
+_RUNNING_FORWARDS: ContextVar[RunningForwards] = ContextVar("forwards", default=MappingProxyType({}))
+_FORWARD_PATCHES: dict[type, MethodPatch] = {}
 
 
 @contextmanager
-def standing(model: nn.Module, those: Sequence[Found], who: Mapping[str, Watcher]) -> Iterator[Posts]:
+def hook_sites(model: nn.Module, sites: Sequence[SiteModule], hooks: Mapping[str, AttentionHook]) -> Iterator[SiteHooks]:
     """While this lasts, these watch at the sites of these names, each at its depth; `settle` tells who never did."""
-    posts = Posts(model, [one for one in those if one.site.name in who], who)
-    stands: list[Holding] = [_stand(kind) for kind in dict.fromkeys(map(type, posts.below))]
+    posts = SiteHooks(model, [one for one in sites if one.site.name in hooks], hooks)
+    stands: list[SharedPatch] = [_forward_patch(kind) for kind in dict.fromkeys(map(type, posts.modules_below))]
     for route in posts.routes:
-        stands += route.stands()
-    with watching({module: (post,) for module, post in posts.at.items()}, stands):
-        token = _FORWARDS.set({**_FORWARDS.get(), posts: None})
+        stands += route.patches()
+    with install_hooks({module: (post,) for module, post in posts.hook_of_module.items()}, stands):
+        token = _RUNNING_FORWARDS.set({**_RUNNING_FORWARDS.get(), posts: None})
         try:
             yield posts
         finally:
-            _FORWARDS.reset(token)
+            _RUNNING_FORWARDS.reset(token)
 
 
-def _stand(kind: type) -> Stand:
-    return _STANDS.setdefault(kind, Stand(kind, "__call__", partial(_around, kind)))
+def _forward_patch(kind: type) -> MethodPatch:
+    return _FORWARD_PATCHES.setdefault(kind, MethodPatch(kind, "__call__", partial(_wrap_forward, kind)))
 
 
-def _above(model: nn.Module, path: str) -> list[nn.Module]:
+def _ancestors(model: nn.Module, path: str) -> list[nn.Module]:
     """Everything that a path goes through, the model and its end included."""
     parts = path.split(".") if path else []
     return [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
 
 
-def _in_place(model: nn.Module, path: str) -> nn.Module | None:
+def _get_module(model: nn.Module, path: str) -> nn.Module | None:
     try:
         return model.get_submodule(path)
     except AttributeError:
         return None
 
 
-def _around(kind: type, original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_forward(kind: type, original: Callable[..., Any]) -> Callable[..., Any]:
     def __call__(self: nn.Module, *said: Any, **more: Any) -> Any:
         if type(self) is not kind:  # one of a class made of this one, which is stood at itself
             return original(self, *said, **more)
-        now = _FORWARDS.get()
-        begun = {posts: posts.begin() for posts, forward in now.items() if forward is None and self in posts.below}
+        now = _RUNNING_FORWARDS.get()
+        begun = {posts: posts.begin_forward() for posts, forward in now.items() if forward is None and self in posts.modules_below}
         now = {**now, **begun}
         for forward in now.values():
             if forward is not None:
                 forward[self] += 1
         if not begun:
             return original(self, *said, **more)
-        token = _FORWARDS.set(now)
+        token = _RUNNING_FORWARDS.set(now)
         try:
             given = original(self, *said, **more)
         finally:
-            _FORWARDS.reset(token)
+            _RUNNING_FORWARDS.reset(token)
         for posts, calls in begun.items():
-            posts.end(self, calls)
+            posts.end_forward(self, calls)
         return given
 
     return __call__
 
 
-def _runs_again(module: nn.Module) -> bool:
+def _recomputes(module: nn.Module) -> bool:
     """Whether a module forgets on its way forth, and computes anew on its way back: ours, or transformers'."""
     theirs = module.training and bool(getattr(module, "gradient_checkpointing", False))
     return theirs or getattr(module, "checkpointing", "none") == "block"

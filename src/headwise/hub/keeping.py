@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..site import Site
-from ..traces import Call, Grid, Layer
+from ..traces import AttentionCallRecord, PackedMask, AttentionRecord
 from ..traces.grid import Array
-from ..traces.telling import sized
-from .watching import Core, Seen
+from ..traces.telling import format_bytes
+from .watching import AttentionCall, AttentionInputs
 
-NUMBERS = ("own", "half")
-ALSO = ("v", "z")
+PRECISIONS = ("own", "half")
+EXTRA_TENSORS = ("v", "z")
 
 
 @dataclass(frozen=True)
@@ -34,160 +34,160 @@ class Capture:
     headwise.errors.SpecError: Capture(also=('values',)) holds 'values'; give some of v, z
     """
 
-    also: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
     sites: tuple[str | int, ...] = ()
     budget: int = 10**9
-    numbers: str = "own"
+    precision: str = "own"
 
     def __post_init__(self) -> None:
-        if wrong := [name for name in self.also if name not in ALSO]:
-            raise SpecError(f"Capture(also={self.also!r}) holds {wrong[0]!r}; give some of {', '.join(ALSO)}")
-        if self.numbers not in NUMBERS:
-            raise SpecError(f"Capture(numbers={self.numbers!r}) is unknown; give one of {', '.join(NUMBERS)}")
+        if wrong := [name for name in self.extra if name not in EXTRA_TENSORS]:
+            raise SpecError(f"Capture(also={self.extra!r}) holds {wrong[0]!r}; give some of {', '.join(EXTRA_TENSORS)}")
+        if self.precision not in PRECISIONS:
+            raise SpecError(f"Capture(numbers={self.precision!r}) is unknown; give one of {', '.join(PRECISIONS)}")
         if type(self.budget) is not int or self.budget < 1:
             raise SpecError(f"Capture(budget={self.budget!r}) is no number of bytes; give a whole one, as in 10**9")
 
     @property
-    def width(self) -> int:
+    def bytes_per_number(self) -> int:
         """The bytes of a number."""
-        return 2 if self.numbers == "half" else 4
+        return 2 if self.precision == "half" else 4
 
 
 @dataclass
-class Store:
+class CaptureBuffer:
     """What all layers of a run keep together: the bytes so far, and each grid once."""
 
-    how: Capture
+    capture: Capture
     nbytes: int = 0
-    grids: list[Grid] = field(default_factory=list)
+    grids: list[PackedMask] = field(default_factory=list)
     _numbers: dict[Any, int] = field(default_factory=dict)
-    _met: list[tuple[Tensor, int]] = field(default_factory=list)
+    _masks_seen: list[tuple[Tensor, int]] = field(default_factory=list)
 
-    def take(self, tensor: Tensor) -> Array:
+    def copy_to_host(self, tensor: Tensor) -> Array:
         """A tensor on the host, if there is room."""
-        half = self.how.numbers == "half" or tensor.dtype == torch.float16
+        half = self.capture.precision == "half" or tensor.dtype == torch.float16
         kind = torch.float16 if half else torch.float32
-        self.room(tensor.numel() * kind.itemsize)
+        self.reserve(tensor.numel() * kind.itemsize)
         # to() may hand back the very tensor, which a cache writes over later
         return tensor.detach().to("cpu", kind, copy=True).contiguous().numpy()
 
-    def room(self, count: int) -> None:
+    def reserve(self, nbytes: int) -> None:
         """Take note of more bytes, or refuse them."""
-        self.nbytes += count
-        if self.nbytes > self.how.budget:
-            fact = f"what is kept takes {sized(self.nbytes)} and more, beyond a budget of {sized(self.how.budget)}"
+        self.nbytes += nbytes
+        if self.nbytes > self.capture.budget:
+            fact = f"what is kept takes {format_bytes(self.nbytes)} and more, beyond a budget of {format_bytes(self.capture.budget)}"
             raise SpecError(f"{fact}; give a larger one, fewer sites, or numbers='half'")
 
-    def grid(self, tensor: Tensor) -> int:
+    def add_mask(self, tensor: Tensor) -> int:
         """The number of a grid; masks that many layers share are looked at once."""
-        for met, number in self._met:
+        for met, number in self._masks_seen:
             if met is tensor:
                 return number
         told = tensor.detach()[(None,) * (4 - tensor.dim())]  # a grid of two or three axes is one for all
-        grid = Grid.of((told if told.dtype == torch.bool else told.float()).cpu().numpy())
-        number = self._numbers.get(grid.key)
+        grid = PackedMask.pack((told if told.dtype == torch.bool else told.float()).cpu().numpy())
+        number = self._numbers.get(grid.identity)
         if number is None:
-            number = self._numbers[grid.key] = len(self.grids)
-            self.room(grid.values.nbytes)
+            number = self._numbers[grid.identity] = len(self.grids)
+            self.reserve(grid.values.nbytes)
             self.grids.append(grid)
-        self._met = [*self._met[-1:], (tensor, number)]  # two: layers by turns local and global share one of each
+        self._masks_seen = [*self._masks_seen[-1:], (tensor, number)]  # two: layers by turns local and global share one of each
         return number
 
 
-class Keeper:
+class CallRecorder:
     """A watcher that keeps what one attention works with, call after call."""
 
-    wants_core = True
+    needs_call = True
 
-    def __init__(self, site: Site, store: Store) -> None:
+    def __init__(self, site: Site, store: CaptureBuffer) -> None:
         self.site, self.store = site, store
-        self.calls: list[Call] = []
+        self.calls: list[AttentionCallRecord] = []
         self.pieces: dict[str, list[Array]] = {}
         self.reads: tuple[int, ...] = ()
         self.why = ""
 
-    def core(self, seen: Core) -> None:
+    def on_call(self, seen: AttentionCall) -> None:
         """Keep it, or the reason why it cannot be kept."""
         if self.why:
             return
-        told = seen.told
-        if told is None or not self._alike(told):
-            self._weights(seen)
+        told = seen.attention_inputs
+        if told is None or not self._has_same_widths(told):
+            self._record_weights(seen)
         else:
-            self._scores(told)
+            self._record_scores(told)
 
-    def heads(self, z: Tensor) -> None:
+    def on_head_outputs(self, z: Tensor) -> None:
         """Keep what heads say, if that was asked."""
-        if "z" in self.store.how.also and not self.why:
-            self._add("z", self.store.take(z))
+        if "z" in self.store.capture.extra and not self.why:
+            self._append("z", self.store.copy_to_host(z))
 
-    def layer(self, streams: tuple[str, str]) -> Layer:
+    def to_layer(self, streams: tuple[str, str]) -> AttentionRecord:
         """All that was kept."""
-        arrays = {name: _joined(own) for name, own in self.pieces.items()}
+        arrays = {name: _concatenate(own) for name, own in self.pieces.items()}
         site = self.site
         heads = len(self.reads) or next(a.shape[1] for name, a in arrays.items() if name.startswith("weights"))
-        return Layer(
+        return AttentionRecord(
             site.name, site.stack, site.layer, site.kind, site.path, heads, self.reads, *streams, tuple(self.calls),
             arrays,
         )  # fmt: skip
 
-    def _add(self, name: str, array: Array) -> None:
+    def _append(self, name: str, array: Array) -> None:
         self.pieces.setdefault(name, []).append(array)
 
-    def _asked(self) -> int:
+    def _num_queries(self) -> int:
         """How many queries were asked before."""
         return self.calls[-1].queries[1] if self.calls else 0
 
     def _count(self, name: str) -> int:
         return sum(piece.shape[1] for piece in self.pieces.get(name, ()))
 
-    def _alike(self, told: Seen) -> bool:
+    def _has_same_widths(self, told: AttentionInputs) -> bool:
         """Whether queries and keys are as wide as those before: a latent is read whole, then step by step as it is."""
         widths = {"q": told.q_BTHK.shape[2:], "k": told.k_BSGK.shape[2:]}
         return all(self.pieces[name][0].shape[2:] == wide for name, wide in widths.items() if name in self.pieces)
 
-    def _weights(self, seen: Core) -> None:
+    def _record_weights(self, seen: AttentionCall) -> None:
         """A call whose weights no few tensors say: they are kept themselves."""
         try:
-            weights = seen.every()
+            weights = seen.all_weights()
         except ValueError as error:  # NoBackend among them: no weights are formed at all
             self.why = str(error)
             return
         stands = None
-        if seen.stands is not None:
-            order, stands = _order(seen.stands)
+        if seen.key_positions is not None:
+            order, stands = _key_order(seen.key_positions)
             weights = weights[..., order]
-        start, (queries, keys) = self._asked(), weights.shape[2:]
+        start, (queries, keys) = self._num_queries(), weights.shape[2:]
         number = len(self.calls)
-        self._add(f"weights.{number}", self.store.take(weights))
+        self._append(f"weights.{number}", self.store.copy_to_host(weights))
         known = 0 if keys >= start + queries or self.site.kind == "cross" else None
-        first, places = (known, None) if stands is None else self._stand(stands)
-        self.calls.append(Call((start, start + queries), (0, keys), first, weights=number, places=places))
+        first, places = (known, None) if stands is None else self._record_key_positions(stands)
+        self.calls.append(AttentionCallRecord((start, start + queries), (0, keys), first, weights=number, places=places))
 
-    def _scores(self, told: Seen) -> None:
+    def _record_scores(self, told: AttentionInputs) -> None:
         """A call whose weights follow from queries and keys."""
         if not self.reads:
             heads = told.q_BTHK.shape[2]
-            self.reads = tuple(told.reader(head) for head in range(heads))
+            self.reads = tuple(told.kv_head_of(head) for head in range(heads))
             if told.sinks is not None:
-                self.pieces["sinks"] = [self.store.take(told.sinks.flatten())]
-        told, stands = _in_order(told)
-        start, asked, queries = self._asked(), self._count("q"), told.q_BTHK.shape[1]
-        self._add("q", self.store.take(told.q_BTHK))
-        grids = tuple(self._grid(grid, told) for grid in (told.bias, told.mask) if grid is not None)
-        keys = self._keys(told, queries)
-        first, places = (self._first(keys, start + queries), None) if stands is None else self._stand(stands)
+                self.pieces["sinks"] = [self.store.copy_to_host(told.sinks.flatten())]
+        told, stands = _sort_keys(told)
+        start, asked, queries = self._num_queries(), self._count("q"), told.q_BTHK.shape[1]
+        self._append("q", self.store.copy_to_host(told.q_BTHK))
+        grids = tuple(self._record_mask(grid, told) for grid in (told.bias, told.mask) if grid is not None)
+        keys = self._record_keys(told, queries)
+        first, places = (self._first_position(keys, start + queries), None) if stands is None else self._record_key_positions(stands)
         causal = told.causal and queries > 1
         self.calls.append(
-            Call((start, start + queries), keys, first, told.scale, told.cap, causal, grids, asked=asked, places=places)
+            AttentionCallRecord((start, start + queries), keys, first, told.scale, told.softcap, causal, grids, asked=asked, places=places)
         )
 
-    def _grid(self, grid: Tensor, told: Seen) -> int:
+    def _record_mask(self, grid: Tensor, told: AttentionInputs) -> int:
         """The number of a grid; what it says of keys that are not there, as of a cache's free places, is left out."""
         keys = told.k_BSGK.shape[1]
-        return self.store.grid(grid if grid.shape[-1] <= keys else grid[..., :keys])
+        return self.store.add_mask(grid if grid.shape[-1] <= keys else grid[..., :keys])
 
-    def _keys(self, told: Seen, queries: int) -> tuple[int, int]:
+    def _record_keys(self, told: AttentionInputs, queries: int) -> tuple[int, int]:
         """Where the keys of this call stand among all that were kept; those that are there already are not again."""
         k_BSGK, count = told.k_BSGK, told.k_BSGK.shape[1]
         there = self._count("k")
@@ -197,10 +197,10 @@ class Keeper:
                 break
         else:
             fresh = count
-        sides = {"k": k_BSGK, "v": told.v_BSGV} if "v" in self.store.how.also else {"k": k_BSGK}
+        sides = {"k": k_BSGK, "v": told.v_BSGV} if "v" in self.store.capture.extra else {"k": k_BSGK}
         for name, side in sides.items():
             if fresh:
-                self._add(name, self.store.take(side[:, count - fresh :]))
+                self._append(name, self.store.copy_to_host(side[:, count - fresh :]))
         stop = there + fresh
         return stop - count, stop
 
@@ -217,17 +217,17 @@ class Keeper:
                 break
         return True
 
-    def _stand(self, stands: Tensor) -> tuple[int | None, int | None]:
+    def _record_key_positions(self, stands: Tensor) -> tuple[int | None, int | None]:
         """The number of the first key, if the others follow without a gap; else that of an array of all of them."""
         first, last = (int(stands[0]), int(stands[-1])) if len(stands) else (0, -1)
         if last - first == len(stands) - 1:
             return first, None
         number = len(self.calls)
-        self.store.room(4 * len(stands))
-        self._add(f"places.{number}", stands.to("cpu", torch.int32).numpy())
+        self.store.reserve(4 * len(stands))
+        self._append(f"places.{number}", stands.to("cpu", torch.int32).numpy())
         return None, number
 
-    def _first(self, keys: tuple[int, int], tokens: int) -> int | None:
+    def _first_position(self, keys: tuple[int, int], tokens: int) -> int | None:
         """The number of the first key among the tokens, None where a cache may hold them in an order of its own."""
         start, stop = keys
         if self.site.kind == "cross" or not self.calls:
@@ -238,17 +238,17 @@ class Keeper:
         return 0 if stop - start >= tokens else None
 
 
-def _order(stands: Tensor) -> tuple[Tensor, Tensor]:
+def _key_order(stands: Tensor) -> tuple[Tensor, Tensor]:
     """What brings keys into the order of their tokens, and the numbers of these."""
     order = stands.argsort()[int((stands < 0).sum()) :]
     return order, stands[order]
 
 
-def _in_order(told: Seen) -> tuple[Seen, Tensor | None]:
+def _sort_keys(told: AttentionInputs) -> tuple[AttentionInputs, Tensor | None]:
     """The same with its keys in the order of their tokens, and the numbers of these, where they are known."""
-    if told.stands is None:
+    if told.key_positions is None:
         return told, None
-    order, stands = _order(told.stands)
+    order, stands = _key_order(told.key_positions)
     if torch.equal(order, torch.arange(told.k_BSGK.shape[1], device=order.device)):
         return told, stands
     sides = {"k_BSGK": told.k_BSGK[:, order], "v_BSGV": told.v_BSGV[:, order]}
@@ -257,12 +257,12 @@ def _in_order(told: Seen) -> tuple[Seen, Tensor | None]:
         for name, grid in (("mask", told.mask), ("bias", told.bias))
         if grid is not None and grid.shape[-1] > 1
     }
-    return _replaced(told, **sides, **grids), stands
+    return _replace_inputs(told, **sides, **grids), stands
 
 
-def _replaced(told: Seen, **other: Tensor) -> Seen:
-    return Seen(**{**vars(told), **other})
+def _replace_inputs(told: AttentionInputs, **other: Tensor) -> AttentionInputs:
+    return AttentionInputs(**{**vars(told), **other})
 
 
-def _joined(pieces: Sequence[Array]) -> Array:
+def _concatenate(pieces: Sequence[Array]) -> Array:
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, 1)

@@ -11,24 +11,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..blueprint import Model, Usage
+from ..blueprint import ModelSpec, ProcessorSpec
 from ..errors import SpecError
-from ..families import read as described_by
+from ..families import read_model_spec as described_by
 from ..models import Transformer
-from .maps import map_of
-from .reading import built
-from .sentencepieces import BEGIN, document
-from .tensors import Kind
+from .maps import get_weight_names
+from .reading import build_from_weights
+from .sentencepieces import BOS_ID, make_tokenizer_json
+from .tensors import TensorInfo
 
-NAME = "llama2.c"
+FORMAT_NAME = "llama2.c"
 HEADER = struct.Struct("<7i")
 MAGIC = 0x616B3432  # of later versions, "ak42"
-BASE, EPS = 10_000.0, 1e-5  # which the format does not say: llama2.c has them in its code
+ROPE_BASE, NORM_EPS = 10_000.0, 1e-5  # which the format does not say: llama2.c has them in its code
 PICKLES = (b"PK\x03\x04", b"\x80")  # how a file of torch.save, and any other pickle, begins
-ROUNDING = 1e-3  # of angles, which others took in float32
+ROPE_TOLERANCE = 1e-3  # of angles, which others took in float32
 
 
-class Header(NamedTuple):
+class Llama2cHeader(NamedTuple):
     """Sizes, in the order of the file; heads that have a table of their own are said by a negative vocabulary."""
 
     model: int
@@ -36,8 +36,8 @@ class Header(NamedTuple):
     layers: int
     heads: int
     kv: int
-    vocabulary: int
-    length: int
+    vocab_size: int
+    max_length: int
 
     @property
     def dim(self) -> int:
@@ -45,107 +45,107 @@ class Header(NamedTuple):
         return self.model // self.heads
 
     @property
-    def possible(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether these can be sizes of a model at all."""
-        sizes = (*self[:5], abs(self.vocabulary), self.length)
+        sizes = (*self[:5], abs(self.vocab_size), self.max_length)
         return min(sizes) > 0 and not self.model % self.heads and not self.heads % self.kv and not self.dim % 2
 
     @property
-    def bytes(self) -> int:
+    def file_size(self) -> int:
         """How long the file is; worked out before anything is listed, for sizes may be nonsense.
 
-        >>> Header(64, 172, 5, 8, 4, 512, 512).bytes
+        >>> Llama2cHeader(64, 172, 5, 8, 4, 512, 512).bytes
         1056540
         """
         model, hidden, kv = self.model, self.hidden, self.kv * self.dim
         each = 2 * model + 2 * model * model + 2 * kv * model + 3 * hidden * model
-        tables = (1 + (self.vocabulary < 0)) * abs(self.vocabulary) * model
-        numbers = tables + self.layers * each + model + self.length * 2 * (self.dim // 2)
+        tables = (1 + (self.vocab_size < 0)) * abs(self.vocab_size) * model
+        numbers = tables + self.layers * each + model + self.max_length * 2 * (self.dim // 2)
         return HEADER.size + 4 * numbers
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor, in the order of the file; those of one kind follow each other, layer by layer."""
-        tokens, model, hidden, kv = abs(self.vocabulary), self.model, self.hidden, self.kv * self.dim
+        tokens, model, hidden, kv = abs(self.vocab_size), self.model, self.hidden, self.kv * self.dim
         each: dict[str, tuple[int, ...]] = {"rms_att": (model,), "wq": (model, model), "wk": (kv, model)}
         each |= {"wv": (kv, model), "wo": (model, model), "rms_ffn": (model,)}
         each |= {"w1": (hidden, model), "w2": (model, hidden), "w3": (hidden, model)}
         layers = {f"{layer}.{name}": shape for name, shape in each.items() for layer in range(self.layers)}
-        angles = dict.fromkeys(("angles_cos", "angles_sin"), (self.length, self.dim // 2))
-        head = {"wcls": (tokens, model)} if self.vocabulary < 0 else {}
+        angles = dict.fromkeys(("angles_cos", "angles_sin"), (self.max_length, self.dim // 2))
+        head = {"wcls": (tokens, model)} if self.vocab_size < 0 else {}
         return {"tokens": (tokens, model), **layers, "rms_final": (model,), **angles, **head}
 
     @property
-    def described(self) -> Model:
+    def model_spec(self) -> ModelSpec:
         """The model: a Llama, but for the order of some rows."""
         sizes = {"hidden_size": self.model, "intermediate_size": self.hidden, "num_hidden_layers": self.layers}
-        sizes |= {"num_attention_heads": self.heads, "num_key_value_heads": self.kv, "vocab_size": abs(self.vocabulary)}
-        config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": self.length}
-        rest = {"rope_theta": BASE, "rms_norm_eps": EPS, "tie_word_embeddings": self.vocabulary > 0}
+        sizes |= {"num_attention_heads": self.heads, "num_key_value_heads": self.kv, "vocab_size": abs(self.vocab_size)}
+        config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": self.max_length}
+        rest = {"rope_theta": ROPE_BASE, "rms_norm_eps": NORM_EPS, "tie_word_embeddings": self.vocab_size > 0}
         return described_by(config | sizes | rest)
 
 
-class Floats:
+class Llama2cTensors:
     """The tensors of such a file."""
 
     def __init__(self, where: Path) -> None:
-        self.where = where
+        self.path = where
         try:
             with where.open("rb") as file:
-                self.header = _header(where, file.read(HEADER.size), where.stat().st_size)
+                self.header = _read_header(where, file.read(HEADER.size), where.stat().st_size)
         except OSError as error:
-            raise SpecError(f"{where} cannot be read: {error.strerror}; give a file of {NAME}") from None
-        self.kinds: Mapping[str, Kind] = {name: Kind(shape, "F32") for name, shape in self.header.shapes.items()}
+            raise SpecError(f"{where} cannot be read: {error.strerror}; give a file of {FORMAT_NAME}") from None
+        self.infos: Mapping[str, TensorInfo] = {name: TensorInfo(shape, "F32") for name, shape in self.header.shapes.items()}
 
-    def each(self) -> Iterator[tuple[str, Tensor]]:
+    def iter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor, in the order of the file, which stays on disk until one is looked at."""
-        count, at = self.header.bytes // 4, HEADER.size // 4
-        numbers = torch.from_file(str(self.where), shared=False, size=count, dtype=torch.float32)
+        count, at = self.header.file_size // 4, HEADER.size // 4
+        numbers = torch.from_file(str(self.path), shared=False, size=count, dtype=torch.float32)
         for name, shape in self.header.shapes.items():
             size = math.prod(shape)
             yield name, numbers[at : at + size].view(shape)
             at += size
 
 
-def read(path: Path, dropout: float = 0.0, tokenizer: Path | None = None) -> Transformer:
+def load_llama2c(path: Path, dropout: float = 0.0, tokenizer: Path | None = None) -> Transformer:
     """The model in a file of llama2.c, with the tokenizer of its size that lies beside it, or the one that is named."""
-    stored = Floats(path)
-    _check_angles(stored)
-    tokens = abs(stored.header.vocabulary)
+    stored = Llama2cTensors(path)
+    _check_rope_base(stored)
+    tokens = abs(stored.header.vocab_size)
     beside = (path.parent / name for name in (f"tok{tokens}.bin", "tokenizer.bin"))
     found = tokenizer or next((one for one in beside if one.is_file()), None)
-    usage = Usage() if found is None else Usage((BEGIN,), end=(BEGIN,), tokenizer=document(found, tokens))
-    net = built(stored.header.described, map_of(NAME), stored, dropout)
+    usage = ProcessorSpec() if found is None else ProcessorSpec((BOS_ID,), end=(BOS_ID,), tokenizer=make_tokenizer_json(found, tokens))
+    net = build_from_weights(stored.header.model_spec, get_weight_names(FORMAT_NAME), stored, dropout)
     net.usage = usage
     return net
 
 
-def _header(path: Path, first: bytes, size: int) -> Header:
+def _read_header(path: Path, first: bytes, size: int) -> Llama2cHeader:
     """The sizes, if the file is just as long as they say."""
     if len(first) < HEADER.size:
-        raise SpecError(f"{path} is {size} bytes long, too short for a file of {NAME}; copy the file again")
-    header = Header(*HEADER.unpack(first))
-    if header.possible and size == header.bytes:
+        raise SpecError(f"{path} is {size} bytes long, too short for a file of {FORMAT_NAME}; copy the file again")
+    header = Llama2cHeader(*HEADER.unpack(first))
+    if header.is_valid and size == header.file_size:
         return header
     if header.model == MAGIC:
-        raise SpecError(f"{path} is of version {header.hidden} of {NAME}; export it in its first, --version 0")
+        raise SpecError(f"{path} is of version {header.hidden} of {FORMAT_NAME}; export it in its first, --version 0")
     if first.startswith(PICKLES):
-        raise SpecError(f"{path} is a pickle, which runs code when it is read; give safetensors, or a file of {NAME}")
-    if not header.possible:
-        raise SpecError(f"{path} begins with {list(header)}, which are no sizes of a model; give a file of {NAME}")
-    raise SpecError(f"{path} is {size:,} bytes long, its sizes ask for {header.bytes:,}; copy the file again")
+        raise SpecError(f"{path} is a pickle, which runs code when it is read; give safetensors, or a file of {FORMAT_NAME}")
+    if not header.is_valid:
+        raise SpecError(f"{path} begins with {list(header)}, which are no sizes of a model; give a file of {FORMAT_NAME}")
+    raise SpecError(f"{path} is {size:,} bytes long, its sizes ask for {header.file_size:,}; copy the file again")
 
 
-def _check_angles(stored: Floats) -> None:
+def _check_rope_base(stored: Llama2cTensors) -> None:
     """Refuse the angles of another base, which a file holds without saying so."""
     header = stored.header
-    rate = BASE ** (-torch.arange(0, header.dim, 2, dtype=torch.float64) / header.dim)
-    angle = torch.arange(header.length, dtype=torch.float64)[:, None] * rate
-    for name, tensor in stored.each():
+    rate = ROPE_BASE ** (-torch.arange(0, header.dim, 2, dtype=torch.float64) / header.dim)
+    angle = torch.arange(header.max_length, dtype=torch.float64)[:, None] * rate
+    for name, tensor in stored.iter_tensors():
         if name.startswith("angles_"):
             wanted = angle.cos() if name.endswith("cos") else angle.sin()
-            if not bool(((tensor - wanted).abs() < ROUNDING).all()):
+            if not bool(((tensor - wanted).abs() < ROPE_TOLERANCE).all()):
                 raise SpecError(
-                    f"{stored.where} holds {name[7:]} of angles that are not those of the base {BASE:.0f}; "
+                    f"{stored.path} holds {name[7:]} of angles that are not those of the base {ROPE_BASE:.0f}; "
                     "write it as a folder of transformers, which can say another base"
                 )

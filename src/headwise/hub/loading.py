@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from .. import models
-from ..blueprint.manifest import MANIFEST
+from ..blueprint.manifest import MANIFEST_FILE
 from ..errors import SpecError
 from ..models import Transformer
 from . import llama2c, pretrained
 
-PARTS = (".safetensors", ".json", ".toml")  # of a folder
+MODEL_FILE_SUFFIXES = (".safetensors", ".json", ".toml")  # of a folder
 
 
 def load(what: Path | str, *, dropout: float = 0.0, tokenizer: Path | str | None = None) -> Transformer:
@@ -26,29 +26,29 @@ def load(what: Path | str, *, dropout: float = 0.0, tokenizer: Path | str | None
     >>> net = hw.build(hw.families.read(config))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     hw.save(net, f"{folder}/ours")
-    ...     hw.export(net, f"{folder}/theirs")
+    ...     hw.export_weights(net, f"{folder}/theirs")
     ...     [load(f"{folder}/{name}").described.name for name in ("ours", "theirs")]
     ['gpt2', 'gpt2']
     """
     path = Path(what)
-    if path.is_file() and path.suffix in PARTS:
+    if path.is_file() and path.suffix in MODEL_FILE_SUFFIXES:
         raise SpecError(f"{path} is one of the files of a model; give the folder that it lies in")
     if path.is_file():
-        return llama2c.read(path, dropout, None if tokenizer is None else Path(tokenizer))
+        return llama2c.load_llama2c(path, dropout, None if tokenizer is None else Path(tokenizer))
     if tokenizer is not None:
         raise SpecError(f"{path} is a folder, whose tokenizer lies in it; leave tokenizer out, or name a llama2.c file")
-    if (path / MANIFEST).is_file():
+    if (path / MANIFEST_FILE).is_file():
         return models.load(path, dropout=dropout)
-    if (path / pretrained.CONFIG).is_file():
-        return pretrained.read(path, dropout)
-    raise SpecError(_neither(path))
+    if (path / pretrained.CONFIG_FILE).is_file():
+        return pretrained.load_transformers_folder(path, dropout)
+    raise SpecError(_not_loadable_message(path))
 
 
-def _neither(path: Path) -> str:
+def _not_loadable_message(path: Path) -> str:
     """Why there is nothing to load."""
     kinds = "a folder that hw.save or transformers wrote, or a file of llama2.c"
     if not path.is_dir():
         return f"there is no folder or file {str(path)!r}; give {kinds}"
-    if pickle := pretrained.pickle_in(path):
+    if pickle := pretrained.find_pickle(path):
         return f"{path} holds {pickle}, a pickle, which runs code when it is read; give {kinds}"
-    return f"{path} holds neither {MANIFEST} nor {pretrained.CONFIG}; give {kinds}"
+    return f"{path} holds neither {MANIFEST_FILE} nor {pretrained.CONFIG_FILE}; give {kinds}"

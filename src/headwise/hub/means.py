@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .editing import Head
-from .feeding import Looker, over
+from .editing import HeadRef
+from .feeding import OutputObserver, observe_dataset
 from .patches import Noise
 
-KINDS = ("overall", "position")
+MEAN_KINDS = ("overall", "position")
 
 
 def head_means(
-    model: nn.Module, batches: Iterable[Any], heads: Iterable[Head] | None = None, *, kind: str = "overall"
-) -> dict[Head, Tensor]:
+    model: nn.Module, batches: Iterable[Any], heads: Iterable[HeadRef] | None = None, *, kind: str = "overall"
+) -> dict[HeadRef, Tensor]:
     """The mean of what each head says over the tokens of a data set, in float64: [width], or by position [1, T, width].
 
     A batch is what the model reads: a tensor, or a mapping of what it is called with; or a pair of this and of the
@@ -36,15 +36,15 @@ def head_means(
     >>> with hw.patch(net, means):
     ...     _ = net(torch.tensor([[3, 1, 4]]))
     """
-    if kind not in KINDS:
+    if kind not in MEAN_KINDS:
         raise ValueError(f'kind={kind!r} is no kind of mean; use "overall" or "position"')
-    sums = over(model, batches, heads, partial(Sums, kind=kind))
-    return {(one.site, head): one.mean[..., n, :] for one in sums for n, head in enumerate(one.those)}
+    sums = observe_dataset(model, batches, heads, partial(OutputMoments, kind=kind))
+    return {(one.site, head): one.mean[..., n, :] for one in sums for n, head in enumerate(one.head_indices)}
 
 
 def head_noise(
-    model: nn.Module, batches: Iterable[Any], heads: Iterable[Head] | None = None, *, seed: int = 0
-) -> dict[Head, Noise]:
+    model: nn.Module, batches: Iterable[Any], heads: Iterable[HeadRef] | None = None, *, seed: int = 0
+) -> dict[HeadRef, Noise]:
     """Noise with the mean and the standard deviation of what each head says over a data set; batches as `head_means`.
 
     >>> import headwise as hw
@@ -55,11 +55,11 @@ def head_noise(
     ...     _ = net(torch.tensor([[3]]))
     """
     Noise(seed)  # which refuses what is no seed
-    sums = over(model, batches, heads, Sums)
-    return {(one.site, head): Noise(seed, one.mean[n], one.std[n]) for one in sums for n, head in enumerate(one.those)}
+    sums = observe_dataset(model, batches, heads, OutputMoments)
+    return {(one.site, head): Noise(seed, one.mean[n], one.std[n]) for one in sums for n, head in enumerate(one.head_indices)}
 
 
-def head_outputs(model: nn.Module, inputs: Any, heads: Iterable[Head] | None = None) -> dict[Head, Tensor]:
+def head_outputs(model: nn.Module, inputs: Any, heads: Iterable[HeadRef] | None = None) -> dict[HeadRef, Tensor]:
     """What each head says of one input, [B, T, width], before it is merged.
 
     >>> import headwise as hw
@@ -70,24 +70,24 @@ def head_outputs(model: nn.Module, inputs: Any, heads: Iterable[Head] | None = N
     >>> with hw.patch(net, other):
     ...     _ = net(torch.tensor([[1, 5, 9]]))
     """
-    kept = over(model, [(inputs, {})], heads, Kept)
-    return {(one.site, head): said for one in kept for head, said in one.said.items()}
+    kept = observe_dataset(model, [(inputs, {})], heads, OutputRecorder)
+    return {(one.site, head): said for one in kept for head, said in one.outputs.items()}
 
 
 @dataclass(eq=False)
-class Kept(Looker):
+class OutputRecorder(OutputObserver):
     """It keeps them."""
 
-    said: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Tensor] = field(default_factory=dict)
 
-    def look(self, said: Tensor, counts: Tensor) -> None:
-        if self.said:
+    def observe(self, outputs: Tensor, token_mask: Tensor) -> None:
+        if self.outputs:
             raise ValueError(f"{self.site} ran twice; give an input that the model reads in one call")
-        self.said = {head: said[..., n, :].clone() for n, head in enumerate(self.those)}
+        self.outputs = {head: outputs[..., n, :].clone() for n, head in enumerate(self.head_indices)}
 
 
 @dataclass(eq=False)
-class Sums(Looker):
+class OutputMoments(OutputObserver):
     """It keeps count, mean and squared distances from the mean, brought up to date batch by batch.
 
     Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979).
@@ -96,15 +96,15 @@ class Sums(Looker):
     kind: str = "overall"
     count: Tensor = field(default_factory=lambda: torch.zeros(()))
     means: Tensor = field(default_factory=lambda: torch.zeros(()))
-    squares: Tensor = field(default_factory=lambda: torch.zeros(()))
+    squared_deviations: Tensor = field(default_factory=lambda: torch.zeros(()))
 
-    def look(self, said: Tensor, counts: Tensor) -> None:
+    def observe(self, outputs: Tensor, token_mask: Tensor) -> None:
         if self.kind == "position":
-            self._check_columns(said, counts)
+            self._check_columns(outputs, token_mask)
         else:
-            said, counts = said.flatten(0, -3)[:, None], counts.flatten()[:, None]
-        kept = counts[..., None, None]
-        own = torch.where(kept, said.double(), 0.0)
+            outputs, token_mask = outputs.flatten(0, -3)[:, None], token_mask.flatten()[:, None]
+        kept = token_mask[..., None, None]
+        own = torch.where(kept, outputs.double(), 0.0)
         count = kept.sum(0).double()
         mean = own.sum(0) / count.clamp(min=1)
         squares = torch.where(kept, (own - mean).square(), 0.0).sum(0)
@@ -120,15 +120,15 @@ class Sums(Looker):
 
     def _add(self, count: Tensor, mean: Tensor, squares: Tensor) -> None:
         if not self.means.dim():
-            self.count, self.means, self.squares = count, mean, squares
+            self.count, self.means, self.squared_deviations = count, mean, squares
             return
         long = max(len(count), len(self.count))
-        count, mean, squares = (_longer(new, long) for new in (count, mean, squares))
-        own, means, seen = (_longer(old, long) for old in (self.count, self.means, self.squares))
+        count, mean, squares = (_pad_positions(new, long) for new in (count, mean, squares))
+        own, means, seen = (_pad_positions(old, long) for old in (self.count, self.means, self.squared_deviations))
         self.count, far = own + count, mean - means
         share = count / self.count.clamp(min=1)
         self.means = means + far * share
-        self.squares = seen + squares + far.square() * own * share
+        self.squared_deviations = seen + squares + far.square() * own * share
 
     @property
     def mean(self) -> Tensor:
@@ -143,8 +143,8 @@ class Sums(Looker):
         """Their standard deviation, [heads, width]."""
         if self.count.min() < 2:
             raise ValueError(f"one token of {self.site} has no standard deviation; give more")
-        return (self.squares / (self.count - 1)).sqrt()[0]
+        return (self.squared_deviations / (self.count - 1)).sqrt()[0]
 
 
-def _longer(one: Tensor, length: int) -> Tensor:
+def _pad_positions(one: Tensor, length: int) -> Tensor:
     return torch.cat([one, one.new_zeros(length - len(one), *one.shape[1:])])

@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .editing import Head
-from .feeding import Looker, over
-from .patches import Moment, Patch, Says
-from .watching import Core, Reading
+from .editing import HeadRef
+from .feeding import OutputObserver, observe_dataset
+from .patches import HeadCall, HeadPatch, PatchFunction
+from .watching import AttentionCall, HeadValues
 
-CLOSE = {torch.float64: 1e-3, torch.float32: 1e-3}  # relative; of what is narrower, less can be asked
-COARSE = 0.05
+TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}  # relative; of what is narrower, less can be asked
+LOW_PRECISION_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, eq=False)
-class Offsets(Patch):
+class OffsetWeights(HeadPatch):
     """A head whose weight of a key follows from its offset, query minus key, alone.
 
     `weights[n]` belongs to offset n - longest + 1, where `longest` is how many tokens the longest text had; it is the
@@ -27,34 +27,34 @@ class Offsets(Patch):
     one, or less where a head has a sink.
     """
 
-    sees: ClassVar[bool] = True
+    needs_call: ClassVar[bool] = True
     weights: Tensor
-    pairs: Tensor
-    mass: float
+    pair_counts: Tensor
+    row_sum: float
 
     @property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         """How many tokens the longest text had."""
         return (len(self.weights) + 1) // 2
 
-    def begun(self, site: str, head: int) -> Says:
-        return self._says
+    def make_function(self, site: str, head: int) -> PatchFunction:
+        return self._output
 
-    def _says(self, moment: Moment) -> Tensor:
-        assert moment.core is not None
-        own_BTV, reading = moment.own, moment.core.reading(moment.head)
-        a_BTS = self.at(moment.site, _readable(moment.site, moment.core, reading, own_BTV), moment.at)
+    def _output(self, moment: HeadCall) -> Tensor:
+        assert moment.call is not None
+        own_BTV, reading = moment.output, moment.call.head_values(moment.head)
+        a_BTS = self.weights_at(moment.site, _allowed_pairs(moment.site, moment.call, reading, own_BTV), moment.token_mask)
         return (a_BTS.to(reading.v_BSV) @ reading.v_BSV).to(own_BTV)
 
-    def at(self, site: str, readable_BTS: Tensor, asked: Tensor | None) -> Tensor:
+    def weights_at(self, site: str, readable_BTS: Tensor, token_mask: Tensor | None) -> Tensor:
         """The weights over the keys that each query may read, in float64; only the tokens asked for need be known."""
         count, device = readable_BTS.shape[1], readable_BTS.device
-        offset = _offsets(count, device) - count + 1
-        beyond = offset.abs() >= self.longest
-        place = (offset + self.longest - 1).clamp(0, len(self.weights) - 1)
-        unknown = readable_BTS & (beyond | (self.pairs.to(device)[place] == 0))
-        if asked is not None:
-            unknown = unknown & asked[..., None]
+        offset = _make_offsets(count, device) - count + 1
+        beyond = offset.abs() >= self.max_length
+        place = (offset + self.max_length - 1).clamp(0, len(self.weights) - 1)
+        unknown = readable_BTS & (beyond | (self.pair_counts.to(device)[place] == 0))
+        if token_mask is not None:
+            unknown = unknown & token_mask[..., None]
         if unknown.any():
             far = int(offset[unknown.any(0)][0])
             raise ValueError(
@@ -62,10 +62,10 @@ class Offsets(Patch):
             )
         a_BTS = torch.where(readable_BTS, self.weights.to(device)[place], 0.0)
         total_BT = a_BTS.sum(-1)
-        return a_BTS * torch.where(total_BT > 0, self.mass / total_BT, 0.0)[..., None]
+        return a_BTS * torch.where(total_BT > 0, self.row_sum / total_BT, 0.0)[..., None]
 
 
-def offset_means(model: nn.Module, batches: Iterable[Any], heads: Iterable[Head] | None = None) -> dict[Head, Offsets]:
+def offset_means(model: nn.Module, batches: Iterable[Any], heads: Iterable[HeadRef] | None = None) -> dict[HeadRef, OffsetWeights]:
     """For each head, the mean weight of all keys at one offset from their query, over a data set; for `hw.patch`.
 
     Batches are those of `hw.head_means`; queries that do not count are left out. What a head loses when it is patched
@@ -83,81 +83,81 @@ def offset_means(model: nn.Module, batches: Iterable[Any], heads: Iterable[Head]
     ...     _ = net(ids)
     """
     return {
-        (one.site, head): Offsets(*one.settled(head)) for one in over(model, batches, heads, ByOffset)
-        for head in one.those
+        (one.site, head): OffsetWeights(*one.mean_weights(head)) for one in observe_dataset(model, batches, heads, OffsetObserver)
+        for head in one.head_indices
     }  # fmt: skip
 
 
 @dataclass(eq=False)
-class Total:
+class OffsetTotals:
     """Of one head: the sum of its weights at each offset, of how many pairs, and the sum of all rows, of how many."""
 
     weights: Tensor
-    pairs: Tensor
-    mass: float = 0.0
-    rows: int = 0
+    pair_counts: Tensor
+    row_sum: float = 0.0
+    num_rows: int = 0
 
 
 @dataclass(eq=False)
-class ByOffset(Looker):
+class OffsetObserver(OutputObserver):
     """It sums weights by offset."""
 
-    wants_core = True
-    totals: dict[int, Total] = field(default_factory=dict)
+    needs_call = True
+    totals: dict[int, OffsetTotals] = field(default_factory=dict)
 
-    def look(self, said: Tensor, counts: Tensor) -> None:
-        seen, self.seen = self.seen, None
+    def observe(self, outputs: Tensor, token_mask: Tensor) -> None:
+        seen, self.call = self.call, None
         assert seen is not None
-        for n, head in enumerate(self.those):
-            reading = seen.reading(head)
-            readable_BTS = _readable(self.site, seen, reading, said[..., n, :])
-            a_BTS = seen.rows(reading.row)
-            self._check_read(head, a_BTS, reading, torch.where(counts[..., None], said[..., n, :], 0.0))
-            self._add(head, a_BTS.double(), readable_BTS & counts[..., None])
+        for n, head in enumerate(self.head_indices):
+            reading = seen.head_values(head)
+            readable_BTS = _allowed_pairs(self.site, seen, reading, outputs[..., n, :])
+            a_BTS = seen.head_weights(reading.score_head)
+            self._check_output(head, a_BTS, reading, torch.where(token_mask[..., None], outputs[..., n, :], 0.0))
+            self._add(head, a_BTS.double(), readable_BTS & token_mask[..., None])
 
-    def _check_read(self, head: int, a_BTS: Tensor, reading: Reading, said_BTV: Tensor) -> None:
+    def _check_output(self, head: int, a_BTS: Tensor, reading: HeadValues, said_BTV: Tensor) -> None:
         """Only what is weights times values can be had by other weights."""
         exact = torch.promote_types(said_BTV.dtype, torch.float32)
         read_BTV = a_BTS.to(exact) @ reading.v_BSV.to(exact)
         far = torch.where((said_BTV != 0).any(-1, keepdim=True), read_BTV - said_BTV.to(exact), 0.0).abs().max()
-        if not far <= CLOSE.get(said_BTV.dtype, COARSE) * said_BTV.abs().max() or (a_BTS < 0).any():
+        if not far <= TOLERANCE.get(said_BTV.dtype, LOW_PRECISION_TOLERANCE) * said_BTV.abs().max() or (a_BTS < 0).any():
             raise ValueError(
                 f"head {head} of {self.site} says more than the mean of what it reads; other weights do not"
             )
 
     def _add(self, head: int, a_BTS: Tensor, counted_BTS: Tensor) -> None:
         count = a_BTS.shape[1]
-        place = _offsets(count, a_BTS.device).expand_as(counted_BTS)[counted_BTS]
+        place = _make_offsets(count, a_BTS.device).expand_as(counted_BTS)[counted_BTS]
         weights = torch.bincount(place, a_BTS[counted_BTS], minlength=2 * count - 1).cpu()
         pairs = torch.bincount(place, minlength=2 * count - 1).double().cpu()
-        had = self.totals.get(head, Total(torch.zeros(1).double(), torch.zeros(1).double()))
-        self.totals[head] = Total(
-            _added(had.weights, weights), _added(had.pairs, pairs), had.mass + float(weights.sum()),
-            had.rows + int(counted_BTS.any(-1).sum()),
+        had = self.totals.get(head, OffsetTotals(torch.zeros(1).double(), torch.zeros(1).double()))
+        self.totals[head] = OffsetTotals(
+            _add_centred(had.weights, weights), _add_centred(had.pair_counts, pairs), had.row_sum + float(weights.sum()),
+            had.num_rows + int(counted_BTS.any(-1).sum()),
         )  # fmt: skip
 
-    def settled(self, head: int) -> tuple[Tensor, Tensor, float]:
+    def mean_weights(self, head: int) -> tuple[Tensor, Tensor, float]:
         """Means by offset, of how many pairs, and the mean sum of a row."""
         total = self.totals[head]
-        if not total.rows:
+        if not total.num_rows:
             raise ValueError(f"no token of {self.site} counts; give batches with some that do")
-        return total.weights / total.pairs.clamp(min=1), total.pairs, total.mass / total.rows
+        return total.weights / total.pair_counts.clamp(min=1), total.pair_counts, total.row_sum / total.num_rows
 
 
-def _offsets(count: int, device: torch.device) -> Tensor:
+def _make_offsets(count: int, device: torch.device) -> Tensor:
     """Query minus key for all pairs of so many tokens, counted from the least."""
     place = torch.arange(count, device=device)
     return place[:, None] - place + count - 1
 
 
-def _added(one: Tensor, other: Tensor) -> Tensor:
+def _add_centred(one: Tensor, other: Tensor) -> Tensor:
     """The sum of two that are centred alike."""
     short, long = sorted((one, other), key=len)
     around = (len(long) - len(short)) // 2
     return long + torch.nn.functional.pad(short, (around, around))
 
 
-def _readable(site: str, core: Core, reading: Reading, own_BTV: Tensor) -> Tensor:
+def _allowed_pairs(site: str, core: AttentionCall, reading: HeadValues, own_BTV: Tensor) -> Tensor:
     """Which keys each query of a head may read, [B or 1, T, S], if its weights by offset can be meant."""
     queries, keys = own_BTV.shape[1], reading.v_BSV.shape[1]
     if own_BTV.dim() != 3 or queries != keys:
@@ -167,5 +167,5 @@ def _readable(site: str, core: Core, reading: Reading, own_BTV: Tensor) -> Tenso
     if reading.v_BSV.shape[-1] != own_BTV.shape[-1]:
         wide = own_BTV.shape[-1], reading.v_BSV.shape[-1]
         raise ValueError(f"heads of {site} say {wide[0]} numbers and read {wide[1]}; these are not the same")
-    allowed = core.allowed()
-    return allowed[:, reading.row if allowed.shape[1] > 1 else 0].expand(-1, queries, keys)
+    allowed = core.allowed_pairs()
+    return allowed[:, reading.score_head if allowed.shape[1] > 1 else 0].expand(-1, queries, keys)

@@ -12,65 +12,65 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .watching import Core
+from .watching import AttentionCall
 
-SEEDS = 2**31
+MAX_SEED = 2**31
 
 
-class Moment(NamedTuple):
+class HeadCall(NamedTuple):
     """One head in one call: what it says itself, [B, T, width], which tokens [B, T] are asked for, if not all of them,
     and what the attention worked with, where a patch sees it."""
 
     site: str
     head: int
-    own: Tensor
-    at: Tensor | None
-    core: Core | None
+    output: Tensor
+    token_mask: Tensor | None
+    call: AttentionCall | None
 
 
-Says = Callable[[Moment], Tensor]
+PatchFunction = Callable[[HeadCall], Tensor]
 
 
-class Patch(ABC):
+class HeadPatch(ABC):
     """What a head says instead of its own."""
 
-    sees: ClassVar[bool] = False  # whether it needs what the attention worked with
+    needs_call: ClassVar[bool] = False  # whether it needs what the attention worked with
 
     @abstractmethod
-    def begun(self, site: str, head: int) -> Says:
+    def make_function(self, site: str, head: int) -> PatchFunction:
         """What it says from now on, at one head."""
 
 
 @dataclass(frozen=True)
-class Scaled(Patch):
+class ScaledOutput(HeadPatch):
     """A share of its own."""
 
     scale: float
 
-    def begun(self, site: str, head: int) -> Says:
-        return lambda moment: moment.own * self.scale
+    def make_function(self, site: str, head: int) -> PatchFunction:
+        return lambda moment: moment.output * self.scale
 
 
 @dataclass(frozen=True, eq=False)
-class Fixed(Patch):
+class ConstantOutput(HeadPatch):
     """A vector [width], or one for each token [B, T, width]."""
 
     value: Tensor
 
-    def begun(self, site: str, head: int) -> Says:
-        return self._says
+    def make_function(self, site: str, head: int) -> PatchFunction:
+        return self._output
 
-    def _says(self, moment: Moment) -> Tensor:
-        value, own = self.value, moment.own
+    def _output(self, moment: HeadCall) -> Tensor:
+        value, own = self.value, moment.output
         if value.shape[-1] != own.shape[-1]:
             raise ValueError(f"heads of {moment.site} say {own.shape[-1]} numbers, not {value.shape[-1]}; give as many")
         if value.dim() == 3:
-            fits(moment.site, value, own)
+            check_shape(moment.site, value, own)
         return value.to(own).expand_as(own)
 
 
 @dataclass(frozen=True)
-class Resample(Patch):
+class Resample(HeadPatch):
     """What the same head says for another row of the batch: row `rows[n]` for row n, or rows drawn from `seed`.
 
     Drawn rows are never a row's own. Heads that are given one seed read the same rows. Rows of one length are meant:
@@ -101,19 +101,19 @@ class Resample(Patch):
         if self.seed is not None:
             check_seed(self.seed)
 
-    def begun(self, site: str, head: int) -> Says:
+    def make_function(self, site: str, head: int) -> PatchFunction:
         draws = None if self.seed is None else torch.Generator().manual_seed(self.seed)
-        return partial(self._says, draws)
+        return partial(self._output, draws)
 
-    def _says(self, draws: torch.Generator | None, moment: Moment) -> Tensor:
-        rows = len(moment.own)
-        order = self._drawn(draws, rows) if self.rows is None else self.rows
+    def _output(self, draws: torch.Generator | None, moment: HeadCall) -> Tensor:
+        rows = len(moment.output)
+        order = self._sample_rows(draws, rows) if self.rows is None else self.rows
         if len(order) != rows or max(order) >= rows:
             raise ValueError(f"{moment.site} reads {rows} rows, and rows={order} are not that many of 0..{rows - 1}")
-        return moment.own[torch.tensor(order, device=moment.own.device)]
+        return moment.output[torch.tensor(order, device=moment.output.device)]
 
     @staticmethod
-    def _drawn(draws: torch.Generator | None, rows: int) -> tuple[int, ...]:
+    def _sample_rows(draws: torch.Generator | None, rows: int) -> tuple[int, ...]:
         """One cycle through all rows, so that none keeps its own."""
         if rows < 2:
             raise ValueError("a batch of one row has no other row to read; give several")
@@ -123,7 +123,7 @@ class Resample(Patch):
 
 
 @dataclass(frozen=True, eq=False)
-class Noise(Patch):
+class Noise(HeadPatch):
     """Gaussian noise, channel by channel, of this mean and standard deviation: a number, or a vector [width].
 
     What is left out is the head's own, over the tokens that are patched in a call. Each head draws from a stream of its
@@ -156,24 +156,24 @@ class Noise(Patch):
             if not torch.as_tensor(told).isfinite().all() or (name == "std" and (torch.as_tensor(told) < 0).any()):
                 raise ValueError(f"{name} holds what no Gaussian has; give finite numbers, std not below 0")
 
-    def begun(self, site: str, head: int) -> Says:
+    def make_function(self, site: str, head: int) -> PatchFunction:
         number = zlib.crc32(f"{self.seed} {site} {head}".encode())  # torch's generator takes 32 bits, and no more
-        return partial(self._says, torch.Generator().manual_seed(number))
+        return partial(self._output, torch.Generator().manual_seed(number))
 
-    def _says(self, draws: torch.Generator, moment: Moment) -> Tensor:
-        own = moment.own
-        mean, std = (self._told(moment, name) for name in ("mean", "std"))
+    def _output(self, draws: torch.Generator, moment: HeadCall) -> Tensor:
+        own = moment.output
+        mean, std = (self._statistic(moment, name) for name in ("mean", "std"))
         drawn = torch.randn(own.shape, generator=draws, dtype=torch.float64).to(own)
         return (mean + std * drawn).to(own)
 
-    def _told(self, moment: Moment, name: str) -> Tensor:
-        told, own = getattr(self, name), moment.own
+    def _statistic(self, moment: HeadCall, name: str) -> Tensor:
+        told, own = getattr(self, name), moment.output
         if told is not None:
             told = torch.as_tensor(told, device=own.device)
             if told.dim() and told.shape[0] != own.shape[-1]:
                 raise ValueError(f"heads of {moment.site} say {own.shape[-1]} numbers, not {len(told)}; give as many")
             return told
-        those = own.flatten(0, -2) if moment.at is None else own[moment.at.expand(own.shape[:-1])]
+        those = own.flatten(0, -2) if moment.token_mask is None else own[moment.token_mask.expand(own.shape[:-1])]
         if len(those) < 2:
             raise ValueError(f"{len(those)} token has no mean and deviation of its own; give mean= and std= to Noise")
         those = those.to(torch.promote_types(own.dtype, torch.float32))
@@ -182,12 +182,12 @@ class Noise(Patch):
 
 def check_seed(seed: object) -> None:
     """Refuse what is no seed."""
-    if type(seed) is not int or not 0 <= seed < SEEDS:
-        raise ValueError(f"seed={seed!r} is no seed; give a whole number in 0..{SEEDS - 1}")
+    if type(seed) is not int or not 0 <= seed < MAX_SEED:
+        raise ValueError(f"seed={seed!r} is no seed; give a whole number in 0..{MAX_SEED - 1}")
 
 
-def fits(site: str, told: Tensor, own: Tensor) -> None:
+def check_shape(site: str, value: Tensor, output: Tensor) -> None:
     """Refuse what is told of other rows and tokens than there are; one may stand for all."""
-    said, seen = list(told.shape[:2]), list(own.shape[:2])
-    if own.dim() != 3 or any(one not in (1, count) for one, count in zip(said, seen, strict=True)):
-        raise ValueError(f"{site} reads {list(own.shape[:-1])} tokens, told were {said}; give as many")
+    said, seen = list(value.shape[:2]), list(output.shape[:2])
+    if output.dim() != 3 or any(one not in (1, count) for one, count in zip(said, seen, strict=True)):
+        raise ValueError(f"{site} reads {list(output.shape[:-1])} tokens, told were {said}; give as many")

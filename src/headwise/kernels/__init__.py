@@ -3,7 +3,7 @@
 Importing this package compiles nothing; each operation does when it first runs.
 """
 
-from .decode import Beside, decode, plainly
-from .thin import thin
+from .decode import PagedDecodeOptions, attend_paged, attend_paged_reference
+from .thin import multiply_small_batch
 
-__all__ = ["Beside", "decode", "plainly", "thin"]
+__all__ = ["PagedDecodeOptions", "attend_paged", "attend_paged_reference", "multiply_small_batch"]

@@ -10,270 +10,270 @@ from __future__ import annotations
 
 from numba import njit
 
-from .lanes import WIDE, fma, splat, times, total, totals, wide
-from .memory import lies, load, load_one, number, put, put_quarter, read, read_one, size, soon, whole
-from .told import BLOCK, LINE, At
+from .lanes import SIMD_WIDTH, fma, splat, vec_mul, reduce_sum, reduce_sum_16, round_up_to_simd
+from .memory import storage_itemsize, load_storage, load_storage_scalar, as_compute_scalar, store_value, store_quarter, load_vector, load_scalar, compute_itemsize, prefetch_l1, load_int64
+from .told import KV_BLOCK_SIZE, CACHE_LINE_BYTES, PagedDecodeArgs
 
-KEYS, VALUES, SCALES, COLUMNS, NEXT = (8 * BLOCK * n for n in range(5))
-SCORES = 2 * NEXT
-AHEAD = 12 * 2**10  # bytes between what is asked for and what is read: a memory's answer long
-TOGETHER = 4  # keys, or values, that are read at once
-inside = njit(forceinline=True)  # a call of their own costs what a seventh of four keys does
+KEYS_OFFSET, VALUES_OFFSET, SCALES_OFFSET, COLUMNS_OFFSET, NEXT_BLOCK_OFFSET = (8 * KV_BLOCK_SIZE * n for n in range(5))
+SCORES_OFFSET = 2 * NEXT_BLOCK_OFFSET
+KV_PREFETCH_BYTES = 12 * 2**10  # bytes between what is asked for and what is read: a memory's answer long
+KEYS_PER_STEP = 4  # keys, or values, that are read at once
+njit_inline = njit(forceinline=True)  # a call of their own costs what a seventh of four keys does
 
 
 @njit
-def rest(f, address, count, desk):
+def load_row_tail(f, address, count, desk):
     """The last numbers of a row, that do not fill a vector."""
-    put(desk, splat(number(f, 0.0)))
+    store_value(desk, splat(as_compute_scalar(f, 0.0)))
     for n in range(count):
-        put(desk + size(f) * n, load_one(f, address + lies(f) * n))
-    return read(f, desk)
+        store_value(desk + compute_itemsize(f) * n, load_storage_scalar(f, address + storage_itemsize(f) * n))
+    return load_vector(f, desk)
 
 
-@inside
-def met(x, y, a):
+@njit_inline
+def fma_4_keys(x, y, a):
     """Sums with four products more."""
     return fma(x[0], y, a[0]), fma(x[1], y, a[1]), fma(x[2], y, a[2]), fma(x[3], y, a[3])
 
 
-@inside
-def met_by_heads(f, x, q, apart, a):
+@njit_inline
+def fma_4_keys_4_heads(f, x, q, apart, a):
     """Sums of four heads, the fourth so far from the first, with four products more of each."""
-    first, second = met(x, read(f, q), a[0]), met(x, read(f, q + apart[0]), a[1])
-    return first, second, met(x, read(f, q + 2 * apart[0]), a[2]), met(x, read(f, q + apart[1]), a[3])
+    first, second = fma_4_keys(x, load_vector(f, q), a[0]), fma_4_keys(x, load_vector(f, q + apart[0]), a[1])
+    return first, second, fma_4_keys(x, load_vector(f, q + 2 * apart[0]), a[2]), fma_4_keys(x, load_vector(f, q + apart[1]), a[3])
 
 
-@inside
-def of_keys(f, keys, at):
+@njit_inline
+def load_4_keys(f, keys, at):
     """Sixteen channels of four keys."""
-    return load(f, keys[0] + at), load(f, keys[1] + at), load(f, keys[2] + at), load(f, keys[3] + at)
+    return load_storage(f, keys[0] + at), load_storage(f, keys[1] + at), load_storage(f, keys[2] + at), load_storage(f, keys[3] + at)
 
 
 @njit
-def some_of_keys(f, keys, at, bounds, desk):
+def load_4_keys_partial(f, keys, at, bounds, desk):
     """As many channels of as many keys as there are, of sixteen and of four; the others are 0 and not read."""
     count, some = bounds
-    a, b = rest(f, keys[0] + at, count, desk), rest(f, keys[1] + at, count if some > 1 else 0, desk)
-    c, d = rest(f, keys[2] + at, count if some > 2 else 0, desk), rest(f, keys[3] + at, count if some > 3 else 0, desk)
+    a, b = load_row_tail(f, keys[0] + at, count, desk), load_row_tail(f, keys[1] + at, count if some > 1 else 0, desk)
+    c, d = load_row_tail(f, keys[2] + at, count if some > 2 else 0, desk), load_row_tail(f, keys[3] + at, count if some > 3 else 0, desk)
     return a, b, c, d
 
 
-@inside
-def four_keys(keys, offset):
+@njit_inline
+def key_addresses(keys, offset):
     """Where one head of four keys, or of their values, lies."""
-    return whole(keys) + offset, whole(keys + 8) + offset, whole(keys + 16) + offset, whole(keys + 24) + offset
+    return load_int64(keys) + offset, load_int64(keys + 8) + offset, load_int64(keys + 16) + offset, load_int64(keys + 24) + offset
 
 
-@inside
-def heads_compared(f, q, keys, bounds, tail, to):
+@njit_inline
+def qk_4_heads(f, q, keys, bounds, tail, to):
     """The products of four keys with the queries of four heads, or of three, of which the last is then met twice."""
     dim, some, heads = bounds
-    nothing = splat(number(f, 0.0))
+    nothing = splat(as_compute_scalar(f, 0.0))
     none = (nothing, nothing, nothing, nothing)
     a = (none, none, none, none)
-    full, apart, step = dim // WIDE * WIDE if some == TOGETHER else 0, size(f) * BLOCK, size(f) * wide(dim)
+    full, apart, step = dim // SIMD_WIDTH * SIMD_WIDTH if some == KEYS_PER_STEP else 0, compute_itemsize(f) * KV_BLOCK_SIZE, compute_itemsize(f) * round_up_to_simd(dim)
     steps = step, step * (heads - 1)
-    for n in range(0, full, WIDE):
-        x, own = of_keys(f, keys, lies(f) * n), q + size(f) * n
-        a = met_by_heads(f, x, own, steps, a)
-    for n in range(full, dim, WIDE):
-        x, own = some_of_keys(f, keys, lies(f) * n, (min(dim - n, WIDE), some), tail), q + size(f) * n
-        a = met_by_heads(f, x, own, steps, a)
-    found = totals(a)
-    put_quarter(to, found, 0)
-    put_quarter(to + apart, found, 1)
-    put_quarter(to + 2 * apart, found, 2)
-    put_quarter(to + (heads - 1) * apart, found, 3)
+    for n in range(0, full, SIMD_WIDTH):
+        x, own = load_4_keys(f, keys, storage_itemsize(f) * n), q + compute_itemsize(f) * n
+        a = fma_4_keys_4_heads(f, x, own, steps, a)
+    for n in range(full, dim, SIMD_WIDTH):
+        x, own = load_4_keys_partial(f, keys, storage_itemsize(f) * n, (min(dim - n, SIMD_WIDTH), some), tail), q + compute_itemsize(f) * n
+        a = fma_4_keys_4_heads(f, x, own, steps, a)
+    found = reduce_sum_16(a)
+    store_quarter(to, found, 0)
+    store_quarter(to + apart, found, 1)
+    store_quarter(to + 2 * apart, found, 2)
+    store_quarter(to + (heads - 1) * apart, found, 3)
 
 
-@inside
-def head_compared(f, q, keys, bounds, tail, to):
+@njit_inline
+def qk_1_head(f, q, keys, bounds, tail, to):
     """The products of four keys with the query of one head."""
     dim, some, _ = bounds
-    nothing = splat(number(f, 0.0))
-    a, full = (nothing, nothing, nothing, nothing), dim // WIDE * WIDE if some == TOGETHER else 0
-    for n in range(0, full, WIDE):
-        a = met(of_keys(f, keys, lies(f) * n), read(f, q + size(f) * n), a)
-    for n in range(full, dim, WIDE):
-        x = some_of_keys(f, keys, lies(f) * n, (min(dim - n, WIDE), some), tail)
-        a = met(x, read(f, q + size(f) * n), a)
-    put(to, total(a[0]))
-    put(to + size(f), total(a[1]))
-    put(to + 2 * size(f), total(a[2]))
-    put(to + 3 * size(f), total(a[3]))
+    nothing = splat(as_compute_scalar(f, 0.0))
+    a, full = (nothing, nothing, nothing, nothing), dim // SIMD_WIDTH * SIMD_WIDTH if some == KEYS_PER_STEP else 0
+    for n in range(0, full, SIMD_WIDTH):
+        a = fma_4_keys(load_4_keys(f, keys, storage_itemsize(f) * n), load_vector(f, q + compute_itemsize(f) * n), a)
+    for n in range(full, dim, SIMD_WIDTH):
+        x = load_4_keys_partial(f, keys, storage_itemsize(f) * n, (min(dim - n, SIMD_WIDTH), some), tail)
+        a = fma_4_keys(x, load_vector(f, q + compute_itemsize(f) * n), a)
+    store_value(to, reduce_sum(a[0]))
+    store_value(to + compute_itemsize(f), reduce_sum(a[1]))
+    store_value(to + 2 * compute_itemsize(f), reduce_sum(a[2]))
+    store_value(to + 3 * compute_itemsize(f), reduce_sum(a[3]))
 
 
 @njit
-def abreast(left):
+def heads_per_step(left):
     """How many heads are read beside each other, of those that are left: four or three; two take longer so."""
     return min(left, 4) if left > 2 else 1
 
 
-@inside
-def group_compared(f, q, keys, bounds, tail, to):
+@njit_inline
+def qk_head_group(f, q, keys, bounds, tail, to):
     """The products of four keys with the queries of all heads that share them."""
     dim, some, each = bounds
-    h, apart, step = 0, size(f) * BLOCK, size(f) * wide(dim)
+    h, apart, step = 0, compute_itemsize(f) * KV_BLOCK_SIZE, compute_itemsize(f) * round_up_to_simd(dim)
     while h < each:
-        heads = abreast(each - h)
+        heads = heads_per_step(each - h)
         if heads > 1:
-            heads_compared(f, q + step * h, keys, (dim, some, heads), tail, to + apart * h)
+            qk_4_heads(f, q + step * h, keys, (dim, some, heads), tail, to + apart * h)
         else:
-            head_compared(f, q + step * h, keys, (dim, some, heads), tail, to + apart * h)
+            qk_1_head(f, q + step * h, keys, (dim, some, heads), tail, to + apart * h)
         h += heads
 
 
 @njit
-def lead(told, each):
+def prefetch_distance(told, each):
     """How many keys before it is read each is asked for: so many that `AHEAD` bytes lie between, a block at most."""
-    held = TOGETHER * whole(told + At.GROUPS) * each * (whole(told + At.DIM) + whole(told + At.VDIM)) // 2
-    return min(TOGETHER * ((AHEAD + held - 1) // held), BLOCK)
+    held = KEYS_PER_STEP * load_int64(told + PagedDecodeArgs.GROUPS) * each * (load_int64(told + PagedDecodeArgs.DIM) + load_int64(told + PagedDecodeArgs.VDIM)) // 2
+    return min(KEYS_PER_STEP * ((KV_PREFETCH_BYTES + held - 1) // held), KV_BLOCK_SIZE)
 
 
 @njit
-def coming(i, here, there):
+def prefetch_targets(i, here, there):
     """Which keys to ask for while four are read: their list, how many there are, what a head of them holds and how far
     it is to the next head, and whether all of that lies in one piece."""
     list_, count, held, apart, groups = here
     if i >= count:
-        i -= (count + TOGETHER - 1) // TOGETHER * TOGETHER
+        i -= (count + KEYS_PER_STEP - 1) // KEYS_PER_STEP * KEYS_PER_STEP
         list_, count, held, apart, groups = there
-    list_, some = list_ + 8 * i, min(TOGETHER, count - i)
-    joined = some > 0 and apart == held and whole(list_ + 8 * (some - 1)) - whole(list_) == (some - 1) * groups * held
+    list_, some = list_ + 8 * i, min(KEYS_PER_STEP, count - i)
+    joined = some > 0 and apart == held and load_int64(list_ + 8 * (some - 1)) - load_int64(list_) == (some - 1) * groups * held
     return list_, some, held, apart, joined
 
 
-@inside
-def asked(g, groups, keys):
+@njit_inline
+def prefetch_head(g, groups, keys):
     """Ask for what one head is asked of: its part of some keys in the order in which they lie, or its own numbers."""
     list_, some, held, apart, joined = keys
     if joined:
-        begin, end = whole(list_) + g * TOGETHER * held, whole(list_) + some * groups * held
-        for line in range(begin, min(begin + TOGETHER * held, end), 4 * LINE):
-            soon(line)
-            soon(line + LINE)
-            soon(line + 2 * LINE)
-            soon(line + 3 * LINE)
+        begin, end = load_int64(list_) + g * KEYS_PER_STEP * held, load_int64(list_) + some * groups * held
+        for line in range(begin, min(begin + KEYS_PER_STEP * held, end), 4 * CACHE_LINE_BYTES):
+            prefetch_l1(line)
+            prefetch_l1(line + CACHE_LINE_BYTES)
+            prefetch_l1(line + 2 * CACHE_LINE_BYTES)
+            prefetch_l1(line + 3 * CACHE_LINE_BYTES)
     else:
         for n in range(some):
-            begin = whole(list_ + 8 * n) + g * apart
-            for line in range(begin, begin + held, LINE):
-                soon(line)
+            begin = load_int64(list_ + 8 * n) + g * apart
+            for line in range(begin, begin + held, CACHE_LINE_BYTES):
+                prefetch_l1(line)
 
 
 @njit
-def compare(f, told, q, desk, count):
+def qk_block(f, told, q, desk, count):
     """The scores of a block, four keys at a time as they lie in memory; those that follow are asked for on the way."""
-    heads, groups, dim = whole(told + At.HEADS), whole(told + At.GROUPS), whole(told + At.DIM)
-    each, apart, step, k_head = heads // groups, size(f) * BLOCK, size(f) * wide(dim), whole(told + At.K_HEAD)
-    tail, before = desk + SCORES + size(f) * (heads * BLOCK + wide(heads)), lead(told, lies(f))
-    here = desk + KEYS, count, lies(f) * dim, k_head, groups
-    there = desk + VALUES, count, lies(f) * whole(told + At.VDIM), whole(told + At.V_HEAD), groups
-    for i in range(0, count, TOGETHER):
-        scores, some = desk + SCORES + size(f) * i, min(TOGETHER, count - i)
-        after = coming(i + before, here, there)
+    heads, groups, dim = load_int64(told + PagedDecodeArgs.HEADS), load_int64(told + PagedDecodeArgs.GROUPS), load_int64(told + PagedDecodeArgs.DIM)
+    each, apart, step, k_head = heads // groups, compute_itemsize(f) * KV_BLOCK_SIZE, compute_itemsize(f) * round_up_to_simd(dim), load_int64(told + PagedDecodeArgs.K_HEAD_STRIDE)
+    tail, before = desk + SCORES_OFFSET + compute_itemsize(f) * (heads * KV_BLOCK_SIZE + round_up_to_simd(heads)), prefetch_distance(told, storage_itemsize(f))
+    here = desk + KEYS_OFFSET, count, storage_itemsize(f) * dim, k_head, groups
+    there = desk + VALUES_OFFSET, count, storage_itemsize(f) * load_int64(told + PagedDecodeArgs.VDIM), load_int64(told + PagedDecodeArgs.V_HEAD_STRIDE), groups
+    for i in range(0, count, KEYS_PER_STEP):
+        scores, some = desk + SCORES_OFFSET + compute_itemsize(f) * i, min(KEYS_PER_STEP, count - i)
+        after = prefetch_targets(i + before, here, there)
         for g in range(groups):
-            asked(g, groups, after)
-            keys, h = four_keys(desk + KEYS + 8 * i, g * k_head), g * each
-            group_compared(f, q + step * h, keys, (dim, some, each), tail, scores + apart * h)
+            prefetch_head(g, groups, after)
+            keys, h = key_addresses(desk + KEYS_OFFSET + 8 * i, g * k_head), g * each
+            qk_head_group(f, q + step * h, keys, (dim, some, each), tail, scores + apart * h)
 
 
-@inside
-def shares(f, scores):
+@njit_inline
+def load_4_weights(f, scores):
     """What four keys have of one head, each sixteen times."""
-    a, b = splat(read_one(f, scores)), splat(read_one(f, scores + size(f)))
-    return a, b, splat(read_one(f, scores + 2 * size(f))), splat(read_one(f, scores + 3 * size(f)))
+    a, b = splat(load_scalar(f, scores)), splat(load_scalar(f, scores + compute_itemsize(f)))
+    return a, b, splat(load_scalar(f, scores + 2 * compute_itemsize(f))), splat(load_scalar(f, scores + 3 * compute_itemsize(f)))
 
 
-@inside
-def sum_of(x, p, a):
+@njit_inline
+def fma_4_values(x, p, a):
     """A sum with four products more."""
     return fma(x[3], p[3], fma(x[2], p[2], fma(x[1], p[1], fma(x[0], p[0], a))))
 
 
-@inside
-def more(f, to, x, p):
+@njit_inline
+def accumulate_4_values(f, to, x, p):
     """What was read before, with what is read of four values."""
-    put(to, sum_of(x, p, read(f, to)))
+    store_value(to, fma_4_values(x, p, load_vector(f, to)))
 
 
-@inside
-def more_by_heads(f, to, apart, x, p):
+@njit_inline
+def accumulate_4_values_4_heads(f, to, apart, x, p):
     """The same of three heads, and of a fourth where there is one."""
     step, heads = apart
-    more(f, to, x, p[0])
-    more(f, to + step, x, p[1])
-    more(f, to + 2 * step, x, p[2])
+    accumulate_4_values(f, to, x, p[0])
+    accumulate_4_values(f, to + step, x, p[1])
+    accumulate_4_values(f, to + 2 * step, x, p[2])
     if heads > 3:
-        more(f, to + 3 * step, x, p[3])
+        accumulate_4_values(f, to + 3 * step, x, p[3])
 
 
-@inside
-def heads_read(f, scores, keys, bounds, tail, place):
+@njit_inline
+def pv_4_heads(f, scores, keys, bounds, tail, place):
     """What four heads, or three, read of four values."""
     (dim, some, heads), (to, step) = bounds, place
-    apart, full = size(f) * BLOCK, dim // WIDE * WIDE if some == TOGETHER else 0
-    p0, p1 = shares(f, scores), shares(f, scores + apart)
-    p, step = (p0, p1, shares(f, scores + 2 * apart), shares(f, scores + (heads - 1) * apart)), (step, heads)
-    for n in range(0, full, WIDE):
-        x, own = of_keys(f, keys, lies(f) * n), to + size(f) * n
-        more_by_heads(f, own, step, x, p)
-    for n in range(full, dim, WIDE):
-        x, own = some_of_keys(f, keys, lies(f) * n, (min(dim - n, WIDE), some), tail), to + size(f) * n
-        more_by_heads(f, own, step, x, p)
+    apart, full = compute_itemsize(f) * KV_BLOCK_SIZE, dim // SIMD_WIDTH * SIMD_WIDTH if some == KEYS_PER_STEP else 0
+    p0, p1 = load_4_weights(f, scores), load_4_weights(f, scores + apart)
+    p, step = (p0, p1, load_4_weights(f, scores + 2 * apart), load_4_weights(f, scores + (heads - 1) * apart)), (step, heads)
+    for n in range(0, full, SIMD_WIDTH):
+        x, own = load_4_keys(f, keys, storage_itemsize(f) * n), to + compute_itemsize(f) * n
+        accumulate_4_values_4_heads(f, own, step, x, p)
+    for n in range(full, dim, SIMD_WIDTH):
+        x, own = load_4_keys_partial(f, keys, storage_itemsize(f) * n, (min(dim - n, SIMD_WIDTH), some), tail), to + compute_itemsize(f) * n
+        accumulate_4_values_4_heads(f, own, step, x, p)
 
 
-@inside
-def head_read(f, scores, keys, bounds, tail, to):
+@njit_inline
+def pv_1_head(f, scores, keys, bounds, tail, to):
     """What one head reads of four values."""
     dim, some, _ = bounds
-    p, full = shares(f, scores), dim // WIDE * WIDE if some == TOGETHER else 0
-    for n in range(0, full, WIDE):
-        more(f, to + size(f) * n, of_keys(f, keys, lies(f) * n), p)
-    for n in range(full, dim, WIDE):
-        x = some_of_keys(f, keys, lies(f) * n, (min(dim - n, WIDE), some), tail)
-        more(f, to + size(f) * n, x, p)
+    p, full = load_4_weights(f, scores), dim // SIMD_WIDTH * SIMD_WIDTH if some == KEYS_PER_STEP else 0
+    for n in range(0, full, SIMD_WIDTH):
+        accumulate_4_values(f, to + compute_itemsize(f) * n, load_4_keys(f, keys, storage_itemsize(f) * n), p)
+    for n in range(full, dim, SIMD_WIDTH):
+        x = load_4_keys_partial(f, keys, storage_itemsize(f) * n, (min(dim - n, SIMD_WIDTH), some), tail)
+        accumulate_4_values(f, to + compute_itemsize(f) * n, x, p)
 
 
-@inside
-def group_read(f, scores, keys, bounds, tail, place):
+@njit_inline
+def pv_head_group(f, scores, keys, bounds, tail, place):
     """What all heads that share them read of four values."""
     (dim, some, each), (to, step) = bounds, place
-    h, apart = 0, size(f) * BLOCK
+    h, apart = 0, compute_itemsize(f) * KV_BLOCK_SIZE
     while h < each:
-        heads = abreast(each - h)
+        heads = heads_per_step(each - h)
         if heads > 1:
-            heads_read(f, scores + apart * h, keys, (dim, some, heads), tail, (to + step * h, step))
+            pv_4_heads(f, scores + apart * h, keys, (dim, some, heads), tail, (to + step * h, step))
         else:
-            head_read(f, scores + apart * h, keys, (dim, some, heads), tail, to + step * h)
+            pv_1_head(f, scores + apart * h, keys, (dim, some, heads), tail, to + step * h)
         h += heads
 
 
 @njit
-def shrink(f, told, factors, part):
+def rescale_output(f, told, factors, part):
     """What was read before, where a larger score than all before is found since."""
-    vdim = whole(told + At.VDIM)
-    for h in range(whole(told + At.HEADS)):
-        factor, to = read_one(f, factors + size(f) * h), part + size(f) * (wide(vdim) + 2) * h
-        if factor != number(f, 1.0):
-            for n in range(0, vdim, WIDE):
-                put(to + size(f) * n, times(read(f, to + size(f) * n), splat(factor)))
+    vdim = load_int64(told + PagedDecodeArgs.VDIM)
+    for h in range(load_int64(told + PagedDecodeArgs.HEADS)):
+        factor, to = load_scalar(f, factors + compute_itemsize(f) * h), part + compute_itemsize(f) * (round_up_to_simd(vdim) + 2) * h
+        if factor != as_compute_scalar(f, 1.0):
+            for n in range(0, vdim, SIMD_WIDTH):
+                store_value(to + compute_itemsize(f) * n, vec_mul(load_vector(f, to + compute_itemsize(f) * n), splat(factor)))
 
 
 @njit
-def gather(f, told, desk, part, count, following):
+def pv_block(f, told, desk, part, count, following):
     """What every head reads of the values of a block, added to what it has read before; of those keys that follow as
     much is asked for on the way."""
-    heads, groups, dim = whole(told + At.HEADS), whole(told + At.GROUPS), whole(told + At.VDIM)
-    each, apart, step, v_head = heads // groups, size(f) * BLOCK, size(f) * (wide(dim) + 2), whole(told + At.V_HEAD)
-    factors, before = desk + SCORES + size(f) * heads * BLOCK, lead(told, lies(f))
-    here, tail = (desk + VALUES, count, lies(f) * dim, v_head, groups), factors + size(f) * wide(heads)
-    there = desk + NEXT + KEYS, following, lies(f) * whole(told + At.DIM), whole(told + At.K_HEAD), groups
-    shrink(f, told, factors, part)
-    for i in range(0, count, TOGETHER):
-        scores, some = desk + SCORES + size(f) * i, min(TOGETHER, count - i)
-        after = coming(i + before, here, there)
+    heads, groups, dim = load_int64(told + PagedDecodeArgs.HEADS), load_int64(told + PagedDecodeArgs.GROUPS), load_int64(told + PagedDecodeArgs.VDIM)
+    each, apart, step, v_head = heads // groups, compute_itemsize(f) * KV_BLOCK_SIZE, compute_itemsize(f) * (round_up_to_simd(dim) + 2), load_int64(told + PagedDecodeArgs.V_HEAD_STRIDE)
+    factors, before = desk + SCORES_OFFSET + compute_itemsize(f) * heads * KV_BLOCK_SIZE, prefetch_distance(told, storage_itemsize(f))
+    here, tail = (desk + VALUES_OFFSET, count, storage_itemsize(f) * dim, v_head, groups), factors + compute_itemsize(f) * round_up_to_simd(heads)
+    there = desk + NEXT_BLOCK_OFFSET + KEYS_OFFSET, following, storage_itemsize(f) * load_int64(told + PagedDecodeArgs.DIM), load_int64(told + PagedDecodeArgs.K_HEAD_STRIDE), groups
+    rescale_output(f, told, factors, part)
+    for i in range(0, count, KEYS_PER_STEP):
+        scores, some = desk + SCORES_OFFSET + compute_itemsize(f) * i, min(KEYS_PER_STEP, count - i)
+        after = prefetch_targets(i + before, here, there)
         for g in range(groups):
-            asked(g, groups, after)
-            keys, h = four_keys(desk + VALUES + 8 * i, g * v_head), g * each
-            group_read(f, scores + apart * h, keys, (dim, some, each), tail, (part + step * h, step))
+            prefetch_head(g, groups, after)
+            keys, h = key_addresses(desk + VALUES_OFFSET + 8 * i, g * v_head), g * each
+            pv_head_group(f, scores + apart * h, keys, (dim, some, each), tail, (part + step * h, step))

@@ -18,84 +18,84 @@ from numba import cfunc, types
 from torch import Tensor
 
 from . import team
-from .memory import form, take, whole
+from .memory import storage_type, fetch_and_increment, load_int64
 
-NUMBERS = {torch.float32: "float32", torch.float64: "float64"}  # that are computed with as they lie
-UNITS = 2  # where a table says how many there are; then where desks lie, and the bytes of one
-HEAD = 5  # numbers of a table of units that are the same for all: the next one, the next thread, how many, desks
-ENTRY = types.void(types.int64)
+COMPUTE_DTYPES = {torch.float32: "float32", torch.float64: "float64"}  # that are computed with as they lie
+NUM_ITEMS_ARG = 2  # where a table says how many there are; then where desks lie, and the bytes of one
+FIRST_KERNEL_ARG = 5  # numbers of a table of units that are the same for all: the next one, the next thread, how many, desks
+ENTRY_SIGNATURE = types.void(types.int64)
 
 
-def _mark() -> int:
+def _hash_kernel_sources() -> int:
     """A number of all files that kernels are made of, never 0."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return 1 + int(sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12], 16)
 
 
-MARK = _mark()
+KERNEL_SOURCE_HASH = _hash_kernel_sources()
 
 
-class Kernels:
+class KernelSet:
     """Functions of one address, `register_jitable`, each compiled for every kind of numbers that it is asked for."""
 
     def __init__(self, kinds: Mapping[torch.dtype, str], **functions: Callable[..., None]) -> None:
-        self.kinds, self.functions = kinds, functions
-        self.made: dict[tuple[str, torch.dtype | None], Any] = {}  # an address is good as long as what was made lives
+        self.dtype_names, self.functions = kinds, functions
+        self.compiled_functions: dict[tuple[str, torch.dtype | None], Any] = {}  # an address is good as long as what was made lives
 
-    def address(self, name: str, dtype: torch.dtype | None = None) -> int:
+    def function_address(self, name: str, dtype: torch.dtype | None = None) -> int:
         """Where this one lies once compiled; for a kind of numbers it is told their form before the address."""
         own, function = (name, dtype), self.functions[name]
-        if own not in self.made:  # of two threads that make it the first is kept: its address may be in use
-            kind = "" if dtype is None else self.kinds[dtype]
-            entry = self.entry(function, kind, MARK) if kind else _plain(function, MARK)
-            self.made.setdefault(own, _compiled(entry, f"{function.__module__}.{name}.{kind}"))
-        return self.made[own].address
+        if own not in self.compiled_functions:  # of two threads that make it the first is kept: its address may be in use
+            kind = "" if dtype is None else self.dtype_names[dtype]
+            entry = self.make_entry_point(function, kind, KERNEL_SOURCE_HASH) if kind else _entry_without_dtype(function, KERNEL_SOURCE_HASH)
+            self.compiled_functions.setdefault(own, _compile_entry_point(entry, f"{function.__module__}.{name}.{kind}"))
+        return self.compiled_functions[own].function_address
 
-    def entry(self, function: Callable[..., None], kind: str, mark: int) -> Any:
+    def make_entry_point(self, function: Callable[..., None], kind: str, mark: int) -> Any:
         """What is compiled: the function with the form."""
 
         def entry(table):
             if mark:
-                function(form(kind), table)
+                function(storage_type(kind), table)
 
         return entry
 
 
-class Units(Kernels):
+class ParallelKernelSet(KernelSet):
     """Functions that do one unit of work: they are told its number, and where their thread may write meanwhile."""
 
     def launch(self, name: str, dtype: torch.dtype, work: tuple[int, int], *told: Tensor | int) -> None:
         """Do so many units, each with so many numbers to write on; what is told are addresses and numbers."""
         numbers = [0, 0, work[0], 0, work[1] * dtype.itemsize, *told]
-        self.start(name, dtype, array("q", [t.data_ptr() if isinstance(t, Tensor) else t for t in numbers]))
+        self.launch_table(name, dtype, array("q", [t.data_ptr() if isinstance(t, Tensor) else t for t in numbers]))
 
-    def start(self, name: str, dtype: torch.dtype, table: array) -> None:
+    def launch_table(self, name: str, dtype: torch.dtype, table: array) -> None:
         """Do the units of a table, in which only desks are missing."""
-        many = threads(table[UNITS])
-        desks = torch.empty(many * table[UNITS + 2], dtype=torch.uint8)
-        table[UNITS + 1] = desks.data_ptr()
-        team.run(self.address(name, dtype), table.buffer_info()[0], many)
+        many = num_threads_for(table[NUM_ITEMS_ARG])
+        desks = torch.empty(many * table[NUM_ITEMS_ARG + 2], dtype=torch.uint8)
+        table[NUM_ITEMS_ARG + 1] = desks.data_ptr()
+        team.run_in_threads(self.function_address(name, dtype), table.buffer_info()[0], many)
 
-    def entry(self, function: Callable[..., None], kind: str, mark: int) -> Any:
+    def make_entry_point(self, function: Callable[..., None], kind: str, mark: int) -> Any:
         """What is compiled: a thread takes one unit after the other, until there are no more."""
 
         def entry(table):
             if mark:
-                desk = whole(table + 24) + whole(table + 32) * take(table + 8)
-                unit = take(table)
-                while unit < whole(table + 16):
-                    function(form(kind), table, unit, desk)
-                    unit = take(table)
+                desk = load_int64(table + 24) + load_int64(table + 32) * fetch_and_increment(table + 8)
+                unit = fetch_and_increment(table)
+                while unit < load_int64(table + 16):
+                    function(storage_type(kind), table, unit, desk)
+                    unit = fetch_and_increment(table)
 
         return entry
 
 
-def threads(units: int) -> int:
+def num_threads_for(units: int) -> int:
     """How many threads take so many units on."""
-    return max(1, min(units, team.most()))
+    return max(1, min(units, team.max_threads()))
 
 
-def _plain(function: Callable[..., None], mark: int) -> Any:
+def _entry_without_dtype(function: Callable[..., None], mark: int) -> Any:
     def entry(table):
         if mark:
             function(table)
@@ -103,10 +103,10 @@ def _plain(function: Callable[..., None], mark: int) -> Any:
     return entry
 
 
-def _compiled(entry: Any, name: str) -> Any:
+def _compile_entry_point(entry: Any, name: str) -> Any:
     # Numba numbers what it keeps under one function's name, and two processes may give two kernels the same number.
     entry.__qualname__ = name
     try:
-        return cfunc(ENTRY, cache=True)(entry)
+        return cfunc(ENTRY_SIGNATURE, cache=True)(entry)
     except RuntimeError:  # neither the package's folder nor the user's own can be written
-        return cfunc(ENTRY)(entry)
+        return cfunc(ENTRY_SIGNATURE)(entry)

@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import team
-from .decoding import KERNELS
-from .few import raised, takes
-from .lanes import WIDE, wide
-from .orders import alone, transformed
-from .told import At, desk, noted, pieces
-from .within import astray
+from .decoding import PAGED_DECODE_KERNELS
+from .few import scale_to_float32, is_small_batch
+from .lanes import SIMD_WIDTH, round_up_to_simd
+from .orders import can_skip_dispatcher, is_under_functorch
+from .told import PagedDecodeArgs, decode_scratch_bytes, plan_size, num_kv_splits
+from .within import find_invalid_span
 
 
-class Beside(NamedTuple):
+class PagedDecodeOptions(NamedTuple):
     """What only some calls have: `bias` [B or 1, H or 1, N x S] is added to the score of the key in each column, where
     -inf hides it; `sink` [H] is one score more, without a value (2508.10925); `scales` of keys and of values, both
     [P, G, S] in float32, are what pages of int8 are multiplied with; scores saturate at +-`cap` (2408.00118), if not 0.
@@ -30,15 +30,15 @@ class Beside(NamedTuple):
     sink: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
-    cap: float = 0.0
+    softcap: float = 0.0
 
 
-PLAIN, NOTHING = Beside(), torch.empty(0)
-KEPT = (torch.float32, torch.float64, torch.bfloat16, torch.int8)
+DEFAULT_OPTIONS, EMPTY_TENSOR = PagedDecodeOptions(), torch.empty(0)
+KV_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int8)
 
 
-def decode(
-    q_BHK: Tensor, k_PGSK: Tensor, v_PGSV: Tensor, spans_BN3: Tensor | None, *, scale: float, beside: Beside = PLAIN
+def attend_paged(
+    q_BHK: Tensor, k_PGSK: Tensor, v_PGSV: Tensor, spans_BN3: Tensor | None, *, scale: float, options: PagedDecodeOptions = DEFAULT_OPTIONS
 ) -> tuple[Tensor, Tensor]:
     """What one query of every head of every row reads, o [B, H, V], and the log-sum-exp of its scores, [B, H].
 
@@ -59,30 +59,30 @@ def decode(
     >>> import torch
     >>> k, v = torch.randn(5, 2, 4, 16), torch.randn(5, 2, 4, 16)  # five pages of four slots, two key heads
     >>> table = torch.tensor([[[3, 0, 4], [1, 0, 2]], [[3, 0, 4], [0, 0, 0]]])  # six keys and four; page 3 is shared
-    >>> o, lse = decode(torch.randn(2, 6, 16), k, v, table, scale=0.25)
+    >>> o, lse = attend_paged(torch.randn(2, 6, 16), k, v, table, scale=0.25)
     >>> o.shape, lse.shape
     (torch.Size([2, 6, 16]), torch.Size([2, 6]))
     """
-    if reason := _wrong(q_BHK, k_PGSK, v_PGSV, spans_BN3, beside):
+    if reason := _unsupported_reasons(q_BHK, k_PGSK, v_PGSV, spans_BN3, options):
         raise ValueError(reason)
-    if transformed():
-        return plainly(q_BHK, k_PGSK, v_PGSV, spans_BN3, scale=scale, beside=beside)
+    if is_under_functorch():
+        return attend_paged_reference(q_BHK, k_PGSK, v_PGSV, spans_BN3, scale=scale, options=options)
     exact = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
-    told, table = _told(beside), () if spans_BN3 is None else (spans_BN3,)
-    run = _run if alone(q_BHK, k_PGSK, v_PGSV, *told, *table) else _decode
-    q = raised(q_BHK, scale) if run is _run and takes(q_BHK) else q_BHK.to(exact) * scale
-    o, lse = run(q, k_PGSK, v_PGSV, spans_BN3, told, beside.cap)
+    told, table = _options_to_tensors(options), () if spans_BN3 is None else (spans_BN3,)
+    run = _launch_paged_decode if can_skip_dispatcher(q_BHK, k_PGSK, v_PGSV, *told, *table) else _attend_paged_op
+    q = scale_to_float32(q_BHK, scale) if run is _launch_paged_decode and is_small_batch(q_BHK) else q_BHK.to(exact) * scale
+    o, lse = run(q, k_PGSK, v_PGSV, spans_BN3, told, options.softcap)
     return o.to(q_BHK.dtype), lse
 
 
-def _wrong(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, beside: Beside) -> str:
+def _unsupported_reasons(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, beside: PagedDecodeOptions) -> str:
     """Why the kernel, which reads memory by its address, would read something else."""
     (rows, heads, dim), pages = q.shape, k.shape
     if heads % pages[1] or dim != pages[3] or pages[:3] != v.shape[:3]:
         shapes = ", ".join(str(list(t.shape)) for t in (q, k, v))
         return f"q, k, v are {shapes}; give [B, H, K], [P, G, S, K], [P, G, S, V] with H a multiple of G"
-    if k.dtype not in KEPT or k.dtype != v.dtype or (k.dtype == torch.int8) == (beside.k_scale is None):
-        return f"keys are {k.dtype}, values {v.dtype}; give both in one of {KEPT}, int8 with scales"
+    if k.dtype not in KV_DTYPES or k.dtype != v.dtype or (k.dtype == torch.int8) == (beside.k_scale is None):
+        return f"keys are {k.dtype}, values {v.dtype}; give both in one of {KV_DTYPES}, int8 with scales"
     if spans is None:
         return "" if rows == pages[0] else f"there are {rows} rows and {pages[0]} pages; give spans"
     if spans.dtype != torch.int64 or spans.shape[::2] != (rows, 3):
@@ -90,51 +90,51 @@ def _wrong(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, beside: Beside
     return ""
 
 
-def _told(beside: Beside) -> list[Tensor]:
+def _options_to_tensors(beside: PagedDecodeOptions) -> list[Tensor]:
     """The tensors of it; nothing stands for those that it does not have, as an operation's list has no gaps."""
-    return [NOTHING if t is None else t for t in beside[:4]]
+    return [EMPTY_TENSOR if t is None else t for t in beside[:4]]
 
 
 @torch.library.custom_op("headwise::decode", mutates_args=(), device_types="cpu")
-def _decode(
+def _attend_paged_op(
     q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, more: Sequence[Tensor], cap: float
 ) -> tuple[Tensor, Tensor]:
-    return _run(q, k, v, spans, more, cap)
+    return _launch_paged_decode(q, k, v, spans, more, cap)
 
 
-def _run(
+def _launch_paged_decode(
     q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, more: Sequence[Tensor], cap: float
 ) -> tuple[Tensor, Tensor]:
     (batch, heads, dim), (_, groups, page, vdim), size = q.shape, v.shape, q.itemsize
     out, lse = q.new_empty(batch, heads, vdim), q.new_empty(batch, heads)
     if not out.numel():
         return out, lse.fill_(-torch.inf)
-    table, count = _table(spans, batch, k)
-    _check(q, k, count, more)
-    q, k, v = _filled(q).contiguous(), _steady(k), _steady(v)
-    most = batch * pieces(count * page)
-    notes = torch.empty(noted(batch, most), dtype=torch.int64)
-    parts = q.new_empty(most * heads * (wide(vdim) + 2))
-    told = array("q", bytes(8 * len(At)))
-    kept = _extras(told, more, cap, q.dtype)
-    for at, tensor in ((At.Q, q), (At.K, k), (At.V, v), (At.OUT, out), (At.LSE, lse)):
+    table, count = _block_table(spans, batch, k)
+    _check_bounds(q, k, count, more)
+    q, k, v = _pad_channels(q).contiguous(), _contiguous_channels(k), _contiguous_channels(v)
+    most = batch * num_kv_splits(count * page)
+    notes = torch.empty(plan_size(batch, most), dtype=torch.int64)
+    parts = q.new_empty(most * heads * (round_up_to_simd(vdim) + 2))
+    told = array("q", bytes(8 * len(PagedDecodeArgs)))
+    kept = _write_option_args(told, more, cap, q.dtype)
+    for at, tensor in ((PagedDecodeArgs.Q, q), (PagedDecodeArgs.K, k), (PagedDecodeArgs.V, v), (PagedDecodeArgs.OUT, out), (PagedDecodeArgs.LSE, lse)):
         told[at // 8] = tensor.data_ptr()
-    told[At.SPANS // 8] = table.buffer_info()[0] if isinstance(table, array) else table.data_ptr()
-    told[At.PLAN // 8], told[At.MOST // 8], told[At.COUNT // 8] = notes.data_ptr(), most, team.most()
-    told[At.BATCH // 8 : At.PAGE // 8 + 1] = array("q", (batch, heads, groups, dim, vdim, count, page))
-    told[At.K_PAGE // 8 : At.V_SLOT // 8 + 1] = array("q", [t.stride(n) * t.itemsize for t in (k, v) for n in range(3)])
+    told[PagedDecodeArgs.SPANS // 8] = table.buffer_info()[0] if isinstance(table, array) else table.data_ptr()
+    told[PagedDecodeArgs.PLAN // 8], told[PagedDecodeArgs.MAX_SPLITS // 8], told[PagedDecodeArgs.NUM_WORK_ITEMS // 8] = notes.data_ptr(), most, team.max_threads()
+    told[PagedDecodeArgs.BATCH // 8 : PagedDecodeArgs.PAGE_SIZE // 8 + 1] = array("q", (batch, heads, groups, dim, vdim, count, page))
+    told[PagedDecodeArgs.K_PAGE_STRIDE // 8 : PagedDecodeArgs.V_SLOT_STRIDE // 8 + 1] = array("q", [t.stride(n) * t.itemsize for t in (k, v) for n in range(3)])
     address = told.buffer_info()[0]
-    team.run(KERNELS.address("plan"), address, 1)
-    threads = min(team.most(), told[At.COUNT // 8])
-    own = desk(heads, size, told[At.MOST // 8], wide(dim) + wide(vdim) + 2)
+    team.run_in_threads(PAGED_DECODE_KERNELS.function_address("plan"), address, 1)
+    threads = min(team.max_threads(), told[PagedDecodeArgs.NUM_WORK_ITEMS // 8])
+    own = decode_scratch_bytes(heads, size, told[PagedDecodeArgs.MAX_SPLITS // 8], round_up_to_simd(dim) + round_up_to_simd(vdim) + 2)
     desks = torch.empty(threads * own, dtype=torch.uint8)
-    told[At.PARTS // 8], told[At.DESK // 8], told[At.DESK_SIZE // 8] = parts.data_ptr(), desks.data_ptr(), own
-    team.run(KERNELS.address("work", k.dtype), address, threads)
+    told[PagedDecodeArgs.PARTIAL_OUTPUTS // 8], told[PagedDecodeArgs.SCRATCH // 8], told[PagedDecodeArgs.SCRATCH_BYTES // 8] = parts.data_ptr(), desks.data_ptr(), own
+    team.run_in_threads(PAGED_DECODE_KERNELS.function_address("work", k.dtype), address, threads)
     del kept, table  # till here what they hold had to live
     return out, lse
 
 
-def _table(spans: Tensor | None, rows: int, k: Tensor) -> tuple[Tensor | array[int], int]:
+def _block_table(spans: Tensor | None, rows: int, k: Tensor) -> tuple[Tensor | array[int], int]:
     """The table, refused where it names what lies beside the pages, and how many spans a row has in it.
 
     One that is not given is no tensor: those take longer to make than to read.
@@ -142,13 +142,13 @@ def _table(spans: Tensor | None, rows: int, k: Tensor) -> tuple[Tensor | array[i
     pages, _, slots, _ = k.shape
     if spans is None:
         return array("q", [number for row in range(rows) for number in (row, 0, slots)]), 1
-    if (n := astray(spans, pages, slots)) >= 0:
+    if (n := find_invalid_span(spans, pages, slots)) >= 0:
         told = spans.reshape(-1, 3)[n].tolist()
         raise ValueError(f"spans hold {told}; give page, begin, end within {pages} pages of {slots} slots")
     return spans.contiguous(), spans.shape[1]
 
 
-def _check(q: Tensor, k: Tensor, count: int, more: Sequence[Tensor]) -> None:
+def _check_bounds(q: Tensor, k: Tensor, count: int, more: Sequence[Tensor]) -> None:
     """Refuse what lies beside the memory of a call: here, where numbers are known of a compiled graph too."""
     (rows, heads, _), (pages, groups, slots, _), (bias, sink, *scales) = q.shape, k.shape, more
     whole = rows, heads, count * slots
@@ -161,42 +161,42 @@ def _check(q: Tensor, k: Tensor, count: int, more: Sequence[Tensor]) -> None:
         raise ValueError(f"scales are {told}; give float32 [{pages}, {groups}, {slots}]")
 
 
-def _extras(told: array[int], more: Sequence[Tensor], cap: float, exact: torch.dtype) -> list[Tensor]:
+def _write_option_args(told: array[int], more: Sequence[Tensor], cap: float, exact: torch.dtype) -> list[Tensor]:
     """Write down what only some calls have; the tensors that are pointed to."""
     bias, sink, k_scale, v_scale = more
     kept: list[Tensor] = []
     if bias.numel():
         kept.append(bias := bias.to(exact))
         strides = [0 if bias.shape[n] == 1 else bias.stride(n) * bias.itemsize for n in range(3)]
-        told[At.BIAS // 8], told[At.BIAS_ROW // 8 : At.BIAS_KEY // 8 + 1] = bias.data_ptr(), array("q", strides)
+        told[PagedDecodeArgs.BIAS // 8], told[PagedDecodeArgs.BIAS_ROW_STRIDE // 8 : PagedDecodeArgs.BIAS_KEY_STRIDE // 8 + 1] = bias.data_ptr(), array("q", strides)
     if sink.numel():
         kept.append(sink := sink.to(exact).contiguous())
-        told[At.SINK // 8] = sink.data_ptr()
+        told[PagedDecodeArgs.SINK // 8] = sink.data_ptr()
     if cap:
         kept.append(limit := torch.tensor([cap], dtype=exact))
-        told[At.CAP // 8] = limit.data_ptr()
+        told[PagedDecodeArgs.SOFTCAP // 8] = limit.data_ptr()
     if k_scale.numel():
         if k_scale.stride() != v_scale.stride():
             k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
         kept += [k_scale, v_scale]
-        told[At.K_SCALE // 8], told[At.V_SCALE // 8] = k_scale.data_ptr(), v_scale.data_ptr()
-        told[At.SCALE_PAGE // 8 : At.SCALE_SLOT // 8 + 1] = array("q", [k_scale.stride(n) * 4 for n in range(3)])
+        told[PagedDecodeArgs.K_SCALE // 8], told[PagedDecodeArgs.V_SCALE // 8] = k_scale.data_ptr(), v_scale.data_ptr()
+        told[PagedDecodeArgs.SCALE_PAGE_STRIDE // 8 : PagedDecodeArgs.SCALE_SLOT_STRIDE // 8 + 1] = array("q", [k_scale.stride(n) * 4 for n in range(3)])
     return kept
 
 
-def _filled(q: Tensor) -> Tensor:
+def _pad_channels(q: Tensor) -> Tensor:
     """The same with its channels in whole vectors."""
-    lacking = -q.shape[-1] % WIDE
+    lacking = -q.shape[-1] % SIMD_WIDTH
     return F.pad(q, (0, lacking)) if lacking else q
 
 
-def _steady(t: Tensor) -> Tensor:
+def _contiguous_channels(t: Tensor) -> Tensor:
     """The same with its channels side by side."""
     return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
-@_decode.register_fake
-def _shapes(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+@_attend_paged_op.register_fake
+def _fake_attend_paged(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2])
 
 
@@ -206,16 +206,16 @@ def _flops(q: Any, k: Any, v: Any, spans: Any, *rest: Any, out_shape: Any = None
     return 2 * q[0] * q[1] * (1 if spans is None else spans[1]) * k[2] * (q[2] + v[3])
 
 
-def plainly(
-    q_BHK: Tensor, k_PGSK: Tensor, v_PGSV: Tensor, spans_BN3: Tensor | None, *, scale: float, beside: Beside = PLAIN
+def attend_paged_reference(
+    q_BHK: Tensor, k_PGSK: Tensor, v_PGSV: Tensor, spans_BN3: Tensor | None, *, scale: float, options: PagedDecodeOptions = DEFAULT_OPTIONS
 ) -> tuple[Tensor, Tensor]:
     """The same in plain operations: every slot of the table is gathered, every score formed."""
     exact = torch.float64 if k_PGSK.dtype == torch.float64 else torch.float32
-    o, lse = _plainly(q_BHK.to(exact) * scale, k_PGSK, v_PGSV, spans_BN3, _told(beside), beside.cap)
+    o, lse = _attend_paged_reference(q_BHK.to(exact) * scale, k_PGSK, v_PGSV, spans_BN3, _options_to_tensors(options), options.softcap)
     return o.to(q_BHK.dtype), lse
 
 
-def _plainly(
+def _attend_paged_reference(
     q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, more: Sequence[Tensor], cap: float
 ) -> tuple[Tensor, Tensor]:
     if spans is None:
@@ -225,7 +225,7 @@ def _plainly(
     slot = torch.arange(k.shape[2], device=k.device)
     allowed = ((slot >= spans[..., 1:2]) & (slot < spans[..., 2:3])).flatten(1)[:, None]
     # What nobody reads may be anything, and would be NaN in gradients: times nothing.
-    told = (_laid(t, scale, spans[..., 0], q.dtype) for t, scale in ((k, k_scale), (v, v_scale)))
+    told = (_gather_pages(t, scale, spans[..., 0], q.dtype) for t, scale in ((k, k_scale), (v, v_scale)))
     keys, values = (t.masked_fill(~allowed[..., None], 0.0) for t in told)
     each = q.shape[1] // k.shape[1]
     s_BHS = (q.unflatten(1, (-1, each)) @ keys.transpose(-1, -2)).flatten(1, 2)
@@ -240,18 +240,18 @@ def _plainly(
     return (w_BHS.unflatten(1, (-1, each)) @ values).flatten(1, 2), s_BHS.logsumexp(-1)
 
 
-def _laid(t: Tensor, scale: Tensor, pages: Tensor, exact: torch.dtype) -> Tensor:
+def _gather_pages(t: Tensor, scale: Tensor, pages: Tensor, exact: torch.dtype) -> Tensor:
     """[B, G, N x S, K]: the pages of each row, one after the other."""
     told = t.to(exact) if not scale.numel() else t.to(exact) * scale[..., None]
     return told[pages].transpose(1, 2).flatten(2, 3)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, k, v, spans, more, ctx.cap = inputs
     ctx.save_for_backward(q, k, v, spans, *more)
 
 
-def _back(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[Any, ...]:
+def _attend_paged_backward(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[Any, ...]:
     """The gradient of the plain form, formed anew."""
     q, k, v, spans, *more = ctx.saved_tensors
     needed, again = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[4]], torch.is_grad_enabled()
@@ -260,7 +260,7 @@ def _back(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[Any, ...]:
         for t, need in zip([q, k, v, *more], needed, strict=True)
     ]
     with torch.enable_grad():
-        found = _plainly(given[0], given[1], given[2], spans, given[3:], ctx.cap)
+        found = _attend_paged_reference(given[0], given[1], given[2], spans, given[3:], ctx.cap)
     wanted, told = [t for t in given if t.requires_grad], zip(found, (o_grad, lse_grad), strict=True)
     made, slopes = zip(*((t, grad) for t, grad in told if t.requires_grad), strict=True)  # lse sees no values
     grads = iter(torch.autograd.grad(made, wanted, slopes, allow_unused=True, create_graph=again))
@@ -268,4 +268,4 @@ def _back(ctx: Any, o_grad: Tensor, lse_grad: Tensor) -> tuple[Any, ...]:
     return *each[:3], None, each[3:], None
 
 
-_decode.register_autograd(_back, setup_context=_keep)
+_attend_paged_op.register_autograd(_attend_paged_backward, setup_context=_save_for_backward)

@@ -14,133 +14,133 @@ import math
 import torch
 from numba import extending, njit
 
-from .blocks import NEXT, compare, gather
-from .compiled import Kernels
-from .lanes import WIDE, fma, splat, times, wide
-from .memory import number, put, read, read_one, size, take, whole
-from .planning import ENTRY, lay, plan, ready
-from .scoring import biased, capped, scaled, weigh
-from .together import blank, read_together
-from .told import BLOCK, At
+from .blocks import NEXT_BLOCK_OFFSET, qk_block, pv_block
+from .compiled import KernelSet
+from .lanes import SIMD_WIDTH, fma, splat, vec_mul, round_up_to_simd
+from .memory import as_compute_scalar, store_value, load_vector, load_scalar, compute_itemsize, fetch_and_increment, load_int64
+from .planning import PLAN_ENTRY_BYTES, fill_block_addresses, plan_split_kv, prepare_next_block
+from .scoring import add_bias, apply_softcap, apply_kv_scale, online_softmax
+from .together import init_partial_output, attend_shared_prefix
+from .told import KV_BLOCK_SIZE, PagedDecodeArgs
 
-KINDS = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.int8: "int8"}
+KV_STORAGE_DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.int8: "int8"}
 
 
 @njit
-def read_alone(f, told, entry, following, desk):
+def attend_split(f, told, entry, following, desk):
     """Read keys for one row, block by block, while the next are fetched."""
-    heads, this = whole(told + At.HEADS), whole(told + At.PLAN) + ENTRY * entry
-    n, slot, left = whole(this + 16), whole(this + 24), whole(this + 32)
-    row, step = whole(whole(told + At.ORDER) + 24 * whole(this)), size(f) * (wide(whole(told + At.VDIM)) + 2)
-    number_ = whole(whole(told + At.ROWS) + 24 * row) + whole(this + 40)
-    part = whole(told + At.PARTS) + number_ * heads * step
-    q = whole(told + At.Q) + row * heads * size(f) * wide(whole(told + At.DIM))
-    k_scale, v_scale = whole(told + At.K_SCALE), whole(told + At.V_SCALE)
-    if whole(this + 48):
-        blank(f, told, part)
+    heads, this = load_int64(told + PagedDecodeArgs.HEADS), load_int64(told + PagedDecodeArgs.PLAN) + PLAN_ENTRY_BYTES * entry
+    n, slot, left = load_int64(this + 16), load_int64(this + 24), load_int64(this + 32)
+    row, step = load_int64(load_int64(told + PagedDecodeArgs.ROW_ORDER) + 24 * load_int64(this)), compute_itemsize(f) * (round_up_to_simd(load_int64(told + PagedDecodeArgs.VDIM)) + 2)
+    number_ = load_int64(load_int64(told + PagedDecodeArgs.ROW_SPLITS) + 24 * row) + load_int64(this + 40)
+    part = load_int64(told + PagedDecodeArgs.PARTIAL_OUTPUTS) + number_ * heads * step
+    q = load_int64(told + PagedDecodeArgs.Q) + row * heads * compute_itemsize(f) * round_up_to_simd(load_int64(told + PagedDecodeArgs.DIM))
+    k_scale, v_scale = load_int64(told + PagedDecodeArgs.K_SCALE), load_int64(told + PagedDecodeArgs.V_SCALE)
+    if load_int64(this + 48):
+        init_partial_output(f, told, part)
     while left > 0:
-        count = min(left, BLOCK)
-        n, slot = lay(told, row, n, slot, desk, count)
+        count = min(left, KV_BLOCK_SIZE)
+        n, slot = fill_block_addresses(told, row, n, slot, desk, count)
         left -= count
         if left > 0:
-            after = min(left, BLOCK)
-            lay(told, row, n, slot, desk + NEXT, after)
+            after = min(left, KV_BLOCK_SIZE)
+            fill_block_addresses(told, row, n, slot, desk + NEXT_BLOCK_OFFSET, after)
         else:
-            after = ready(told, following, desk)
-        compare(f, told, q, desk, count)
+            after = prepare_next_block(told, following, desk)
+        qk_block(f, told, q, desk, count)
         if k_scale:
-            scaled(f, told, k_scale, desk, count)
-        if whole(told + At.CAP):
-            capped(f, told, desk, count)
-        if whole(told + At.BIAS):
-            biased(f, told, row, desk, count)
-        weigh(f, told, desk, part, count)
+            apply_kv_scale(f, told, k_scale, desk, count)
+        if load_int64(told + PagedDecodeArgs.SOFTCAP):
+            apply_softcap(f, told, desk, count)
+        if load_int64(told + PagedDecodeArgs.BIAS):
+            add_bias(f, told, row, desk, count)
+        online_softmax(f, told, desk, part, count)
         if v_scale:
-            scaled(f, told, v_scale, desk, count)
-        gather(f, told, desk, part, count, after)
+            apply_kv_scale(f, told, v_scale, desk, count)
+        pv_block(f, told, desk, part, count, after)
 
 
 @njit
-def finite(f, top):
+def finite_max(f, top):
     """What scores are measured from: their largest, or 0 where all are -inf."""
-    return top if top > number(f, -math.inf) else number(f, 0.0)
+    return top if top > as_compute_scalar(f, -math.inf) else as_compute_scalar(f, 0.0)
 
 
 @njit
-def summed(f, part, way, over):
+def combine_channels(f, part, way, over):
     """Sixteen channels of all pieces, each by its share."""
-    (apart, count, share), a = way, splat(number(f, 0.0))
+    (apart, count, share), a = way, splat(as_compute_scalar(f, 0.0))
     for n in range(count):
-        a = fma(read(f, part + n * apart), splat(read_one(f, part + n * apart + share)), a)
-    return times(a, splat(over))
+        a = fma(load_vector(f, part + n * apart), splat(load_scalar(f, part + n * apart + share)), a)
+    return vec_mul(a, splat(over))
 
 
 @njit
-def deliver(f, to, a, left, scratch):
+def store_channels(f, to, a, left, scratch):
     """Write sixteen channels, or as many as are left, by way of sixteen numbers that nobody needs any more."""
-    if left >= WIDE:
-        put(to, a)
+    if left >= SIMD_WIDTH:
+        store_value(to, a)
         return
-    put(scratch, a)
+    store_value(scratch, a)
     for d in range(left):
-        put(to + size(f) * d, read_one(f, scratch + size(f) * d))
+        store_value(to + compute_itemsize(f) * d, load_scalar(f, scratch + compute_itemsize(f) * d))
 
 
 @njit
-def join(f, told, row):
+def combine_splits(f, told, row):
     """What all pieces of a row read, by their shares of the whole; and how much there was to read."""
-    heads, vdim, b = whole(told + At.HEADS), whole(told + At.VDIM), size(f)
-    step, table, lowest = b * (wide(vdim) + 2), whole(told + At.ROWS) + 24 * row, number(f, -math.inf)
-    first, count, sink = whole(table), whole(table + 8), whole(told + At.SINK)
+    heads, vdim, b = load_int64(told + PagedDecodeArgs.HEADS), load_int64(told + PagedDecodeArgs.VDIM), compute_itemsize(f)
+    step, table, lowest = b * (round_up_to_simd(vdim) + 2), load_int64(told + PagedDecodeArgs.ROW_SPLITS) + 24 * row, as_compute_scalar(f, -math.inf)
+    first, count, sink = load_int64(table), load_int64(table + 8), load_int64(told + PagedDecodeArgs.SINK)
     for h in range(heads):
-        part, apart = whole(told + At.PARTS) + (first * heads + h) * step, heads * step
-        top, own = lowest, number(f, 0.0)
+        part, apart = load_int64(told + PagedDecodeArgs.PARTIAL_OUTPUTS) + (first * heads + h) * step, heads * step
+        top, own = lowest, as_compute_scalar(f, 0.0)
         for n in range(count):
-            top = max(top, read_one(f, part + n * apart + step - 2 * b))
-        for n in range(count):
-            ends = part + n * apart + step - 2 * b
-            own += read_one(f, ends + b) * number(f, math.exp(read_one(f, ends) - finite(f, top)))
-        put(whole(told + At.LSE) + (row * heads + h) * b, number(f, math.log(own)) + finite(f, top))
-        top = max(top, read_one(f, sink + b * h)) if sink else top
-        base = finite(f, top)
-        sums = number(f, math.exp(read_one(f, sink + b * h) - base)) if sink else number(f, 0.0)
+            top = max(top, load_scalar(f, part + n * apart + step - 2 * b))
         for n in range(count):
             ends = part + n * apart + step - 2 * b
-            share = number(f, math.exp(read_one(f, ends) - base))
-            sums += read_one(f, ends + b) * share
-            put(ends, share)
-        over = number(f, 1.0) / (sums if sums != 0 else number(f, 1.0))  # who may read nothing reads zero
-        to = whole(told + At.OUT) + (row * heads + h) * b * vdim
-        for c in range(0, vdim, WIDE):
-            deliver(f, to + b * c, summed(f, part + b * c, (apart, count, step - 2 * b - b * c), over), vdim - c, part)
+            own += load_scalar(f, ends + b) * as_compute_scalar(f, math.exp(load_scalar(f, ends) - finite_max(f, top)))
+        store_value(load_int64(told + PagedDecodeArgs.LSE) + (row * heads + h) * b, as_compute_scalar(f, math.log(own)) + finite_max(f, top))
+        top = max(top, load_scalar(f, sink + b * h)) if sink else top
+        base = finite_max(f, top)
+        sums = as_compute_scalar(f, math.exp(load_scalar(f, sink + b * h) - base)) if sink else as_compute_scalar(f, 0.0)
+        for n in range(count):
+            ends = part + n * apart + step - 2 * b
+            share = as_compute_scalar(f, math.exp(load_scalar(f, ends) - base))
+            sums += load_scalar(f, ends + b) * share
+            store_value(ends, share)
+        over = as_compute_scalar(f, 1.0) / (sums if sums != 0 else as_compute_scalar(f, 1.0))  # who may read nothing reads zero
+        to = load_int64(told + PagedDecodeArgs.OUT) + (row * heads + h) * b * vdim
+        for c in range(0, vdim, SIMD_WIDTH):
+            store_channels(f, to + b * c, combine_channels(f, part + b * c, (apart, count, step - 2 * b - b * c), over), vdim - c, part)
 
 
 @njit
-def first(told, job):
+def first_plan_entry(told, job):
     """What a job begins with, or -1 behind the last."""
-    return whole(whole(told + At.JOBS) + 8 * job) if job < whole(told + At.COUNT) else -1
+    return load_int64(load_int64(told + PagedDecodeArgs.WORK_ITEMS) + 8 * job) if job < load_int64(told + PagedDecodeArgs.NUM_WORK_ITEMS) else -1
 
 
 @extending.register_jitable
-def work(f, told):
+def run_work_items(f, told):
     """What every thread does: take a job, read what it says, until there are no more."""
-    desk = whole(told + At.DESK) + take(told + At.THREAD) * whole(told + At.DESK_SIZE)
-    table, order, this = whole(told + At.ROWS), whole(told + At.ORDER), take(told + At.NEXT)
-    while this < whole(told + At.COUNT):
-        following, entry, end = take(told + At.NEXT), first(told, this), whole(whole(told + At.JOBS) + 8 * this + 8)
-        begin = whole(told + At.PLAN) + ENTRY * entry
+    desk = load_int64(told + PagedDecodeArgs.SCRATCH) + fetch_and_increment(told + PagedDecodeArgs.NEXT_THREAD) * load_int64(told + PagedDecodeArgs.SCRATCH_BYTES)
+    table, order, this = load_int64(told + PagedDecodeArgs.ROW_SPLITS), load_int64(told + PagedDecodeArgs.ROW_ORDER), fetch_and_increment(told + PagedDecodeArgs.NEXT_WORK_ITEM)
+    while this < load_int64(told + PagedDecodeArgs.NUM_WORK_ITEMS):
+        following, entry, end = fetch_and_increment(told + PagedDecodeArgs.NEXT_WORK_ITEM), first_plan_entry(told, this), load_int64(load_int64(told + PagedDecodeArgs.WORK_ITEMS) + 8 * this + 8)
+        begin = load_int64(told + PagedDecodeArgs.PLAN) + PLAN_ENTRY_BYTES * entry
         while entry < end:
-            after = entry + 1 if entry + 1 < end else first(told, following)
-            if whole(whole(told + At.PLAN) + ENTRY * entry + 8) > 1:
-                read_together(f, told, entry, after, desk)
+            after = entry + 1 if entry + 1 < end else first_plan_entry(told, following)
+            if load_int64(load_int64(told + PagedDecodeArgs.PLAN) + PLAN_ENTRY_BYTES * entry + 8) > 1:
+                attend_shared_prefix(f, told, entry, after, desk)
             else:
-                read_alone(f, told, entry, after, desk)
+                attend_split(f, told, entry, after, desk)
             entry += 1
-        for at in range(whole(begin), whole(begin) + whole(begin + 8)):
-            row = whole(order + 24 * at)
-            if take(table + 24 * row + 16) + 1 == whole(table + 24 * row + 8):
-                join(f, told, row)
+        for at in range(load_int64(begin), load_int64(begin) + load_int64(begin + 8)):
+            row = load_int64(order + 24 * at)
+            if fetch_and_increment(table + 24 * row + 16) + 1 == load_int64(table + 24 * row + 8):
+                combine_splits(f, told, row)
         this = following
 
 
-KERNELS = Kernels(KINDS, plan=plan, work=work)
+PAGED_DECODE_KERNELS = KernelSet(KV_STORAGE_DTYPES, plan=plan_split_kv, work=run_work_items)

@@ -12,31 +12,31 @@ from enum import IntEnum, auto
 from numba import extending, njit
 
 from . import memory
-from .compiled import HEAD, NUMBERS, Units
-from .lanes import WIDE, exp, larger, largest, minus, plus, splat, times, total, where_below
-from .masks import allowed, marked
-from .memory import put, read, read_one, told
+from .compiled import FIRST_KERNEL_ARG, COMPUTE_DTYPES, ParallelKernelSet
+from .lanes import SIMD_WIDTH, vec_exp, vec_max, reduce_max, vec_sub, vec_add, splat, vec_mul, reduce_sum, select_below
+from .masks import load_masked, is_byte_set
+from .memory import store_value, load_vector, load_scalar, load_arg
 
-ROWS = 8  # that a thread takes at a time
+ROWS_PER_ITEM = 8  # that a thread takes at a time
 
 
-class At(IntEnum):
+class RowNormaliserArgs(IntEnum):
     """Where each number lies in what a kernel is told: an array of int64. Addresses count bytes, sizes numbers."""
 
-    GIVEN = HEAD  # [B, H, T, S]: scores
-    MADE = auto()  # forward weights, or what is read with them, [B, H, T, V]; backward the gradient of scores
-    ALLOWED = auto()  # [1 or B, 1, 1 or T, S], a byte each; 0 where all are
-    ALLOWED_ROW = auto()  # numbers to the next row of the batch, and to the next query
-    ALLOWED_QUERY = auto()
+    SCORES = FIRST_KERNEL_ARG  # [B, H, T, S]: scores
+    OUTPUT = auto()  # forward weights, or what is read with them, [B, H, T, V]; backward the gradient of scores
+    MASK = auto()  # [1 or B, 1, 1 or T, S], a byte each; 0 where all are
+    MASK_ROW_STRIDE = auto()  # numbers to the next row of the batch, and to the next query
+    MASK_QUERY_STRIDE = auto()
     H = auto()
     T = auto()
     S = auto()
-    COUNT = auto()  # rows in all
-    KEYS = auto()  # 0, 1, 2 ..., an int32 for each key: from here on for entmax alone
+    NUM_ROWS = auto()  # rows in all
+    KEY_INDICES = auto()  # 0, 1, 2 ..., an int32 for each key: from here on for entmax alone
     ALPHA = auto()  # [H]
-    KEPT = auto()  # [B, H, T, 2]: how a row is formed again
+    ROW_STATE = auto()  # [B, H, T, 2]: how a row is formed again
     VALUES = auto()  # [B, G, S, V], V in whole vectors; 0 where weights themselves are asked for
-    OF = auto()  # [H], int64: the value head that each head reads
+    VALUE_HEAD_OF_HEAD = auto()  # [H], int64: the value head that each head reads
     G = auto()
     V = auto()
     GRAD = auto()  # backward, of what was made
@@ -45,68 +45,68 @@ class At(IntEnum):
 
 
 @njit
-def lay(form, table, row, desk):
+def load_row(form, table, row, desk):
     """Lay the scores of a row on the desk, -inf where none is allowed and behind the end; the largest, or NaN."""
-    size, S, T = memory.size(form), told(table, At.S), told(table, At.T)
-    low = memory.number(form, -math.inf)
-    high, zero = splat(memory.number(form, math.inf)), splat(memory.number(form, 0))
-    odd, nan = zero, splat(memory.number(form, math.nan))
-    source, top, end = told(table, At.GIVEN) + size * row * S, splat(low), S // WIDE * WIDE
-    seen = told(table, At.ALLOWED)
+    size, S, T = memory.compute_itemsize(form), load_arg(table, RowNormaliserArgs.S), load_arg(table, RowNormaliserArgs.T)
+    low = memory.as_compute_scalar(form, -math.inf)
+    high, zero = splat(memory.as_compute_scalar(form, math.inf)), splat(memory.as_compute_scalar(form, 0))
+    odd, nan = zero, splat(memory.as_compute_scalar(form, math.nan))
+    source, top, end = load_arg(table, RowNormaliserArgs.SCORES) + size * row * S, splat(low), S // SIMD_WIDTH * SIMD_WIDTH
+    seen = load_arg(table, RowNormaliserArgs.MASK)
     if seen:
-        batch = row // (told(table, At.H) * T)
-        seen += batch * told(table, At.ALLOWED_ROW) + row % T * told(table, At.ALLOWED_QUERY)
-    for c in range(0, end, WIDE):
-        x = read(form, source + size * c)
+        batch = row // (load_arg(table, RowNormaliserArgs.H) * T)
+        seen += batch * load_arg(table, RowNormaliserArgs.MASK_ROW_STRIDE) + row % T * load_arg(table, RowNormaliserArgs.MASK_QUERY_STRIDE)
+    for c in range(0, end, SIMD_WIDTH):
+        x = load_vector(form, source + size * c)
         if seen:
-            x = allowed(form, seen + c, x, splat(low))
-        put(desk + size * c, x)
-        top, odd = larger(top, x), plus(odd, where_below(x, high, zero, nan))
+            x = load_masked(form, seen + c, x, splat(low))
+        store_value(desk + size * c, x)
+        top, odd = vec_max(top, x), vec_add(odd, select_below(x, high, zero, nan))
     if end < S:
-        put(desk + size * end, splat(low))
+        store_value(desk + size * end, splat(low))
         for c in range(end, S):
-            if seen == 0 or marked(seen + c):
-                put(desk + size * c, read_one(form, source + size * c))
-        x = read(form, desk + size * end)
-        top, odd = larger(top, x), plus(odd, where_below(x, high, zero, nan))
-    return largest(top) + total(odd)
+            if seen == 0 or is_byte_set(seen + c):
+                store_value(desk + size * c, load_scalar(form, source + size * c))
+        x = load_vector(form, desk + size * end)
+        top, odd = vec_max(top, x), vec_add(odd, select_below(x, high, zero, nan))
+    return reduce_max(top) + reduce_sum(odd)
 
 
 @njit
-def hand(form, table, row, desk, factor):
+def store_row_scaled(form, table, row, desk, factor):
     """Bring a row from the desk to where it belongs, times a factor."""
-    size, S = memory.size(form), told(table, At.S)
-    to, end = told(table, At.MADE) + size * row * S, S // WIDE * WIDE
-    for c in range(0, end, WIDE):
-        put(to + size * c, times(read(form, desk + size * c), splat(factor)))
+    size, S = memory.compute_itemsize(form), load_arg(table, RowNormaliserArgs.S)
+    to, end = load_arg(table, RowNormaliserArgs.OUTPUT) + size * row * S, S // SIMD_WIDTH * SIMD_WIDTH
+    for c in range(0, end, SIMD_WIDTH):
+        store_value(to + size * c, vec_mul(load_vector(form, desk + size * c), splat(factor)))
     for c in range(end, S):
-        put(to + size * c, read_one(form, desk + size * c) * factor)
+        store_value(to + size * c, load_scalar(form, desk + size * c) * factor)
 
 
 @njit
-def softmax_row(form, table, row, desk):
+def softmax_of_row(form, table, row, desk):
     """exp(s - top) over their sum; nothing where nothing is allowed."""
-    size, S = memory.size(form), told(table, At.S)
-    top = lay(form, table, row, desk)
-    zero, one = memory.number(form, 0), memory.number(form, 1)
-    if top == memory.number(form, -math.inf):
-        for c in range(0, S, WIDE):
-            put(desk + size * c, splat(zero))
-        hand(form, table, row, desk, one)
+    size, S = memory.compute_itemsize(form), load_arg(table, RowNormaliserArgs.S)
+    top = load_row(form, table, row, desk)
+    zero, one = memory.as_compute_scalar(form, 0), memory.as_compute_scalar(form, 1)
+    if top == memory.as_compute_scalar(form, -math.inf):
+        for c in range(0, S, SIMD_WIDTH):
+            store_value(desk + size * c, splat(zero))
+        store_row_scaled(form, table, row, desk, one)
         return
     sums = splat(zero)
-    for c in range(0, S, WIDE):
-        e = exp(minus(read(form, desk + size * c), splat(top)))
-        put(desk + size * c, e)
-        sums = plus(sums, e)
-    hand(form, table, row, desk, one / total(sums))
+    for c in range(0, S, SIMD_WIDTH):
+        e = vec_exp(vec_sub(load_vector(form, desk + size * c), splat(top)))
+        store_value(desk + size * c, e)
+        sums = vec_add(sums, e)
+    store_row_scaled(form, table, row, desk, one / reduce_sum(sums))
 
 
 @extending.register_jitable
-def softmax(form, table, unit, desk):
+def softmax_kernel(form, table, unit, desk):
     """A few rows."""
-    for row in range(unit * ROWS, min(unit * ROWS + ROWS, told(table, At.COUNT))):
-        softmax_row(form, table, row, desk)
+    for row in range(unit * ROWS_PER_ITEM, min(unit * ROWS_PER_ITEM + ROWS_PER_ITEM, load_arg(table, RowNormaliserArgs.NUM_ROWS))):
+        softmax_of_row(form, table, row, desk)
 
 
-KERNELS = Units(NUMBERS, softmax=softmax)
+SOFTMAX_KERNELS = ParallelKernelSet(COMPUTE_DTYPES, softmax=softmax_kernel)

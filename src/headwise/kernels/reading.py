@@ -13,21 +13,21 @@ from enum import IntEnum, auto
 from numba import extending, njit
 
 from . import memory
-from .compiled import HEAD
-from .lanes import WIDE, exp, larger, minus, plus, splat, times, where_below, wide
-from .memory import put, read, read_one, told, whole
-from .tiles import ROWS, SLACK, multiply
+from .compiled import FIRST_KERNEL_ARG
+from .lanes import SIMD_WIDTH, vec_exp, vec_max, vec_sub, vec_add, splat, vec_mul, select_below, round_up_to_simd
+from .memory import store_value, load_vector, load_scalar, load_arg, load_int64
+from .tiles import QUERY_TILE_ROWS, GEMM_ROW_PADDING, gemm
 
-KEYS = 64  # that are compared before their values are read
+FLASH_KEY_BLOCK_SIZE = 64  # that are compared before their values are read
 
 
-class At(IntEnum):
+class FlashAttentionArgs(IntEnum):
     """Where each number lies in what a kernel is told: an array of int64. Addresses count bytes, sizes numbers."""
 
-    TOLD = HEAD  # [units, 6], int64: row and key head, first line, lines, first key, key behind the last, part
-    LINES = auto()  # int64: where the queries of each row and key head stand among all (b, t, h)
-    ENDS = auto()  # [1 or B, T, 2], int64: the first key that a token reads and the one behind its last
-    END_ROWS = auto()  # how many rows those have
+    WORK_ITEMS = FIRST_KERNEL_ARG  # [units, 6], int64: row and key head, first line, lines, first key, key behind the last, part
+    QUERY_ROWS = auto()  # int64: where the queries of each row and key head stand among all (b, t, h)
+    KEY_RANGES = auto()  # [1 or B, T, 2], int64: the first key that a token reads and the one behind its last
+    NUM_KEY_RANGE_ROWS = auto()  # how many rows those have
     Q = auto()  # [B, T, H, dim]
     SCALE = auto()  # the number itself, in the first bytes of its place
     K = auto()
@@ -38,164 +38,164 @@ class At(IntEnum):
     GROUPS = auto()  # key heads
     DIM = auto()
     VDIM = auto()
-    K_ROW = auto()  # bytes from one row, key and head to the next
-    K_KEY = auto()
-    K_HEAD = auto()
-    V_ROW = auto()
-    V_KEY = auto()
-    V_HEAD = auto()
+    K_ROW_STRIDE = auto()  # bytes from one row, key and head to the next
+    K_KEY_STRIDE = auto()
+    K_HEAD_STRIDE = auto()
+    V_ROW_STRIDE = auto()
+    V_KEY_STRIDE = auto()
+    V_HEAD_STRIDE = auto()
     OUT = auto()  # [B, T, H, vdim]
     LSE = auto()  # [B, T, H]
     GRAD = auto()  # [B, T, H, vdim]
-    ALL = auto()  # B T H
+    NUM_QUERY_ROWS = auto()  # B T H
     D_Q = auto()  # [parts, B, T, H, dim]
     D_K = auto()  # [B, GROUPS, S and slack, dim in whole vectors]
     D_V = auto()
-    KEPT = auto()  # S and slack
+    PADDED_KEYS = auto()  # S and slack
 
 
-ENDS = 5  # vectors of sixty-four at the head of a desk: first keys, ends, largest scores, sums, factors
+NUM_ROW_STATE_VECTORS = 5  # vectors of sixty-four at the head of a desk: first keys, ends, largest scores, sums, factors
 
 
-def desk(dim: int, vdim: int) -> int:
+def flash_scratch_size(dim: int, vdim: int) -> int:
     """How many numbers a thread writes on, backwards: forward it is less."""
-    return ROWS * (ENDS + 1 + 2 * (dim + SLACK) + vdim + SLACK + 2 * (KEYS + SLACK) + wide(dim) + wide(vdim))
+    return QUERY_TILE_ROWS * (NUM_ROW_STATE_VECTORS + 1 + 2 * (dim + GEMM_ROW_PADDING) + vdim + GEMM_ROW_PADDING + 2 * (FLASH_KEY_BLOCK_SIZE + GEMM_ROW_PADDING) + round_up_to_simd(dim) + round_up_to_simd(vdim))
 
 
 @njit
-def lying(f, table, unit, desk):
+def load_key_ranges(f, table, unit, desk):
     """Lay first keys and ends of the rows on the desk, none for those that are missing: the extremes of all, and the
     largest first key and the least end."""
-    lines, count = told(table, At.LINES) + 8 * whole(unit + 8), whole(unit + 16)
-    low, high, inner, outer = told(table, At.S), 0, 0, told(table, At.S)
-    tokens = told(table, At.T) * told(table, At.END_ROWS)
-    for r in range(ROWS):
+    lines, count = load_arg(table, FlashAttentionArgs.QUERY_ROWS) + 8 * load_int64(unit + 8), load_int64(unit + 16)
+    low, high, inner, outer = load_arg(table, FlashAttentionArgs.S), 0, 0, load_arg(table, FlashAttentionArgs.S)
+    tokens = load_arg(table, FlashAttentionArgs.T) * load_arg(table, FlashAttentionArgs.NUM_KEY_RANGE_ROWS)
+    for r in range(QUERY_TILE_ROWS):
         first = end = 0
         if r < count:
-            token = whole(lines + 8 * r) // told(table, At.H) % tokens
-            first, end = whole(told(table, At.ENDS) + 16 * token), whole(told(table, At.ENDS) + 16 * token + 8)
+            token = load_int64(lines + 8 * r) // load_arg(table, FlashAttentionArgs.H) % tokens
+            first, end = load_int64(load_arg(table, FlashAttentionArgs.KEY_RANGES) + 16 * token), load_int64(load_arg(table, FlashAttentionArgs.KEY_RANGES) + 16 * token + 8)
             low, high, inner, outer = min(low, first), max(high, end), max(inner, first), min(outer, end)
-        put(desk + memory.size(f) * r, memory.number(f, first))
-        put(desk + memory.size(f) * (ROWS + r), memory.number(f, end))
-    return max(low, whole(unit + 24)), min(high, whole(unit + 32)), inner, outer
+        store_value(desk + memory.compute_itemsize(f) * r, memory.as_compute_scalar(f, first))
+        store_value(desk + memory.compute_itemsize(f) * (QUERY_TILE_ROWS + r), memory.as_compute_scalar(f, end))
+    return max(low, load_int64(unit + 24)), min(high, load_int64(unit + 32)), inner, outer
 
 
 @njit
-def turned(f, table, unit, source, dim, to):
+def load_rows_transposed(f, table, unit, source, dim, to):
     """Lay the rows of a unit side by side, zeros for those that are missing."""
-    lines, count, size = told(table, At.LINES) + 8 * whole(unit + 8), whole(unit + 16), memory.size(f)
+    lines, count, size = load_arg(table, FlashAttentionArgs.QUERY_ROWS) + 8 * load_int64(unit + 8), load_int64(unit + 16), memory.compute_itemsize(f)
     for r in range(count):
-        row = source + size * dim * whole(lines + 8 * r)
+        row = source + size * dim * load_int64(lines + 8 * r)
         for c in range(dim):
-            put(to + size * (ROWS * c + r), read_one(f, row + size * c))
-    for r in range(count, ROWS):
+            store_value(to + size * (QUERY_TILE_ROWS * c + r), load_scalar(f, row + size * c))
+    for r in range(count, QUERY_TILE_ROWS):
         for c in range(dim):
-            put(to + size * (ROWS * c + r), memory.number(f, 0))
+            store_value(to + size * (QUERY_TILE_ROWS * c + r), memory.as_compute_scalar(f, 0))
 
 
 @njit
-def scaled(f, to, rows, factor):
+def scale_columns(f, to, rows, factor):
     """So many rows of sixty-four, times a number each column has."""
-    step = memory.size(f) * WIDE
-    for c in range(0, memory.size(f) * ROWS, step):
-        share = read(f, factor + c)
+    step = memory.compute_itemsize(f) * SIMD_WIDTH
+    for c in range(0, memory.compute_itemsize(f) * QUERY_TILE_ROWS, step):
+        share = load_vector(f, factor + c)
         for n in range(rows):
-            here = to + memory.size(f) * ROWS * n + c
-            put(here, times(read(f, here), share))
+            here = to + memory.compute_itemsize(f) * QUERY_TILE_ROWS * n + c
+            store_value(here, vec_mul(load_vector(f, here), share))
 
 
 @njit
-def barred(f, scores, ends, start, count):
+def mask_scores(f, scores, ends, start, count):
     """Scores of keys that a row may not read become -inf."""
-    size, lowest = memory.size(f), splat(memory.number(f, -math.inf))
-    for c in range(0, size * ROWS, size * WIDE):
-        first, end = read(f, ends + c), read(f, ends + size * ROWS + c)
+    size, lowest = memory.compute_itemsize(f), splat(memory.as_compute_scalar(f, -math.inf))
+    for c in range(0, size * QUERY_TILE_ROWS, size * SIMD_WIDTH):
+        first, end = load_vector(f, ends + c), load_vector(f, ends + size * QUERY_TILE_ROWS + c)
         for n in range(count):
-            here, key = scores + size * ROWS * n + c, splat(memory.number(f, start + n))
-            below = where_below(key, end, read(f, here), lowest)
-            put(here, where_below(key, first, lowest, below))
+            here, key = scores + size * QUERY_TILE_ROWS * n + c, splat(memory.as_compute_scalar(f, start + n))
+            below = select_below(key, end, load_vector(f, here), lowest)
+            store_value(here, select_below(key, first, lowest, below))
 
 
 @njit
-def weigh(f, scores, ends, count):
+def online_softmax(f, scores, ends, count):
     """Scores to shares of the largest so far, and by which factor what was read before shrinks."""
-    size, lowest, zero = memory.size(f), splat(memory.number(f, -math.inf)), splat(memory.number(f, 0))
-    step = size * ROWS
-    for c in range(0, step, size * WIDE):
-        old = read(f, ends + 2 * step + c)
+    size, lowest, zero = memory.compute_itemsize(f), splat(memory.as_compute_scalar(f, -math.inf)), splat(memory.as_compute_scalar(f, 0))
+    step = size * QUERY_TILE_ROWS
+    for c in range(0, step, size * SIMD_WIDTH):
+        old = load_vector(f, ends + 2 * step + c)
         top = old
         for n in range(count):
-            top = larger(top, read(f, scores + step * n + c))
-        base = where_below(lowest, top, top, zero)  # where all are -inf, each share is e^-inf
-        factor = exp(minus(old, base))
-        sums = times(read(f, ends + 3 * step + c), factor)
+            top = vec_max(top, load_vector(f, scores + step * n + c))
+        base = select_below(lowest, top, top, zero)  # where all are -inf, each share is e^-inf
+        factor = vec_exp(vec_sub(old, base))
+        sums = vec_mul(load_vector(f, ends + 3 * step + c), factor)
         for n in range(count):
-            e = exp(minus(read(f, scores + step * n + c), base))
-            put(scores + step * n + c, e)
-            sums = plus(sums, e)
-        put(ends + 2 * step + c, top)
-        put(ends + 3 * step + c, sums)
-        put(ends + 4 * step + c, factor)
+            e = vec_exp(vec_sub(load_vector(f, scores + step * n + c), base))
+            store_value(scores + step * n + c, e)
+            sums = vec_add(sums, e)
+        store_value(ends + 2 * step + c, top)
+        store_value(ends + 3 * step + c, sums)
+        store_value(ends + 4 * step + c, factor)
 
 
 @njit
-def compare(f, table, at, q, scores, span):
+def qk_tile(f, table, at, q, scores, span):
     """The products of neighbouring keys with all rows of a unit."""
     k, (start, count) = at, span
-    step = memory.size(f) * ROWS
-    a = k + told(table, At.K_KEY) * start, told(table, At.K_KEY), memory.size(f)
-    multiply(f, (scores, step), a, (q, step), (count, ROWS, told(table, At.DIM)), False)
+    step = memory.compute_itemsize(f) * QUERY_TILE_ROWS
+    a = k + load_arg(table, FlashAttentionArgs.K_KEY_STRIDE) * start, load_arg(table, FlashAttentionArgs.K_KEY_STRIDE), memory.compute_itemsize(f)
+    gemm(f, (scores, step), a, (q, step), (count, QUERY_TILE_ROWS, load_arg(table, FlashAttentionArgs.DIM)), False)
 
 
 @njit
-def delivered(f, table, unit, read_there, ends):
+def store_output_and_lse(f, table, unit, read_there, ends):
     """Write what the rows of a unit read, and the log-sum-exp of their scores; inf for those that read nothing."""
-    lines, size, vdim = told(table, At.LINES) + 8 * whole(unit + 8), memory.size(f), told(table, At.VDIM)
-    for r in range(whole(unit + 16)):
-        line = whole(lines + 8 * r)
-        top, sums = read_one(f, ends + size * (2 * ROWS + r)), read_one(f, ends + size * (3 * ROWS + r))
-        share = memory.number(f, 1 / sums if sums != 0 else 0.0)
-        lse = memory.number(f, top + math.log(sums) if sums != 0 else math.inf)
-        put(told(table, At.LSE) + size * line, lse)
+    lines, size, vdim = load_arg(table, FlashAttentionArgs.QUERY_ROWS) + 8 * load_int64(unit + 8), memory.compute_itemsize(f), load_arg(table, FlashAttentionArgs.VDIM)
+    for r in range(load_int64(unit + 16)):
+        line = load_int64(lines + 8 * r)
+        top, sums = load_scalar(f, ends + size * (2 * QUERY_TILE_ROWS + r)), load_scalar(f, ends + size * (3 * QUERY_TILE_ROWS + r))
+        share = memory.as_compute_scalar(f, 1 / sums if sums != 0 else 0.0)
+        lse = memory.as_compute_scalar(f, top + math.log(sums) if sums != 0 else math.inf)
+        store_value(load_arg(table, FlashAttentionArgs.LSE) + size * line, lse)
         for c in range(vdim):
-            here = told(table, At.OUT) + size * (line * vdim + c)
-            put(here, memory.number(f, read_one(f, read_there + size * (ROWS * c + r)) * share))
+            here = load_arg(table, FlashAttentionArgs.OUT) + size * (line * vdim + c)
+            store_value(here, memory.as_compute_scalar(f, load_scalar(f, read_there + size * (QUERY_TILE_ROWS * c + r)) * share))
 
 
 @njit
-def cleared(f, to, count):
+def clear_memory(f, to, count):
     """So many zeros, in whole vectors."""
-    for n in range(0, count, WIDE):
-        put(to + memory.size(f) * n, splat(memory.number(f, 0)))
+    for n in range(0, count, SIMD_WIDTH):
+        store_value(to + memory.compute_itemsize(f) * n, splat(memory.as_compute_scalar(f, 0)))
 
 
 @extending.register_jitable
-def forward(f, table, number, desk):
+def flash_forward(f, table, number, desk):
     """All keys that the rows of a unit read, some at a time."""
-    unit = told(table, At.TOLD) + 48 * number
-    size, dim, vdim, groups = memory.size(f), told(table, At.DIM), told(table, At.VDIM), told(table, At.GROUPS)
-    step, own, each = size * ROWS, whole(unit) // groups, whole(unit) % groups
-    q = desk + step * ENDS
-    scores = q + step * (dim + SLACK)
-    sums = scores + step * KEYS
-    k = told(table, At.K) + own * told(table, At.K_ROW) + each * told(table, At.K_HEAD)
-    v = told(table, At.V) + own * told(table, At.V_ROW) + each * told(table, At.V_HEAD)
-    start, stop, inner, outer = lying(f, table, unit, desk)
-    turned(f, table, unit, told(table, At.Q), dim, q)
-    cleared(f, desk + 2 * step, 3 * ROWS)
-    for c in range(0, step, size * WIDE):
-        put(desk + 2 * step + c, splat(memory.number(f, -math.inf)))
-        put(desk + 4 * step + c, splat(memory.number(f, read_one(f, table + 8 * At.SCALE))))
-    scaled(f, q, dim, desk + 4 * step)
-    cleared(f, sums, (vdim + SLACK) * ROWS)
+    unit = load_arg(table, FlashAttentionArgs.WORK_ITEMS) + 48 * number
+    size, dim, vdim, groups = memory.compute_itemsize(f), load_arg(table, FlashAttentionArgs.DIM), load_arg(table, FlashAttentionArgs.VDIM), load_arg(table, FlashAttentionArgs.GROUPS)
+    step, own, each = size * QUERY_TILE_ROWS, load_int64(unit) // groups, load_int64(unit) % groups
+    q = desk + step * NUM_ROW_STATE_VECTORS
+    scores = q + step * (dim + GEMM_ROW_PADDING)
+    sums = scores + step * FLASH_KEY_BLOCK_SIZE
+    k = load_arg(table, FlashAttentionArgs.K) + own * load_arg(table, FlashAttentionArgs.K_ROW_STRIDE) + each * load_arg(table, FlashAttentionArgs.K_HEAD_STRIDE)
+    v = load_arg(table, FlashAttentionArgs.V) + own * load_arg(table, FlashAttentionArgs.V_ROW_STRIDE) + each * load_arg(table, FlashAttentionArgs.V_HEAD_STRIDE)
+    start, stop, inner, outer = load_key_ranges(f, table, unit, desk)
+    load_rows_transposed(f, table, unit, load_arg(table, FlashAttentionArgs.Q), dim, q)
+    clear_memory(f, desk + 2 * step, 3 * QUERY_TILE_ROWS)
+    for c in range(0, step, size * SIMD_WIDTH):
+        store_value(desk + 2 * step + c, splat(memory.as_compute_scalar(f, -math.inf)))
+        store_value(desk + 4 * step + c, splat(memory.as_compute_scalar(f, load_scalar(f, table + 8 * FlashAttentionArgs.SCALE))))
+    scale_columns(f, q, dim, desk + 4 * step)
+    clear_memory(f, sums, (vdim + GEMM_ROW_PADDING) * QUERY_TILE_ROWS)
     while start < stop:
-        count = min(KEYS, stop - start)
-        compare(f, table, k, q, scores, (start, count))
+        count = min(FLASH_KEY_BLOCK_SIZE, stop - start)
+        qk_tile(f, table, k, q, scores, (start, count))
         if start < inner or start + count > outer:
-            barred(f, scores, desk, start, count)
-        weigh(f, scores, desk, count)
-        scaled(f, sums, vdim, desk + 4 * step)
-        values = v + told(table, At.V_KEY) * start, size, told(table, At.V_KEY)
-        multiply(f, (sums, step), values, (scores, step), (vdim, ROWS, count), True)
+            mask_scores(f, scores, desk, start, count)
+        online_softmax(f, scores, desk, count)
+        scale_columns(f, sums, vdim, desk + 4 * step)
+        values = v + load_arg(table, FlashAttentionArgs.V_KEY_STRIDE) * start, size, load_arg(table, FlashAttentionArgs.V_KEY_STRIDE)
+        gemm(f, (sums, step), values, (scores, step), (vdim, QUERY_TILE_ROWS, count), True)
         start += count
-    delivered(f, table, unit, sums, desk)
+    store_output_and_lse(f, table, unit, sums, desk)

@@ -9,159 +9,159 @@ from __future__ import annotations
 from numba import extending, njit
 
 from . import memory
-from .compiled import NUMBERS, Units
-from .lanes import WIDE, exp, fma, minus, splat, times, total, wide
-from .memory import put, read, read_one, told, whole
-from .reading import ENDS, KEYS, At, barred, cleared, compare, forward, lying, scaled, turned
-from .tiles import ROWS, SLACK, multiply
+from .compiled import COMPUTE_DTYPES, ParallelKernelSet
+from .lanes import SIMD_WIDTH, vec_exp, fma, vec_sub, splat, vec_mul, reduce_sum, round_up_to_simd
+from .memory import store_value, load_vector, load_scalar, load_arg, load_int64
+from .reading import NUM_ROW_STATE_VECTORS, FLASH_KEY_BLOCK_SIZE, FlashAttentionArgs, mask_scores, clear_memory, qk_tile, flash_forward, load_key_ranges, scale_columns, load_rows_transposed
+from .tiles import QUERY_TILE_ROWS, GEMM_ROW_PADDING, gemm
 
 
 @njit
-def rows_laid(f, table, unit, source, dim, to):
+def load_rows(f, table, unit, source, dim, to):
     """Lay the rows of a unit one below the other, in whole vectors, zeros for what is missing."""
-    lines, count, size = told(table, At.LINES) + 8 * whole(unit + 8), whole(unit + 16), memory.size(f)
-    cleared(f, to, ROWS * wide(dim))
+    lines, count, size = load_arg(table, FlashAttentionArgs.QUERY_ROWS) + 8 * load_int64(unit + 8), load_int64(unit + 16), memory.compute_itemsize(f)
+    clear_memory(f, to, QUERY_TILE_ROWS * round_up_to_simd(dim))
     for r in range(count):
-        row, here = source + size * dim * whole(lines + 8 * r), to + size * wide(dim) * r
-        for c in range(0, dim // WIDE * WIDE, WIDE):
-            put(here + size * c, read(f, row + size * c))
-        for c in range(dim // WIDE * WIDE, dim):
-            put(here + size * c, read_one(f, row + size * c))
+        row, here = source + size * dim * load_int64(lines + 8 * r), to + size * round_up_to_simd(dim) * r
+        for c in range(0, dim // SIMD_WIDTH * SIMD_WIDTH, SIMD_WIDTH):
+            store_value(here + size * c, load_vector(f, row + size * c))
+        for c in range(dim // SIMD_WIDTH * SIMD_WIDTH, dim):
+            store_value(here + size * c, load_scalar(f, row + size * c))
 
 
 @njit
-def along(f, a, b, count):
+def inner_product(f, a, b, count):
     """The sum over so many numbers of the products of each two."""
-    size, sums = memory.size(f), splat(memory.number(f, 0))
-    for c in range(0, count // WIDE * WIDE, WIDE):
-        sums = fma(read(f, a + size * c), read(f, b + size * c), sums)
-    every = total(sums)
-    for c in range(count // WIDE * WIDE, count):
-        every += read_one(f, a + size * c) * read_one(f, b + size * c)
+    size, sums = memory.compute_itemsize(f), splat(memory.as_compute_scalar(f, 0))
+    for c in range(0, count // SIMD_WIDTH * SIMD_WIDTH, SIMD_WIDTH):
+        sums = fma(load_vector(f, a + size * c), load_vector(f, b + size * c), sums)
+    every = reduce_sum(sums)
+    for c in range(count // SIMD_WIDTH * SIMD_WIDTH, count):
+        every += load_scalar(f, a + size * c) * load_scalar(f, b + size * c)
     return every
 
 
 @njit
-def known(f, table, unit, desk):
+def load_row_statistics(f, table, unit, desk):
     """Lay each row's log-sum-exp, the product of what it read with its gradient, and the scale."""
-    lines, count, size = told(table, At.LINES) + 8 * whole(unit + 8), whole(unit + 16), memory.size(f)
-    to, vdim = desk + size * 2 * ROWS, told(table, At.VDIM)
-    for r in range(ROWS):
-        lse, both = memory.number(f, float("inf")), memory.number(f, 0)
+    lines, count, size = load_arg(table, FlashAttentionArgs.QUERY_ROWS) + 8 * load_int64(unit + 8), load_int64(unit + 16), memory.compute_itemsize(f)
+    to, vdim = desk + size * 2 * QUERY_TILE_ROWS, load_arg(table, FlashAttentionArgs.VDIM)
+    for r in range(QUERY_TILE_ROWS):
+        lse, both = memory.as_compute_scalar(f, float("inf")), memory.as_compute_scalar(f, 0)
         if r < count:
-            line = whole(lines + 8 * r)
-            lse, row = read_one(f, told(table, At.LSE) + size * line), size * vdim * line
-            both = along(f, told(table, At.OUT) + row, told(table, At.GRAD) + row, vdim)
-        put(to + size * r, lse)
-        put(to + size * (ROWS + r), both)
-        put(to + size * (2 * ROWS + r), read_one(f, table + 8 * At.SCALE))
+            line = load_int64(lines + 8 * r)
+            lse, row = load_scalar(f, load_arg(table, FlashAttentionArgs.LSE) + size * line), size * vdim * line
+            both = inner_product(f, load_arg(table, FlashAttentionArgs.OUT) + row, load_arg(table, FlashAttentionArgs.GRAD) + row, vdim)
+        store_value(to + size * r, lse)
+        store_value(to + size * (QUERY_TILE_ROWS + r), both)
+        store_value(to + size * (2 * QUERY_TILE_ROWS + r), load_scalar(f, table + 8 * FlashAttentionArgs.SCALE))
 
 
 @njit
-def shares(f, scores, desk, count):
+def recompute_weights(f, scores, desk, count):
     """Scores as shares of what each row reads."""
-    size = memory.size(f)
-    step = size * ROWS
-    for c in range(0, step, size * WIDE):
-        lse = read(f, desk + 2 * step + c)
+    size = memory.compute_itemsize(f)
+    step = size * QUERY_TILE_ROWS
+    for c in range(0, step, size * SIMD_WIDTH):
+        lse = load_vector(f, desk + 2 * step + c)
         for n in range(count):
-            put(scores + step * n + c, exp(minus(read(f, scores + step * n + c), lse)))
+            store_value(scores + step * n + c, vec_exp(vec_sub(load_vector(f, scores + step * n + c), lse)))
 
 
 @njit
-def through(f, scores, grads, desk, count):
+def grad_scores(f, scores, grads, desk, count):
     """The gradients of scores from those of shares."""
-    size = memory.size(f)
-    step = size * ROWS
-    for c in range(0, step, size * WIDE):
-        total = read(f, desk + 3 * step + c)
+    size = memory.compute_itemsize(f)
+    step = size * QUERY_TILE_ROWS
+    for c in range(0, step, size * SIMD_WIDTH):
+        total = load_vector(f, desk + 3 * step + c)
         for n in range(count):
             here = step * n + c
-            put(grads + here, times(read(f, scores + here), minus(read(f, grads + here), total)))
+            store_value(grads + here, vec_mul(load_vector(f, scores + here), vec_sub(load_vector(f, grads + here), total)))
 
 
 @njit
-def few_keys(f, table, at, desk, span, bars):
+def backward_key_block(f, table, at, desk, span, bars):
     """What some neighbouring keys and all rows of the desk give each other."""
     (k, v, d_k, d_v), (start, count) = at, span
-    size, dim, vdim = memory.size(f), told(table, At.DIM), told(table, At.VDIM)
-    step, fours = size * ROWS, -(-count // 4) * 4
-    q = desk + step * ENDS
-    grad = q + step * (dim + SLACK)
-    scores = grad + step * (vdim + SLACK)
-    grads = scores + step * (KEYS + SLACK)
-    d_q = grads + step * (KEYS + SLACK)
-    q_rows = d_q + step * (dim + SLACK)
-    grad_rows = q_rows + step * wide(dim)
-    compare(f, table, k, q, scores, span)
+    size, dim, vdim = memory.compute_itemsize(f), load_arg(table, FlashAttentionArgs.DIM), load_arg(table, FlashAttentionArgs.VDIM)
+    step, fours = size * QUERY_TILE_ROWS, -(-count // 4) * 4
+    q = desk + step * NUM_ROW_STATE_VECTORS
+    grad = q + step * (dim + GEMM_ROW_PADDING)
+    scores = grad + step * (vdim + GEMM_ROW_PADDING)
+    grads = scores + step * (FLASH_KEY_BLOCK_SIZE + GEMM_ROW_PADDING)
+    d_q = grads + step * (FLASH_KEY_BLOCK_SIZE + GEMM_ROW_PADDING)
+    q_rows = d_q + step * (dim + GEMM_ROW_PADDING)
+    grad_rows = q_rows + step * round_up_to_simd(dim)
+    qk_tile(f, table, k, q, scores, span)
     if bars:
-        barred(f, scores, desk, start, fours)
-    shares(f, scores, desk, fours)
-    row = size * wide(vdim)
-    multiply(f, (d_v + row * start, row), (scores, step, size), (grad_rows, row), (fours, wide(vdim), ROWS), True)
-    values = v + told(table, At.V_KEY) * start, told(table, At.V_KEY), size
-    multiply(f, (grads, step), values, (grad, step), (count, ROWS, vdim), False)
-    through(f, scores, grads, desk, fours)
-    keys = k + told(table, At.K_KEY) * start, size, told(table, At.K_KEY)
-    multiply(f, (d_q, step), keys, (grads, step), (dim, ROWS, count), True)
-    row = size * wide(dim)
-    multiply(f, (d_k + row * start, row), (grads, step, size), (q_rows, row), (fours, wide(dim), ROWS), True)
+        mask_scores(f, scores, desk, start, fours)
+    recompute_weights(f, scores, desk, fours)
+    row = size * round_up_to_simd(vdim)
+    gemm(f, (d_v + row * start, row), (scores, step, size), (grad_rows, row), (fours, round_up_to_simd(vdim), QUERY_TILE_ROWS), True)
+    values = v + load_arg(table, FlashAttentionArgs.V_KEY_STRIDE) * start, load_arg(table, FlashAttentionArgs.V_KEY_STRIDE), size
+    gemm(f, (grads, step), values, (grad, step), (count, QUERY_TILE_ROWS, vdim), False)
+    grad_scores(f, scores, grads, desk, fours)
+    keys = k + load_arg(table, FlashAttentionArgs.K_KEY_STRIDE) * start, size, load_arg(table, FlashAttentionArgs.K_KEY_STRIDE)
+    gemm(f, (d_q, step), keys, (grads, step), (dim, QUERY_TILE_ROWS, count), True)
+    row = size * round_up_to_simd(dim)
+    gemm(f, (d_k + row * start, row), (grads, step, size), (q_rows, row), (fours, round_up_to_simd(dim), QUERY_TILE_ROWS), True)
 
 
 @njit
-def tile_back(f, table, at, unit, desk):
+def backward_query_tile(f, table, at, unit, desk):
     """The gradients that up to sixty-four rows have and give."""
-    size, dim, vdim = memory.size(f), told(table, At.DIM), told(table, At.VDIM)
-    step = size * ROWS
-    q = desk + step * ENDS
-    grad = q + step * (dim + SLACK)
-    d_q = grad + step * (vdim + SLACK) + 2 * step * (KEYS + SLACK)
-    q_rows = d_q + step * (dim + SLACK)
-    start, stop, inner, outer = lying(f, table, unit, desk)
+    size, dim, vdim = memory.compute_itemsize(f), load_arg(table, FlashAttentionArgs.DIM), load_arg(table, FlashAttentionArgs.VDIM)
+    step = size * QUERY_TILE_ROWS
+    q = desk + step * NUM_ROW_STATE_VECTORS
+    grad = q + step * (dim + GEMM_ROW_PADDING)
+    d_q = grad + step * (vdim + GEMM_ROW_PADDING) + 2 * step * (FLASH_KEY_BLOCK_SIZE + GEMM_ROW_PADDING)
+    q_rows = d_q + step * (dim + GEMM_ROW_PADDING)
+    start, stop, inner, outer = load_key_ranges(f, table, unit, desk)
     if start >= stop:
         return
-    known(f, table, unit, desk)
-    turned(f, table, unit, told(table, At.Q), dim, q)
-    scaled(f, q, dim, desk + 4 * step)
-    turned(f, table, unit, told(table, At.GRAD), vdim, grad)
-    rows_laid(f, table, unit, told(table, At.Q), dim, q_rows)
-    for n in range(0, step * wide(dim), size * WIDE):
-        put(q_rows + n, times(read(f, q_rows + n), read(f, desk + 4 * step)))
-    rows_laid(f, table, unit, told(table, At.GRAD), vdim, q_rows + step * wide(dim))
-    cleared(f, d_q, ROWS * (dim + SLACK))
+    load_row_statistics(f, table, unit, desk)
+    load_rows_transposed(f, table, unit, load_arg(table, FlashAttentionArgs.Q), dim, q)
+    scale_columns(f, q, dim, desk + 4 * step)
+    load_rows_transposed(f, table, unit, load_arg(table, FlashAttentionArgs.GRAD), vdim, grad)
+    load_rows(f, table, unit, load_arg(table, FlashAttentionArgs.Q), dim, q_rows)
+    for n in range(0, step * round_up_to_simd(dim), size * SIMD_WIDTH):
+        store_value(q_rows + n, vec_mul(load_vector(f, q_rows + n), load_vector(f, desk + 4 * step)))
+    load_rows(f, table, unit, load_arg(table, FlashAttentionArgs.GRAD), vdim, q_rows + step * round_up_to_simd(dim))
+    clear_memory(f, d_q, QUERY_TILE_ROWS * (dim + GEMM_ROW_PADDING))
     start = start // 4 * 4  # parts of keys begin and end at fours, so that no row of another part is written
     while start < stop:
-        count = min(KEYS, stop - start)
-        few_keys(f, table, at, desk, (start, count), start < inner or start + -(-count // 4) * 4 > outer)
+        count = min(FLASH_KEY_BLOCK_SIZE, stop - start)
+        backward_key_block(f, table, at, desk, (start, count), start < inner or start + -(-count // 4) * 4 > outer)
         start += count
-    scaled(f, d_q, dim, desk + 4 * step)
-    lines = told(table, At.LINES) + 8 * whole(unit + 8)
-    for r in range(whole(unit + 16)):
-        to = told(table, At.D_Q) + size * dim * (whole(unit + 40) * told(table, At.ALL) + whole(lines + 8 * r))
+    scale_columns(f, d_q, dim, desk + 4 * step)
+    lines = load_arg(table, FlashAttentionArgs.QUERY_ROWS) + 8 * load_int64(unit + 8)
+    for r in range(load_int64(unit + 16)):
+        to = load_arg(table, FlashAttentionArgs.D_Q) + size * dim * (load_int64(unit + 40) * load_arg(table, FlashAttentionArgs.NUM_QUERY_ROWS) + load_int64(lines + 8 * r))
         for c in range(dim):
-            put(to + size * c, read_one(f, d_q + size * (ROWS * c + r)))
+            store_value(to + size * c, load_scalar(f, d_q + size * (QUERY_TILE_ROWS * c + r)))
 
 
 @extending.register_jitable
-def backward(f, table, number, desk):
+def flash_backward(f, table, number, desk):
     """All rows of a unit, sixty-four at a time."""
-    unit = told(table, At.TOLD) + 48 * number
-    size, dim, vdim, groups = memory.size(f), told(table, At.DIM), told(table, At.VDIM), told(table, At.GROUPS)
-    own, each = whole(unit) // groups, whole(unit) % groups
-    k = told(table, At.K) + own * told(table, At.K_ROW) + each * told(table, At.K_HEAD)
-    v = told(table, At.V) + own * told(table, At.V_ROW) + each * told(table, At.V_HEAD)
-    d_k = told(table, At.D_K) + size * wide(dim) * told(table, At.KEPT) * whole(unit)
-    d_v = told(table, At.D_V) + size * wide(vdim) * told(table, At.KEPT) * whole(unit)
-    first, last, here = whole(unit + 24), whole(unit + 32), desk
-    last = told(table, At.KEPT) if last == told(table, At.S) else last
-    cleared(f, d_k + size * wide(dim) * first, (last - first) * wide(dim))
-    cleared(f, d_v + size * wide(vdim) * first, (last - first) * wide(vdim))
+    unit = load_arg(table, FlashAttentionArgs.WORK_ITEMS) + 48 * number
+    size, dim, vdim, groups = memory.compute_itemsize(f), load_arg(table, FlashAttentionArgs.DIM), load_arg(table, FlashAttentionArgs.VDIM), load_arg(table, FlashAttentionArgs.GROUPS)
+    own, each = load_int64(unit) // groups, load_int64(unit) % groups
+    k = load_arg(table, FlashAttentionArgs.K) + own * load_arg(table, FlashAttentionArgs.K_ROW_STRIDE) + each * load_arg(table, FlashAttentionArgs.K_HEAD_STRIDE)
+    v = load_arg(table, FlashAttentionArgs.V) + own * load_arg(table, FlashAttentionArgs.V_ROW_STRIDE) + each * load_arg(table, FlashAttentionArgs.V_HEAD_STRIDE)
+    d_k = load_arg(table, FlashAttentionArgs.D_K) + size * round_up_to_simd(dim) * load_arg(table, FlashAttentionArgs.PADDED_KEYS) * load_int64(unit)
+    d_v = load_arg(table, FlashAttentionArgs.D_V) + size * round_up_to_simd(vdim) * load_arg(table, FlashAttentionArgs.PADDED_KEYS) * load_int64(unit)
+    first, last, here = load_int64(unit + 24), load_int64(unit + 32), desk
+    last = load_arg(table, FlashAttentionArgs.PADDED_KEYS) if last == load_arg(table, FlashAttentionArgs.S) else last
+    clear_memory(f, d_k + size * round_up_to_simd(dim) * first, (last - first) * round_up_to_simd(dim))
+    clear_memory(f, d_v + size * round_up_to_simd(vdim) * first, (last - first) * round_up_to_simd(vdim))
     for n in range(6):
-        put(here + 8 * n, whole(unit + 8 * n))
-    for start in range(0, whole(unit + 16), ROWS):
-        put(here + 8, whole(unit + 8) + start)
-        put(here + 16, min(ROWS, whole(unit + 16) - start))
-        tile_back(f, table, (k, v, d_k, d_v), here, desk + size * ROWS)
+        store_value(here + 8 * n, load_int64(unit + 8 * n))
+    for start in range(0, load_int64(unit + 16), QUERY_TILE_ROWS):
+        store_value(here + 8, load_int64(unit + 8) + start)
+        store_value(here + 16, min(QUERY_TILE_ROWS, load_int64(unit + 16) - start))
+        backward_query_tile(f, table, (k, v, d_k, d_v), here, desk + size * QUERY_TILE_ROWS)
 
 
-KERNELS = Units(NUMBERS, forward=forward, backward=backward)
+FLASH_ATTENTION_KERNELS = ParallelKernelSet(COMPUTE_DTYPES, forward=flash_forward, backward=flash_backward)

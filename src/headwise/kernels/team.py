@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
-NAMES = ("libgomp*.so*", "libomp*.so*", "libiomp5*.so*", "libomp*.dylib")
+OPENMP_LIBRARIES = ("libgomp*.so*", "libomp*.so*", "libiomp5*.so*", "libomp*.dylib")
 
 
-def _runtime() -> ctypes.CDLL | None:
+def _find_openmp() -> ctypes.CDLL | None:
     """The OpenMP runtime that lies beside torch, where it can be asked."""
     root = Path(torch.__file__).parent
     found = [
-        path for folder in (root / "lib", root.parent / "torch.libs") for name in NAMES for path in folder.glob(name)
+        path for folder in (root / "lib", root.parent / "torch.libs") for name in OPENMP_LIBRARIES for path in folder.glob(name)
     ]
     if not found or not torch.backends.openmp.is_available():
         return None
@@ -32,20 +32,20 @@ def _runtime() -> ctypes.CDLL | None:
     return library
 
 
-RUNTIME = _runtime()
+OPENMP_RUNTIME = _find_openmp()
 
 
-def most() -> int:
+def max_threads() -> int:
     """How many threads a kernel may use here: torch's, or one where its runtime cannot be asked."""
-    return torch.get_num_threads() if RUNTIME is not None else 1
+    return torch.get_num_threads() if OPENMP_RUNTIME is not None else 1
 
 
-def run(address: int, told: int, threads: int) -> None:
+def run_in_threads(address: int, args_address: int, threads: int) -> None:
     """Call the compiled function at an address, in so many threads at once, each with the same argument."""
-    if threads > 1 and RUNTIME is not None:
-        RUNTIME.GOMP_parallel(address, told, threads, 0)
+    if threads > 1 and OPENMP_RUNTIME is not None:
+        OPENMP_RUNTIME.GOMP_parallel(address, args_address, threads, 0)
     else:
-        CALL(address)(told)
+        KERNEL_CFUNCTYPE(address)(args_address)
 
 
-CALL = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+KERNEL_CFUNCTYPE = ctypes.CFUNCTYPE(None, ctypes.c_int64)

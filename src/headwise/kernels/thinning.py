@@ -12,141 +12,141 @@ from enum import IntEnum, auto
 import torch
 from numba import extending, njit
 
-from .compiled import Kernels
-from .lanes import WIDE, fma, splat, total
-from .memory import evens, lies, load, number, odds, once, put, read, store, take, whole
-from .told import LINE
+from .compiled import KernelSet
+from .lanes import SIMD_WIDTH, fma, splat, reduce_sum
+from .memory import load_bf16_even, storage_itemsize, load_storage, as_compute_scalar, load_bf16_odd, prefetch_nontemporal, store_value, load_vector, store_storage, fetch_and_increment, load_int64
+from .told import CACHE_LINE_BYTES
 
-KINDS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-TILE = 4  # rows that are read at once, and tokens that they meet
-STEP = 2 * WIDE  # numbers of a row that are read at once
-AHEAD = 8192  # bytes before the next four rows are read memory is asked for them
+GEMV_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+GEMV_TILE_SIZE = 4  # rows that are read at once, and tokens that they meet
+GEMV_STEP = 2 * SIMD_WIDTH  # numbers of a row that are read at once
+GEMV_PREFETCH_BYTES = 8192  # bytes before the next four rows are read memory is asked for them
 
 
-class At(IntEnum):
+class GemvArgs(IntEnum):
     """The place of each number of what the kernel is told, as bytes from the start. Addresses count bytes."""
 
     def _generate_next_value_(name, start, count, last_values):
         return 8 * count
 
-    NEXT = auto()  # counters: the next block, the next thread
-    THREAD = auto()
-    BLOCKS = auto()
-    EACH = auto()  # rows of a matrix that a thread takes at once
+    NEXT_BLOCK = auto()  # counters: the next block, the next thread
+    NEXT_THREAD = auto()
+    NUM_BLOCKS = auto()
+    ROWS_PER_BLOCK = auto()  # rows of a matrix that a thread takes at once
     X = auto()  # [M, K]
     Y = auto()  # [M, rows of all matrices]
-    DESK = auto()  # where threads lay out tokens, and how many bytes each has there
-    DESK_SIZE = auto()
-    TOKENS = auto()  # M
+    SCRATCH = auto()  # where threads lay out tokens, and how many bytes each has there
+    SCRATCH_BYTES = auto()
+    NUM_TOKENS = auto()  # M
     WIDTH = auto()  # K
-    ROWS = auto()  # of all matrices together
-    TABLE = auto()  # for each matrix its address, and how many rows it has
+    NUM_ROWS = auto()  # of all matrices together
+    MATRICES = auto()  # for each matrix its address, and how many rows it has
 
 
 @njit
-def lay(f, told, desk):
+def pack_tokens(f, told, desk):
     """Tokens side by side, [K / 32, M, 32] and what is left, [M, 16]: in the order in which rows meet them."""
-    tokens, width, x = whole(told + At.TOKENS), whole(told + At.WIDTH), whole(told + At.X)
-    full = width // STEP * STEP
+    tokens, width, x = load_int64(told + GemvArgs.NUM_TOKENS), load_int64(told + GemvArgs.WIDTH), load_int64(told + GemvArgs.X)
+    full = width // GEMV_STEP * GEMV_STEP
     for m in range(tokens):
-        own, to = x + lies(f) * width * m, desk + 2 * LINE * m
-        for c in range(0, full, STEP):
-            put(to, evens(f, own + lies(f) * c))
-            put(to + LINE, odds(f, own + lies(f) * c))
-            to += 2 * LINE * tokens
+        own, to = x + storage_itemsize(f) * width * m, desk + 2 * CACHE_LINE_BYTES * m
+        for c in range(0, full, GEMV_STEP):
+            store_value(to, load_bf16_even(f, own + storage_itemsize(f) * c))
+            store_value(to + CACHE_LINE_BYTES, load_bf16_odd(f, own + storage_itemsize(f) * c))
+            to += 2 * CACHE_LINE_BYTES * tokens
         if full < width:
-            put(desk + 4 * full * tokens + LINE * m, load(f, own + lies(f) * full))
+            store_value(desk + 4 * full * tokens + CACHE_LINE_BYTES * m, load_storage(f, own + storage_itemsize(f) * full))
 
 
 @njit
-def met(part, x, a):
+def fma_4_rows(part, x, a):
     """Sixteen numbers of each of four rows meet one token's."""
     return fma(part[0], x, a[0]), fma(part[1], x, a[1]), fma(part[2], x, a[2]), fma(part[3], x, a[3])
 
 
 @njit
-def here(f, w):
+def load_4_rows(f, w):
     """Thirty-two numbers of each of four rows, in two parts."""
-    even = evens(f, w[0]), evens(f, w[1]), evens(f, w[2]), evens(f, w[3])
-    return even, (odds(f, w[0]), odds(f, w[1]), odds(f, w[2]), odds(f, w[3]))
+    even = load_bf16_even(f, w[0]), load_bf16_even(f, w[1]), load_bf16_even(f, w[2]), load_bf16_even(f, w[3])
+    return even, (load_bf16_odd(f, w[0]), load_bf16_odd(f, w[1]), load_bf16_odd(f, w[2]), load_bf16_odd(f, w[3]))
 
 
 @njit
-def rest(f, w):
+def load_4_rows_tail(f, w):
     """Sixteen numbers of each of four rows, the last."""
-    return load(f, w[0]), load(f, w[1]), load(f, w[2]), load(f, w[3])
+    return load_storage(f, w[0]), load_storage(f, w[1]), load_storage(f, w[2]), load_storage(f, w[3])
 
 
 @njit
-def on(at, by):
+def advance_addresses(at, by):
     """Four addresses further on."""
     return at[0] + by, at[1] + by, at[2] + by, at[3] + by
 
 
 @njit
-def soon(f, at):
+def prefetch_4_rows(f, at):
     """Ask for as much as four rows give at once."""
-    for line in range(0, TILE * lies(f) * STEP, LINE):
-        once(at + line)
+    for line in range(0, GEMV_TILE_SIZE * storage_itemsize(f) * GEMV_STEP, CACHE_LINE_BYTES):
+        prefetch_nontemporal(at + line)
 
 
 @njit
-def nothing(f):
+def zero_sums(f):
     """Where sums begin."""
-    zero = splat(number(f, 0.0))
+    zero = splat(as_compute_scalar(f, 0.0))
     return zero, zero, zero, zero
 
 
 @njit
-def sums(f, y, a):
+def store_4_sums(f, y, a):
     """Write down what four rows make of a token."""
-    store(f, y[0], total(a[0]))
-    store(f, y[1], total(a[1]))
-    store(f, y[2], total(a[2]))
-    store(f, y[3], total(a[3]))
+    store_storage(f, y[0], reduce_sum(a[0]))
+    store_storage(f, y[1], reduce_sum(a[1]))
+    store_storage(f, y[2], reduce_sum(a[2]))
+    store_storage(f, y[3], reduce_sum(a[3]))
 
 
 @njit
-def one(f, w, x, y, shape, ask):
+def dot_4_rows_1_token(f, w, x, y, shape, ask):
     """Four rows meet one token; `shape`: how wide they are, how far apart what they meet lies."""
     width, apart = shape
-    a, by = nothing(f), lies(f) * STEP
-    for _ in range(width // STEP):
-        soon(f, ask)
-        even, odd = here(f, w)
-        a = met(odd, read(f, x + LINE), met(even, read(f, x), a))
-        w, x, ask = on(w, by), x + apart, ask + TILE * by
-    if width % STEP:
-        a = met(rest(f, w), read(f, x), a)
-    sums(f, y, a)
+    a, by = zero_sums(f), storage_itemsize(f) * GEMV_STEP
+    for _ in range(width // GEMV_STEP):
+        prefetch_4_rows(f, ask)
+        even, odd = load_4_rows(f, w)
+        a = fma_4_rows(odd, load_vector(f, x + CACHE_LINE_BYTES), fma_4_rows(even, load_vector(f, x), a))
+        w, x, ask = advance_addresses(w, by), x + apart, ask + GEMV_TILE_SIZE * by
+    if width % GEMV_STEP:
+        a = fma_4_rows(load_4_rows_tail(f, w), load_vector(f, x), a)
+    store_4_sums(f, y, a)
 
 
 @njit
-def four(f, w, x, y, shape, ask):
+def dot_4_rows_4_tokens(f, w, x, y, shape, ask):
     """Four rows meet four tokens; `x` is where each of these begins, and where their last sixteen numbers are."""
     width, apart, step = shape
-    a0, a1, a2, a3, by = nothing(f), nothing(f), nothing(f), nothing(f), lies(f) * STEP
+    a0, a1, a2, a3, by = zero_sums(f), zero_sums(f), zero_sums(f), zero_sums(f), storage_itemsize(f) * GEMV_STEP
     at, ends = x
-    for _ in range(width // STEP):
-        soon(f, ask)
-        even, odd = here(f, w)
-        a0, a1 = met(even, read(f, at[0]), a0), met(even, read(f, at[1]), a1)
-        a2, a3 = met(even, read(f, at[2]), a2), met(even, read(f, at[3]), a3)
-        a0, a1 = met(odd, read(f, at[0] + LINE), a0), met(odd, read(f, at[1] + LINE), a1)
-        a2, a3 = met(odd, read(f, at[2] + LINE), a2), met(odd, read(f, at[3] + LINE), a3)
-        w, at, ask = on(w, by), on(at, apart), ask + TILE * by
-    if width % STEP:
-        part = rest(f, w)
-        a0, a1 = met(part, read(f, ends[0]), a0), met(part, read(f, ends[1]), a1)
-        a2, a3 = met(part, read(f, ends[2]), a2), met(part, read(f, ends[3]), a3)
-    sums(f, on(y, step[0]), a0)
-    sums(f, on(y, step[1]), a1)
-    sums(f, on(y, step[2]), a2)
-    sums(f, on(y, step[3]), a3)
+    for _ in range(width // GEMV_STEP):
+        prefetch_4_rows(f, ask)
+        even, odd = load_4_rows(f, w)
+        a0, a1 = fma_4_rows(even, load_vector(f, at[0]), a0), fma_4_rows(even, load_vector(f, at[1]), a1)
+        a2, a3 = fma_4_rows(even, load_vector(f, at[2]), a2), fma_4_rows(even, load_vector(f, at[3]), a3)
+        a0, a1 = fma_4_rows(odd, load_vector(f, at[0] + CACHE_LINE_BYTES), a0), fma_4_rows(odd, load_vector(f, at[1] + CACHE_LINE_BYTES), a1)
+        a2, a3 = fma_4_rows(odd, load_vector(f, at[2] + CACHE_LINE_BYTES), a2), fma_4_rows(odd, load_vector(f, at[3] + CACHE_LINE_BYTES), a3)
+        w, at, ask = advance_addresses(w, by), advance_addresses(at, apart), ask + GEMV_TILE_SIZE * by
+    if width % GEMV_STEP:
+        part = load_4_rows_tail(f, w)
+        a0, a1 = fma_4_rows(part, load_vector(f, ends[0]), a0), fma_4_rows(part, load_vector(f, ends[1]), a1)
+        a2, a3 = fma_4_rows(part, load_vector(f, ends[2]), a2), fma_4_rows(part, load_vector(f, ends[3]), a3)
+    store_4_sums(f, advance_addresses(y, step[0]), a0)
+    store_4_sums(f, advance_addresses(y, step[1]), a1)
+    store_4_sums(f, advance_addresses(y, step[2]), a2)
+    store_4_sums(f, advance_addresses(y, step[3]), a3)
 
 
 @njit
-def neighbours(first, count, apart):
+def four_offsets(first, count, apart):
     """How far four of them lie from the beginning: from one on, and the last again where there are no more."""
     last = count - 1
     return (
@@ -158,50 +158,50 @@ def neighbours(first, count, apart):
 
 
 @njit
-def block(f, told, place, desk, after):
+def multiply_block(f, told, place, desk, after):
     """Some rows of one matrix meet all tokens; `after`: where the next rows lie."""
     w, rows, y = place
-    tokens, width, step = whole(told + At.TOKENS), whole(told + At.WIDTH), lies(f) * whole(told + At.ROWS)
-    line, apart, tail = lies(f) * width, 2 * LINE * tokens, desk + 4 * (width // STEP * STEP) * tokens
-    for n in range(0, rows, TILE):
+    tokens, width, step = load_int64(told + GemvArgs.NUM_TOKENS), load_int64(told + GemvArgs.WIDTH), storage_itemsize(f) * load_int64(told + GemvArgs.NUM_ROWS)
+    line, apart, tail = storage_itemsize(f) * width, 2 * CACHE_LINE_BYTES * tokens, desk + 4 * (width // GEMV_STEP * GEMV_STEP) * tokens
+    for n in range(0, rows, GEMV_TILE_SIZE):
         own, to, ask = (
-            on(neighbours(n, rows, line), w),
-            on(neighbours(n, rows, lies(f)), y),
-            w + line * (n + TILE) + AHEAD,
+            advance_addresses(four_offsets(n, rows, line), w),
+            advance_addresses(four_offsets(n, rows, storage_itemsize(f)), y),
+            w + line * (n + GEMV_TILE_SIZE) + GEMV_PREFETCH_BYTES,
         )
         if ask >= w + line * rows:
             ask += after - w - line * rows
         if tokens == 1:
-            one(f, own, desk, to, (width, apart), ask)
+            dot_4_rows_1_token(f, own, desk, to, (width, apart), ask)
             continue
-        for m in range(0, tokens, TILE):
-            x = on(neighbours(m, tokens, 2 * LINE), desk), on(neighbours(m, tokens, LINE), tail)
-            four(f, own, x, to, (width, apart, neighbours(m, tokens, step)), ask)
+        for m in range(0, tokens, GEMV_TILE_SIZE):
+            x = advance_addresses(four_offsets(m, tokens, 2 * CACHE_LINE_BYTES), desk), advance_addresses(four_offsets(m, tokens, CACHE_LINE_BYTES), tail)
+            dot_4_rows_4_tokens(f, own, x, to, (width, apart, four_offsets(m, tokens, step)), ask)
 
 
 @njit
-def find(f, told, this):
+def find_block(f, told, this):
     """Where a block of rows lies, how many they are, and where their sums go."""
-    table, before, rows, each = told + At.TABLE, 0, whole(told + At.TABLE + 8), whole(told + At.EACH)
+    table, before, rows, each = told + GemvArgs.MATRICES, 0, load_int64(told + GemvArgs.MATRICES + 8), load_int64(told + GemvArgs.ROWS_PER_BLOCK)
     while this * each >= rows:
         this -= (rows + each - 1) // each
         before, table = before + rows, table + 16
-        rows = whole(table + 8)
+        rows = load_int64(table + 8)
     first = this * each
-    w, y = whole(table) + first * lies(f) * whole(told + At.WIDTH), whole(told + At.Y) + lies(f) * (before + first)
+    w, y = load_int64(table) + first * storage_itemsize(f) * load_int64(told + GemvArgs.WIDTH), load_int64(told + GemvArgs.Y) + storage_itemsize(f) * (before + first)
     return w, min(each, rows - first), y
 
 
 @extending.register_jitable
-def work(f, told):
+def run_gemv(f, told):
     """What every thread does: take a block, read it, until there are no more."""
-    desk = whole(told + At.DESK) + take(told + At.THREAD) * whole(told + At.DESK_SIZE)
-    lay(f, told, desk)
-    blocks, this = whole(told + At.BLOCKS), take(told + At.NEXT)
+    desk = load_int64(told + GemvArgs.SCRATCH) + fetch_and_increment(told + GemvArgs.NEXT_THREAD) * load_int64(told + GemvArgs.SCRATCH_BYTES)
+    pack_tokens(f, told, desk)
+    blocks, this = load_int64(told + GemvArgs.NUM_BLOCKS), fetch_and_increment(told + GemvArgs.NEXT_BLOCK)
     while this < blocks:
-        following, place = take(told + At.NEXT), find(f, told, this)
-        block(f, told, place, desk, find(f, told, following)[0] if following < blocks else place[0])
+        following, place = fetch_and_increment(told + GemvArgs.NEXT_BLOCK), find_block(f, told, this)
+        multiply_block(f, told, place, desk, find_block(f, told, following)[0] if following < blocks else place[0])
         this = following
 
 
-KERNELS = Kernels(KINDS, work=work)
+GEMV_KERNELS = KernelSet(GEMV_DTYPES, work=run_gemv)

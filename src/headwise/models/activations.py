@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..blueprint import Dense
-from ..errors import SpecError, nearest
+from ..blueprint import FeedForwardSpec
+from ..errors import SpecError, suggest
 from ..kernels import few
 
 Act = Callable[[Tensor], Tensor]
@@ -39,11 +39,11 @@ def activation(name: str) -> Act:
     [0.0, 9.0]
     """
     if name not in ACTIVATIONS:
-        raise SpecError(f"there is no activation {name!r}; {nearest(name, ACTIVATIONS)}")
+        raise SpecError(f"there is no activation {name!r}; {suggest(name, ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
-def joined(described: Dense) -> Callable[[Maps], Tensor]:
+def joined(described: FeedForwardSpec) -> Callable[[Maps], Tensor]:
     """What a feed-forward makes of its first maps, before the last: act(up), or act(gate) up.
 
     "bounded_silu(gain, limit)" bounds both first: g sigmoid(gain g) (u + 1), g <= limit, |u| <= limit (2508.10925).
@@ -62,7 +62,7 @@ def joined(described: Dense) -> Callable[[Maps], Tensor]:
 
 def _swish(maps: Maps) -> Tensor:
     gate, up = maps("gate"), maps("up")
-    return few.gated(gate, up).view(up.shape) if few.takes(gate, up) else F.silu(gate) * up
+    return few.silu_and_multiply(gate, up).view(up.shape) if few.is_small_batch(gate, up) else F.silu(gate) * up
 
 
 def _bounded(gain: float, limit: float) -> Callable[[Maps], Tensor]:

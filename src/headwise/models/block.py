@@ -10,20 +10,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..blocks import MergedAttention
-from ..blueprint import Block, Experts, Nearly, Stack
-from ..cache import Cache, Remembered
-from ..dropping import dropped
+from ..blueprint import BlockSpec, ExpertsSpec, ApproximateAttention, StackSpec
+from ..cache import KVCache, ProjectedSource
+from ..dropping import dropout
 from ..errors import SpecError
 from ..module import Attention
 from ..probe import Probe
 from ..spec import AttentionSpec
-from ..tokens import Tokens
-from ..weights import Weights
+from ..tokens import SequenceInfo
+from ..weights import PartWeights
 from .ends import Embed, Typed
 from .feeds import Feed, Mixture, Normed
 
 # Who owns what layers of a stack hold in common, by role, name and shape.
-Owners = dict[tuple[str, tuple[int, ...]], Weights]
+Owners = dict[tuple[str, tuple[int, ...]], PartWeights]
 
 
 class Still(nn.Module):
@@ -37,33 +37,33 @@ class Still(nn.Module):
 class Call(NamedTuple):
     """What a layer is told besides its input: where tokens stand, its caches, what it reads of another stack."""
 
-    at: Tokens
-    caches: Mapping[str, Cache] | None
-    source: Tensor | Remembered | None
-    told: Tokens | None
+    at: SequenceInfo
+    caches: Mapping[str, KVCache] | None
+    source: Tensor | ProjectedSource | None
+    told: SequenceInfo | None
     probes: Mapping[str, Probe]
 
 
 class Layer(nn.Module):
     """x, and what attention, cross-attention and feed-forward add to it, its norms where the blueprint places them."""
 
-    def __init__(self, described: Block, name: str, model: int, dropout: float, owners: Owners) -> None:
+    def __init__(self, described: BlockSpec, name: str, model: int, dropout: float, owners: Owners) -> None:
         super().__init__()
-        if isinstance(described.attention, Nearly):
+        if isinstance(described.attention, ApproximateAttention):
             raise SpecError(f"{name}.attention cannot be built: {described.attention.reason}; change its spec")
         self.described, self.name, self.dropout = described, name, dropout
         self.placement, self.scale = described.placement, described.scale
-        self.sublayers, self.still = described.sublayers, described.still
+        self.sublayers, self.still = described.sublayer_names, described.still
         self._merged: tuple[MergedAttention, ...] = ()  # in a tuple: its parts are saved and moved as the layer's own
-        for role, spec in described.specs.items():
+        for role, spec in described.attention_specs.items():
             self._attend(role, spec, owners, described.form)
         for role in described.still:
             self.add_module(role, Still(model))
-        if isinstance(described.feed, Experts):
+        if isinstance(described.feed, ExpertsSpec):
             self.feed = Mixture(described.feed, model, dropout)
         elif described.feed:
             self.feed = Feed(described.feed, model, dropout)
-        for norm in described.norms:
+        for norm in described.norm_names:
             self.add_module(norm, Normed(described.norm, model))
 
     def _attend(self, role: str, spec: AttentionSpec, owners: Owners, form: str) -> None:
@@ -71,10 +71,10 @@ class Layer(nn.Module):
         tied = dict(_tied(role, spec))
         shares = {name: owners[key] for name, key in tied.items() if key in owners}
         if form == "merged":
-            merged = MergedAttention(spec, shares=shares)
+            merged = MergedAttention(spec, shared=shares)
             self.cross, self.average, self._merged = merged.cross, merged.average, (merged,)
         else:
-            self.add_module(role, Attention(spec, shares=shares))
+            self.add_module(role, Attention(spec, shared=shares))
         for name, key in tied.items():
             owners.setdefault(key, cast(Attention, self._modules[role]).weights[name.partition(".")[0]])
 
@@ -84,7 +84,7 @@ class Layer(nn.Module):
         names = (name for name in self.sublayers if name != "feed" and name not in self.still)
         return {name: cast(Attention, self._modules[name]) for name in names}
 
-    def cache(self, *, batch: int, capacity: int, store: str | None = None) -> dict[str, Cache]:
+    def cache(self, *, batch: int, capacity: int, store: str | None = None) -> dict[str, KVCache]:
         """A fresh cache for each sublayer that reads the past: the sum, where that is a mean."""
         keeps = {"cross": self.average} if self._merged else {"attention": self._modules.get("attention")}
         return {
@@ -93,10 +93,10 @@ class Layer(nn.Module):
             if isinstance(attention, Attention)
         }
 
-    def remember(self, z: Tensor, told: Tokens) -> Remembered | None:
+    def remember(self, z: Tensor, told: SequenceInfo) -> ProjectedSource | None:
         """What its cross-attention reads of another stack, projected once."""
         cross = self.attentions.get("cross")
-        return None if cross is None else cross.remember(z, tokens=told)
+        return None if cross is None else cross.project_source(z, sequence=told)
 
     def forward(self, x: Tensor, call: Call) -> Tensor:
         """The same shape."""
@@ -130,7 +130,7 @@ class Layer(nn.Module):
             return cast(Still, self._modules[name]).constant
         y = self.feed(z) if name == "feed" else self._attended(name, z, call)
         y = y if self.scale == 1 else y * self.scale
-        return dropped(y, self.dropout, self.training)
+        return dropout(y, self.dropout, self.training)
 
     def _attended(self, name: str, z: Tensor, call: Call) -> Tensor:
         attention = cast(Attention, self._modules[name])
@@ -139,7 +139,7 @@ class Layer(nn.Module):
             return attention(z, tokens=call.at, cache=cache, probe=probe)
         source = call.source
         if isinstance(source, Tensor):
-            source = attention.remember(source, tokens=call.told)
+            source = attention.project_source(source, sequence=call.told)
         if self._merged:
             return self._merged[0](z, source=source, tokens=call.at, cache=cache, probe=probe)
         return attention(z, source=source, tokens=call.at, probe=probe)
@@ -149,14 +149,14 @@ def _tied(role: str, spec: AttentionSpec) -> Iterator[tuple[str, tuple[str, tupl
     """Tensors that layers may hold in common, with what they must agree in."""
     for name, part in spec.parts():
         for key, param in part.params(spec).items():
-            if param.tied:
+            if param.tied_to:
                 yield f"{name}.{key}", (f"{role}.{name}.{key}", param.layout.shape(spec.sizes_of(part)))
 
 
 class Layers(nn.Module):
     """A stack: an embedding, layers by their numbers, and a norm behind them."""
 
-    def __init__(self, described: Stack, dropout: float) -> None:
+    def __init__(self, described: StackSpec, dropout: float) -> None:
         super().__init__()
         self.described, self.depth = described, len(described.layers)
         self.embedding = Embed(described.embedding, described.model, dropout) if described.embedding else None
@@ -184,7 +184,7 @@ class Layers(nn.Module):
             )
         return x, types
 
-    def place(self, h: Tensor, at: Tokens, types: Tensor | None) -> Tensor:
+    def place(self, h: Tensor, at: SequenceInfo, types: Tensor | None) -> Tensor:
         """The same with positions and types."""
         if self.embedding is not None:
             return self.embedding.place(h, at, types)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..cache import Cache, Remembered
-from ..tokens import Tokens
+from ..cache import KVCache, ProjectedSource
+from ..tokens import SequenceInfo
 
 
 @dataclass(eq=False)
@@ -28,13 +28,13 @@ class Caches:
     (5, 192)
     """
 
-    layers: Sequence[Mapping[str, Cache]]
+    layers: Sequence[Mapping[str, KVCache]]
 
-    def _each(self) -> Iterator[Cache]:
+    def _each(self) -> Iterator[KVCache]:
         return (cache for layer in self.layers for cache in layer.values())
 
     @property
-    def one(self) -> Cache:
+    def one(self) -> KVCache:
         """Any of them: all have seen the same tokens."""
         return next(self._each())
 
@@ -56,36 +56,36 @@ class Caches:
     @property
     def foreseen(self) -> bool:
         """Whether the next token of every row does only what those before it did."""
-        return all(cache.foreseen for cache in self._each())
+        return all(cache.is_predictable for cache in self._each())
 
-    def next(self, count: int) -> Tokens:
+    def next(self, count: int) -> SequenceInfo:
         """Where the next tokens stand when nobody says otherwise."""
-        return self.one.next(count)
+        return self.one.next_positions(count)
 
     def rows(self, index: Tensor) -> None:
         """Keep these rows of the batch, in this order; a row may be taken twice."""
         for cache in self._each():
-            cache.rows(index)
+            cache.select_rows(index)
 
 
 class Memory(NamedTuple):
     """What an encoder made of a source, and what every layer of the decoder reads of it, projected once."""
 
     states: Tensor
-    tokens: Tokens
-    layers: tuple[Remembered | None, ...]
+    tokens: SequenceInfo
+    layers: tuple[ProjectedSource | None, ...]
 
     def rows(self, index: Tensor) -> Memory:
         """These rows of the batch, in this order; a row may be taken twice."""
         tokens = _rows(self.tokens, index)
         layers = tuple(
-            held and Remembered({name: entry[index] for name, entry in held.entry.items()}, tokens, held.spec)
+            held and ProjectedSource({name: entry[index] for name, entry in held.entry.items()}, tokens, held.spec)
             for held in self.layers
         )
         return Memory(self.states[index], tokens, layers)
 
 
-def _rows(tokens: Tokens, index: Tensor) -> Tokens:
+def _rows(tokens: SequenceInfo, index: Tensor) -> SequenceInfo:
     if tokens.position.shape[0] == 1:
         return tokens
-    return Tokens(tokens.position[index], tokens.segment[index], checked=True)
+    return SequenceInfo(tokens.position[index], tokens.segment[index], checked=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..tokens import Tokens
+from ..tokens import SequenceInfo
 from .caches import Memory
 from .generating import Course, answering, check_says, pick, steps
 from .generating.answers import Answer
@@ -16,7 +16,7 @@ def greedy(
     prompt: Tensor,
     *,
     count: int,
-    tokens: Tokens | None = None,
+    tokens: SequenceInfo | None = None,
     end: int | None = None,
     memory: Memory | None = None,
 ) -> list[list[int]]:
@@ -41,12 +41,12 @@ def greedy(
     return [answer.ids for answer in answers]
 
 
-def _check(net: Transformer, prompt: Tensor, count: int, tokens: Tokens | None) -> None:
+def _check(net: Transformer, prompt: Tensor, count: int, tokens: SequenceInfo | None) -> None:
     check_says(net.described)
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ValueError(f"count={count!r} new tokens cannot be; give a whole number of at least 1")
     if not isinstance(prompt, Tensor) or prompt.dim() != 2 or not prompt.numel():
         told = list(prompt.shape) if isinstance(prompt, Tensor) else type(prompt).__name__
         raise ValueError(f"prompt is {told}; give ids [rows, tokens] with at least one token in each row")
-    if tokens is not None and not bool(tokens.live.any(1).all()):
+    if tokens is not None and not bool(tokens.is_real.any(1).all()):
         raise ValueError("a row of the prompt is all padding; begin each with one token at least")

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..blueprint import Embedding, Head, Patches, Positions
-from ..dropping import dropped
+from ..blueprint import EmbeddingSpec, OutputHeadSpec, PatchSpec, PositionSpec
+from ..dropping import dropout
 from ..errors import SpecError
-from ..peers import Peered
-from ..positions import sinusoidal
+from ..peers import HasParallelContext
+from ..positions import sinusoidal_table
 from ..products import linear
-from ..tokens import Tokens
+from ..tokens import SequenceInfo
 from .activations import activation
 from .feeds import Declared, Normed
 
@@ -29,7 +29,7 @@ class Typed(NamedTuple):
 class Embed(Declared):
     """Ids, an image or frames to what a stack reads."""
 
-    def __init__(self, described: Embedding, model: int, dropout: float) -> None:
+    def __init__(self, described: EmbeddingSpec, model: int, dropout: float) -> None:
         super().__init__()
         if described.first and not described.patches:
             raise SpecError(f"first={described.first} vectors stand before patches; of tokens, begin with one of them")
@@ -38,7 +38,7 @@ class Embed(Declared):
         self.declare(described.weights(model))
         self.norm = Normed(described.norm, model) if described.norm else None
         if described.positions and described.positions.kind == "sinusoidal":
-            sinusoidal(torch.zeros(1), model)  # refuses a width that has no pairs
+            sinusoidal_table(torch.zeros(1), model)  # refuses a width that has no pairs
 
     def share(self, owner: Embed) -> None:
         """Read the table of another stack."""
@@ -59,7 +59,7 @@ class Embed(Declared):
             h = F.embedding(x, self.table)
         return h if told.scale == 1 else h * told.scale
 
-    def place(self, h: Tensor, at: Tokens, types: Tensor | None) -> Tensor:
+    def place(self, h: Tensor, at: SequenceInfo, types: Tensor | None) -> Tensor:
         """The same with positions and types."""
         told = self.described
         if told.positions:
@@ -73,9 +73,9 @@ class Embed(Declared):
         elif types is not None:
             raise ValueError("this model knows no types of tokens; give ids alone")
         h = h if self.norm is None else self.norm(h)
-        return dropped(h, self.dropout, self.training)
+        return dropout(h, self.dropout, self.training)
 
-    def _patched(self, x: Tensor, told: Patches) -> Tensor:
+    def _patched(self, x: Tensor, told: PatchSpec) -> Tensor:
         pixels = _picture(x, told)
         kernel = cast(Tensor, self.patches)
         grid = F.conv2d(pixels, kernel, self.maybe("patches_bias"), stride=(told.high, told.wide))
@@ -84,15 +84,15 @@ class Embed(Declared):
             return h
         return torch.cat([cast(Tensor, self.first).to(h.dtype).expand(len(h), -1, -1), h], 1)
 
-    def _positions(self, told: Positions, at: Tokens, like: Tensor) -> Tensor:
-        position = at.position if at.start is not None else at.position.where(at.live, 0)
+    def _positions(self, told: PositionSpec, at: SequenceInfo, like: Tensor) -> Tensor:
+        position = at.position if at.start is not None else at.position.where(at.is_real, 0)
         if told.kind == "learned":
             check_last(at, told.length or 0)
             return F.embedding(position + told.skipped, cast(Tensor, self.positions))
         if at.start is None and not torch.compiler.is_compiling() and position.numel():
             every = torch.arange(int(position.max()) + 1, device=position.device)
-            return sinusoidal(every, like.shape[-1], told.layout).to(like.dtype)[position]
-        return sinusoidal(position, like.shape[-1], told.layout).to(like.dtype)
+            return sinusoidal_table(every, like.shape[-1], told.layout).to(like.dtype)[position]
+        return sinusoidal_table(position, like.shape[-1], told.layout).to(like.dtype)
 
 
 def check_ids(name: str, ids: Tensor, known: int, training: bool) -> None:
@@ -108,14 +108,14 @@ def check_ids(name: str, ids: Tensor, known: int, training: bool) -> None:
         raise ValueError(f"{name} hold {wrong}, but there are {known} of them; give numbers in 0..{known - 1}")
 
 
-def check_last(at: Tokens, length: int) -> None:
+def check_last(at: SequenceInfo, length: int) -> None:
     """Refuse a position that has no row."""
     if at.start is not None:
         last = at.start + at.count - 1
     elif torch.compiler.is_compiling() or not at.position.numel():
         return
     else:
-        last = int(at.position.masked_fill(~at.live, -1).max())
+        last = int(at.position.masked_fill(~at.is_real, -1).max())
     if last >= length:
         raise ValueError(
             f"there is no position {last}, the last of {length} learned ones is {length - 1}; "
@@ -123,7 +123,7 @@ def check_last(at: Tokens, length: int) -> None:
         )
 
 
-def _picture(x: Tensor, told: Patches) -> Tensor:
+def _picture(x: Tensor, told: PatchSpec) -> Tensor:
     """Pixels [B, C, H, W] of whole patches; frames [B, T, F] are a picture of one channel, as high as it is long."""
     if isinstance(x, Tensor) and x.dim() == 3 and told.channels == 1:
         x = x[:, None]
@@ -141,10 +141,10 @@ def _picture(x: Tensor, told: Patches) -> Tensor:
     return x[:, :, : rows * told.high, : told.columns * told.wide]
 
 
-class Reading(Peered, Declared):
+class Reading(HasParallelContext, Declared):
     """A head: what states say, of each token, or of the first, the last or the mean of a row's."""
 
-    def __init__(self, described: Head, model: int, owner: Embed | None) -> None:
+    def __init__(self, described: OutputHeadSpec, model: int, owner: Embed | None) -> None:
         super().__init__()
         self.described = described
         self._owner = (owner,)
@@ -153,12 +153,12 @@ class Reading(Peered, Declared):
         self.act = activation(told.activation) if told else None
         self.transform_norm = Normed(told.norm, told.hidden) if told and told.norm else None
 
-    def forward(self, h: Tensor, at: Tokens | None = None) -> Tensor:
+    def forward(self, h: Tensor, at: SequenceInfo | None = None) -> Tensor:
         """[B, T, outputs], or [B, outputs] of a head that reads a row as a whole."""
         told = self.described
         if told.at != "each":
-            at = at or Tokens.run(0, h.shape[1], h.device)
-            held, at = self.peers.gather({"states": h}, at)
+            at = at or SequenceInfo.contiguous(0, h.shape[1], h.device)
+            held, at = self.parallel.gather_tokens({"states": h}, at)
             check_one(at, told)
             h = POOLED[told.at](held["states"], at)
         if self.act is not None:
@@ -173,39 +173,39 @@ class Reading(Peered, Declared):
         return y if told.cap is None else told.cap * torch.tanh(y / told.cap)
 
 
-def first(h: Tensor, at: Tokens) -> Tensor:
+def first(h: Tensor, at: SequenceInfo) -> Tensor:
     """The first live token of each row."""
     if at.start is not None:
         return h[:, 0]
-    return _taken(h, at.live.byte().argmax(1))
+    return _taken(h, at.is_real.byte().argmax(1))
 
 
-def last(h: Tensor, at: Tokens) -> Tensor:
+def last(h: Tensor, at: SequenceInfo) -> Tensor:
     """The last live token of each row.
 
     >>> x = torch.arange(3.0)[None, :, None]
-    >>> last(x, Tokens.of(x, lengths=[2])).tolist()
+    >>> last(x, SequenceInfo.of(x, lengths=[2])).tolist()
     [[1.0]]
     """
     if at.start is not None:
         return h[:, -1]
-    return _taken(h, at.count - 1 - at.live.flip(1).byte().argmax(1))
+    return _taken(h, at.count - 1 - at.is_real.flip(1).byte().argmax(1))
 
 
-def mean(h: Tensor, at: Tokens) -> Tensor:
+def mean(h: Tensor, at: SequenceInfo) -> Tensor:
     """The mean of each row's live tokens; of none, zeros."""
     if at.start is not None:
         return h.mean(1)
-    live = at.live[..., None].to(h.dtype)
+    live = at.is_real[..., None].to(h.dtype)
     return (h * live).sum(1) / live.sum(1).clamp(min=1)
 
 
-def check_one(at: Tokens, told: Head) -> None:
+def check_one(at: SequenceInfo, told: OutputHeadSpec) -> None:
     """Refuse several texts in a row that is to be read as a whole."""
     if at.start is not None or torch.compiler.is_compiling():
         return
     most = at.segment.amax(1, keepdim=True)
-    if bool((at.live & (at.segment != most)).any()):
+    if bool((at.is_real & (at.segment != most)).any()):
         raise ValueError(f"{told!r} reads rows as a whole, but one of them holds several texts; give each its own row")
 
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..blueprint import Dense, Experts, Norm, Weight
-from ..dropping import dropped
+from ..blueprint import FeedForwardSpec, ExpertsSpec, NormSpec, WeightSpec
+from ..dropping import dropout
 from ..kernels import few
-from ..peers import Peered
-from ..products import abreast, linear
+from ..peers import HasParallelContext
+from ..products import linear_many, linear
 from .activations import joined
 from .starts import usual
 
@@ -21,12 +21,12 @@ from .starts import usual
 class Declared(nn.Module):
     """What holds the tensors that a description declares, under their names."""
 
-    def declare(self, weights: Iterable[Weight]) -> None:
+    def declare(self, weights: Iterable[WeightSpec]) -> None:
         """Make those that stand here, and none further inside."""
         for weight in weights:
             if "." in weight.name:
                 continue
-            if weight.learned:
+            if weight.trainable:
                 self.register_parameter(weight.name, nn.Parameter(usual(weight)))
             else:
                 self.register_buffer(weight.name, usual(weight))
@@ -43,11 +43,11 @@ class Declared(nn.Module):
 class Normed(Declared):
     """x normalised over its channels, in at least single precision.
 
-    >>> Normed(Norm("rms"), 2)(torch.tensor([1.0, 7.0])).tolist()  # a root mean square of 5
+    >>> Normed(NormSpec("rms"), 2)(torch.tensor([1.0, 7.0])).tolist()  # a root mean square of 5
     [0.199..., 1.399...]
     """
 
-    def __init__(self, described: Norm, model: int) -> None:
+    def __init__(self, described: NormSpec, model: int) -> None:
         super().__init__()
         self.kind, self.eps, self.shape = described.kind, described.eps, (model,)
         self.declare(described.weights(model))
@@ -60,8 +60,8 @@ class Normed(Declared):
         if self.kind in ("layer", "unbiased", "bare"):
             return F.layer_norm(x, self.shape, self.maybe("weight"), self.maybe("bias"), self.eps)
         weight = cast(Tensor, self.weight)
-        if few.takes(x, weight):
-            return few.normed(x, weight, self.eps, 1.0 if self.kind == "offset" else 0.0)
+        if few.is_small_batch(x, weight):
+            return few.rms_norm(x, weight, self.eps, 1.0 if self.kind == "offset" else 0.0)
         return F.rms_norm(x, self.shape, weight + 1 if self.kind == "offset" else weight, self.eps)
 
     def extra_repr(self) -> str:
@@ -69,14 +69,14 @@ class Normed(Declared):
         return f"{self.kind!r}, {self.shape[0]}, eps={self.eps}"
 
 
-class Feed(Peered, Declared):
+class Feed(HasParallelContext, Declared):
     """y = W_down act(W_up x), or with a gate; what is inside may be dropped in training.
 
-    >>> Feed(Dense(12, form="gated"), 3)(torch.zeros(2, 5, 3)).shape
+    >>> Feed(FeedForwardSpec(12, form="gated"), 3)(torch.zeros(2, 5, 3)).shape
     torch.Size([2, 5, 3])
     """
 
-    def __init__(self, described: Dense, model: int, dropout: float = 0.0) -> None:
+    def __init__(self, described: FeedForwardSpec, model: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.join, self.dropout = joined(described), dropout
         self.declare(described.weights(model))
@@ -85,20 +85,20 @@ class Feed(Peered, Declared):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape."""
-        x = self.peers.enter(x)
-        told = abreast(x, [cast(Tensor, self.maybe(name)) for name in self._both]) if self._both else ()
+        x = self.parallel.copy_to_heads(x)
+        told = linear_many(x, [cast(Tensor, self.maybe(name)) for name in self._both]) if self._both else ()
         both = dict(zip(self._both, told, strict=True))
         inner = self.join(lambda name: both[name] if name in both else self.linear(x, name))
-        with self.peers.apart(self.training):
-            inner = dropped(inner, self.dropout, self.training)
-        bias = self.maybe("down_bias") if self.peers.first else None  # it is added once
-        return self.peers.leave(linear(inner, cast(Tensor, self.down), bias))
+        with self.parallel.head_local_rng(self.training):
+            inner = dropout(inner, self.dropout, self.training)
+        bias = self.maybe("down_bias") if self.parallel.adds_output_bias else None  # it is added once
+        return self.parallel.reduce_from_heads(linear(inner, cast(Tensor, self.down), bias))
 
 
-class Each(Peered, Declared):
+class Each(HasParallelContext, Declared):
     """As many feed-forwards as there are experts, held side by side."""
 
-    def __init__(self, described: Dense, model: int, count: int, dropout: float = 0.0) -> None:
+    def __init__(self, described: FeedForwardSpec, model: int, count: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.join, self.dropout = joined(described), dropout
         self.declare(described.weights(model, count))
@@ -107,24 +107,24 @@ class Each(Peered, Declared):
         """[tokens, model] through one expert; through all of them, [expert, tokens, model]."""
 
         def through(x: Tensor, name: str) -> Tensor:
-            bias = self.maybe(f"{name}_bias") if name != "down" or self.peers.first else None
-            y = torch.matmul(x, getattr(self, name)[chosen].mT)
+            bias = self.maybe(f"{name}_bias") if name != "down" or self.parallel.adds_output_bias else None
+            y = torch.on_matmul(x, getattr(self, name)[chosen].mT)
             return y if bias is None else y + bias[chosen].unsqueeze(-2)
 
         inner = self.join(lambda name: through(x, name))
-        with self.peers.apart(self.training):
-            inner = dropped(inner, self.dropout, self.training)
+        with self.parallel.head_local_rng(self.training):
+            inner = dropout(inner, self.dropout, self.training)
         return through(inner, "down")
 
 
-class Mixture(Peered, Declared):
+class Mixture(HasParallelContext, Declared):
     """`active` of `count` feed-forwards for each token, added up by their scores, and one shared by all.
 
     Tokens are sorted by expert, and each expert meets only its own; a compiled graph, whose shapes may not depend on
     the scores, runs all experts on all tokens.
     """
 
-    def __init__(self, described: Experts, model: int, dropout: float = 0.0) -> None:
+    def __init__(self, described: ExpertsSpec, model: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.described = described
         self.declare(described.weights(model))
@@ -133,10 +133,10 @@ class Mixture(Peered, Declared):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape."""
-        flat = self.peers.enter(x).flatten(0, -2)
+        flat = self.parallel.copy_to_heads(x).flatten(0, -2)
         share, chosen = self.routed(flat)
         run = self._all if torch.compiler.is_compiling() else self._sorted
-        y = self.peers.leave(run(flat, share.to(x.dtype), chosen).view(x.shape))
+        y = self.parallel.reduce_from_heads(run(flat, share.to(x.dtype), chosen).view(x.shape))
         return y if self.shared is None else y + self.shared(x)
 
     def routed(self, flat: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ class Mixture(Peered, Declared):
         chosen = wanted.topk(told.active, dim=-1).indices
         share = score.gather(-1, chosen)
         if told.scores == "chosen":
-            share = share.softmax(-1)
+            share = share.on_softmax(-1)
         elif told.scores == "sigmoid":
             share = share / (share.sum(-1, keepdim=True) + 1e-20)
         return share * told.scale, chosen
@@ -165,11 +165,11 @@ class Mixture(Peered, Declared):
 
     def _all(self, flat: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
         every = flat.new_zeros(len(flat), self.described.count).scatter(-1, chosen, share)
-        return torch.einsum("ne,end->nd", every, self.each(flat))
+        return torch.on_einsum("ne,end->nd", every, self.each(flat))
 
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
-    "softmax": lambda logits: logits.softmax(-1),
+    "softmax": lambda logits: logits.on_softmax(-1),
     "chosen": lambda logits: logits,
     "sigmoid": torch.sigmoid,
 }

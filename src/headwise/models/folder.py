@@ -15,9 +15,9 @@ from safetensors.torch import save as tensor_bytes
 from torch import Tensor
 
 from .. import __version__
-from ..blueprint import Table, Usage
-from ..blueprint.manifest import FILES, MANIFEST, TOKENIZER, WEIGHTS, Manifest
-from ..blueprint.usage import DOCUMENTS
+from ..blueprint import ModelTable, ProcessorSpec
+from ..blueprint.manifest import CHECKED_FILES, MANIFEST_FILE, TOKENIZER_FILE, WEIGHTS_FILE, ModelManifest
+from ..blueprint.usage import TOKENIZER_FIELDS
 from ..errors import SpecError
 from ..files import sha256, write_atomically
 from .transformer import Transformer, build
@@ -43,19 +43,19 @@ def save(net: Transformer, folder: Path | str, *, tokenizer: str | None = None, 
     """
     if not isinstance(net, Transformer):
         raise ValueError(f"net is of type {type(net).__name__}; give what hw.build made, not a wrapper around it")
-    new = {WEIGHTS: tensor_bytes({name: t.detach().cpu().contiguous() for name, t in net.state_dict().items()})}
+    new = {WEIGHTS_FILE: tensor_bytes({name: t.detach().cpu().contiguous() for name, t in net.state_dict().items()})}
     usage = net.usage if tokenizer is None else replace(net.usage, tokenizer=tokenizer)
     check_usage(net.described, usage)
-    new |= {f"{name}.json": held.encode() for name in DOCUMENTS if (held := getattr(usage, name)) is not None}
+    new |= {f"{name}.json": held.encode() for name in TOKENIZER_FIELDS if (held := getattr(usage, name)) is not None}
     folder = Path(folder)
     _make(folder)
     _keep(folder)
     for name, data in new.items():
         write_atomically(folder / name, data)
-    manifest = Manifest(net.described, {name: hashlib.sha256(data).hexdigest() for name, data in new.items()}, usage)
-    write_atomically(folder / MANIFEST, str(manifest).encode())  # from here on it is the new
+    manifest = ModelManifest(net.described, {name: hashlib.sha256(data).hexdigest() for name, data in new.items()}, usage)
+    write_atomically(folder / MANIFEST_FILE, str(manifest).encode())  # from here on it is the new
     write_atomically(folder / PAGE, _page(net, readme).encode())
-    for name in FILES:
+    for name in CHECKED_FILES:
         if name not in new:
             (folder / name).unlink(missing_ok=True)
         _before(folder, name).unlink(missing_ok=True)
@@ -65,16 +65,16 @@ def load(folder: Path | str, *, dropout: float = 0.0) -> Transformer:
     """The model that `hw.save` wrote there, in the dtype it was saved in, set to answer and not to train."""
     folder = Path(folder)
     manifest = _manifest(folder)
-    if WEIGHTS not in manifest.checksums:
-        raise SpecError(f"{folder / MANIFEST} names no {WEIGHTS}; save the model again")
+    if WEIGHTS_FILE not in manifest.checksums:
+        raise SpecError(f"{folder / MANIFEST_FILE} names no {WEIGHTS_FILE}; save the model again")
     try:
-        held = read_tensors(_data(folder, manifest, WEIGHTS))
+        held = read_tensors(_data(folder, manifest, WEIGHTS_FILE))
     except SafetensorError as error:
-        raise SpecError(f"{folder / WEIGHTS} holds no tensors: {error}; save the model again") from None
+        raise SpecError(f"{folder / WEIGHTS_FILE} holds no tensors: {error}; save the model again") from None
     usage = _usage(folder, manifest)
     with torch.device("meta"):
         net = build(manifest.model, dropout=dropout)
-    _check_tensors(net, held, folder / WEIGHTS)
+    _check_tensors(net, held, folder / WEIGHTS_FILE)
     net.load_state_dict(held, assign=True)
     net.usage = usage
     return net.eval()
@@ -83,7 +83,7 @@ def load(folder: Path | str, *, dropout: float = 0.0) -> Transformer:
 def tokenizer_of(folder: Path | str) -> str | None:
     """The document of the tokenizer that was saved with a model; None where there was none."""
     manifest = _manifest(Path(folder))
-    return _data(Path(folder), manifest, TOKENIZER).decode() if TOKENIZER in manifest.checksums else None
+    return _data(Path(folder), manifest, TOKENIZER_FILE).decode() if TOKENIZER_FILE in manifest.checksums else None
 
 
 # --- what stays readable -------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def _make(folder: Path) -> None:
 
 def _keep(folder: Path) -> None:
     """Let what the manifest speaks of also go by another name, so that writing over it loses nothing."""
-    if not (folder / MANIFEST).is_file():
+    if not (folder / MANIFEST_FILE).is_file():
         return
     for name, checksum in _manifest(folder).checksums.items():
         path, before = folder / name, _before(folder, name)
@@ -124,17 +124,17 @@ def _link(path: Path, second: Path) -> None:
 # --- what is read --------------------------------------------------------------------------------------
 
 
-def _manifest(folder: Path) -> Manifest:
-    path = folder / MANIFEST
+def _manifest(folder: Path) -> ModelManifest:
+    path = folder / MANIFEST_FILE
     if not path.is_file():
-        raise SpecError(f"{folder} holds no {MANIFEST}; give a folder that hw.save wrote")
+        raise SpecError(f"{folder} holds no {MANIFEST_FILE}; give a folder that hw.save wrote")
     try:
-        return Manifest.of(path.read_text(encoding="utf-8"), str(path))
+        return ModelManifest.from_toml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} cannot be read: {error}; save the model again") from None
 
 
-def _data(folder: Path, manifest: Manifest, name: str) -> bytes:
+def _data(folder: Path, manifest: ModelManifest, name: str) -> bytes:
     """A file as it was saved: under its name, or still under the other when a later save was cut short."""
     checksum, found = manifest.checksums[name], ""
     for path in (folder / name, _before(folder, name)):
@@ -149,9 +149,9 @@ def _data(folder: Path, manifest: Manifest, name: str) -> bytes:
     raise SpecError(f"{folder / name} is not what was saved: {found}, saved was {checksum[:8]}; copy the folder again")
 
 
-def _usage(folder: Path, manifest: Manifest) -> Usage:
+def _usage(folder: Path, manifest: ModelManifest) -> ProcessorSpec:
     """What was saved of how the model is used, its documents with it."""
-    held = [name for name in DOCUMENTS if f"{name}.json" in manifest.checksums]
+    held = [name for name in TOKENIZER_FIELDS if f"{name}.json" in manifest.checksums]
     documents = {name: _data(folder, manifest, f"{name}.json").decode() for name in held}
     usage = replace(manifest.usage, **documents)
     check_usage(manifest.model, usage, f"{folder}/")
@@ -190,4 +190,4 @@ def _page(net: Transformer, readme: str) -> str:
     lines += [f"A model of kind {described.kind}: {layers}, {numbers:,} parameters in {dtype}."]
     lines += [f"Written by headwise {__version__}; `headwise.load(folder)` reads it.", ""]
     lines += [readme.strip(), ""] if readme.strip() else []
-    return "\n".join([*lines, "## Tensors", "", "```", str(Table(described)), "```", ""])
+    return "\n".join([*lines, "## Tensors", "", "```", str(ModelTable(described)), "```", ""])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SpecError
-from ..tokens import Tokens
+from ..tokens import SequenceInfo
 from .generating.course import answering, side_by_side
 from .generating.prompts import read
 from .transformer import Transformer
@@ -23,7 +23,7 @@ class Guess(NamedTuple):
     share: float
 
 
-def classify(net: Transformer, inputs: Sequence[str] | Tensor, tokens: Tokens | None = None) -> list[list[Guess]]:
+def classify(net: Transformer, inputs: Sequence[str] | Tensor, tokens: SequenceInfo | None = None) -> list[list[Guess]]:
     """The classes of each input, likeliest first, by the model's first head.
 
     Inputs are texts; or what the model reads as it is, ids, or pixels and frames that `scaled` has prepared.
@@ -32,7 +32,7 @@ def classify(net: Transformer, inputs: Sequence[str] | Tensor, tokens: Tokens | 
     >>> from headwise import blueprint as bp
     >>> stack = bp.Stack.of("encoder", 3, [], embedding=bp.Embedding(5))
     >>> net = hw.build(bp.Model("small", "encoder", (stack,), (bp.Head("classes", 2, "mean"),)), seed=0)
-    >>> net.usage = hw.Usage(labels=("cat", "dog"))
+    >>> net.usage = hw.ProcessorSpec(labels=("cat", "dog"))
     >>> [likeliest, other] = classify(net, torch.tensor([[3, 1, 4]]))[0]
     >>> sorted([likeliest.name, other.name]), round(likeliest.share + other.share, 6)
     (['cat', 'dog'], 1.0)
@@ -44,7 +44,7 @@ def classify(net: Transformer, inputs: Sequence[str] | Tensor, tokens: Tokens | 
     if tokens is not None:
         tokens = tokens.to(device)
     with answering(net):
-        shares = net(inputs.to(device), tokens=tokens).float().softmax(-1)
+        shares = net(inputs.to(device), tokens=tokens).float().on_softmax(-1)
     return [_ranked(names, row) for row in shares]
 
 
@@ -66,7 +66,7 @@ def scaled(net: Transformer, numbers: Any) -> Tensor:
     >>> from headwise import blueprint as bp
     >>> patches = bp.Embedding(patches=bp.Patches(1, 1, 2, 2, channels=1))
     >>> net = hw.build(bp.Model("tiny", "vision", (bp.Stack.of("encoder", 3, [], embedding=patches),)))
-    >>> net.usage = hw.Usage(mean=(0.5,), deviation=(0.25,))
+    >>> net.usage = hw.ProcessorSpec(mean=(0.5,), deviation=(0.25,))
     >>> scaled(net, np.array([[[[0.5], [1.0]], [[0.75], [0.0]]]])).tolist()
     [[[[0.0, 2.0], [1.0, -2.0]]]]
     """

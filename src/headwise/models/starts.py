@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..blocks import depth_scaled_init
-from ..blueprint import Weight
-from ..errors import SpecError, nearest
-from ..parts.start import normal, xavier, xavier_bound, zeros
+from ..blueprint import WeightSpec
+from ..errors import SpecError, suggest
+from ..parts.start import normal_with_std, xavier_uniform, xavier_uniform_bound, zeros_init
 
 if TYPE_CHECKING:
     from .block import Layer
@@ -22,7 +22,7 @@ TABLES = ("token", "position", "type", "first")  # axes of which each index has 
 STD = 0.02  # of every matrix in GPT-2
 
 
-def usual(weight: Weight) -> Tensor:
+def usual(weight: WeightSpec) -> Tensor:
     """Zeros for a bias, vectors of length about 1 for a table, Xavier-uniform for a matrix, expert by expert.
 
     >>> from headwise.blueprint import Dense
@@ -32,11 +32,11 @@ def usual(weight: Weight) -> Tensor:
     """
     shape, axes = weight.shape, weight.layout.axes
     if weight.name.endswith("bias"):
-        return zeros(shape)
+        return zeros_init(shape)
     if axes[0] in TABLES:
-        return normal(shape[-1] ** -0.5)(shape)
+        return normal_with_std(shape[-1] ** -0.5)(shape)
     each = shape[1:] if axes[0] == "expert" and len(axes) == 3 else shape
-    bound = xavier_bound((each[0], math.prod(each[1:])))
+    bound = xavier_uniform_bound((each[0], math.prod(each[1:])))
     return torch.rand(shape) * (2 * bound) - bound
 
 
@@ -47,7 +47,7 @@ def begin(net: Transformer, start: str) -> None:
     (1908.11365). "gpt2": N(0, 0.02), and where a sublayer ends that over the root of how many its stack has.
     """
     if start not in STARTS:
-        raise SpecError(f"start={start!r} is unknown; {nearest(start, STARTS)}")
+        raise SpecError(f"start={start!r} is unknown; {suggest(start, STARTS)}")
     with torch.no_grad():
         STARTS[start](net)
 
@@ -81,7 +81,7 @@ def _attention_matrices(layer: Layer) -> Iterator[tuple[bool, Tensor]]:
     for attention in layer.attentions.values():
         declared = attention.spec.params()
         for name, tensor in attention.named_parameters():
-            if declared[name].applied is not None and declared[name].init is xavier:
+            if declared[name].applied is not None and declared[name].init is xavier_uniform:
                 yield name.startswith("output."), tensor
 
 

@@ -9,10 +9,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ..blueprint import Model, Usage
-from ..errors import SpecError, nearest
+from ..blueprint import ModelSpec, ProcessorSpec
+from ..errors import SpecError, suggest
 from ..probe import Probe
-from ..tokens import Tokens
+from ..tokens import SequenceInfo
 from .block import Call, Layers
 from .caches import Caches, Memory
 from .ends import Reading, Typed
@@ -21,7 +21,7 @@ from .starts import begin
 CHECKPOINTING = ("none", "block")
 
 
-def build(described: Model, *, dropout: float = 0.0, seed: int | None = None, start: str = "xavier") -> Transformer:
+def build(described: ModelSpec, *, dropout: float = 0.0, seed: int | None = None, start: str = "xavier") -> Transformer:
     """The model that a blueprint describes, its tensors named as the blueprint names them.
 
     `dropout` is of embeddings, of what feed-forwards hold inside, and of what every sublayer adds; that of attention
@@ -30,12 +30,12 @@ def build(described: Model, *, dropout: float = 0.0, seed: int | None = None, st
 
     >>> import headwise as hw
     >>> net = build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 3, "vocab_size": 11}))
-    >>> sum(p.numel() for p in net.parameters()) == hw.counting.params(net.described)
+    >>> sum(p.numel() for p in net.parameters()) == hw.select_counted.params(net.described)
     True
     >>> net(torch.tensor([[3, 1, 4]])).shape
     torch.Size([1, 3, 11])
     """
-    if not isinstance(described, Model):
+    if not isinstance(described, ModelSpec):
         raise SpecError(f"described is of type {type(described).__name__}; give a blueprint.Model")
     for stack in (stack for stack in described.stacks if stack.weights_of == "first"):
         one = "all layers read the weights of the first"
@@ -62,10 +62,10 @@ class Transformer(nn.Module):
     attentions by their names, "decoder.3.attention". `usage` says how it is spoken to: its tokenizer, what ends a text.
     """
 
-    def __init__(self, described: Model, dropout: float = 0.0) -> None:
+    def __init__(self, described: ModelSpec, dropout: float = 0.0) -> None:
         super().__init__()
         self.described, self.dropout = described, dropout
-        self.usage = Usage()
+        self.usage = ProcessorSpec()
         self._checkpointing, self._probes = "none", dict[str, Probe]()
         _check_names("stack", [stack.name for stack in described.stacks], dir(self))
         _check_names("head", [head.name for head in described.heads], dir(nn.ModuleDict()))
@@ -92,7 +92,7 @@ class Transformer(nn.Module):
     @checkpointing.setter
     def checkpointing(self, kind: str) -> None:
         if kind not in CHECKPOINTING:
-            raise ValueError(f"checkpointing={kind!r} is unknown; {nearest(str(kind), CHECKPOINTING)}")
+            raise ValueError(f"checkpointing={kind!r} is unknown; {suggest(str(kind), CHECKPOINTING)}")
         self._checkpointing = kind
 
     @property
@@ -102,18 +102,18 @@ class Transformer(nn.Module):
 
     @probes.setter
     def probes(self, probes: Mapping[str, Probe]) -> None:
-        known = [name for name, _ in self.described.specs()]
+        known = [name for name, _ in self.described.attention_specs()]
         if wrong := [name for name in probes if name not in known]:
-            raise ValueError(f"no attention is called {wrong[0]!r}; {nearest(wrong[0], known)}")
+            raise ValueError(f"no attention is called {wrong[0]!r}; {suggest(wrong[0], known)}")
         self._probes = dict(probes)
 
     def forward(
         self,
         x: Tensor | Typed,
         *,
-        tokens: Tokens | None = None,
+        tokens: SequenceInfo | None = None,
         source: Tensor | Typed | Memory | None = None,
-        source_tokens: Tokens | None = None,
+        source_tokens: SequenceInfo | None = None,
         cache: Caches | None = None,
         head: str | None = None,
     ) -> Tensor:
@@ -130,14 +130,14 @@ class Transformer(nn.Module):
         self,
         x: Tensor | Typed,
         *,
-        tokens: Tokens | None = None,
+        tokens: SequenceInfo | None = None,
         source: Tensor | Typed | Memory | None = None,
-        source_tokens: Tokens | None = None,
+        source_tokens: SequenceInfo | None = None,
         cache: Caches | None = None,
     ) -> Tensor:
         """States [B, T, model] behind the last stack, its norm included: what heads read."""
         first, last = self._ends()
-        read: tuple[Tensor | Memory | None, Tokens | None] = None, None
+        read: tuple[Tensor | Memory | None, SequenceInfo | None] = None, None
         if first is not last:
             read = self._source(first, source, source_tokens)
         elif source is not None or source_tokens is not None:
@@ -146,17 +146,17 @@ class Transformer(nn.Module):
         at = placed(h, tokens, cache)
         return last.run(last.place(h, at, types), self._calls(at, cache, *read), self._checkpointing)
 
-    def read(self, h: Tensor, *, tokens: Tokens | None = None, head: str | None = None) -> Tensor:
+    def read(self, h: Tensor, *, tokens: SequenceInfo | None = None, head: str | None = None) -> Tensor:
         """What a head, the first unless named, says of these states."""
         if head is None and not self.described.heads:
             return h
         name = self.described.heads[0].name if head is None else head
         if name not in self.head:
             known = [head.name for head in self.described.heads]
-            raise ValueError(f"{self.described.name} has no head {name!r}; {nearest(name, known)}")
+            raise ValueError(f"{self.described.name} has no head {name!r}; {suggest(name, known)}")
         return self.head[name](h, tokens)
 
-    def encode(self, source: Tensor | Typed, *, tokens: Tokens | None = None) -> Memory:
+    def encode(self, source: Tensor | Typed, *, tokens: SequenceInfo | None = None) -> Memory:
         """What the first of two stacks makes of a source, projected for every layer of the second."""
         first, last = self._ends()
         if first is last:
@@ -177,8 +177,8 @@ class Transformer(nn.Module):
         return layers[0], layers[-1]
 
     def _source(
-        self, first: Layers, source: Tensor | Typed | Memory | None, tokens: Tokens | None
-    ) -> tuple[Tensor | Memory, Tokens]:
+        self, first: Layers, source: Tensor | Typed | Memory | None, tokens: SequenceInfo | None
+    ) -> tuple[Tensor | Memory, SequenceInfo]:
         if isinstance(source, Memory):
             if tokens is not None:
                 raise ValueError("what was encoded knows its tokens; leave source_tokens out")
@@ -187,14 +187,14 @@ class Transformer(nn.Module):
             raise ValueError(f"{self.described.name} reads two sequences; give source= as ids, or as net.encode(ids)")
         return self._encoded(first, source, tokens)
 
-    def _encoded(self, first: Layers, source: Tensor | Typed, tokens: Tokens | None) -> tuple[Tensor, Tokens]:
+    def _encoded(self, first: Layers, source: Tensor | Typed, tokens: SequenceInfo | None) -> tuple[Tensor, SequenceInfo]:
         h, types = first.embed(source)
         told = placed(h, tokens, None)
         calls = repeat(Call(told, None, None, None, self._probes), first.depth)
         return first.run(first.place(h, told, types), calls, self._checkpointing), told
 
     def _calls(
-        self, at: Tokens, cache: Caches | None, memory: Tensor | Memory | None, told: Tokens | None
+        self, at: SequenceInfo, cache: Caches | None, memory: Tensor | Memory | None, told: SequenceInfo | None
     ) -> list[Call]:
         """What each layer of the last stack is told."""
         depth = self._ends()[1].depth
@@ -203,10 +203,10 @@ class Transformer(nn.Module):
         return [Call(at, own, source, told, self._probes) for own, source in zip(kept, read, strict=True)]
 
 
-def placed(h: Tensor, tokens: Tokens | None, cache: Caches | None) -> Tokens:
+def placed(h: Tensor, tokens: SequenceInfo | None, cache: Caches | None) -> SequenceInfo:
     """Where these vectors [B, T, model] stand: as told, behind what is remembered, or from 0 on."""
     if tokens is None:
-        return Tokens.run(0, h.shape[1], h.device) if cache is None else cache.next(h.shape[1])
+        return SequenceInfo.contiguous(0, h.shape[1], h.device) if cache is None else cache.next(h.shape[1])
     shape = tuple(tokens.position.shape)
     if shape[0] not in (1, h.shape[0]) or shape[1] != h.shape[1] or tokens.position.device != h.device:
         raise ValueError(

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer
 
-from ..blueprint import Model, Stack, Usage
-from ..blueprint.usage import DOCUMENTS
+from ..blueprint import ModelSpec, StackSpec, ProcessorSpec
+from ..blueprint.usage import TOKENIZER_FIELDS
 from ..errors import SpecError
 
 
-def check_usage(described: Model, usage: Usage, where: str = "") -> None:
+def check_usage(described: ModelSpec, usage: ProcessorSpec, where: str = "") -> None:
     """Refuse what speaks of another model; `where` stands before the names of files.
 
     >>> from headwise import families
     >>> small = families.read({"model_type": "gpt2", "vocab_size": 11})
-    >>> check_usage(small, Usage(end=(11,)))
+    >>> check_usage(small, ProcessorSpec(end=(11,)))
     Traceback (most recent call last):
     headwise.errors.SpecError: end=(11,) holds no id of gpt2, which has 11 of them; give ids in 0..10
     """
-    for name in DOCUMENTS:
+    for name in TOKENIZER_FIELDS:
         if (held := getattr(usage, name)) is not None:
             _check_tokenizer(described, held, f"{where}{name}.json" if where else name)
     first, last = _tokens(described.stacks[0]), _tokens(described.stacks[-1])
@@ -34,11 +34,11 @@ def check_usage(described: Model, usage: Usage, where: str = "") -> None:
         raise SpecError(f"{where}{fact}; give one for each")
 
 
-def _tokens(stack: Stack) -> int:
+def _tokens(stack: StackSpec) -> int:
     return stack.embedding.tokens if stack.embedding else 0
 
 
-def _check_tokenizer(described: Model, document: str, where: str) -> None:
+def _check_tokenizer(described: ModelSpec, document: str, where: str) -> None:
     try:
         size = 1 + max(Tokenizer.from_str(document).get_vocab().values(), default=-1)
     except Exception as error:  # the library has no other name for what it raises

@@ -8,14 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
 from ..seams import Similarity
 from ..spec import AttentionSpec
-from ..terms import Base, Core, Param, Weighted
-from .start import zeros
+from ..terms import SpecFactory, CoreShape, Param, PartParams
+from .start import zeros_init
 
-NUMBERS = 2**24  # of the hidden layer that may be there at once
+MAX_HIDDEN_NUMEL = 2**24  # of the hidden layer that may be there at once
 
 
 @part
@@ -32,36 +32,36 @@ class Additive(Similarity):
     """
 
     paper = "1409.0473"
-    headed: ClassVar[bool] = True
+    per_head: ClassVar[bool] = True
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
-        if not spec.project.plain:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
+        if not spec.project.uses_head_dims:
             name = type(spec.project).__name__
             yield f"Additive adds queries and keys as wide as a head, but {name} compares others; use project Direct()"
 
-    def factor(self, core: Core) -> float:
+    def score_scale(self, core: CoreShape) -> float:
         return 1.0
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        return {name: Param(Layout.parse("q dim"), zeros) for name in ("v", "bias")}
+        return {name: Param(AxisLayout.parse("q dim"), zeros_init) for name in ("v", "bias")}
 
     def pair(self, q_K: Tensor, k_K: Tensor, scale: float, p_h: Mapping[str, Tensor]) -> Tensor:
         return (p_h["v"] * torch.tanh(q_K + k_K + p_h["bias"])).sum(-1)
 
-    def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: Weighted) -> Tensor:
+    def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams) -> Tensor:
         shifted = (k_BHSK + p["bias"][:, None])[:, :, None]
-        queries = max(1, NUMBERS // max(1, k_BHSK.numel()))
-        blocks = [_network(q, shifted, p["v"]) for q in q_BHTK.split(queries, 2)]
+        queries = max(1, MAX_HIDDEN_NUMEL // max(1, k_BHSK.numel()))
+        blocks = [_score_hidden_layer(q, shifted, p["v"]) for q in q_BHTK.split(queries, 2)]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(similarity=cls(), pattern="causal", kv=2, vdim=5)
         yield base(similarity=cls(), source=13, bias="qkvo")
 
 
-def _network(q_BHTK: Tensor, shifted: Tensor, v: Tensor) -> Tensor:
+def _score_hidden_layer(q_BHTK: Tensor, shifted: Tensor, v: Tensor) -> Tensor:
     """s_BHTS: one product over the hidden layers of all pairs, as torch's counter and `Core.flops` count it."""
     hidden = torch.tanh(q_BHTK[:, :, :, None] + shifted)
     pairs = hidden.shape[2:4]
-    return torch.matmul(hidden.flatten(2, 3), v[:, :, None]).unflatten(2, pairs).squeeze(-1)
+    return torch.on_matmul(hidden.flatten(2, 3), v[:, :, None]).unflatten(2, pairs).squeeze(-1)

@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
 from ..seams import ScoreStep
 from ..spec import AttentionSpec
-from ..terms import Base, Cell, Param
-from .start import constant
+from ..terms import SpecFactory, ScorePosition, Param
+from .start import fixed_values
 
 
 @part
@@ -23,28 +23,28 @@ class Alibi(ScoreStep):
     Other head counts take the slopes of the power of two below, then every second one of the next. Under a
     causal pattern this is the published m (j - i); both ways it is the symmetric form.
 
-    >>> [round(math.log2(m), 3) for m in slopes(4)], len(slopes(6))
+    >>> [round(math.log2(m), 3) for m in alibi_slopes(4)], len(alibi_slopes(6))
     ([-2.0, -4.0, -6.0, -8.0], 6)
     """
 
     paper = "2108.12409"
     positional: ClassVar[bool] = True
     additive: ClassVar[bool] = True
-    free: ClassVar[str] = "kv"
+    unrestricted_sides: ClassVar[str] = "kv"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        return {"slope": Param(Layout.parse("q"), constant(slopes(spec.heads.q)), learned=False)}
+        return {"slope": Param(AxisLayout.parse("q"), fixed_values(alibi_slopes(spec.heads.q)), trainable=False)}
 
-    def score(self, s: Tensor, cell: Cell, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
+    def score(self, s: Tensor, cell: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
         return s - p["slope"].to(s.dtype) * (cell.i - cell.j).abs()
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(),))
         yield base(modifiers=(cls(),), pattern="causal", kv=2)
 
 
-def slopes(heads: int) -> list[float]:
+def alibi_slopes(heads: int) -> list[float]:
     """The published slope of each head."""
     below = 2 ** int(math.log2(heads))
     series = [2.0 ** (-8 * (h + 1) / below) for h in range(below)]

@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
 from ..seams import Modifier, Normaliser
 from ..spec import AttentionSpec
-from ..terms import Base, Phase, Weighted
+from ..terms import SpecFactory, Phase, PartParams
 
 
 @part
@@ -26,35 +26,35 @@ class Average(Normaliser):
     """
 
     paper = "1805.00631"
-    shift_free: ClassVar[bool] = True
-    whole: ClassVar[bool] = True
+    shift_invariant: ClassVar[bool] = True
+    sums_to_one: ClassVar[bool] = True
 
-    def row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
+    def normalise_row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
         return torch.full_like(s_S, 1 / len(s_S)) + 0 * s_S
 
-    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
+    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
         live = allowed.expand(s_BHTS.shape).to(s_BHTS.dtype)
         return live / live.sum(-1, keepdim=True).clamp(min=1) + 0 * s_BHTS.masked_fill(~allowed, 0.0)
 
-    def state(self, spec: AttentionSpec) -> Mapping[str, Layout]:
+    def state_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
         core = (Phase.SCORES, Phase.WEIGHTS, Phase.VALUES)
-        if any(step.phase in core for _, step in spec.steps(Modifier)) or spec.project.rewrites(spec):
+        if any(step.phase in core for _, step in spec.parts_of(Modifier)) or spec.project.equivalent_forms(spec):
             return {}  # a step in another form would read other values than were summed
-        return {"v": Layout.parse("voice vdim"), "count": Layout.parse("voice")}
+        return {"v": AxisLayout.parse("voice vdim"), "count": AxisLayout.parse("voice")}
 
-    def share(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: Weighted) -> Tensor:
+    def unnormalised_weights(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams) -> Tensor:
         return q_BHTK.new_ones(*q_BHTK.shape[:3], k_BHSK.shape[2])
 
-    def fold(
-        self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor, live_BS: Tensor, p: Weighted
+    def update_state(
+        self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor, live_BS: Tensor, p: PartParams
     ) -> dict[str, Tensor]:
         heard = v_BHSV.to(state["v"].dtype).masked_fill(~live_BS[:, None, :, None], 0.0)
         return {"v": state["v"] + heard.sum(-2), "count": state["count"] + live_BS.sum(-1, keepdim=True)}
 
-    def read(self, q_BHTK: Tensor, state: Mapping[str, Tensor], p: Weighted) -> tuple[Tensor, Tensor]:
+    def read_state(self, q_BHTK: Tensor, state: Mapping[str, Tensor], p: PartParams) -> tuple[Tensor, Tensor]:
         each = q_BHTK.shape[:3]
         return state["v"][:, :, None].expand(*each, -1), state["count"][..., None].expand(each)
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(normaliser=cls(), pattern="causal")

@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import SpecError
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
-from ..seams import Project, Turn
+from ..seams import Project, QKTransform
 from ..spec import AttentionSpec
-from ..terms import Base, Core, Param, Turning, Weighted
-from .direct import Direct, absorbed
-from .start import normal, ones, xavier, zeros
-from .trilinear import Form, apart, blocks, distance, evened, grown, least_squares
+from ..terms import SpecFactory, CoreShape, Param, TransformsQK, PartParams
+from .direct import Direct, absorb_matrix_per_head
+from .start import normal_with_std, ones_init, xavier_uniform, zeros_init
+from .trilinear import BilinearForm, factorise_exact, init_head_blocks, relative_error, normalise_form_scale, scale_factors, factorise_least_squares
 
-_STARTS = {"normal": normal(0.2), "ones": ones, "blocks": blocks}
+_INITIALISERS = {"normal": normal_with_std(0.2), "ones": ones_init, "blocks": init_head_blocks}
 
 
 @part
@@ -36,7 +36,7 @@ class Collaborative(Project):
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, project=Collaborative(width=4))
-    >>> hw.counting.cache_numbers(spec)  # 4 shared key channels, 2 content biases, 8 value channels
+    >>> hw.select_counted.cache_numbers(spec)  # 4 shared key channels, 2 content biases, 8 value channels
     14
     """
 
@@ -53,17 +53,17 @@ class Collaborative(Project):
     bias: str = ""
     start: str = "normal"
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.bias not in ("", "v"):
             yield f"Collaborative(bias={self.bias!r}) is unknown; its content bias stands for q's, so use '' or 'v'"
         if self.width < 1:
             yield f"Collaborative(width={self.width}) leaves nothing to compare; use at least 1"
-        if self.start not in _STARTS:
+        if self.start not in _INITIALISERS:
             yield f"Collaborative(start={self.start!r}) is unknown; use 'normal', 'ones' or 'blocks'"
         if not spec.similarity.linear:
             name = type(spec.similarity).__name__
             yield f"Collaborative adds its content bias inside a product, which {name} is not; use similarity Dot()"
-        if any(step.reaches(spec) & set("qk") for _, step in spec.steps(Turn)):
+        if any(step.transformed_sides(spec) & set("qk") for _, step in spec.parts_of(QKTransform)):
             yield "Collaborative's heads share one query-key space, which no per-head turn can reach; leave turns out"
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
@@ -72,35 +72,35 @@ class Collaborative(Project):
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         axis = spec.heads.value_axis
         params = {
-            "q": Param(Layout.parse("width model"), xavier, "query"),
-            "k": Param(Layout.parse("width source"), xavier, "source"),
-            "mixing": Param(Layout.parse("q width"), _STARTS[self.start]),
-            "content": Param(Layout.parse("q source"), xavier, "source"),
-            "v": Param(Layout.parse(f"({axis} vdim) source"), xavier, "source"),
+            "q": Param(AxisLayout.parse("width model"), xavier_uniform, "query"),
+            "k": Param(AxisLayout.parse("width source"), xavier_uniform, "source"),
+            "mixing": Param(AxisLayout.parse("q width"), _INITIALISERS[self.start]),
+            "content": Param(AxisLayout.parse("q source"), xavier_uniform, "source"),
+            "v": Param(AxisLayout.parse(f"({axis} vdim) source"), xavier_uniform, "source"),
         }
-        return params | ({"v_bias": Param(Layout.parse(f"({axis} vdim)"), zeros)} if self.bias else {})
+        return params | ({"v_bias": Param(AxisLayout.parse(f"({axis} vdim)"), zeros_init)} if self.bias else {})
 
-    def entry(self, spec: AttentionSpec) -> Mapping[str, Layout]:
-        values = Layout.parse(f"{spec.heads.value_axis} vdim")
-        return {"k": Layout.parse("width"), "content": Layout.parse("q"), "v": values}
+    def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
+        values = AxisLayout.parse(f"{spec.heads.value_axis} vdim")
+        return {"k": AxisLayout.parse("width"), "content": AxisLayout.parse("q"), "v": values}
 
-    def absorb(
+    def absorb_matrix(
         self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
     ) -> Mapping[str, Tensor]:
         names = [key for key in ("v", "v_bias") if key in self.params(spec)]
-        return absorbed(weights, names, matrix) if side == "v" else {}
+        return absorb_matrix_per_head(weights, names, matrix) if side == "v" else {}
 
-    def core(self, spec: AttentionSpec) -> Core:
+    def core(self, spec: AttentionSpec) -> CoreShape:
         heads = spec.heads
-        values = tuple(heads.value_of[row] for row in spec.voices)
-        return Core((0,) * heads.q, values, self.width + heads.q, heads.vdim, heads.dim**-0.5)
+        values = tuple(heads.value_head_of_row[row] for row in spec.score_head_of_row)
+        return CoreShape((0,) * heads.q, values, self.width + heads.q, heads.vdim, heads.dim**-0.5)
 
-    def ask(self, x_BTD: Tensor, turn: Turning, p: Weighted) -> Tensor:
+    def project_query(self, x_BTD: Tensor, turn: TransformsQK, p: PartParams) -> Tensor:
         mixed = F.linear(x_BTD, p["q"])[..., None, :] * p["mixing"]
         own = torch.eye(mixed.shape[-2], dtype=mixed.dtype, device=mixed.device)
         return torch.cat([mixed, own.expand(*mixed.shape[:2], -1, -1)], -1)
 
-    def remember(self, z_BSE: Tensor, turn: Turning, p: Weighted) -> dict[str, Tensor]:
+    def project_kv(self, z_BSE: Tensor, turn: TransformsQK, p: PartParams) -> dict[str, Tensor]:
         v = F.linear(z_BSE, p["v"], p["v_bias"] if self.bias else None)
         v_BSGV = v.unflatten(-1, (-1, p.sizes["vdim"]))
         return {
@@ -109,28 +109,28 @@ class Collaborative(Project):
             "v": turn(v_BSGV, "v"),
         }
 
-    def recall(self, entry: Mapping[str, Tensor], turn: Turning, p: Weighted) -> tuple[Tensor, Tensor]:
+    def expand_kv(self, entry: Mapping[str, Tensor], turn: TransformsQK, p: PartParams) -> tuple[Tensor, Tensor]:
         return torch.cat([entry["k"], entry["content"]], -1)[..., None, :], entry["v"]
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(project=cls(width=8), pattern="causal", vdim=5)
         yield base(project=cls(width=9, bias="v"), kv=2, source=13)
         yield base(project=cls(width=8, start="blocks"))
 
 
-class Collaborated(NamedTuple):
+class CollaborativeConversion(NamedTuple):
     """A layer whose heads share queries and keys, how far its score forms are off, and the sweeps that took."""
 
     spec: AttentionSpec
     weights: dict[str, Tensor]
-    error: float
+    relative_error: float
     sweeps: int
 
 
-def collaborate(
-    spec: AttentionSpec, weights: Mapping[str, Tensor], width: int, *, sweeps: int = 500, tolerance: float = 1e-6
-) -> Collaborated:
+def convert_to_collaborative(
+    spec: AttentionSpec, weights: Mapping[str, Tensor], width: int, *, max_sweeps: int = 500, tolerance: float = 1e-6
+) -> CollaborativeConversion:
     """A trained layer of Direct as one of Collaborative, in a shared query-key space of this width (2006.16362).
 
     The scores of head i are a bilinear form T_i = W_Q^i W_K^i^T, taken for sum_r a_r m_ir b_r^T in float64; `error`
@@ -140,18 +140,18 @@ def collaborate(
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2)
-    >>> made = collaborate(spec, hw.Attention(spec).state_dict(), 8)
+    >>> made = convert_to_collaborative(spec, hw.Attention(spec).state_dict(), 8)
     >>> made.spec.project, made.error
     (Collaborative(width=8), 0.0)
     """
-    if reasons := list(_odd(width, sweeps, tolerance)) or list(dict.fromkeys(_refusals(spec, weights, width))):
+    if reasons := list(_argument_errors(width, max_sweeps, tolerance)) or list(dict.fromkeys(_conversion_obstacles(spec, weights, width))):
         raise SpecError("; ".join(reasons))
     assert isinstance(spec.project, Direct)
-    form, bias = _form(spec, weights), spec.project.bias
-    even, size = evened(form)
+    form, bias = _bilinear_form(spec, weights), spec.project.bias
+    even, size = normalise_form_scale(form)
     exact = width == spec.heads.q * spec.heads.dim
-    took, found = (0, apart(even)) if exact else least_squares(even, width, sweeps, tolerance)
-    factors = apart(form) if exact else grown(found, size)
+    took, found = (0, factorise_exact(even)) if exact else factorise_least_squares(even, width, max_sweeps, tolerance)
+    factors = factorise_exact(form) if exact else scale_factors(found, size)
     content = form.k.new_zeros(form.k.shape[::2])
     if "q" in bias:
         b_q = weights["project.q_bias"].detach().to(form.q.dtype).view(form.q.shape[:2])
@@ -161,16 +161,16 @@ def collaborate(
     own["project.content"] = content.to(like)
     shared = replace(spec, project=Collaborative(width=width, bias="v" if "v" in bias else ""))
     kept = {name: weights[name].clone() for name in shared.shapes() if name not in own}
-    return Collaborated(shared, own | kept, distance(even, found), took)
+    return CollaborativeConversion(shared, own | kept, relative_error(even, found), took)
 
 
-def _form(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Form:
+def _bilinear_form(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> BilinearForm:
     heads = spec.heads
     q, k = (weights[f"project.{side}"].detach().double().unflatten(0, (-1, heads.dim)) for side in "qk")
-    return Form(q, k[list(heads.reads)])
+    return BilinearForm(q, k[list(heads.reads)])
 
 
-def _odd(width: int, sweeps: int, tolerance: float) -> Iterator[str]:
+def _argument_errors(width: int, sweeps: int, tolerance: float) -> Iterator[str]:
     """Why these numbers cannot be meant."""
     for name, count in (("width", width), ("sweeps", sweeps)):
         if type(count) is not int:
@@ -181,7 +181,7 @@ def _odd(width: int, sweeps: int, tolerance: float) -> Iterator[str]:
         yield f"tolerance={tolerance!r} is no least gain of a sweep; give 0.0 or more, 1e-6 is usual"
 
 
-def _refusals(spec: AttentionSpec, weights: Mapping[str, Tensor], width: int) -> Iterator[str]:
+def _conversion_obstacles(spec: AttentionSpec, weights: Mapping[str, Tensor], width: int) -> Iterator[str]:
     """Why this layer cannot be one of shared queries and keys."""
     if not isinstance(spec.project, Direct):
         yield f"collaborate knows the weights of Direct, not of {type(spec.project).__name__}; give a layer of Direct"
@@ -191,11 +191,11 @@ def _refusals(spec: AttentionSpec, weights: Mapping[str, Tensor], width: int) ->
     full = spec.heads.q * spec.heads.dim
     if not 1 <= width <= full:
         yield f"width={width} is not within 1..{full}, and {full} is exact; give one that is"
-    for name, turn in spec.steps(Turn):
-        if turn.reaches(spec) & set("qk"):
+    for name, turn in spec.parts_of(QKTransform):
+        if turn.transformed_sides(spec) & set("qk"):
             yield f"{name} turns the queries and keys of each head, which a shared space does not have; train anew"
     if not spec.similarity.linear:
         yield f"{type(spec.similarity).__name__} compares by more than a product of q and k; use Dot"
     if "k" in spec.project.bias:
-        for reason in spec.sees_shifts():
+        for reason in spec.shift_sensitivity():
             yield f"the bias of keys has no place in a shared key and would be missed, for {reason}; train without it"

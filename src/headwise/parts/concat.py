@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..products import linear
 from ..registry import part
 from ..seams import Merge
 from ..spec import AttentionSpec
-from ..terms import Base, Param, Weighted
-from .start import xavier, zeros
+from ..terms import SpecFactory, Param, PartParams
+from .start import xavier_uniform, zeros_init
 
 
 @part
@@ -31,7 +31,7 @@ class Concat(Merge):
     bias: str = ""
     output: str = "learned"
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.output not in ("learned", "fixed"):
             yield f"Concat(output={self.output!r}) is unknown; use 'learned' or 'fixed'"
         if self.bias not in ("", "o"):
@@ -39,17 +39,17 @@ class Concat(Merge):
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         learned = self.output == "learned"
-        weights = {"o": Param(Layout.parse("model (out vdim)"), xavier, "query", learned)}
-        return weights | ({"o_bias": Param(Layout.parse("model"), zeros)} if self.bias else {})
+        weights = {"o": Param(AxisLayout.parse("model (out vdim)"), xavier_uniform, "query", learned)}
+        return weights | ({"o_bias": Param(AxisLayout.parse("model"), zeros_init)} if self.bias else {})
 
-    def absorb(self, spec: AttentionSpec, weights: Mapping[str, Tensor], matrix: Tensor) -> Mapping[str, Tensor]:
+    def absorb_matrix(self, spec: AttentionSpec, weights: Mapping[str, Tensor], matrix: Tensor) -> Mapping[str, Tensor]:
         told = weights["output.o"].unflatten(1, (-1, spec.heads.vdim))
-        return {"output.o": torch.einsum("dov,ovw->dow", told, matrix).flatten(1)}
+        return {"output.o": torch.on_einsum("dov,ovw->dow", told, matrix).flatten(1)}
 
-    def merge(self, o_BTOV: Tensor, p: Weighted) -> Tensor:
+    def merge(self, o_BTOV: Tensor, p: PartParams) -> Tensor:
         return linear(o_BTOV.flatten(2), p["o"].to(o_BTOV.dtype), p["o_bias"] if self.bias else None)
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(merge=cls(bias="o"))
         yield base(merge=cls(output="fixed"), kv=2, vdim=5)

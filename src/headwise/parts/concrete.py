@@ -10,14 +10,14 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
 from ..seams import Gate
 from ..spec import AttentionSpec
-from ..terms import Asked, Base, Ledger, Param, Weighted
-from .start import constant, full
+from ..terms import QueryContext, SpecFactory, AuxLosses, Param, PartParams
+from .start import fixed_values, constant_value
 
-EPS = 1e-6  # how near to 0 and 1 the uniform number and the probability may come, as released
+CLAMP_EPS = 1e-6  # how near to 0 and 1 the uniform number and the probability may come, as released
 
 
 @part
@@ -39,7 +39,7 @@ class Concrete(Gate):
     """
 
     paper = "1905.09418"
-    free: ClassVar[str] = "kv"
+    unrestricted_sides: ClassVar[str] = "kv"
     disagreements: ClassVar[tuple[str, ...]] = (
         "The paper sums the cost over all heads, its code takes the mean over layers of the sum in each: regulariser.",
         "At test time gates are 0 or 1 in the paper, and sigmoid(log_a) without temperature in its code: evaluation.",
@@ -56,7 +56,7 @@ class Concrete(Gate):
     per: str = "head"
     gates: int = 0
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not self.temperature > 0:
             yield f"Concrete(temperature={self.temperature!r}) must be positive; 0.33 is usual"
         if not self.low < 0:
@@ -71,7 +71,7 @@ class Concrete(Gate):
             yield f"Concrete(regulariser={self.regulariser!r}) is unknown; use 'sum' or 'mean'"
         if self.per not in ("head", "kv"):
             yield f"Concrete(per={self.per!r}) is unknown; use 'head' or 'kv'"
-        if self.gates and (self.per == "head" or self.gates <= max(spec.groups)):
+        if self.gates and (self.per == "head" or self.gates <= max(spec.kv_head_of_output)):
             yield f"Concrete(gates={self.gates}) is no number of groups here; leave gates out"
         if self.layers < 1:
             yield f"Concrete(layers={self.layers}) is no number of layers; use at least 1"
@@ -80,56 +80,56 @@ class Concrete(Gate):
         if sum(isinstance(modifier, Concrete) for modifier in spec.modifiers) > 1:
             yield "two Concrete gates in a layer would set one term of the ledger; keep one"
 
-    def placed(self, layer: int, layers: int) -> Self:
+    def at_depth(self, layer: int, layers: int) -> Self:
         return replace(self, layers=layers) if self.regulariser == "mean" else self
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
-        return {"gate": self.gates or max(spec.groups) + 1} if self.per == "kv" else {}
+        return {"gate": self.gates or max(spec.kv_head_of_output) + 1} if self.per == "kv" else {}
 
-    def settled(self, spec: AttentionSpec) -> Self:
+    def with_fixed_sizes(self, spec: AttentionSpec) -> Self:
         return replace(self, gates=self.sizes(spec).get("gate", 0))
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         if self.per == "head":
-            return {"log_a": Param(Layout.parse("out"), full(self.start))}
-        own = Param(Layout.parse("out"), constant(spec.groups), learned=False)
-        return {"log_a": Param(Layout.parse("gate"), full(self.start)), "own": own}
+            return {"log_a": Param(AxisLayout.parse("out"), constant_value(self.start))}
+        own = Param(AxisLayout.parse("out"), fixed_values(spec.kv_head_of_output), trainable=False)
+        return {"log_a": Param(AxisLayout.parse("gate"), constant_value(self.start)), "own": own}
 
-    def gate(self, asked: Asked, p: Weighted, ledger: Ledger | None) -> Tensor:
+    def gate(self, asked: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor:
         log_a = p["log_a"].to(torch.promote_types(asked.x_BTD.dtype, torch.float32))
-        if ledger is not None:
-            ledger.set("l0", ledger.whole(self._by_head(self.chance(log_a), p).sum(), "heads") / self.layers)
-        gate = self._by_head(self._drawn(log_a) if p.training else self._sure(log_a), p)
+        if aux_losses is not None:
+            aux_losses.set("l0", aux_losses.sum_over(self._by_head(self.probability_nonzero(log_a), p).sum(), "heads") / self.layers)
+        gate = self._by_head(self._sample_gate(log_a) if p.training else self._deterministic_gate(log_a), p)
         return gate.to(asked.x_BTD.dtype)[:, None]
 
-    def chances(self, p: Weighted) -> Tensor:
-        return self._by_head(self.chance(p["log_a"]), p)
+    def open_probabilities(self, p: PartParams) -> Tensor:
+        return self._by_head(self.probability_nonzero(p["log_a"]), p)
 
-    def _by_head(self, gates: Tensor, p: Weighted) -> Tensor:
+    def _by_head(self, gates: Tensor, p: PartParams) -> Tensor:
         """What each output head has of its gate."""
         return gates if self.per == "head" else gates[p["own"]]
 
-    def chance(self, log_a: Tensor) -> Tensor:
+    def probability_nonzero(self, log_a: Tensor) -> Tensor:
         """P(g != 0): how likely a head is to speak."""
-        return torch.sigmoid(log_a - self.temperature * math.log(-self.low / self.high)).clamp(EPS, 1 - EPS)
+        return torch.sigmoid(log_a - self.temperature * math.log(-self.low / self.high)).clamp(CLAMP_EPS, 1 - CLAMP_EPS)
 
-    def _drawn(self, log_a: Tensor) -> Tensor:
-        u = EPS + (1 - 2 * EPS) * torch.rand(log_a.shape, dtype=log_a.dtype, device=log_a.device)
-        soft = self._stretched((torch.logit(u) + log_a) / self.temperature)
+    def _sample_gate(self, log_a: Tensor) -> Tensor:
+        u = CLAMP_EPS + (1 - 2 * CLAMP_EPS) * torch.rand(log_a.shape, dtype=log_a.dtype, device=log_a.device)
+        soft = self._stretch_and_clip((torch.logit(u) + log_a) / self.temperature)
         return soft if self.sample == "soft" else (soft > 0.5).to(soft.dtype) + (soft - soft.detach())
 
-    def _sure(self, log_a: Tensor) -> Tensor:
+    def _deterministic_gate(self, log_a: Tensor) -> Tensor:
         if self.evaluation == "code":
-            return self._stretched(log_a)
+            return self._stretch_and_clip(log_a)
         # P(g = 0) = sigmoid(t log(-low / high) - log_a), P(g = 1) = sigmoid(log_a - t log((1 - low) / (high - 1)))
         even = self.temperature / 2 * (math.log(-self.low / self.high) + math.log((1 - self.low) / (self.high - 1)))
         return (log_a >= even).to(log_a.dtype)
 
-    def _stretched(self, logit: Tensor) -> Tensor:
+    def _stretch_and_clip(self, logit: Tensor) -> Tensor:
         return (self.low + (self.high - self.low) * torch.sigmoid(logit)).clamp(0, 1)
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(),), kv=2, vdim=5)
         yield base(modifiers=(cls(temperature=0.7, low=-0.2, high=1.4, start=1.5, sample="hard"),), pattern="causal")
         yield base(modifiers=(cls(evaluation="hard"),))

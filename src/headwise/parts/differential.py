@@ -12,20 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..grouping import Heads
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
 from ..seams import OutputStep
 from ..spec import AttentionSpec
-from ..terms import Base, Freedom, Param, Weighted
-from .start import normal, ones, xavier
+from ..terms import SpecFactory, SymmetryGroup, Param, PartParams
+from .start import normal_with_std, ones_init, xavier_uniform
 
 
-class Pairs(OutputStep):
+class HeadPairs(OutputStep):
     """Output head i is made of the rows of score heads 2i and 2i + 1."""
 
-    joins: ClassVar[bool] = True
+    combines_rows: ClassVar[bool] = True
 
-    def unpaired(self, heads: Heads) -> Iterator[str]:
+    def pairing_errors(self, heads: Heads) -> Iterator[str]:
         """Why these heads are no pairs that the first of each could speak for."""
         name = type(self).__name__
         if heads.rows != heads.q:
@@ -35,18 +35,18 @@ class Pairs(OutputStep):
         if any(own % 2 for own in heads.speaks):
             yield f"speaks={heads.speaks} names second heads of pairs; name the first of each, 0, 2, 4, ..."
 
-    def sources(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
+    def required_score_heads(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         return heads | {head ^ 1 for head in heads}
 
-    def voices(self, speaks: tuple[int, ...]) -> tuple[int, ...]:
+    def required_rows(self, speaks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(own + half for own in speaks for half in range(2))
 
-    def speaks(self, rows: int) -> tuple[int, ...]:
+    def own_row_of_output(self, rows: int) -> tuple[int, ...]:
         return tuple(range(0, rows, 2))
 
 
 @part
-class Differential(Pairs):
+class Differential(HeadPairs):
     """o_i = (1 - l0) RMSNorm(softmax(q_2i k_2i) V_i - l softmax(q_2i+1 k_2i+1) V_i), V_i twice as wide.
 
     Version 1 (2410.05258): l = exp(a1.b1) - exp(a2.b2) + l0 with l0 = 0.8 - 0.6 exp(-0.3 depth), depth counted
@@ -68,53 +68,53 @@ class Differential(Pairs):
     eps: float = 1e-5
 
     @property
-    def start(self) -> float:
+    def initial_lambda(self) -> float:
         """The first value of lambda at this depth."""
         return 0.8 - 0.6 * math.exp(-0.3 * self.depth)
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not self.eps > 0:
             yield f"{type(self).__name__}(eps={self.eps!r}) must be positive; 1e-6 is usual"
         heads = spec.heads
         if self.depth < 0:
             yield f"Differential(depth={self.depth}) is no depth; the first layer is 0"
-        unpaired = list(self.unpaired(heads))
+        unpaired = list(self.pairing_errors(heads))
         yield from unpaired
-        if not unpaired and heads.value_of[::2] != heads.value_of[1::2]:
+        if not unpaired and heads.value_head_of_row[::2] != heads.value_head_of_row[1::2]:
             yield "Differential subtracts pairs of heads that read one value head; use values=(0, 0, 1, 1, ...)"
 
-    def fitted(self, heads: Heads) -> Heads:
+    def fit_heads(self, heads: Heads) -> Heads:
         double = Heads.grouped(q=2 * heads.q, kv=2 * heads.kv, dim=heads.dim)
         pairs = tuple(read for read in heads.reads for _ in range(2))
         reads = tuple(2 * read + half for read in heads.reads for half in range(2))
         return replace(double, vdim=2 * heads.dim, reads=reads, values=pairs)
 
-    def placed(self, layer: int, layers: int) -> Self:
+    def at_depth(self, layer: int, layers: int) -> Self:
         return replace(self, depth=layer)
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        lambdas = {name: Param(Layout.parse("dim"), normal(0.1)) for name in ("a1", "b1", "a2", "b2")}
-        return lambdas | {"norm": Param(Layout.parse("vdim"), ones)}
+        lambdas = {name: Param(AxisLayout.parse("dim"), normal_with_std(0.1)) for name in ("a1", "b1", "a2", "b2")}
+        return lambdas | {"norm": Param(AxisLayout.parse("vdim"), ones_init)}
 
-    def freedom(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> Freedom:
-        own = Freedom.alike(p["norm"][:, None].tolist())
-        return own if side == "v" else super().freedom(spec, side, p)
+    def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
+        own = SymmetryGroup.commuting_with_scales(p["norm"][:, None].tolist())
+        return own if side == "v" else super().symmetry(spec, side, p)
 
-    def finish(self, o_BTHV: Tensor, x_BTD: Tensor, p: Weighted) -> Tensor:
+    def transform_outputs(self, o_BTHV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor:
         exact = torch.promote_types(o_BTHV.dtype, torch.float32)
         up, down = (p["a1"] * p["b1"]).sum(dtype=exact).exp(), (p["a2"] * p["b2"]).sum(dtype=exact).exp()
-        noise = (up - down + self.start).to(o_BTHV.dtype)
+        noise = (up - down + self.initial_lambda).to(o_BTHV.dtype)
         left = o_BTHV[..., ::2, :] - noise * o_BTHV[..., 1::2, :]
-        return F.rms_norm(left, left.shape[-1:], p["norm"].to(left.dtype), self.eps) * (1 - self.start)
+        return F.rms_norm(left, left.shape[-1:], p["norm"].to(left.dtype), self.eps) * (1 - self.initial_lambda)
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(),), pattern="causal")
         yield base(modifiers=(cls(depth=3, eps=1e-6),), heads=3, kv=3, vdim=None)
 
 
 @part
-class DifferentialV2(Pairs):
+class DifferentialV2(HeadPairs):
     """o_i = softmax(q_2i k) v - sigmoid(x.w_i) softmax(q_2i+1 k) v: both heads of a pair read the same k and v.
 
     Version 2 (unilm, Diff-Transformer-V2, 2026): how much is taken away is asked by each token for each head;
@@ -128,36 +128,36 @@ class DifferentialV2(Pairs):
     """
 
     paper = "unilm/Diff-Transformer-V2"
-    free: ClassVar[str] = "kv"
+    unrestricted_sides: ClassVar[str] = "kv"
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         heads = spec.heads
-        if unpaired := list(self.unpaired(heads)):
+        if unpaired := list(self.pairing_errors(heads)):
             yield from unpaired
             return
-        if not spec.project.grouped:
+        if not spec.project.supports_grouping:
             name = type(spec.project).__name__
             yield f"DifferentialV2 pairs heads that share a key, but {name} gives each its own; use project Direct()"
             return
-        read = list(zip(heads.reads, heads.value_of, strict=True))
+        read = list(zip(heads.reads, heads.value_head_of_row, strict=True))
         if apart := [i for i in range(0, heads.q, 2) if read[i] != read[i + 1]]:
             yield (
                 f"DifferentialV2 subtracts heads {apart[0]} and {apart[0] + 1}, which read different key-value heads; "
                 f"use a kv that divides {heads.q // 2}, or reads=(0, 0, 1, 1, ...)"
             )
 
-    def fitted(self, heads: Heads) -> Heads:
+    def fit_heads(self, heads: Heads) -> Heads:
         twice = {name: tuple(read for read in getattr(heads, name) for _ in range(2)) for name in ("reads", "values")}
         return replace(heads, q=2 * heads.q, **twice)
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        return {"noise": Param(Layout.parse("out model"), xavier, "query")}
+        return {"noise": Param(AxisLayout.parse("out model"), xavier_uniform, "query")}
 
-    def finish(self, o_BTHV: Tensor, x_BTD: Tensor, p: Weighted) -> Tensor:
+    def transform_outputs(self, o_BTHV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor:
         noise = torch.sigmoid(F.linear(x_BTD, p["noise"]))[..., None]
         return o_BTHV[..., ::2, :] - noise * o_BTHV[..., 1::2, :]
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(),), kv=2, pattern="causal")
         yield base(modifiers=(cls(),), heads=8, kv=1, vdim=7)

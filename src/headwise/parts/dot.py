@@ -11,7 +11,7 @@ from torch import Tensor
 from ..registry import part
 from ..seams import Similarity
 from ..spec import AttentionSpec
-from ..terms import Base, Core, Weighted
+from ..terms import SpecFactory, CoreShape, PartParams
 
 
 @part
@@ -27,22 +27,22 @@ class Dot(Similarity):
 
     paper = "1706.03762"
     linear: ClassVar[bool] = True
-    free: ClassVar[str] = "kv"
+    unrestricted_sides: ClassVar[str] = "kv"
     scale: float | None = None
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.scale is not None and not self.scale > 0:
             yield f"Dot(scale={self.scale!r}) must be positive; leave it out for 1/sqrt(dim)"
 
-    def factor(self, core: Core) -> float:
+    def score_scale(self, core: CoreShape) -> float:
         return core.scale if self.scale is None else self.scale
 
     def pair(self, q_K: Tensor, k_K: Tensor, scale: float, p_h: Mapping[str, Tensor]) -> Tensor:
         return (q_K * k_K).sum(-1) * scale
 
-    def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: Weighted) -> Tensor:
-        return torch.matmul(q_BHTK * scale, k_BHSK.transpose(-1, -2))
+    def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams) -> Tensor:
+        return torch.on_matmul(q_BHTK * scale, k_BHSK.transpose(-1, -2))
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(similarity=cls(scale=0.25))

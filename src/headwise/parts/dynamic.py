@@ -12,17 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import composed as composing
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
 from ..seams import Mix
 from ..spec import AttentionSpec
-from ..terms import Applied, Base, Param, Phase, Weighted, Work
-from .start import constant, normal, zeros
+from ..terms import AppliedTo, SpecFactory, Param, Phase, PartParams, CallSize
+from .start import fixed_values, normal_with_std, zeros_init
 
 _EPS = 1e-6
-_FACTORS = ("source", "target", "gate")
+_FACTOR_NAMES = ("source", "target", "gate")
 # The width that the factors of each side grow out of, and the tokens that bring them.
-_SIDES: dict[str, tuple[str, Applied]] = {"query": ("model", "query"), "key": ("source", "source")}
+_SIDE_AXES: dict[str, tuple[str, AppliedTo]] = {"query": ("model", "query"), "key": ("source", "source")}
 
 
 @part
@@ -66,7 +66,7 @@ class Dynamic(Mix):
     def phase(self) -> Phase:
         return Phase.WEIGHTS if self.on == "weights" else Phase.SCORES
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         heads = spec.heads.q
         if self.on not in ("scores", "weights"):
             yield f"Dynamic(on={self.on!r}) is unknown; use 'scores' or 'weights'"
@@ -74,7 +74,7 @@ class Dynamic(Mix):
             yield f"Dynamic(static={self.static!r}) is unknown; use 'none' or 'full'"
         if self.rank < 1:
             yield f"Dynamic(rank={self.rank}) mixes nothing; use at least 1, 2 is published"
-        if self.sides not in ("both", *_SIDES):
+        if self.sides not in ("both", *_SIDE_AXES):
             yield f"Dynamic(sides={self.sides!r}) is unknown; use 'both', 'query' or 'key'"
         if self.members and self.groups != 1:
             yield f"Dynamic(groups={self.groups}, members={self.members}) says one thing twice; leave members out"
@@ -83,7 +83,7 @@ class Dynamic(Mix):
             if count not in ways and (said, count) != ("members", 0):
                 yield f"Dynamic({said}={count}) does not divide {heads} heads; use {said} in {ways}"
 
-    def settled(self, spec: AttentionSpec) -> Self:
+    def with_fixed_sizes(self, spec: AttentionSpec) -> Self:
         return self if self._whole else replace(self, groups=1, members=self._each(spec.heads.q))
 
     @property
@@ -105,63 +105,63 @@ class Dynamic(Mix):
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         sizes = spec.sizes_of(self)
         heads, hidden, target = sizes["member"], sizes["hidden"], self._target
-        second = normal(0.02 / (math.sqrt(hidden) * (heads + self.rank)))
+        second = normal_with_std(0.02 / (math.sqrt(hidden) * (heads + self.rank)))
         params: dict[str, Param] = {}
         for side in self._sides:
-            width, met = _SIDES[side]
-            first = normal(math.sqrt(2 / (sizes[width] + hidden)))
-            gate = normal(0.005 * math.sqrt(2 / (sizes[width] + heads)))
+            width, met = _SIDE_AXES[side]
+            first = normal_with_std(math.sqrt(2 / (sizes[width] + hidden)))
+            gate = normal_with_std(0.005 * math.sqrt(2 / (sizes[width] + heads)))
             params |= {
-                f"{side}_hidden": Param(Layout.parse(f"(q unit) {width}"), first, met),
-                f"{side}_source": Param(Layout.parse("(rank q) hidden"), second, met),
-                f"{side}_target": Param(Layout.parse(f"(rank {target}) hidden"), second, met),
-                f"{side}_gate": Param(Layout.parse(f"{target} {width}"), gate, met),
+                f"{side}_hidden": Param(AxisLayout.parse(f"(q unit) {width}"), first, met),
+                f"{side}_source": Param(AxisLayout.parse("(rank q) hidden"), second, met),
+                f"{side}_target": Param(AxisLayout.parse(f"(rank {target}) hidden"), second, met),
+                f"{side}_gate": Param(AxisLayout.parse(f"{target} {width}"), gate, met),
             }
         if self.static == "full":
-            params["static"] = Param(Layout.parse("q out" if target == "out" else "q member"), zeros)
+            params["static"] = Param(AxisLayout.parse("q out" if target == "out" else "q member"), zeros_init)
         if self.on == "weights":
             # By name and not by place: places change when whole groups before them are cut.
-            params["own"] = Param(Layout.parse("out"), constant(spec.voices), learned=False)
-            params["name"] = Param(Layout.parse("q"), constant(range(spec.heads.q)), learned=False)
+            params["own"] = Param(AxisLayout.parse("out"), fixed_values(spec.score_head_of_row), trainable=False)
+            params["name"] = Param(AxisLayout.parse("q"), fixed_values(range(spec.heads.q)), trainable=False)
         return params
 
     @property
     def _sides(self) -> tuple[str, ...]:
-        return tuple(_SIDES) if self.sides == "both" else (self.sides,)
+        return tuple(_SIDE_AXES) if self.sides == "both" else (self.sides,)
 
-    def entry(self, spec: AttentionSpec) -> Mapping[str, Layout]:
+    def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
         if "key" not in self._sides:
             return {}
-        source, target = Layout.parse("rank q"), Layout.parse(f"rank {self._target}")
-        return {"source": source, "target": target, "gate": Layout.parse(self._target)}
+        source, target = AxisLayout.parse("rank q"), AxisLayout.parse(f"rank {self._target}")
+        return {"source": source, "target": target, "gate": AxisLayout.parse(self._target)}
 
-    def flops(self, spec: AttentionSpec, work: Work) -> int:
+    def flops(self, spec: AttentionSpec, work: CallSize) -> int:
         sizes = spec.sizes_of(self)
         to = sizes[self._target]
         ranks = len(self._sides) * self.rank * (spec.heads.q + to)
         static = spec.heads.q * (to if self._whole else sizes["member"])
         return 2 * work.batch * work.pairs * (ranks + (static if self.static == "full" else 0))
 
-    def sources(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
+    def required_score_heads(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         each = self._each(spec.heads.q)
         return frozenset(head for head in range(spec.heads.q) if head // each in {one // each for one in heads})
 
-    def ask(self, x_BTD: Tensor, p: Weighted) -> dict[str, Tensor]:
+    def query_factors(self, x_BTD: Tensor, p: PartParams) -> dict[str, Tensor]:
         return self._factors(x_BTD, "query", p) if "query" in self._sides else {}
 
-    def remember(self, z_BSE: Tensor, p: Weighted) -> dict[str, Tensor]:
+    def key_factors(self, z_BSE: Tensor, p: PartParams) -> dict[str, Tensor]:
         return self._factors(z_BSE, "key", p) if "key" in self._sides else {}
 
-    def _factors(self, x: Tensor, side: str, p: Weighted) -> dict[str, Tensor]:
+    def _factors(self, x: Tensor, side: str, p: PartParams) -> dict[str, Tensor]:
         hidden = F.gelu(F.linear(x, p[f"{side}_hidden"])).unflatten(-1, (-1, p.sizes["hidden"]))
-        source = _grown(hidden, p[f"{side}_source"], self.rank)
+        source = _project_group_factors(hidden, p[f"{side}_source"], self.rank)
         return {
             "source": F.rms_norm(source, source.shape[-1:], eps=_EPS).flatten(-2),
-            "target": _grown(hidden, p[f"{side}_target"], self.rank).flatten(-2),
+            "target": _project_group_factors(hidden, p[f"{side}_target"], self.rank).flatten(-2),
             "gate": torch.tanh(F.linear(x, p[f"{side}_gate"])),
         }
 
-    def pair(self, a_H: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: Weighted) -> Tensor:
+    def mix_pair(self, a_H: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: PartParams) -> Tensor:
         heads = torch.arange(len(a_H), device=a_H.device)
         own = heads if self.on == "scores" else torch.searchsorted(p["name"], p["own"])
         to = own if self._target == "out" else heads
@@ -174,7 +174,7 @@ class Dynamic(Mix):
             mixing = mixing + p["static"].repeat(1, len(to) // p["static"].shape[1]) * joined
         return a_H @ mixing if self._target == "out" else (a_H @ mixing)[own]
 
-    def mix(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: Weighted) -> Tensor:
+    def mix(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: PartParams) -> Tensor:
         own = a_BHTS if self._target == "q" else self._owned(a_BHTS, p)
         mixed = own
         # By query, the pairs of one query are the columns of a product; by key, those of one key.
@@ -188,20 +188,20 @@ class Dynamic(Mix):
             mixed = mixed + self._by_all(a_BHTS, p)
         return self._owned(mixed, p) if self._target == "q" and self.on == "weights" else mixed
 
-    def fused(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: Weighted) -> Tensor:
-        if not composing.takes(a_BHTS):
+    def fused_mix(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: PartParams) -> Tensor:
+        if not composing.has_head_mixing_kernel(a_BHTS):
             return self.mix(a_BHTS, asked, kept, p)
         heads, on_weights = a_BHTS.shape[1], self.on == "weights"
         every = torch.arange(heads, device=a_BHTS.device)
         own = torch.searchsorted(p["name"], p["own"]) if on_weights else every
         to = own if self._target == "out" else every
-        factors = [*_by_query(a_BHTS, to, asked), *_by_key(a_BHTS, to, kept)]
-        mixed = composing.composed(a_BHTS, to, self._each(heads), factors)
+        factors = [*_query_factors(a_BHTS, to, asked), *_key_factors(a_BHTS, to, kept)]
+        mixed = composing.mix_heads_by_factors(a_BHTS, to, self._each(heads), factors)
         if "static" in p:
             mixed = mixed + self._by_all(a_BHTS, p)
         return mixed.index_select(1, own) if on_weights and self._target == "q" else mixed
 
-    def _by_all(self, a_BHTS: Tensor, p: Weighted) -> Tensor:
+    def _by_all(self, a_BHTS: Tensor, p: PartParams) -> Tensor:
         """What the part that is alike at all pairs adds."""
         static = self._grouped(p["static"].to(a_BHTS.dtype), 0)
         return (static.mT @ self._grouped(a_BHTS.flatten(2), 1)).flatten(1, 2).unflatten(2, a_BHTS.shape[2:])
@@ -217,11 +217,11 @@ class Dynamic(Mix):
         """The axis of heads as two: groups, and heads of each."""
         return heads.unflatten(axis, (-1, self._each(heads.shape[axis])))
 
-    def _owned(self, a_BHTS: Tensor, p: Weighted) -> Tensor:
+    def _owned(self, a_BHTS: Tensor, p: PartParams) -> Tensor:
         return a_BHTS.index_select(1, torch.searchsorted(p["name"], p["own"]))
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(rank=1), cls(on="weights", rank=2)), pattern="causal", kv=2)
         yield base(modifiers=(cls(on="weights", static="full"),), pattern="window(4)", source=13)
         crossing = (cls(groups=2, static="full", rank=1), cls(on="weights", groups=3))
@@ -230,7 +230,7 @@ class Dynamic(Mix):
         yield base(modifiers=(cls(on="weights", members=3, sides="query"),), kv=2)
 
 
-def _grown(hidden: Tensor, weight: Tensor, rank: int) -> Tensor:
+def _project_group_factors(hidden: Tensor, weight: Tensor, rank: int) -> Tensor:
     """Each group's vectors from its own hidden units: [B, T, groups, units] to [B, T, rank, groups, heads]."""
     batch, count, groups, units = hidden.shape
     each = weight.view(rank, groups, -1, units).permute(1, 3, 0, 2)  # groups units rank heads
@@ -238,21 +238,21 @@ def _grown(hidden: Tensor, weight: Tensor, rank: int) -> Tensor:
     return grown.view(groups, batch, count, *each.shape[2:]).permute(1, 2, 3, 0, 4)
 
 
-def _by_query(a_BHTS: Tensor, to: Tensor, asked: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _query_factors(a_BHTS: Tensor, to: Tensor, asked: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """The factors of queries as the kernel takes them; none are no ranks, and a head's own as it is."""
     batch, heads, queries, _ = a_BHTS.shape
     if not asked:
         source, target = (a_BHTS.new_zeros(batch, queries, 0, n) for n in (heads, len(to)))
         return source, target, a_BHTS.new_ones(batch, queries, len(to))
-    source, target, gate = (asked[name].to(a_BHTS.dtype).expand(batch, *asked[name].shape[1:]) for name in _FACTORS)
+    source, target, gate = (asked[name].to(a_BHTS.dtype).expand(batch, *asked[name].shape[1:]) for name in _FACTOR_NAMES)
     return source, target, gate + 1
 
 
-def _by_key(a_BHTS: Tensor, to: Tensor, kept: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _key_factors(a_BHTS: Tensor, to: Tensor, kept: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """The factors of keys, [B, R, heads, S]."""
     batch, heads, _, keys = a_BHTS.shape
     if not kept:
         source, target, gate = (a_BHTS.new_zeros(batch, 0, n, keys) for n in (heads, len(to), len(to)))
         return source, target, gate
-    source, target, gate = (kept[name].to(a_BHTS.dtype).expand(batch, *kept[name].shape[1:]) for name in _FACTORS)
+    source, target, gate = (kept[name].to(a_BHTS.dtype).expand(batch, *kept[name].shape[1:]) for name in _FACTOR_NAMES)
     return source.permute(0, 2, 3, 1), target.permute(0, 2, 3, 1), gate[:, None].transpose(2, 3)

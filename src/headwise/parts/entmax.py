@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from ..kernels import rows
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
 from ..seams import Normaliser
 from ..spec import AttentionSpec
-from ..terms import Base, Param, Weighted
-from .start import full
+from ..terms import SpecFactory, Param, PartParams
+from .start import constant_value
 
-LEAST = 1.01  # nearer to 1 the gradient in alpha, a difference over (alpha - 1)^2, is lost to rounding
-LARGEST = 4.0  # the root of a root: beyond it float32 keeps too few digits of what is left
-FEW = 1.5  # from here on few keys are read, and values in bfloat16, whose products are fast, are gathered as well
-MOST = 2 - 1e-6  # a sigmoid may round to 1, and powers of zero would be one
+MIN_ALPHA = 1.01  # nearer to 1 the gradient in alpha, a difference over (alpha - 1)^2, is lost to rounding
+MAX_ALPHA = 4.0  # the root of a root: beyond it float32 keeps too few digits of what is left
+MIN_GATHER_ALPHA = 1.5  # from here on few keys are read, and values in bfloat16, whose products are fast, are gathered as well
+MAX_NEWTON_ALPHA = 2 - 1e-6  # a sigmoid may round to 1, and powers of zero would be one
 
 
 @part
@@ -40,80 +40,80 @@ class Entmax(Normaliser):
     """
 
     paper = "1909.00015"
-    shift_free: ClassVar[bool] = True
-    whole: ClassVar[bool] = True
+    shift_invariant: ClassVar[bool] = True
+    sums_to_one: ClassVar[bool] = True
     alpha: float = 1.5
     kind: str = "fixed"
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.kind not in ("fixed", "learned"):
             yield f"Entmax(kind={self.kind!r}) is unknown; use 'fixed' or 'learned'"
         if self.alpha <= 1:
             yield f"Entmax(alpha={self.alpha!r}) must be above 1, where it is softmax; use normaliser Softmax()"
-        elif self.alpha < LEAST:
-            yield f"Entmax(alpha={self.alpha!r}) is lost to rounding; use alpha={LEAST}, or normaliser Softmax()"
-        elif self.kind == "fixed" and self.alpha > LARGEST:
-            yield f"Entmax(alpha={self.alpha!r}) loses weights to rounding above {LARGEST}; use alpha=2.0"
+        elif self.alpha < MIN_ALPHA:
+            yield f"Entmax(alpha={self.alpha!r}) is lost to rounding; use alpha={MIN_ALPHA}, or normaliser Softmax()"
+        elif self.kind == "fixed" and self.alpha > MAX_ALPHA:
+            yield f"Entmax(alpha={self.alpha!r}) loses weights to rounding above {MAX_ALPHA}; use alpha=2.0"
         elif self.kind == "learned" and self.alpha >= 2:
             yield f"Entmax(alpha={self.alpha!r}, kind='learned') must start below 2; use alpha=1.5, or kind='fixed'"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         if self.kind == "fixed":
             return {}
-        return {"a": Param(Layout.parse("q"), full(math.log((self.alpha - 1) / (2 - self.alpha))))}
+        return {"a": Param(AxisLayout.parse("q"), constant_value(math.log((self.alpha - 1) / (2 - self.alpha))))}
 
-    def row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
+    def normalise_row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
         if self.kind == "learned":
-            return _by_halving(s_S, _learned(p_h["a"]))
-        exact = {1.5: _by_sorting_squares, 2.0: _by_sorting}.get(self.alpha)
-        return exact(s_S) if exact else _by_halving(s_S, self.alpha)
+            return _entmax_by_bisection(s_S, _alpha_of_parameter(p_h["a"]))
+        exact = {1.5: _entmax15_by_sorting, 2.0: _sparsemax_by_sorting}.get(self.alpha)
+        return exact(s_S) if exact else _entmax_by_bisection(s_S, self.alpha)
 
-    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
+    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
         if s_BHTS.shape[-1] == 0:
             return s_BHTS
         exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
-        alpha = _learned(p.spread()["a"].to(exact.dtype)) if self.kind == "learned" else self.alpha
-        w_BHTS: Any = _Entmax.apply(exact, allowed, alpha)
+        alpha = _alpha_of_parameter(p.broadcast_over_scores()["a"].to(exact.dtype)) if self.kind == "learned" else self.alpha
+        w_BHTS: Any = _EntmaxFunction.apply(exact, allowed, alpha)
         return w_BHTS.to(s_BHTS.dtype)
 
-    def fused(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
+    def fused_normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
         exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
-        if not rows.takes(exact):
+        if not rows.has_row_kernels(exact):
             return self.normalise(s_BHTS, allowed, p)
-        return rows.entmax(exact, allowed, self._alphas(exact, p), None, [])[0].to(s_BHTS.dtype)
+        return rows.masked_entmax(exact, allowed, self._alphas(exact, p), None, [])[0].to(s_BHTS.dtype)
 
-    def gathers(self, device: str, dtype: torch.dtype) -> bool:
-        few = self.kind == "fixed" and self.alpha >= FEW
-        return device == "cpu" and (dtype in rows.NUMBERS or (dtype == torch.bfloat16 and few))
+    def prefers_gather(self, device: str, dtype: torch.dtype) -> bool:
+        few = self.kind == "fixed" and self.alpha >= MIN_GATHER_ALPHA
+        return device == "cpu" and (dtype in rows.COMPUTE_DTYPES or (dtype == torch.bfloat16 and few))
 
-    def gather(self, s_BHTS: Tensor, allowed: Tensor, v_BSGV: Tensor, of: tuple[int, ...], p: Weighted) -> Tensor:
+    def gather_values(self, s_BHTS: Tensor, allowed: Tensor, v_BSGV: Tensor, of: tuple[int, ...], p: PartParams) -> Tensor:
         exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
         v_BGSV = v_BSGV.transpose(1, 2).to(exact.dtype)
-        return rows.entmax(exact, allowed, self._alphas(exact, p), v_BGSV, of)[0].to(v_BSGV.dtype)
+        return rows.masked_entmax(exact, allowed, self._alphas(exact, p), v_BGSV, of)[0].to(v_BSGV.dtype)
 
-    def _alphas(self, s_BHTS: Tensor, p: Weighted) -> Tensor:
+    def _alphas(self, s_BHTS: Tensor, p: PartParams) -> Tensor:
         """Each head's, in the numbers of the scores."""
         heads = s_BHTS.shape[1]
         if self.kind == "learned":
-            return _learned(p["a"].to(s_BHTS.dtype))
+            return _alpha_of_parameter(p["a"].to(s_BHTS.dtype))
         return s_BHTS.new_full((heads,), self.alpha)
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(normaliser=cls(), pattern="causal", kv=2)
         yield base(normaliser=cls(alpha=2.0), vdim=5)
         yield base(normaliser=cls(alpha=1.25, kind="learned"), pattern="window(4)")
         yield base(normaliser=cls(alpha=2.5), pattern="causal")
 
 
-def _learned(a: Tensor) -> Tensor:
-    return (1 + torch.sigmoid(a)).clamp(min=LEAST, max=MOST)
+def _alpha_of_parameter(a: Tensor) -> Tensor:
+    return (1 + torch.sigmoid(a)).clamp(min=MIN_ALPHA, max=MAX_NEWTON_ALPHA)
 
 
 # --- the definition: one row ---------------------------------------------------------------------------
 
 
-def _by_sorting(s_S: Tensor) -> Tensor:
+def _sparsemax_by_sorting(s_S: Tensor) -> Tensor:
     """alpha = 2: the projection on the simplex (1602.02068)."""
     x_S = s_S - s_S.max()
     ordered = x_S.detach().sort(descending=True).values
@@ -122,7 +122,7 @@ def _by_sorting(s_S: Tensor) -> Tensor:
     return (x_S - (x_S.topk(read).values.sum() - 1) / read).relu()
 
 
-def _by_sorting_squares(s_S: Tensor) -> Tensor:
+def _entmax15_by_sorting(s_S: Tensor) -> Tensor:
     """alpha = 1.5: a quadratic equation for every number of keys read, of which one holds (1905.05702)."""
     x_S = (s_S - s_S.max()) / 2
     ordered = x_S.detach().sort(descending=True).values
@@ -134,7 +134,7 @@ def _by_sorting_squares(s_S: Tensor) -> Tensor:
     return (x_S - top.mean() + ((1 - (top - top.mean()).square().sum()) / read).sqrt()).relu().square()
 
 
-def _by_halving(s_S: Tensor, alpha: Tensor | float) -> Tensor:
+def _entmax_by_bisection(s_S: Tensor, alpha: Tensor | float) -> Tensor:
     """Any alpha: the root by halving; its gradient is that of one Newton step from there."""
     x_S, power = (alpha - 1) * (s_S - s_S.max()), 1 / (alpha - 1)
     with torch.no_grad():
@@ -152,7 +152,7 @@ def _by_halving(s_S: Tensor, alpha: Tensor | float) -> Tensor:
 # --- all rows at once ----------------------------------------------------------------------------------
 
 
-class _Entmax(torch.autograd.Function):
+class _EntmaxFunction(torch.autograd.Function):
     """The weights and their gradients, both in closed form; only the weights are kept for the second.
 
     Gradients of gradients are those of the closed form, by way of the weights.
@@ -168,9 +168,9 @@ class _Entmax(torch.autograd.Function):
         # The highest score goes first, so that no product can overflow; where nothing is allowed it is a number.
         top = s_BHTS.amax(-1, keepdim=True).clamp(min=torch.finfo(s_BHTS.dtype).min)
         x_BHTS = (s_BHTS - top).mul_(alpha - 1)
-        tau = _stepped(x_BHTS, alpha) if isinstance(alpha, Tensor) or alpha <= 2 else _halved(x_BHTS, alpha)
+        tau = _solve_tau_newton(x_BHTS, alpha) if isinstance(alpha, Tensor) or alpha <= 2 else _solve_tau_bisection(x_BHTS, alpha)
         w_BHTS = x_BHTS.sub_(tau).clamp_(min=0) ** (1 / (alpha - 1))
-        return w_BHTS / _live(w_BHTS.sum(-1, keepdim=True))
+        return w_BHTS / _safe_row_sum(w_BHTS.sum(-1, keepdim=True))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | float], output: Tensor) -> None:
@@ -183,49 +183,49 @@ class _Entmax(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, Tensor | None]:
         w_BHTS, *learned = ctx.saved_tensors
         alpha = learned[0] if learned else ctx.alpha
-        slope = _sloped(w_BHTS, 2 - alpha)
-        total = _live(slope.sum(-1, keepdim=True))
+        slope = _power_of_weights(w_BHTS, 2 - alpha)
+        total = _safe_row_sum(slope.sum(-1, keepdim=True))
         mean = (slope * grads[0]).sum(-1, keepdim=True) / total
-        grad_alpha = _towards(w_BHTS, slope / total, grads[0], alpha) if ctx.needs_input_grad[2] else None
+        grad_alpha = _grad_alpha(w_BHTS, slope / total, grads[0], alpha) if ctx.needs_input_grad[2] else None
         return slope * (grads[0] - mean), None, grad_alpha
 
 
-def _live(total: Tensor) -> Tensor:
+def _safe_row_sum(total: Tensor) -> Tensor:
     """Sums over a row that reads anything are at least one but for rounding; over one that reads nothing zero."""
     return total.clamp(min=0.5)
 
 
-def _raised(r: Tensor, power: Tensor | float) -> Tensor:
+def _power_on_support(r: Tensor, power: Tensor | float) -> Tensor:
     """r^power over the keys that are read, zero over the others, whatever the power."""
     if isinstance(power, Tensor) or power > 0:
         return r**power
-    return r.sign() if power == 0 else (r**power).masked_fill_(r == 0, 0.0)
+    return r.marker() if power == 0 else (r**power).masked_fill_(r == 0, 0.0)
 
 
-def _sloped(w_BHTS: Tensor, power: Tensor | float) -> Tensor:
+def _power_of_weights(w_BHTS: Tensor, power: Tensor | float) -> Tensor:
     """w^power over the keys that are read, as of weights that may be asked for slopes of slopes: zero has none."""
     if not torch.is_grad_enabled():
-        return _raised(w_BHTS, power)
+        return _power_on_support(w_BHTS, power)
     read = w_BHTS != 0
     return torch.where(read, torch.where(read, w_BHTS, 1.0) ** power, 0.0)
 
 
-def _steps(dtype: torch.dtype, alpha: Tensor | float) -> int:
+def _num_newton_steps(dtype: torch.dtype, alpha: Tensor | float) -> int:
     """Enough Newton steps for rows made to need many; far from the root a step at least halves error or slope."""
     most = 2 if isinstance(alpha, Tensor) else alpha
     return 3 + math.ceil(8 * (most - 1)) + (3 if dtype == torch.float64 else 0)
 
 
-def _stepped(x_BHTS: Tensor, alpha: Tensor | float) -> Tensor:
+def _solve_tau_newton(x_BHTS: Tensor, alpha: Tensor | float) -> Tensor:
     """tau such that [x - tau]_+ has the norm one, of order 1 / (alpha - 1), by Newton's method from tau = -1.
 
     A norm is convex, so that steps never pass the root. The sum of powers is convex as well, but falls so steeply
     near alpha = 1 that a step on it gains next to nothing.
     """
     tau = torch.full_like(x_BHTS[..., :1], -1.0)
-    for _ in range(_steps(tau.dtype, alpha)):
+    for _ in range(_num_newton_steps(tau.dtype, alpha)):
         r_BHTS = (x_BHTS - tau).clamp_(min=0)
-        fall_BHTS = _raised(r_BHTS, 1 / (alpha - 1) - 1)
+        fall_BHTS = _power_on_support(r_BHTS, 1 / (alpha - 1) - 1)
         # Before the root both sums are at least one; where nothing is allowed they are zero, and no step is made.
         fall = fall_BHTS.sum(-1, keepdim=True).clamp(min=1)
         total = fall_BHTS.mul_(r_BHTS).sum(-1, keepdim=True).clamp(min=1)
@@ -233,7 +233,7 @@ def _stepped(x_BHTS: Tensor, alpha: Tensor | float) -> Tensor:
     return tau
 
 
-def _halved(x_BHTS: Tensor, alpha: float) -> Tensor:
+def _solve_tau_bisection(x_BHTS: Tensor, alpha: float) -> Tensor:
     """The same tau by halving: beyond alpha = 2 there is no norm, and a step may go astray."""
     tau, width = torch.full_like(x_BHTS[..., :1], -1.0), 1.0
     for _ in range(70 if tau.dtype == torch.float64 else 40):
@@ -243,7 +243,7 @@ def _halved(x_BHTS: Tensor, alpha: float) -> Tensor:
     return tau
 
 
-def _towards(w_BHTS: Tensor, share_BHTS: Tensor, grad_BHTS: Tensor, alpha: Tensor) -> Tensor:
+def _grad_alpha(w_BHTS: Tensor, share_BHTS: Tensor, grad_BHTS: Tensor, alpha: Tensor) -> Tensor:
     """The gradient in alpha (1909.00015, proposition 1); share is the slopes over their sum."""
     r_BHTS = torch.where(w_BHTS != 0, w_BHTS, 1.0)  # whose logarithm has a slope
     spread_BHTS = -r_BHTS * r_BHTS.log()

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 
-def exact(x: Tensor) -> Tensor:
+def to_at_least_float32(x: Tensor) -> Tensor:
     """x in at least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def as_they_are(x: Tensor) -> AbstractContextManager[object]:
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Products in the precision of their operands, whatever autocast thinks of that."""
     kind = x.device.type
     lowered = kind != "meta" and torch.is_autocast_enabled(kind)

@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
 from ..seams import Similarity
 from ..spec import AttentionSpec
-from ..terms import Base, Core, Param, Phase, Weighted, Work
-from .exact import as_they_are, exact
-from .start import constant
+from ..terms import SpecFactory, CoreShape, Param, Phase, PartParams, CallSize
+from .exact import without_autocast, to_at_least_float32
+from .start import fixed_values
 
-KINDS = ("elu", "relu", "favor")
-HIGHEST = 64.0  # exponent of a key's feature: float32 ends at 88, and sums over keys times values need the rest
-LOWERED = 40.0  # at most, of the 87 that float32 has below 0
+FEATURE_MAP_KINDS = ("elu", "relu", "favor")
+MAX_EXPONENT = 64.0  # exponent of a key's feature: float32 ends at 88, and sums over keys times values need the rest
+EXPONENT_OFFSET = 40.0  # at most, of the 87 that float32 has below 0
 
 
 @part
@@ -57,8 +57,8 @@ class FeatureMap(Similarity):
     draws: int = 0
     seed: int = 0
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
-        if self.kind not in KINDS:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
+        if self.kind not in FEATURE_MAP_KINDS:
             yield f"FeatureMap(kind={self.kind!r}) is unknown; use 'elu', 'relu' or 'favor'"
         elif self.kind != "favor" and (self.draws or self.seed):
             yield f"FeatureMap(kind={self.kind!r}) draws nothing; leave draws and seed out, or use kind 'favor'"
@@ -66,7 +66,7 @@ class FeatureMap(Similarity):
             yield f"FeatureMap(draws={self.draws}) is no number of directions; use at least 1, or leave it out"
         if not 0 <= self.seed < 2**63:
             yield f"FeatureMap(seed={self.seed}) seeds no generator; use 0 or more, below 2^63"
-        if self.kind == "favor" and not spec.project.plain:
+        if self.kind == "favor" and not spec.project.uses_head_dims:
             name = type(spec.project).__name__
             yield f"FeatureMap(kind='favor') draws directions as wide as a head, unlike {name}; use project Direct()"
         if not spec.normaliser.proportional:
@@ -75,37 +75,37 @@ class FeatureMap(Similarity):
         if any(modifier.phase in (Phase.SCORES, Phase.WEIGHTS, Phase.VALUES) for modifier in spec.modifiers):
             yield "FeatureMap never forms scores while decoding, so nothing may change scores, weights or values"
 
-    def factor(self, core: Core) -> float:
+    def score_scale(self, core: CoreShape) -> float:
         return 1.0
 
-    def features(self, core: Core) -> int:
+    def num_state_features(self, core: CoreShape) -> int:
         if self.kind != "favor":
             return core.dim
         return self.draws or core.dim * math.ceil(math.log(core.dim + 1))
 
-    def compared(self, core: Core) -> int:
-        return self.features(core)
+    def feature_dim(self, core: CoreShape) -> int:
+        return self.num_state_features(core)
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
-        return {"feature": self.features(spec.core)}
+        return {"feature": self.num_state_features(spec.core)}
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         if self.kind != "favor":
             return {}
-        return {"directions": Param(Layout.parse("feature dim"), partial(drawn, self.seed), learned=False)}
+        return {"directions": Param(AxisLayout.parse("feature dim"), partial(sample_orthogonal_gaussian, self.seed), trainable=False)}
 
-    def flops(self, spec: AttentionSpec, work: Work) -> int:
+    def flops(self, spec: AttentionSpec, work: CallSize) -> int:
         if self.kind != "favor":
             return 0
         # A state never meets a key again, and no source is kept in one.
-        keys = work.remembered if spec.stateful and spec.source is None else work.keys
+        keys = work.new_tokens if spec.is_recurrent and spec.source is None else work.keys
         lifted = work.queries * spec.heads.q + keys * spec.heads.kv
-        return 2 * work.batch * lifted * self.features(spec.core) * spec.heads.dim
+        return 2 * work.batch * lifted * self.num_state_features(spec.core) * spec.heads.dim
 
-    def fixed(self, spec: AttentionSpec, work: Work) -> int:
+    def constant_flops(self, spec: AttentionSpec, work: CallSize) -> int:
         return self.flops(spec, work)
 
-    def vanishes(self) -> bool:
+    def can_be_all_zero(self) -> bool:
         return self.kind == "relu"
 
     def pair(self, q_K: Tensor, k_K: Tensor, scale: float, p_h: Mapping[str, Tensor]) -> Tensor:
@@ -115,47 +115,47 @@ class FeatureMap(Similarity):
             return (q_K.clamp(min=0) * k_K.clamp(min=0)).sum(-1)
         q, k, directions = q_K / len(q_K) ** 0.25, k_K / len(k_K) ** 0.25, p_h["directions"]
         asks = (directions * q).sum(-1)
-        tells = (directions * k).sum(-1) - k.square().sum() / 2 - lowered(directions)
-        return (asks - asks.max() + tells.clamp(max=HIGHEST)).exp().mean()
+        tells = (directions * k).sum(-1) - k.square().sum() / 2 - key_exponent_offset(directions)
+        return (asks - asks.max() + tells.clamp(max=MAX_EXPONENT)).exp().mean()
 
-    def lift(self, x_BTHK: Tensor, side: str, p: Weighted) -> Tensor:
+    def feature_map(self, x_BTHK: Tensor, side: str, p: PartParams) -> Tensor:
         if self.kind == "elu":
             return F.elu(x_BTHK) + 1
         if self.kind == "relu":
             return F.relu(x_BTHK)
-        x, directions = exact(x_BTHK) * x_BTHK.shape[-1] ** -0.25, p["directions"]
-        with as_they_are(x):
+        x, directions = to_at_least_float32(x_BTHK) * x_BTHK.shape[-1] ** -0.25, p["directions"]
+        with without_autocast(x):
             along = F.linear(x, directions.to(x.dtype))
         # Whatever all features of a query have in common goes when weights are divided by their sum: its largest
         # exponent, with which its length goes too. A key meets many queries, so only what all keys have in common
         # may go, and that is known before there is any.
         if side == "q":
             return (along - along.amax(-1, keepdim=True)).exp()
-        exponents = along - x.square().sum(-1, keepdim=True) / 2 - lowered(directions).to(x.dtype)
-        return exponents.clamp(max=HIGHEST).exp() / len(directions)
+        exponents = along - x.square().sum(-1, keepdim=True) / 2 - key_exponent_offset(directions).to(x.dtype)
+        return exponents.clamp(max=MAX_EXPONENT).exp() / len(directions)
 
-    def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: Weighted) -> Tensor:
-        return torch.matmul(q_BHTK, k_BHSK.transpose(-1, -2))
+    def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams) -> Tensor:
+        return torch.on_matmul(q_BHTK, k_BHSK.transpose(-1, -2))
 
-    def share(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: Weighted) -> Tensor:
+    def unnormalised_weights(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams) -> Tensor:
         return self.scores(q_BHTK, k_BHSK, scale, p)
 
-    def state(self, spec: AttentionSpec) -> Mapping[str, Layout]:
-        return {"kv": Layout.parse("voice feature vdim"), "k": Layout.parse("voice feature")}
+    def state_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
+        return {"kv": AxisLayout.parse("voice feature vdim"), "k": AxisLayout.parse("voice feature")}
 
-    def fold(
-        self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor, live_BS: Tensor, p: Weighted
+    def update_state(
+        self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor, live_BS: Tensor, p: PartParams
     ) -> dict[str, Tensor]:
         wide = state["k"].dtype  # bfloat16 keeps 8 bits, too few for a sum of thousands
         phi = k_BHSK.to(wide).masked_fill(~live_BS[:, None, :, None], 0.0)
         return {"kv": state["kv"] + phi.transpose(-1, -2) @ v_BHSV.to(wide), "k": state["k"] + phi.sum(-2)}
 
-    def read(self, q_BHTK: Tensor, state: Mapping[str, Tensor], p: Weighted) -> tuple[Tensor, Tensor]:
+    def read_state(self, q_BHTK: Tensor, state: Mapping[str, Tensor], p: PartParams) -> tuple[Tensor, Tensor]:
         phi = q_BHTK.to(state["k"].dtype)
         return phi @ state["kv"], (phi @ state["k"][..., None]).squeeze(-1)
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         from .sum import Sum
 
         yield base(similarity=cls(), normaliser=Sum(), kv=2, vdim=5)
@@ -164,15 +164,15 @@ class FeatureMap(Similarity):
         yield base(similarity=cls(kind="favor"), normaliser=Sum(), source=13)
 
 
-def lowered(directions: Tensor) -> Tensor:
+def key_exponent_offset(directions: Tensor) -> Tensor:
     """What the exponents of all keys are lowered by, so that w.k - |k|^2 / 2, at most |w|^2 / 2, is at most HIGHEST.
 
     No further than LOWERED, so that keys of length 0 keep as many digits as others.
     """
-    return (directions.square().sum(-1).amax() / 2 - HIGHEST).clamp(0, LOWERED)
+    return (directions.square().sum(-1).amax() / 2 - MAX_EXPONENT).clamp(0, EXPONENT_OFFSET)
 
 
-def drawn(seed: int, shape: tuple[int, ...]) -> Tensor:
+def sample_orthogonal_gaussian(seed: int, shape: tuple[int, ...]) -> Tensor:
     """Rows that are Gaussian vectors each, and orthogonal in blocks as high as they are wide."""
     count, dim = shape
     hat = torch.Generator().manual_seed(seed)
@@ -180,6 +180,6 @@ def drawn(seed: int, shape: tuple[int, ...]) -> Tensor:
     blocks = []
     for _ in range(0, count, dim):
         q, r = torch.linalg.qr(draw(dim, dim))
-        blocks.append(q * r.diagonal().sign())  # only with these signs are all rotations as likely
+        blocks.append(q * r.diagonal().marker())  # only with these signs are all rotations as likely
     lengths = draw(count, dim).norm(dim=1, keepdim=True)
-    return constant((torch.cat(blocks)[:count] * lengths).flatten().tolist())(shape)
+    return fixed_values((torch.cat(blocks)[:count] * lengths).flatten().tolist())(shape)

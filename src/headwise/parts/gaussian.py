@@ -11,11 +11,11 @@ from torch import Tensor
 from ..registry import part
 from ..seams import Similarity
 from ..spec import AttentionSpec
-from ..terms import Base, Core, Weighted
-from .exact import as_they_are, exact
+from ..terms import SpecFactory, CoreShape, PartParams
+from .exact import without_autocast, to_at_least_float32
 
-NUMBERS = 2**24  # of the differences that may be there at once
-LEAST = 1e-9  # below it 1 / width^2 times a distance can leave float32
+MAX_DIFFERENCE_NUMEL = 2**24  # of the differences that may be there at once
+MIN_BANDWIDTH = 1e-9  # below it 1 / width^2 times a distance can leave float32
 
 
 @part
@@ -31,35 +31,35 @@ class Gaussian(Similarity):
     -3.125
     """
 
-    free: ClassVar[str] = "kv"
+    unrestricted_sides: ClassVar[str] = "kv"
     width: float = 1.0
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
-        if not self.width >= LEAST:
-            yield f"Gaussian(width={self.width!r}) is too narrow to divide by; use at least {LEAST}, such as 1.0"
-        if not spec.project.plain:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
+        if not self.width >= MIN_BANDWIDTH:
+            yield f"Gaussian(width={self.width!r}) is too narrow to divide by; use at least {MIN_BANDWIDTH}, such as 1.0"
+        if not spec.project.uses_head_dims:
             name = type(spec.project).__name__
             yield f"Gaussian measures between vectors as wide as a head, unlike those of {name}; use project Direct()"
 
-    def factor(self, core: Core) -> float:
+    def score_scale(self, core: CoreShape) -> float:
         return 1.0
 
     def pair(self, q_K: Tensor, k_K: Tensor, scale: float, p_h: Mapping[str, Tensor]) -> Tensor:
         return -(q_K - k_K).square().sum(-1) / (2 * self.width**2)
 
-    def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: Weighted) -> Tensor:
-        q, k = exact(q_BHTK), exact(k_BHSK)
-        queries = max(1, NUMBERS // max(1, k.numel()))
-        with as_they_are(q):
+    def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams) -> Tensor:
+        q, k = to_at_least_float32(q_BHTK), to_at_least_float32(k_BHSK)
+        queries = max(1, MAX_DIFFERENCE_NUMEL // max(1, k.numel()))
+        with without_autocast(q):
             blocks = [self._near(block, k) for block in q.split(queries, 2)]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
 
     def _near(self, q_BHTK: Tensor, k_BHSK: Tensor) -> Tensor:
         """s_BHTS of a block of queries: a product of each pair's difference with itself, as `Core.flops` counts it."""
         apart = (q_BHTK[:, :, :, None] - k_BHSK[:, :, None]) / self.width
-        return torch.matmul(apart[..., None, :], apart[..., None]).flatten(-3) / -2
+        return torch.on_matmul(apart[..., None, :], apart[..., None]).flatten(-3) / -2
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(similarity=cls(width=1.5), pattern="causal", kv=2, vdim=5)
         yield base(similarity=cls(width=0.7), source=13)

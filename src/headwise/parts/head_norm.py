@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
 from ..seams import OutputStep
 from ..spec import AttentionSpec
-from ..terms import Base, Freedom, Param, Weighted
-from .start import ones
+from ..terms import SpecFactory, SymmetryGroup, Param, PartParams
+from .start import ones_init
 
 
 @part
@@ -31,27 +31,27 @@ class HeadNorm(OutputStep):
     scope: str = "shared"
     eps: float = 1e-5
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not self.eps > 0:
             yield f"HeadNorm(eps={self.eps!r}) must be positive; 1e-5 is usual"
         if self.scope not in ("shared", "head"):
             yield f"HeadNorm(scope={self.scope!r}) is unknown; use 'shared' or 'head'"
-        steps = [step for _, step in spec.steps(OutputStep)]
-        later = [type(step).__name__ for step in steps[steps.index(self) :] if step.joins]
+        steps = [step for _, step in spec.parts_of(OutputStep)]
+        later = [type(step).__name__ for step in steps[steps.index(self) :] if step.combines_rows]
         if self.scope == "head" and later:
             yield f"HeadNorm(scope='head') would meet rows that {later[0]} has yet to join; write it after {later[0]}"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        return {"scale": Param(Layout.parse("vdim" if self.scope == "shared" else "out vdim"), ones)}
+        return {"scale": Param(AxisLayout.parse("vdim" if self.scope == "shared" else "out vdim"), ones_init)}
 
-    def freedom(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> Freedom:
-        own = Freedom.alike(p["scale"].reshape(-1, spec.heads.vdim).T.tolist())
-        return own if side == "v" else super().freedom(spec, side, p)
+    def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
+        own = SymmetryGroup.commuting_with_scales(p["scale"].reshape(-1, spec.heads.vdim).T.tolist())
+        return own if side == "v" else super().symmetry(spec, side, p)
 
-    def finish(self, o_BTHV: Tensor, x_BTD: Tensor, p: Weighted) -> Tensor:
+    def transform_outputs(self, o_BTHV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor:
         return F.rms_norm(o_BTHV, o_BTHV.shape[-1:], eps=self.eps) * p["scale"]
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(),), pattern="causal", kv=2, vdim=5)
         yield base(modifiers=(cls(scope="head", eps=1e-2),), vdim=5)

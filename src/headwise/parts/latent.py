@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import SpecError
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
-from ..seams import Joined, Project, Turn
+from ..seams import SingleVectorTransform, Project, QKTransform
 from ..spec import AttentionSpec
-from ..terms import Base, Core, Param, Turning, Weighted
-from .direct import Direct, absorbed
-from .start import ones, xavier, zeros
+from ..terms import SpecFactory, CoreShape, Param, TransformsQK, PartParams
+from .direct import Direct, absorb_matrix_per_head
+from .start import ones_init, xavier_uniform, zeros_init
 
 
 @part
@@ -34,12 +34,12 @@ class Latent(Project):
     DeepSeek-V3 remembers 576 numbers per token where its 128 heads would need 40,960:
 
     >>> import headwise as hw
-    >>> hw.counting.cache_numbers(hw.design(preset="mla", model=7168, heads=128))
+    >>> hw.select_counted.cache_numbers(hw.design(preset="mla", model=7168, heads=128))
     576
     """
 
     paper = "2405.04434"
-    grouped: ClassVar[bool] = False
+    supports_grouping: ClassVar[bool] = False
     rank: int = 512
     rope: int = 64
     query_rank: int | None = None
@@ -48,7 +48,7 @@ class Latent(Project):
     norm: str = "rms"
     bias: str = ""
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not self.eps > 0:
             yield f"{type(self).__name__}(eps={self.eps!r}) must be positive; 1e-6 is usual"
         if self.form not in ("expanded", "absorbed"):
@@ -74,47 +74,47 @@ class Latent(Project):
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"rank": self.rank, "rope": self.rope, "query_rank": self.query_rank or 0}
 
-    def turned(self, spec: AttentionSpec) -> int:
+    def transformed_dims(self, spec: AttentionSpec) -> int:
         return self.rope
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         wide = "(q [dim|rope])"
         if self.query_rank is None:
-            query = {"q": Param(Layout.parse(f"{wide} model"), xavier, "query")}
+            query = {"q": Param(AxisLayout.parse(f"{wide} model"), xavier_uniform, "query")}
         else:
             query = {
-                "q_down": Param(Layout.parse("query_rank model"), xavier, "query"),
-                "q_norm": Param(Layout.parse("query_rank"), ones),
-                "q_up": Param(Layout.parse(f"{wide} query_rank"), xavier, "query"),
+                "q_down": Param(AxisLayout.parse("query_rank model"), xavier_uniform, "query"),
+                "q_norm": Param(AxisLayout.parse("query_rank"), ones_init),
+                "q_up": Param(AxisLayout.parse(f"{wide} query_rank"), xavier_uniform, "query"),
             }
         applied = "query" if self.form == "absorbed" else "recalled"
         return query | {
-            "kv_down": Param(Layout.parse("[rank|rope] source"), xavier, "source"),
-            **({"kv_norm": Param(Layout.parse("rank"), ones)} if self.norm == "rms" else {}),
-            "k_up": Param(Layout.parse("(kv dim) rank"), xavier, applied),
-            "v_up": Param(Layout.parse("(kv vdim) rank"), xavier, applied),
-            **({"q_bias": Param(Layout.parse(wide), zeros)} if "q" in self.bias else {}),
-            **({"kv_bias": Param(Layout.parse("[rank|rope]"), zeros)} if "kv" in self.bias else {}),
+            "kv_down": Param(AxisLayout.parse("[rank|rope] source"), xavier_uniform, "source"),
+            **({"kv_norm": Param(AxisLayout.parse("rank"), ones_init)} if self.norm == "rms" else {}),
+            "k_up": Param(AxisLayout.parse("(kv dim) rank"), xavier_uniform, applied),
+            "v_up": Param(AxisLayout.parse("(kv vdim) rank"), xavier_uniform, applied),
+            **({"q_bias": Param(AxisLayout.parse(wide), zeros_init)} if "q" in self.bias else {}),
+            **({"kv_bias": Param(AxisLayout.parse("[rank|rope]"), zeros_init)} if "kv" in self.bias else {}),
         }
 
-    def entry(self, spec: AttentionSpec) -> Mapping[str, Layout]:
-        return {"c": Layout.parse("rank"), "r": Layout.parse("rope")}
+    def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
+        return {"c": AxisLayout.parse("rank"), "r": AxisLayout.parse("rope")}
 
-    def absorb(
+    def absorb_matrix(
         self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
     ) -> Mapping[str, Tensor]:
-        return absorbed(weights, ["v_up"], matrix) if side == "v" else {}
+        return absorb_matrix_per_head(weights, ["v_up"], matrix) if side == "v" else {}
 
-    def core(self, spec: AttentionSpec) -> Core:
+    def core(self, spec: AttentionSpec) -> CoreShape:
         heads, scale = spec.heads, (spec.heads.dim + self.rope) ** -0.5
         if self.form == "expanded":
-            return Core(heads.reads, spec.voices, heads.dim + self.rope, heads.vdim, scale)
-        return Core((0,) * heads.q, (0,) * len(spec.voices), self.rank + self.rope, self.rank, scale)
+            return CoreShape(heads.reads, spec.score_head_of_row, heads.dim + self.rope, heads.vdim, scale)
+        return CoreShape((0,) * heads.q, (0,) * len(spec.score_head_of_row), self.rank + self.rope, self.rank, scale)
 
-    def rewrites(self, spec: AttentionSpec) -> Mapping[str, Project]:
+    def equivalent_forms(self, spec: AttentionSpec) -> Mapping[str, Project]:
         return {"step": replace(self, form="absorbed")}
 
-    def ask(self, x_BTD: Tensor, turn: Turning, p: Weighted) -> Tensor:
+    def project_query(self, x_BTD: Tensor, turn: TransformsQK, p: PartParams) -> Tensor:
         bias = p["q_bias"] if "q" in self.bias else None
         if self.query_rank is None:
             flat = F.linear(x_BTD, p["q"], bias)
@@ -126,17 +126,17 @@ class Latent(Project):
         q_BTHK = flat.unflatten(-1, (p.sizes["q"], dim + self.rope))
         own, shared = q_BTHK.split([dim, self.rope], -1)
         if self.form == "absorbed":
-            own = torch.einsum("bthk,hkr->bthr", own, p["k_up"].view(-1, dim, self.rank))
+            own = torch.on_einsum("bthk,hkr->bthr", own, p["k_up"].view(-1, dim, self.rank))
         return torch.cat([own, turn(shared, "q")], -1)
 
-    def remember(self, z_BSE: Tensor, turn: Turning, p: Weighted) -> dict[str, Tensor]:
+    def project_kv(self, z_BSE: Tensor, turn: TransformsQK, p: PartParams) -> dict[str, Tensor]:
         down = F.linear(z_BSE, p["kv_down"], p["kv_bias"] if "kv" in self.bias else None)
         c, r = down.split([self.rank, self.rope], -1)
         if self.norm == "rms":
             c = F.rms_norm(c, (self.rank,), p["kv_norm"].to(c.dtype), self.eps)
         return {"c": c, "r": turn(r[..., None, :], "k").squeeze(-2)}
 
-    def recall(self, entry: Mapping[str, Tensor], turn: Turning, p: Weighted) -> tuple[Tensor, Tensor]:
+    def expand_kv(self, entry: Mapping[str, Tensor], turn: TransformsQK, p: PartParams) -> tuple[Tensor, Tensor]:
         c, r = entry["c"], entry["r"]
         if self.form == "absorbed":
             return torch.cat([c, r], -1)[..., None, :], c[..., None, :]
@@ -145,16 +145,16 @@ class Latent(Project):
         v = F.linear(c, p["v_up"]).unflatten(-1, (p.sizes["kv"], p.sizes["vdim"]))
         return torch.cat([own, shared], -1), v
 
-    def deliver(self, o_BTHV: Tensor, voices: tuple[int, ...], p: Weighted) -> Tensor:
+    def project_heads(self, o_BTHV: Tensor, voices: tuple[int, ...], p: PartParams) -> Tensor:
         if self.form == "expanded":
             return o_BTHV
         up = p["v_up"].view(-1, p.sizes["vdim"], self.rank)
         if voices != tuple(range(up.shape[0])):
             up = up[list(voices)]
-        return torch.einsum("bthr,hvr->bthv", o_BTHV, up)
+        return torch.on_einsum("bthr,hvr->bthv", o_BTHV, up)
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         from .rotary import Rotary
         from .talking_heads import TalkingHeads
 
@@ -166,7 +166,7 @@ class Latent(Project):
         yield base(project=cls(rank=8, rope=0, form="absorbed"), modifiers=(TalkingHeads(),), vdim=5)
 
 
-def as_latent(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[AttentionSpec, dict[str, Tensor]]:
+def convert_to_latent(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[AttentionSpec, dict[str, Tensor]]:
     """A trained layer of Direct as one of Latent, exactly: one vector holds all key-value heads, k_up and v_up copy it.
 
     What a turn reaches of keys lies end to end in the shared slice, where each query has its own head's channels and
@@ -176,16 +176,16 @@ def as_latent(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[Atten
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=4, kv=2, modifiers=(hw.Rotary(base=50.0, dims=2, pairs="interleaved"),), dim=3)
-    >>> shared, _ = as_latent(spec, hw.Attention(spec).state_dict())
+    >>> shared, _ = convert_to_latent(spec, hw.Attention(spec).state_dict())
     >>> shared.project
     Latent(rank=8, rope=4, norm='none')
-    >>> [hw.counting.cache_numbers(one) for one in (spec, shared)]
+    >>> [hw.select_counted.cache_numbers(one) for one in (spec, shared)]
     [12, 12]
     """
-    name, turn, joined = _joined(spec, weights)
-    lay = joined.lay if joined else ()
+    name, turn, joined = _merged_key_transform(spec, weights)
+    lay = joined.channel_sources if joined else ()
     rest = [c for c in range(spec.heads.dim) if c not in {channel for _, channel in lay}]
-    told = spec.project.shifts(spec, weights)
+    told = spec.project.constant_biases(spec, weights)
     project = Latent(
         rank=spec.heads.kv * (len(rest) + spec.heads.vdim),
         rope=len(lay),
@@ -196,14 +196,14 @@ def as_latent(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[Atten
         spec,
         heads=replace(spec.heads, kv=spec.heads.q, dim=max(len(rest), 1), reads=()),
         project=project,
-        modifiers=tuple(joined.turn if joined and one == turn else one for one in spec.modifiers),
+        modifiers=tuple(joined.transform if joined and one == turn else one for one in spec.modifiers),
     )
-    own = _laid(spec, weights, lay, rest, spec.similarity.factor(spec.core) / shared.similarity.factor(shared.core))
+    own = _merged_projection_weights(spec, weights, lay, rest, spec.similarity.score_scale(spec.core) / shared.similarity.score_scale(shared.core))
     own |= {f"{name}.{key}": held for key, held in joined.weights.items()} if joined else {}
-    return shared, own | _others(shared, weights, own)
+    return shared, own | _other_part_weights(shared, weights, own)
 
 
-def _others(shared: AttentionSpec, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _other_part_weights(shared: AttentionSpec, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What other parts hold, refused where one counts the heads of keys and values that were."""
     left = {key: shape for key, shape in shared.shapes().items() if key not in own}
     if counted := [key for key, shape in left.items() if tuple(weights[key].shape) != tuple(shape)]:
@@ -214,7 +214,7 @@ def _others(shared: AttentionSpec, weights: Mapping[str, Tensor], own: Mapping[s
     return {key: weights[key].clone() for key in left}
 
 
-def _joined(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[str, Turn | None, Joined | None]:
+def _merged_key_transform(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[str, QKTransform | None, SingleVectorTransform | None]:
     """The turn of keys, with its name, and as it is where all heads are one; refused where that cannot be."""
     if not isinstance(spec.project, Direct):
         raise SpecError(
@@ -222,12 +222,12 @@ def _joined(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[str, Tu
         )
     if spec.heads.values:
         raise SpecError(f"keys and values are grouped apart here ({spec.heads}); no latent holds both for a head")
-    turns = [(name, turn) for name, turn in spec.steps(Turn) if turn.reaches(spec) & set("qk")]
+    turns = [(name, turn) for name, turn in spec.parts_of(QKTransform) if turn.transformed_sides(spec) & set("qk")]
     if not turns:
         return "", None, None
     name, turn = turns[0]
     own = {key.removeprefix(f"{name}."): held for key, held in weights.items() if key.startswith(f"{name}.")}
-    joined = turn.joined(spec, spec.heads.kv, own) if len(turns) == 1 else None
+    joined = turn.as_single_vector(spec, spec.heads.kv, own) if len(turns) == 1 else None
     if joined is None:
         names = " and ".join(name for name, _ in turns)
         raise SpecError(
@@ -236,7 +236,7 @@ def _joined(spec: AttentionSpec, weights: Mapping[str, Tensor]) -> tuple[str, Tu
     return name, turn, joined
 
 
-def _laid(
+def _merged_projection_weights(
     spec: AttentionSpec, weights: Mapping[str, Tensor], lay: Sequence[tuple[int, int]], rest: list[int], grown: float
 ) -> dict[str, Tensor]:
     """Weights and biases of the merged layer: rows of keys in their new places, queries to meet them, copies."""

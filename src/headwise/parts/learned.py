@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
 from ..seams import ScoreStep
 from ..spec import AttentionSpec
-from ..terms import Asked, Base, Cell, Param, Weighted, Work
-from .start import xavier, zeros
+from ..terms import QueryContext, SpecFactory, ScorePosition, Param, PartParams, CallSize
+from .start import xavier_uniform, zeros_init
 
-KINDS = ("random", "factorised", "dense")
+SYNTHESIZER_KINDS = ("random", "factorised", "dense")
 
 
 @part
@@ -44,22 +44,22 @@ class Learned(ScoreStep):
     )
     positional: ClassVar[bool] = True
     additive: ClassVar[bool] = True
-    free: ClassVar[str] = "kv"
+    unrestricted_sides: ClassVar[str] = "kv"
     length: int = 512
     kind: str = "random"
     rank: int = 8
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.length < 1:
             yield f"Learned(length={self.length}) knows no position; use at least 1"
-        if self.kind not in KINDS:
+        if self.kind not in SYNTHESIZER_KINDS:
             yield f"Learned(kind={self.kind!r}) is unknown; use 'random', 'factorised' or 'dense'"
         elif self.kind != "factorised" and self.rank != 8:
             yield f"Learned(kind={self.kind!r}, rank={self.rank}) factorises nothing; leave rank out"
         if self.rank < 1:
             yield f"Learned(rank={self.rank}) leaves nothing of a table; use at least 1"
 
-    def longest(self, spec: AttentionSpec) -> int | None:
+    def max_positions(self, spec: AttentionSpec) -> int | None:
         return self.length
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
@@ -67,49 +67,49 @@ class Learned(ScoreStep):
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         if self.kind == "random":
-            return {"table": Param(Layout.parse("q asking told"), xavier)}
+            return {"table": Param(AxisLayout.parse("q asking told"), xavier_uniform)}
         if self.kind == "factorised":
             return {
-                "asking": Param(Layout.parse("q asking rank"), xavier),
-                "told": Param(Layout.parse("q told rank"), xavier),
+                "asking": Param(AxisLayout.parse("q asking rank"), xavier_uniform),
+                "told": Param(AxisLayout.parse("q told rank"), xavier_uniform),
             }
         return {
-            "hidden": Param(Layout.parse("(q dim) model"), xavier, "query"),
-            "hidden_bias": Param(Layout.parse("(q dim)"), zeros),
-            "out": Param(Layout.parse("q dim told"), xavier, "query"),
-            "out_bias": Param(Layout.parse("q told"), zeros),
+            "hidden": Param(AxisLayout.parse("(q dim) model"), xavier_uniform, "query"),
+            "hidden_bias": Param(AxisLayout.parse("(q dim)"), zeros_init),
+            "out": Param(AxisLayout.parse("q dim told"), xavier_uniform, "query"),
+            "out_bias": Param(AxisLayout.parse("q told"), zeros_init),
         }
 
-    def flops(self, spec: AttentionSpec, work: Work) -> int:
+    def flops(self, spec: AttentionSpec, work: CallSize) -> int:
         """Rows of R for each query; where all rows of a batch stand alike, and only then, once for all of them."""
         if self.kind != "factorised":
             return 0
         return 2 * work.queries * spec.heads.q * self.rank * self.length
 
-    def ask(self, asked: Asked, p: Weighted) -> Tensor | None:
+    def query_factors(self, asked: QueryContext, p: PartParams) -> Tensor | None:
         if self.kind == "dense":
-            return _from_tokens(asked.x_BTD, p)
+            return _dense_score_rows(asked.x_BTD, p)
         # Padding may stand anywhere; nobody reads what it gets.
-        place = asked.at.position.clamp(0, self.length - 1)
+        place = asked.sequence.position.clamp(0, self.length - 1)
         if self.kind == "random":
             rows = p["table"][:, place]
         else:
-            rows = torch.matmul(p["asking"][:, place], p["told"].transpose(-1, -2)[:, None])
+            rows = torch.on_matmul(p["asking"][:, place], p["told"].transpose(-1, -2)[:, None])
         return rows.permute(1, 2, 0, 3).expand(asked.x_BTD.shape[0], -1, -1, -1)
 
-    def score(self, s: Tensor, cell: Cell, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
+    def score(self, s: Tensor, cell: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
         assert factors is not None
         return s + cell.take(factors, cell.j.clamp(0, self.length - 1))  # so may an empty slot of a cache
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(length=19),), pattern="causal", kv=2, vdim=5)
         yield base(modifiers=(cls(length=262, kind="factorised", rank=2),), pattern="causal")
         yield base(modifiers=(cls(length=29, kind="dense"),), source=13)
 
 
-def _from_tokens(x_BTD: Tensor, p: Weighted) -> Tensor:
+def _dense_score_rows(x_BTD: Tensor, p: PartParams) -> Tensor:
     """Rows of scores [B, T, H, length] from the query tokens themselves."""
     hidden = F.relu(F.linear(x_BTD, p["hidden"], p["hidden_bias"])).unflatten(-1, (p.sizes["q"], -1))
-    rows = torch.matmul(hidden.transpose(1, 2), p["out"]) + p["out_bias"][:, None]
+    rows = torch.on_matmul(hidden.transpose(1, 2), p["out"]) + p["out_bias"][:, None]
     return rows.transpose(1, 2)

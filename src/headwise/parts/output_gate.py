@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
 from ..seams import Gate
 from ..spec import AttentionSpec
-from ..terms import Asked, Base, Ledger, Param, Weighted
-from .start import full, xavier
+from ..terms import QueryContext, SpecFactory, AuxLosses, Param, PartParams
+from .start import constant_value, xavier_uniform
 
 
 @part
@@ -23,24 +23,24 @@ class OutputGate(Gate):
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, modifiers=(OutputGate(),))
-    >>> hw.counting.params(spec) - hw.counting.params(hw.design(model=8, heads=2))
+    >>> hw.select_counted.params(spec) - hw.select_counted.params(hw.design(model=8, heads=2))
     64
     """
 
     paper = "2505.06708"
-    free: ClassVar[str] = "k"
+    unrestricted_sides: ClassVar[str] = "k"
     start: float | None = None
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        gate = {"gate": Param(Layout.parse("(out vdim) model"), xavier, "query")}
-        return gate if self.start is None else gate | {"bias": Param(Layout.parse("(out vdim)"), full(self.start))}
+        gate = {"gate": Param(AxisLayout.parse("(out vdim) model"), xavier_uniform, "query")}
+        return gate if self.start is None else gate | {"bias": Param(AxisLayout.parse("(out vdim)"), constant_value(self.start))}
 
-    def gate(self, asked: Asked, p: Weighted, ledger: Ledger | None) -> Tensor:
+    def gate(self, asked: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor:
         bias = None if self.start is None else p["bias"]
         flat = torch.sigmoid(F.linear(asked.x_BTD, p["gate"], bias))
         return flat.unflatten(-1, (-1, p.sizes["vdim"]))
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(),), kv=2, vdim=5)
         yield base(modifiers=(cls(start=4.0),))

@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import nearest
+from ..errors import suggest
 from ..grouping import Heads
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
 from ..seams import Project
 from ..spec import AttentionSpec
-from ..terms import Base, Core, Param, Turning, Weighted
-from .start import constant, xavier, zeros
+from ..terms import SpecFactory, CoreShape, Param, TransformsQK, PartParams
+from .start import fixed_values, xavier_uniform, zeros_init
 
 # The overlap of layer l, counted from 0, in a stack of L (2410.14874, as in the released code).
-SCHEDULES: dict[str, Callable[[int, int], int]] = {
+OVERLAP_SCHEDULES: dict[str, Callable[[int, int], int]] = {
     "l": lambda layer, layers: layer,
     "l+1": lambda layer, layers: layer + 1,
     "l//2": lambda layer, layers: layer // 2,
@@ -46,7 +46,7 @@ class Overlapping(Project):
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=2, project=Overlapping(overlap=1, schedule="l+1"))
-    >>> spec.heads.vdim, hw.counting.params(spec) - hw.counting.params(hw.design(model=8, heads=2))
+    >>> spec.heads.vdim, hw.select_counted.params(spec) - hw.select_counted.params(hw.design(model=8, heads=2))
     (6, 32)
     >>> spec.placed(2, 6).project, spec.placed(2, 6).heads.vdim
     (Overlapping(overlap=3), 10)
@@ -56,13 +56,13 @@ class Overlapping(Project):
     disagreements: ClassVar[tuple[str, ...]] = (
         "The scores' scale is 1/sqrt(D) of the undivided head and not of its wider slice, as in the released code.",
     )
-    grouped: ClassVar[bool] = False
+    supports_grouping: ClassVar[bool] = False
     overlap: int = 1
     bias: str = ""
     channels: int = 0
     schedule: str = "fixed"
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         heads = spec.heads
         if set(self.bias) - set("qkv"):
             yield f"Overlapping(bias={self.bias!r}) asks for unknown biases; name each of q, k and v at most once"
@@ -71,8 +71,8 @@ class Overlapping(Project):
             yield f"Overlapping(channels={self.channels}) is below the {least} that heads start in; leave it out"
         if self.overlap < 0:
             yield f"Overlapping(overlap={self.overlap}) is negative; 0 is plain attention"
-        if self.schedule not in ("fixed", *SCHEDULES):
-            close = nearest(self.schedule, ("fixed", *SCHEDULES))
+        if self.schedule not in ("fixed", *OVERLAP_SCHEDULES):
+            close = suggest(self.schedule, ("fixed", *OVERLAP_SCHEDULES))
             yield f"Overlapping(schedule={self.schedule!r}) is unknown; {close}"
         if heads.reads != tuple(range(heads.q)) or heads.values:
             apart = heads.values or heads.kv == heads.q
@@ -81,61 +81,61 @@ class Overlapping(Project):
         if heads.vdim != heads.dim + 2 * self.overlap and self.overlap >= 0:
             yield f"overlapping heads deliver dim + 2 overlap channels; use vdim={heads.dim + 2 * self.overlap}"
 
-    def widened(self, heads: Heads) -> Heads:
+    def widen_heads(self, heads: Heads) -> Heads:
         if self.overlap < 0:
             return heads  # there are none so wide; `clashes` says why
         return replace(heads, vdim=heads.dim + 2 * self.overlap)
 
-    def placed(self, layer: int, layers: int) -> Self:
+    def at_depth(self, layer: int, layers: int) -> Self:
         if self.schedule == "fixed":
             return self
-        return replace(self, overlap=SCHEDULES[self.schedule](layer, layers), schedule="fixed")
+        return replace(self, overlap=OVERLAP_SCHEDULES[self.schedule](layer, layers), schedule="fixed")
 
-    def settled(self, spec: AttentionSpec) -> Self:
+    def with_fixed_sizes(self, spec: AttentionSpec) -> Self:
         return replace(self, channels=self.sizes(spec)["channel"], schedule="fixed")
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"channel": self.channels or spec.heads.q * spec.heads.dim}
 
-    def turned(self, spec: AttentionSpec) -> int:
+    def transformed_dims(self, spec: AttentionSpec) -> int:
         return spec.heads.dim + 2 * self.overlap
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        starts = constant([head * spec.heads.dim for head in range(spec.heads.q)])
+        starts = fixed_values([head * spec.heads.dim for head in range(spec.heads.q)])
         weights = {
-            "q": Param(Layout.parse("channel model"), xavier, "query"),
-            "k": Param(Layout.parse("channel source"), xavier, "source"),
-            "v": Param(Layout.parse("channel source"), xavier, "source"),
-            "start": Param(Layout.parse("q"), starts, learned=False),
+            "q": Param(AxisLayout.parse("channel model"), xavier_uniform, "query"),
+            "k": Param(AxisLayout.parse("channel source"), xavier_uniform, "source"),
+            "v": Param(AxisLayout.parse("channel source"), xavier_uniform, "source"),
+            "start": Param(AxisLayout.parse("q"), starts, trainable=False),
         }
-        return weights | {f"{side}_bias": Param(Layout.parse("channel"), zeros) for side in self.bias}
+        return weights | {f"{side}_bias": Param(AxisLayout.parse("channel"), zeros_init) for side in self.bias}
 
-    def entry(self, spec: AttentionSpec) -> Mapping[str, Layout]:
-        return {"k": Layout.parse("channel"), "v": Layout.parse("channel")}
+    def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
+        return {"k": AxisLayout.parse("channel"), "v": AxisLayout.parse("channel")}
 
-    def core(self, spec: AttentionSpec) -> Core:
-        heads, wide = spec.heads, self.turned(spec)
-        return Core(heads.reads, spec.voices, wide, wide, heads.dim**-0.5)
+    def core(self, spec: AttentionSpec) -> CoreShape:
+        heads, wide = spec.heads, self.transformed_dims(spec)
+        return CoreShape(heads.reads, spec.score_head_of_row, wide, wide, heads.dim**-0.5)
 
-    def ask(self, x_BTD: Tensor, turn: Turning, p: Weighted) -> Tensor:
+    def project_query(self, x_BTD: Tensor, turn: TransformsQK, p: PartParams) -> Tensor:
         return turn(self._divide(self._project(x_BTD, "q", p), p), "q")
 
-    def remember(self, z_BSE: Tensor, turn: Turning, p: Weighted) -> dict[str, Tensor]:
+    def project_kv(self, z_BSE: Tensor, turn: TransformsQK, p: PartParams) -> dict[str, Tensor]:
         return {side: self._project(z_BSE, side, p) for side in "kv"}
 
-    def recall(self, entry: Mapping[str, Tensor], turn: Turning, p: Weighted) -> tuple[Tensor, Tensor]:
+    def expand_kv(self, entry: Mapping[str, Tensor], turn: TransformsQK, p: PartParams) -> tuple[Tensor, Tensor]:
         return turn(self._divide(entry["k"], p), "k"), turn(self._divide(entry["v"], p), "v")
 
-    def _project(self, x: Tensor, side: str, p: Weighted) -> Tensor:
+    def _project(self, x: Tensor, side: str, p: PartParams) -> Tensor:
         return F.linear(x, p[side], p[f"{side}_bias"] if side in self.bias else None)
 
-    def _divide(self, channels_BTC: Tensor, p: Weighted) -> Tensor:
+    def _divide(self, channels_BTC: Tensor, p: PartParams) -> Tensor:
         padded = F.pad(channels_BTC, (self.overlap, self.overlap))
         own = torch.arange(p.sizes["dim"] + 2 * self.overlap, device=padded.device)
         return padded[..., p["start"][:, None] + own]
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         from .rotary import Rotary
 
         yield base(project=cls(overlap=1), vdim=6, modifiers=(Rotary(),), pattern="causal")

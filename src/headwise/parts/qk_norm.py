@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
-from ..seams import Turn
+from ..seams import QKTransform
 from ..spec import AttentionSpec
-from ..terms import Base, Freedom, Param, Weighted
-from .start import full, ones, zeros
+from ..terms import SpecFactory, SymmetryGroup, Param, PartParams
+from .start import constant_value, ones_init, zeros_init
 
 
 @part
-class QKNorm(Turn):
+class QKNorm(QKTransform):
     """Normalises q and k, each with weights of its own.
 
     kind="rms", scope="head": RMSNorm over each head's channels, as Qwen3 (2505.09388); scope="full": over all
@@ -27,7 +27,7 @@ class QKNorm(Turn):
     order: before Rotary as Qwen3, after it when written after.
 
     >>> import torch
-    >>> QKNorm().turn(torch.tensor([[[[3.0, 4.0]]]]), "q", None, {"q": torch.ones(2)}).round(decimals=3)
+    >>> QKNorm().transform(torch.tensor([[[[3.0, 4.0]]]]), "q", None, {"q": torch.ones(2)}).round(decimals=3)
     tensor([[[[0.8490, 1.1310]]]])
     """
 
@@ -37,7 +37,7 @@ class QKNorm(Turn):
     eps: float = 1e-6
     temperature: float = 10.0
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not self.eps > 0:
             yield f"{type(self).__name__}(eps={self.eps!r}) must be positive; 1e-6 is usual"
         if (self.kind, self.scope) not in (("rms", "head"), ("rms", "full"), ("offset", "head"), ("l2", "head")):
@@ -45,34 +45,34 @@ class QKNorm(Turn):
                 f"QKNorm(kind={self.kind!r}, scope={self.scope!r}) is not defined; "
                 "use kind 'rms' with scope 'head' or 'full', or kinds 'offset' and 'l2' with scope 'head'"
             )
-        if self.kind == "l2" and spec.similarity.factor(spec.core) != 1.0:
+        if self.kind == "l2" and spec.similarity.score_scale(spec.core) != 1.0:
             yield "QKNorm(kind='l2') brings a temperature in place of 1/sqrt(dim); use similarity Dot(scale=1.0)"
-        if not spec.project.plain:
+        if not spec.project.uses_head_dims:
             yield "QKNorm would reach only a slice of what this project compares; its own norms stand in its place"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         if self.kind == "l2":
-            return {"temperature": Param(Layout.parse("q"), full(self.temperature))}
+            return {"temperature": Param(AxisLayout.parse("q"), constant_value(self.temperature))}
         axes = {"q": "(q dim)", "k": "(kv dim)"} if self.scope == "full" else {"q": "dim", "k": "dim"}
-        start = zeros if self.kind == "offset" else ones
-        return {side: Param(Layout.parse(axis), start) for side, axis in axes.items()}
+        start = zeros_init if self.kind == "offset" else ones_init
+        return {side: Param(AxisLayout.parse(axis), start) for side, axis in axes.items()}
 
-    def sources(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
+    def required_score_heads(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         return frozenset(range(spec.heads.q)) if self.scope == "full" else heads
 
-    def joins_keys(self) -> bool:
+    def concatenates_key_heads(self) -> bool:
         return self.scope == "full"
 
-    def levels(self) -> bool:
+    def normalises_length(self) -> bool:
         return self.scope == "head"
 
-    def freedom(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> Freedom:
+    def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
         if side == "v" or self.kind == "l2":
-            return Freedom.whole({"k": spec.heads.dim, "v": spec.heads.vdim}[side])
+            return SymmetryGroup.full({"k": spec.heads.dim, "v": spec.heads.vdim}[side])
         scales = torch.cat([p[own].reshape(-1, spec.heads.dim) for own in "qk"])
-        return Freedom.alike(scales.T.tolist())
+        return SymmetryGroup.commuting_with_scales(scales.T.tolist())
 
-    def turn(self, x_BTHK: Tensor, side: str, placed: None, p: Weighted) -> Tensor:
+    def transform(self, x_BTHK: Tensor, side: str, placed: None, p: PartParams) -> Tensor:
         if self.kind == "l2":
             unit = F.normalize(x_BTHK, dim=-1, eps=self.eps)
             return unit * p["temperature"][:, None] if side == "q" else unit
@@ -84,7 +84,7 @@ class QKNorm(Turn):
         return F.rms_norm(x_BTHK, x_BTHK.shape[-1:], scale, self.eps)
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         from .dot import Dot
 
         yield base(modifiers=(cls(),), kv=2)

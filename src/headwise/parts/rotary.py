@@ -10,26 +10,26 @@ import torch
 from torch import Tensor
 
 from ..kernels import few
-from ..kernels.lanes import WIDE
-from ..layout import Layout
+from ..kernels.lanes import SIMD_WIDTH
+from ..layout import AxisLayout
 from ..registry import part
-from ..seams import Joined, Turn
+from ..seams import SingleVectorTransform, QKTransform
 from ..spec import AttentionSpec
-from ..terms import Base, Freedom, Param, Weighted
-from .rotary_scaling import NTK, PI, Llama3, Plain, Scaling, YaRN
-from .start import constant
+from ..terms import SpecFactory, SymmetryGroup, Param, PartParams
+from .rotary_scaling import NTK, PI, Llama3, Plain, RotaryScaling, YaRN
+from .start import fixed_values
 
 
-class Angles:
+class RotaryAngles:
     """How far every pair of channels turns at each position; cosine and sine are worked out when they are asked for."""
 
-    def __init__(self, position_BT: Tensor, frequency: Tensor, swell: float, exact: torch.dtype) -> None:
-        self.position_BT, self.frequency, self.swell, self.exact = position_BT, frequency, swell, exact
+    def __init__(self, position_BT: Tensor, frequency: Tensor, attention_factor: float, angle_dtype: torch.dtype) -> None:
+        self.position_BT, self.frequency, self.swell, self.exact = position_BT, frequency, attention_factor, angle_dtype
         self.pairs = frequency.shape[0]
         self._waves: tuple[Tensor, Tensor] | None = None
 
     @property
-    def waves(self) -> tuple[Tensor, Tensor]:
+    def cos_sin(self) -> tuple[Tensor, Tensor]:
         """The cosine and the sine of every pair's angle."""
         if self._waves is None:
             # In float64, whatever the layer: in float32 an angle of position 2^24 is off by half a turn.
@@ -42,7 +42,7 @@ class Angles:
 
 
 @part
-class Rotary(Turn):
+class Rotary(QKTransform):
     """Pair c of a head's first `dims` channels turns by t base^(-2c/dims) at position t (2104.09864).
 
     pairs="half" takes channels (c, c + dims/2) together, as Llama checkpoints on the Hub; "interleaved" takes
@@ -58,18 +58,18 @@ class Rotary(Turn):
     base: float = 10_000.0
     dims: int | None = None
     pairs: str = "half"
-    scaling: Scaling = Plain()
+    scaling: RotaryScaling = Plain()
     copies: int = 1
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.pairs not in ("half", "interleaved"):
             yield f"Rotary(pairs={self.pairs!r}) is unknown; use 'half' or 'interleaved'"
-        if not isinstance(self.scaling, Scaling):
+        if not isinstance(self.scaling, RotaryScaling):
             yield f"Rotary(scaling={self.scaling!r}) is no scaling; use Plain, PI, NTK, YaRN or Llama3"
             return
         if not self.base > 1:
             yield f"Rotary(base={self.base!r}) must be above 1; 10000.0 is usual"
-        reached = spec.project.turned(spec)
+        reached = spec.project.transformed_dims(spec)
         dims = reached if self.dims is None else self.dims
         if dims % 2 or not 0 < dims <= reached:
             yield f"Rotary turns pairs, but {dims} of {reached} channels are asked; use an even number up to {reached}"
@@ -77,26 +77,26 @@ class Rotary(Turn):
             yield f"Rotary(copies={self.copies}) does not divide {dims // 2} pairs; leave copies out"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        dims = self.dims or spec.project.turned(spec)
+        dims = self.dims or spec.project.transformed_dims(spec)
         each = self.frequencies(dims // self.copies)
-        return {"frequency": Param(Layout.parse("turning"), constant(each * self.copies), learned=False)}
+        return {"frequency": Param(AxisLayout.parse("turning"), fixed_values(each * self.copies), trainable=False)}
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
-        return {"turning": (self.dims or spec.project.turned(spec)) // 2}
+        return {"turning": (self.dims or spec.project.transformed_dims(spec)) // 2}
 
     def frequencies(self, dims: int) -> list[float]:
         """The angle per position of each pair, after scaling."""
         plain = [self.base ** (-2 * c / dims) for c in range(dims // 2)]
-        return self.scaling.bend(plain, self.base, dims)
+        return self.scaling.scale_frequencies(plain, self.base, dims)
 
-    def freedom(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> Freedom:
+    def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
         if side == "v":
-            return super().freedom(spec, side, p)
-        dims = self.dims or spec.project.turned(spec)
+            return super().symmetry(spec, side, p)
+        dims = self.dims or spec.project.transformed_dims(spec)
         rest = tuple(range(dims, spec.heads.dim))
-        return Freedom(self.planes(dims), (rest,) if rest else ())
+        return SymmetryGroup(self.channel_pairs(dims), (rest,) if rest else ())
 
-    def planes(self, dims: int) -> tuple[tuple[int, int], ...]:
+    def channel_pairs(self, dims: int) -> tuple[tuple[int, int], ...]:
         """The channels that turn together, pair by pair.
 
         >>> Rotary().planes(4), Rotary(pairs="interleaved").planes(4)
@@ -106,21 +106,21 @@ class Rotary(Turn):
             return tuple((c, c + dims // 2) for c in range(dims // 2))
         return tuple((c, c + 1) for c in range(0, dims, 2))
 
-    def joined(self, spec: AttentionSpec, heads: int, p: Mapping[str, Tensor]) -> Joined:
-        dims = self.dims or spec.project.turned(spec)
-        one = self.planes(dims)
+    def as_single_vector(self, spec: AttentionSpec, heads: int, p: Mapping[str, Tensor]) -> SingleVectorTransform:
+        dims = self.dims or spec.project.transformed_dims(spec)
+        one = self.channel_pairs(dims)
         sides = [[pair[half] for pair in one] for half in range(2)] if self.pairs == "half" else [list(range(dims))]
         lay = tuple((head, channel) for side in sides for head in range(heads) for channel in side)
         turn = replace(self, dims=None, copies=self.copies * heads)
-        return Joined(turn, lay, {"frequency": p["frequency"].repeat(heads)})
+        return SingleVectorTransform(turn, lay, {"frequency": p["frequency"].repeat(heads)})
 
-    def place(self, position_BT: Tensor, exact: torch.dtype, p: Weighted) -> Angles:
-        return Angles(position_BT, p["frequency"], self.scaling.swell, exact)
+    def precompute(self, position_BT: Tensor, exact: torch.dtype, p: PartParams) -> RotaryAngles:
+        return RotaryAngles(position_BT, p["frequency"], self.scaling.attention_factor, exact)
 
-    def turn(self, x_BTHK: Tensor, side: str, placed: Angles, p: Weighted) -> Tensor:
-        if self.pairs == "half" and placed.pairs % WIDE == 0 and few.takes(x_BTHK):
-            return few.turned(x_BTHK, placed.position_BT, placed.frequency, placed.swell)
-        cos, sin = placed.waves
+    def transform(self, x_BTHK: Tensor, side: str, placed: RotaryAngles, p: PartParams) -> Tensor:
+        if self.pairs == "half" and placed.pairs % SIMD_WIDTH == 0 and few.is_small_batch(x_BTHK):
+            return few.apply_rotary(x_BTHK, placed.position_BT, placed.frequency, placed.swell)
+        cos, sin = placed.cos_sin
         if cos.dtype != x_BTHK.dtype:
             cos, sin = cos.to(x_BTHK.dtype), sin.to(x_BTHK.dtype)
         turned = 2 * cos.shape[-1]
@@ -134,7 +134,7 @@ class Rotary(Turn):
         return torch.cat([a, b], -1) if halves else torch.stack([a, b], -1).flatten(-2)
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(),), pattern="causal", kv=2)
         yield base(modifiers=(cls(base=50.0, dims=2, pairs="interleaved"),))
         yield base(modifiers=(cls(copies=2),), kv=3)

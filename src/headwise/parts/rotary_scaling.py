@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from ..errors import SpecError
-from ..registry import Spoken, part
+from ..registry import CheckedDataclass, part
 
 
 @dataclass(frozen=True, repr=False)
-class Scaling(Spoken, ABC):
+class RotaryScaling(CheckedDataclass, ABC):
     """A change of every frequency, and `swell`, a factor on the turned channels."""
 
     def __post_init__(self) -> None:
@@ -21,53 +21,53 @@ class Scaling(Spoken, ABC):
                 raise SpecError(f"{type(self).__name__}({name}={value!r}) must be positive; see its docstring")
 
     @abstractmethod
-    def bend(self, plain: list[float], base: float, dims: int) -> list[float]:
+    def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
         """The frequencies to use, given the plain ones."""
 
     @property
-    def swell(self) -> float:
+    def attention_factor(self) -> float:
         """What turned channels are multiplied with."""
         return 1.0
 
 
 @part
-class Plain(Scaling):
+class Plain(RotaryScaling):
     """Frequencies as they are.
 
-    >>> Plain().bend([1.0, 0.5], 10_000.0, 4)
+    >>> Plain().scale_frequencies([1.0, 0.5], 10_000.0, 4)
     [1.0, 0.5]
     """
 
-    def bend(self, plain: list[float], base: float, dims: int) -> list[float]:
+    def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
         return plain
 
 
 @part
-class PI(Scaling):
+class PI(RotaryScaling):
     """Position interpolation: position t counts as t / factor (2306.15595).
 
-    >>> PI(4.0).bend([1.0], 10_000.0, 2)
+    >>> PI(4.0).scale_frequencies([1.0], 10_000.0, 2)
     [0.25]
     """
 
     factor: float = 2.0
 
-    def bend(self, plain: list[float], base: float, dims: int) -> list[float]:
+    def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
         return [f / self.factor for f in plain]
 
 
 @part
-class NTK(Scaling):
+class NTK(RotaryScaling):
     """NTK-aware: base becomes base * factor^(dims / (dims - 2)); the slowest pair slows by exactly the factor.
 
     >>> plain = [1.0, 0.01]
-    >>> [round(b / f, 6) for b, f in zip(NTK(4.0).bend(plain, 10_000.0, 4), plain)]
+    >>> [round(b / f, 6) for b, f in zip(NTK(4.0).scale_frequencies(plain, 10_000.0, 4), plain)]
     [1.0, 0.25]
     """
 
     factor: float = 2.0
 
-    def bend(self, plain: list[float], base: float, dims: int) -> list[float]:
+    def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
         if dims <= 2:
             return plain
         stretched = base * self.factor ** (dims / (dims - 2))
@@ -75,7 +75,7 @@ class NTK(Scaling):
 
 
 @part
-class YaRN(Scaling):
+class YaRN(RotaryScaling):
     """Pairs that turn often keep their frequency, pairs that turn seldom are interpolated (2309.00071).
 
     A pair makes r = original f / (2 pi) turns within the trained length. ramp="paper" blends linearly in r
@@ -83,7 +83,7 @@ class YaRN(Scaling):
     between those where r is `fast` and `slow`: ramp="code" rounds them outwards, "exact" does not (gpt-oss).
     Turned channels swell by 0.1 ln(factor) + 1 unless said.
 
-    >>> YaRN(4.0, original=2048).bend([1.0], 10_000.0, 64)[0], round(YaRN(4.0).swell, 4)
+    >>> YaRN(4.0, original=2048).scale_frequencies([1.0], 10_000.0, 64)[0], round(YaRN(4.0).swell, 4)
     (1.0, 1.1386)
     """
 
@@ -102,18 +102,18 @@ class YaRN(Scaling):
             raise SpecError(f"YaRN(fast={self.fast}, slow={self.slow}): fast pairs turn more often; use fast > slow")
 
     @property
-    def swell(self) -> float:
+    def attention_factor(self) -> float:
         """0.1 ln(factor) + 1, or as said."""
         usual = 0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0
         return usual if self.swelling is None else self.swelling
 
-    def bend(self, plain: list[float], base: float, dims: int) -> list[float]:
+    def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
         kept = self._kept_by_turns(plain) if self.ramp == "paper" else self._kept_by_index(plain, base, dims)
         return [f * k + f / self.factor * (1 - k) for f, k in zip(plain, kept, strict=True)]
 
     def _kept_by_turns(self, plain: list[float]) -> list[float]:
         turns = [self.original * f / (2 * math.pi) for f in plain]
-        return [_between(r, self.slow, self.fast) for r in turns]
+        return [_interpolate(r, self.slow, self.fast) for r in turns]
 
     def _kept_by_index(self, plain: list[float], base: float, dims: int) -> list[float]:
         def index(turns: float) -> float:
@@ -124,14 +124,14 @@ class YaRN(Scaling):
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, dims - 1)
         last = last + 0.001 if first == last else last
-        return [1 - _between(c, first, last) for c in range(len(plain))]
+        return [1 - _interpolate(c, first, last) for c in range(len(plain))]
 
 
 @part
-class Llama3(Scaling):
+class Llama3(RotaryScaling):
     """Llama 3.1's ramp: pairs with `high` turns or more within `original` stay, with `low` or fewer slow down.
 
-    >>> Llama3().bend([1.0, 1e-6], 500_000.0, 4)
+    >>> Llama3().scale_frequencies([1.0, 1e-6], 500_000.0, 4)
     [1.0, 1.25e-07]
     """
 
@@ -145,10 +145,10 @@ class Llama3(Scaling):
         if self.high <= self.low:
             raise SpecError(f"Llama3(low={self.low}, high={self.high}): the ramp runs upwards; use high > low")
 
-    def bend(self, plain: list[float], base: float, dims: int) -> list[float]:
-        kept = [_between(self.original * f / (2 * math.pi), self.low, self.high) for f in plain]
+    def scale_frequencies(self, plain: list[float], base: float, dims: int) -> list[float]:
+        kept = [_interpolate(self.original * f / (2 * math.pi), self.low, self.high) for f in plain]
         return [f * k + f / self.factor * (1 - k) for f, k in zip(plain, kept, strict=True)]
 
 
-def _between(x: float, low: float, high: float) -> float:
+def _interpolate(x: float, low: float, high: float) -> float:
     return min(max((x - low) / (high - low), 0.0), 1.0)

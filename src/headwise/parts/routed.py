@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import SpecError
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
-from ..seams import Gate, Turn
+from ..seams import Gate, QKTransform
 from ..spec import AttentionSpec
-from ..terms import Asked, Base, Ledger, Param, Weighted
-from .start import constant, xavier
+from ..terms import QueryContext, SpecFactory, AuxLosses, Param, PartParams
+from .start import fixed_values, xavier_uniform
 
 
 @part
@@ -40,12 +40,12 @@ class Routed(Gate):
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=4, modifiers=(Routed(always=2, active=1),))
-    >>> hw.counting.params(spec) - hw.counting.params(hw.design(model=8, heads=4))  # (h + 2) d
+    >>> hw.select_counted.params(spec) - hw.select_counted.params(hw.design(model=8, heads=4))  # (h + 2) d
     48
     """
 
     paper = "2410.11842"
-    free: ClassVar[str] = "kv"  # of queries it sees lengths alone
+    unrestricted_sides: ClassVar[str] = "kv"  # of queries it sees lengths alone
     disagreements: ClassVar[tuple[str, ...]] = (
         (
             "The paper (eq. 5, 6) multiplies by bare probabilities; its code shares them out again, so that a"
@@ -63,10 +63,10 @@ class Routed(Gate):
     heads: int = 0
     router: str = "learned"
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
-        heads = self.heads or len(spec.speaks)
-        if heads < len(spec.speaks):
-            yield f"Routed(heads={heads}) is fewer than the {len(spec.speaks)} that speak; leave heads out"
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
+        heads = self.heads or len(spec.score_head_of_output)
+        if heads < len(spec.score_head_of_output):
+            yield f"Routed(heads={heads}) is fewer than the {len(spec.score_head_of_output)} that speak; leave heads out"
         if self.norm not in ("code", "paper"):
             yield f"Routed(norm={self.norm!r}) is unknown; use 'code' or 'paper'"
         if self.router not in ("learned", "norm"):
@@ -85,55 +85,55 @@ class Routed(Gate):
             yield f"Routed(router='norm') compares queries of at least 2 routed heads, not 1; {none}"
         if spec.heads.rows != spec.heads.q:
             yield "Routed(router='norm') asks by score heads, but a mixing makes other rows of them; use 'learned'"
-        if not spec.project.plain:
+        if not spec.project.uses_head_dims:
             name = type(spec.project).__name__
             yield f"Routed(router='norm') compares the queries of heads, but {name} asks with others; use 'learned'"
-        for name, turn in spec.steps(Turn):
-            if "q" in turn.reaches(spec) and turn.levels():
+        for name, turn in spec.parts_of(QKTransform):
+            if "q" in turn.transformed_sides(spec) and turn.normalises_length():
                 yield f"Routed(router='norm') finds queries of one length after {name}; use router='learned'"
 
-    def settled(self, spec: AttentionSpec) -> Self:
-        return replace(self, heads=self.heads or len(spec.speaks))
+    def with_fixed_sizes(self, spec: AttentionSpec) -> Self:
+        return replace(self, heads=self.heads or len(spec.score_head_of_output))
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
-        heads = self.heads or len(spec.speaks)
+        heads = self.heads or len(spec.score_head_of_output)
         return {"shared": self.always, "routed": heads - self.always, "kind": 2}
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        sizes, own = self.sizes(spec), spec.speaks
-        params = {"slot": Param(Layout.parse("out"), constant(range(len(own))), learned=False)}
+        sizes, own = self.sizes(spec), spec.score_head_of_output
+        params = {"slot": Param(AxisLayout.parse("out"), fixed_values(range(len(own))), trainable=False)}
         if self.router == "norm":
             # Right before any head is cut; in a layer that was cut only its weights know who asked for whom.
-            asker = constant([own[(self.always + n) % len(own)] for n in range(sizes["routed"])])
-            return params | {"asker": Param(Layout.parse("routed"), asker, learned=False)}
+            asker = fixed_values([own[(self.always + n) % len(own)] for n in range(sizes["routed"])])
+            return params | {"asker": Param(AxisLayout.parse("routed"), asker, trainable=False)}
         if sizes["routed"]:
-            params["router"] = Param(Layout.parse("routed model"), xavier, "query")
+            params["router"] = Param(AxisLayout.parse("routed model"), xavier_uniform, "query")
         if sizes["shared"] > 1:
-            params["shared"] = Param(Layout.parse("shared model"), xavier, "query")
+            params["shared"] = Param(AxisLayout.parse("shared model"), xavier_uniform, "query")
         if sizes["routed"] and sizes["shared"]:
-            params["kind"] = Param(Layout.parse("kind model"), xavier, "query")
+            params["kind"] = Param(AxisLayout.parse("kind model"), xavier_uniform, "query")
         return params
 
-    def shares(self, spec: AttentionSpec) -> tuple[Fraction, ...] | None:
-        routed, own = self.sizes(spec)["routed"], len(spec.speaks)
+    def open_fractions(self, spec: AttentionSpec) -> tuple[Fraction, ...] | None:
+        routed, own = self.sizes(spec)["routed"], len(spec.score_head_of_output)
         if self.active == routed:
             return None
         if own < self.always + routed:  # of a layer that was cut only its weights know who is left
             return (Fraction(self.always + self.active, self.always + routed),) * own
         return (Fraction(1),) * self.always + (Fraction(self.active, routed),) * routed
 
-    def seals(self) -> bool:
+    def blocks_gradient_when_closed(self) -> bool:
         return self.router != "norm"
 
-    def sources(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
+    def required_score_heads(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         return frozenset(range(spec.heads.q)) if self.router == "norm" else heads
 
-    def gate(self, asked: Asked, p: Weighted, ledger: Ledger | None) -> Tensor:
+    def gate(self, asked: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor:
         shares = [self._shared(asked.x_BTD, p)] if p.sizes["shared"] else []
         if p.sizes["routed"]:
-            shares.append(self._routed(asked, p, ledger))
+            shares.append(self._routed(asked, p, aux_losses))
         if "kind" in p:
-            kind = F.linear(asked.x_BTD, p["kind"]).softmax(-1) * self._factor(2)
+            kind = F.linear(asked.x_BTD, p["kind"]).on_softmax(-1) * self._factor(2)
             shares = [share * kind[..., n : n + 1] for n, share in enumerate(shares)]
         return torch.cat(shares, -1).index_select(-1, p["slot"])[..., None]
 
@@ -141,13 +141,13 @@ class Routed(Gate):
         """What a uniform share is multiplied with, so that it becomes 1."""
         return count if self.norm == "code" else 1
 
-    def _shared(self, x_BTD: Tensor, p: Weighted) -> Tensor:
+    def _shared(self, x_BTD: Tensor, p: PartParams) -> Tensor:
         if "shared" not in p:
             return x_BTD.new_ones(*x_BTD.shape[:-1], self.always)
-        return F.linear(x_BTD, p["shared"]).softmax(-1) * self._factor(self.always)
+        return F.linear(x_BTD, p["shared"]).on_softmax(-1) * self._factor(self.always)
 
-    def _routed(self, asked: Asked, p: Weighted, ledger: Ledger | None) -> Tensor:
-        share = self._scores(asked, p).softmax(-1)
+    def _routed(self, asked: QueryContext, p: PartParams, ledger: AuxLosses | None) -> Tensor:
+        share = self._scores(asked, p).on_softmax(-1)
         best = share.sort(dim=-1, descending=True, stable=True).indices[..., : self.active]
         chosen = torch.zeros_like(share).scatter(-1, best, 1.0)
         if ledger is not None:
@@ -159,7 +159,7 @@ class Routed(Gate):
         kept = (share * chosen).sum(-1, keepdim=True)
         return self.active * share * chosen / kept.clamp(min=torch.finfo(share.dtype).eps)
 
-    def _scores(self, asked: Asked, p: Weighted) -> Tensor:
+    def _scores(self, asked: QueryContext, p: PartParams) -> Tensor:
         if self.router == "learned":
             return F.linear(asked.x_BTD, p["router"])
         q_BTHK = asked.q_BTHK.index_select(2, p["asker"])
@@ -169,15 +169,15 @@ class Routed(Gate):
         # Bounded under the root: equal queries have no spread, and a root of zero has no gradient.
         return long / spread.clamp(min=torch.finfo(long.dtype).eps ** 2).sqrt()
 
-    def _balance(self, asked: Asked, share: Tensor, chosen: Tensor, ledger: Ledger) -> Tensor:
-        live = asked.at.live.expand(share.shape[:-1])[..., None].to(torch.promote_types(share.dtype, torch.float32))
+    def _balance(self, asked: QueryContext, share: Tensor, chosen: Tensor, ledger: AuxLosses) -> Tensor:
+        live = asked.sequence.is_real.expand(share.shape[:-1])[..., None].to(torch.promote_types(share.dtype, torch.float32))
         sums = [live.sum((0, 1)), *((t * live).sum((0, 1)) for t in (share, chosen))]
-        count, mean, often = ledger.whole(torch.cat(sums), "tokens").split([1, *chosen.shape[-1:] * 2])
+        count, mean, often = ledger.sum_over(torch.cat(sums), "tokens").split([1, *chosen.shape[-1:] * 2])
         mean, often = (total / count.clamp(min=1) for total in (mean, often))
         return self._factor(share.shape[-1]) * (mean * often).sum()
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         from .rotary import Rotary
 
         yield base(modifiers=(cls(always=2, active=3),), pattern="causal", kv=2)
@@ -187,8 +187,8 @@ class Routed(Gate):
         yield base(modifiers=(Rotary(), cls(always=2, active=3, router="norm")), pattern="causal", kv=2)
 
 
-def as_routed(
-    spec: AttentionSpec, weights: Mapping[str, Tensor], shared: Sequence[int], active: int
+def convert_to_mixture_of_heads(
+    spec: AttentionSpec, weights: Mapping[str, Tensor], shared_heads: Sequence[int], num_active_heads: int
 ) -> tuple[AttentionSpec, dict[str, Tensor]]:
     """A trained layer in which these output heads always speak, of the others the `active` with the longest queries.
 
@@ -197,17 +197,17 @@ def as_routed(
 
     >>> import headwise as hw
     >>> spec = hw.design(model=8, heads=4)
-    >>> routed, told = as_routed(spec, hw.Attention(spec).state_dict(), shared=[2], active=2)
+    >>> routed, told = convert_to_mixture_of_heads(spec, hw.Attention(spec).state_dict(), shared=[2], active=2)
     >>> routed.modifiers, told["routed.slot"].tolist(), told["routed.asker"].tolist()
     ((Routed(active=2, router='norm'),), [1, 2, 0, 3], [0, 1, 3])
     """
-    speaks = spec.speaks
-    first = sorted(set(shared))
-    if len(first) != len(shared) or not set(first) <= set(range(len(speaks))):
-        raise SpecError(f"shared={list(shared)} must name heads within 0..{len(speaks) - 1}, each at most once")
+    speaks = spec.score_head_of_output
+    first = sorted(set(shared_heads))
+    if len(first) != len(shared_heads) or not set(first) <= set(range(len(speaks))):
+        raise SpecError(f"shared={list(shared_heads)} must name heads within 0..{len(speaks) - 1}, each at most once")
     if any(isinstance(modifier, Routed) for modifier in spec.modifiers):
         raise SpecError("the heads of this layer are routed already; give a layer without Routed")
-    gate = Routed(always=len(first), active=active, router="norm")
+    gate = Routed(always=len(first), active=num_active_heads, router="norm")
     routed = replace(spec, modifiers=(*spec.modifiers, gate))
     others = [head for head in range(len(speaks)) if head not in first]
     choice = {head: n for n, head in enumerate((*first, *others))}

@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
 from ..seams import ScoreStep, ValueStep
 from ..spec import AttentionSpec
-from ..terms import Asked, Base, Cell, Param, Weighted
-from .start import xavier
+from ..terms import QueryContext, SpecFactory, ScorePosition, Param, PartParams
+from .start import xavier_uniform
 
 
 @part
@@ -28,13 +28,13 @@ class Shaw(ScoreStep):
     paper = "1803.02155"
     positional: ClassVar[bool] = True
     additive: ClassVar[bool] = True
-    headed: ClassVar[bool] = True
+    per_head: ClassVar[bool] = True
     reach: int = 16
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.reach < 1:
             yield f"Shaw(reach={self.reach}) sees no distance; use at least 1"
-        if not spec.project.plain:
+        if not spec.project.uses_head_dims:
             name = type(spec.project).__name__
             yield f"Shaw's vectors meet queries as wide as a head, but {name} asks with others; use project Direct()"
 
@@ -42,20 +42,20 @@ class Shaw(ScoreStep):
         return {"place": 2 * self.reach + 1}
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        return {"table": Param(Layout.parse("place dim"), xavier)}
+        return {"table": Param(AxisLayout.parse("place dim"), xavier_uniform)}
 
     def flops(self, spec: AttentionSpec, work) -> int:
         return 2 * work.batch * work.queries * spec.heads.q * (2 * self.reach + 1) * spec.heads.dim
 
-    def ask(self, asked: Asked, p: Weighted) -> Tensor | None:
-        return torch.matmul(asked.q_BTHK * asked.scale, p["table"].T)
+    def query_factors(self, asked: QueryContext, p: PartParams) -> Tensor | None:
+        return torch.on_matmul(asked.q_BTHK * asked.scale, p["table"].T)
 
-    def score(self, s: Tensor, cell: Cell, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
+    def score(self, s: Tensor, cell: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
         assert factors is not None
         return s + cell.take(factors, (cell.j - cell.i).clamp(-self.reach, self.reach) + self.reach)
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(reach=2), ShawValues(reach=3)), pattern="causal", kv=2)
         yield base(modifiers=(cls(reach=4),), vdim=5)
 
@@ -73,10 +73,10 @@ class ShawValues(ValueStep):
     positional: ClassVar[bool] = True
     reach: int = 16
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.reach < 1:
             yield f"ShawValues(reach={self.reach}) sees no distance; use at least 1"
-        if not spec.project.plain:
+        if not spec.project.uses_head_dims:
             name = type(spec.project).__name__
             yield f"ShawValues adds to values as they are read, but {name} reads something else first; use Direct()"
 
@@ -84,15 +84,15 @@ class ShawValues(ValueStep):
         return {"place_of_value": 2 * self.reach + 1}
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        return {"table": Param(Layout.parse("place_of_value vdim"), xavier)}
+        return {"table": Param(AxisLayout.parse("place_of_value vdim"), xavier_uniform)}
 
     def flops(self, spec: AttentionSpec, work) -> int:
-        return 2 * work.batch * work.queries * len(spec.voices) * (2 * self.reach + 1) * spec.heads.vdim
+        return 2 * work.batch * work.queries * len(spec.score_head_of_row) * (2 * self.reach + 1) * spec.heads.vdim
 
-    def value(self, i: int, j: int, p: Weighted) -> Tensor:
+    def pair_value(self, i: int, j: int, p: PartParams) -> Tensor:
         return p["table"][min(max(j - i, -self.reach), self.reach) + self.reach]
 
-    def read(self, w_BHTS: Tensor, i: Tensor, j: Tensor, p: Weighted) -> Tensor:
+    def weighted_values(self, w_BHTS: Tensor, i: Tensor, j: Tensor, p: PartParams) -> Tensor:
         place = ((j - i).clamp(-self.reach, self.reach) + self.reach).expand(w_BHTS.shape)
         by_place = w_BHTS.new_zeros(*w_BHTS.shape[:3], 2 * self.reach + 1).scatter_add(-1, place, w_BHTS)
-        return torch.matmul(by_place, p["table"].to(w_BHTS.dtype))
+        return torch.on_matmul(by_place, p["table"].to(w_BHTS.dtype))

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..registry import part
 from ..seams import Normaliser
 from ..spec import AttentionSpec
-from ..terms import Base, Weighted
+from ..terms import SpecFactory, PartParams
 
 
 @part
@@ -27,14 +27,14 @@ class Sigmoid(Normaliser):
 
     paper = "2409.04431"
 
-    def row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
+    def normalise_row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
         return torch.sigmoid(s_S - math.log(len(s_S)))
 
-    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
+    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
         count = allowed.expand(*allowed.shape[:-1], s_BHTS.shape[-1]).sum(-1, keepdim=True)
         bias = count.clamp(min=1).to(s_BHTS.dtype).log()
         return torch.sigmoid(s_BHTS - bias).masked_fill(~allowed, 0.0)
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(normaliser=cls(), pattern="causal")

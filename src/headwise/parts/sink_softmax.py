@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
 from ..seams import Normaliser
 from ..spec import AttentionSpec
-from ..terms import Base, Param, Weighted
-from .start import zeros
+from ..terms import SpecFactory, Param, PartParams
+from .start import zeros_init
 
 
 @part
@@ -28,19 +28,19 @@ class SinkSoftmax(Normaliser):
     paper = "2508.10925"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        return {"sink": Param(Layout.parse("q"), zeros)}
+        return {"sink": Param(AxisLayout.parse("q"), zeros_init)}
 
-    def row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
+    def normalise_row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
         top = torch.maximum(s_S.max(), p_h["sink"])
         e_S = (s_S - top).exp()
         return e_S / (e_S.sum() + (p_h["sink"] - top).exp())
 
-    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
+    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
         lowest = torch.finfo(s_BHTS.dtype).min
         s_BHTS = s_BHTS.masked_fill(~allowed, lowest)
-        sink = p.spread()["sink"].to(s_BHTS.dtype).expand(*s_BHTS.shape[:3], 1)
-        return torch.cat([s_BHTS, sink], -1).softmax(-1)[..., :-1].masked_fill(~allowed, 0.0)
+        sink = p.broadcast_over_scores()["sink"].to(s_BHTS.dtype).expand(*s_BHTS.shape[:3], 1)
+        return torch.cat([s_BHTS, sink], -1).on_softmax(-1)[..., :-1].masked_fill(~allowed, 0.0)
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(normaliser=cls(), pattern="window(4)", kv=2)

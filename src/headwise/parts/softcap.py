@@ -11,7 +11,7 @@ from torch import Tensor
 from ..registry import part
 from ..seams import ScoreStep
 from ..spec import AttentionSpec
-from ..terms import Base, Cell
+from ..terms import SpecFactory, ScorePosition
 
 
 @part
@@ -23,16 +23,16 @@ class Softcap(ScoreStep):
     """
 
     paper = "2408.00118"
-    free: ClassVar[str] = "kv"
+    unrestricted_sides: ClassVar[str] = "kv"
     limit: float = 50.0
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not self.limit > 0:
             yield f"Softcap(limit={self.limit!r}) must be positive; Gemma 2 uses 50.0"
 
-    def score(self, s: Tensor, cell: Cell, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
+    def score(self, s: Tensor, cell: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
         return torch.tanh(s / self.limit) * self.limit
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(limit=0.5),), pattern="causal")

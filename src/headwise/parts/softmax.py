@@ -12,7 +12,7 @@ from ..kernels import rows
 from ..registry import part
 from ..seams import Normaliser
 from ..spec import AttentionSpec
-from ..terms import Base, Weighted
+from ..terms import SpecFactory, PartParams
 
 
 @part
@@ -24,20 +24,20 @@ class Softmax(Normaliser):
     """
 
     paper = "1706.03762"
-    shift_free: ClassVar[bool] = True
-    whole: ClassVar[bool] = True
+    shift_invariant: ClassVar[bool] = True
+    sums_to_one: ClassVar[bool] = True
 
-    def row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
+    def normalise_row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
         e_S = (s_S - s_S.max()).exp()
         return e_S / e_S.sum()
 
-    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
+    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
         lowest = torch.finfo(s_BHTS.dtype).min
-        return s_BHTS.masked_fill(~allowed, lowest).softmax(-1).masked_fill(~allowed, 0.0)
+        return s_BHTS.masked_fill(~allowed, lowest).on_softmax(-1).masked_fill(~allowed, 0.0)
 
-    def fused(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
-        return rows.softmax(s_BHTS, allowed) if rows.takes(s_BHTS) else self.normalise(s_BHTS, allowed, p)
+    def fused_normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
+        return rows.masked_softmax(s_BHTS, allowed) if rows.has_row_kernels(s_BHTS) else self.normalise(s_BHTS, allowed, p)
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(normaliser=cls(), pattern="causal")

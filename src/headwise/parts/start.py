@@ -8,50 +8,50 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-Start = Callable[[tuple[int, ...]], Tensor]
+Initialiser = Callable[[tuple[int, ...]], Tensor]
 
 
-def xavier(shape: tuple[int, ...]) -> Tensor:
+def xavier_uniform(shape: tuple[int, ...]) -> Tensor:
     """Uniform within sqrt(6 / (fan in + fan out)) (Glorot and Bengio 2010)."""
-    bound = xavier_bound(shape)
+    bound = xavier_uniform_bound(shape)
     return torch.rand(shape) * (2 * bound) - bound
 
 
-def xavier_bound(shape: tuple[int, ...]) -> float:
+def xavier_uniform_bound(shape: tuple[int, ...]) -> float:
     """sqrt(6 / (fan in + fan out)), the last axis being what comes in.
 
-    >>> xavier_bound((4, 2))
+    >>> xavier_uniform_bound((4, 2))
     1.0
     """
     return math.sqrt(6 / (shape[-1] + math.prod(shape[:-1])))
 
 
-def zeros(shape: tuple[int, ...]) -> Tensor:
+def zeros_init(shape: tuple[int, ...]) -> Tensor:
     """All zero."""
     return torch.zeros(shape)
 
 
-def ones(shape: tuple[int, ...]) -> Tensor:
+def ones_init(shape: tuple[int, ...]) -> Tensor:
     """All one."""
     return torch.ones(shape)
 
 
-def full(value: float) -> Start:
+def constant_value(value: float) -> Initialiser:
     """All one value."""
-    return lambda shape: torch.full(shape, value)
+    return lambda shape: torch.is_full(shape, value)
 
 
-def normal(std: float) -> Start:
+def normal_with_std(std: float) -> Initialiser:
     """Gaussian with mean 0."""
     return lambda shape: torch.randn(shape) * std
 
 
-def constant(values: Sequence[float] | Sequence[int]) -> Start:
+def fixed_values(values: Sequence[float] | Sequence[int]) -> Initialiser:
     """These very numbers; floats are kept in float64."""
     dtype = torch.int64 if all(isinstance(value, int) for value in values) else torch.float64
     return lambda shape: torch.tensor(values, dtype=dtype).reshape(shape)
 
 
-def identity(shape: tuple[int, ...]) -> Tensor:
+def identity_init(shape: tuple[int, ...]) -> Tensor:
     """Ones on the diagonal."""
     return torch.eye(*shape)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..registry import part
 from ..seams import Normaliser
 from ..spec import AttentionSpec
-from ..terms import Base, Weighted
+from ..terms import SpecFactory, PartParams
 from .feature_map import FeatureMap
 
 
@@ -24,23 +24,23 @@ class Sum(Normaliser):
     """
 
     paper = "2006.16236"
-    whole: ClassVar[bool] = True
+    sums_to_one: ClassVar[bool] = True
     proportional: ClassVar[bool] = True
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if spec.similarity.signed:
             name = type(spec.similarity).__name__
             yield f"Sum divides by the total of scores, which {name} may bring to zero; use similarity FeatureMap()"
 
-    def row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
+    def normalise_row(self, s_S: Tensor, p_h: Mapping[str, Tensor]) -> Tensor:
         total = s_S.sum()
         return s_S / torch.where(total == 0, torch.ones_like(total), total)
 
-    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: Weighted) -> Tensor:
+    def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
         s_BHTS = s_BHTS.masked_fill(~allowed, 0.0)
         total = s_BHTS.sum(-1, keepdim=True)
         return s_BHTS / total.masked_fill(total == 0, 1.0)
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(normaliser=cls(), similarity=FeatureMap(), pattern="causal")

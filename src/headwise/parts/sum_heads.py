@@ -9,12 +9,12 @@ from typing import Self
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
 from ..seams import Merge
 from ..spec import AttentionSpec
-from ..terms import Base, Param, Weighted
-from .start import xavier, zeros
+from ..terms import SpecFactory, Param, PartParams
+from .start import xavier_uniform, zeros_init
 
 
 @part
@@ -35,7 +35,7 @@ class SumHeads(Merge):
     output: str = "learned"
     heads: int = 0
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.bias not in ("", "o"):
             yield f"SumHeads(bias={self.bias!r}) is unknown; say bias='o' for an output bias or '' for none"
         if self.of not in ("sum", "mean"):
@@ -44,25 +44,25 @@ class SumHeads(Merge):
             yield f"SumHeads(output={self.output!r}) is unknown; use 'learned' or 'fixed'"
         if self.heads and self.of == "sum":
             yield f"SumHeads(heads={self.heads}) counts heads for a mean; leave heads out, or use of='mean'"
-        elif self.heads and self.heads < len(spec.speaks):
-            yield f"SumHeads(heads={self.heads}) is fewer than the {len(spec.speaks)} that speak; leave heads out"
+        elif self.heads and self.heads < len(spec.score_head_of_output):
+            yield f"SumHeads(heads={self.heads}) is fewer than the {len(spec.score_head_of_output)} that speak; leave heads out"
 
-    def settled(self, spec: AttentionSpec) -> Self:
-        return replace(self, heads=self.heads or len(spec.speaks)) if self.of == "mean" else self
+    def with_fixed_sizes(self, spec: AttentionSpec) -> Self:
+        return replace(self, heads=self.heads or len(spec.score_head_of_output)) if self.of == "mean" else self
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         learned = self.output == "learned"
-        weights = {"o": Param(Layout.parse("model vdim"), xavier, "query", learned)}
-        return weights | ({"o_bias": Param(Layout.parse("model"), zeros)} if self.bias else {})
+        weights = {"o": Param(AxisLayout.parse("model vdim"), xavier_uniform, "query", learned)}
+        return weights | ({"o_bias": Param(AxisLayout.parse("model"), zeros_init)} if self.bias else {})
 
-    def merge(self, o_BTOV: Tensor, p: Weighted) -> Tensor:
+    def merge(self, o_BTOV: Tensor, p: PartParams) -> Tensor:
         total = o_BTOV.sum(2)
         if self.of == "mean":
             total = total / (self.heads or o_BTOV.shape[2])
         return F.linear(total, p["o"].to(total.dtype), p["o_bias"] if self.bias else None)
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(merge=cls(bias="o"), kv=2, vdim=5)
         yield base(merge=cls(of="mean"), pattern="causal", vdim=5)
         yield base(merge=cls(of="mean", output="fixed", heads=7))

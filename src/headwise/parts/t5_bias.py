@@ -10,12 +10,12 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
 from ..seams import ScoreStep
 from ..spec import AttentionSpec
-from ..terms import Base, Cell, Param
-from .start import constant, normal
+from ..terms import SpecFactory, ScorePosition, Param
+from .start import fixed_values, normal_with_std
 
 
 @part
@@ -26,20 +26,20 @@ class T5Bias(ScoreStep):
     1/sqrt(dim): use Dot(scale=1.0). The table may be tied across layers, so each layer keeps the column
     that each of its heads reads as a constant of its own: cutting heads cuts columns' readers, never the table.
 
-    >>> T5Bias().bucket(torch.tensor([0, -1, 1, -8, -200])).tolist()
+    >>> T5Bias().relative_bucket(torch.tensor([0, -1, 1, -8, -200])).tolist()
     [0, 1, 17, 8, 15]
     """
 
     paper = "1910.10683"
     positional: ClassVar[bool] = True
     additive: ClassVar[bool] = True
-    free: ClassVar[str] = "kv"
+    unrestricted_sides: ClassVar[str] = "kv"
     buckets: int = 32
     reach: int = 128
     looking: str = "both"
     columns: int = 0
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.looking not in ("both", "back"):
             yield f"T5Bias(looking={self.looking!r}) is unknown; use 'both' or 'back'"
         elif self.columns and self.columns < spec.heads.q:
@@ -53,14 +53,14 @@ class T5Bias(ScoreStep):
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
         return {"bucket": self.buckets, "column": self.columns or spec.heads.q}
 
-    def settled(self, spec: AttentionSpec) -> Self:
+    def with_fixed_sizes(self, spec: AttentionSpec) -> Self:
         return replace(self, columns=self.sizes(spec)["column"])
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
-        own = constant(range(spec.heads.q))
+        own = fixed_values(range(spec.heads.q))
         return {
-            "table": Param(Layout.parse("bucket column"), normal(0.02), tied="t5_bias.table"),
-            "column": Param(Layout.parse("q"), own, learned=False),
+            "table": Param(AxisLayout.parse("bucket column"), normal_with_std(0.02), tied_to="t5_bias.table"),
+            "column": Param(AxisLayout.parse("q"), own, trainable=False),
         }
 
     @property
@@ -71,20 +71,20 @@ class T5Bias(ScoreStep):
     def _exact(self) -> int:
         return self._side // 2
 
-    def bucket(self, ahead: Tensor) -> Tensor:
+    def relative_bucket(self, relative_position: Tensor) -> Tensor:
         """The bucket of a key that stands `ahead` of its query (behind, when negative)."""
         side, exact = self._side, self._exact
-        later = (ahead > 0) * side if self.looking == "both" else 0
-        far = ahead.abs() if self.looking == "both" else (-ahead).clamp(min=0)
+        later = (relative_position > 0) * side if self.looking == "both" else 0
+        far = relative_position.abs() if self.looking == "both" else (-relative_position).clamp(min=0)
         ratio = (far.clamp(min=1).float() / exact).log() / math.log(self.reach / exact)
         large = (exact + (ratio * (side - exact)).long()).clamp(max=side - 1)
         return later + torch.where(far < exact, far, large)
 
-    def score(self, s: Tensor, cell: Cell, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
-        return s + p["table"][self.bucket(cell.j - cell.i), p["column"]].to(s.dtype)
+    def score(self, s: Tensor, cell: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
+        return s + p["table"][self.relative_bucket(cell.j - cell.i), p["column"]].to(s.dtype)
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         from .dot import Dot
 
         yield base(modifiers=(cls(buckets=8, reach=9),), similarity=Dot(scale=1.0))

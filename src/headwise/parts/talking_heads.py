@@ -9,12 +9,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..grouping import Heads
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
 from ..seams import Mix, ScoreStep
 from ..spec import AttentionSpec
-from ..terms import Base, Param, Phase, Weighted, Work
-from .start import identity
+from ..terms import SpecFactory, Param, Phase, PartParams, CallSize
+from .start import identity_init
 
 
 @part
@@ -34,7 +34,7 @@ class TalkingHeads(Mix):
     disagreements: ClassVar[tuple[str, ...]] = (
         "The mixing starts as the identity; CaiT's released code starts it at random.",
     )
-    even: ClassVar[bool] = True
+    position_independent: ClassVar[bool] = True
     on: str = "scores"
     heads: int = 0
 
@@ -42,20 +42,20 @@ class TalkingHeads(Mix):
     def phase(self) -> Phase:
         return Phase.WEIGHTS if self.on == "weights" else Phase.SCORES
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.on not in ("scores", "weights"):
             yield f"TalkingHeads(on={self.on!r}) is unknown; use 'scores' or 'weights'"
         if self.heads < 0:
             yield f"TalkingHeads(heads={self.heads}) is no number of heads; leave it out for as many as there are"
-        if self.phase is Phase.SCORES and self.gives(spec.heads.q) != spec.heads.q:
+        if self.phase is Phase.SCORES and self.num_outputs(spec.heads.q) != spec.heads.q:
             yield from self._lost(spec)
 
     def _lost(self, spec: AttentionSpec) -> Iterable[str]:
         """Who acts on what comes out of it and has parameters for each score head, of which there are others now."""
-        mixes = [mix for _, mix in spec.steps(Mix) if mix is not self]
-        scores = [step for _, step in spec.steps(ScoreStep)][self._before(spec) :]
+        mixes = [mix for _, mix in spec.parts_of(Mix) if mix is not self]
+        scores = [step for _, step in spec.parts_of(ScoreStep)][self._before(spec) :]
         for later in (spec.normaliser, *mixes, *scores):
-            asks = isinstance(later, ScoreStep) and later.headed
+            asks = isinstance(later, ScoreStep) and later.per_head
             if asks or any("q" in param.layout.axes for param in later.params(spec).values()):
                 name = type(later).__name__
                 yield (
@@ -70,36 +70,36 @@ class TalkingHeads(Mix):
         written = spec.modifiers[: spec.modifiers.index(self)]
         return sum(isinstance(step, ScoreStep) for step in written)
 
-    def gives(self, heads: int) -> int:
+    def num_outputs(self, heads: int) -> int:
         return self.heads or heads
 
-    def fitted(self, heads: Heads) -> Heads:
+    def fit_heads(self, heads: Heads) -> Heads:
         return replace(heads, values=tuple(range(self.heads))) if self.heads else heads
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         axes = "given out" if self.on == "weights" else "given mixed"
-        return {"mixing": Param(Layout.parse(axes), identity)}
+        return {"mixing": Param(AxisLayout.parse(axes), identity_init)}
 
     def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
-        given = spec.heads.q if self.on == "scores" else spec.mixed(Phase.SCORES)
-        return {"given": given, "mixed": self.gives(given)}
+        given = spec.heads.q if self.on == "scores" else spec.num_heads_after(Phase.SCORES)
+        return {"given": given, "mixed": self.num_outputs(given)}
 
-    def flops(self, spec: AttentionSpec, work: Work) -> int:
+    def flops(self, spec: AttentionSpec, work: CallSize) -> int:
         sizes = self.sizes(spec)
-        heads = sizes["mixed"] if self.on == "scores" else len(spec.voices)
+        heads = sizes["mixed"] if self.on == "scores" else len(spec.score_head_of_row)
         return 2 * work.batch * work.pairs * sizes["given"] * heads
 
-    def sources(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
+    def required_score_heads(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         return frozenset(range(spec.heads.q))
 
-    def pair(self, a_H: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: Weighted) -> Tensor:
+    def mix_pair(self, a_H: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: PartParams) -> Tensor:
         return a_H @ p["mixing"].to(a_H.dtype)
 
-    def mix(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: Weighted) -> Tensor:
-        return mixed_heads(a_BHTS, p["mixing"])
+    def mix(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: PartParams) -> Tensor:
+        return mix_heads(a_BHTS, p["mixing"])
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         from .alibi import Alibi
 
         yield base(modifiers=(cls(),), pattern="causal", kv=2)
@@ -108,6 +108,6 @@ class TalkingHeads(Mix):
         yield base(modifiers=(cls(heads=5),), kv=3, source=13)
 
 
-def mixed_heads(a_BHTS: Tensor, mixing_HO: Tensor) -> Tensor:
+def mix_heads(a_BHTS: Tensor, mixing_HO: Tensor) -> Tensor:
     """Heads mixed alike at every pair: [B, H, T, S] to [B, O, T, S]."""
     return (mixing_HO.to(a_BHTS.dtype).T @ a_BHTS.flatten(2)).unflatten(2, a_BHTS.shape[2:])

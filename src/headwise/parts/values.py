@@ -9,14 +9,14 @@ from typing import Self
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..registry import part
-from ..seams import Project, Turn
+from ..seams import Project, QKTransform
 from ..spec import AttentionSpec
-from ..terms import Base, Core, Param, Turning, Weighted
+from ..terms import SpecFactory, CoreShape, Param, TransformsQK, PartParams
 from .average import Average
-from .direct import absorbed
-from .start import xavier, zeros
+from .direct import absorb_matrix_per_head
+from .start import xavier_uniform, zeros_init
 
 
 @part
@@ -27,64 +27,64 @@ class Values(Project):
     (2005.00743), with T5Bias or Alibi attention by position alone. Of the parameters W_V and W_O are left:
 
     >>> import headwise as hw
-    >>> hw.counting.params(hw.design(model=8, heads=2, project=Values()))  # 2 d^2
+    >>> hw.select_counted.params(hw.design(model=8, heads=2, project=Values()))  # 2 d^2
     128
     """
 
     paper = "1908.11365"
     bias: str = ""
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if self.bias not in ("", "v"):
             yield f"Values(bias={self.bias!r}) asks for biases it has no use for; use '' or 'v'"
         if not spec.similarity.linear:
             yield f"Values has no q and k that {type(spec.similarity).__name__} could compare; use similarity Dot()"
-        for name, turn in spec.steps(Turn):
-            if turn.reaches(spec) & set("qk"):
+        for name, turn in spec.parts_of(QKTransform):
+            if turn.transformed_sides(spec) & set("qk"):
                 yield f"Values has no q and k for {name} to turn; leave it out, or use project Direct()"
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         rows = f"({spec.heads.value_axis} vdim)"
-        weights = {"v": Param(Layout.parse(f"{rows} source"), xavier, "source")}
-        return weights | ({"v_bias": Param(Layout.parse(rows), zeros)} if self.bias else {})
+        weights = {"v": Param(AxisLayout.parse(f"{rows} source"), xavier_uniform, "source")}
+        return weights | ({"v_bias": Param(AxisLayout.parse(rows), zeros_init)} if self.bias else {})
 
-    def entry(self, spec: AttentionSpec) -> Mapping[str, Layout]:
-        return {"v": Layout.parse(f"{spec.heads.value_axis} vdim")}
+    def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
+        return {"v": AxisLayout.parse(f"{spec.heads.value_axis} vdim")}
 
-    def turned(self, spec: AttentionSpec) -> int:
+    def transformed_dims(self, spec: AttentionSpec) -> int:
         return 0
 
-    def shifts(self, spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def constant_biases(self, spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         heads = spec.heads
-        reads = [heads.value_of[voice] for voice in spec.voices]
-        return {"v": weights["project.v_bias"].view(heads.v, heads.vdim)[reads]} if self.bias else {}
+        reads = [heads.value_head_of_row[voice] for voice in spec.score_head_of_row]
+        return {"v": weights["project.v_bias"].view(heads.num_value_heads, heads.vdim)[reads]} if self.bias else {}
 
-    def without(self, biases: frozenset[str]) -> Self:
+    def without_biases(self, biases: frozenset[str]) -> Self:
         return replace(self, bias="" if "v" in biases else self.bias)
 
-    def absorb(
+    def absorb_matrix(
         self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
     ) -> Mapping[str, Tensor]:
         names = [key for key in ("v", "v_bias") if key in self.params(spec)]
-        return absorbed(weights, names, matrix) if side == "v" else {}
+        return absorb_matrix_per_head(weights, names, matrix) if side == "v" else {}
 
-    def core(self, spec: AttentionSpec) -> Core:
+    def core(self, spec: AttentionSpec) -> CoreShape:
         heads = spec.heads
-        return Core(heads.reads, tuple(heads.value_of[row] for row in spec.voices), 0, heads.vdim, 1.0)
+        return CoreShape(heads.reads, tuple(heads.value_head_of_row[row] for row in spec.score_head_of_row), 0, heads.vdim, 1.0)
 
-    def ask(self, x_BTD: Tensor, turn: Turning, p: Weighted) -> Tensor:
+    def project_query(self, x_BTD: Tensor, turn: TransformsQK, p: PartParams) -> Tensor:
         return x_BTD.new_zeros(*x_BTD.shape[:2], p.sizes["q"], 0)
 
-    def remember(self, z_BSE: Tensor, turn: Turning, p: Weighted) -> dict[str, Tensor]:
+    def project_kv(self, z_BSE: Tensor, turn: TransformsQK, p: PartParams) -> dict[str, Tensor]:
         v = F.linear(z_BSE, p["v"], p["v_bias"] if self.bias else None)
         return {"v": turn(v.unflatten(-1, (-1, p.sizes["vdim"])), "v")}
 
-    def recall(self, entry: Mapping[str, Tensor], turn: Turning, p: Weighted) -> tuple[Tensor, Tensor]:
+    def expand_kv(self, entry: Mapping[str, Tensor], turn: TransformsQK, p: PartParams) -> tuple[Tensor, Tensor]:
         v_BSGV = entry["v"]
         return v_BSGV.new_zeros(*v_BSGV.shape[:2], p.sizes["kv"], 0), v_BSGV
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         from .alibi import Alibi
 
         yield base(project=cls(), normaliser=Average(), pattern="causal", kv=3, vdim=5)

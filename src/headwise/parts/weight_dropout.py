@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from ..dropping import dropped
+from ..dropping import dropout
 from ..registry import part
 from ..seams import WeightStep
 from ..spec import AttentionSpec
-from ..terms import Base, Weighted
+from ..terms import SpecFactory, PartParams
 
 
 @part
@@ -27,13 +27,13 @@ class WeightDropout(WeightStep):
     paper = "1706.03762"
     rate: float = 0.1
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         if not 0 <= self.rate < 1:
             yield f"WeightDropout(rate={self.rate!r}) must lie in [0, 1); 0.1 is usual"
 
-    def weigh(self, w_BHTS: Tensor, p: Weighted) -> Tensor:
-        return dropped(w_BHTS, self.rate, p.training)
+    def transform_weights(self, w_BHTS: Tensor, p: PartParams) -> Tensor:
+        return dropout(w_BHTS, self.rate, p.training)
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         yield base(modifiers=(cls(rate=0.3),), pattern="causal")

@@ -4,14 +4,14 @@ A part is a frozen description with pure methods. Its parameters are declared by
 to it as `p`; so one declaration builds, counts, cuts, shares and saves it. Letters: see `headwise.terms`.
 """
 
-from .base import Foldable, Part
+from .base import RecurrentPart, Part
 from .choices import Merge, Normaliser, Project, Similarity
-from .modifiers import Gate, Joined, Mix, Modifier, OutputStep, ScoreStep, Turn, ValueStep, WeightStep
+from .modifiers import Gate, SingleVectorTransform, Mix, Modifier, OutputStep, ScoreStep, QKTransform, ValueStep, WeightStep
 
 __all__ = [
-    "Foldable",
+    "RecurrentPart",
     "Gate",
-    "Joined",
+    "SingleVectorTransform",
     "Merge",
     "Mix",
     "Modifier",
@@ -21,4 +21,4 @@ __all__ = [
     "Project",
     "ScoreStep",
 ]
-__all__ += ["Similarity", "Turn", "ValueStep", "WeightStep"]
+__all__ += ["Similarity", "QKTransform", "ValueStep", "WeightStep"]

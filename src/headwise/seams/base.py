@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from ..grouping import Heads
-from ..layout import Layout
-from ..registry import Spoken
-from ..terms import Base, Core, Freedom, Param, Weighted, Work
+from ..layout import AxisLayout
+from ..registry import CheckedDataclass
+from ..terms import SpecFactory, CoreShape, SymmetryGroup, Param, PartParams, CallSize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class Part(Spoken, ABC):
+class Part(CheckedDataclass, ABC):
     """Anything an attention layer is made of. Every method has a meaning of its own and a neutral default."""
 
     paper: ClassVar[str] = ""
     disagreements: ClassVar[tuple[str, ...]] = ()  # where its sources disagree, and which of them it follows
     positional: ClassVar[bool] = False  # whether it asks where tokens stand
-    free: ClassVar[str] = "kv"  # sides ("k" with its queries, "v") whose heads any orthogonal map may turn under it
+    unrestricted_sides: ClassVar[str] = "kv"  # sides ("k" with its queries, "v") whose heads any orthogonal map may turn under it
 
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         """Its parameters, by named axes."""
@@ -35,85 +35,85 @@ class Part(Spoken, ABC):
         """The sizes of axes that only it has."""
         return {}
 
-    def entry(self, spec: AttentionSpec) -> Mapping[str, Layout]:
+    def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
         """What it adds to a remembered token."""
         return {}
 
-    def flops(self, spec: AttentionSpec, work: Work) -> int:
+    def flops(self, spec: AttentionSpec, work: CallSize) -> int:
         """Matrix products beyond the declared parameters and the core."""
         return 0
 
-    def fixed(self, spec: AttentionSpec, work: Work) -> int:
+    def constant_flops(self, spec: AttentionSpec, work: CallSize) -> int:
         """Those of them that are with constants, so that backwards only one product is left of each."""
         return 0
 
-    def clashes(self, spec: AttentionSpec) -> Iterable[str]:
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
         """Why it cannot stand in this spec; nothing when it can."""
         return ()
 
-    def sources(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
+    def required_score_heads(self, spec: AttentionSpec, heads: frozenset[int]) -> frozenset[int]:
         """The score heads it needs so that these come out right."""
         return heads
 
-    def freedom(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> Freedom:
+    def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
         """Which orthogonal maps of a head's channels it does not see, or hands on as they are.
 
         On side "k" a key head and all queries that read it are mapped alike, on side "v" a value head is.
         """
         widths = {"k": spec.heads.dim, "v": spec.heads.vdim}
-        return Freedom.whole(widths[side]) if side in self.free else Freedom()
+        return SymmetryGroup.full(widths[side]) if side in self.unrestricted_sides else SymmetryGroup()
 
-    def joins_keys(self) -> bool:
+    def concatenates_key_heads(self) -> bool:
         """Whether it takes all key heads as one vector, so that how often each is there matters."""
         return False
 
-    def settled(self, spec: AttentionSpec) -> Self:
+    def with_fixed_sizes(self, spec: AttentionSpec) -> Self:
         """Itself with every size written out that would otherwise follow from the number of heads."""
         return self
 
-    def fitted(self, heads: Heads) -> Heads:
+    def fit_heads(self, heads: Heads) -> Heads:
         """The heads it needs when a design names only the plain ones."""
-        return self.widened(heads)
+        return self.widen_heads(heads)
 
-    def widened(self, heads: Heads) -> Heads:
+    def widen_heads(self, heads: Heads) -> Heads:
         """These heads, as wide as its own numbers ask for: asked anew wherever it is placed."""
         return heads
 
-    def longest(self, spec: AttentionSpec) -> int | None:
+    def max_positions(self, spec: AttentionSpec) -> int | None:
         """How many positions it knows, counted from 0; None when it can stand anywhere."""
         return None
 
-    def placed(self, layer: int, layers: int) -> Self:
+    def at_depth(self, layer: int, layers: int) -> Self:
         """Itself at one depth: schedules become numbers."""
         return self
 
     @classmethod
-    def examples(cls, base: Base) -> Iterator[AttentionSpec]:
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
         """Small specs, together covering every field; the contract runs on each."""
         return iter(())
 
 
-class Foldable(Part):
+class RecurrentPart(Part):
     """What can remember all past tokens as sums over them, so that no token has to be kept."""
 
-    def state(self, spec: AttentionSpec) -> Mapping[str, Layout]:
+    def state_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
         """The sums, by named axes; empty when each token must be kept."""
         return {}
 
-    def features(self, core: Core) -> int:
+    def num_state_features(self, core: CoreShape) -> int:
         """How many numbers of a token its sums run over; none when all tokens have one share."""
         return 0
 
-    def share(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: Weighted) -> Tensor:
+    def unnormalised_weights(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams) -> Tensor:
         """What the weights of these pairs are in proportion to, [B, H, T, S]."""
         raise AssertionError("a part without a state was asked for shares")
 
-    def fold(
-        self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor, live_BS: Tensor, p: Weighted
+    def update_state(
+        self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor, live_BS: Tensor, p: PartParams
     ) -> dict[str, Tensor]:
         """The state after these tokens; those not live leave no trace."""
         raise AssertionError("a part without a state was asked to fold tokens into one")
 
-    def read(self, q_BHTK: Tensor, state: Mapping[str, Tensor], p: Weighted) -> tuple[Tensor, Tensor]:
+    def read_state(self, q_BHTK: Tensor, state: Mapping[str, Tensor], p: PartParams) -> tuple[Tensor, Tensor]:
         """What a query reads from the state: the values by their shares, and the total of these."""
         raise AssertionError("a part without a state was asked to read one")

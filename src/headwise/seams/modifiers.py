@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
-from ..terms import Asked, Cell, Freedom, Ledger, Phase, Weighted
+from ..terms import QueryContext, ScorePosition, SymmetryGroup, AuxLosses, Phase, PartParams
 from .base import Part
 
 if TYPE_CHECKING:
@@ -25,52 +25,52 @@ class Modifier(Part):
     def phase(self) -> Phase: ...
 
 
-class Turn(Modifier):
+class QKTransform(Modifier):
     """Changes queries, keys or values token by token, before they meet."""
 
     @property
     def phase(self) -> Phase:
         """Before the scores."""
-        return Phase.TURN
+        return Phase.QK_TRANSFORM
 
-    def reaches(self, spec: AttentionSpec) -> frozenset[str]:
+    def transformed_sides(self, spec: AttentionSpec) -> frozenset[str]:
         """The sides it changes."""
         return frozenset("qk")
 
-    def levels(self) -> bool:
+    def normalises_length(self) -> bool:
         """Whether every head's vector leaves it with one length, whatever it came with."""
         return False
 
-    def freedom(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> Freedom:
+    def symmetry(self, spec: AttentionSpec, side: str, p: Mapping[str, Tensor]) -> SymmetryGroup:
         """Those that commute with it: none, where it reaches the side at all and says no more."""
-        reached = self.reaches(spec) & frozenset({"k": "qk", "v": "v"}[side])
-        return Freedom() if reached else super().freedom(spec, side, p)
+        reached = self.transformed_sides(spec) & frozenset({"k": "qk", "v": "v"}[side])
+        return SymmetryGroup() if reached else super().symmetry(spec, side, p)
 
-    def place(self, position_BT: Tensor, exact: torch.dtype, p: Weighted) -> Any:
+    def precompute(self, position_BT: Tensor, exact: torch.dtype, p: PartParams) -> Any:
         """What it needs of the positions, for both sides alike, in a precision that angles can stand."""
         return None
 
     @abstractmethod
-    def turn(self, x_BTHK: Tensor, side: str, placed: Any, p: Weighted) -> Tensor: ...
+    def transform(self, x_BTHK: Tensor, side: str, placed: Any, p: PartParams) -> Tensor: ...
 
-    def matrix(self, side: str, p: Mapping[str, Tensor]) -> Tensor | None:
+    def as_matrix(self, side: str, p: Mapping[str, Tensor]) -> Tensor | None:
         """What it multiplies the channels of every head and token with, [out, in], when that is all it does."""
         return None
 
-    def without(self, sides: frozenset[str]) -> Self | None:
+    def without_sides(self, sides: frozenset[str]) -> Self | None:
         """Itself on its other sides alone; None when it has none."""
         return self
 
-    def joined(self, spec: AttentionSpec, heads: int, p: Mapping[str, Tensor]) -> Joined | None:
+    def as_single_vector(self, spec: AttentionSpec, heads: int, p: Mapping[str, Tensor]) -> SingleVectorTransform | None:
         """Itself where so many heads are one vector, for those of their channels that it turns; None when it cannot."""
         return None
 
 
-class Joined(NamedTuple):
+class SingleVectorTransform(NamedTuple):
     """A turn of heads that are laid out as one: itself, the (head, channel) of each of its channels, its weights."""
 
-    turn: Turn
-    lay: tuple[tuple[int, int], ...]
+    transform: QKTransform
+    channel_sources: tuple[tuple[int, int], ...]
     weights: Mapping[str, Tensor]
 
 
@@ -78,45 +78,45 @@ class ScoreStep(Modifier):
     """Changes one score at a time; written once, for a number and for a tensor alike."""
 
     additive: ClassVar[bool] = False
-    headed: ClassVar[bool] = False  # whether its factors are of each score head
-    free: ClassVar[str] = "v"
+    per_head: ClassVar[bool] = False  # whether its factors are of each score head
+    unrestricted_sides: ClassVar[str] = "v"
 
     @property
     def phase(self) -> Phase:
         """On the scores."""
         return Phase.SCORES
 
-    def ask(self, asked: Asked, p: Weighted) -> Tensor | None:
+    def query_factors(self, asked: QueryContext, p: PartParams) -> Tensor | None:
         """Factors [B, T, H, R] of each query, when the step needs them."""
         return None
 
     @abstractmethod
-    def score(self, s: Tensor, cell: Cell, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor: ...
+    def score(self, s: Tensor, cell: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor: ...
 
 
 class Mix(Modifier):
     """Mixes heads at every (query, key) pair, on the scores or on the weights; `even` when at all pairs alike."""
 
-    even: ClassVar[bool] = False
+    position_independent: ClassVar[bool] = False
 
-    def gives(self, heads: int) -> int:
+    def num_outputs(self, heads: int) -> int:
         """How many heads it makes of so many."""
         return heads
 
-    def ask(self, x_BTD: Tensor, p: Weighted) -> dict[str, Tensor]:
+    def query_factors(self, x_BTD: Tensor, p: PartParams) -> dict[str, Tensor]:
         """Factors of each query token."""
         return {}
 
-    def remember(self, z_BSE: Tensor, p: Weighted) -> dict[str, Tensor]:
+    def key_factors(self, z_BSE: Tensor, p: PartParams) -> dict[str, Tensor]:
         """Factors of each key token, kept in its entry."""
         return {}
 
     @abstractmethod
-    def pair(self, a_H: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: Weighted) -> Tensor: ...
+    def mix_pair(self, a_H: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: PartParams) -> Tensor: ...
     @abstractmethod
-    def mix(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: Weighted) -> Tensor: ...
+    def mix(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: PartParams) -> Tensor: ...
 
-    def fused(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: Weighted) -> Tensor:
+    def fused_mix(self, a_BHTS: Tensor, asked: Mapping[str, Tensor], kept: Mapping[str, Tensor], p: PartParams) -> Tensor:
         """The same in one pass over all pairs, where there is a kernel for it."""
         return self.mix(a_BHTS, asked, kept, p)
 
@@ -130,13 +130,13 @@ class WeightStep(Modifier):
         return Phase.WEIGHTS
 
     @abstractmethod
-    def weigh(self, w_BHTS: Tensor, p: Weighted) -> Tensor: ...
+    def transform_weights(self, w_BHTS: Tensor, p: PartParams) -> Tensor: ...
 
 
 class ValueStep(Modifier):
     """Adds to the value that a query reads from a key, depending on where the two stand."""
 
-    free: ClassVar[str] = "k"
+    unrestricted_sides: ClassVar[str] = "k"
 
     @property
     def phase(self) -> Phase:
@@ -144,38 +144,38 @@ class ValueStep(Modifier):
         return Phase.VALUES
 
     @abstractmethod
-    def value(self, i: int, j: int, p: Weighted) -> Tensor: ...
+    def pair_value(self, i: int, j: int, p: PartParams) -> Tensor: ...
     @abstractmethod
-    def read(self, w_BHTS: Tensor, i: Tensor, j: Tensor, p: Weighted) -> Tensor: ...
+    def weighted_values(self, w_BHTS: Tensor, i: Tensor, j: Tensor, p: PartParams) -> Tensor: ...
 
 
 class OutputStep(Modifier):
     """Changes per-head outputs token by token; if it `joins`, several rows become one output head."""
 
-    joins: ClassVar[bool] = False
-    free: ClassVar[str] = "k"
+    combines_rows: ClassVar[bool] = False
+    unrestricted_sides: ClassVar[str] = "k"
 
     @property
     def phase(self) -> Phase:
         """On the outputs."""
         return Phase.OUTPUTS
 
-    def voices(self, speaks: tuple[int, ...]) -> tuple[int, ...]:
+    def required_rows(self, speaks: tuple[int, ...]) -> tuple[int, ...]:
         """The rows it needs, in order, to give these output heads."""
         return speaks
 
-    def speaks(self, rows: int) -> tuple[int, ...]:
+    def own_row_of_output(self, rows: int) -> tuple[int, ...]:
         """The own row of each output head when nothing has been cut."""
         return tuple(range(rows))
 
     @abstractmethod
-    def finish(self, o_BTHV: Tensor, x_BTD: Tensor, p: Weighted) -> Tensor: ...
+    def transform_outputs(self, o_BTHV: Tensor, x_BTD: Tensor, p: PartParams) -> Tensor: ...
 
 
 class Gate(Modifier):
     """Scales output heads by something known before the core, so that a backend may skip what is zero."""
 
-    free: ClassVar[str] = ""
+    unrestricted_sides: ClassVar[str] = ""
 
     @property
     def phase(self) -> Phase:
@@ -183,16 +183,16 @@ class Gate(Modifier):
         return Phase.GATES
 
     @abstractmethod
-    def gate(self, asked: Asked, p: Weighted, ledger: Ledger | None) -> Tensor: ...
+    def gate(self, asked: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor: ...
 
-    def shares(self, spec: AttentionSpec) -> tuple[Fraction, ...] | None:
+    def open_fractions(self, spec: AttentionSpec) -> tuple[Fraction, ...] | None:
         """The share of tokens for which each output head speaks, if it shuts them for all others: exactly zero."""
         return None
 
-    def seals(self) -> bool:
+    def blocks_gradient_when_closed(self) -> bool:
         """Whether no gradient passes where it is zero: what sets it learns nothing from heads that it shuts."""
         return False
 
-    def chances(self, p: Weighted) -> Tensor | None:
+    def open_probabilities(self, p: PartParams) -> Tensor | None:
         """How likely each output head is to speak, where that is learned whatever is read; None otherwise."""
         return None

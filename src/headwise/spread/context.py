@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..blueprint import Model
+from ..blueprint import ModelSpec
 from ..errors import SpecError
 from ..tasks import IGNORED, Batch
-from ..tokens import Tokens
+from ..tokens import SequenceInfo
 from .ranks import in_order
 from .wires import Wire
 
 
-def check_rows(described: Model) -> None:
+def check_rows(described: ModelSpec) -> None:
     """Refuse a model whose rows are no rows of tokens before they have been embedded."""
     for stack in described.stacks:
         if stack.embedding and stack.embedding.patches:
@@ -60,14 +60,14 @@ def whole_of(y: Tensor, count: int, wire: Wire, order: str = "runs") -> Tensor:
     return in_order(wire.beside(y.detach()), order)[:, :count]
 
 
-def _cut(x: Tensor, tokens: Tokens | None, wire: Wire, order: str) -> tuple[Tensor, Tokens]:
+def _cut(x: Tensor, tokens: SequenceInfo | None, wire: Wire, order: str) -> tuple[Tensor, SequenceInfo]:
     """This rank's tokens of what an encoder or a decoder reads, and where they stand."""
     own, count = _places(x, wire, order, 0), x.shape[1]
-    told = Tokens.run(0, count, x.device) if tokens is None else tokens
+    told = SequenceInfo.contiguous(0, count, x.device) if tokens is None else tokens
     if told.start is not None and order == "runs" and own.shape[1] * wire.size == count:
-        return own, Tokens.run(told.start + wire.rank * own.shape[1], own.shape[1], x.device)
+        return own, SequenceInfo.contiguous(told.start + wire.rank * own.shape[1], own.shape[1], x.device)
     position, segment = _places(told.position, wire, order, 0), _places(told.segment, wire, order, -1)
-    return own, Tokens(position, segment, checked=True)
+    return own, SequenceInfo(position, segment, checked=True)
 
 
 def _places(x: Tensor, wire: Wire, order: str, fill: Any) -> Tensor:

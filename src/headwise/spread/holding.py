@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..blueprint import Model
+from ..blueprint import ModelSpec
 from ..errors import SpecError
 from ..models import Transformer, build
 from ..tasks import Batch
@@ -63,7 +63,7 @@ class Holding:
     world: World
     own: Mapping[str, nn.Parameter]
     summed: Buckets
-    described: Model
+    described: ModelSpec
     lying: Mapping[str, Lying] = field(default_factory=dict[str, "Lying"])
     fetch: Callable[[], None] = _nothing
     context: Wire | None = None
@@ -178,7 +178,7 @@ def hold(net: Transformer, world: World) -> Holding:
     return replace(holding, context=wires.get("context"))
 
 
-def check_divides(described: Model, spread: Spread) -> None:
+def check_divides(described: ModelSpec, spread: Spread) -> None:
     """Refuse a model that cannot be divided so, before anything is built."""
     if min(spread.data, spread.context, spread.shards) > 1:
         raise SpecError(f"{spread}: FSDP2 shares slices with ranks of one more way; leave out data= or context=")

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ..blocks.merged import averaging
-from ..blueprint import Experts, Model, Stack
+from ..blocks.merged import averaging_spec
+from ..blueprint import ExpertsSpec, ModelSpec, StackSpec
 from ..spec import AttentionSpec
 
 
@@ -19,39 +19,39 @@ class Rows(NamedTuple):
     source: int = 0
 
 
-def summed(described: Model, rows: Rows) -> Iterator[int]:
+def summed(described: ModelSpec, rows: Rows) -> Iterator[int]:
     """Numbers of each sum over ranks that divide heads: one for whatever enters a sublayer, backwards, and one for
     what leaves it.
 
     >>> from headwise.blueprint import Block, Dense
-    >>> stack = Stack.of("decoder", 3, [Block(feed=Dense(7))] * 2)
-    >>> list(summed(Model("one", "decoder", (stack,)), Rows(5, 11)))  # 5 rows of 11 tokens of 3 numbers
+    >>> stack = StackSpec.of("decoder", 3, [Block(feed=Dense(7))] * 2)
+    >>> list(summed(ModelSpec("one", "decoder", (stack,)), Rows(5, 11)))  # 5 rows of 11 tokens of 3 numbers
     [165, 165, 165, 165]
     """
     for stack, tokens in _stacks(described, rows):
         own, other = rows.rows * tokens * stack.model, rows.rows * rows.source * described.stacks[0].model
         for block in stack.layers:
-            for role in block.specs:
+            for role in block.attention_specs:
                 yield from [own] * (3 if block.form == "merged" else 2)  # the mean enters by a door of its own
                 yield from [other] * (role == "cross")
             if block.feed is not None:
-                yield from [own] * (4 if isinstance(block.feed, Experts) and block.feed.shared else 2)
+                yield from [own] * (4 if isinstance(block.feed, ExpertsSpec) and block.feed.shared else 2)
 
 
-def gathered(described: Model, rows: Rows) -> Iterator[int]:
+def gathered(described: ModelSpec, rows: Rows) -> Iterator[int]:
     """Numbers of each gathering over ranks that divide tokens, of whole rows; backwards each is scattered once.
 
     >>> import headwise as hw
     >>> from headwise.blueprint import Block
-    >>> stack = Stack.of("decoder", 8, [Block(hw.design(model=8, heads=4, kv=1))])
-    >>> list(gathered(Model("one", "decoder", (stack,)), Rows(5, 11)))  # a key and a value, 2 wide, of each token
+    >>> stack = StackSpec.of("decoder", 8, [Block(hw.design(model=8, heads=4, kv=1))])
+    >>> list(gathered(ModelSpec("one", "decoder", (stack,)), Rows(5, 11)))  # a key and a value, 2 wide, of each token
     [220]
     """
     for stack, tokens in _stacks(described, rows):
         for block in stack.layers:
             if block.form == "merged" and block.cross is not None:
-                yield rows.rows * tokens * remembered(averaging(block.cross))
-            for role, spec in block.specs.items():
+                yield rows.rows * tokens * remembered(averaging_spec(block.cross))
+            for role, spec in block.attention_specs.items():
                 yield rows.rows * (rows.source if role == "cross" else tokens) * remembered(spec)
     for head in described.heads[:1]:
         if head.at != "each":
@@ -60,10 +60,10 @@ def gathered(described: Model, rows: Rows) -> Iterator[int]:
 
 def remembered(spec: AttentionSpec) -> int:
     """Numbers that a token leaves behind in a layer."""
-    return sum(math.prod(shape) for shape in spec.entry().values())
+    return sum(math.prod(shape) for shape in spec.kv_entry_shapes().values())
 
 
-def _stacks(described: Model, rows: Rows) -> Iterator[tuple[Stack, int]]:
+def _stacks(described: ModelSpec, rows: Rows) -> Iterator[tuple[StackSpec, int]]:
     """Each stack with the tokens of its rows."""
     yield from zip(
         described.stacks, ([rows.source, rows.tokens] if len(described.stacks) > 1 else [rows.tokens]), strict=True

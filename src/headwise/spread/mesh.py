@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..errors import SpecError, nearest
-from ..registry import Spoken
+from ..errors import SpecError, suggest
+from ..registry import CheckedDataclass
 
 # From the outermost to the innermost: ranks that differ in the last one alone are neighbours and talk the most.
 WAYS = ("data", "context", "shards", "tensor")
@@ -14,7 +14,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True, repr=False)
-class Spread(Spoken):
+class Spread(CheckedDataclass):
     """What ranks divide among themselves, each way by so many.
 
     "data": the rows of a batch, each rank with a copy of the model. "shards": the rows as well, and every tensor of
@@ -50,7 +50,7 @@ class Spread(Spoken):
         for word in text.split(","):
             way, _, count = (piece.strip() for piece in word.partition("="))
             if way not in WAYS:
-                raise SpecError(f"there is no way {way!r} to spread; {nearest(way, WAYS)}")
+                raise SpecError(f"there is no way {way!r} to spread; {suggest(way, WAYS)}")
             if way in said or not count.isascii() or not count.isdigit():
                 raise SpecError(f"spread={text!r} says nothing; write each way once with its number, as in data=2")
             said[way] = int(count)

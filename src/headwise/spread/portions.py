@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..axes import Kept, take
-from ..blueprint import Block, Dense, Experts, Model, Weight
-from ..blueprint.stack import runs_of
+from ..axes import KeptHeads, select_heads
+from ..blueprint import BlockSpec, FeedForwardSpec, ExpertsSpec, ModelSpec, WeightSpec
+from ..blueprint.stack import group_blocks
 from ..errors import SpecError
-from ..layout import Layout
+from ..layout import AxisLayout
 from ..spec import AttentionSpec
 
 INSIDE = ("attention", "cross", "feed")  # roles of what is divided; all else every rank does alike
@@ -24,12 +24,12 @@ ByAxis = Mapping[str, tuple[int, ...]]
 class Piece:
     """Where a smaller tensor lies in a whole one: `kept` are the places along each axis that was cut.
 
-    >>> piece = Piece(Layout.parse("(q dim) model"), {"q": 3, "dim": 2, "model": 1}, {"q": (0, 2)})
+    >>> piece = Piece(AxisLayout.parse("(q dim) model"), {"q": 3, "dim": 2, "model": 1}, {"q": (0, 2)})
     >>> piece.of(torch.arange(6.0)[:, None]).flatten().tolist()
     [0.0, 1.0, 4.0, 5.0]
     """
 
-    layout: Layout
+    layout: AxisLayout
     sizes: Mapping[str, int]
     kept: ByAxis
 
@@ -41,18 +41,18 @@ class Piece:
     @property
     def opened(self) -> tuple[int, ...]:
         """The same with one dimension per axis."""
-        return self.layout.opened(self._own)
+        return self.layout.unmerged_shape(self._own)
 
     def of(self, whole: Tensor) -> Tensor:
         """The smaller tensor, in memory of its own."""
-        opened = whole.reshape(self.layout.opened(self.sizes))
+        opened = whole.reshape(self.layout.unmerged_shape(self.sizes))
         for axis, places in self.kept.items():
-            opened = take(places)(opened, self.layout.axes.index(axis))
+            opened = select_heads(places)(opened, self.layout.axes.index(axis))
         return opened.reshape(self.shape).clone()
 
     def put(self, own: Tensor, whole: Tensor) -> None:
         """Write the smaller one to where it lies in the whole."""
-        whole.view(self.layout.opened(self.sizes))[self._places] = own.reshape(self.opened)
+        whole.view(self.layout.unmerged_shape(self.sizes))[self._places] = own.reshape(self.opened)
 
     @property
     def cut_places(self) -> tuple[Tensor, ...]:
@@ -65,7 +65,7 @@ class Piece:
 
     @property
     def _places(self) -> tuple[Tensor, ...]:
-        opened = self.layout.opened(self.sizes)
+        opened = self.layout.unmerged_shape(self.sizes)
         return _meeting([self.kept.get(axis, range(size)) for axis, size in zip(self.layout.axes, opened, strict=True)])
 
 
@@ -78,11 +78,11 @@ def _meeting(rows: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
 class Portion:
     """What one rank holds: a model of fewer heads and narrower feed-forwards, and a piece of each tensor."""
 
-    described: Model
+    described: ModelSpec
     pieces: Mapping[str, Piece]
 
 
-def portions(described: Model, count: int) -> tuple[Portion, ...]:
+def portions(described: ModelSpec, count: int) -> tuple[Portion, ...]:
     """A model divided among `count` ranks: output heads with all that they need, and what feed-forwards hold inside.
 
     What has no axis of these is with every rank. Where a number does not divide, some have one more than others.
@@ -96,18 +96,18 @@ def portions(described: Model, count: int) -> tuple[Portion, ...]:
     >>> second.pieces["decoder.0.attention.project.k"].kept
     {'kv': (1,)}
     """
-    cuts = {name: divided(name, spec, count) for name, spec in described.specs()}
+    cuts = {name: divided(name, spec, count) for name, spec in described.attention_specs()}
     by_rank = [{name: cut[rank] for name, cut in cuts.items()} for rank in range(count)]
     return tuple(_portion(described, rank, count, own) for rank, own in enumerate(by_rank))
 
 
-def divided(name: str, spec: AttentionSpec, count: int) -> list[Kept]:
+def divided(name: str, spec: AttentionSpec, count: int) -> list[KeptHeads]:
     """A layer cut for each of `count` ranks, none of which needs a score head of another."""
     groups = groups_of(spec)
     if len(groups) < count:
         raise SpecError(f"{name}: {_too_few(spec, len(groups), count)}")
     runs = [_run(len(groups), rank, count) for rank in range(count)]
-    return [Kept.of(spec, [out for n in run for out in groups[n]]) for run in runs]
+    return [KeptHeads.of(spec, [out for n in run for out in groups[n]]) for run in runs]
 
 
 def groups_of(spec: AttentionSpec) -> list[list[int]]:
@@ -118,8 +118,8 @@ def groups_of(spec: AttentionSpec) -> list[list[int]]:
     [[0, 1], [2, 3]]
     """
     groups: list[tuple[list[int], frozenset[int]]] = []
-    for out in range(len(spec.speaks)):
-        needs = spec.sources(out)
+    for out in range(len(spec.score_head_of_output)):
+        needs = spec.required_score_heads(out)
         met = [group for group in groups if group[1] & needs]
         groups = [group for group in groups if not group[1] & needs]
         outs = sorted([out, *(own for outs, _ in met for own in outs)])
@@ -128,29 +128,29 @@ def groups_of(spec: AttentionSpec) -> list[list[int]]:
 
 
 def _too_few(spec: AttentionSpec, groups: int, count: int) -> str:
-    outs, every = len(spec.speaks), range(spec.heads.q)
+    outs, every = len(spec.score_head_of_output), range(spec.heads.q)
     if groups == outs:
         return f"{outs} heads cannot be divided among {count} ranks; use tensor={outs} or less"
-    joins = [name for name, part in spec.parts() if any(len(part.sources(spec, frozenset([h]))) > 1 for h in every)]
+    joins = [name for name, part in spec.parts() if any(len(part.required_score_heads(spec, frozenset([h]))) > 1 for h in every)]
     said = f"{' and '.join(joins)} join{'s' * (len(joins) == 1)} the scores of {outs} heads"
     if groups == 1:
         return f"{said}, so that none can be computed without the others; use data= or context= in the place of tensor="
     return f"{said} in {groups} groups, which cannot be divided among {count} ranks; use tensor={groups} or less"
 
 
-def _portion(described: Model, rank: int, count: int, cuts: Mapping[str, Kept]) -> Portion:
+def _portion(described: ModelSpec, rank: int, count: int, cuts: Mapping[str, KeptHeads]) -> Portion:
     stacks = []
     for stack in described.stacks:
         blocks = [_block(block, f"{stack.name}.{depth}", rank, count, cuts) for depth, block in enumerate(stack.layers)]
-        stacks.append(replace(stack, runs=runs_of(blocks)))
-    pieces = {w.name: Piece(w.layout, w.sizes, _kept(w, rank, count, cuts)) for w in described.weights()}
+        stacks.append(replace(stack, runs=group_blocks(blocks)))
+    pieces = {w.name: Piece(w.layout, w.axis_sizes, _kept(w, rank, count, cuts)) for w in described.weights()}
     return Portion(replace(described, stacks=tuple(stacks)), pieces)
 
 
-def _block(block: Block, name: str, rank: int, count: int, cuts: Mapping[str, Kept]) -> Block:
-    own = {role: cuts[f"{name}.{role}"].spec for role in block.specs}
+def _block(block: BlockSpec, name: str, rank: int, count: int, cuts: Mapping[str, KeptHeads]) -> BlockSpec:
+    own = {role: cuts[f"{name}.{role}"].spec for role in block.attention_specs}
     feed = block.feed
-    if isinstance(feed, Experts):
+    if isinstance(feed, ExpertsSpec):
         shared = feed.shared and _narrower(feed.shared, name, rank, count)
         feed = replace(feed, each=_narrower(feed.each, name, rank, count), shared=shared)
     elif feed is not None:
@@ -158,7 +158,7 @@ def _block(block: Block, name: str, rank: int, count: int, cuts: Mapping[str, Ke
     return replace(block, **own, feed=feed)
 
 
-def _narrower(feed: Dense, name: str, rank: int, count: int) -> Dense:
+def _narrower(feed: FeedForwardSpec, name: str, rank: int, count: int) -> FeedForwardSpec:
     if feed.hidden < count:
         fact = f"{name}.feed: {feed.hidden} hidden units cannot be divided among {count} ranks"
         raise SpecError(f"{fact}; use tensor={feed.hidden} or less")
@@ -169,18 +169,18 @@ def _run(size: int, rank: int, count: int) -> tuple[int, ...]:
     return tuple(range(rank * size // count, (rank + 1) * size // count))
 
 
-def _kept(w: Weight, rank: int, count: int, cuts: Mapping[str, Kept]) -> dict[str, tuple[int, ...]]:
+def _kept(w: WeightSpec, rank: int, count: int, cuts: Mapping[str, KeptHeads]) -> dict[str, tuple[int, ...]]:
     """Which places of a tensor a rank holds, along each axis that is cut."""
     sublayer = ".".join(w.name.split(".")[:3])
     by_axis: ByAxis = cuts[sublayer].by_axis if sublayer in cuts else {}
     if w.role == "feed":
-        by_axis = {"hidden": _run(w.sizes["hidden"], rank, count)} if "hidden" in w.layout.axes else {}
+        by_axis = {"hidden": _run(w.axis_sizes["hidden"], rank, count)} if "hidden" in w.layout.axes else {}
     return {axis: places for axis, places in by_axis.items() if axis in w.layout.axes}
 
 
-def copied(described: Model, every: Sequence[Portion]) -> dict[str, Tensor]:
+def copied(described: ModelSpec, every: Sequence[Portion]) -> dict[str, Tensor]:
     """Tensors of divided layers of which several ranks hold something, with how many hold each number."""
-    inside = [name for name, weight in described.params().items() if weight.role in INSIDE and weight.learned]
+    inside = [name for name, weight in described.weights_by_name().items() if weight.role in INSIDE and weight.trainable]
     held = {name: holders([portion.pieces[name] for portion in every]) for name in inside}
     return {name: count for name, count in held.items() if int(count.max()) > 1}
 
@@ -188,12 +188,12 @@ def copied(described: Model, every: Sequence[Portion]) -> dict[str, Tensor]:
 def holders(pieces: Sequence[Piece]) -> Tensor:
     """How many ranks hold each number of a tensor, by the axes that are cut; the others are 1 wide.
 
-    >>> both = Layout.parse("kv model"), {"kv": 2, "model": 5}
+    >>> both = AxisLayout.parse("kv model"), {"kv": 2, "model": 5}
     >>> holders([Piece(*both, {"kv": (0,)}), Piece(*both, {"kv": (0, 1)})]).tolist()
     [[2], [1]]
     """
     layout, sizes, cut = pieces[0].layout, pieces[0].sizes, pieces[0].kept
-    wide = [size if axis in cut else 1 for axis, size in zip(layout.axes, layout.opened(sizes), strict=True)]
+    wide = [size if axis in cut else 1 for axis, size in zip(layout.axes, layout.unmerged_shape(sizes), strict=True)]
     held = torch.zeros(wide, dtype=torch.int64)
     for piece in pieces:
         held[piece.cut_places] += 1

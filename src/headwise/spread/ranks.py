@@ -10,17 +10,17 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError, nearest
-from ..peers import ALONE, Peered, Peers
-from ..terms import Ledger
-from ..tokens import Tokens
+from ..errors import SpecError, suggest
+from ..peers import SINGLE_PROCESS, HasParallelContext, ParallelContext
+from ..terms import AuxLosses
+from ..tokens import SequenceInfo
 from .wires import Beside, Enter, Leave, Total, Wire
 
 ORDERS = ("runs", "zigzag")
 HELD = 4  # sets of tokens whose places are remembered: those of both stacks, and of a call before
 
 
-class Ranks(Peers):
+class Ranks(ParallelContext):
     """Heads are divided among the ranks of `tensor`, the tokens of a row among those of `context`.
 
     order="runs": rank r of n holds the r-th of n equal runs of a row; "zigzag": of 2 n runs the r-th and the r-th
@@ -29,19 +29,19 @@ class Ranks(Peers):
 
     def __init__(self, tensor: Wire | None = None, context: Wire | None = None, order: str = "runs") -> None:
         if order not in ORDERS:
-            raise SpecError(f"order={order!r} is unknown; {nearest(order, ORDERS)}")
+            raise SpecError(f"order={order!r} is unknown; {suggest(order, ORDERS)}")
         self.tensor, self.context, self.order = tensor, context, order
-        self.first = tensor is None or tensor.rank == 0
-        self.spans = 1 if context is None else context.size
-        self._told: list[tuple[Tokens, Tokens]] = []
+        self.adds_output_bias = tensor is None or tensor.rank == 0
+        self.num_token_shards = 1 if context is None else context.size
+        self._told: list[tuple[SequenceInfo, SequenceInfo]] = []
 
-    def enter(self, x: Tensor) -> Tensor:
+    def copy_to_heads(self, x: Tensor) -> Tensor:
         return x if self.tensor is None else _run(Enter, x, self.tensor)
 
-    def leave(self, y: Tensor) -> Tensor:
+    def reduce_from_heads(self, y: Tensor) -> Tensor:
         return y if self.tensor is None else _run(Leave, y, self.tensor)
 
-    def gather(self, entry: dict[str, Tensor], at: Tokens) -> tuple[dict[str, Tensor], Tokens]:
+    def gather_tokens(self, entry: dict[str, Tensor], at: SequenceInfo) -> tuple[dict[str, Tensor], SequenceInfo]:
         if self.context is None:
             return entry, at
         told, joined = self._tokens(at, self.context), dict[str, Tensor]()
@@ -65,13 +65,13 @@ class Ranks(Peers):
                 torch.cuda.manual_seed(seed)
             yield
 
-    def apart(self, training: bool) -> AbstractContextManager[None]:
-        return self._drawing(self.tensor.rank) if training and self.tensor else ALONE.apart(training)
+    def head_local_rng(self, training: bool) -> AbstractContextManager[None]:
+        return self._drawing(self.tensor.rank) if training and self.tensor else SINGLE_PROCESS.head_local_rng(training)
 
-    def ledger(self, ledger: Ledger) -> Ledger:
-        return replace(ledger, among=self)
+    def aux_losses(self, ledger: AuxLosses) -> AuxLosses:
+        return replace(ledger, group=self)
 
-    def of_whole_rows(self) -> Peers:
+    def without_token_shards(self) -> ParallelContext:
         return Ranks(self.tensor)
 
     def whole(self, x: Tensor, over: Literal["heads", "tokens"]) -> Tensor:
@@ -81,11 +81,11 @@ class Ranks(Peers):
 
     def term(self, value: Tensor) -> Tensor:
         """A term that all have alike, so that the gradients of all add up to its own, and over tokens the values."""
-        value = value / self.spans
+        value = value / self.num_token_shards
         each = value / (1 if self.tensor is None else self.tensor.size)
         return each + (value - each).detach()
 
-    def _tokens(self, at: Tokens, wire: Wire) -> Tokens:
+    def _tokens(self, at: SequenceInfo, wire: Wire) -> SequenceInfo:
         """Where the tokens of all stand; asked once, however many layers are told the same."""
         if at.start is not None:
             return self._runs(at, at.start, wire)
@@ -93,18 +93,18 @@ class Ranks(Peers):
             if own is at:
                 return told
         both = in_order(wire.beside(torch.stack([at.position, at.segment], -1)), self.order)
-        told = Tokens(both[..., 0], both[..., 1])  # refuses that two stand at one place, which nobody else could see
+        told = SequenceInfo(both[..., 0], both[..., 1])  # refuses that two stand at one place, which nobody else could see
         self._told = [(at, told), *self._told[: HELD - 1]]
         return told
 
-    def _runs(self, at: Tokens, start: int, wire: Wire) -> Tokens:
+    def _runs(self, at: SequenceInfo, start: int, wire: Wire) -> SequenceInfo:
         first = start - wire.rank * at.count
         if first < 0 or self.order != "runs":
             raise ValueError(
                 f"rank {wire.rank} of {wire.size} takes its {at.count} tokens for the first of their rows; "
                 "hand over the tokens= that spread.context.part_of gives"
             )
-        return Tokens.run(first, wire.size * at.count, at.position.device)
+        return SequenceInfo.contiguous(first, wire.size * at.count, at.position.device)
 
 
 def in_order(both: Tensor, order: str) -> Tensor:
@@ -121,24 +121,24 @@ def in_order(both: Tensor, order: str) -> Tensor:
     return both.movedim(0, 1).flatten(1, 2)
 
 
-def set_peers(net: nn.Module, peers: Peers) -> None:
+def set_peers(net: nn.Module, peers: ParallelContext) -> None:
     """Tell everything in a model that may have peers who they are."""
     for module in net.modules():
-        if isinstance(module, Peered):
-            module.peers = peers
+        if isinstance(module, HasParallelContext):
+            module.parallel = peers
 
 
 @contextmanager
 def whole_rows(net: nn.Module) -> Iterator[None]:
     """A model whose rows are whole again, on every rank: to evaluate, or to generate; heads stay divided."""
-    before = [(module, module.peers) for module in net.modules() if isinstance(module, Peered)]
+    before = [(module, module.parallel) for module in net.modules() if isinstance(module, HasParallelContext)]
     for module, peers in before:
-        module.peers = peers.of_whole_rows()
+        module.parallel = peers.without_token_shards()
     try:
         yield
     finally:
         for module, peers in before:
-            module.peers = peers
+            module.parallel = peers
 
 
 def _run(function: type[torch.autograd.Function], x: Tensor, wire: Wire) -> Tensor:

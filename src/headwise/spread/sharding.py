@@ -56,7 +56,7 @@ def sharded(net: Transformer, world: World) -> Holding:
     copies = [way for way in ("data", "context") if getattr(world.spread, way) > 1]  # one of them at most
     mesh = world.mesh[*copies, "shards"] if copies else world.mesh["shards"]
     learned = {name: p for name, p in net.named_parameters() if p.requires_grad}
-    common = {name for name, weight in net.described.params().items() if weight.shared}
+    common = {name for name, weight in net.described.weights_by_name().items() if weight.tied_to}
     kept = {name: p for name, p in net.named_parameters() if name in common or not p.dim()}
     whole, lengths = set(kept.values()), {name: len(p) for name, p in learned.items() if name not in kept}
     for layers in net.stacks.values():

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from ..blueprint import Model
+from ..blueprint import ModelSpec
 from ..errors import SpecError
 from ..models import Transformer, build
 from .holding import Holding, Lying
@@ -29,7 +29,7 @@ class Divided:
     the same order.
     """
 
-    def __init__(self, described: Model, wire: Wire) -> None:
+    def __init__(self, described: ModelSpec, wire: Wire) -> None:
         self.wire, self.described, every = wire, described, portions(described, wire.size)
         self.own = every[wire.rank].described
         self.pieces = {name: [portion.pieces[name] for portion in every] for name in every[0].pieces}

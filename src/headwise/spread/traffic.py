@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..blueprint import Model, Weight
+from ..blueprint import ModelSpec, WeightSpec
 from ..errors import SpecError
 from .buckets import BYTES
 from .inside import Rows, gathered, summed
@@ -39,7 +39,7 @@ class Message(NamedTuple):
         return (2 if self.kind == "sum" else 1) * self.held * (self.ranks - 1) / self.ranks
 
 
-def traffic(described: Model, spread: Spread, parts: int = 1, rows: Rows | None = None) -> list[Message]:
+def traffic(described: ModelSpec, spread: Spread, parts: int = 1, rows: Rows | None = None) -> list[Message]:
     """The messages of one step, a batch of it taken in so many parts, each tensor in single precision.
 
     Ranks that divide heads or tokens send what follows from `rows`, those of the batch: as many for each rank, all of
@@ -47,7 +47,7 @@ def traffic(described: Model, spread: Spread, parts: int = 1, rows: Rows | None 
 
     >>> from headwise.blueprint import Block, Dense, Embedding, Head, Stack
     >>> stack = Stack.of("encoder", 3, [Block(feed=Dense(7))], embedding=Embedding(tokens=11))
-    >>> net = Model("one", "encoder", (stack,), (Head("tokens", 11),))
+    >>> net = ModelSpec("one", "encoder", (stack,), (Head("tokens", 11),))
     >>> numbers, tensors = 2 * 3 + 2 * 3 * 7 + 3 * 11 + 3 * 11, 6
     >>> traffic(net, Spread(data=2)) == [Message("sum", 4 * (numbers + tensors), 2), Message("sum", 4, 2)]
     True
@@ -60,13 +60,13 @@ def traffic(described: Model, spread: Spread, parts: int = 1, rows: Rows | None 
         found += _inside(described, spread, rows._replace(rows=each)) * parts
     if spread.tensor > 1:
         every = portions(described, spread.tensor)
-        weights, common = described.params(), copied(described, every)
+        weights, common = described.weights_by_name(), copied(described, every)
         found.append(Message("sum", FLOAT * sum(weights[name].numel for name in common), spread.tensor))
         described = every[0].described
         if spread.shards > 1:  # of what several ranks hold, slices are put together before they are summed
-            held = [weight for name, weight in described.params().items() if name in common and not _whole(weight)]
+            held = [weight for name, weight in described.weights_by_name().items() if name in common and not _whole(weight)]
             found += [Message("gather", FLOAT * _padded([weight], spread.shards), spread.shards) for weight in held]
-    weights = {name: w for name, w in described.params().items() if w.learned}
+    weights = {name: w for name, w in described.weights_by_name().items() if w.trainable}
     found += _sliced(described, weights, spread, parts) if spread.shards > 1 else []
     kept = [w for w in weights.values() if spread.shards == 1 or _whole(w)]
     if workers > 1:
@@ -74,7 +74,7 @@ def traffic(described: Model, spread: Spread, parts: int = 1, rows: Rows | None 
     return found
 
 
-def _inside(described: Model, spread: Spread, rows: Rows) -> list[Message]:
+def _inside(described: ModelSpec, spread: Spread, rows: Rows) -> list[Message]:
     """What ranks send each other within layers, in one part of a batch."""
     tokens, source = (-(-count // spread.context) for count in (rows.tokens, rows.source))
     found = []
@@ -90,11 +90,11 @@ def _inside(described: Model, spread: Spread, rows: Rows) -> list[Message]:
     return found
 
 
-def _whole(weight: Weight) -> bool:
-    return bool(weight.shared) or not weight.shape
+def _whole(weight: WeightSpec) -> bool:
+    return bool(weight.tied_to) or not weight.shape
 
 
-def _bucketed(weights: Iterable[Weight]) -> Iterator[int]:
+def _bucketed(weights: Iterable[WeightSpec]) -> Iterator[int]:
     """Numbers of each message of gradients: they are packed as they come, the last first."""
     held, count = 0, 0
     for weight in reversed(list(weights)):
@@ -106,11 +106,11 @@ def _bucketed(weights: Iterable[Weight]) -> Iterator[int]:
         yield held + count
 
 
-def _sliced(described: Model, weights: Mapping[str, Weight], spread: Spread, parts: int) -> Iterator[Message]:
+def _sliced(described: ModelSpec, weights: Mapping[str, WeightSpec], spread: Spread, parts: int) -> Iterator[Message]:
     """Layers are put together on the way there and on the way back, what stands around them once."""
     unread = tuple(f"head.{head.name}." for head in described.heads[1:])
-    around: list[tuple[str, Weight]] = []
-    layers: dict[str, list[tuple[str, Weight]]] = {}
+    around: list[tuple[str, WeightSpec]] = []
+    layers: dict[str, list[tuple[str, WeightSpec]]] = {}
     for name, weight in weights.items():
         where = ".".join(name.split(".")[:2])
         inside = where.partition(".")[2].isdigit()
@@ -128,7 +128,7 @@ def _sliced(described: Model, weights: Mapping[str, Weight], spread: Spread, par
         yield from each * parts
 
 
-def _padded(weights: Iterable[Weight], ranks: int) -> int:
+def _padded(weights: Iterable[WeightSpec], ranks: int) -> int:
     """Numbers of these, each filled up to slices of the same size."""
     return sum(-(-w.shape[0] // ranks) * ranks * math.prod(w.shape[1:]) for w in weights)
 

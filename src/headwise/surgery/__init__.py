@@ -1,13 +1,13 @@
 """Heads cut and shared, and what is left proven to work."""
 
-from .budgets import Budget, Until
-from .choices import Choice, Classes, Clusters, Keep, Named
-from .gates import Gating
-from .learned import Gated
-from .plans import Plan
-from .uptraining import Uptraining
-from .ways import Collaborate, Merged, Pool, Route, Split, Way
-from .worths import By
+from .budgets import PruningBudget, PruneToBudget
+from .choices import HeadSelection, DropClasses, KeepOnePerCluster, KeepTop, DropHeads
+from .gates import GateTrainingOptions
+from .learned import KeepOpenGates
+from .plans import PruningPlan
+from .uptraining import UptrainingOptions
+from .ways import Collaborate, Merged, Pool, Route, Split, AttentionConversion
+from .worths import HeadRanking
 
-__all__ = ["Budget", "By", "Choice", "Classes", "Clusters", "Collaborate", "Gated", "Gating", "Keep", "Merged", "Named"]
-__all__ += ["Plan", "Pool", "Route", "Split", "Until", "Uptraining", "Way"]
+__all__ = ["PruningBudget", "HeadRanking", "HeadSelection", "DropClasses", "KeepOnePerCluster", "Collaborate", "KeepOpenGates", "GateTrainingOptions", "KeepTop", "Merged", "DropHeads"]
+__all__ += ["PruningPlan", "Pool", "Route", "Split", "PruneToBudget", "UptrainingOptions", "AttentionConversion"]

@@ -12,46 +12,46 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import models
-from ..blueprint.manifest import MANIFEST
-from ..blueprint.records import FORMAT, HEADS, Record
+from ..blueprint.manifest import MANIFEST_FILE
+from ..blueprint.records import RECORD_FORMAT, RECORD_FILE, SurgeryRecord
 from ..errors import SpecError
-from ..families import read
+from ..families import read_model_spec
 from ..files import TEMPORARY, sha256
-from ..hub.pretrained import CONFIG
-from ..hub.tensors import INDEX, ONE, Safetensors
+from ..hub.pretrained import CONFIG_FILE
+from ..hub.tensors import INDEX_FILE, WEIGHTS_FILE, SafetensorsFolder
 from ..models import Transformer
 from . import folders_resized as resized
-from .folders_config import said
-from .folders_form import Form, plain
-from .folders_shards import Rewriting, rewrite, synced
-from .folders_trying import Try, tried
+from .folders_config import find_config_keys
+from .folders_form import CanonicalForm, to_canonical_form
+from .folders_shards import ShardRewrite, write_shards, fsync_file
+from .folders_trying import LoadCheck, check_load
 
-NOTHING: Mapping[str, Any] = {}
+NO_FILES: Mapping[str, Any] = {}
 # What belongs to a model besides its weights: data that somebody reads, never pickles and never code.
-BESIDES = re.compile(
+COMPANION_FILES = re.compile(
     r"(tokenizer[\w.-]*|special_tokens_map|added_tokens|vocab[\w.-]*|merges|generation_config|preprocessor_config"
     r"|processor_config|chat_template[\w.-]*|modules|sentence_bert_config|config_sentence_transformers|config"
     r"|sentencepiece[\w.-]*|source|target|spiece)\.(json|txt|model|jinja|spm)|(LICEN[CS]E|NOTICE)[\w.-]*"
 )
-MODULE = re.compile(r"\d+_\w+")  # a folder of sentence-transformers: 1_Pooling
+SENTENCE_TRANSFORMERS_MODULE = re.compile(r"\d+_\w+")  # a folder of sentence-transformers: 1_Pooling
 
 
-class Written(NamedTuple):
+class WrittenFolder(NamedTuple):
     """What became of a model: the kind of folder, the sentence that says why, and the names of the files in it."""
 
     kind: str
-    sentence: str
+    summary: str
     files: tuple[str, ...]
 
 
-def write(
+def write_model_folder(
     net: Transformer,
     source: Path | None,
     folder: Path | str,
     record: Mapping[str, Any],
     *,
-    more: Mapping[str, bytes] = NOTHING,
-) -> Written:
+    extra_files: Mapping[str, bytes] = NO_FILES,
+) -> WrittenFolder:
     """Write a model whose heads were cut into a new folder, beside it heads.json with `record`, which says how.
 
     Of a folder of transformers (`source`) it is one again: plain if a config.json can say it; else with a loader of its
@@ -63,30 +63,30 @@ def write(
     ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 5})
     ... )
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     print(write(net, None, f"{folder}/small", {"kept": {}}).kind, *sorted(os.listdir(f"{folder}/small")))
+    ...     print(write_model_folder(net, None, f"{folder}/small", {"kept": {}}).kind, *sorted(os.listdir(f"{folder}/small")))
     ours README.md heads.json headwise.toml model.safetensors
     """
     folder = Path(folder).resolve()
-    check_free(folder)
-    known = sources(source)
+    check_folder_empty(folder)
+    known = hash_source_files(source)
     fresh = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{TEMPORARY}")
     try:
-        kind, sentence, told = _filled(net, source, fresh)
-        for name, data in more.items():
+        kind, sentence, told = _write_first_kind(net, source, fresh)
+        for name, data in extra_files.items():
             (fresh / name).write_bytes(data)
         files = {path.relative_to(fresh).as_posix(): path for path in sorted(fresh.rglob("*")) if path.is_file()}
-        document = {"format": FORMAT, "kind": kind, "sentence": sentence, "done": dict(record), "source": known}
-        document |= told | {"files": {name: sha256(path) for name, path in files.items() if name not in more}}
-        _put(fresh / HEADS, document)
+        document = {"format": RECORD_FORMAT, "kind": kind, "sentence": sentence, "done": dict(record), "source": known}
+        document |= told | {"files": {name: sha256(path) for name, path in files.items() if name not in extra_files}}
+        _write_json(fresh / RECORD_FILE, document)
         os.rename(fresh, folder)  # refused by the system where something has come in between
     except OSError as error:
         raise OSError(f"{folder} cannot be written: {error.strerror or error}; give another place") from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    return Written(kind, sentence, (*files, HEADS))
+    return WrittenFolder(kind, sentence, (*files, RECORD_FILE))
 
 
-def check_free(folder: Path | str) -> None:
+def check_folder_empty(folder: Path | str) -> None:
     """Refuse a place that holds something already; asked before any work is done for it."""
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -94,38 +94,38 @@ def check_free(folder: Path | str) -> None:
         raise SpecError(f"{folder} {holds}; give a new folder, or an empty one")
 
 
-def plan_of(what: Path | str) -> Record:
+def read_record(path_or_folder: Path | str) -> SurgeryRecord:
     """What was done to the model in a folder, or what a heads.json says of itself.
 
-    >>> plan_of("nowhere")
+    >>> read_record("nowhere")
     Traceback (most recent call last):
     headwise.errors.SpecError: nowhere holds no heads.json; give a folder that headwise prune or share wrote
     """
-    path = Path(what)
-    path = path if path.is_file() else path / HEADS
+    path = Path(path_or_folder)
+    path = path if path.is_file() else path / RECORD_FILE
     if not path.is_file():
-        raise SpecError(f"{what} holds no {HEADS}; give a folder that headwise prune or share wrote")
-    return Record.of(path)
+        raise SpecError(f"{path_or_folder} holds no {RECORD_FILE}; give a folder that headwise prune or share wrote")
+    return SurgeryRecord.from_file(path)
 
 
-def check_plan(plan: Record, source: Path | None) -> None:
+def check_record(record: SurgeryRecord, source: Path | None) -> None:
     """Refuse what was decided for another checkpoint: it speaks of heads by number, and those are others there."""
-    known = sources(source)
-    if not plan.source:
+    known = hash_source_files(source)
+    if not record.source:
         raise SpecError("this plan was made for a model in memory, which no file can be compared with; make it anew")
-    wrong = [name for name in {**plan.source, **known} if plan.source.get(name) != known.get(name)]
+    wrong = [name for name in {**record.source, **known} if record.source.get(name) != known.get(name)]
     if wrong:
         raise SpecError(f"this plan was made for another checkpoint: {wrong[0]} differs from {source}; make it anew")
 
 
-def sources(source: Path | None) -> dict[str, str]:
+def hash_source_files(source: Path | None) -> dict[str, str]:
     """The SHA-256 of the description and of the weights of a source, by the names of its files."""
     if source is None:
         return {}
     if source.is_file():
         return {source.name: sha256(source)}
-    names = [MANIFEST, HEADS] if (source / MANIFEST).is_file() else [CONFIG, HEADS]
-    weights = Safetensors(source).files if (source / INDEX).is_file() or (source / ONE).is_file() else []
+    names = [MANIFEST_FILE, RECORD_FILE] if (source / MANIFEST_FILE).is_file() else [CONFIG_FILE, RECORD_FILE]
+    weights = SafetensorsFolder(source).files if (source / INDEX_FILE).is_file() or (source / WEIGHTS_FILE).is_file() else []
     paths = [path for path in (*(source / name for name in names), *weights) if path.is_file()]
     return {path.name: sha256(path) for path in paths}
 
@@ -133,71 +133,71 @@ def sources(source: Path | None) -> dict[str, str]:
 # --- the kinds -----------------------------------------------------------------------------------------
 
 
-def _filled(net: Transformer, source: Path | None, fresh: Path) -> tuple[str, str, dict[str, Any]]:
+def _write_first_kind(net: Transformer, source: Path | None, fresh: Path) -> tuple[str, str, dict[str, Any]]:
     """Write the first kind that holds what the model is: the kind, the sentence, and what heads.json says of it."""
-    if source is None or not (source / CONFIG).is_file() or (source / MANIFEST).is_file():
+    if source is None or not (source / CONFIG_FILE).is_file() or (source / MANIFEST_FILE).is_file():
         like = "as the source was" if source else "because the model came from memory"
-        return _ours(net, fresh, f"A folder of headwise, {like}; load it with headwise.load.")
-    form = plain(net)
-    way = Rewriting.of(source, read(source), form)
-    config = said(form.described, json.loads((source / CONFIG).read_text(encoding="utf-8")))
-    odd = form.constants(way.names)
-    why = config.why or (f"{next(iter(odd))} is not what config.json makes of it" if odd else "")
+        return _write_native(net, fresh, f"A folder of headwise, {like}; load it with headwise.load.")
+    form = to_canonical_form(net)
+    way = ShardRewrite.of(source, read_model_spec(source), form)
+    config = find_config_keys(form.model_spec, json.loads((source / CONFIG_FILE).read_text(encoding="utf-8")))
+    odd = form.find_extra_constants(way.weight_names)
+    why = config.reason or (f"{next(iter(odd))} is not what config.json makes of it" if odd else "")
     if not why and config.keys:
-        _copy(source, way, dict(config.keys), fresh)
-        trial = _tried(fresh, net, form)
+        _rewrite_folder(source, way, dict(config.keys), fresh)
+        trial = _check_load(fresh, net, form)
         if trial.agrees:
             sentence = (
                 "A transformers checkpoint: config.json says every layer, and AutoModel.from_pretrained loads it."
             )
-            return "transformers", sentence, {"checked": trial.said}
-        if trial.untried:
+            return "transformers", sentence, {"checked": trial.message}
+        if trial.is_skipped:
             sentence = "A transformers checkpoint, not tried with transformers, which is not installed"
-            return "transformers", f"{sentence}: config.json says every layer.", {"checked": trial.said}
-        why = trial.said
+            return "transformers", f"{sentence}: config.json says every layer.", {"checked": trial.message}
+        why = trial.message
         shutil.rmtree(fresh)
-    _copy(source, way, json.loads((source / CONFIG).read_text(encoding="utf-8")), fresh)
-    found = resized.fill(fresh, way, net, why)
+    _rewrite_folder(source, way, json.loads((source / CONFIG_FILE).read_text(encoding="utf-8")), fresh)
+    found = resized.add_loader(fresh, way, net, why)
     if not isinstance(found, str):
-        return "resized", found.sentence, dict(found.document)
+        return "resized", found.summary, dict(found.document)
     shutil.rmtree(fresh)
-    return _ours(net, fresh, f"A folder of headwise, because {why}, and {found}; load it with headwise.load.")
+    return _write_native(net, fresh, f"A folder of headwise, because {why}, and {found}; load it with headwise.load.")
 
 
-def _tried(fresh: Path, net: Transformer, form: Form) -> Try:
+def _check_load(fresh: Path, net: Transformer, form: CanonicalForm) -> LoadCheck:
     try:
-        return tried(fresh, net, form)
+        return check_load(fresh, net, form)
     except SpecError as error:
-        return Try(False, 0, str(error))
+        return LoadCheck(False, 0, str(error))
 
 
-def _ours(net: Transformer, fresh: Path, sentence: str) -> tuple[str, str, dict[str, Any]]:
+def _write_native(net: Transformer, fresh: Path, sentence: str) -> tuple[str, str, dict[str, Any]]:
     models.save(net, fresh)
     return "ours", sentence, {}
 
 
-def _copy(source: Path, way: Rewriting, config: dict[str, Any], fresh: Path) -> None:
+def _rewrite_folder(source: Path, way: ShardRewrite, config: dict[str, Any], fresh: Path) -> None:
     """The folder again, with other weights and this config."""
     fresh.mkdir(parents=True)
-    for path in _besides(source):
+    for path in _list_companion_files(source):
         target = fresh / path.relative_to(source)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(path, target)
-        synced(target)
-    _put(fresh / CONFIG, config)
-    rewrite(way, fresh)
+        fsync_file(target)
+    _write_json(fresh / CONFIG_FILE, config)
+    write_shards(way, fresh)
 
 
-def _besides(source: Path) -> Iterator[Path]:
+def _list_companion_files(source: Path) -> Iterator[Path]:
     """What lies in a folder besides its weights and belongs to the model."""
     for path in sorted(source.iterdir()):
-        if path.is_dir() and MODULE.fullmatch(path.name):
+        if path.is_dir() and SENTENCE_TRANSFORMERS_MODULE.fullmatch(path.name):
             inner = sorted(path.iterdir())
-            yield from (one for one in inner if one.is_file() and (BESIDES.fullmatch(one.name) or one.name == ONE))
-        elif path.is_file() and BESIDES.fullmatch(path.name) and path.name != CONFIG:
+            yield from (one for one in inner if one.is_file() and (COMPANION_FILES.fullmatch(one.name) or one.name == WEIGHTS_FILE))
+        elif path.is_file() and COMPANION_FILES.fullmatch(path.name) and path.name != CONFIG_FILE:
             yield path
 
 
-def _put(path: Path, document: Mapping[str, Any]) -> None:
+def _write_json(path: Path, document: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    synced(path)
+    fsync_file(path)

@@ -9,49 +9,49 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..blueprint import to_dict
-from ..blueprint.records import FORMAT, HEADS
+from ..blueprint.records import RECORD_FORMAT, RECORD_FILE
 from ..errors import SpecError
 from ..files import sha256
 from ..models import Transformer
-from .folders_modules import ways
-from .folders_shards import Rewriting, synced
-from .folders_trying import tried
+from .folders_modules import list_module_changes
+from .folders_shards import ShardRewrite, fsync_file
+from .folders_trying import check_load
 
-LOADER = "load_model.py"
-TEXT = Path(__file__).with_name("load_model.txt")  # text for people without headwise; nothing here runs it
+LOADER_NAME = "load_model.py"
+LOADER_SOURCE = Path(__file__).with_name("load_model.txt")  # text for people without headwise; nothing here runs it
 
 
-class Resized(NamedTuple):
+class ResizedFolder(NamedTuple):
     """What is to be said of such a folder, and what its heads.json holds besides."""
 
-    sentence: str
+    summary: str
     document: Mapping[str, Any]
 
 
-def fill(folder: Path, way: Rewriting, net: Transformer, why: str) -> Resized | str:
+def add_loader(folder: Path, rewrite: ShardRewrite, net: Transformer, reason: str) -> ResizedFolder | str:
     """Add the loader to a folder whose weights are written, once it was seen to work; else the reason why it cannot."""
-    form = way.form
-    odd = form.constants(way.names)
+    form = rewrite.form
+    odd = form.find_extra_constants(rewrite.weight_names)
     document: dict[str, Any] = {
-        "model": to_dict(form.described),
+        "model": to_dict(form.model_spec),
         "constants": {name: tensor.tolist() for name, tensor in odd.items()},
-        "besides": way.besides,
+        "besides": rewrite.unused_tensors,
     }
-    not_plain = f"Not a plain transformers checkpoint, because {why}; load it with headwise.load"
+    not_plain = f"Not a plain transformers checkpoint, because {reason}; load it with headwise.load"
     if find_spec("transformers") is None:
-        return Resized(f"{not_plain} (transformers is not installed, so that no loader could be tried).", document)
-    (folder / LOADER).write_bytes(TEXT.read_bytes())
-    synced(folder / LOADER)
-    early = {"format": FORMAT, "kind": "resized"} | document
-    (folder / HEADS).write_text(json.dumps(early), encoding="utf-8")
+        return ResizedFolder(f"{not_plain} (transformers is not installed, so that no loader could be tried).", document)
+    (folder / LOADER_NAME).write_bytes(LOADER_SOURCE.read_bytes())
+    fsync_file(folder / LOADER_NAME)
+    early = {"format": RECORD_FORMAT, "kind": "resized"} | document
+    (folder / RECORD_FILE).write_text(json.dumps(early), encoding="utf-8")
     try:
-        found = ways(folder, way)
-        trial = tried(folder, net, form, found)
+        found = list_module_changes(folder, rewrite)
+        trial = check_load(folder, net, form, found)
     except SpecError as error:
         return str(error)
-    (folder / HEADS).unlink()
+    (folder / RECORD_FILE).unlink()
     if not trial.agrees:
-        return f"its own loader was tried in vain ({trial.said})"
-    document |= {"modules": found[trial.way], "checked": trial.said}
-    document |= {"loader": {"name": LOADER, "sha256": sha256(folder / LOADER)}}
-    return Resized(f"{not_plain} or {LOADER}.", document)
+        return f"its own loader was tried in vain ({trial.message})"
+    document |= {"modules": found[trial.candidate], "checked": trial.message}
+    document |= {"loader": {"name": LOADER_NAME, "sha256": sha256(folder / LOADER_NAME)}}
+    return ResizedFolder(f"{not_plain} or {LOADER_NAME}.", document)

@@ -15,16 +15,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..blueprint import Stack
+from ..blueprint import StackSpec
 from ..errors import SpecError
-from ..hub.pretrained import read
+from ..hub.pretrained import load_transformers_folder
 from ..models import Transformer, build
-from .folders_form import Form
+from .folders_form import CanonicalForm
 
-CLOSE = 1e-5  # of the largest number that comes out
-TOKENS = 9
-FIRST = 3  # ids before it often mean padding, beginnings and ends
-SECONDS = 900
+TOLERANCE = 1e-5  # of the largest number that comes out
+INPUT_LENGTH = 9
+FIRST_TOKEN = 3  # ids before it often mean padding, beginnings and ends
+TIMEOUT_SECONDS = 900
 
 # What that process runs: folder, inputs and outputs, and the ways to load it, tried one after another.
 DRIVER = """
@@ -76,54 +76,54 @@ print("FOUND", json.dumps({"found": found, "why": why}))
 """
 
 
-class Try(NamedTuple):
+class LoadCheck(NamedTuple):
     """Whether a folder gives what the model gives, by which of the ways, and what is to be said of it."""
 
     agrees: bool
-    way: int
-    said: str
-    untried: bool = False
+    candidate: int
+    message: str
+    is_skipped: bool = False
 
 
-def tried(folder: Path, net: Transformer, form: Form, modules: Sequence[Mapping[str, Any]] = ()) -> Try:
+def check_load(folder: Path, net: Transformer, form: CanonicalForm, candidates: Sequence[Mapping[str, Any]] = ()) -> LoadCheck:
     """Load a folder plainly, or by its own loader in one of these ways, and compare with the model that was written.
 
     It must come back as the form, tensor by tensor, and say what the model says: here, and loaded by transformers.
     """
-    again = read(folder)
-    if odd := _changed(again, form):
+    again = load_transformers_folder(folder)
+    if odd := _find_changed_tensor(again, form):
         raise SpecError(f"{odd} is not read back as it was written")
-    expected = _expected(_exact(net, next(again.parameters()).dtype))
-    for name, said in _expected(again.float()).items():
-        if not bool(((said - expected[name]).abs() <= CLOSE * expected[name].abs().max().clamp(min=1)).all()):
+    expected = _expected_outputs(_to_float32(net, next(again.parameters()).dtype))
+    for name, said in _expected_outputs(again.float()).items():
+        if not bool(((said - expected[name]).abs() <= TOLERANCE * expected[name].abs().max().clamp(min=1)).all()):
             raise SpecError("read back, it says something else")
     del again
     if find_spec("transformers") is None:
-        return Try(False, 0, "transformers is not installed, so that nothing was tried", untried=True)
+        return LoadCheck(False, 0, "transformers is not installed, so that nothing was tried", is_skipped=True)
     with tempfile.TemporaryDirectory() as work:
         data, ways = f"{work}/data.safetensors", Path(work, "ways.json")
         save_file(expected, data)
-        ways.write_text(json.dumps({"modules": list(modules), "close": CLOSE}))
-        return _asked([sys.executable, "-I", "-B", "-c", DRIVER, str(folder), data, str(ways)])
+        ways.write_text(json.dumps({"modules": list(candidates), "close": TOLERANCE}))
+        return _run_loader([sys.executable, "-I", "-B", "-c", DRIVER, str(folder), data, str(ways)])
 
 
-def _asked(command: list[str]) -> Try:
+def _run_loader(command: list[str]) -> LoadCheck:
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return Try(False, 0, f"loading it took more than {SECONDS} seconds")
+        return LoadCheck(False, 0, f"loading it took more than {TIMEOUT_SECONDS} seconds")
     lines = [line.removeprefix("FOUND ") for line in ran.stdout.splitlines() if line.startswith("FOUND ")]
     if not lines:
-        return Try(False, 0, f"transformers could not be run: {' '.join(ran.stderr.split())[-200:]}")
+        return LoadCheck(False, 0, f"transformers could not be run: {' '.join(ran.stderr.split())[-200:]}")
     told = json.loads(lines[-1])
     if told["found"] is None:
         why = next((one for one in told["why"] if one.startswith("what it says")), told["why"][0])
-        return Try(False, 0, f"loaded by transformers: {why}")
+        return LoadCheck(False, 0, f"loaded by transformers: {why}")
     number, far = told["found"]
-    return Try(True, number, f"loaded without headwise, it differs from headwise by {far:.1e} of the largest number")
+    return LoadCheck(True, number, f"loaded without headwise, it differs from headwise by {far:.1e} of the largest number")
 
 
-def _changed(again: Transformer, form: Form) -> str:
+def _find_changed_tensor(again: Transformer, form: CanonicalForm) -> str:
     """The first tensor that was not read back as it was written, in the kind of numbers of the files."""
     held = again.state_dict()
     for name, tensor in form.tensors.items():
@@ -132,7 +132,7 @@ def _changed(again: Transformer, form: Form) -> str:
     return ""
 
 
-def _exact(net: Transformer, dtype: torch.dtype) -> Transformer:
+def _to_float32(net: Transformer, dtype: torch.dtype) -> Transformer:
     """The model in 32 bits, with the numbers that it has in those of the files."""
     with torch.device("meta"):
         copy = build(net.described)
@@ -143,34 +143,34 @@ def _exact(net: Transformer, dtype: torch.dtype) -> Transformer:
     return copy.eval()
 
 
-def _expected(net: Transformer) -> dict[str, Tensor]:
+def _expected_outputs(net: Transformer) -> dict[str, Tensor]:
     """Something to read, under transformers' names, and what the model says of it."""
     draw = torch.Generator().manual_seed(0)
     first, last = net.described.stacks[0], net.described.stacks[-1]
-    x = _read(first, net, draw)
+    x = _sample_input(first, net, draw)
     name = "pixel_values" if first.embedding and first.embedding.patches else "input_ids"
     given = {f"in.{name}": x}
     with torch.inference_mode():
         if first is last:
             h = net.hidden(x)
         else:
-            y = _read(last, net, draw)[:, :-2]
+            y = _sample_input(last, net, draw)[:, :-2]
             given["in.decoder_input_ids"] = y
             h = net.hidden(y, source=x)
         said = {"out.last_hidden_state": h} | ({"out.logits": net.read(h)} if net.described.heads else {})
     return given | {name: tensor.clone().contiguous() for name, tensor in said.items()}
 
 
-def _read(stack: Stack, net: Transformer, draw: torch.Generator) -> Tensor:
+def _sample_input(stack: StackSpec, net: Transformer, draw: torch.Generator) -> Tensor:
     embedding = stack.embedding
     if embedding is None:
         raise ValueError(f"{stack.name} reads neither ids nor pixels")
     if patches := embedding.patches:
         size = (1, patches.channels, patches.rows * patches.high, patches.columns * patches.wide)
         return torch.randn(size, generator=draw)
-    longest = embedding.positions.length if embedding.positions and embedding.positions.length else TOKENS
-    count = min(TOKENS, longest)
-    ids = torch.randint(min(FIRST, embedding.tokens - 1), embedding.tokens, (1, count), generator=draw)
+    longest = embedding.positions.length if embedding.positions and embedding.positions.length else INPUT_LENGTH
+    count = min(INPUT_LENGTH, longest)
+    ids = torch.randint(min(FIRST_TOKEN, embedding.tokens - 1), embedding.tokens, (1, count), generator=draw)
     if net.usage.end:
         ids[0, -1] = net.usage.end[0]  # what some classes read is the end of a text
     return ids

@@ -9,30 +9,30 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import SpecError, nearest
-from ..heads.scene import Scene
+from ..errors import SpecError, suggest
+from ..heads.scene import Example
 from ..models import Transformer
 from ..presets import with_gates
 from ..seams import Gate
 from ..spec import AttentionSpec
-from ..training.optimiser import Optimiser
+from ..training.optimiser import AdamWOptimiser
 from ..training.recipe import Recipe
-from .course import Beside, Course, Point, Progress, unheard
-from .learning import Learning, Lessons, Pupil, copied
-from .lessons import Texts
-from .rebuilding import Changed, attention_of, rebuilt, weights_of
-from .removing import removed
+from .course import AuxiliaryTraining, RetrainingLoop, RetrainingPoint, PointCallback, no_progress
+from .learning import RetrainingOptions, DistillationLoader, Student, cast_for_training
+from .lessons import DistillationTexts
+from .rebuilding import AttentionChange, get_attention, replace_attentions, get_attention_parameters
+from .removing import remove_heads
 
-UNITS = ("head", "kv")
-FREEZE = ("none", "model", "decoder")
+GATE_UNITS = ("head", "kv")
+FREEZE_MODES = ("none", "model", "decoder")
 
-RISE = 0.03  # the method's own is 2, at every minimum: a step comes a small part of the way to one
+MULTIPLIER_RATE = 0.03  # the method's own is 2, at every minimum: a step comes a small part of the way to one
 
-SURE = 0.5  # gates more or less than were to be open
+COUNT_TOLERANCE = 0.5  # gates more or less than were to be open
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Gating(Learning):
+class GateTrainingOptions(RetrainingOptions):
     """The same, of a model with a gate on every head (1905.09418), of which `heads` are to stay: a number, or a share.
 
     With unit="kv" all heads that read one key-value head share a gate, and `heads` counts these groups. `sites` are
@@ -47,13 +47,13 @@ class Gating(Learning):
     """
 
     ranges: ClassVar = {
-        **Learning.ranges,
+        **RetrainingOptions.ranges,
         "gates_rate": (1e-9, 1),
         "strength": (1e-9, 1e6),
         "ramp": (0, 1),
         "start": (-10, 10),
     }
-    choices: ClassVar = {**Learning.choices, "unit": UNITS, "freeze": FREEZE}
+    choices: ClassVar = {**RetrainingOptions.choices, "unit": GATE_UNITS, "freeze": FREEZE_MODES}
     heads: int | float
     unit: str = "head"
     sites: tuple[str, ...] = ()
@@ -64,10 +64,10 @@ class Gating(Learning):
     start: float = 2.0
     alpha: float = 0.0
 
-    def target(self, count: int) -> int:
+    def target_count(self, count: int) -> int:
         """How many of so many stay.
 
-        >>> Gating(heads=0.25).target(8), Gating(heads=3).target(8)
+        >>> GateTrainingOptions(heads=0.25).target(8), GateTrainingOptions(heads=3).target(8)
         (2, 3)
         """
         units = "heads" if self.unit == "head" else "groups of heads"
@@ -81,7 +81,7 @@ class Gating(Learning):
         return found
 
 
-class Gates(NamedTuple):
+class GateTrainingResult(NamedTuple):
     """What gates learned: the model without them, which heads to keep at each site, and how likely each is to speak.
 
     `keep` is as `removed` takes it; `held_out` is the loss of texts held back when only these are left. `curve` says
@@ -90,145 +90,145 @@ class Gates(NamedTuple):
 
     net: Transformer
     keep: Mapping[str, tuple[int, ...]]
-    chances: Mapping[str, tuple[float, ...]]
-    curve: tuple[Point, ...]
+    open_probabilities: Mapping[str, tuple[float, ...]]
+    curve: tuple[RetrainingPoint, ...]
     held_out: float
-    ended: str
+    stop_reason: str
     notes: tuple[str, ...]
 
 
-def gated(net: Transformer, scenes: Sequence[Scene], how: Gating, progress: Progress = unheard) -> Gates:
+def train_gates(net: Transformer, examples: Sequence[Example], options: GateTrainingOptions, progress: PointCallback = no_progress) -> GateTrainingResult:
     """Train gates on the heads of a model until so many are expected to stay, and tell which.
 
     The model itself is not changed. With `alpha` above 0 it is the teacher.
     """
-    lessons = Lessons(Texts(net, scenes, how.objective), how)
-    if how.alpha == 0 and not lessons.texts.losses:
+    lessons = DistillationLoader(DistillationTexts(net, examples, options.objective), options)
+    if options.alpha == 0 and not lessons.texts.has_loss:
         raise SpecError(f"{net.described.name} has no loss of its own in these texts; use alpha=1, to stay near itself")
-    sites = sites_of(net, how.sites)
-    units = {site: units_of(spec, how.unit) for site, spec in sites.items()}
-    target = how.target(sum(map(len, units.values())))
-    removed(net, {site: groups[0] for site, groups in units.items()})  # refuse what cannot be cut before it is learnt
-    made = copied(net, rebuilt(net, {site: _with_gate(net, site, how) for site in sites}))
-    pupil = Pupil(made, net if how.alpha > 0 else None, lessons, _learned(net, how.freeze))
-    course = Course(pupil, Multiplier(made, units, target, how), progress, "last")
-    course.go()
-    plain = rebuilt(made, {site: _without_gate(made, site, spec) for site, spec in sites.items()}).requires_grad_(True)
-    chances = {site: tuple(chances_of(made, site).tolist()) for site in sites}
-    keep = likeliest(chances, units, target)
-    held_out, notes = pupil.held_out(removed(plain, keep)), [*lessons.texts.notes, *_unsure(course, target)]
+    sites = select_attentions(net, options.sites)
+    units = {site: list_gate_units(spec, options.unit) for site, spec in sites.items()}
+    target = options.target_count(sum(map(len, units.values())))
+    remove_heads(net, {site: groups[0] for site, groups in units.items()})  # refuse what cannot be cut before it is learnt
+    made = cast_for_training(net, replace_attentions(net, {site: _add_gate(net, site, options) for site in sites}))
+    pupil = Student(made, net if options.alpha > 0 else None, lessons, _trainable_names(net, options.freeze))
+    course = RetrainingLoop(pupil, GateCountConstraint(made, units, target, options), progress, "last")
+    course.run()
+    plain = replace_attentions(made, {site: _remove_gate(made, site, spec) for site, spec in sites.items()}).requires_grad_(True)
+    chances = {site: tuple(get_open_probabilities(made, site).tolist()) for site in sites}
+    keep = select_most_open(chances, units, target)
+    held_out, notes = pupil.held_out_loss(remove_heads(plain, keep)), [*lessons.texts.notes, *_target_notes(course, target)]
     plain.to(next(net.parameters()).dtype).train(net.training)
-    return Gates(plain, keep, chances, tuple(course.curve), held_out, course.ended, tuple(notes))
+    return GateTrainingResult(plain, keep, chances, tuple(course.curve), held_out, course.stop_reason, tuple(notes))
 
 
-def likeliest(
-    chances: Mapping[str, Sequence[float]], units: Mapping[str, Sequence[tuple[int, ...]]], count: int
+def select_most_open(
+    open_probabilities: Mapping[str, Sequence[float]], units: Mapping[str, Sequence[tuple[int, ...]]], count: int
 ) -> dict[str, tuple[int, ...]]:
     """The heads of so many units, those that are likeliest to speak; of equals the first.
 
-    >>> likeliest({"a": (0.1, 0.9), "b": (0.7, 0.7)}, {"a": ((0,), (1,)), "b": ((0,), (1,))}, 2)
+    >>> select_most_open({"a": (0.1, 0.9), "b": (0.7, 0.7)}, {"a": ((0,), (1,)), "b": ((0,), (1,))}, 2)
     {'a': (1,), 'b': (0,)}
     """
     every = [(site, heads) for site, groups in units.items() for heads in groups]
-    every.sort(key=lambda unit: -chances[unit[0]][unit[1][0]])
+    every.sort(key=lambda unit: -open_probabilities[unit[0]][unit[1][0]])
     return {site: tuple(sorted(h for own, heads in every[:count] if own == site for h in heads)) for site in units}
 
 
-def _unsure(course: Course, target: int) -> list[str]:
+def _target_notes(course: RetrainingLoop, target: int) -> list[str]:
     """What is to be said where gates did not come to their target."""
-    opened = course.curve[-1].opened or 0.0
-    if abs(opened - target) <= SURE:
+    opened = course.curve[-1].num_open_gates or 0.0
+    if abs(opened - target) <= COUNT_TOLERANCE:
         return []
     return [f"{opened:.1f} gates were expected to be open when {target} were chosen; more steps would tell better"]
 
 
-def sites_of(net: Transformer, wanted: Sequence[str] = ()) -> dict[str, AttentionSpec]:
+def select_attentions(net: Transformer, wanted: Sequence[str] = ()) -> dict[str, AttentionSpec]:
     """The attentions of these names, or whose names begin so; all if none is said.
 
     >>> import headwise as hw
     >>> net = hw.build(
     ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 2, "vocab_size": 11}), seed=0
     ... )
-    >>> list(sites_of(net, ["decoder.1"]))
+    >>> list(select_attentions(net, ["decoder.1"]))
     ['decoder.1.attention']
     """
-    every = dict(net.described.specs())
+    every = dict(net.described.attention_specs())
     for one in wanted:
-        if not any(_begins(site, one) for site in every):
-            raise SpecError(f"{net.described.name} has no attention {one!r}; {nearest(one, every)}")
-    return {site: spec for site, spec in every.items() if not wanted or any(_begins(site, one) for one in wanted)}
+        if not any(_has_prefix(site, one) for site in every):
+            raise SpecError(f"{net.described.name} has no attention {one!r}; {suggest(one, every)}")
+    return {site: spec for site, spec in every.items() if not wanted or any(_has_prefix(site, one) for one in wanted)}
 
 
-def _begins(site: str, one: str) -> bool:
+def _has_prefix(site: str, one: str) -> bool:
     return f"{site}.".startswith(f"{one}.")
 
 
-def units_of(spec: AttentionSpec, unit: str) -> tuple[tuple[int, ...], ...]:
+def list_gate_units(spec: AttentionSpec, unit: str) -> tuple[tuple[int, ...], ...]:
     """The heads of an attention that go or stay together: each alone, or with unit="kv" those of a group.
 
     >>> import headwise as hw
-    >>> units_of(hw.design(model=8, heads=4, kv=2), "kv")
+    >>> list_gate_units(hw.design(model=8, heads=4, kv=2), "kv")
     ((0, 1), (2, 3))
     """
     if unit == "head":
-        return tuple((head,) for head in range(len(spec.speaks)))
-    return tuple(tuple(o for o, own in enumerate(spec.groups) if own == one) for one in sorted(set(spec.groups)))
+        return tuple((head,) for head in range(len(spec.score_head_of_output)))
+    return tuple(tuple(o for o, own in enumerate(spec.kv_head_of_output) if own == one) for one in sorted(set(spec.kv_head_of_output)))
 
 
-def chances_of(net: Transformer, site: str) -> Tensor:
+def get_open_probabilities(net: Transformer, site: str) -> Tensor:
     """How likely each head of an attention is to speak, as its gates learned it."""
-    attention = attention_of(net, site)
-    told = [gate.chances(attention.weights[name]) for name, gate in attention.spec.steps(Gate)]
+    attention = get_attention(net, site)
+    told = [gate.open_probabilities(attention.weights[name]) for name, gate in attention.spec.parts_of(Gate)]
     return next(chances for chances in told if chances is not None)
 
 
-class Multiplier(Beside):
+class GateCountConstraint(AuxiliaryTraining):
     """Gates that learn, and the multiplier that holds how many are open at a target."""
 
     def __init__(
-        self, net: Transformer, units: Mapping[str, Sequence[tuple[int, ...]]], target: int, how: Gating
+        self, net: Transformer, units: Mapping[str, Sequence[tuple[int, ...]]], target: int, how: GateTrainingOptions
     ) -> None:
-        self.net, self.units, self.target, self.how = net, units, target, how
-        self.every, self.factor = sum(map(len, units.values())), 0.0
-        owners = [attention_of(net, site).weights[name] for site in units for name in _gates_of(net, site)]
+        self.net, self.units, self.target, self.options = net, units, target, how
+        self.num_units, self.multiplier = sum(map(len, units.values())), 0.0
+        owners = [get_attention(net, site).weights[name] for site in units for name in _gate_names(net, site)]
         own = {str(n): p for n, weights in enumerate(owners) for p in weights.parameters()}
         for parameter in own.values():
             parameter.requires_grad_(True)
-        self._optimiser = Optimiser({"gates, kept": own}, Recipe(lr=how.gates_rate, weight_decay=0.0))
+        self._optimiser = AdamWOptimiser({"gates, kept": own}, Recipe(lr=how.gates_rate, weight_decay=0.0))
 
-    def count(self) -> Tensor:
+    def count_expected_open(self) -> Tensor:
         """How many gates are expected to be open."""
         firsts = {site: [heads[0] for heads in groups] for site, groups in self.units.items()}
-        return torch.stack([chances_of(self.net, site)[own].sum() for site, own in firsts.items()]).sum()
+        return torch.stack([get_open_probabilities(self.net, site)[own].sum() for site, own in firsts.items()]).sum()
 
-    def aim(self, step: int) -> float:
+    def target_at(self, step: int) -> float:
         """The target of a step."""
-        ramp = self.how.ramp * self.how.steps
-        return self.every - (self.every - self.target) * (min(1.0, step / ramp) if ramp else 1.0)
+        ramp = self.options.ramp * self.options.steps
+        return self.num_units - (self.num_units - self.target) * (min(1.0, step / ramp) if ramp else 1.0)
 
-    def added(self, step: int) -> Tensor:
-        over = self.count() - self.aim(step)
-        return self.factor * over + self.how.strength * over**2 / self.every
+    def extra_loss(self, step: int) -> Tensor:
+        over = self.count_expected_open() - self.target_at(step)
+        return self.multiplier * over + self.options.strength * over**2 / self.num_units
 
     def step(self, step: int) -> None:
-        over = (self.opened - self.aim(step)) / self.every
-        self._optimiser.step(self.how.gates_rate)
-        self.factor += RISE * self.how.strength * over
+        over = (self.num_open_gates - self.target_at(step)) / self.num_units
+        self._optimiser.step(self.options.gates_rate)
+        self.multiplier += MULTIPLIER_RATE * self.options.strength * over
 
     @property
-    def opened(self) -> float:
-        return float(self.count().detach())
+    def num_open_gates(self) -> float:
+        return float(self.count_expected_open().detach())
 
 
-def _gates_of(net: Transformer, site: str) -> list[str]:
+def _gate_names(net: Transformer, site: str) -> list[str]:
     """The names of parts that say how likely heads are to speak."""
-    attention = attention_of(net, site)
-    gates = attention.spec.steps(Gate)
-    return [name for name, gate in gates if gate.chances(attention.weights[name]) is not None]
+    attention = get_attention(net, site)
+    gates = attention.spec.parts_of(Gate)
+    return [name for name, gate in gates if gate.open_probabilities(attention.weights[name]) is not None]
 
 
-def _with_gate(net: Transformer, site: str, how: Gating) -> Changed:
-    spec, weights = attention_of(net, site).spec, weights_of(net, site)
+def _add_gate(net: Transformer, site: str, how: GateTrainingOptions) -> AttentionChange:
+    spec, weights = get_attention(net, site).spec, get_attention_parameters(net, site)
     try:
         gated_spec = with_gates(spec, per=how.unit, start=how.start)
     except SpecError as error:
@@ -237,16 +237,16 @@ def _with_gate(net: Transformer, site: str, how: Gating) -> Changed:
     for name, param in gated_spec.params().items():
         if name not in weights:
             fresh = param.init(shapes[name])
-            weights[name] = fresh.to(like) if param.learned else fresh.to(like.device)
-    return Changed(gated_spec, weights)
+            weights[name] = fresh.to(like) if param.trainable else fresh.to(like.device)
+    return AttentionChange(gated_spec, weights)
 
 
-def _without_gate(made: Transformer, site: str, spec: AttentionSpec) -> Changed:
-    weights = weights_of(made, site)
-    return Changed(spec, {name: weights[name] for name in spec.params()})
+def _remove_gate(made: Transformer, site: str, spec: AttentionSpec) -> AttentionChange:
+    weights = get_attention_parameters(made, site)
+    return AttentionChange(spec, {name: weights[name] for name in spec.params()})
 
 
-def _learned(net: Transformer, freeze: str) -> list[str]:
+def _trainable_names(net: Transformer, freeze: str) -> list[str]:
     """The names of what learns beside gates."""
     if freeze == "model":
         return []

@@ -10,67 +10,67 @@ from torch import Tensor
 
 from ..errors import SpecError
 
-Groups = tuple[tuple[int, ...], ...]
+HeadGroups = tuple[tuple[int, ...], ...]
 
-FEW = 20_000  # ways to group that are all tried
+MAX_EXHAUSTIVE = 20_000  # ways to group that are all tried
 
 
-def alike(likeness: Tensor, into: int, *, seed: int = 0, starts: int = 200) -> Groups:
+def group_similar_heads(similarity: Tensor, num_groups: int, *, seed: int = 0, restarts: int = 200) -> HeadGroups:
     """Equal groups with the largest likeness summed over the pairs inside them (2412.20677).
 
     Where there are few ways, the best of all; where there are many, the best that swaps of two heads lead to from
     neighbours, and from as many drawn `starts`. The paper calls this annealing; its code too takes no step back.
 
     >>> near = torch.tensor([[0.0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0], [0, 1, 0, 0]])
-    >>> alike(near, 2)
+    >>> group_similar_heads(near, 2)
     ((0, 2), (1, 3))
     """
-    score = _checked(likeness)
-    neighbours = evenly(len(score), into)
-    if ways(len(score), into) <= FEW:
-        return max(_every(tuple(range(len(score))), len(score) // into), key=lambda way: within(score, way))
-    return climbed(score, into, seed=seed, starts=starts, first=neighbours)
+    score = _check_similarity(similarity)
+    neighbours = group_adjacent_heads(len(score), num_groups)
+    if count_groupings(len(score), num_groups) <= MAX_EXHAUSTIVE:
+        return max(_iter_groupings(tuple(range(len(score))), len(score) // num_groups), key=lambda way: sum_similarity_within(score, way))
+    return search_by_swaps(score, num_groups, seed=seed, restarts=restarts, initial_groups=neighbours)
 
 
-def climbed(likeness: Tensor, into: int, *, seed: int, starts: int, first: Groups | None = None) -> Groups:
+def search_by_swaps(similarity: Tensor, num_groups: int, *, seed: int, restarts: int, initial_groups: HeadGroups | None = None) -> HeadGroups:
     """The best groups that swaps lead to, each the best there is, from `first` and from drawn starts."""
-    score = _checked(likeness)
+    score = _check_similarity(similarity)
     drawn = torch.Generator().manual_seed(seed)
-    begin = [evenly(len(score), into) if first is None else first]
-    orders = [torch.randperm(len(score), generator=drawn).tolist() for _ in range(starts)]
-    size = len(score) // into
+    begin = [group_adjacent_heads(len(score), num_groups) if initial_groups is None else initial_groups]
+    orders = [torch.randperm(len(score), generator=drawn).tolist() for _ in range(restarts)]
+    size = len(score) // num_groups
     begin += [tuple(tuple(order[n : n + size]) for n in range(0, len(order), size)) for order in orders]
-    return max((_climb(score, groups) for groups in begin), key=lambda groups: within(score, groups))
+    return max((_improve_by_swaps(score, groups) for groups in begin), key=lambda groups: sum_similarity_within(score, groups))
 
 
-def evenly(heads: int, into: int) -> Groups:
+def group_adjacent_heads(num_heads: int, num_groups: int) -> HeadGroups:
     """Equal groups of neighbours, as mean-pooling takes them (2305.13245).
 
-    >>> evenly(6, 2)
+    >>> group_adjacent_heads(6, 2)
     ((0, 1, 2), (3, 4, 5))
     """
-    if type(into) is not int or into < 1 or heads % into:
-        sizes = [n for n in range(1, heads + 1) if heads % n == 0]
-        raise SpecError(f"{heads} key-value heads do not make {into!r} equal groups; use one of {sizes}")
-    size = heads // into
-    return tuple(tuple(range(n, n + size)) for n in range(0, heads, size))
+    if type(num_groups) is not int or num_groups < 1 or num_heads % num_groups:
+        sizes = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+        raise SpecError(f"{num_heads} key-value heads do not make {num_groups!r} equal groups; use one of {sizes}")
+    size = num_heads // num_groups
+    return tuple(tuple(range(n, n + size)) for n in range(0, num_heads, size))
 
 
-def within(likeness: Tensor, groups: Groups) -> float:
+def sum_similarity_within(similarity: Tensor, groups: HeadGroups) -> float:
     """The likeness summed over the pairs inside groups."""
-    return math.fsum(likeness[a, b].item() for group in groups for a in group for b in group if a < b)
+    return math.fsum(similarity[a, b].item() for group in groups for a in group for b in group if a < b)
 
 
-def ways(heads: int, into: int) -> int:
+def count_groupings(num_heads: int, num_groups: int) -> int:
     """How many ways there are to make so many equal groups.
 
-    >>> ways(4, 2), ways(8, 4)
+    >>> count_groupings(4, 2), count_groupings(8, 4)
     (3, 105)
     """
-    return math.factorial(heads) // (math.factorial(heads // into) ** into * math.factorial(into))
+    return math.factorial(num_heads) // (math.factorial(num_heads // num_groups) ** num_groups * math.factorial(num_groups))
 
 
-def _checked(likeness: Tensor) -> Tensor:
+def _check_similarity(likeness: Tensor) -> Tensor:
     score = likeness.detach().double()
     if score.dim() != 2 or score.shape[0] != score.shape[1] or not score.isfinite().all():
         raise ValueError(
@@ -79,7 +79,7 @@ def _checked(likeness: Tensor) -> Tensor:
     return (score + score.T) / 2
 
 
-def _every(heads: tuple[int, ...], size: int) -> Iterator[Groups]:
+def _iter_groupings(heads: tuple[int, ...], size: int) -> Iterator[HeadGroups]:
     """All ways to group, each once: whoever comes first chooses fellows."""
     if not heads:
         yield ()
@@ -87,11 +87,11 @@ def _every(heads: tuple[int, ...], size: int) -> Iterator[Groups]:
     first, rest = heads[0], heads[1:]
     for fellows in torch.combinations(torch.tensor(rest, dtype=torch.int64), size - 1).tolist() if size > 1 else [[]]:
         others = tuple(head for head in rest if head not in fellows)
-        for groups in _every(others, size):
+        for groups in _iter_groupings(others, size):
             yield ((first, *fellows), *groups)
 
 
-def _climb(score: Tensor, groups: Groups) -> Groups:
+def _improve_by_swaps(score: Tensor, groups: HeadGroups) -> HeadGroups:
     """The groups after swaps of two heads, the best first, until none gains."""
     heads = len(score)
     alone = score.clone().fill_diagonal_(0)
@@ -107,9 +107,9 @@ def _climb(score: Tensor, groups: Groups) -> Groups:
         most = int(gain.argmax())
         a, b = divmod(most, heads)
         if gain[a, b] <= 1e-12 * score.abs().max():
-            return _sorted(place, len(groups))
+            return _canonical_order(place, len(groups))
         place[[a, b]] = place[[b, a]]
 
 
-def _sorted(place: Tensor, into: int) -> Groups:
+def _canonical_order(place: Tensor, into: int) -> HeadGroups:
     return tuple(sorted(tuple((place == number).nonzero().flatten().tolist()) for number in range(into)))

@@ -10,21 +10,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import Diverged, SpecError
+from ..errors import TrainingDiverged, SpecError
 from ..heads.objectives import Objective
 from ..models import Transformer
-from ..registry import Spoken
+from ..registry import CheckedDataclass
 from ..tasks.order import Order, drawn
-from ..training.optimiser import Optimiser, grouped
+from ..training.optimiser import AdamWOptimiser, group_parameters
 from ..training.recipe import Recipe
 from ..training.schedules import SCHEDULES
-from .lessons import STATES, Lesson, Texts
+from .lessons import STATE_LOSSES, DistillationBatch, DistillationTexts
 
-HELD = 1  # what is drawn beside batches: which texts are held back
+HELD_OUT_STREAM = 1  # what is drawn beside batches: which texts are held back
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Learning(Spoken, ABC):
+class RetrainingOptions(CheckedDataclass, ABC):
     """How long, on how many texts at once, with which steps, and what is made small.
 
     What is made small is alpha times how far the model lies from its teacher, and 1 - alpha times its own loss, of
@@ -47,7 +47,7 @@ class Learning(Spoken, ABC):
         "every": (1, 10**9),
         "seed": (0, 2**63 - 1),
     }
-    choices: ClassVar[Mapping[str, Collection[str]]] = {"schedule": SCHEDULES, "states": STATES}
+    choices: ClassVar[Mapping[str, Collection[str]]] = {"schedule": SCHEDULES, "states": STATE_LOSSES}
     steps: int = 200
     batch: int = 16
     rate: float = 3e-4
@@ -65,7 +65,7 @@ class Learning(Spoken, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.within(self.ranges, self.choices)
+        self.check_fields(self.ranges, self.choices)
 
     @property
     def recipe(self) -> Recipe:
@@ -74,99 +74,99 @@ class Learning(Spoken, ABC):
         return Recipe(lr=self.rate, **said)
 
 
-class Lessons:
+class DistillationLoader:
     """Lessons of a batch of texts each, in another order every time round, and those held back, by a seed."""
 
-    def __init__(self, texts: Texts, how: Learning) -> None:
+    def __init__(self, texts: DistillationTexts, options: RetrainingOptions) -> None:
         count = len(texts.numbers)
-        back = max(1, round(how.held_out * count))
-        if count - back < how.batch:
-            fact = f"{count} texts less {back} held back are fewer than a batch of {how.batch}"
+        back = max(1, round(options.held_out * count))
+        if count - back < options.batch:
+            fact = f"{count} texts less {back} held back are fewer than a batch of {options.batch}"
             fits = f"use batch={count - back}" if count > back else "give more texts"
             raise SpecError(f"{fact}; {fits}")
-        mixed = [texts.numbers[n] for n in drawn(how.seed, HELD).permutation(count)]
-        self.texts, self.how, self.held, self.taught = texts, how, sorted(mixed[:back]), sorted(mixed[back:])
-        self._order = Order(len(self.taught))
+        mixed = [texts.numbers[n] for n in drawn(options.seed, HELD_OUT_STREAM).permutation(count)]
+        self.texts, self.options, self.held_out_ids, self.train_ids = texts, options, sorted(mixed[:back]), sorted(mixed[back:])
+        self._order = Order(len(self.train_ids))
 
-    def take(self, step: int) -> Lesson:
+    def get_batch(self, step: int) -> DistillationBatch:
         """The lesson of a step, counted from 1."""
-        chosen = self._order.take(step - 1, self.how.batch, self.how.seed)
-        return self.texts.lesson([self.taught[n] for n in chosen], turn=step)
+        chosen = self._order.take(step - 1, self.options.batch, self.options.seed)
+        return self.texts.make_batch([self.train_ids[n] for n in chosen], epoch_seed=step)
 
-    def back(self) -> Iterator[tuple[Lesson, int]]:
+    def iter_held_out(self) -> Iterator[tuple[DistillationBatch, int]]:
         """The texts held back, and how many of them each lesson has."""
-        for first in range(0, len(self.held), self.how.batch):
-            numbers = self.held[first : first + self.how.batch]
-            yield self.texts.lesson(numbers), len(numbers)
+        for first in range(0, len(self.held_out_ids), self.options.batch):
+            numbers = self.held_out_ids[first : first + self.options.batch]
+            yield self.texts.make_batch(numbers), len(numbers)
 
 
-class Pupil:
+class Student:
     """A model that learns from lessons, with a teacher or without; only tensors of these names learn."""
 
     def __init__(
-        self, net: Transformer, teacher: Transformer | None, lessons: Lessons, learned: Collection[str]
+        self, net: Transformer, teacher: Transformer | None, loader: DistillationLoader, trainable: Collection[str]
     ) -> None:
-        self.net, self.teacher, self.lessons, self.how = net, teacher, lessons, lessons.how
-        losses = lessons.texts.losses
-        self.alpha = self.how.alpha if losses else 1.0
+        self.net, self.teacher, self.loader, self.options = net, teacher, loader, loader.options
+        losses = loader.texts.has_loss
+        self.alpha = self.options.alpha if losses else 1.0
         if teacher is None and not losses:
             raise SpecError(f"{net.described.name} has no loss of its own in these texts, and no teacher; give one")
         if teacher is None:
             self.alpha = 0.0
         heads = net.described.heads
-        self._speaks = bool(heads and heads[0].outputs)
-        own = {name: p for name, p in net.named_parameters() if name in learned}
-        self._optimiser = Optimiser(grouped(own, net.described, "matrices"), self.how.recipe) if own else None
-        self._own = list(own.values())
+        self._has_logits = bool(heads and heads[0].outputs)
+        own = {name: p for name, p in net.named_parameters() if name in trainable}
+        self._optimiser = AdamWOptimiser(group_parameters(own, net.described, "matrices"), self.options.recipe) if own else None
+        self._parameters = list(own.values())
         for name, parameter in net.named_parameters():
-            parameter.requires_grad_(name in learned)
+            parameter.requires_grad_(name in trainable)
 
-    def loss(self, net: Transformer, lesson: Lesson) -> Tensor:
+    def loss(self, net: Transformer, batch: DistillationBatch) -> Tensor:
         """What is made small, a mean over texts."""
-        said, parts = lesson.said(net), []
+        said, parts = batch.compute_outputs(net), []
         if self.alpha < 1:
-            parts.append((1 - self.alpha) * lesson.losses(said))
+            parts.append((1 - self.alpha) * batch.losses(said))
         if self.alpha > 0:
-            parts.append(self.alpha * self._apart(lesson, said))
+            parts.append(self.alpha * self._teacher_loss(batch, said))
         return torch.stack(parts).sum(0).mean()
 
-    def _apart(self, lesson: Lesson, said: Tensor) -> Tensor:
+    def _teacher_loss(self, lesson: DistillationBatch, said: Tensor) -> Tensor:
         assert self.teacher is not None
         with torch.no_grad():
-            taught = lesson.said(self.teacher)
+            taught = lesson.compute_outputs(self.teacher)
         if taught.shape != said.shape:
             fact = f"the teacher says {taught.shape[-1]} numbers of each place, the model {said.shape[-1]}"
             raise SpecError(f"{fact}; give the model that this one was made of")
-        if self._speaks:
-            return lesson.divergences(said, taught, self.how.temperature)
-        return lesson.distances(said, taught, self.how.states)
+        if self._has_logits:
+            return lesson.kl_divergences(said, taught, self.options.temperature)
+        return lesson.state_distances(said, taught, self.options.states)
 
-    def held_out(self, net: Transformer) -> float:
+    def held_out_loss(self, net: Transformer) -> float:
         """The loss of the texts held back, of this model or one made of it."""
         was = net.training
         net.eval()
         with torch.no_grad():
-            found = [(float(self.loss(net, lesson)) * count, count) for lesson, count in self.lessons.back()]
+            found = [(float(self.loss(net, lesson)) * count, count) for lesson, count in self.loader.iter_held_out()]
         net.train(was)
         return sum(loss for loss, _ in found) / sum(count for _, count in found)
 
-    def step(self, step: int, added: Callable[[], Tensor | float]) -> float:
+    def step(self, step: int, extra_loss: Callable[[], Tensor | float]) -> float:
         """One step; the loss without what was added."""
         self.net.train()
-        loss = self.loss(self.net, self.lessons.take(step))
-        (loss + added()).backward()
-        norm = nn.utils.get_total_norm([p.grad for p in self._own if p.grad is not None])
+        loss = self.loss(self.net, self.loader.get_batch(step))
+        (loss + extra_loss()).backward()
+        norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
         if not (loss.isfinite() and norm.isfinite()):
             fact = f"loss {loss.item():g}, gradient {float(norm):g} at step {step}"
-            raise Diverged(f"{fact}; use a rate below {self.how.rate:g}")
-        if self.how.clip:
-            nn.utils.clip_grads_with_norm_(self._own, self.how.clip, norm)
+            raise TrainingDiverged(f"{fact}; use a rate below {self.options.rate:g}")
+        if self.options.clip:
+            nn.utils.clip_grads_with_norm_(self._parameters, self.options.clip, norm)
         if self._optimiser is not None:
-            self._optimiser.step(self.how.recipe.rate(step))
+            self._optimiser.step(self.options.recipe.lr_at(step))
         return loss.item()
 
 
-def copied(net: Transformer, made: Transformer) -> Transformer:
+def cast_for_training(net: Transformer, student: Transformer) -> Transformer:
     """A model to learn, in float32 at least: steps are lost between numbers of less precision."""
     exact = torch.promote_types(next(net.parameters()).dtype, torch.float32)
-    return made.to(exact)
+    return student.to(exact)

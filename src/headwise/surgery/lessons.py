@@ -9,113 +9,113 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..blueprint import Stack
+from ..blueprint import StackSpec
 from ..errors import SpecError
-from ..heads.objectives import Objective, Question, objective_of
-from ..heads.scene import Scene
+from ..heads.objectives import Objective, EvaluationInput, choose_objective
+from ..heads.scene import Example
 from ..models import Transformer
 from ..models.ends import Typed
 from ..tasks import IGNORED
-from ..tokens import Tokens
+from ..tokens import SequenceInfo
 
-STREAMS = {"x": "tokens", "source": "source_tokens"}  # what is read, and what says where its tokens stand
-STATES = ("cosine", "l2")
+STREAM_ARGUMENTS = {"x": "tokens", "source": "source_tokens"}  # what is read, and what says where its tokens stand
+STATE_LOSSES = ("cosine", "l2")
 
 
-class Lesson(NamedTuple):
+class DistillationBatch(NamedTuple):
     """Texts side by side: what a model reads, by name; which places of what it says are a text's; what is wanted there.
 
     `places` and `labels` are [texts, places]; a text of which one thing is said has one place.
     """
 
-    given: Mapping[str, Any]
-    places: Tensor
+    inputs: Mapping[str, Any]
+    positions: Tensor
     labels: Tensor | None = None
 
-    def said(self, net: Transformer) -> Tensor:
+    def compute_outputs(self, net: Transformer) -> Tensor:
         """What a model says of them, [texts, places, width]."""
         like = next(net.parameters())
-        exact = {name: one.to(like) if _is_exact(one) else one for name, one in self.given.items()}
-        return net(**exact).reshape(*self.places.shape, -1)
+        exact = {name: one.to(like) if _is_float_tensor(one) else one for name, one in self.inputs.items()}
+        return net(**exact).reshape(*self.positions.shape, -1)
 
-    def losses(self, said: Tensor) -> Tensor:
+    def losses(self, outputs: Tensor) -> Tensor:
         """- log p of what is wanted, for each text a mean over the places that are asked."""
         assert self.labels is not None
-        exact = said.to(torch.promote_types(said.dtype, torch.float32)).transpose(1, 2)
+        exact = outputs.to(torch.promote_types(outputs.dtype, torch.float32)).transpose(1, 2)
         each = F.cross_entropy(exact, self.labels, ignore_index=IGNORED, reduction="none")
-        return _by_text(each, self.labels != IGNORED)
+        return _mean_by_text(each, self.labels != IGNORED)
 
-    def divergences(self, said: Tensor, taught: Tensor, temperature: float = 1.0) -> Tensor:
+    def kl_divergences(self, outputs: Tensor, teacher_outputs: Tensor, temperature: float = 1.0) -> Tensor:
         """KL(teacher || model), of logits over `temperature`, times its square (1503.02531); for each text a mean.
 
-        >>> lesson = Lesson({}, torch.tensor([[True, False]]))
+        >>> lesson = DistillationBatch({}, torch.tensor([[True, False]]))
         >>> said, taught = torch.zeros(1, 2, 2), torch.tensor([[[0.0, 100.0], [7.0, 8.0]]])
-        >>> lesson.divergences(said, taught)  # log 2: nothing is learnt where there is no text
+        >>> lesson.kl_divergences(said, taught)  # log 2: nothing is learnt where there is no text
         tensor([0.6931])
         """
-        new, old = (_exact(one / temperature).log_softmax(-1) for one in (said, taught))
+        new, old = (_to_float32(one / temperature).log_softmax(-1) for one in (outputs, teacher_outputs))
         each = F.kl_div(new, old, reduction="none", log_target=True).sum(-1)
-        return _by_text(each, self.places) * temperature**2
+        return _mean_by_text(each, self.positions) * temperature**2
 
-    def distances(self, said: Tensor, taught: Tensor, by: str = "cosine") -> Tensor:
+    def state_distances(self, outputs: Tensor, teacher_outputs: Tensor, metric: str = "cosine") -> Tensor:
         """How far states lie from the teacher's, for each text a mean: 1 - cosine, or by="l2" the mean square."""
-        new, old = _exact(said), _exact(taught)
-        each = 1 - F.cosine_similarity(new, old, dim=-1) if by == "cosine" else (new - old).square().mean(-1)
-        return _by_text(each, self.places)
+        new, old = _to_float32(outputs), _to_float32(teacher_outputs)
+        each = 1 - F.cosine_similarity(new, old, dim=-1) if metric == "cosine" else (new - old).square().mean(-1)
+        return _mean_by_text(each, self.positions)
 
 
-def _is_exact(one: Any) -> bool:
+def _is_float_tensor(one: Any) -> bool:
     return isinstance(one, Tensor) and one.is_floating_point()
 
 
-def _exact(one: Tensor) -> Tensor:
+def _to_float32(one: Tensor) -> Tensor:
     return one.to(torch.promote_types(one.dtype, torch.float32))
 
 
-def _by_text(each: Tensor, where: Tensor) -> Tensor:
+def _mean_by_text(each: Tensor, where: Tensor) -> Tensor:
     return each.masked_fill(~where, 0).sum(1) / where.sum(1).clamp(min=1)
 
 
-class Texts:
+class DistillationTexts:
     """What a model is asked in some scenes, by number, and the lessons that some of these make.
 
     `losses` says whether its own head has a loss in them. `numbers` are those texts that ask something; `notes` say
     what is learned of a model and what was left out.
     """
 
-    def __init__(self, net: Transformer, scenes: Sequence[Scene], objective: str | Objective | None = None) -> None:
+    def __init__(self, net: Transformer, scenes: Sequence[Example], objective: str | Objective | None = None) -> None:
         if not isinstance(net, Transformer):
             raise SpecError(f"{type(net).__name__} is no model of headwise; read it with hw.load first")
         if not scenes:
             raise SpecError("there are no texts to learn from; give some")
         self.net, self.scenes = net, scenes
-        self.objective, note = objective_of(net, objective, scenes[0])
+        self.objective, note = choose_objective(net, objective, scenes[0])
         first = [self._question(number) for number in range(len(scenes))]
-        self.losses = first[0].labels is not None
-        self.numbers = [number for number, question in enumerate(first) if question.asked]
+        self.has_loss = first[0].labels is not None
+        self.numbers = [number for number, question in enumerate(first) if question.num_targets]
         left = len(scenes) - len(self.numbers)
         self.notes = tuple(filter(None, [note, f"{left} texts ask nothing and are left out" if left else ""]))
 
-    def lesson(self, numbers: Sequence[int], turn: int = 0) -> Lesson:
+    def make_batch(self, numbers: Sequence[int], epoch_seed: int = 0) -> DistillationBatch:
         """These texts side by side; where masks are drawn, every turn draws others."""
-        return side_by_side(self.net, [self._question(number, turn) for number in numbers])
+        return collate_questions(self.net, [self._question(number, epoch_seed) for number in numbers])
 
-    def _question(self, number: int, turn: int = 0) -> Question:
+    def _question(self, number: int, epoch_seed: int = 0) -> EvaluationInput:
         """What a text asks, which is all told before anything is learned, so that nothing fails on the way."""
-        question = self.objective.question(self.net, self.scenes[number], number + turn * len(self.scenes))
-        if wrong := [name for name in question.given.names if name not in (*STREAMS, *STREAMS.values())]:
-            raise SpecError(f"text {number} is told with {wrong[0]!r}; a model learns from {' and '.join(STREAMS)}")
-        if question.given.places:
+        question = self.objective.prepare_input(self.net, self.scenes[number], number + epoch_seed * len(self.scenes))
+        if wrong := [name for name in question.inputs.kwargs if name not in (*STREAM_ARGUMENTS, *STREAM_ARGUMENTS.values())]:
+            raise SpecError(f"text {number} is told with {wrong[0]!r}; a model learns from {' and '.join(STREAM_ARGUMENTS)}")
+        if question.inputs.args:
             raise SpecError(f"text {number} is told without names; give inputs such as {{'x': ids}}")
-        if turn == 0:
+        if epoch_seed == 0:
             _check_labels(self.net, question, number)
         return question
 
 
-def _check_labels(net: Transformer, question: Question, number: int) -> None:
+def _check_labels(net: Transformer, question: EvaluationInput, number: int) -> None:
     if question.labels is None:
         return
-    places, known = _places(net, question.given.names), net.described.heads[0].outputs
+    places, known = _count_positions(net, question.inputs.kwargs), net.described.heads[0].outputs
     if len(question.labels) != places:
         fact = f"the model says {places} places of text {number} and {len(question.labels)} labels are given"
         raise SpecError(f"{fact}; give one for each")
@@ -125,17 +125,17 @@ def _check_labels(net: Transformer, question: Question, number: int) -> None:
         raise SpecError(f"{fact}; give 0..{known - 1}")
 
 
-def _places(net: Transformer, names: Mapping[str, Any]) -> int:
+def _count_positions(net: Transformer, names: Mapping[str, Any]) -> int:
     """How many things a model says of a text."""
     heads = net.described.heads
-    return 1 if heads and heads[0].at != "each" else _count(net.described.stacks[-1], _ids(names["x"]))
+    return 1 if heads and heads[0].at != "each" else _count_stack_tokens(net.described.stacks[-1], _ids(names["x"]))
 
 
 def _ids(x: Tensor | Typed) -> Tensor:
     return x.ids if isinstance(x, Typed) else x
 
 
-def _count(stack: Stack, x: Tensor) -> int:
+def _count_stack_tokens(stack: StackSpec, x: Tensor) -> int:
     """How many tokens a stack makes of one text."""
     patches = stack.embedding.patches if stack.embedding else None
     if stack.embedding is None or patches is None:
@@ -143,33 +143,33 @@ def _count(stack: Stack, x: Tensor) -> int:
     return x.shape[-2] // patches.high * patches.columns + stack.embedding.first
 
 
-def side_by_side(net: Transformer, questions: Sequence[Question]) -> Lesson:
+def collate_questions(net: Transformer, questions: Sequence[EvaluationInput]) -> DistillationBatch:
     """One lesson of several texts, the shorter ones with padding behind them."""
     given: dict[str, Any] = {}
-    names = set(questions[0].given.names)
-    if any(set(question.given.names) | {*STREAMS.values()} != names | {*STREAMS.values()} for question in questions):
+    names = set(questions[0].inputs.kwargs)
+    if any(set(question.inputs.kwargs) | {*STREAM_ARGUMENTS.values()} != names | {*STREAM_ARGUMENTS.values()} for question in questions):
         raise SpecError("some texts come with a source and some without; give each one")
-    for (stream, told), stack in zip(STREAMS.items(), (net.described.stacks[-1], net.described.stacks[0]), strict=True):
+    for (stream, told), stack in zip(STREAM_ARGUMENTS.items(), (net.described.stacks[-1], net.described.stacks[0]), strict=True):
         if stream in names:
-            rows = [question.given.names[stream] for question in questions]
-            given[stream] = _stacked(rows)
-            tokens = [_tokens(question.given.names, stream, stack) for question in questions]
-            given[told] = _beside(tokens, _count(stack, _ids(given[stream])))
-    counts = [_places(net, question.given.names) for question in questions]
+            rows = [question.inputs.kwargs[stream] for question in questions]
+            given[stream] = _stack_rows(rows)
+            tokens = [_input_sequence(question.inputs.kwargs, stream, stack) for question in questions]
+            given[told] = _stack_sequences(tokens, _count_stack_tokens(stack, _ids(given[stream])))
+    counts = [_count_positions(net, question.inputs.kwargs) for question in questions]
     places = torch.arange(max(counts))[None] < torch.tensor(counts)[:, None]
     device = next(net.parameters()).device
     told_labels = [question.labels for question in questions if question.labels is not None]
-    labels = _padded([row[None] for row in told_labels], IGNORED).to(device) if told_labels else None
-    return Lesson(given, places.to(device), labels)
+    labels = _pad_rows([row[None] for row in told_labels], IGNORED).to(device) if told_labels else None
+    return DistillationBatch(given, places.to(device), labels)
 
 
-def _stacked(rows: Sequence[Any]) -> Any:
+def _stack_rows(rows: Sequence[Any]) -> Any:
     if all(isinstance(row, Typed) for row in rows):
-        return Typed(*(_padded([row[n] for row in rows], 0) for n in range(2)))
-    return _padded(rows, 0)
+        return Typed(*(_pad_rows([row[n] for row in rows], 0) for n in range(2)))
+    return _pad_rows(rows, 0)
 
 
-def _padded(rows: Sequence[Tensor], value: int) -> Tensor:
+def _pad_rows(rows: Sequence[Tensor], value: int) -> Tensor:
     """Rows [1, tokens] of ids, or [1, ..., tokens, width], in one tensor."""
     axis = 1 if rows[0].dim() == 2 else -2
     most = max(row.shape[axis] for row in rows)
@@ -181,17 +181,17 @@ def _padded(rows: Sequence[Tensor], value: int) -> Tensor:
         raise SpecError(f"texts of shapes {' and '.join(shapes)} cannot stand side by side; use batch=1") from None
 
 
-def _tokens(names: Mapping[str, Any], stream: str, stack: Stack) -> Tokens:
+def _input_sequence(names: Mapping[str, Any], stream: str, stack: StackSpec) -> SequenceInfo:
     x = _ids(names[stream])
-    told = names.get(STREAMS[stream])
-    return Tokens.run(0, _count(stack, x), x.device) if told is None else told
+    told = names.get(STREAM_ARGUMENTS[stream])
+    return SequenceInfo.contiguous(0, _count_stack_tokens(stack, x), x.device) if told is None else told
 
 
-def _beside(rows: Sequence[Tokens], count: int) -> Tokens | None:
+def _stack_sequences(rows: Sequence[SequenceInfo], count: int) -> SequenceInfo | None:
     """Where the tokens of all rows stand; nothing needs to be said of whole rows that begin at 0."""
     if all(row.start == 0 and row.count == count for row in rows):
         return None
     gaps = [(0, count - row.count) for row in rows]
     position = torch.cat([F.pad(row.position, gap) for row, gap in zip(rows, gaps, strict=True)])
     segment = torch.cat([F.pad(row.segment, gap, value=-1) for row, gap in zip(rows, gaps, strict=True)])
-    return Tokens(position, segment)
+    return SequenceInfo(position, segment)

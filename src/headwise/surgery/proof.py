@@ -10,32 +10,32 @@ from pathlib import Path
 from typing import Any
 
 from ..files import write_atomically
-from .agreement import Agreement
-from .equality import Difference
-from .examples import Example
-from .quality import Quality
-from .savings import Savings
-from .speeds import Speeds
+from .agreement import ModelAgreement
+from .equality import OutputDifference
+from .examples import ChangedExample
+from .quality import QualityReport
+from .savings import CostComparison
+from .speeds import SpeedComparison
 
-VERSION = 1  # of the JSON document
-JSON, PAGE = "proof.json", "PROOF.md"
+PROOF_VERSION = 1  # of the JSON document
+PROOF_JSON, PROOF_PAGE = "proof.json", "PROOF.md"
 
 
 @dataclass(frozen=True)
-class Proof:
+class ModelProof:
     """What was done to which model; that silencing, cutting and reading again say the same; what was saved, how fast
     both are, how well they speak, where they part, and the texts that changed most."""
 
     model: str
     what: str
     keep: Mapping[str, tuple[int, ...]]
-    texts: int
-    equal: tuple[Difference, ...]
-    savings: Savings
-    speeds: Speeds
-    quality: Quality
-    agreement: Agreement
-    examples: tuple[Example, ...]
+    num_texts: int
+    equal: tuple[OutputDifference, ...]
+    savings: CostComparison
+    speeds: SpeedComparison
+    quality: QualityReport
+    agreement: ModelAgreement
+    examples: tuple[ChangedExample, ...]
     command: str = ""
     versions: Mapping[str, str] | None = None
     notes: tuple[str, ...] = ()
@@ -49,36 +49,36 @@ class Proof:
     def data(self) -> dict[str, Any]:
         """As plain values; what is no finite number is None."""
         told = {
-            "version": VERSION, "model": self.model, "what": self.what, "command": self.command, "texts": self.texts,
+            "version": PROOF_VERSION, "model": self.model, "what": self.what, "command": self.command, "texts": self.num_texts,
             "keep": {site: list(heads) for site, heads in self.keep.items()}, "holds": self.holds,
             "equal": [one.data for one in self.equal], "savings": self.savings.data, "speeds": self.speeds.data,
             "quality": self.quality.data, "agreement": self.agreement.data,
             "examples": [one.data for one in self.examples],
             "versions": dict(self.versions or {}), "notes": list(self.notes),
         }  # fmt: skip
-        return finite(told)
+        return replace_non_finite(told)
 
 
-def write(proof: Proof, folder: Path | str) -> tuple[Path, Path]:
+def write_proof(proof: ModelProof, folder: Path | str) -> tuple[Path, Path]:
     """The proof as a file for programs and a page for people, in a folder, made where it is missing."""
-    from .page import page
+    from .page import render_proof
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = folder / JSON, folder / PAGE
+    paths = folder / PROOF_JSON, folder / PROOF_PAGE
     write_atomically(paths[0], (json.dumps(proof.data, indent=1, allow_nan=False) + "\n").encode())
-    write_atomically(paths[1], page(proof).encode())
+    write_atomically(paths[1], render_proof(proof).encode())
     return paths
 
 
-def finite(told: Any) -> Any:
+def replace_non_finite(value: Any) -> Any:
     """Plain values with None for every number that is not finite.
 
-    >>> finite({"a": [1.5, float("nan")]})
+    >>> replace_non_finite({"a": [1.5, float("nan")]})
     {'a': [1.5, None]}
     """
-    if isinstance(told, Mapping):
-        return {name: finite(one) for name, one in told.items()}
-    if isinstance(told, (list, tuple)):
-        return [finite(one) for one in told]
-    return None if isinstance(told, float) and not math.isfinite(told) else told
+    if isinstance(value, Mapping):
+        return {name: replace_non_finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [replace_non_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -9,27 +9,27 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import SpecError
-from ..heads.scene import Scene
+from ..heads.scene import Example
 from ..models import Transformer
-from .choices import Choice, Keep
-from .constants import folded
-from .plans import Head, Plan
-from .rebuilding import ours
-from .removing import removed
+from .choices import HeadSelection, KeepTop
+from .constants import compute_head_constants
+from .plans import HeadId, PruningPlan
+from .rebuilding import to_native_model
+from .removing import remove_heads
 
 
 @dataclass(frozen=True, eq=False)
-class Pruned:
+class PruningResult:
     """A model before and after, what it keeps and why, and what the heads that went are taken to say from then on.
 
     `ready` is the model that was cut: the one before, unless choosing made it learn.
     """
 
     before: Transformer
-    ready: Transformer
+    removal_source: Transformer
     after: Transformer
-    plan: Plan
-    said: Mapping[Head, Tensor]
+    plan: PruningPlan
+    head_constants: Mapping[HeadId, Tensor]
     fold: str
 
     @property
@@ -40,12 +40,12 @@ class Pruned:
 
 def prune(
     model: nn.Module,
-    choice: Choice | float,
-    scenes: Sequence[Scene] = (),
+    selection: HeadSelection | float,
+    examples: Sequence[Example] = (),
     *,
     fold: str = "none",
-    tell: Callable[[str], Any] = lambda _: None,
-) -> Pruned:
+    log: Callable[[str], Any] = lambda _: None,
+) -> PruningResult:
     """A model without the heads that a choice gives up; a number is the share that every layer keeps.
 
     `scenes` are the texts by which heads are judged, as `hw.Sources` reads them. fold="mean" leaves what the heads said
@@ -55,16 +55,16 @@ def prune(
     >>> import headwise as hw
     >>> net = hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2}), seed=0)
     >>> done = prune(net, hw.surgery.Named((("decoder.0.attention", 3),)))
-    >>> done.plan.sentence, hw.counting.params(net.described) - hw.counting.params(done.after.described)
+    >>> done.plan.sentence, hw.select_counted.params(net.described) - hw.select_counted.params(done.after.described)
     ('7 of 8 heads stay, without those that were named', 70)
     """
-    model = ours(model)
-    chosen = Keep(choice) if isinstance(choice, (int, float)) else choice
-    if not isinstance(chosen, Choice):
-        raise SpecError(f"choice={choice!r} chooses no heads; give a share such as 0.5, or hw.surgery.Named(...)")
-    ready, plan = chosen.ready(model, scenes, tell)
-    if not plan.gone:
-        raise SpecError(f"no head would go: {plan.sentence}; choose fewer to keep")
-    tell("cutting")
-    left = folded(ready, plan, scenes, fold)
-    return Pruned(model, ready, removed(ready, plan.changes, left.constants), plan, left.said, fold)
+    model = to_native_model(model)
+    chosen = KeepTop(selection) if isinstance(selection, (int, float)) else selection
+    if not isinstance(chosen, HeadSelection):
+        raise SpecError(f"choice={selection!r} chooses no heads; give a share such as 0.5, or hw.surgery.Named(...)")
+    ready, plan = chosen.prepare(model, examples, log)
+    if not plan.removed_heads:
+        raise SpecError(f"no head would go: {plan.summary}; choose fewer to keep")
+    log("cutting")
+    left = compute_head_constants(ready, plan, examples, fold)
+    return PruningResult(model, ready, remove_heads(ready, plan.changed_sites, left.site_constants), plan, left.head_outputs, fold)

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .. import counting
-from ..counting.costs import Costs, cost
-from ..counting.pricing import Load, Price
-from ..counting.scopes import longest
+from ..counting.costs import CostReport, cost
+from ..counting.pricing import Workload, CostEstimate
+from ..counting.scopes import max_lengths
 from ..models import Transformer
 from ..spec import AttentionSpec
 
-LENGTH = 512  # tokens that are priced, unless said
-PRICED = 4  # bytes of each number in a price; the model's own precision is put in their place
+COUNTED_LENGTH = 512  # tokens that are priced, unless said
+COUNTED_BYTES = 4  # bytes of each number in a price; the model's own precision is put in their place
 
 
-class Pair(NamedTuple):
+class CostPair(NamedTuple):
     """One number of both models."""
 
     name: str
@@ -36,7 +36,7 @@ class Pair(NamedTuple):
         return {**self._asdict(), "ratio": self.ratio}
 
 
-class Layer(NamedTuple):
+class AttentionSize(NamedTuple):
     """What one attention has: output heads, key-value heads, parameters, numbers remembered of a token."""
 
     heads: int = 0
@@ -45,26 +45,26 @@ class Layer(NamedTuple):
     remembered: int = 0
 
     @staticmethod
-    def of(spec: AttentionSpec | None) -> Layer:
+    def of_spec(spec: AttentionSpec | None) -> AttentionSize:
         """Of a spec; of an attention that is gone, nothing."""
         if spec is None:
-            return Layer()
-        return Layer(len(spec.speaks), spec.heads.kv, counting.params(spec), counting.cache_numbers(spec))
+            return AttentionSize()
+        return AttentionSize(len(spec.score_head_of_output), spec.heads.kv, counting.count_parameters(spec), counting.cached_numbers_per_token(spec))
 
 
 @dataclass(frozen=True)
-class Savings:
+class CostComparison:
     """Numbers of both models under one load of so many tokens, and of every attention whose numbers changed."""
 
     length: int
-    source: int | None
+    source_length: int | None
     dtype: str
-    pairs: tuple[Pair, ...]
-    sites: Mapping[str, tuple[Layer, Layer]]
+    costs: tuple[CostPair, ...]
+    sites: Mapping[str, tuple[AttentionSize, AttentionSize]]
 
-    def pair(self, name: str) -> Pair:
+    def get_cost(self, name: str) -> CostPair:
         """One of them."""
-        return next(pair for pair in self.pairs if pair.name == name)
+        return next(pair for pair in self.costs if pair.name == name)
 
     @property
     def data(self) -> dict[str, Any]:
@@ -73,94 +73,94 @@ class Savings:
             {"site": site, "before": before._asdict(), "after": after._asdict()}
             for site, (before, after) in self.sites.items()
         ]
-        told = {"length": self.length, "source": self.source, "dtype": self.dtype}
-        return told | {"numbers": [pair.data for pair in self.pairs], "sites": sites}
+        told = {"length": self.length, "source": self.source_length, "dtype": self.dtype}
+        return told | {"numbers": [pair.data for pair in self.costs], "sites": sites}
 
     @property
-    def sentence(self) -> str:
+    def summary(self) -> str:
         """What was saved, in words; nothing is said too."""
         parts = list[str]()
         for name, what in (("parameters", "parameters"), ("cache, a token", "bytes of every token that is remembered")):
-            pair = next((one for one in self.pairs if one.name == name), None)
+            pair = next((one for one in self.costs if one.name == name), None)
             if pair is not None and pair.before:
                 less = pair.before - pair.after
                 parts.append(f"{less:,} of {pair.before:,} {what} ({less / pair.before:.1%})")
         return f"Saved: {' and '.join(parts)}."
 
     @property
-    def kept(self) -> list[str]:
+    def uncut_cache_notes(self) -> list[str]:
         """Attentions that lost heads and have as many keys and values as before; those that are alike are one line."""
         found: dict[str, list[str]] = {}
         for site, (before, after) in self.sites.items():
             if after.heads < before.heads and before.remembered == after.remembered and after.remembered:
                 gone = f"{before.heads - after.heads} of {before.heads} heads are gone"
                 found.setdefault(f"{gone}, and all {before.kv} key-value heads are still read", []).append(site)
-        return [f"{_listed(sites)}: {what}" for what, sites in found.items()]
+        return [f"{_join_sites(sites)}: {what}" for what, sites in found.items()]
 
 
-def savings(before: Transformer, after: Transformer, length: int | None = None, source: int | None = None) -> Savings:
+def compare_cost(before: Transformer, after: Transformer, length: int | None = None, source_length: int | None = None) -> CostComparison:
     """What both cost for a row of `length` tokens, and `source` of them where one is read.
 
     >>> import headwise as hw
     >>> net = hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1}), seed=0)
-    >>> found = savings(net, net)
+    >>> found = compare_cost(net, net)
     >>> found.length, found.pair("cache, a token").before, found.pair("parameters").ratio
     (512, 64, 1.0)
     """
-    load = load_of(before, length, source)
+    load = default_workload(before, length, source_length)
     prices = cost({"before": before.described, "after": after.described}, load)
     nets = {"before": before, "after": after}
     for name, net in nets.items():
-        _check_numbers(name, net, prices[name])
-    specs = tuple(dict(net.described.specs()) for net in nets.values())
-    sites = {site: (Layer.of(specs[0].get(site)), Layer.of(specs[1].get(site))) for site in specs[0]}
+        _check_parameter_count(name, net, prices[name])
+    specs = tuple(dict(net.described.attention_specs()) for net in nets.values())
+    sites = {site: (AttentionSize.of_spec(specs[0].get(site)), AttentionSize.of_spec(specs[1].get(site))) for site in specs[0]}
     dtype = str(next(before.parameters()).dtype).removeprefix("torch.")
     changed = {site: pair for site, pair in sites.items() if pair[0] != pair[1]}
     reads = load.source if len(before.described.stacks) > 1 else None
-    return Savings(prices["before"].whole.tokens, reads, dtype, tuple(_pairs(nets, prices)), changed)
+    return CostComparison(prices["before"].full_call.tokens, reads, dtype, tuple(_iter_costs(nets, prices)), changed)
 
 
-def _listed(sites: Sequence[str]) -> str:
+def _join_sites(sites: Sequence[str]) -> str:
     return sites[0] if len(sites) == 1 else f"{sites[0]} and {len(sites) - 1} more"
 
 
-def load_of(net: Transformer, length: int | None, source: int | None) -> Load:
+def default_workload(net: Transformer, length: int | None, source_length: int | None) -> Workload:
     """A row as long as is asked for, or as the model takes."""
-    most = longest(net.described)
-    own = length or min(LENGTH, most.own or LENGTH)
-    read = source or min(own, most.source or own)
-    return Load(context=own, dtype="fp32", source=read)
+    most = max_lengths(net.described)
+    own = length or min(COUNTED_LENGTH, most.own or COUNTED_LENGTH)
+    read = source_length or min(own, most.source or own)
+    return Workload(context=own, dtype="fp32", source=read)
 
 
-def _pairs(nets: Mapping[str, Transformer], prices: Costs) -> Iterator[Pair]:
+def _iter_costs(nets: Mapping[str, Transformer], prices: CostReport) -> Iterator[CostPair]:
     one, other = prices["before"], prices["after"]
     each = {name: next(net.parameters()).element_size() for name, net in nets.items()}
     numels = {name: sum(p.numel() for p in net.parameters()) for name, net in nets.items()}
-    yield Pair("parameters", "", one.parameters.total, other.parameters.total)
-    yield Pair("weights", "bytes", *(numels[name] * each[name] for name in nets))
-    yield Pair("forward" if one.decode is None else "prefill", "FLOPs", one.prefill.total, other.prefill.total)
-    if one.decode is None:
+    yield CostPair("parameters", "", one.parameters.total, other.parameters.total)
+    yield CostPair("weights", "bytes", *(numels[name] * each[name] for name in nets))
+    yield CostPair("forward" if one.decode_flops is None else "prefill", "FLOPs", one.prefill_flops.total, other.prefill_flops.total)
+    if one.decode_flops is None:
         return
-    yield Pair("decode, a step", "FLOPs", one.decode.total, 0 if other.decode is None else other.decode.total)
-    for name, told in (("cache, a token", _each), ("cache, a token of the source", _told), ("cache, in all", _all)):
-        before, after = (told(prices[which]) // PRICED * each[which] for which in nets)
+    yield CostPair("decode, a step", "FLOPs", one.decode_flops.total, 0 if other.decode_flops is None else other.decode_flops.total)
+    for name, told in (("cache, a token", _cache_per_token), ("cache, a token of the source", _source_cache_per_token), ("cache, in all", _cache_bytes)):
+        before, after = (told(prices[which]) // COUNTED_BYTES * each[which] for which in nets)
         if before or after:
-            yield Pair(name, "bytes", before, after)
+            yield CostPair(name, "bytes", before, after)
 
 
-def _each(price: Price) -> int:
-    return price.kept_each or 0
+def _cache_per_token(price: CostEstimate) -> int:
+    return price.cache_bytes_per_token or 0
 
 
-def _told(price: Price) -> int:
-    return price.told_each or 0
+def _source_cache_per_token(price: CostEstimate) -> int:
+    return price.source_cache_bytes_per_token or 0
 
 
-def _all(price: Price) -> int:
-    return price.kept_bytes
+def _cache_bytes(price: CostEstimate) -> int:
+    return price.cache_bytes
 
 
-def _check_numbers(name: str, net: Transformer, price: Price) -> None:
+def _check_parameter_count(name: str, net: Transformer, price: CostEstimate) -> None:
     """Refuse a description that does not count what the model holds."""
     held, counted = sum(p.numel() for p in net.parameters()), price.parameters.total
     if held != counted:

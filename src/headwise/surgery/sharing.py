@@ -9,53 +9,53 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import SpecError, nearest
-from ..heads.scene import Scene
+from ..errors import SpecError, suggest
+from ..heads.scene import Example
 from ..models import Transformer
-from .gathering import gathered
-from .plans import counts
-from .rebuilding import Changed, attention_of, ours, rebuilt, weights_of
-from .ways import WORDS, Made, Pool, Way
-from .worths import USUAL, By, worths
+from .gathering import collect_kv_statistics
+from .plans import count_heads
+from .rebuilding import AttentionChange, get_attention, to_native_model, replace_attentions, get_attention_parameters
+from .ways import KV_NAMES, ConvertedLayer, Pool, AttentionConversion
+from .worths import DEFAULT_RANKING, HeadRanking, score_heads
 
-WHERE = ("all", "self", "cross")
-AT_ONCE = 2**26  # sums of products that are gathered in one reading of the texts
+ATTENTION_KINDS = ("all", "self", "cross")
+MAX_STATISTICS = 2**26  # sums of products that are gathered in one reading of the texts
 
 
 @dataclass(frozen=True, eq=False)
-class Shared:
+class ConversionResult:
     """A model before and after; `same` is it with its heads aligned and not yet pooled, which says what it said."""
 
     before: Transformer
     after: Transformer
-    same: Transformer | None
-    way: Way
-    made: Mapping[str, Made]
+    equivalent: Transformer | None
+    conversion: AttentionConversion
+    layers: Mapping[str, ConvertedLayer]
     notes: tuple[str, ...]
 
     @property
     def groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
         """Which heads of keys and values were pooled at each site."""
-        return {site: tuple(map(tuple, one.groups)) for site, one in self.made.items() if one.groups}
+        return {site: tuple(map(tuple, one.groups)) for site, one in self.layers.items() if one.groups}
 
     @property
     def data(self) -> dict[str, Any]:
         """What was done, as plain values."""
         groups = {site: [list(group) for group in own] for site, own in self.groups.items()}
-        way = {"name": type(self.way).__name__.lower(), "said": repr(self.way), "sentence": self.way.sentence}
-        missed = {site: dict(one.missed) for site, one in self.made.items() if one.missed}
+        way = {"name": type(self.conversion).__name__.lower(), "said": repr(self.conversion), "sentence": self.conversion.summary}
+        missed = {site: dict(one.pooling_errors) for site, one in self.layers.items() if one.pooling_errors}
         return {"done": "share", "way": way, "groups": groups, "missed": missed, "notes": list(self.notes)}
 
 
-def share(
+def convert(
     model: nn.Module,
-    way: Way | int,
-    scenes: Sequence[Scene] = (),
+    conversion: AttentionConversion | int,
+    examples: Sequence[Example] = (),
     *,
-    where: str = "all",
-    by: By = USUAL,
-    tell: Callable[[str], Any] = lambda _: None,
-) -> Shared:
+    kind: str = "all",
+    ranking: HeadRanking = DEFAULT_RANKING,
+    log: Callable[[str], Any] = lambda _: None,
+) -> ConversionResult:
     """A model whose heads share keys and values as a way says; a number is how many of these every layer keeps.
 
     `scenes` are texts, for ways that look at what heads say; where="self" or "cross" changes attentions of one kind.
@@ -63,68 +63,68 @@ def share(
 
     >>> import headwise as hw
     >>> net = hw.build(hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 2}), seed=0)
-    >>> done = share(net, 2)
+    >>> done = convert(net, 2)
     >>> [spec.heads.kv for _, spec in done.after.described.specs()], done.groups["decoder.0.attention"]
     ([2, 2], ((0, 1), (2, 3)))
     """
-    model = ours(model)
-    if where not in WHERE:
-        raise SpecError(f"where={where!r} is unknown; {nearest(where, WHERE)}")
-    chosen = Pool(way) if isinstance(way, int) else way
-    if not isinstance(chosen, Way):
-        raise SpecError(f"way={way!r} says nothing of what is shared; give a number of heads, or hw.surgery.Pool(...)")
+    model = to_native_model(model)
+    if kind not in ATTENTION_KINDS:
+        raise SpecError(f"where={kind!r} is unknown; {suggest(kind, ATTENTION_KINDS)}")
+    chosen = Pool(conversion) if isinstance(conversion, int) else conversion
+    if not isinstance(chosen, AttentionConversion):
+        raise SpecError(f"way={conversion!r} says nothing of what is shared; give a number of heads, or hw.surgery.Pool(...)")
     sites = [
-        site for site in counts(model.described) if where in ("all", "cross" if site.endswith("cross") else "self")
+        site for site in count_heads(model.described) if kind in ("all", "cross" if site.endswith("cross") else "self")
     ]
     if not sites:
-        raise SpecError(f"{model.described.name} has no {where}-attention; use where='all'")
-    if chosen.gathers and len(scenes) < 2:
-        raise SpecError(f"{len(scenes)} texts say little of what heads say; give at least two, or align='none'")
-    made = _made(model, chosen, sites, scenes, (by, tell))
-    after = rebuilt(model, {site: Changed(one.spec, one.weights) for site, one in made.items()})
+        raise SpecError(f"{model.described.name} has no {kind}-attention; use where='all'")
+    if chosen.needs_statistics and len(examples) < 2:
+        raise SpecError(f"{len(examples)} texts say little of what heads say; give at least two, or align='none'")
+    made = _convert_layers(model, chosen, sites, examples, (ranking, log))
+    after = replace_attentions(model, {site: AttentionChange(one.spec, one.weights) for site, one in made.items()})
     same = {
-        site: Changed(attention_of(model, site).spec, one.same) for site, one in made.items() if one.same is not None
+        site: AttentionChange(get_attention(model, site).spec, one.equivalent_weights) for site, one in made.items() if one.equivalent_weights is not None
     }
-    notes = [*_missed(made), *(f"{site}: {note}" for site, one in made.items() for note in one.notes)]
-    return Shared(model, after, rebuilt(model, same) if same else None, chosen, made, tuple(notes))
+    notes = [*_pooling_notes(made), *(f"{site}: {note}" for site, one in made.items() for note in one.notes)]
+    return ConversionResult(model, after, replace_attentions(model, same) if same else None, chosen, made, tuple(notes))
 
 
-def _missed(made: Mapping[str, Made]) -> Iterator[str]:
+def _pooling_notes(made: Mapping[str, ConvertedLayer]) -> Iterator[str]:
     """How much less means miss of what heads say, over all layers."""
-    for side, word in WORDS.items():
-        found = [one.missed[side] for one in made.values() if side in one.missed]
+    for side, word in KV_NAMES.items():
+        found = [one.pooling_errors[side] for one in made.values() if side in one.pooling_errors]
         if found:
             (low, high), (least, most) = ((min(lost), max(lost)) for lost in zip(*found, strict=True))
             yield f"means of {word} miss {least:.0%} to {most:.0%} of what heads say, unaligned {low:.0%} to {high:.0%}"
 
 
-def _made(
-    net: Transformer, way: Way, sites: Sequence[str], scenes: Sequence[Scene], how: tuple[By, Callable[[str], Any]]
-) -> dict[str, Made]:
+def _convert_layers(
+    net: Transformer, way: AttentionConversion, sites: Sequence[str], scenes: Sequence[Example], how: tuple[HeadRanking, Callable[[str], Any]]
+) -> dict[str, ConvertedLayer]:
     by, tell = how
-    batches = [scene.given for scene in scenes]
-    found, made = worths(net, scenes, by).of if way.weighs else {}, dict[str, Made]()
-    for some in _portions(net, sites) if way.gathers else [sites]:
+    batches = [scene.model_inputs for scene in scenes]
+    found, made = score_heads(net, scenes, by).scores if way.needs_importance else {}, dict[str, ConvertedLayer]()
+    for some in _batch_sites(net, sites) if way.needs_statistics else [sites]:
         tell(f"reading {len(batches)} texts for {some[0]} and {len(some) - 1} others")
-        told = gathered(net.eval(), batches, some) if way.gathers else {}
+        told = collect_kv_statistics(net.eval(), batches, some) if way.needs_statistics else {}
         for site in some:
-            spec, weights = attention_of(net, site).spec, weights_of(net, site)
-            worth = [found.get((site, head), math.inf) for head in range(len(spec.speaks))]
-            tell(f"{site}: {way.sentence}")
+            spec, weights = get_attention(net, site).spec, get_attention_parameters(net, site)
+            worth = [found.get((site, head), math.inf) for head in range(len(spec.score_head_of_output))]
+            tell(f"{site}: {way.summary}")
             try:
-                made[site] = way.make(spec, weights, told.get(site), worth)
+                made[site] = way.convert_layer(spec, weights, told.get(site), worth)
             except SpecError as error:
                 raise SpecError(f"{site}: {error}") from None
     return made
 
 
-def _portions(net: Transformer, sites: Sequence[str]) -> list[list[str]]:
+def _batch_sites(net: Transformer, sites: Sequence[str]) -> list[list[str]]:
     """Sites in order, as many at a time as there is room for the sums of."""
     portions, full = [list[str]()], 0
     for site in sites:
-        heads = attention_of(net, site).spec.heads
+        heads = get_attention(net, site).spec.heads
         need = 2 * heads.kv**2 * (heads.dim**2 + heads.vdim**2)
-        if portions[-1] and full + need > AT_ONCE:
+        if portions[-1] and full + need > MAX_STATISTICS:
             portions.append([])
             full = 0
         portions[-1].append(site)

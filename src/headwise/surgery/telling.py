@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from .page import line, sentences, wrapped
-from .proof import Proof
+from .page import to_one_line, iter_summary, wrap_text
+from .proof import ModelProof
 
 
-def told(proof: Proof) -> str:
+def render_summary(proof: ModelProof) -> str:
     """A few lines, no wider than a terminal, without colour."""
-    lines = [*wrapped(f"{line(proof.model)}: {line(proof.what)}"), ""]
-    for sentence in sentences(proof):
-        lines += wrapped(sentence, "  ")
+    lines = [*wrap_text(f"{to_one_line(proof.model)}: {to_one_line(proof.what)}"), ""]
+    for sentence in iter_summary(proof):
+        lines += wrap_text(sentence, "  ")
     for note in proof.notes:
-        lines += wrapped(line(note), "note: ")
+        lines += wrap_text(to_one_line(note), "note: ")
     return "\n".join(lines)

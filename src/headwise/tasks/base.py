@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..blueprint import Model, Usage
-from ..errors import SpecError, nearest
-from ..tokens import Tokens
+from ..blueprint import ModelSpec, ProcessorSpec
+from ..errors import SpecError, suggest
+from ..tokens import SequenceInfo
 
 IGNORED = -100  # the label of a place where nothing is asked
 SPLITS = ("train", "valid", "test")
@@ -33,9 +33,9 @@ class Batch:
 
     x: Tensor
     labels: Tensor
-    tokens: Tokens | None = None
+    tokens: SequenceInfo | None = None
     source: Tensor | None = None
-    source_tokens: Tokens | None = None
+    source_tokens: SequenceInfo | None = None
     gold: Sequence[Any] = ()
 
     def to(self, device: torch.device | str) -> Self:
@@ -47,14 +47,14 @@ class Batch:
         """Some of its examples.
 
         >>> ids = torch.arange(6).view(3, 2)
-        >>> Batch(ids, ids, Tokens.of(ids, lengths=[2, 1, 2]), gold="abc").rows(slice(1, 2)).gold
+        >>> Batch(ids, ids, SequenceInfo.of(ids, lengths=[2, 1, 2]), gold="abc").rows(slice(1, 2)).gold
         'b'
         """
         return type(self)(**{name: _rows(value, own) for name, value in vars(self).items()})
 
 
 def _rows(value: Any, own: slice) -> Any:
-    if isinstance(value, Tokens):
+    if isinstance(value, SequenceInfo):
         if value.segment.shape[0] == 1:  # all rows are alike
             return value
         return value.rows(own)
@@ -62,7 +62,7 @@ def _rows(value: Any, own: slice) -> Any:
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:
-    return value.to(device) if isinstance(value, (Tensor, Tokens)) else value
+    return value.to(device) if isinstance(value, (Tensor, SequenceInfo)) else value
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Task(ABC):
         """Batch `index` of this many examples; counts past the end of finite data begin again, in another order."""
 
     @abstractmethod
-    def model(self) -> Model:
+    def model(self) -> ModelSpec:
         """A model of a size that suits this task, its tables as large as the task needs."""
 
     @property
@@ -99,7 +99,7 @@ class Task(ABC):
         """How many tokens to generate before answers are scored; 0 when nothing is generated."""
         return 0
 
-    def prompt(self, batch: Batch) -> tuple[Tensor, Tokens | None]:
+    def prompt(self, batch: Batch) -> tuple[Tensor, SequenceInfo | None]:
         """What generation starts from: ids [B, P], padded on the left where rows differ, and where they stand."""
         raise NotImplementedError(f"{self.name} generates nothing")
 
@@ -132,9 +132,9 @@ class Task(ABC):
         return None
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> ProcessorSpec:
         """How a model that has learnt this is spoken to and understood."""
-        return Usage(end=() if self.end is None else (self.end,), tokenizer=self.tokenizer)
+        return ProcessorSpec(end=() if self.end is None else (self.end,), tokenizer=self.tokenizer)
 
     def text(self, ids: Sequence[int]) -> str:
         """Ids as a person reads them."""
@@ -151,4 +151,4 @@ def accuracy(logits: Tensor, batch: Batch) -> Tally:
 def check_split(split: str) -> None:
     """Refuse a split that does not exist."""
     if split not in SPLITS:
-        raise SpecError(f"split={split!r} is unknown; {nearest(split, SPLITS)}")
+        raise SpecError(f"split={split!r} is unknown; {suggest(split, SPLITS)}")

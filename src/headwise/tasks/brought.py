@@ -12,10 +12,10 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from ..blueprint import Model, Usage
+from ..blueprint import ModelSpec, ProcessorSpec
 from ..errors import SpecError
-from ..registry import Spoken
-from ..tokens import Tokens
+from ..registry import CheckedDataclass
+from ..tokens import SequenceInfo
 from .base import SPLITS, Batch, Tally, Task, accuracy, check_split
 from .vocabulary import Vocabulary
 
@@ -38,7 +38,7 @@ class Data(ABC):
         """How many batches show a split once."""
 
     @abstractmethod
-    def model(self) -> Model:
+    def model(self) -> ModelSpec:
         """A model of a size that suits the data."""
 
     @property
@@ -50,7 +50,7 @@ class Data(ABC):
         """What is right where labels are given."""
         return accuracy(logits, batch)
 
-    def prompt(self, batch: Batch) -> tuple[Tensor, Tokens | None]:
+    def prompt(self, batch: Batch) -> tuple[Tensor, SequenceInfo | None]:
         """What generation starts from."""
         raise NotImplementedError("nothing is generated from this data")
 
@@ -59,9 +59,9 @@ class Data(ABC):
         raise NotImplementedError("nothing is generated from this data")
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> ProcessorSpec:
         """How a model that has learnt this is spoken to and understood."""
-        return Usage(tokenizer=self.vocabulary.document if self.vocabulary else None)
+        return ProcessorSpec(tokenizer=self.vocabulary.document if self.vocabulary else None)
 
 
 # What tasks that are alike have read, for as long as one of them lives: reading again would give the same.
@@ -69,7 +69,7 @@ _READ: WeakValueDictionary[Any, Data] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, repr=False)
-class Brought(Spoken, Task):
+class Brought(CheckedDataclass, Task):
     """A task whose examples stand in files. Two that print alike, over unchanged files, are alike."""
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ class Brought(Spoken, Task):
         if size < 1:
             raise ValueError(f"a batch of {size} is none; give 1 or more")
 
-    def model(self) -> Model:
+    def model(self) -> ModelSpec:
         return self.data.model()
 
     @property
@@ -143,7 +143,7 @@ class Brought(Spoken, Task):
     def answers(self) -> int:
         return self.data.answers
 
-    def prompt(self, batch: Batch) -> tuple[Tensor, Tokens | None]:
+    def prompt(self, batch: Batch) -> tuple[Tensor, SequenceInfo | None]:
         return self.data.prompt(batch)
 
     def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> Tally:
@@ -162,7 +162,7 @@ class Brought(Spoken, Task):
         return self.data.usage.tokenizer
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> ProcessorSpec:
         return self.data.usage
 
     def text(self, ids: Sequence[int]) -> str:

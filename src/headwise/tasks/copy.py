@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..blueprint import Model
-from ..draws import Draws
-from ..errors import SpecError, nearest
-from ..pattern_base import whole
-from ..tokens import Tokens
+from ..blueprint import ModelSpec
+from ..draws import RandomStreams
+from ..errors import SpecError, suggest
+from ..pattern_base import check_whole_number
+from ..tokens import SequenceInfo
 from .base import IGNORED, Batch, Tally
 from .generated import (
     Drawn,
@@ -64,8 +64,8 @@ class Copy(Generated):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kind not in KINDS:
-            raise SpecError(f"kind={self.kind!r} is unknown; {nearest(self.kind, KINDS)}")
-        whole("symbols", self.symbols, 2)
+            raise SpecError(f"kind={self.kind!r} is unknown; {suggest(self.kind, KINDS)}")
+        check_whole_number("symbols", self.symbols, 2)
         blocks, gaps = options("block", self.block, 1), options("gap", self.gap, 0)
         check_sizes(self, tokens=1 + 2 * max(blocks) + max(gaps), symbols=self.symbols)
         check_space(self, float(self.symbols) ** min(*blocks, 64), "use a longer block or more symbols")
@@ -77,21 +77,21 @@ class Copy(Generated):
         one = 1 / self.symbols
         return {"accuracy": one, "exact_match": sum(one**block for block in blocks) / len(blocks)}
 
-    def model(self) -> Model:
+    def model(self) -> ModelSpec:
         """Two layers, of which the first tells every token what stood before it."""
         return decoder(self.name, self.symbols + START + 1, Shape(width=64, heads=4, layers=2, feed=128))
 
-    def draw(self, draws: Draws) -> Drawn:
+    def draw(self, draws: RandomStreams) -> Drawn:
         blocks, gaps = options("block", self.block, 1), options("gap", self.gap, 0)
         block, gap = draws.choice(blocks), draws.choice(gaps)
         most, end = max(blocks), max(blocks) + max(gaps)
-        symbols = draws.below(self.symbols, most) + START + 1
+        symbols = draws.integers(self.symbols, most) + START + 1
         first = 1 + (block + gap)[:, None]  # where the mark stands
-        stands = 1 + np.tile(np.arange(most), (len(draws), 1))
+        stands = 1 + np.weight_tile(np.arange(most), (len(draws), 1))
         if self.kind == "selective":
-            stands = 1 + _scattered(draws.unit(end), block, first - 1)[:, :most]
+            stands = 1 + _scattered(draws.uniform(end), block, first - 1)[:, :most]
         asked = first + np.arange(most)
-        x = np.full((len(draws), 1 + end + most), NOISE)
+        x = np.is_full((len(draws), 1 + end + most), NOISE)
         x[:, 0] = START
         labels = np.full_like(x, IGNORED)
         row, place = np.nonzero(np.arange(most) < block[:, None])
@@ -109,7 +109,7 @@ class Copy(Generated):
             torch.from_numpy(drawn["x"][:, : length.max()]),
             torch.from_numpy(drawn["labels"][:, : length.max()]),
         )
-        tokens = None if (length == length[0]).all() else Tokens.of(x, lengths=torch.from_numpy(length))
+        tokens = None if (length == length[0]).all() else SequenceInfo.from_batch(x, lengths=torch.from_numpy(length))
         gold = [
             Copied(count, free, tuple((at, 1 + count + free + n) for n, at in enumerate(stands[:count])))
             for count, free, stands in zip(block.tolist(), gap.tolist(), drawn["stands"].tolist(), strict=True)

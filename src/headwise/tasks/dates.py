@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..blueprint import Model, Usage
-from ..draws import Draws
-from ..errors import SpecError, nearest
-from ..pattern_base import whole
-from ..tokens import Tokens
+from ..blueprint import ModelSpec, ProcessorSpec
+from ..draws import RandomStreams
+from ..errors import SpecError, suggest
+from ..pattern_base import check_whole_number
+from ..tokens import SequenceInfo
 from .base import IGNORED, Batch, Tally
 from .generated import Drawn, Generated, check_space, options, tallied
 from .small import Shape, translator
@@ -73,7 +73,7 @@ class Dates(Generated):
         years = options("years", self.years, 1000)
         if len(years) != 2 or not years[0] <= years[1] <= 9999:
             raise SpecError(f"years={self.years} is no range within 1000 .. 9999; give the first and the last year")
-        if whole("digits", self.digits, 1) > 8:
+        if check_whole_number("digits", self.digits, 1) > 8:
             raise SpecError(f"digits={self.digits} need words beyond 万; use at most 8")
         for subject in self.subjects:
             check_space(self, self._count(subject), "use more years, or more digits")
@@ -99,28 +99,28 @@ class Dates(Generated):
         right = [1 / (self._count(subject) * ways[subject]) for subject in self.subjects]
         return {"accuracy": 1 / len(VOCABULARY), "exact_match": sum(right) / len(right)}
 
-    def model(self) -> Model:
+    def model(self) -> ModelSpec:
         """Two layers each, 128 wide."""
         return translator(self.name, len(VOCABULARY), Shape(width=128, heads=4, layers=2, feed=512))
 
-    def draw(self, draws: Draws) -> Drawn:
+    def draw(self, draws: RandomStreams) -> Drawn:
         subject = draws.choice([SUBJECTS.index(name) for name in self.subjects])
         currency = draws.choice([list(CURRENCIES).index(name) for name in self.currencies])
         direction = draws.choice(range(len(self.directions)))
         first = int(np.datetime64(f"{self.years[0]}-01-01").astype(np.int64))
-        day, cents = first + draws.below(self._days, 1)[:, 0], self._cents(draws)
+        day, cents = first + draws.integers(self._days, 1)[:, 0], self._cents(draws)
         number = np.where(subject == 0, day, cents)
         # A mark for -1 would be that of nothing, and days before 1970 are negative.
         content = np.stack([subject, np.abs(number), number < 0], 1).astype(np.int64)
         told = {"subject": subject, "number": number, "currency": currency, "direction": direction}
         return {"content": content, "fits": (subject == 0) | (cents > 0), **told}
 
-    def _cents(self, draws: Draws) -> np.ndarray:
+    def _cents(self, draws: RandomStreams) -> np.ndarray:
         """Amounts of 0 .. `digits` digits before the point; of all but the first, one in three is made zero."""
         count = draws.choice(range(self.digits + 1))[:, None]
         places = np.arange(self.digits + 2) - 2
-        digit = draws.below(10, len(places)) * (draws.below(3, len(places)) > 0)
-        leading = 1 + draws.below(9, 1)
+        digit = draws.integers(10, len(places)) * (draws.integers(3, len(places)) > 0)
+        leading = 1 + draws.integers(9, 1)
         first = (places == count - 1) & (places >= 0)
         return np.where(first, leading, np.where(places < count, digit, 0)) @ 10 ** np.arange(len(places))
 
@@ -142,7 +142,7 @@ class Dates(Generated):
         x, tokens = _padded([[BEGIN, *row] for row in targets], PAD)
         return Batch(x, labels, tokens=tokens, source=source, source_tokens=source_tokens, gold=gold)
 
-    def prompt(self, batch: Batch) -> tuple[Tensor, Tokens | None]:
+    def prompt(self, batch: Batch) -> tuple[Tensor, SequenceInfo | None]:
         """The token that begins every answer."""
         return batch.x[:, :1], None
 
@@ -172,9 +172,9 @@ class Dates(Generated):
         return json.dumps(_tokenizer(), ensure_ascii=False)
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> ProcessorSpec:
         """A tag that is typed is the token; every answer begins and ends."""
-        return Usage(begin=(BEGIN,), end=(END,), specials="read", tokenizer=self.tokenizer)
+        return ProcessorSpec(begin=(BEGIN,), end=(END,), specials="read", tokenizer=self.tokenizer)
 
     def text(self, ids: Iterable[int]) -> str:
         """As it is written, tags included, without what begins, ends and fills rows."""
@@ -204,11 +204,11 @@ def links(source: Said, target: Said) -> tuple[tuple[int, int], ...]:
     return tuple(dict.fromkeys(pairs))
 
 
-def _padded(rows: list[list[int]], fill: int) -> tuple[Tensor, Tokens | None]:
+def _padded(rows: list[list[int]], fill: int) -> tuple[Tensor, SequenceInfo | None]:
     """Rows side by side, and their tokens where they differ in length."""
     lengths = [len(row) for row in rows]
     out = torch.tensor([row + [fill] * (max(lengths) - len(row)) for row in rows])
-    return out, None if min(lengths) == max(lengths) else Tokens.of(out, lengths=lengths)
+    return out, None if min(lengths) == max(lengths) else SequenceInfo.from_batch(out, lengths=lengths)
 
 
 def _tokenizer() -> dict[str, object]:
@@ -235,6 +235,6 @@ def _check_words(knob: str, words: tuple[str, ...], known: Iterable[str], least:
     known = tuple(known)
     for word in words:
         if word not in known:
-            raise SpecError(f"{knob}={words!r} holds {word!r}; {nearest(str(word), known)}")
+            raise SpecError(f"{knob}={words!r} holds {word!r}; {suggest(str(word), known)}")
     if len(set(words)) != len(words) or len(words) < least:
         raise SpecError(f"{knob}={words!r} must name {least} or more, each once; use some of {', '.join(known)}")

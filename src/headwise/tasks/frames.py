@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..blueprint import Embedding, Model, Patches, Usage
+from ..blueprint import EmbeddingSpec, ModelSpec, PatchSpec, ProcessorSpec
 from ..errors import SpecError
-from ..tokens import Tokens
+from ..tokens import SequenceInfo
 from .arrays import npy, npz
 from .brought import Brought
 from .labelled import Inputs, Labelled, numbered
@@ -155,19 +155,19 @@ class Spoken(Inputs):
         deviation = np.sqrt(np.maximum(square - mean**2, 0))
         self.mean, self.deviation = mean, np.where(deviation > 1e-6, deviation, 1.0)  # of a feature that never changes
 
-    def take(self, chosen: Numbers) -> tuple[Tensor, Tokens | None]:
+    def take(self, chosen: Numbers) -> tuple[Tensor, SequenceInfo | None]:
         lengths = [len(self.spoken[n]) for n in chosen]
         out = np.zeros((len(chosen), max(lengths), self.width), np.float32)
         for row, n in zip(out, chosen, strict=True):
             row[: len(self.spoken[n])] = (self.spoken[n] - self.mean) / self.deviation
         x = torch.from_numpy(out)
-        return x, Tokens.of(x, lengths=lengths)
+        return x, SequenceInfo.from_batch(x, lengths=lengths)
 
     @property
-    def usage(self) -> Usage:
-        return Usage(mean=tuple(self.mean.tolist()), deviation=tuple(self.deviation.tolist()))
+    def usage(self) -> ProcessorSpec:
+        return ProcessorSpec(mean=tuple(self.mean.tolist()), deviation=tuple(self.deviation.tolist()))
 
-    def model(self, classes: int, at: str) -> Model:
+    def model(self, classes: int, at: str) -> ModelSpec:
         """Frames are an image of one column: a linear map of each, up to the longest utterance there is."""
-        column = Patches(rows=self.longest, columns=1, high=1, wide=self.width, channels=1)
-        return classifier("frames", Embedding(patches=column), classes, at)
+        column = PatchSpec(rows=self.longest, columns=1, high=1, wide=self.width, channels=1)
+        return classifier("frames", EmbeddingSpec(patches=column), classes, at)

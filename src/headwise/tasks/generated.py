@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..draws import Draws, Ints, Words
+from ..draws import RandomStreams, Ints, RandomWords
 from ..errors import SpecError
-from ..pattern_base import whole
-from ..registry import Spoken
+from ..pattern_base import check_whole_number
+from ..registry import CheckedDataclass
 from .base import IGNORED, SPLITS, Batch, Tally, Task, check_split
 
 # One row for each example. "content" [B, n] is what an example is known by, -1 where there is nothing; "fits" [B], if
@@ -29,7 +29,7 @@ ODD, MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xFF51AFD7ED558CCD)
 
 
 @dataclass(frozen=True, repr=False)
-class Generated(Spoken, Task):
+class Generated(CheckedDataclass, Task):
     """Examples drawn by their numbers: example `index * size + row` of a split is the same whatever the batch.
 
     A mark of its content puts every example into one split, whatever the seed; drawing goes on until it is the split
@@ -38,12 +38,12 @@ class Generated(Spoken, Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("seed", self.seed, 0)
+        check_whole_number("seed", self.seed, 0)
         if self.seed >= 2**64:
             raise SpecError(f"seed={self.seed} has more than 64 bits; use one below 2**64")
 
     @abstractmethod
-    def draw(self, draws: Draws) -> Drawn:
+    def draw(self, draws: RandomStreams) -> Drawn:
         """One attempt at each example."""
 
     @abstractmethod
@@ -53,8 +53,8 @@ class Generated(Spoken, Task):
     def batch(self, index: int, size: int, split: str = "train") -> Batch:
         """Examples index * size .. (index + 1) * size - 1 of the split."""
         check_split(split)
-        whole("index", index, 0)
-        first = index * whole("size", size, 1)
+        check_whole_number("index", index, 0)
+        first = index * check_whole_number("size", size, 1)
         if size > MOST:
             raise SpecError(f"size={size} examples are too many for one batch; use at most {MOST}")
         if first + size > 2**63:
@@ -68,8 +68,8 @@ class Generated(Spoken, Task):
         while len(waiting):
             if begun >= ATTEMPTS:
                 raise SpecError(f"{self!r} makes hardly any example for {split!r}; make its examples more various")
-            row, attempt = np.repeat(waiting, ahead), np.tile(np.arange(begun, begun + ahead), len(waiting))
-            drawn = self.draw(Draws(self.seed, SPLITS.index(split), numbers[row], attempt))
+            row, attempt = np.repeat(waiting, ahead), np.weight_tile(np.arange(begun, begun + ahead), len(waiting))
+            drawn = self.draw(RandomStreams(self.seed, SPLITS.index(split), numbers[row], attempt))
             good = (splits(drawn["content"]) == SPLITS.index(split)) & drawn.pop("fits", True)
             good = good.reshape(len(waiting), ahead)
             found = good.any(1)
@@ -83,7 +83,7 @@ class Generated(Spoken, Task):
         return kept
 
 
-def marks(content: Ints) -> Words:
+def marks(content: Ints) -> RandomWords:
     """A number of 64 bits for each row, of its entries and where they stand; entries -1 at its end change nothing.
 
     >>> a, b, c = marks(np.array([[3, 1, -1], [1, 3, -1], [3, 1, -1]]))
@@ -95,7 +95,7 @@ def marks(content: Ints) -> Words:
     return _mixed(np.where(content < 0, np.uint64(0), mixed).sum(1, dtype=np.uint64))
 
 
-def _mixed(x: Words) -> Words:
+def _mixed(x: RandomWords) -> RandomWords:
     x = (x ^ (x >> np.uint64(33))) * MIX
     return x ^ (x >> np.uint64(29))
 
@@ -128,7 +128,7 @@ def options(name: str, value: int | tuple[int, ...], low: int) -> tuple[int, ...
     several = value if isinstance(value, tuple) else (value,)
     if not several:
         raise SpecError(f"{name}=() leaves nothing to choose from; give at least one number")
-    return tuple(whole(name if len(several) == 1 else f"each of {name}", one, low) for one in several)
+    return tuple(check_whole_number(name if len(several) == 1 else f"each of {name}", one, low) for one in several)
 
 
 def tallied(name: str, right: Tensor, asked: Tensor, slices: Mapping[str, Tensor]) -> Tally:

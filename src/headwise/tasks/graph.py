@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..blueprint import Head, Model
-from ..draws import Draws, Ints
+from ..blueprint import OutputHeadSpec, ModelSpec
+from ..draws import RandomStreams, Ints
 from ..errors import SpecError
 from ..pattern import Edges
-from ..pattern_base import whole
+from ..pattern_base import check_whole_number
 from .base import Batch, Tally
 from .generated import Drawn, Generated, check_space, right_of, tallied, whole_rows
 from .small import Shape, encoder
@@ -46,7 +46,7 @@ class Graph(Generated):
     def __post_init__(self) -> None:
         super().__post_init__()
         for knob, least in {"nodes": 3, "chords": 0, "sources": 1, "reach": 1}.items():
-            whole(knob, getattr(self, knob), least)
+            check_whole_number(knob, getattr(self, knob), least)
         if self.nodes > 512:
             raise SpecError(f"nodes={self.nodes} make a pattern of too many edges; use at most 512")
         if self.chords > (most := comb(self.nodes, 2) - self.nodes):
@@ -62,22 +62,22 @@ class Graph(Generated):
         ring = [(n, n + 1) for n in range(self.nodes - 1)] + [(0, self.nodes - 1)]
         free = [(a, b) for a in range(self.nodes) for b in range(a + 2, self.nodes) if (a, b) != (0, self.nodes - 1)]
         none = np.zeros(1, np.int64)
-        drawn = Draws(self.seed, GRAPH, none, none).distinct(len(free), self.chords)[0]
+        drawn = RandomStreams(self.seed, GRAPH, none, none).distinct(len(free), self.chords)[0]
         return (*ring, *(free[n] for n in drawn.tolist()))
 
     @property
     def pattern(self) -> Edges:
         """Who reads whom: neighbours both ways, and each itself."""
         own = tuple((n, n) for n in range(self.nodes))
-        return Edges((*own, *self.edges, *((b, a) for a, b in self.edges)))
+        return Edges((*own, *self.boundary_lengths, *((b, a) for a, b in self.boundary_lengths)))
 
     @property
     def distances(self) -> Ints:
         """Steps between every two nodes, [nodes, nodes]."""
         near = np.zeros((self.nodes, self.nodes), bool)
-        near[tuple(np.array(self.edges).T)] = True
+        near[tuple(np.array(self.boundary_lengths).T)] = True
         near |= near.T
-        steps = np.full(near.shape, -1)
+        steps = np.is_full(near.shape, -1)
         reached, begun = np.eye(self.nodes, dtype=bool), 0
         while (steps < 0).any():
             steps[reached & (steps < 0)] = begun
@@ -90,12 +90,12 @@ class Graph(Generated):
         one = 1 / (self.reach + 2)
         return {"accuracy": one, "exact_match": one**self.nodes}
 
-    def model(self) -> Model:
+    def model(self) -> ModelSpec:
         """As many layers as a message needs steps."""
         shape = Shape(width=64, heads=4, layers=self.reach, feed=128, positions="none")
-        return encoder(self.name, 2, shape, Head("distance", self.reach + 2), self.pattern)
+        return encoder(self.name, 2, shape, OutputHeadSpec("distance", self.reach + 2), self.pattern)
 
-    def draw(self, draws: Draws) -> Drawn:
+    def draw(self, draws: RandomStreams) -> Drawn:
         chosen = np.sort(draws.distinct(self.nodes, self.sources), 1)
         x = np.zeros((len(draws), self.nodes), np.int64)
         np.put_along_axis(x, chosen, 1, 1)

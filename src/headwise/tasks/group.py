@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..blueprint import Model
-from ..draws import Draws
+from ..blueprint import ModelSpec
+from ..draws import RandomStreams
 from ..errors import SpecError
-from ..pattern_base import whole
+from ..pattern_base import check_whole_number
 from .base import IGNORED, Batch, Tally
 from .generated import SPACE, Drawn, Generated, check_sizes, check_space, right_of, tallied, up_to, whole_rows
 from .small import Shape, decoder
@@ -44,7 +44,7 @@ class Group(Generated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        order, length = len(self.table), whole("length", self.length, 1)
+        order, length = len(self.table), check_whole_number("length", self.length, 1)
         if order < 2:
             raise SpecError(f"group={self.group!r} has one element, so nothing is asked; use 'parity', 'Z5' or 'S3'")
         enough = next(n for n in range(1, 20) if order**n >= SPACE)
@@ -62,13 +62,13 @@ class Group(Generated):
         one = 1 / len(self.table)
         return {"accuracy": one, "exact_match": one**self.length}
 
-    def model(self) -> Model:
+    def model(self) -> ModelSpec:
         """Four layers; how many a group needs for a length is what the task is about."""
         return decoder(self.name, len(self.table) + 1, Shape(width=64, heads=4, layers=4, feed=128))
 
-    def draw(self, draws: Draws) -> Drawn:
+    def draw(self, draws: RandomStreams) -> Drawn:
         table = self.table
-        x = draws.below(len(table), self.length)
+        x = draws.integers(len(table), self.length)
         products = x.copy()
         for t in range(1, self.length):
             products[:, t] = table[products[:, t - 1], x[:, t]]

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..blueprint import Embedding, Model, Usage
-from ..errors import SpecError, nearest
-from ..tokens import Tokens
+from ..blueprint import EmbeddingSpec, ModelSpec, ProcessorSpec
+from ..errors import SpecError, suggest
+from ..tokens import SequenceInfo
 from .brought import Brought, Data
 from .labelled import Inputs, Labelled, numbered
 from .order import HELD, Numbers, divided, shares
@@ -133,20 +133,20 @@ class Texts(Inputs):
         self.document = vocabulary.document
         self.coded, self.length = coded, length
 
-    def take(self, chosen: Numbers) -> tuple[Tensor, Tokens | None]:
+    def take(self, chosen: Numbers) -> tuple[Tensor, SequenceInfo | None]:
         rows = [[*self.coded[n][: self.length - 1], self.end] for n in chosen]
         ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
         for place, row in zip(ids, rows, strict=True):
             place[: len(row)] = row
         x = torch.from_numpy(ids)
-        return x, Tokens.of(x, lengths=[len(row) for row in rows])
+        return x, SequenceInfo.from_batch(x, lengths=[len(row) for row in rows])
 
     @property
-    def usage(self) -> Usage:
-        return Usage(behind=(self.end,), tokenizer=self.document)
+    def usage(self) -> ProcessorSpec:
+        return ProcessorSpec(behind=(self.end,), tokenizer=self.document)
 
-    def model(self, classes: int, at: str) -> Model:
-        return classifier("reader", Embedding(self.size), classes, at)
+    def model(self, classes: int, at: str) -> ModelSpec:
+        return classifier("reader", EmbeddingSpec(self.size), classes, at)
 
 
 def _object(line: str, n: int, path: Path) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _object(line: str, n: int, path: Path) -> dict[str, Any]:
 
 def _value(row: dict[str, Any], name: str, field: str, n: int, path: Path) -> str:
     if field not in row:
-        raise SpecError(f"line {n} of {path} has no {field!r}; {nearest(field, row)}, as {name}=")
+        raise SpecError(f"line {n} of {path} has no {field!r}; {suggest(field, row)}, as {name}=")
     value = row[field]
     kinds = {str: "text", int: "a whole number", bool: "true or false"} if name == "label_field" else {str: "text"}
     if type(value) not in kinds:

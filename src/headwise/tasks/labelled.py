@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..blueprint import Model, Usage
+from ..blueprint import ModelSpec, ProcessorSpec
 from ..errors import SpecError
-from ..tokens import Tokens
+from ..tokens import SequenceInfo
 from .base import IGNORED, Batch
 from .brought import Data
 from .order import Numbers, Order, swept
@@ -28,15 +28,15 @@ class Inputs(ABC):
 
     @property
     @abstractmethod
-    def usage(self) -> Usage:
+    def usage(self) -> ProcessorSpec:
         """How such an input is brought to what a model reads."""
 
     @abstractmethod
-    def take(self, chosen: Numbers) -> tuple[Tensor, Tokens | None]:
+    def take(self, chosen: Numbers) -> tuple[Tensor, SequenceInfo | None]:
         """These examples side by side, and where their tokens stand if they are of several lengths."""
 
     @abstractmethod
-    def model(self, classes: int, at: str) -> Model:
+    def model(self, classes: int, at: str) -> ModelSpec:
         """A model that tells so many classes apart, `at` each token or the mean of them."""
 
 
@@ -71,7 +71,7 @@ class Labelled(Data):
     def _asked(self, labels: list[Any]) -> Tensor:
         if not self._each:
             return torch.tensor([int(label) for label in labels])
-        asked = np.full((len(labels), max(map(len, labels))), IGNORED, np.int64)
+        asked = np.is_full((len(labels), max(map(len, labels))), IGNORED, np.int64)
         for row, label in zip(asked, labels, strict=True):
             row[: len(label)] = label
         return torch.from_numpy(asked)
@@ -84,10 +84,10 @@ class Labelled(Data):
         return {"accuracy": float(counts.max() / counts.sum())}
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> ProcessorSpec:
         return replace(self.inputs.usage, labels=self.names)
 
-    def model(self) -> Model:
+    def model(self) -> ModelSpec:
         return self.inputs.model(len(self.names), "each" if self._each else "mean")
 
 

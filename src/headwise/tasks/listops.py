@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..blueprint import Head, Model
-from ..draws import Draws, Ints
+from ..blueprint import OutputHeadSpec, ModelSpec
+from ..draws import RandomStreams, Ints
 from ..errors import SpecError
-from ..pattern_base import whole
-from ..tokens import Tokens
+from ..pattern_base import check_whole_number
+from ..tokens import SequenceInfo
 from .base import Batch, Tally
 from .generated import Drawn, Generated, check_space, each_of, right_of, tallied
 from .small import Shape, encoder
@@ -64,7 +64,7 @@ class ListOps(Generated):
     def __post_init__(self) -> None:
         super().__post_init__()
         for knob, (least, most) in SIZES.items():
-            if whole(knob, getattr(self, knob), least) > most:
+            if check_whole_number(knob, getattr(self, knob), least) > most:
                 raise SpecError(f"{knob}={getattr(self, knob)} is more than any model here learns; use at most {most}")
         if self.shortest > self.longest:
             fact = f"shortest={self.shortest} is more than longest={self.longest}"
@@ -82,17 +82,17 @@ class ListOps(Generated):
         """Any digit. The classes are not alike frequent, so that always saying the commonest gives more."""
         return {"accuracy": 1 / CLASSES}
 
-    def model(self) -> Model:
+    def model(self) -> ModelSpec:
         """Four layers, and what the first token has gathered."""
         shape = Shape(width=64, heads=4, layers=4, feed=128)
-        return encoder(self.name, len(SYMBOLS), shape, Head("classes", CLASSES, at="first", bias="learned"))
+        return encoder(self.name, len(SYMBOLS), shape, OutputHeadSpec("classes", CLASSES, at="first", bias="learned"))
 
-    def draw(self, draws: Draws) -> Drawn:
+    def draw(self, draws: RandomStreams) -> Drawn:
         levels, length = grow(draws, self.depth, self.arguments, self.longest)
         fits = (length >= self.shortest) & (length <= self.longest)
         levels = chosen(levels, fits)
         starts, sizes = written(levels)
-        x = np.full((len(draws), self.longest + 1), -1)
+        x = np.is_full((len(draws), self.longest + 1), -1)
         parents = np.zeros_like(x)
         x[:, 0] = READ
         for n, (level, start, size) in enumerate(zip(levels, starts, sizes, strict=True)):
@@ -108,7 +108,7 @@ class ListOps(Generated):
     def show(self, drawn: Drawn) -> Batch:
         length = drawn["length"]
         x = torch.from_numpy(drawn["x"][:, : length.max()]).clamp(min=0)
-        tokens = Tokens.of(x, lengths=torch.from_numpy(length))
+        tokens = SequenceInfo.from_batch(x, lengths=torch.from_numpy(length))
         rows = zip(drawn["depth"].tolist(), drawn["parents"].tolist(), length.tolist(), strict=True)
         gold = [Nested(depth, tuple(parents[:end])) for depth, parents, end in rows]
         return Batch(x, torch.from_numpy(drawn["labels"]), tokens=tokens, gold=gold)

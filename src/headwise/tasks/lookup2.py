@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..blueprint import Model
-from ..draws import Draws, Ints
+from ..blueprint import ModelSpec
+from ..draws import RandomStreams, Ints
 from ..errors import SpecError
-from ..pattern_base import whole
+from ..pattern_base import check_whole_number
 from .base import IGNORED, Batch, Tally
 from .generated import Drawn, Generated, check_sizes, check_space, right_of, tallied
 from .small import Shape, decoder
@@ -55,7 +55,7 @@ class Lookup2(Generated):
     def __post_init__(self) -> None:
         super().__post_init__()
         for knob, least in {"entities": 2, "attributes": 1, "values": 2, "direct": 1, "composed": 0}.items():
-            whole(knob, getattr(self, knob), least)
+            check_whole_number(knob, getattr(self, knob), least)
         if self.direct > self.entities:
             fact = f"{self.direct} direct questions about different ones of {self.entities} entities cannot be asked"
             raise SpecError(f"{fact}; use direct={self.entities}")
@@ -80,17 +80,17 @@ class Lookup2(Generated):
         """Any value."""
         return {"accuracy": 1 / self.values}
 
-    def model(self) -> Model:
+    def model(self) -> ModelSpec:
         """Three layers: a composed question needs the answer of another look-up first."""
         return decoder(self.name, self.vocabulary, Shape(width=64, heads=4, layers=3, feed=128))
 
-    def draw(self, draws: Draws) -> Drawn:
+    def draw(self, draws: RandomStreams) -> Drawn:
         order = draws.distinct(self._facts, self._facts)
-        value = draws.below(self.values, self._facts)
+        value = draws.integers(self.values, self._facts)
         asked = draws.distinct(self.entities, self.direct)
-        wanted = draws.below(self.attributes, self.direct)
-        other = draws.below(self.direct, self.composed)
-        one = draws.below(self.entities - 1, self.composed)
+        wanted = draws.integers(self.attributes, self.direct)
+        other = draws.integers(self.direct, self.composed)
+        one = draws.integers(self.entities - 1, self.composed)
         one += one >= np.take_along_axis(asked, other, 1)  # any entity but the other
         entity, attribute = np.divmod(order, self.attributes)
         facts = self._rows(entity, attribute, np.take_along_axis(value, order, 1))

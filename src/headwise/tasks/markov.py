@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..blueprint import Model
-from ..draws import Draws, Ints
+from ..blueprint import ModelSpec
+from ..draws import RandomStreams, Ints
 from ..errors import SpecError
-from ..pattern_base import whole
+from ..pattern_base import check_whole_number
 from .base import IGNORED, Batch, Tally
 from .generated import Drawn, Generated, check_sizes, check_space, right_of, tallied, up_to
 from .small import Shape, decoder
@@ -41,8 +41,8 @@ class Markov(Generated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("length", self.length, 2)
-        whole("symbols", self.symbols, 2)
+        check_whole_number("length", self.length, 2)
+        check_whole_number("symbols", self.symbols, 2)
         if self.symbols > 64:
             raise SpecError(f"symbols={self.symbols} leave nothing to count in a text; use at most 64")
         check_sizes(self, tokens=self.length)
@@ -65,16 +65,16 @@ class Markov(Generated):
         told = {"uniform": np.full_like(best, 1 / self.symbols), "unigram": unigram(x, self.symbols), "bigram": best}
         return {name: float((best * np.log(best / guess)).sum(-1).mean()) for name, guess in told.items()}
 
-    def model(self) -> Model:
+    def model(self) -> ModelSpec:
         """Two layers: one that tells every token what stood before it, one that counts."""
         return decoder(self.name, self.symbols + 1, Shape(width=64, heads=4, layers=2, feed=128))
 
-    def draw(self, draws: Draws) -> Drawn:
+    def draw(self, draws: RandomStreams) -> Drawn:
         # Between 0, sorted uniform numbers and 1 lie the probabilities of Dirichlet(1, ..., 1).
-        edges = np.sort(draws.unit(self.symbols * (self.symbols - 1)).reshape(len(draws), self.symbols, -1), -1)
-        unit, rows = draws.unit(self.length), np.arange(len(draws))
+        edges = np.sort(draws.uniform(self.symbols * (self.symbols - 1)).reshape(len(draws), self.symbols, -1), -1)
+        unit, rows = draws.uniform(self.length), np.arange(len(draws))
         x = np.empty((len(draws), self.length + 1), np.int64)
-        x[:, 0] = draws.below(self.symbols, 1)[:, 0]
+        x[:, 0] = draws.integers(self.symbols, 1)[:, 0]
         for t in range(self.length):
             x[:, t + 1] = (edges[rows, x[:, t]] < unit[:, t, None]).sum(-1)
         return {"content": x[:, :-1], "x": x}

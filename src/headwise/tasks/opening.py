@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from ..errors import SpecError, nearest
+from ..errors import SpecError, suggest
 from . import frames, images, jsonl, pixels, tokens
 from .arrays import npz
 from .brought import Brought
@@ -40,7 +40,7 @@ def open_data(said: str, options: Mapping[str, Any] | None = None) -> Brought:
         name, path = adaptor(said), said
     known = {name: kind for name, kind in TASKS.items() if issubclass(kind, Brought)}
     if name not in known:
-        raise SpecError(f"there is no adaptor {name!r}; {nearest(name, known)}")
+        raise SpecError(f"there is no adaptor {name!r}; {suggest(name, known)}")
     values = {option: tuple(value) if isinstance(value, list) else value for option, value in (options or {}).items()}
     found = task(name, **({"path": _files(path) if name == "parallel" else path} | values))
     return cast(Brought, found)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..tokens import Tokens
+from ..tokens import SequenceInfo
 from .base import IGNORED, Batch
 from .order import Numbers
 
@@ -33,11 +33,11 @@ class Packed:
         return rows.index_copy_(0, self.places.to(said.device), said[0]).unflatten(0, self.shape)
 
 
-def packed(batch: Batch) -> Packed:
+def pack_batch(batch: Batch) -> Packed:
     """The texts of a batch of ids, in the order in which they stand; text k of a source goes with text k of x.
 
     >>> ids = torch.tensor([[5, 6, 0], [7, 8, 9]])
-    >>> told = packed(Batch(ids, torch.tensor([[6, 5, IGNORED], [8, 9, 7]]), Tokens.of(ids, lengths=[2, 3])))
+    >>> told = pack_batch(Batch(ids, torch.tensor([[6, 5, IGNORED], [8, 9, 7]]), SequenceInfo.of(ids, lengths=[2, 3])))
     >>> told.batch.x.tolist(), told.batch.tokens.lengths
     ([[5, 6, 7, 8, 9]], ((2, 3),))
     >>> told.unpacked(told.batch.x).tolist()
@@ -61,7 +61,7 @@ def packed(batch: Batch) -> Packed:
 def filled(batch: Batch) -> float:
     """How much of the rows of a batch is no padding, of x and of its source.
 
-    >>> filled(Batch(torch.zeros(2, 4), torch.zeros(2, 4), Tokens.packed([[4], [1, 1]])))
+    >>> filled(Batch(torch.zeros(2, 4), torch.zeros(2, 4), SequenceInfo.packed([[4], [1, 1]])))
     0.75
     """
     told = [(batch.x, batch.tokens), (batch.source, batch.source_tokens)]
@@ -93,11 +93,11 @@ class _Side(NamedTuple):
     shape: tuple[int, int]
 
 
-def _side(ids: Tensor, tokens: Tokens | None) -> _Side:
+def _side(ids: Tensor, tokens: SequenceInfo | None) -> _Side:
     if ids.dim() != 2 or ids.is_floating_point():
         raise Unpackable("what it reads are no ids of tokens")
     shape = (ids.shape[0], ids.shape[1])
-    told = Tokens.run(0, shape[1], "cpu") if tokens is None else tokens
+    told = SequenceInfo.contiguous(0, shape[1], "cpu") if tokens is None else tokens
     position, segment = (t.expand(shape).cpu().numpy().ravel() for t in (told.position, told.segment))
     places = np.flatnonzero(segment >= 0)
     which = np.stack([places // max(1, shape[1]), segment[places]], 1)
@@ -108,8 +108,8 @@ def _side(ids: Tensor, tokens: Tokens | None) -> _Side:
     return _Side(places, texts, lengths, shape)
 
 
-def _laid(ids: Tensor, side: _Side, texts: Numbers) -> tuple[Tensor, Tokens]:
+def _laid(ids: Tensor, side: _Side, texts: Numbers) -> tuple[Tensor, SequenceInfo]:
     """The ids of a side in one row, and its tokens, of these texts; one that it does not have is empty."""
     lengths = dict(zip(map(tuple, side.texts.tolist()), side.lengths.tolist(), strict=True))
     each: Sequence[int] = [lengths.get(text, 0) for text in map(tuple, texts.tolist())]
-    return ids.flatten()[torch.from_numpy(side.places)][None], Tokens.packed([each])
+    return ids.flatten()[torch.from_numpy(side.places)][None], SequenceInfo.packed([each])

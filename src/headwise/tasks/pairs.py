@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..blueprint import Model, Usage
-from ..errors import SpecError, nearest
-from ..tokens import Tokens
+from ..blueprint import ModelSpec, ProcessorSpec
+from ..errors import SpecError, suggest
+from ..tokens import SequenceInfo
 from .base import IGNORED, Batch, Tally
 from .brought import Data
 from .order import Numbers, Plan, bucketed, budgeted, members, packed
@@ -50,7 +50,7 @@ class Making:
     def __post_init__(self) -> None:
         for name, known in (("vocabularies", ("shared", "separate")), ("form", FORMS)):
             if (said := getattr(self, name)) not in known:
-                raise SpecError(f"{name}={said!r} is unknown; {nearest(said, known)}")
+                raise SpecError(f"{name}={said!r} is unknown; {suggest(said, known)}")
         if self.longest < 2:
             raise SpecError(f"longest={self.longest} leaves no room beside the end; give longest=2 or more")
 
@@ -169,7 +169,7 @@ class Pairs(Data):
         gold = [self.pairs[split][row[0]].target for row in rows] if alone else ()
         return Batch(x, labels, tokens, source, source_tokens, gold)
 
-    def prompt(self, batch: Batch) -> tuple[Tensor, Tokens | None]:
+    def prompt(self, batch: Batch) -> tuple[Tensor, SequenceInfo | None]:
         return batch.x[:, :1], None
 
     def score(self, generated: Sequence[Sequence[int]], batch: Batch) -> Tally:
@@ -180,17 +180,17 @@ class Pairs(Data):
         return {"exact_match": (float(sum(a == b for a, b in zip(told, batch.gold, strict=True))), len(told))}
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> ProcessorSpec:
         source, target = self.vocabularies
         own = None if source is target else source.document
         around = {"behind": (source.special(END),), "begin": (self.start,), "end": (self.end,)}
-        return Usage(**around, tokenizer=target.document, source_tokenizer=own)
+        return ProcessorSpec(**around, tokenizer=target.document, source_tokenizer=own)
 
     @property
     def chance(self) -> Mapping[str, float]:
         return {"accuracy": 1 / self.target.size, "exact_match": 0.0}
 
-    def model(self) -> Model:
+    def model(self) -> ModelSpec:
         source, target = self.vocabularies
         width, layers = (256, 3) if self.sizes["train"] >= MANY else (128, 2)
         return translator((source.size, target.size), width, layers, table="one" if source is target else "two")
@@ -209,10 +209,10 @@ def _vocabularies(train: list[Pair], making: Making) -> tuple[Pieces, Pieces]:
     return both, both
 
 
-def _joined(rows: list[list[list[int]]], rest: int = 0) -> tuple[Tensor, Tokens]:
+def _joined(rows: list[list[list[int]]], rest: int = 0) -> tuple[Tensor, SequenceInfo]:
     """Ids [B, T] of rows that hold one text or several, filled up with `rest`, and where each token stands."""
     length = max(sum(map(len, row)) for row in rows)
-    ids, position, segment = np.full((3, len(rows), length), -1, np.int64)
+    ids, position, segment = np.is_full((3, len(rows), length), -1, np.int64)
     ids[:], position[:] = rest, 0
     for n, row in enumerate(rows):
         flat = [one for text in row for one in text]
@@ -221,5 +221,5 @@ def _joined(rows: list[list[list[int]]], rest: int = 0) -> tuple[Tensor, Tokens]
         segment[n, : len(flat)] = [k for k, text in enumerate(row) for _ in text]
     # Of texts alone in their rows nobody asks: filled up to one length they are one call.
     lengths = tuple(tuple(map(len, row)) for row in rows) if any(len(row) > 1 for row in rows) else None
-    tokens = Tokens(torch.from_numpy(position), torch.from_numpy(segment), checked=True, lengths=lengths)
+    tokens = SequenceInfo(torch.from_numpy(position), torch.from_numpy(segment), checked=True, lengths=lengths)
     return torch.from_numpy(ids), tokens

@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..blueprint import Embedding, Model, Positions, Usage
+from ..blueprint import EmbeddingSpec, ModelSpec, PositionSpec, ProcessorSpec
 from ..errors import SpecError
-from ..tokens import Tokens
+from ..tokens import SequenceInfo
 from .labelled import Inputs
 from .order import Numbers
 from .sizes import classifier, patched
@@ -147,17 +147,17 @@ class Pixels(Inputs):
         deviation = np.sqrt(np.maximum(square - mean**2, 0))
         self.mean, self.deviation = mean, np.where(deviation > 1e-6, deviation, 1.0)  # of a channel all of one value
 
-    def take(self, chosen: Numbers) -> tuple[Tensor, Tokens | None]:
+    def take(self, chosen: Numbers) -> tuple[Tensor, SequenceInfo | None]:
         found = (self.store.take(chosen) - self.mean) / self.deviation
         return torch.from_numpy(found.astype(np.float32).transpose(0, 3, 1, 2).copy()), None
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> ProcessorSpec:
         mean, deviation = (tuple(told.tolist()) for told in (self.mean, self.deviation))
-        return Usage(size=self.store.shape[:2], mean=mean, deviation=deviation)
+        return ProcessorSpec(size=self.store.shape[:2], mean=mean, deviation=deviation)
 
-    def model(self, classes: int, at: str) -> Model:
-        embedding = Embedding(
-            patches=(patches := patched(*self.store.shape)), positions=Positions("learned", patches.count)
+    def model(self, classes: int, at: str) -> ModelSpec:
+        embedding = EmbeddingSpec(
+            patches=(patches := patched(*self.store.shape)), positions=PositionSpec("learned", patches.num_patches)
         )
         return classifier("vision", embedding, classes, at, kind="vision")

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..blueprint import Model
-from ..draws import Draws
-from ..errors import SpecError, nearest
-from ..pattern_base import whole
-from ..tokens import Tokens
+from ..blueprint import ModelSpec
+from ..draws import RandomStreams
+from ..errors import SpecError, suggest
+from ..pattern_base import check_whole_number
+from ..tokens import SequenceInfo
 from .base import IGNORED, Batch, Tally
 from .generated import Drawn, Generated, check_sizes, check_space, each_of, options, right_of, tallied
 from .small import Shape, decoder
@@ -56,12 +56,12 @@ class Recall(Generated):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole("passes", self.passes, 1)
-        whole("vocabulary", self.vocabulary, 4)
+        check_whole_number("passes", self.passes, 1)
+        check_whole_number("vocabulary", self.vocabulary, 4)
         if not self.power > 0:
             raise SpecError(f"power={self.power!r} is no exponent of a power law; use more than 0, such as 0.01")
         if self.filler not in FILLERS:
-            raise SpecError(f"filler={self.filler!r} is unknown; {nearest(self.filler, FILLERS)}")
+            raise SpecError(f"filler={self.filler!r} is unknown; {suggest(self.filler, FILLERS)}")
         for length, pairs in self.settings:
             self._check(length, pairs)
         check_sizes(self, tokens=max(length for length, _ in self.settings), symbols=self.vocabulary)
@@ -99,12 +99,12 @@ class Recall(Generated):
         """Any value, whatever was asked."""
         return {"accuracy": 1 / (self.vocabulary - self.vocabulary // 2)}
 
-    def model(self) -> Model:
+    def model(self) -> ModelSpec:
         """Two layers of attention alone: one to put keys beside their values, one to look them up."""
         return decoder(self.name, self.vocabulary, Shape(width=64, heads=4, layers=2))
 
-    def draw(self, draws: Draws) -> Drawn:
-        length, pairs = np.asarray(self.settings)[draws.below(len(self.settings), 1)[:, 0]].T
+    def draw(self, draws: RandomStreams) -> Drawn:
+        length, pairs = np.asarray(self.settings)[draws.integers(len(self.settings), 1)[:, 0]].T
         most, half, rows = max(pairs for _, pairs in self.settings), self.vocabulary // 2, np.arange(len(draws))
         known = np.arange(most) < pairs[:, None]
         keys = draws.distinct(half - 1, most) + 1
@@ -112,7 +112,7 @@ class Recall(Generated):
         slot = self._slots(draws, length, pairs, most)
         asked = 2 * self.passes * pairs[:, None] + 2 * slot
         end = max(length for length, _ in self.settings)
-        x = draws.below(self.vocabulary, end) if self.filler == "random" else np.zeros((len(draws), end), np.int64)
+        x = draws.integers(self.vocabulary, end) if self.filler == "random" else np.zeros((len(draws), end), np.int64)
         row, pair = np.nonzero(known)
         for turn in range(self.passes):
             at = 2 * (turn * pairs[row] + pair)
@@ -123,11 +123,11 @@ class Recall(Generated):
         labels[row, asked[row, pair]] = values[row, pair]
         return {"content": x, "x": x, "labels": labels, "asked": asked, "pairs": pairs, "length": length}
 
-    def _slots(self, draws: Draws, length: np.ndarray, pairs: np.ndarray, most: int) -> np.ndarray:
+    def _slots(self, draws: RandomStreams, length: np.ndarray, pairs: np.ndarray, most: int) -> np.ndarray:
         """Slots in the order in which weighted drawing without replacement takes them, as a race of exponentials."""
         space = length // 2 - self.passes * pairs
         place = np.arange(1, max(length // 2 - self.passes * pairs for length, pairs in self.settings) + 1)
-        arrival = -np.log(draws.unit(len(place))) / place ** (self.power - 1)
+        arrival = -np.log(draws.uniform(len(place))) / place ** (self.power - 1)
         arrival[place > space[:, None]] = np.inf
         return arrival.argsort(1, kind="stable")[:, :most]
 
@@ -137,7 +137,7 @@ class Recall(Generated):
             torch.from_numpy(drawn["x"][:, : length.max()]),
             torch.from_numpy(drawn["labels"][:, : length.max()]),
         )
-        tokens = None if (length == length[0]).all() else Tokens.of(x, lengths=torch.from_numpy(length))
+        tokens = None if (length == length[0]).all() else SequenceInfo.from_batch(x, lengths=torch.from_numpy(length))
         gold = [
             Recalled(count, end, tuple((2 * n + 1, place) for n, place in enumerate(places[:count])))
             for count, end, places in zip(

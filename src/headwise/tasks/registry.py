@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from ..errors import SpecError, nearest
+from ..errors import SpecError, suggest
 from .base import Task
 from .copy import Copy
 from .dates import Dates
@@ -50,9 +50,9 @@ def task(name: str, **said: Any) -> Task:
     headwise.errors.SpecError: there is no task 'recal'; did you mean 'recall'?
     """
     if name not in TASKS:
-        raise SpecError(f"there is no task {name!r}; {nearest(name, TASKS)}")
+        raise SpecError(f"there is no task {name!r}; {suggest(name, TASKS)}")
     known = [field.name for field in fields(TASKS[name]) if field.init]
     for knob in said:
         if knob not in known:
-            raise SpecError(f"{name} has no {knob!r}; {nearest(knob, known)}")
+            raise SpecError(f"{name} has no {knob!r}; {suggest(knob, known)}")
     return TASKS[name](**said)

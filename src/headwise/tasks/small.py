@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..blueprint import Block, Dense, Embedding, Head, Model, Norm, Positions, Stack
+from ..blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, ModelSpec, NormSpec, PositionSpec, StackSpec
 from ..pattern import Pattern
 from ..presets import design
-from ..registry import find
+from ..registry import find_class
 
 
 @dataclass(frozen=True)
@@ -24,38 +24,38 @@ class Shape:
     feed: int = 0
     positions: str = "rotary"
 
-    def blocks(self, pattern: str | Pattern, cross: str = "") -> list[Block]:
+    def blocks(self, pattern: str | Pattern, cross: str = "") -> list[BlockSpec]:
         """Its layers, norms first; `cross` is the pattern of a cross-attention, if there is one."""
-        turns = (find("Rotary")(),) if self.positions == "rotary" else ()
+        turns = (find_class("Rotary")(),) if self.positions == "rotary" else ()
         own = design(model=self.width, heads=self.heads, pattern=pattern, modifiers=turns)
         other = design(model=self.width, heads=self.heads, pattern=cross) if cross else None
-        feed = Dense(self.feed, "gelu", bias="ud") if self.feed else None
-        return [Block(own, other, feed)] * self.layers
+        feed = FeedForwardSpec(self.feed, "gelu", bias="ud") if self.feed else None
+        return [BlockSpec(own, other, feed)] * self.layers
 
-    def embedding(self, tokens: int, table: str = "") -> Embedding:
+    def embedding(self, tokens: int, table: str = "") -> EmbeddingSpec:
         """A table of so many tokens."""
-        places = Positions("sinusoidal") if self.positions == "sinusoidal" else None
-        return Embedding(tokens, positions=places, table=table)
+        places = PositionSpec("sinusoidal") if self.positions == "sinusoidal" else None
+        return EmbeddingSpec(tokens, positions=places, table=table)
 
 
-def decoder(name: str, tokens: int, shape: Shape) -> Model:
+def decoder(name: str, tokens: int, shape: Shape) -> ModelSpec:
     """A causal model that says a token at each place; what it says and what it reads have a table each."""
     stack = _stack("decoder", tokens, shape, "causal()")
-    return Model(name, "decoder", (stack,), (Head("tokens", tokens),))
+    return ModelSpec(name, "decoder", (stack,), (OutputHeadSpec("tokens", tokens),))
 
 
-def encoder(name: str, tokens: int, shape: Shape, head: Head, pattern: str | Pattern = "full()") -> Model:
+def encoder(name: str, tokens: int, shape: Shape, head: OutputHeadSpec, pattern: str | Pattern = "full()") -> ModelSpec:
     """A model that reads all at once."""
-    return Model(name, "encoder", (_stack("encoder", tokens, shape, pattern),), (head,))
+    return ModelSpec(name, "encoder", (_stack("encoder", tokens, shape, pattern),), (head,))
 
 
-def translator(name: str, tokens: int, shape: Shape) -> Model:
+def translator(name: str, tokens: int, shape: Shape) -> ModelSpec:
     """An encoder and a decoder as deep, with one table for all that is read and said (1706.03762)."""
     source = _stack("encoder", tokens, shape, "full()")
     embedding = shape.embedding(tokens, table="encoder")
-    target = Stack.of("decoder", shape.width, shape.blocks("causal()", "full()"), embedding=embedding, norm=Norm())
-    return Model(name, "encoder-decoder", (source, target), (Head("tokens", tokens, table="encoder"),))
+    target = StackSpec.from_blocks("decoder", shape.width, shape.blocks("causal()", "full()"), embedding=embedding, norm=NormSpec())
+    return ModelSpec(name, "encoder-decoder", (source, target), (OutputHeadSpec("tokens", tokens, table="encoder"),))
 
 
-def _stack(name: str, tokens: int, shape: Shape, pattern: str | Pattern) -> Stack:
-    return Stack.of(name, shape.width, shape.blocks(pattern), embedding=shape.embedding(tokens), norm=Norm())
+def _stack(name: str, tokens: int, shape: Shape, pattern: str | Pattern) -> StackSpec:
+    return StackSpec.from_blocks(name, shape.width, shape.blocks(pattern), embedding=shape.embedding(tokens), norm=NormSpec())

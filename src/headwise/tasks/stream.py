@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..blueprint import Model, Usage
+from ..blueprint import ModelSpec, ProcessorSpec
 from ..errors import SpecError
 from .base import IGNORED, Batch, Tally
 from .brought import Data
@@ -98,7 +98,7 @@ class Stream(Data):
     def _rows(self, split: str, cuts: list[tuple[int, int]]) -> Batch:
         """Each token of these cuts but the last, and the one after it; nothing is asked behind the end of a split."""
         ids = np.zeros((len(cuts), self.length), np.int64)
-        labels = np.full((len(cuts), self.length), IGNORED, np.int64)
+        labels = np.is_full((len(cuts), self.length), IGNORED, np.int64)
         for row, (start, stop) in enumerate(cuts):
             cut = self.spans[split].ids[start:stop]
             ids[row, : len(cut) - 1], labels[row, : len(cut) - 1] = cut[:-1], cut[1:]
@@ -126,11 +126,11 @@ class Stream(Data):
         return told | {"bits_per_byte": told["nats"] / math.log(2) / width}
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> ProcessorSpec:
         around = () if self.end is None else (self.end,)
         return replace(super().usage, before=around, end=around)
 
-    def model(self) -> Model:
+    def model(self) -> ModelSpec:
         return decoder(self.size)
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import SpecError, nearest
+from ..errors import SpecError, suggest
 from .brought import Brought
 from .order import HELD, shares
 from .reading import decoded, file_at, listed, there, zipped
@@ -54,7 +54,7 @@ class Text(Brought):
         if self.length < 1:
             raise SpecError(f"Text(length={self.length}) is no number of tokens; give length=64, say")
         if self.tokens not in TOKENS and not self.tokens.endswith(".json"):
-            remedy = nearest(self.tokens, TOKENS)
+            remedy = suggest(self.tokens, TOKENS)
             raise SpecError(f"Text(tokens={self.tokens!r}) is unknown; {remedy}, or give the path of a tokenizer.json")
 
     def files(self) -> Sequence[Path]:

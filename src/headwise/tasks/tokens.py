@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from ..errors import SpecError, nearest
+from ..errors import SpecError, suggest
 from .arrays import npy
 from .brought import Brought
 from .order import HELD, shares
@@ -135,7 +135,7 @@ def _told(path: Path) -> Meta:
 
 def _check_dtype(dtype: str, where: str) -> None:
     if dtype and dtype not in DTYPES:
-        raise SpecError(f"{where}={dtype!r} is no kind of ids; {nearest(dtype, DTYPES)}")
+        raise SpecError(f"{where}={dtype!r} is no kind of ids; {suggest(dtype, DTYPES)}")
 
 
 def _npy(path: Path, meta: Meta, tensor: str) -> Any:
@@ -168,7 +168,7 @@ def _safetensors(path: Path, meta: Meta, tensor: str) -> Any:
     if not tensor and len(names) != 1:
         raise SpecError(f"{path} holds the tensors {', '.join(names)}; say which are the ids, as in tensor={names[:1]}")
     if tensor and tensor not in names:
-        raise SpecError(f"{path} has no tensor {tensor!r}; {nearest(tensor, names)}")
+        raise SpecError(f"{path} has no tensor {tensor!r}; {suggest(tensor, names)}")
     ids = Sliced(file.get_slice(tensor or names[0]))
     return _checked(ids, ids.dtype, path, meta)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..draws import HALF, Draws, Ints
+from ..draws import HALF, RandomStreams, Ints
 
 OPERATORS, DIGITS = 4, 10  # MIN, MAX, MED, SM; 0 to 9
 QUARTER = 2**30  # of 2**32: how often a node is an operator
@@ -26,7 +26,7 @@ class Level:
     digit: Ints
 
 
-def grow(draws: Draws, depth: int, arguments: int, longest: int) -> tuple[list[Level], Ints]:
+def grow(draws: RandomStreams, depth: int, arguments: int, longest: int) -> tuple[list[Level], Ints]:
     """A tree for each example, and how many tokens it is: 1 for a digit, 2 for an operator.
 
     Trees of more than `longest` tokens are left unfinished; no others can become so long.

@@ -1,9 +1,9 @@
 """Traces: what attentions worked with in one run, kept in one file that opens without the model and without torch."""
 
-from .exchange import of_weights
+from .exchange import trace_from_weights
 from .file import load_trace
-from .grid import Grid
-from .record import Call, Layer, Row
+from .grid import PackedMask
+from .record import AttentionCallRecord, AttentionRecord, TokenRow
 from .trace import Trace
 
-__all__ = ["Call", "Grid", "Layer", "Row", "Trace", "load_trace", "of_weights"]
+__all__ = ["AttentionCallRecord", "PackedMask", "AttentionRecord", "TokenRow", "Trace", "load_trace", "trace_from_weights"]

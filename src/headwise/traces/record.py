@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .grid import Array, Grid
+from .grid import Array, PackedMask
 
-SIDES = ("q", "k", "v", "z")
+RECORDED_TENSORS = ("q", "k", "v", "z")
 
 
 @dataclass(frozen=True)
-class Row:
+class TokenRow:
     """The tokens of one text: their ids, how they are written, and where each stands in the text, where that is known.
 
     Nothing is known of the strings: they come from a tokenizer, and may hold any character.
@@ -30,13 +30,13 @@ class Row:
             raise ValueError(f"{counts} are of no one text; give as many of each, or no offsets")
 
     @staticmethod
-    def of(words: tuple[str, ...]) -> Row:
+    def from_words(words: tuple[str, ...]) -> TokenRow:
         """Tokens of which only the writing is known."""
-        return Row(tuple(range(len(words))), words)
+        return TokenRow(tuple(range(len(words))), words)
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCallRecord:
     """One call of an attention: which queries asked, by their numbers, which keys were there, and how they compare.
 
     Its queries begin at `asked` in "q", its keys are those at `keys` in "k". Scores are q k^T times `scale`, capped
@@ -59,7 +59,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Layer:
+class AttentionRecord:
     """One attention: who it is, what it worked with, and when.
 
     `reads[h]` is the head of keys that head h reads. `arrays` holds "q" and "z" [B, queries, heads, width], "k" and "v"
@@ -77,28 +77,28 @@ class Layer:
     reads: tuple[int, ...]
     asks: str
     told: str
-    calls: tuple[Call, ...]
+    calls: tuple[AttentionCallRecord, ...]
     arrays: Mapping[str, Array] = field(repr=False)
 
     @property
-    def queries(self) -> int:
+    def num_queries(self) -> int:
         """How many queries were asked in all."""
         return max((call.queries[1] for call in self.calls), default=0)
 
     @property
-    def keys(self) -> int:
+    def num_keys(self) -> int:
         """How many tokens were read in all."""
-        return max((int(self._columns(call).max(initial=-1)) + 1 for call in self.calls), default=0)
+        return max((int(self._key_indices(call).max(initial=-1)) + 1 for call in self.calls), default=0)
 
     @property
-    def batch(self) -> int:
+    def batch_size(self) -> int:
         """How many texts were read side by side."""
         return len(next(array for name, array in self.arrays.items() if name[0] in "qw"))
 
-    def weights(self, head: int, row: int, queries: tuple[int, int], grids: tuple[Grid, ...]) -> Array:
+    def weights(self, head: int, row: int, queries: tuple[int, int], grids: tuple[PackedMask, ...]) -> Array:
         """The weights of one head for some queries, [queries, keys], in float32."""
         start, stop = queries
-        found = np.zeros((stop - start, self.keys), np.float32)
+        found = np.zeros((stop - start, self.num_keys), np.float32)
         for call in self.calls:
             one, other = max(start, call.queries[0]), min(stop, call.queries[1])
             if one >= other:
@@ -108,17 +108,17 @@ class Layer:
                     f"{self.name}: the keys of queries {call.queries[0]}..{call.queries[1] - 1} stand in an order that "
                     "is not known, for their cache was reordered; trace the whole text in one run"
                 )
-            own = self._call(call, head, row, (one - call.queries[0], other - call.queries[0]), grids)
-            found[one - start : other - start, self._columns(call)] = own
+            own = self._call_weights(call, head, row, (one - call.queries[0], other - call.queries[0]), grids)
+            found[one - start : other - start, self._key_indices(call)] = own
         return found
 
-    def _columns(self, call: Call) -> Array:
+    def _key_indices(self, call: AttentionCallRecord) -> Array:
         """The numbers of the keys of a call."""
         if call.places is not None:
             return self.arrays[f"places.{call.places}"]
         return (call.first or 0) + np.arange(call.keys[1] - call.keys[0])
 
-    def _call(self, call: Call, head: int, row: int, at: tuple[int, int], grids: tuple[Grid, ...]) -> Array:
+    def _call_weights(self, call: AttentionCallRecord, head: int, row: int, at: tuple[int, int], grids: tuple[PackedMask, ...]) -> Array:
         start, stop = at
         if call.weights is not None:
             return self.arrays[f"weights.{call.weights}"][row, head, start:stop].astype(np.float32)
@@ -128,20 +128,20 @@ class Layer:
         if call.cap is not None:
             s = np.float32(call.cap) * np.tanh(s / np.float32(call.cap))
         for number in call.grids:
-            s += grids[number].rows(row, head, start, stop)
+            s += grids[number].unpack_rows(row, head, start, stop)
         if call.causal:
             s[np.arange(s.shape[1]) > np.arange(start, stop)[:, None]] = -np.inf
         sinks = self.arrays.get("sinks")
-        return softmax(s, None if sinks is None else float(sinks[head]))
+        return softmax_with_sink(s, None if sinks is None else float(sinks[head]))
 
 
-def softmax(s: Array, sink: float | None = None) -> Array:
+def softmax_with_sink(s: Array, sink: float | None = None) -> Array:
     """Rows of shares, in place; with a sink some of each row goes to nobody, and a row without a key is zero.
 
-    >>> softmax(np.array([[0.0, 0.0], [-np.inf, -np.inf]]))
+    >>> softmax_with_sink(np.array([[0.0, 0.0], [-np.inf, -np.inf]]))
     array([[0.5, 0.5],
            [0. , 0. ]])
-    >>> softmax(np.zeros((1, 1)), sink=0.0)
+    >>> softmax_with_sink(np.zeros((1, 1)), sink=0.0)
     array([[0.5]])
     """
     top = s.max(-1, keepdims=True, initial=-np.inf if sink is None else sink)

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .trace import Trace
 
-SHOWN = 12  # tokens of a row
+MAX_SHOWN = 12  # tokens of a row
 
 
-def told(trace: Trace) -> str:
+def format_trace(trace: Trace) -> str:
     """What a trace holds."""
-    lines = [f"{trace.model.get('name', 'a model')}: {sized(trace.nbytes)} of {len(trace.layers)} sites"]
+    lines = [f"{trace.model.get('name', 'a model')}: {format_bytes(trace.nbytes)} of {len(trace.layers)} sites"]
     for name, rows in trace.streams.items():
         for row in rows[:3]:
-            words = " ".join(safe(word) for word in row.words[:SHOWN])
-            more = f" and {len(row.words) - SHOWN} more" if len(row.words) > SHOWN else ""
+            words = " ".join(escape_token(word) for word in row.words[:MAX_SHOWN])
+            more = f" and {len(row.words) - MAX_SHOWN} more" if len(row.words) > MAX_SHOWN else ""
             lines.append(f"{name}: {words}{more}")
         if len(rows) > 3:
             lines.append(f"{name}: {len(rows) - 3} rows more")
@@ -24,28 +24,28 @@ def told(trace: Trace) -> str:
     for one in trace.layers:
         kept = " ".join(sorted({name.partition(".")[0] for name in one.arrays}))
         steps = f", {len(one.calls)} calls" if len(one.calls) > 1 else ""
-        lines.append(f"{one.name.ljust(wide)}  {one.heads} heads, {one.queries} x {one.keys}{steps}  {kept}")
+        lines.append(f"{one.name.ljust(wide)}  {one.heads} heads, {one.num_queries} x {one.num_keys}{steps}  {kept}")
     return "\n".join([*lines, *(f"{name}: not kept, {why}" for name, why in trace.skipped.items())])
 
 
-def safe(word: str) -> str:
+def escape_token(token: str) -> str:
     """A string on one line, whatever it holds.
 
-    >>> safe("a\\x1b[2J b")
+    >>> escape_token("a\\x1b[2J b")
     'a\\\\x1b[2J·b'
     """
-    shown = word.replace(" ", "·")
+    shown = token.replace(" ", "·")
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in shown)
 
 
-def sized(count: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """A number of bytes in a unit that can be read.
 
-    >>> sized(302_000_000)
+    >>> format_bytes(302_000_000)
     '302.0 MB'
     """
     for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000 or unit == "GB":
+        if num_bytes < 1000 or unit == "GB":
             break
-        count /= 1000
-    return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"

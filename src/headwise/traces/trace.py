@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import nearest
-from .grid import Array, Grid
-from .record import Layer, Row
-from .views import blocks, pooled
+from ..errors import suggest
+from .grid import Array, PackedMask
+from .record import AttentionRecord, TokenRow
+from .views import query_blocks, max_pool_weights
 
-ALL = slice(None)
-THUMB = 64
+ALL_POSITIONS = slice(None)
+THUMBNAIL_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -27,73 +27,73 @@ class Trace:
     """
 
     model: Mapping[str, Any]
-    streams: Mapping[str, tuple[Row, ...]]
-    layers: tuple[Layer, ...]
-    grids: tuple[Grid, ...] = field(repr=False, default=())
+    streams: Mapping[str, tuple[TokenRow, ...]]
+    layers: tuple[AttentionRecord, ...]
+    grids: tuple[PackedMask, ...] = field(repr=False, default=())
     skipped: Mapping[str, str] = field(default_factory=dict[str, str])
     thumbnails: Mapping[str, Array] = field(repr=False, default_factory=dict[str, Array])
 
-    def site(self, which: str | int) -> Layer:
+    def get_layer(self, which: str | int) -> AttentionRecord:
         """The layer of this name, or of this number where there is no other."""
         found = [one for one in self.layers if which in (one.name, one.layer)]
         if not found:
             names = [one.name for one in self.layers]
-            raise ValueError(f"the trace has no site {which!r}; {nearest(str(which), names)}")
+            raise ValueError(f"the trace has no site {which!r}; {suggest(str(which), names)}")
         if len(found) > 1:
             names = ", ".join(one.name for one in found)
             raise ValueError(f"the trace has several sites at layer {which}: {names}; say which by its name")
         return found[0]
 
-    def rows(self, site: str | int, head: int, queries: slice = ALL, *, row: int = 0) -> Array:
+    def head_weights(self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0) -> Array:
         """The weights of one head for some queries of one text, [queries, keys], computed again in float32."""
-        one = self.site(site)
-        _within("head", head, one.heads, one.name)
-        _within("row", row, one.batch, one.name)
-        start, stop, step = queries.indices(one.queries)
+        one = self.get_layer(site)
+        _check_in_range("head", head, one.heads, one.name)
+        _check_in_range("row", row, one.batch_size, one.name)
+        start, stop, step = queries.indices(one.num_queries)
         if step != 1:
             raise ValueError(f"queries {queries} leave some out; give neighbours, and pick among the rows")
         return one.weights(head, row, (start, max(start, stop)), self.grids)
 
-    def tile(
-        self, site: str | int, head: int, queries: slice = ALL, keys: slice = ALL, *,
-        size: tuple[int, int] = (THUMB, THUMB), row: int = 0,
+    def weight_tile(
+        self, site: str | int, head: int, queries: slice = ALL_POSITIONS, keys: slice = ALL_POSITIONS, *,
+        size: tuple[int, int] = (THUMBNAIL_SIZE, THUMBNAIL_SIZE), row: int = 0,
     ) -> Array:  # fmt: skip
         """A picture of some weights, 8 bit and at most `size` high and wide: each cell the largest weight in it."""
-        one = self.site(site)
-        start, stop, _ = queries.indices(one.queries)
-        left, right, _ = keys.indices(one.keys)
+        one = self.get_layer(site)
+        start, stop, _ = queries.indices(one.num_queries)
+        left, right, _ = keys.indices(one.num_keys)
         if stop <= start or right <= left:
             raise ValueError(f"a tile of queries {queries} and keys {keys} is empty; give at least one of each")
         bands = (
-            (at, self.rows(site, head, slice(start + at[0], start + at[1]), row=row)[:, left:right])
-            for at in blocks(stop - start)
+            (at, self.head_weights(site, head, slice(start + at[0], start + at[1]), row=row)[:, left:right])
+            for at in query_blocks(stop - start)
         )
-        return pooled(bands, (stop - start, right - left), size)
+        return max_pool_weights(bands, (stop - start, right - left), size)
 
-    def output(self, site: str | int, head: int, queries: slice = ALL, *, row: int = 0) -> Array:
+    def head_output(self, site: str | int, head: int, queries: slice = ALL_POSITIONS, *, row: int = 0) -> Array:
         """What one head said before the merge, [queries, width]: as it was kept, or read from kept values again."""
-        one = self.site(site)
+        one = self.get_layer(site)
         if "z" in one.arrays:
-            _within("head", head, one.arrays["z"].shape[2], one.name)
+            _check_in_range("head", head, one.arrays["z"].shape[2], one.name)
             return one.arrays["z"][row, queries, head].astype(np.float32)
         if "v" not in one.arrays or any(call.first != call.keys[0] for call in one.calls):
             raise ValueError(f"neither z nor v of {one.name} was kept; trace with keep=('q', 'k', 'v')")
-        weights = self.rows(site, head, queries, row=row)
+        weights = self.head_weights(site, head, queries, row=row)
         return weights @ one.arrays["v"][row, : weights.shape[1], one.reads[head]].astype(np.float32)
 
     def thumbnail(self, site: str | int, head: int, *, row: int = 0) -> Array:
         """All weights of one head as a picture of 64 x 64 at most."""
-        one = self.site(site)
+        one = self.get_layer(site)
         if one.name in self.thumbnails:
             return self.thumbnails[one.name][row, head]
-        return self.tile(site, head, row=row)
+        return self.weight_tile(site, head, row=row)
 
-    def pictured(self, size: int = THUMB) -> Trace:
+    def with_thumbnails(self, size: int = THUMBNAIL_SIZE) -> Trace:
         """The same with a thumbnail of every head, so that whoever opens it has something to show at once."""
         pictures = {
             one.name: np.stack([
-                np.stack([self.tile(one.name, head, size=(size, size), row=row) for head in range(one.heads)])
-                for row in range(one.batch)
+                np.stack([self.weight_tile(one.name, head, size=(size, size), row=row) for head in range(one.heads)])
+                for row in range(one.batch_size)
             ])
             for one in self.layers
         }  # fmt: skip
@@ -113,7 +113,7 @@ class Trace:
             "streams": {name: [len(row.ids) for row in rows] for name, rows in self.streams.items()},
             "bytes": self.nbytes,
             "sites": [
-                {"name": one.name, "heads": one.heads, "queries": one.queries, "keys": one.keys,
+                {"name": one.name, "heads": one.heads, "queries": one.num_queries, "keys": one.num_keys,
                  "calls": len(one.calls), "kept": sorted({name.partition(".")[0] for name in one.arrays})}
                 for one in self.layers
             ],
@@ -122,30 +122,30 @@ class Trace:
 
     def save(self, path: Path | str) -> None:
         """Write one file that opens without the model and without torch."""
-        from .file import write
+        from .file import save_trace
 
-        write(self, path)
+        save_trace(self, path)
 
-    def export(self, path: Path | str, *, sites: Iterable[str | int] = (), least: float = 0.0) -> None:
+    def export_weights(self, path: Path | str, *, sites: Iterable[str | int] = (), min_weight: float = 0.0) -> None:
         """Write the weights of these sites, or of all, as the ending says: .csv or .json by pairs, .npz as arrays.
 
         Pairs whose weight is below `least` are left out of .csv and .json.
         """
-        from .exchange import write
+        from .exchange import export_weights
 
-        write(self, path, [self.site(site) for site in sites] or self.layers, least)
+        export_weights(self, path, [self.get_layer(site) for site in sites] or self.layers, min_weight)
 
     def __str__(self) -> str:
-        from .telling import told
+        from .telling import format_trace
 
-        return told(self)
+        return format_trace(self)
 
 
-def _within(what: str, number: int, count: int, name: str) -> None:
+def _check_in_range(what: str, number: int, count: int, name: str) -> None:
     if not 0 <= number < count:
         raise ValueError(f"{name} has no {what} {number}; give one in 0..{count - 1}")
 
 
-def named(words: Sequence[Sequence[str]]) -> tuple[Row, ...]:
+def make_token_rows(words: Sequence[Sequence[str]]) -> tuple[TokenRow, ...]:
     """Rows of tokens of which only the writing is known."""
-    return tuple(Row.of(tuple(map(str, row))) for row in words)
+    return tuple(TokenRow.from_words(tuple(map(str, row))) for row in words)

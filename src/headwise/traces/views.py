@@ -8,22 +8,22 @@ import numpy as np
 
 from .grid import Array
 
-BLOCK = 512  # queries at a time
+QUERY_BLOCK = 512  # queries at a time
 
 
-def blocks(count: int) -> Iterator[tuple[int, int]]:
+def query_blocks(num_queries: int) -> Iterator[tuple[int, int]]:
     """Where neighbouring queries are taken together.
 
-    >>> list(blocks(600))
+    >>> list(query_blocks(600))
     [(0, 512), (512, 600)]
     """
-    return ((start, min(count, start + BLOCK)) for start in range(0, count, BLOCK))
+    return ((start, min(num_queries, start + QUERY_BLOCK)) for start in range(0, num_queries, QUERY_BLOCK))
 
 
-def pooled(bands: Iterable[tuple[tuple[int, int], Array]], shape: tuple[int, int], size: tuple[int, int]) -> Array:
+def max_pool_weights(bands: Iterable[tuple[tuple[int, int], Array]], shape: tuple[int, int], size: tuple[int, int]) -> Array:
     """The largest weight of each cell, 0..255, of weights that come in bands of rows.
 
-    >>> pooled([((0, 2), np.eye(4)[:2]), ((2, 4), np.eye(4)[2:])], (4, 4), (2, 2))
+    >>> max_pool_weights([((0, 2), np.eye(4)[:2]), ((2, 4), np.eye(4)[2:])], (4, 4), (2, 2))
     array([[255,   0],
            [  0, 255]], dtype=uint8)
     """

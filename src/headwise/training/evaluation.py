@@ -15,21 +15,21 @@ from ..spread.ranks import whole_rows
 from ..spread.rows import Share
 from ..spread.world import World
 from ..tasks import Batch, Tally, Task
-from ..tasks.packing import packed
-from .choosing import Choice
-from .loss import asked, cross_entropy
+from ..tasks.packing import pack_batch
+from .choosing import StepOptions
+from .loss import count_labels, cross_entropy
 from .recipe import Recipe
-from .stepping import autocast, check_fits
+from .stepping import autocast, check_label_shape
 
 
-class Examiner:
+class TaskEvaluator:
     """Measures models on held-out batches of a task."""
 
-    def __init__(self, task: Task, recipe: Recipe, choice: Choice, world: World) -> None:
+    def __init__(self, task: Task, recipe: Recipe, choice: StepOptions, world: World) -> None:
         self.task, self.recipe, self.choice, self.world, self.device = task, recipe, choice, world, world.device
 
     @property
-    def last(self) -> str:
+    def final_split(self) -> str:
         """The split that a finished model is judged by: "test", or "valid" of data that has no more."""
         try:
             self.task.batch(0, self.recipe.batch, "test")
@@ -37,18 +37,18 @@ class Examiner:
             return "valid"
         return "test"
 
-    def measures(self, path: Path, split: str) -> dict[str, float]:
+    def compute_metrics(self, path: Path, split: str) -> dict[str, float]:
         """The loss a label, without smoothing, and what the task measures of the same logits."""
-        return self._averages(self._each(path, split))
+        return self._averages(self._iter_tallies(path, split))
 
-    def scores(self, net: Transformer, split: str) -> dict[str, float]:
+    def score_generation(self, net: Transformer, split: str) -> dict[str, float]:
         """What the task says of free answers; nothing when it asks for none."""
         if not self.task.answers:
             return {}
-        shares = (own.batch for own in self._shares(split) if own.rows)
-        return self._averages(self.task.score(self.answers(net, batch), batch) for batch in shares)
+        shares = (own.batch for own in self._iter_shares(split) if own.rows)
+        return self._averages(self.task.score(self.generate_answers(net, batch), batch) for batch in shares)
 
-    def answers(self, net: Transformer, batch: Batch) -> list[list[int]]:
+    def generate_answers(self, net: Transformer, batch: Batch) -> list[list[int]]:
         """The new ids that a model writes, for each example."""
         prompt, tokens = self.task.prompt(batch)
         here = batch.to(self.device)
@@ -60,36 +60,36 @@ class Examiner:
 
     def _averages(self, own: Iterable[Tally]) -> dict[str, float]:
         """Over what all ranks measured, each its share."""
-        return averages(self.world.every(sums(own)))
+        return average_tallies(self.world.every(sum_tallies(own)))
 
-    def _shares(self, split: str) -> Iterator[Share]:
+    def _iter_shares(self, split: str) -> Iterator[Share]:
         whole = self.task.batches(self.recipe.batch, split)
         count = self.recipe.evaluate_batches
         for index in range(count if whole is None else min(count, whole)):
             yield self.world.share(self.task.batch(index, self.recipe.batch, split))
 
-    def _each(self, path: Path, split: str) -> Iterator[Tally]:
+    def _iter_tallies(self, path: Path, split: str) -> Iterator[Tally]:
         path.eval()
-        for own in self._shares(split):
+        for own in self._iter_shares(split):
             here = own.batch.to(self.device)
             with torch.no_grad(), autocast(self.choice, self.device), whole_rows(path):
-                logits = self._said(path, own.batch).float()
-            check_fits(logits, here.labels)
-            loss = {"loss": (float(cross_entropy(logits, here.labels)), asked(here))}
+                logits = self._compute_logits(path, own.batch).float()
+            check_label_shape(logits, here.labels)
+            loss = {"loss": (float(cross_entropy(logits, here.labels)), count_labels(here))}
             yield loss | dict(self.task.measure(logits, here)) if own.rows else {}
 
-    def _said(self, path: Path, batch: Batch) -> Tensor:
+    def _compute_logits(self, path: Path, batch: Batch) -> Tensor:
         """What a model says of a batch, in its rows, however these are laid out on the way."""
         if self.choice.rows == "padded":
             return path(batch.to(self.device))
-        row = packed(batch)
+        row = pack_batch(batch)
         return row.unpacked(path(row.batch.to(self.device)))
 
 
-def sums(tallies: Iterable[Tally]) -> dict[str, tuple[float, int]]:
+def sum_tallies(tallies: Iterable[Tally]) -> dict[str, tuple[float, int]]:
     """One tally of several.
 
-    >>> sums([{"accuracy": (3.0, 4)}, {"accuracy": (1.0, 1)}])
+    >>> sum_tallies([{"accuracy": (3.0, 4)}, {"accuracy": (1.0, 1)}])
     {'accuracy': (4.0, 5)}
     """
     found: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
@@ -99,10 +99,10 @@ def sums(tallies: Iterable[Tally]) -> dict[str, tuple[float, int]]:
     return dict(found)
 
 
-def averages(tallies: Iterable[Tally]) -> dict[str, float]:
+def average_tallies(tallies: Iterable[Tally]) -> dict[str, float]:
     """Sums over counts, over all tallies; what was never counted is left out.
 
-    >>> averages([{"accuracy": (3.0, 4)}, {"accuracy": (1.0, 1), "never": (0.0, 0)}])
+    >>> average_tallies([{"accuracy": (3.0, 4)}, {"accuracy": (1.0, 1), "never": (0.0, 0)}])
     {'accuracy': 0.8}
     """
-    return {name: total / count for name, (total, count) in sums(tallies).items() if count}
+    return {name: total / count for name, (total, count) in sum_tallies(tallies).items() if count}

@@ -7,34 +7,34 @@ import threading
 from types import FrameType
 from typing import Any, Self
 
-ASKED = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Interrupts:
+class InterruptGuard:
     """Inside, the first Ctrl-C or SIGTERM only sets `asked`; the second ends at once, as outside.
 
     Only a main thread hears signals; in another one nothing changes.
 
-    >>> with Interrupts() as interrupts:
+    >>> with InterruptGuard() as interrupts:
     ...     signal.raise_signal(signal.SIGINT)
     ...     interrupts.asked
     True
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.is_requested = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._ask) for number in ASKED}
+            self._before = {number: signal.signal(number, self._handle_signal) for number in STOP_SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.is_requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.is_requested = True

@@ -12,29 +12,29 @@ from typing import Any
 
 import torch
 
-from ..blueprint import Model
-from ..blueprint.manifest import MANIFEST
-from ..errors import SpecError, nearest
-from ..files import Lock, sweep, write_atomically
+from ..blueprint import ModelSpec
+from ..blueprint.manifest import MANIFEST_FILE
+from ..errors import SpecError, suggest
+from ..files import FolderLock, remove_temporary_files, write_atomically
 from ..models import Transformer, save
 from ..spread import joined
 from ..spread.path import Path as Way
 from ..tasks import Task
-from .checkpoint import Checkpoint, Checkpoints
-from .interrupts import Interrupts
-from .pages import page
+from .checkpoint import TrainingCheckpoint, CheckpointFolder
+from .interrupts import InterruptGuard
+from .pages import render_training_card
 from .recipe import Recipe
-from .run import CHECKPOINTS, Run
-from .setup import Setup, environment, shorter
-from .sinks import Journal, Sink, sink
+from .run import CHECKPOINT_FOLDER, TrainingRun
+from .setup import TrainingSetup, describe_environment, omit_model
+from .sinks import JsonlLogger, MetricLogger, create_logger
 
-RESUMES = ("never", "allowed")
-FINAL = "final.json"
-Write = Callable[[Mapping[str, Any]], None]
+RESUME_MODES = ("never", "allowed")
+FINAL_FILE = "final.json"
+RecordWriter = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True)
-class Result:
+class TrainingResult:
     """What a run came to, with the weights that were best on "valid"; `split` says what they were measured on at last:
     "test", or "valid" of data without a test split.
     """
@@ -58,12 +58,12 @@ class Result:
 
 def train(
     task: Task,
-    described: Model | Transformer | None = None,
+    model_spec: ModelSpec | Transformer | None = None,
     recipe: Recipe | None = None,
     out: Path | str = "",
     resume: str = "never",
-    sinks: Sequence[Sink | str] = (),
-) -> Result:
+    loggers: Sequence[MetricLogger | str] = (),
+) -> TrainingResult:
     """Train a model on a task and leave it in the folder `out`, with checkpoints and metrics.jsonl beside it.
 
     Without a description the task's own model is built; a model that is given goes on from its weights, and is
@@ -73,46 +73,46 @@ def train(
 
     Killed at any moment and resumed, a run on the CPU ends with the same bits as one that was let be.
     """
-    if resume not in RESUMES:
-        raise SpecError(f"resume={resume!r} is unknown; {nearest(str(resume), RESUMES)}")
+    if resume not in RESUME_MODES:
+        raise SpecError(f"resume={resume!r} is unknown; {suggest(str(resume), RESUME_MODES)}")
     if not str(out):
         raise SpecError("train leaves a model behind; say where, as in out='runs/first'")
-    taken = [sink(one) if isinstance(one, str) else one for one in sinks]
+    taken = [create_logger(one) if isinstance(one, str) else one for one in loggers]
     with joined() as launch:
-        setup = Setup.of(task, described, Recipe() if recipe is None else recipe, Path(out), launch)
-        return _trained(setup, resume, [Journal(), *taken])
+        setup = TrainingSetup.of(task, model_spec, Recipe() if recipe is None else recipe, Path(out), launch)
+        return _run_training(setup, resume, [JsonlLogger(), *taken])
 
 
-def _trained(setup: Setup, resume: str, sinks: Sequence[Sink]) -> Result:
+def _run_training(setup: TrainingSetup, resume: str, sinks: Sequence[MetricLogger]) -> TrainingResult:
     """What the setup comes to, with the folder to itself; of all ranks the leader tells."""
-    world = setup.world
+    world = setup.ranks
     devices = [world.device] if world.device.type == "cuda" else []
-    with Interrupts() as interrupts, world.leading(Lock(setup.folder)), torch.random.fork_rng(devices):
-        run, notes = _begin(setup, resume)
-        with _opened(sinks if world.leads else [], run, shorter(setup.config)) as write:
+    with InterruptGuard() as interrupts, world.leading(FolderLock(setup.folder)), torch.random.fork_rng(devices):
+        run, notes = _start_or_resume(setup, resume)
+        with _open_loggers(sinks if world.leads else [], run, omit_model(setup.config)) as write:
             for note in notes:
                 write({"event": "note", "step": run.progress.step, "says": note})
-            _go(run, setup, write, interrupts)
-            return _finish(run, write)
+            _run_steps(run, setup, write, interrupts)
+            return _finish_run(run, write)
 
 
-def _begin(setup: Setup, resume: str) -> tuple[Run, list[str]]:
+def _start_or_resume(setup: TrainingSetup, resume: str) -> tuple[TrainingRun, list[str]]:
     """The run, new or gone on with, and what is to be said about that."""
-    held, damages = setup.world.told(lambda: _found(setup.folder, resume))
+    held, damages = setup.ranks.told(lambda: _find_checkpoint(setup.folder, resume))
     if held is None:
-        run = setup.begun()
-        return run, [*setup.task.notes, *setup.notes, *run.stepper.choice.reasons]
-    run = setup.resumed(held)
-    return run, [*damages, *setup.notes, f"going on from step {held.step}", *run.stepper.choice.reasons]
+        run = setup.start_run()
+        return run, [*setup.task.notes, *setup.notes, *run.train_step.options.reasons]
+    run = setup.resume_run(held)
+    return run, [*damages, *setup.notes, f"going on from step {held.step}", *run.train_step.options.reasons]
 
 
-def _found(folder: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:
+def _find_checkpoint(folder: Path, resume: str) -> tuple[TrainingCheckpoint | None, list[str]]:
     """The checkpoint to go on from, none where there is nothing, and what was found wrong with newer ones."""
-    checkpoints = Checkpoints(folder / CHECKPOINTS)
+    checkpoints = CheckpointFolder(folder / CHECKPOINT_FOLDER)
     for swept in (folder, checkpoints.folder):
-        sweep(swept)
-    held, damages = checkpoints.newest()
-    if held is None and (folder / MANIFEST).exists():
+        remove_temporary_files(swept)
+    held, damages = checkpoints.load_newest()
+    if held is None and (folder / MANIFEST_FILE).exists():
         raise SpecError(f"{folder} holds a model already; give another folder, or move that one away")
     if held is not None and resume == "never":
         remedy = "go on with resume='allowed' (--resume), or give another folder"
@@ -121,9 +121,9 @@ def _found(folder: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:
 
 
 @contextmanager
-def _opened(sinks: Sequence[Sink], run: Run, config: Mapping[str, Any]) -> Iterator[Write]:
+def _open_loggers(sinks: Sequence[MetricLogger], run: TrainingRun, config: Mapping[str, Any]) -> Iterator[RecordWriter]:
     """Every sink, open; what hands a record to all of them."""
-    begins = {"event": "run", "step": run.progress.step, **environment(run), **config}
+    begins = {"event": "run", "step": run.progress.step, **describe_environment(run), **config}
     with ExitStack() as stack:
         for one in sinks:
             stack.callback(one.close)
@@ -137,38 +137,38 @@ def _opened(sinks: Sequence[Sink], run: Run, config: Mapping[str, Any]) -> Itera
         yield write
 
 
-def _go(run: Run, setup: Setup, write: Write, interrupts: Interrupts) -> None:
+def _run_steps(run: TrainingRun, setup: TrainingSetup, write: RecordWriter, interrupts: InterruptGuard) -> None:
     """Every step that is left, with all that is looked at and kept on the way."""
     every = run.recipe.checkpoint_every
-    while not run.over:
+    while not run.is_finished:
         write(run.step())
         better = False
-        if run.due:
+        if run.is_evaluation_due:
             told = run.evaluate()
             write(told)
             better = told["best"]
-        asked = run.world.any(interrupts.asked)
-        if better or run.over or asked or run.progress.step % every == 0:
-            run.keep(setup.config)
+        asked = run.world.any(interrupts.is_requested)
+        if better or run.is_finished or asked or run.progress.step % every == 0:
+            run.save_checkpoint(setup.config)
         if better:
-            run.leave(page(run, told["metrics"], "valid"))
-        if asked and not run.over:
+            run.save_model(render_training_card(run, told["metrics"], "valid"))
+        if asked and not run.is_finished:
             raise KeyboardInterrupt(f"ended at step {run.progress.step}, which is kept in {run.folder}")
 
 
-def _finish(run: Run, write: Write) -> Result:
+def _finish_run(run: TrainingRun, write: RecordWriter) -> TrainingResult:
     """Measure the best weights on what was never looked at, and leave them in the folder."""
-    net, damage = run.best()
+    net, damage = run.load_best()
     if damage:
         write({"event": "note", "step": run.progress.step, "says": damage})
-    begun, split = time.perf_counter(), run.examiner.last
-    metrics = run.examiner.measures(Way(net), split) | run.examiner.scores(net, split)
+    begun, split = time.perf_counter(), run.evaluator.final_split
+    metrics = run.evaluator.compute_metrics(Way(net), split) | run.evaluator.score_generation(net, split)
     seconds = run.progress.seconds + time.perf_counter() - begun
-    choice = run.stepper.choice
+    choice = run.train_step.options
     told = (run.task.name, run.progress.step, seconds, metrics, split, str(run.folder), run.progress.best)
-    result = Result(*told, choice.precision, choice.compile, net.eval())
+    result = TrainingResult(*told, choice.precision, choice.compile, net.eval())
     if run.world.leads:
-        save(net, run.folder, readme=page(run, metrics, split))
-        write_atomically(run.folder / FINAL, json.dumps(result.data, indent=2).encode() + b"\n")
+        save(net, run.folder, readme=render_training_card(run, metrics, split))
+        write_atomically(run.folder / FINAL_FILE, json.dumps(result.data, indent=2).encode() + b"\n")
     write({"event": "end", "step": run.progress.step, "metrics": metrics, "seconds": seconds, "split": split})
     return result

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from ..blueprint import Model, Stack
+from ..blueprint import ModelSpec, StackSpec
 from ..errors import SpecError
 from ..tasks import IGNORED, Batch, Task
-from ..terms import Ledger
+from ..terms import AuxLosses
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -29,26 +29,26 @@ def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Ten
     return F.cross_entropy(flat, labels.reshape(-1), ignore_index=IGNORED, label_smoothing=smoothing, reduction="sum")
 
 
-def asked(batch: Batch) -> int:
+def count_labels(batch: Batch) -> int:
     """How many labels a batch has."""
     return int((batch.labels != IGNORED).sum())
 
 
-def weighed(ledger: Ledger, terms: Sequence[tuple[str, float]]) -> Tensor | float:
+def compute_aux_loss(aux_losses: AuxLosses, weights: Sequence[tuple[str, float]]) -> Tensor | float:
     """The terms of a ledger, each summed over layers and times its factor.
 
-    >>> weighed(Ledger({("0", "balance"): torch.tensor(2.0), ("1", "balance"): torch.tensor(3.0)}), [("balance", 0.1)])
+    >>> compute_aux_loss(AuxLosses({("0", "balance"): torch.tensor(2.0), ("1", "balance"): torch.tensor(3.0)}), [("balance", 0.1)])
     tensor(0.5000)
     """
-    known = {name for _, name in ledger.terms}
-    for name, _ in terms:
+    known = {name for _, name in aux_losses.terms}
+    for name, _ in weights:
         if name not in known:
             there = f"the terms here are {', '.join(sorted(known))}" if known else "no part of this model sets one"
             raise SpecError(f"no layer sets the term {name!r}; {there}")
-    return sum((factor * ledger.total(name) for name, factor in terms), 0.0)
+    return sum((factor * aux_losses.total(name) for name, factor in weights), 0.0)
 
 
-def parts_of(batch: Batch, count: int) -> Iterator[Batch]:
+def split_batch(batch: Batch, count: int) -> Iterator[Batch]:
     """The rows of a batch in `count` equal parts, in order; of what an epoch leaves over, in as many as it makes."""
     if count == 1:
         yield batch
@@ -59,14 +59,14 @@ def parts_of(batch: Batch, count: int) -> Iterator[Batch]:
         yield batch.rows(slice(first, first + size))
 
 
-def check(batch: Batch, described: Model, where: str) -> None:
+def check_batch(batch: Batch, model_spec: ModelSpec, where: str) -> None:
     """Refuse, while a batch is still in main memory, what would fail inside a kernel or teach nothing."""
-    if described.heads:
-        known = described.heads[0].outputs
+    if model_spec.heads:
+        known = model_spec.heads[0].outputs
         _check_range(batch.labels[batch.labels != IGNORED], known, f"{where} asks for the label")
-    if not asked(batch):
+    if not count_labels(batch):
         raise ValueError(f"{where} asks nothing, every label is {IGNORED}; label at least one place")
-    for x, stack in ((batch.x, described.stacks[-1]), (batch.source, described.stacks[0])):
+    for x, stack in ((batch.x, model_spec.stacks[-1]), (batch.source, model_spec.stacks[0])):
         if x is None:
             continue
         if x.is_floating_point() and not x.isfinite().all():
@@ -81,29 +81,29 @@ def _check_range(ids: Tensor, known: int, fact: str) -> None:
         raise ValueError(f"{fact} {int(wrong[0])}, but the model has {known} of them; give 0..{known - 1}")
 
 
-def check_model(described: Model, task: Task, brought: str | None = None) -> None:
+def check_model(model_spec: ModelSpec, task: Task, tokenizer: str | None = None) -> None:
     """Refuse tables that are smaller than those of the task's own model; of another size, where a tokenizer counts.
 
     A model that `brought` the same tokenizer may have more rows than that knows tokens: many are made so.
     """
     usual = task.model()
-    pairs = zip((described.stacks[0], described.stacks[-1]), (usual.stacks[0], usual.stacks[-1]), strict=True)
-    sizes = [(_tokens(own), _tokens(wanted), f"the table of {own.name}") for own, wanted in pairs]
-    if described.heads and usual.heads:
-        sizes.append((described.heads[0].outputs, usual.heads[0].outputs, f"the head {described.heads[0].name}"))
+    pairs = zip((model_spec.stacks[0], model_spec.stacks[-1]), (usual.stacks[0], usual.stacks[-1]), strict=True)
+    sizes = [(_vocabulary_size(own), _vocabulary_size(wanted), f"the table of {own.name}") for own, wanted in pairs]
+    if model_spec.heads and usual.heads:
+        sizes.append((model_spec.heads[0].outputs, usual.heads[0].outputs, f"the head {model_spec.heads[0].name}"))
     for own, wanted, what in sizes:
         if 0 < own < wanted:
             raise SpecError(f"{what} has {own} rows, the task tells {wanted} ids apart; give it {wanted}")
-        if 0 < wanted < own and task.tokenizer is not None and not same_words(task.tokenizer, brought):
+        if 0 < wanted < own and task.tokenizer is not None and not has_same_vocabulary(task.tokenizer, tokenizer):
             raise SpecError(f"{what} has {own} rows, the task's tokenizer {wanted} tokens; give it {wanted}")
 
 
-def same_words(document: str | None, other: str | None) -> bool:
+def has_same_vocabulary(document: str | None, other: str | None) -> bool:
     """Whether two documents of tokenizers know the same tokens by the same ids."""
     if document is None or other is None:
         return False
     return Tokenizer.from_str(document).get_vocab() == Tokenizer.from_str(other).get_vocab()
 
 
-def _tokens(stack: Stack) -> int:
+def _vocabulary_size(stack: StackSpec) -> int:
     return stack.embedding.tokens if stack.embedding else 0

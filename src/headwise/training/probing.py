@@ -13,65 +13,65 @@ from ..models import Transformer
 from ..spread.holding import alone
 from ..spread.path import Path
 from ..tasks import Batch
-from ..tasks.packing import Unpackable, filled, packed
-from .choosing import PROBE, Choice, fastest, kept, laid, worth_compiling
+from ..tasks.packing import Unpackable, filled, pack_batch
+from .choosing import TRIAL_SECONDS, StepOptions, choose_fastest, decide_compile, choose_row_layout, decide_compile_trial
 from .recipe import Recipe
-from .stepping import Stepper
+from .stepping import TrainStep
 
-SHORT = 512  # tokens of a row, up to which plain attention is tried
-FULL = 0.95  # of rows that are no padding, from which packing has nothing to gain
+MAX_PLAIN_LENGTH = 512  # tokens of a row, up to which plain attention is tried
+MAX_FILL_RATIO = 0.95  # of rows that are no padding, from which packing has nothing to gain
 SHARE = 0.05  # of the run's own time, that trying may take at most
 
 
-class Trial:
+class StepTrial:
     """Trial steps of a model on a few batches, whose shapes may differ; none changes it, nor what is drawn later."""
 
     def __init__(self, net: Transformer, recipe: Recipe, device: torch.device, batches: Sequence[Batch]) -> None:
         self.holding = alone(net, device)
         self.net, self.recipe, self.device, self.batches = net, recipe, device, batches
 
-    def choose(self) -> Choice:
+    def choose(self) -> StepOptions:
         """How to step: as the recipe says; where it says "auto", as is fastest here, with the reasons."""
-        (precision, attention), reasons, seconds = self._way()
-        plain = Choice(precision, "off", reasons, attention, "packed" if self.recipe.rows == "packed" else "padded")
+        (precision, attention), reasons, seconds = self._choose_precision()
+        plain = StepOptions(precision, "off", reasons, attention, "packed" if self.recipe.rows == "packed" else "padded")
         if self.recipe.rows == "auto" and self.recipe.compile != "on":
-            plain, seconds = self._packed(plain, seconds)
+            plain, seconds = self._try_packed(plain, seconds)
         if self.recipe.compile != "auto":
             told = f"compile {self.recipe.compile}, as asked"
             return replace(plain, compile=self.recipe.compile, reasons=(*plain.reasons, told))
         reasons = plain.reasons
         if seconds is None:
-            seconds = self._seconds(self._stepper(plain))
+            seconds = self._seconds(self._make_step(plain))
         shapes = {(batch.x.shape, batch.source.shape if batch.source is not None else None) for batch in self.batches}
-        worth, told = worth_compiling(seconds, self.recipe.steps, len(shapes))
+        worth, told = decide_compile_trial(seconds, self.recipe.steps, len(shapes))
         if not worth:
             return replace(plain, reasons=(*reasons, told))
         if self.recipe.rows == "packed":
             return replace(plain, reasons=(*reasons, "not compiled, for packed rows have another shape in every batch"))
         compiled = replace(plain, compile="on", rows="padded")
-        took, failed = self._tried(self._stepper(compiled))
+        took, failed = self._time_or_error(self._make_step(compiled))
         if took is None:
             return replace(plain, reasons=(*reasons, f"not compiled, it fails: {failed}"))
-        compile_, told = kept(seconds, took, self.recipe.steps)
+        compile_, told = decide_compile(seconds, took, self.recipe.steps)
         return replace(compiled if compile_ == "on" else plain, reasons=(*reasons, told))
 
-    def _packed(self, padded: Choice, seconds: float | None) -> tuple[Choice, float | None]:
+    def _try_packed(self, padded: StepOptions, seconds: float | None) -> tuple[StepOptions, float | None]:
         """The same with texts one behind the other, where enough is padding and that is faster; its seconds a step."""
         full = sum(map(filled, self.batches)) / len(self.batches)
-        if full > FULL:
+        if full > MAX_FILL_RATIO:
             return padded, seconds
         try:
             for batch in self.batches:
-                packed(batch)
+                pack_batch(batch)
         except Unpackable as why:
             return replace(padded, reasons=(*padded.reasons, f"rows are filled up: {why}")), seconds
         if seconds is None:
-            seconds = self._seconds(self._stepper(padded))
+            seconds = self._seconds(self._make_step(padded))
         ways = {attention: replace(padded, attention=attention, rows="packed") for attention in self._attentions()}
-        taken = {way: took for way, one in ways.items() if (took := self._tried(self._stepper(one))[0]) is not None}
-        return laid(padded, seconds, {ways[way]: took for way, took in taken.items()}, full)
+        taken = {way: took for way, one in ways.items() if (took := self._time_or_error(self._make_step(one))[0]) is not None}
+        return choose_row_layout(padded, seconds, {ways[way]: took for way, took in taken.items()}, full)
 
-    def _way(self) -> tuple[tuple[str, str], tuple[str, ...], float | None]:
+    def _choose_precision(self) -> tuple[tuple[str, str], tuple[str, ...], float | None]:
         """A precision and how to attend, the reasons, and the seconds of a step where they were measured."""
         ways = [(p, a) for p in self._precisions() for a in self._attentions()]
         rows = "packed" if self.recipe.rows == "packed" else "padded"
@@ -81,14 +81,14 @@ class Trial:
         seconds: dict[tuple[str, str], float] = {}
         failures: list[str] = []
         for way in ways:
-            taken, failed = self._tried(self._stepper(Choice(way[0], "off", attention=way[1], rows=rows)))
+            taken, failed = self._time_or_error(self._make_step(StepOptions(way[0], "off", attention=way[1], rows=rows)))
             if taken is None:
                 failures.append(f"a step in {way[0]} fails: {failed}")
             else:
                 seconds[way] = taken
         if not seconds:
             raise RuntimeError(failures[0])
-        best, reason = fastest(seconds)
+        best, reason = choose_fastest(seconds)
         return best, (reason, *failures), seconds[best]
 
     def _precisions(self) -> tuple[str, ...]:
@@ -99,66 +99,66 @@ class Trial:
         if self.recipe.attention != "auto":
             return (self.recipe.attention,)
         longest = max(x.shape[1] for batch in self.batches for x in (batch.x, batch.source) if x is not None)
-        return ("fused", "plain") if self.device.type == "cpu" and longest <= SHORT else ("fused",)
+        return ("fused", "plain") if self.device.type == "cpu" and longest <= MAX_PLAIN_LENGTH else ("fused",)
 
-    def _stepper(self, choice: Choice) -> Stepper:
-        return Stepper(replace(self.holding, path=Path(self.net)), self.recipe, choice)
+    def _make_step(self, choice: StepOptions) -> TrainStep:
+        return TrainStep(replace(self.holding, path=Path(self.net)), self.recipe, choice)
 
-    def _tried(self, stepper: Stepper) -> tuple[float | None, str]:
+    def _time_or_error(self, stepper: TrainStep) -> tuple[float | None, str]:
         """The seconds of a step; or none, and what was said when it failed."""
         try:
             return self._seconds(stepper), ""
         except RuntimeError as error:
             return None, str(error).strip().splitlines()[0]
 
-    def _seconds(self, stepper: Stepper) -> float:
+    def _seconds(self, stepper: TrainStep) -> float:
         devices = [self.device] if self.device.type == "cuda" else []
         self.net.train()
         try:
             with torch.random.fork_rng(devices):
                 steps = self.recipe.steps // len(self.batches)
-                return seconds_of(lambda: self._steps(stepper), self._wait, steps) / len(self.batches)
+                return measure_step_seconds(lambda: self._steps(stepper), self._wait, steps) / len(self.batches)
         finally:
             self.net.zero_grad(set_to_none=True)
 
-    def _steps(self, stepper: Stepper) -> None:
+    def _steps(self, stepper: TrainStep) -> None:
         for batch in self.batches:
             self.net.zero_grad(set_to_none=True)
-            stepper.gradients(batch)
+            stepper.compute_gradients(batch)
 
     def _wait(self) -> None:
-        wait_for(self.device)
+        synchronise_device(self.device)
 
 
-def wait_for(device: torch.device) -> None:
+def synchronise_device(device: torch.device) -> None:
     """Until what was asked of a device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def seconds_of(step: Callable[[], Any], wait: Callable[[], Any], steps: int, most: float = PROBE) -> float:
+def measure_step_seconds(step: Callable[[], Any], wait: Callable[[], Any], steps: int, max_seconds: float = TRIAL_SECONDS) -> float:
     """Seconds that a step takes after one that warms up: the least of as many as fit into `most` seconds, since
     whatever else runs on a machine only adds to them.
 
     Of a run of so many steps a small share is enough, but one step always is taken.
     """
-    warm = _timed(step, wait)
-    budget = min(most, SHARE * warm * steps)
-    taken = [_timed(step, wait)]
+    warm = _time_once(step, wait)
+    budget = min(max_seconds, SHARE * warm * steps)
+    taken = [_time_once(step, wait)]
     while sum(taken) < budget:
-        taken.append(_timed(step, wait))
+        taken.append(_time_once(step, wait))
     return min(taken)
 
 
-def _timed(step: Callable[[], Any], wait: Callable[[], Any]) -> float:
+def _time_once(step: Callable[[], Any], wait: Callable[[], Any]) -> float:
     begun = time.perf_counter()
     step()
     wait()
     return time.perf_counter() - begun
 
 
-def peak(device: torch.device, dtype: torch.dtype) -> float:
+def measure_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOPs a second of one large matrix product here: what a step is held against."""
     size = 8192 if device.type == "cuda" else 512
     left, right = torch.ones(2, size, size, device=device, dtype=dtype)
-    return 2 * size**3 / seconds_of(lambda: left @ right, lambda: wait_for(device), steps=1000, most=0.02)
+    return 2 * size**3 / measure_step_seconds(lambda: left @ right, lambda: synchronise_device(device), steps=1000, max_seconds=0.02)

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..errors import SpecError, nearest
-from ..registry import Spoken
+from ..errors import SpecError, suggest
+from ..registry import CheckedDataclass
 from ..spread.mesh import AUTO, Spread
-from ..text import toml_of
-from .schedules import SCHEDULES, Course
+from ..text import format_toml
+from .schedules import SCHEDULES, ScheduleStep
 
-CHOICES = {
+RECIPE_CHOICES = {
     "schedule": tuple(SCHEDULES),
     "decays": ("matrices", "maps"),
     "precision": ("auto", "fp32", "bf16"),
@@ -23,7 +23,7 @@ CHOICES = {
     "activations": ("keep", "recompute"),
 }
 # The smallest and the largest value that can be meant. What lies beyond is a slip, not a wish.
-RANGES: dict[str, tuple[float, float]] = {
+RECIPE_RANGES: dict[str, tuple[float, float]] = {
     "steps": (1, 10**9),
     "batch": (1, 10**7),
     "accumulate": (1, 10**7),
@@ -46,7 +46,7 @@ RANGES: dict[str, tuple[float, float]] = {
 
 
 @dataclass(frozen=True, repr=False)
-class Recipe(Spoken):
+class Recipe(CheckedDataclass):
     """How long, on how much at once, with which steps, and what is looked at on the way.
 
     A step takes `batch` examples, in `accumulate` parts where memory is short. `lr` is the highest rate; `schedule`
@@ -104,26 +104,26 @@ class Recipe(Spoken):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.within(RANGES, CHOICES)
-        if len(self.betas) != 2 or not all(_number(beta) and 0 <= beta < 1 for beta in self.betas):
+        self.check_fields(RECIPE_RANGES, RECIPE_CHOICES)
+        if len(self.betas) != 2 or not all(_is_number(beta) and 0 <= beta < 1 for beta in self.betas):
             raise SpecError(f"Recipe(betas={self.betas!r}) must be two numbers from 0 to below 1, as in (0.9, 0.98)")
         for row in self.terms:
-            if len(row) != 2 or not isinstance(row[0], str) or not _number(row[1]):
+            if len(row) != 2 or not isinstance(row[0], str) or not _is_number(row[1]):
                 raise SpecError(f"Recipe(terms={self.terms!r}) must name factors; write terms=(('balance', 0.01),)")
         if self.spread != AUTO:
             Spread.parse(self.spread)
-        self._check_together()
+        self._check_combinations()
 
-    def rate(self, step: int) -> float:
+    def lr_at(self, step: int) -> float:
         """The rate of learning at a step, counted from 1.
 
         >>> [Recipe(steps=10, lr=0.5, schedule="wsd").rate(step) for step in (1, 8, 9, 10)]
         [0.5, 0.5, 0.25, 0.0]
         """
         warmup, decay = self.warmup * self.steps, self.decay * self.steps
-        return self.lr * SCHEDULES[self.schedule](Course(step, self.steps, warmup, decay, self.floor))
+        return self.lr * SCHEDULES[self.schedule](ScheduleStep(step, self.steps, warmup, decay, self.floor))
 
-    def _check_together(self) -> None:
+    def _check_combinations(self) -> None:
         """What is right alone and wrong beside another."""
         if self.batch % self.accumulate:
             fits = max(n for n in range(1, self.accumulate) if self.batch % n == 0)
@@ -141,7 +141,7 @@ class Recipe(Spoken):
             raise SpecError(f"{fact}; use less than {1 / self.lr:g}")
 
 
-def _number(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -151,21 +151,21 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     return said | {"betas": list(recipe.betas), "terms": dict(recipe.terms)}
 
 
-def from_dict(said: Mapping[str, Any], usual: Recipe | None = None) -> Recipe:
+def from_dict(entries: Mapping[str, Any], defaults: Recipe | None = None) -> Recipe:
     """The recipe that plain values describe; `usual` says what they leave out.
 
     >>> from_dict({"steps": 3, "terms": {"balance": 0.01}}).terms
     (('balance', 0.01),)
     """
     known = [f.name for f in fields(Recipe)]
-    for name in said:
+    for name in entries:
         if name not in known:
-            raise SpecError(f"a recipe has no {name!r}; {nearest(name, known)}")
-    values = ({} if usual is None else vars(usual)) | {name: _frozen(value) for name, value in said.items()}
+            raise SpecError(f"a recipe has no {name!r}; {suggest(name, known)}")
+    values = ({} if defaults is None else vars(defaults)) | {name: _to_tuples(value) for name, value in entries.items()}
     return Recipe(**values)
 
 
-def _frozen(value: Any) -> Any:
+def _to_tuples(value: Any) -> Any:
     if isinstance(value, Mapping):
         return tuple(value.items())
     return tuple(value) if isinstance(value, list) else value
@@ -177,13 +177,13 @@ def to_toml(recipe: Recipe) -> str:
     >>> from_toml(to_toml(Recipe(steps=5, terms=(("l0", 0.5),)))) == Recipe(steps=5, terms=(("l0", 0.5),))
     True
     """
-    return "".join(f"{name} = {toml_of(value)}\n" for name, value in to_dict(recipe).items())
+    return "".join(f"{name} = {format_toml(value)}\n" for name, value in to_dict(recipe).items())
 
 
-def from_toml(text: str, usual: Recipe | None = None) -> Recipe:
+def from_toml(text: str, defaults: Recipe | None = None) -> Recipe:
     """The recipe that a TOML document describes."""
     try:
         said = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise SpecError(f"this is not TOML: {error}; write lines such as steps = 1000") from None
-    return from_dict(said, usual)
+    return from_dict(said, defaults)

@@ -7,13 +7,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import SpecError, nearest
-from ..files import Lines, read_lines, write_lines
+from ..errors import SpecError, suggest
+from ..files import JsonLines, read_lines, write_lines
 
 Record = Mapping[str, Any]
 
 
-class Sink(Protocol):
+class MetricLogger(Protocol):
     """Takes the records of a run, one after the other.
 
     A record has an "event" and a "step": "run" begins it and says its configuration, "note" tells of what was decided,
@@ -33,7 +33,7 @@ class Sink(Protocol):
         ...
 
 
-class Journal:
+class JsonlLogger:
     """metrics.jsonl in the folder of a run: every record on a line of its own.
 
     What a killed run wrote after the checkpoint that it goes on from is dropped: it comes again.
@@ -42,7 +42,7 @@ class Journal:
     NAME = "metrics.jsonl"
 
     def __init__(self) -> None:
-        self._lines: Lines | None = None
+        self._lines: JsonLines | None = None
 
     def open(self, folder: Path, config: Record) -> None:
         """Go on behind the records up to the step in hand."""
@@ -50,7 +50,7 @@ class Journal:
         if path.exists():
             before = (record for record in read_lines(path) if record["event"] != "end")
             write_lines(path, [record for record in before if record.get("step", 0) <= step])
-        self._lines = Lines(path)
+        self._lines = JsonLines(path)
 
     def write(self, record: Record) -> None:
         """One line more; what ends a stretch of work waits for the disk."""
@@ -65,11 +65,11 @@ class Journal:
             self._lines.close()
 
 
-def numbers(record: Record) -> dict[str, float]:
+def flatten_numbers(record: Record) -> dict[str, float]:
     """The numbers of a record to be drawn over its steps, by names such as "evaluation/loss", in letters that every
     tracker takes.
 
-    >>> numbers({"event": "evaluation", "step": 3, "metrics": {"loss": 0.5}, "at": "noon"})
+    >>> flatten_numbers({"event": "evaluation", "step": 3, "metrics": {"loss": 0.5}, "at": "noon"})
     {'evaluation/loss': 0.5}
     """
     inner = dict(record) | record.get("metrics", {})
@@ -77,11 +77,11 @@ def numbers(record: Record) -> dict[str, float]:
     return {f"{record['event']}/{name.replace('@', '/')}": value for name, value in kept.items()}
 
 
-class TensorBoard:
+class TensorBoardLogger:
     """Event files in the run's folder, for `tensorboard --logdir`."""
 
     def __init__(self) -> None:
-        self._made = package("torch.utils.tensorboard", "tensorboard")
+        self._made = import_optional("torch.utils.tensorboard", "tensorboard")
 
     def open(self, folder: Path, config: Record) -> None:
         """Begin to write."""
@@ -89,7 +89,7 @@ class TensorBoard:
 
     def write(self, record: Record) -> None:
         """Each number as a curve of its own."""
-        for name, value in numbers(record).items():
+        for name, value in flatten_numbers(record).items():
             self._writer.add_scalar(name, value, record.get("step", 0))
 
     def close(self) -> None:
@@ -97,11 +97,11 @@ class TensorBoard:
         self._writer.close()
 
 
-class MLflow:
+class MLflowLogger:
     """A run of MLflow, where its own settings say."""
 
     def __init__(self) -> None:
-        self._mlflow = package("mlflow", "mlflow-skinny")
+        self._mlflow = import_optional("mlflow", "mlflow-skinny")
 
     def open(self, folder: Path, config: Record) -> None:
         """Begin a run, its parameters the recipe's."""
@@ -110,7 +110,7 @@ class MLflow:
 
     def write(self, record: Record) -> None:
         """All numbers of a step."""
-        if found := numbers(record):
+        if found := flatten_numbers(record):
             self._mlflow.log_metrics(found, step=record.get("step", 0))
 
     def close(self) -> None:
@@ -118,11 +118,11 @@ class MLflow:
         self._mlflow.end_run()
 
 
-class Tracked:
+class TrackerLogger:
     """A run of W&B, or of a package that is spoken to in the same way."""
 
     def __init__(self, name: str) -> None:
-        self._package = package(name, name)
+        self._package = import_optional(name, name)
 
     def open(self, folder: Path, config: Record) -> None:
         """Begin a run, its configuration ours."""
@@ -130,7 +130,7 @@ class Tracked:
 
     def write(self, record: Record) -> None:
         """All numbers of a step."""
-        if found := numbers(record):
+        if found := flatten_numbers(record):
             self._package.log(found, step=record.get("step", 0))
 
     def close(self) -> None:
@@ -138,25 +138,25 @@ class Tracked:
         self._package.finish()
 
 
-SINKS = {
-    "tensorboard": TensorBoard,
-    "mlflow": MLflow,
-    "wandb": lambda: Tracked("wandb"),
-    "trackio": lambda: Tracked("trackio"),
+LOGGERS = {
+    "tensorboard": TensorBoardLogger,
+    "mlflow": MLflowLogger,
+    "wandb": lambda: TrackerLogger("wandb"),
+    "trackio": lambda: TrackerLogger("trackio"),
 }
 
 
-def sink(name: str) -> Sink:
+def create_logger(name: str) -> MetricLogger:
     """The sink of this name."""
-    if name not in SINKS:
-        raise SpecError(f"there is no sink {name!r}; {nearest(name, SINKS)}")
-    return SINKS[name]()
+    if name not in LOGGERS:
+        raise SpecError(f"there is no sink {name!r}; {suggest(name, LOGGERS)}")
+    return LOGGERS[name]()
 
 
-def package(module: str, name: str) -> Any:
+def import_optional(module: str, name: str) -> Any:
     """A module that is imported only when it is wanted.
 
-    >>> package("no.such.module", "no-such-package")
+    >>> import_optional("no.such.module", "no-such-package")
     Traceback (most recent call last):
     headwise.errors.SpecError: this sink needs a package that is not installed; pip install no-such-package
     """

@@ -14,53 +14,53 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import backends
-from ...backends import Bound, Inputs, Job
+from ...backends import CoreSteps, CoreInputs, CallSignature
 from ...module import Attention
-from ...pattern import Dilated, parse
+from ...pattern import Dilated, parse_pattern
 from ...presets import design
-from ...terms import Asked
-from ...tokens import Sight, Tokens
-from ..case import Absent, Aim, Case, Need, Run
-from ..others import given
+from ...terms import QueryContext
+from ...tokens import AttentionMask, SequenceInfo
+from ..case import MissingPeer, SpeedTarget, BenchmarkCase, RequiredWork, TimedCall
+from ..others import make_peer
 
 TITLE = "Windows and sparse patterns, 8,192 tokens"
-TOKENS, HEADS, DIM = 8192, 8, 64
+NUM_TOKENS, NUM_HEADS, HEAD_DIM = 8192, 8, 64
 WINDOW = "window(256)"
-MASKED = "masked SDPA"
+MASKED_SDPA = "masked SDPA"
 LENGTHS = (2048, 4096, 8192, 16384)
-Heads = Callable[[Tensor, Tensor, Tensor], Tensor]  # of q, k, v [1, T, 8, 64] the same of what was read
+HeadOutputs = Callable[[Tensor, Tensor, Tensor], Tensor]  # of q, k, v [1, T, 8, 64] the same of what was read
 
 
 @dataclass(frozen=True)
-class _Core:
+class _PatternCore:
     """The core of a layer with this pattern at so many tokens: ours, and what it works on."""
 
     pattern: str
-    tokens: int = TOKENS
+    tokens: int = NUM_TOKENS
 
     def qkv(self) -> list[Tensor]:
         """Numbers that follow from the seed."""
         drawn = torch.Generator().manual_seed(0)
-        return [torch.randn(1, self.tokens, HEADS, DIM, generator=drawn) for _ in "qkv"]
+        return [torch.randn(1, self.tokens, NUM_HEADS, HEAD_DIM, generator=drawn) for _ in "qkv"]
 
-    def ours(self, backward: bool) -> Heads:
+    def headwise(self, backward: bool) -> HeadOutputs:
         """The backend that a layer of this pattern would choose, as the layer calls it."""
-        spec = design(model=HEADS * DIM, heads=HEADS, pattern=self.pattern)
-        layer, job = Attention(spec), Job(spec, spec.core, grad=backward, training=backward)
-        bound, attend = Bound.of(spec, layer.weights), backends.choose(job).attend
-        tokens = Tokens.run(0, self.tokens, "cpu")
+        spec = design(model=NUM_HEADS * HEAD_DIM, heads=NUM_HEADS, pattern=self.pattern)
+        layer, job = Attention(spec), CallSignature(spec, spec.core, needs_grad=backward, training=backward)
+        bound, attend = CoreSteps.from_spec(spec, layer.weights), backends.choose_backend(job).attend
+        tokens = SequenceInfo.contiguous(0, self.tokens, "cpu")
         x = torch.zeros(1, self.tokens, 1)
 
         def heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            asked = Asked(x, q, DIM**-0.5, tokens)
-            return attend(job, Sight(tokens, tokens, spec.pattern), Inputs(q, k, v, asked, {}, {}), bound, None)
+            asked = QueryContext(x, q, HEAD_DIM**-0.5, tokens)
+            return attend(job, AttentionMask(tokens, tokens, spec.pattern), CoreInputs(q, k, v, asked, {}, {}), bound, None)
 
         return heads
 
-    def masked(self) -> Heads:
+    def masked_sdpa(self) -> HeadOutputs:
         """torch's fused call with the pattern as a mask, made beforehand."""
         place = torch.arange(self.tokens)
-        mask = parse(self.pattern).allows(place[:, None], place)
+        mask = parse_pattern(self.pattern).allows(place[:, None], place)
 
         def heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -68,42 +68,42 @@ class _Core:
 
         return heads
 
-    def need(self, backward: bool) -> Need:
+    def required_work(self, backward: bool) -> RequiredWork:
         """Products of allowed pairs; backwards twice as many, and the scores, which nobody kept, once more."""
         every = range(self.tokens)
-        forward = 4 * parse(self.pattern).pairs(every, every) * HEADS * DIM
-        return Need(flops=7 * forward // 2 if backward else forward)
+        forward = 4 * parse_pattern(self.pattern).pairs(every, every) * NUM_HEADS * HEAD_DIM
+        return RequiredWork(flops=7 * forward // 2 if backward else forward)
 
 
-def cases(quick: bool) -> Iterator[Case]:
+def cases(quick: bool) -> Iterator[BenchmarkCase]:
     """A window with everybody who has one, then other patterns against the mask."""
     for backward in (False, True):
-        core, how = _Core(WINDOW), _backward if backward else _forward
+        core, how = _PatternCore(WINDOW), _backward if backward else _forward
         others = {
-            "local-attention": given("local_attention", lambda library, how=how, core=core: how(_local(library), core)),
-            "FlexAttention, compiled": Absent("it has no backward pass on the CPU")
+            "local-attention": make_peer("local_attention", lambda library, how=how, core=core: how(_local_attention(library), core)),
+            "FlexAttention, compiled": MissingPeer("it has no backward pass on the CPU")
             if backward
-            else how(_flex(core), core),
+            else how(_flex_attention(core), core),
         }
-        yield _case("window of 256", core, backward, others, (Aim(MASKED, 15.0),))
+        yield _case("window of 256", core, backward, others, (SpeedTarget(MASKED_SDPA, 15.0),))
     for name, pattern in (
         ("first 4 keys and a window of 256", "first(4) | window(256)"),
         ("64 keys, every 4th", Dilated(64, rate=4).text),
-        ("BigBird, blocks of 64", f"bigbird({TOKENS})"),
+        ("BigBird, blocks of 64", f"bigbird({NUM_TOKENS})"),
     ):
         for backward in (False,) if quick else (False, True):
-            yield _case(name, _Core(pattern), backward, {}, ())
+            yield _case(name, _PatternCore(pattern), backward, {}, ())
 
 
-def _case(name: str, core: _Core, backward: bool, others: dict[str, Run | Absent], aims: tuple[Aim, ...]) -> Case:
+def _case(name: str, core: _PatternCore, backward: bool, others: dict[str, TimedCall | MissingPeer], aims: tuple[SpeedTarget, ...]) -> BenchmarkCase:
     how = _backward if backward else _forward
-    peers = {MASKED: how(core.masked(), core), **others}
+    peers = {MASKED_SDPA: how(core.masked_sdpa(), core), **others}
     title = f"{name}, {'forward and backward' if backward else 'forward'}"
-    ours = how(core.ours(backward), core)
-    return Case(title, ours, peers, aims, core.need(backward), notes=_growth(core.pattern, backward))
+    ours = how(core.headwise(backward), core)
+    return BenchmarkCase(title, ours, peers, aims, core.required_work(backward), notes=_measure_growth(core.pattern, backward))
 
 
-def _forward(heads: Heads, core: _Core) -> Run:
+def _forward(heads: HeadOutputs, core: _PatternCore) -> TimedCall:
     q, k, v = core.qkv()
 
     def run() -> Tensor:
@@ -113,25 +113,25 @@ def _forward(heads: Heads, core: _Core) -> Run:
     return run
 
 
-def _backward(heads: Heads, core: _Core) -> Run:
+def _backward(heads: HeadOutputs, core: _PatternCore) -> TimedCall:
     q, k, v = (x.requires_grad_() for x in core.qkv())
     back = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
     return lambda: torch.autograd.grad(heads(q, k, v), (q, k, v), back)
 
 
-def _growth(pattern: str, backward: bool) -> dict[str, str]:
+def _measure_growth(pattern: str, backward: bool) -> dict[str, str]:
     """How our time grows with length: the slope of its logarithm, by least squares."""
     if pattern != WINDOW:
         return {}
-    seconds = [_seconds(_Core(pattern, tokens), backward) for tokens in LENGTHS]
+    seconds = [_seconds(_PatternCore(pattern, tokens), backward) for tokens in LENGTHS]
     x, y = ([math.log(one) for one in each] for each in (LENGTHS, seconds))
     middle = sum(x) / len(x)
     slope = sum((a - middle) * b for a, b in zip(x, y, strict=True)) / sum((a - middle) ** 2 for a in x)
     return {"growth": f"time grows as length^{slope:.2f} from {LENGTHS[0]:,} to {LENGTHS[-1]:,} tokens"}
 
 
-def _seconds(core: _Core, backward: bool) -> float:
-    run = (_backward if backward else _forward)(core.ours(backward), core)
+def _seconds(core: _PatternCore, backward: bool) -> float:
+    run = (_backward if backward else _forward)(core.headwise(backward), core)
     run()
     took = list[float]()
     for _ in range(3):
@@ -141,7 +141,7 @@ def _seconds(core: _Core, backward: bool) -> float:
     return median(took)
 
 
-def _local(library: Any) -> Heads:
+def _local_attention(library: Any) -> HeadOutputs:
     """Windows of 85 that look 3 back, held to their exact width: the 255 keys before a query, and its own."""
     theirs = library.LocalAttention(
         85, causal=True, look_backward=3, exact_windowsize=True, autopad=True, use_rotary_pos_emb=False
@@ -149,10 +149,10 @@ def _local(library: Any) -> Heads:
     return lambda q, k, v: theirs(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
-def _flex(core: _Core) -> Heads:
+def _flex_attention(core: _PatternCore) -> HeadOutputs:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    pattern = parse(core.pattern)
+    pattern = parse_pattern(core.pattern)
     mask = create_block_mask(
         lambda b, h, i, j: pattern.allows(i, j), None, None, core.tokens, core.tokens, device="cpu"
     )

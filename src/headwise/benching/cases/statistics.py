@@ -10,109 +10,109 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...families import read
-from ...heads.block import Block
-from ...heads.intervals import interval
-from ...heads.likeness import entropies, jensen_shannon
-from ...heads.looking import look
-from ...heads.measuring import Adding
-from ...heads.received import Received
-from ...heads.sampled import Choice, rows_of
-from ...heads.scene import Scene, Tokens
-from ...heads.statistics import STATISTICS
-from ...hub.finding import found
+from ...families import read_model_spec
+from ...heads.block import WeightBand
+from ...heads.intervals import confidence_interval
+from ...heads.likeness import entropy, jensen_shannon_divergence
+from ...heads.looking import stream_weight_bands
+from ...heads.measuring import MetricSums
+from ...heads.received import AttentionReceived
+from ...heads.sampled import RowSampling, sample_rows
+from ...heads.scene import Example, TokenAnnotations
+from ...heads.statistics import HEAD_METRICS
+from ...hub.finding import find_attention
 from ...models import Transformer, build
 from ...probe import Probe
-from ..case import Absent, Aim, Case, Run
+from ..case import MissingPeer, SpeedTarget, BenchmarkCase, TimedCall
 
 TITLE = "Statistics of 12 heads of 64, causal"
-LONG, SHORT, WORDS, MOST = 8192, 2048, 1000, "1 GB"
-SHAPE: dict[str, Any] = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 1, "vocab_size": WORDS}
-ASKED = ("entropy", "sink", "first", "previous", "self", "next", "offset", "peak")
-FORWARD, EAGER = "one forward", "eager weights of all pairs"
-ROWS, DRAWS = Choice(rows=64), 1000
+LONG_LENGTH, SHORT_LENGTH, VOCABULARY_SIZE, MEMORY_LIMIT = 8192, 2048, 1000, "1 GB"
+MODEL_CONFIG: dict[str, Any] = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 1, "vocab_size": VOCABULARY_SIZE}
+STATISTIC_NAMES = ("entropy", "sink", "first", "previous", "self", "next", "offset", "peak")
+FORWARD_ONLY, EAGER_WEIGHTS = "one forward", "eager weights of all pairs"
+ROW_SAMPLE, NUM_RESAMPLES = RowSampling(num_rows=64), 1000
 
 
-def cases(quick: bool) -> Iterator[Case]:
+def cases(quick: bool) -> Iterator[BenchmarkCase]:
     """What is summed in one pass; every statistic there is; and Jensen-Shannon of sampled rows, a budget apart."""
-    yield _summed(SHORT, ASKED)
-    yield _summed(LONG, ASKED)
+    yield _summed_case(SHORT_LENGTH, STATISTIC_NAMES)
+    yield _summed_case(LONG_LENGTH, STATISTIC_NAMES)
     if not quick:
-        yield _summed(LONG, tuple(STATISTICS))
-    yield _alike(LONG)
+        yield _summed_case(LONG_LENGTH, tuple(HEAD_METRICS))
+    yield _similarity_case(LONG_LENGTH)
 
 
-def _summed(count: int, names: tuple[str, ...]) -> Case:
-    net, scene = _net(count), _scene(count)
-    those, notes = found(net), dict[str, str]()
+def _summed_case(count: int, names: tuple[str, ...]) -> BenchmarkCase:
+    net, scene = _make_model(count), _make_example(count)
+    those, notes = find_attention(net), dict[str, str]()
     streams = {one.site.name: ("text", "text") for one in those}
 
     def ours() -> None:
-        adding, received = Adding([STATISTICS[name] for name in names]), Received()
+        adding, received = MetricSums([HEAD_METRICS[name] for name in names]), AttentionReceived()
 
-        def see(site: str, block: Block) -> None:
-            adding.see(site, block)
-            received.see(site, block)
+        def see(site: str, block: WeightBand) -> None:
+            adding.add_band(site, block)
+            received.add_band(site, block)
 
-        look(net, those, scene, streams, see)
+        stream_weight_bands(net, those, scene, streams, see)
 
     def watched() -> None:
-        if notes or count < LONG:
+        if notes or count < LONG_LENGTH:
             ours()
             return
         forward()
-        before = peak(anew=True)
+        before = peak_memory_bytes(reset=True)
         ours()
-        grown = peak() - before
-        notes["memory beyond the process"] = f"{grown / 1e9:.2f} GB, of {MOST} at most" if before else "not known here"
+        grown = peak_memory_bytes() - before
+        notes["memory beyond the process"] = f"{grown / 1e9:.2f} GB, of {MEMORY_LIMIT} at most" if before else "not known here"
 
-    forward = _forward(net, scene)
-    size = count * count * SHAPE["n_head"] * 4 / 1e9
-    refused = Absent(f"scores and weights of {count:,} tokens would hold {2 * size:.1f} GB")
-    peers = {FORWARD: forward, EAGER: refused if count == LONG else _eager(net, scene)}
-    said = "entropy, sinks, offsets" if names is ASKED else f"all {len(names)} statistics"
-    aims = (Aim(FORWARD, 1 / 3),) if count == LONG else ()
-    return Case(f"{said}, column mass, {count:,} tokens", watched, peers, aims, tolerance=None, notes=notes)
+    forward = _forward_pass(net, scene)
+    size = count * count * MODEL_CONFIG["n_head"] * 4 / 1e9
+    refused = MissingPeer(f"scores and weights of {count:,} tokens would hold {2 * size:.1f} GB")
+    peers = {FORWARD_ONLY: forward, EAGER_WEIGHTS: refused if count == LONG_LENGTH else _eager_statistics(net, scene)}
+    said = "entropy, sinks, offsets" if names is STATISTIC_NAMES else f"all {len(names)} statistics"
+    aims = (SpeedTarget(FORWARD_ONLY, 1 / 3),) if count == LONG_LENGTH else ()
+    return BenchmarkCase(f"{said}, column mass, {count:,} tokens", watched, peers, aims, tolerance=None, notes=notes)
 
 
-def _alike(count: int) -> Case:
+def _similarity_case(count: int) -> BenchmarkCase:
     """How far apart the rows of each two heads are, with an interval over rows."""
-    net, scene = _net(count), _scene(count)
-    those = found(net)
+    net, scene = _make_model(count), _make_example(count)
+    those = find_attention(net)
     streams = {one.site.name: ("text", "text") for one in those}
     notes = dict[str, str]()
 
     def ours() -> None:
         with torch.inference_mode():
-            (rows,), _ = rows_of(net, those, scene, streams, ROWS)
-            each = [jensen_shannon(row[:, None]).numpy() for row in rows.weights.unbind(1)]
+            (rows,), _ = sample_rows(net, those, scene, streams, ROW_SAMPLE)
+            each = [jensen_shannon_divergence(row[:, None]).numpy() for row in rows.weights.unbind(1)]
         every = np.stack(each)
         above = np.triu_indices(every.shape[1], 1)
-        draws = np.random.default_rng(0).integers(len(every), size=(DRAWS, len(every)))
+        draws = np.random.default_rng(0).integers(len(every), size=(NUM_RESAMPLES, len(every)))
         means = every[:, *above].mean(1)
-        low, high = interval(means[draws].mean(1)[:, None])
+        low, high = confidence_interval(means[draws].mean(1)[:, None])
         told = f"{means.mean():.3f} nats, {low[0]:.3f} to {high[0]:.3f}, over {len(every)} rows of {count:,}"
         notes["distance of two heads"] = told
 
-    name = f"Jensen-Shannon of {ROWS.rows} sampled rows, {count:,} tokens"
-    return Case(name, ours, {FORWARD: _forward(net, scene)}, tolerance=None, notes=notes)
+    name = f"Jensen-Shannon of {ROW_SAMPLE.num_rows} sampled rows, {count:,} tokens"
+    return BenchmarkCase(name, ours, {FORWARD_ONLY: _forward_pass(net, scene)}, tolerance=None, notes=notes)
 
 
-def _net(count: int) -> Transformer:
-    return build(read(SHAPE | {"n_positions": count}), seed=0).eval()
+def _make_model(count: int) -> Transformer:
+    return build(read_model_spec(MODEL_CONFIG | {"n_positions": count}), seed=0).eval()
 
 
-def _scene(count: int) -> Scene:
+def _make_example(count: int) -> Example:
     """Random tokens, a seventh of them punctuation and a hundredth separators."""
     draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, WORDS, (count,), generator=draw)
+    ids = torch.randint(1, VOCABULARY_SIZE, (count,), generator=draw)
     ends = torch.rand(count, generator=draw) < 0.01
-    common = torch.bincount(ids, minlength=WORDS)[ids]
-    told = Tokens(ids, ("",) * count, ends, ends, ids % 7 == 0, torch.arange(count), common)
-    return Scene(ids[None], {"text": told})
+    common = torch.bincount(ids, minlength=VOCABULARY_SIZE)[ids]
+    told = TokenAnnotations(ids, ("",) * count, ends, ends, ids % 7 == 0, torch.arange(count), common)
+    return Example(ids[None], {"text": told})
 
 
-def _forward(net: Transformer, scene: Scene) -> Run:
+def _forward_pass(net: Transformer, scene: Example) -> TimedCall:
     def forward() -> Tensor:
         with torch.inference_mode():
             return net(scene.inputs)
@@ -120,12 +120,12 @@ def _forward(net: Transformer, scene: Scene) -> Run:
     return forward
 
 
-def _eager(net: Transformer, scene: Scene) -> Run:
+def _eager_statistics(net: Transformer, scene: Example) -> TimedCall:
     """The same sums of weights that are all there at once, as who asks a model to output attentions has them."""
     told = scene.streams["text"]
 
     def eager() -> tuple[Tensor, ...]:
-        (name, _), *_ = net.described.specs()
+        (name, _), *_ = net.described.attention_specs()
         probe = Probe("weights")
         net.probes = {name: probe}
         try:
@@ -133,20 +133,20 @@ def _eager(net: Transformer, scene: Scene) -> Run:
                 net(scene.inputs)
         finally:
             net.probes = {}
-        w_HTS = probe.seen["weights"][0]
-        sinks = w_HTS[..., told.special | told.separator].sum(-1) + w_HTS[..., 0]
+        w_HTS = probe.tensors["weights"][0]
+        sinks = w_HTS[..., told.is_special | told.is_separator].sum(-1) + w_HTS[..., 0]
         diagonals = [w_HTS.diagonal(offset, 1, 2).mean(-1) for offset in (-1, 0)]
         hits = torch.arange(told.count) - w_HTS.argmax(-1)
         near = torch.stack([(hits == offset).float().mean(-1) for offset in range(9)])
-        return entropies(w_HTS), sinks.mean(-1), *diagonals, near, w_HTS.sum(1)
+        return entropy(w_HTS), sinks.mean(-1), *diagonals, near, w_HTS.sum(1)
 
     return eager
 
 
-def peak(*, anew: bool = False) -> int:
+def peak_memory_bytes(*, reset: bool = False) -> int:
     """The most bytes that this process has held, since it was last asked anew; 0 where the system does not say."""
     try:
-        if anew:
+        if reset:
             Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5): the high-water mark begins anew
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...models import build
-from ..case import Absent, Aim, Case, Need, Run
-from ..others import given
-from ..plain import PlainGPT, Shape, described
+from ..case import MissingPeer, SpeedTarget, BenchmarkCase, RequiredWork, TimedCall
+from ..others import make_peer
+from ..plain import PlainGPT, GPTShape, to_model_spec
 
 TITLE = "Steps of training a GPT"
-SMALL, LARGE = Shape(), Shape(tokens=512, length=256, layers=6, heads=6, model=384)
-PLAIN, COMPILED = "written plainly", "written plainly, compiled"
-TRIED = (
+SMALL_GPT, LARGE_GPT = GPTShape(), GPTShape(tokens=512, length=256, layers=6, heads=6, model=384)
+HANDWRITTEN, HANDWRITTEN_COMPILED = "written plainly", "written plainly, compiled"
+HISTORY = (
     "Joining q, k and v for each call takes 0.79 to 0.91 of three products in bf16; whole products of matrices instead "
     "of the fused call took bf16 steps from 0.96 and 0.98 to 1.17 and 1.52 times as fast as plain. In fp32 a small "
     "step is 0.96 to 0.98, with q, k and v joined 0.97, with tiles from 60 keys on as well 0.98: operations take as "
@@ -29,49 +29,49 @@ TRIED = (
 )
 
 
-def cases(quick: bool) -> Iterator[Case]:
+def cases(quick: bool) -> Iterator[BenchmarkCase]:
     """Two sizes in two precisions; the larger one compiled as well, unless it is to be quick."""
-    for shape, rows in ((SMALL, 12), (LARGE, 4)):
+    for shape, rows in ((SMALL_GPT, 12), (LARGE_GPT, 4)):
         for dtype in (torch.float32, torch.bfloat16):
             yield _case(shape, rows, dtype, compiled=False)
     if not quick:
-        yield _case(LARGE, 4, torch.bfloat16, compiled=True)
+        yield _case(LARGE_GPT, 4, torch.bfloat16, compiled=True)
 
 
-def _case(shape: Shape, rows: int, dtype: torch.dtype, *, compiled: bool) -> Case:
+def _case(shape: GPTShape, rows: int, dtype: torch.dtype, *, compiled: bool) -> BenchmarkCase:
     torch.manual_seed(0)
-    own = build(described(shape), seed=0)
+    own = build(to_model_spec(shape), seed=0)
     size = sum(p.numel() for p in own.parameters())
 
-    def run(net: nn.Module) -> Run:
-        return _step(torch.compile(net, dynamic=False) if compiled else net, shape, rows, dtype)
+    def run(net: nn.Module) -> TimedCall:
+        return _training_step(torch.compile(net, dynamic=False) if compiled else net, shape, rows, dtype)
 
-    peers: dict[str, Run | Absent] = {COMPILED if compiled else PLAIN: run(PlainGPT(shape))}
+    peers: dict[str, TimedCall | MissingPeer] = {HANDWRITTEN_COMPILED if compiled else HANDWRITTEN: run(PlainGPT(shape))}
     if not compiled:
-        peers["transformers GPT-2"] = given("transformers", lambda library: run(_gpt2(library, shape)))
-        peers["x-transformers"] = given("x_transformers", lambda library: run(_decoder(library, shape)))
+        peers["transformers GPT-2"] = make_peer("transformers", lambda library: run(_transformers_gpt2(library, shape)))
+        peers["x-transformers"] = make_peer("x_transformers", lambda library: run(_x_transformers_decoder(library, shape)))
     kind = f"{'float32' if dtype == torch.float32 else 'bfloat16'}{', compiled' if compiled else ''}"
     name = f"training step, {size / 1e6:.1f} M parameters, {kind}"
     # Two FLOPs of every parameter that is multiplied with, forward, and twice as many backward.
-    need = Need(flops=6 * rows * shape.length * size, dtype=dtype)
-    aims = tuple(Aim(peer, 1.0) for peer, one in peers.items() if not isinstance(one, Absent))
+    need = RequiredWork(flops=6 * rows * shape.length * size, dtype=dtype)
+    aims = tuple(SpeedTarget(peer, 1.0) for peer, one in peers.items() if not isinstance(one, MissingPeer))
     notes = {"tokens a step": f"{rows * shape.length:,}"}
-    return Case(name, run(own), peers, aims, need, tolerance=None, tried=TRIED, notes=notes)
+    return BenchmarkCase(name, run(own), peers, aims, need, tolerance=None, history=HISTORY, notes=notes)
 
 
-def _gpt2(library: Any, shape: Shape) -> nn.Module:
+def _transformers_gpt2(library: Any, shape: GPTShape) -> nn.Module:
     sizes = {"n_embd": shape.model, "n_head": shape.heads, "n_layer": shape.layers, "n_positions": shape.length}
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return library.GPT2LMHeadModel(library.GPT2Config(vocab_size=shape.tokens, use_cache=False, **sizes, **drops))
 
 
-def _decoder(library: Any, shape: Shape) -> nn.Module:
+def _x_transformers_decoder(library: Any, shape: GPTShape) -> nn.Module:
     layers = library.Decoder(dim=shape.model, depth=shape.layers, heads=shape.heads, attn_flash=True)
     sizes = {"num_tokens": shape.tokens, "max_seq_len": shape.length}
     return library.TransformerWrapper(**sizes, attn_layers=layers, tie_embedding=True)
 
 
-def _step(net: Callable[..., Any], shape: Shape, rows: int, dtype: torch.dtype) -> Run:
+def _training_step(net: Callable[..., Any], shape: GPTShape, rows: int, dtype: torch.dtype) -> TimedCall:
     """One step on the same ids every time."""
     assert isinstance(net, nn.Module)
     net.train()

@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...errors import SpecError
-from ..described import described, keys_of, label
-from ..screen import PRESETS, Arguments, Wrong, document, show, take_changes, take_form
+from ..described import resolve_target, list_spec_keys, short_name
+from ..screen import PRESETS, CommandParser, UsageError, to_json, print_page, add_set_argument, add_json_argument
 from . import beside, comparing, drawing, intensity, kept, serving, states, verdict
 
 if TYPE_CHECKING:
-    from ...auditing import Check
-    from ...counting.costs import Costs
-    from ...counting.whole import Described
+    from ...auditing import FormulaCheck
+    from ...counting.costs import CostReport
+    from ...counting.whole import SpecOrModel
 
 
-class View(Protocol):
+class CostView(Protocol):
     """Something asked besides the prices: printed as text, and under its name in the document."""
 
     @property
@@ -26,43 +26,43 @@ class View(Protocol):
         ...
 
 
-class Page(Protocol):
+class CostOptions(Protocol):
     """A module of this package: the options it takes, and what it shows when they are given."""
 
-    def take(self, parser: argparse.ArgumentParser) -> None:
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add its options."""
         ...
 
-    def views(self, given: argparse.Namespace, costs: Costs) -> Mapping[str, View]:
+    def make_views(self, given: argparse.Namespace, costs: CostReport) -> Mapping[str, CostView]:
         """What was asked of it, by name; nothing when nothing was."""
         ...
 
 
-PAGES: tuple[Page, ...] = (beside, states, kept, serving, verdict, intensity, comparing, drawing)
-CONTEXT = 2048  # tokens of a row, where nothing says how many and nothing knows fewer
+OPTION_GROUPS: tuple[CostOptions, ...] = (beside, states, kept, serving, verdict, intensity, comparing, drawing)
+DEFAULT_CONTEXT = 2048  # tokens of a row, where nothing says how many and nothing knows fewer
 
 
 def main(argv: list[str]) -> int:
     """Price everything that is named."""
-    given = _given(_parser(), argv)
-    costs, views = comparing.matched(given, priced(given))
-    checks = audited(costs) if given.verify else {}
-    views |= {name: view for page in PAGES for name, view in page.views(given, costs).items()}
+    given = _parse_arguments(_parser(), argv)
+    costs, views = comparing.match_sizes(given, estimate_costs(given))
+    checks = verify_formulas(costs) if given.verify else {}
+    views |= {name: view for page in OPTION_GROUPS for name, view in page.make_views(given, costs).items()}
     if given.csv:
-        print(drawing.sheet_of(given, costs, views), end="")
+        print(drawing.csv_of_costs(given, costs, views), end="")
     elif given.json:
         told = {name: [{**check._asdict(), "holds": check.holds} for check in each] for name, each in checks.items()}
         more = {name: view.data for name, view in views.items()}
-        show(document(costs.data | more | ({"verified": told} if given.verify else {})))
+        print_page(to_json(costs.data | more | ({"verified": told} if given.verify else {})))
     else:
         asked = {"operations": given.operations, "terms": given.terms}
         said = [str(costs), *(getattr(costs, name) for name in asked if asked[name]), *map(str, views.values())]
-        show("\n\n".join([*said, *(_told(*item) for item in checks.items())]))
+        print_page("\n\n".join([*said, *(_format_checks(*item) for item in checks.items())]))
     return 0 if all(check.holds for each in checks.values() for check in each) else 1
 
 
-def _parser() -> Arguments:
-    parser = Arguments(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         "cost",
         "What attention layers and whole models cost before they run: parameters, products, cache, and the time they "
         "take at least.",
@@ -77,9 +77,9 @@ def _parser() -> Arguments:
     )
     parser.add_argument("--model", type=int, metavar="WIDTH", help="the width of the presets' model")
     parser.add_argument("--heads", type=int, metavar="COUNT", help="how many heads the presets have")
-    take_changes(parser)
+    add_set_argument(parser)
     parser.add_argument("--layer", metavar="PLACE", help="of models one block, 3 or encoder.3, or 3.attention")
-    parser.add_argument("--context", type=int, metavar="TOKENS", help=f"tokens of a row ({CONTEXT}, or all positions)")
+    parser.add_argument("--context", type=int, metavar="TOKENS", help=f"tokens of a row ({DEFAULT_CONTEXT}, or all positions)")
     parser.add_argument("--source", type=int, metavar="TOKENS", help="tokens that cross-attention reads (as many)")
     parser.add_argument("--generate", type=int, default=0, metavar="TOKENS", help="how many are written behind them")
     parser.add_argument("--batch", type=int, default=1, metavar="ROWS", help="rows (1)")
@@ -88,13 +88,13 @@ def _parser() -> Arguments:
     parser.add_argument("--operations", action="store_true", help="the time of each operation, and what it waits for")
     parser.add_argument("--terms", action="store_true", help="every item with the formula that computed it")
     parser.add_argument("--verify", action="store_true", help="build each small and hold every formula against it")
-    for page in PAGES:
-        page.take(parser)
-    take_form(parser)
+    for page in OPTION_GROUPS:
+        page.add_arguments(parser)
+    add_json_argument(parser)
     return parser
 
 
-def _given(parser: Arguments, argv: list[str]) -> argparse.Namespace:
+def _parse_arguments(parser: CommandParser, argv: list[str]) -> argparse.Namespace:
     """What the command line says; a key of a part that is written like an option is told how to say it."""
     given, more = parser.parse_known_args(argv)
     if not more:
@@ -102,62 +102,62 @@ def _given(parser: Arguments, argv: list[str]) -> argparse.Namespace:
     option, *value = more[0].split("=", 1) + more[1:2]
     for name in [*given.specs, *given.preset]:
         ends = f".{option.removeprefix('--')}"
-        if keys := [key for key in keys_of(named(name, given, [])) if key.endswith(ends)]:
+        if keys := [key for key in list_spec_keys(load_target(name, given, [])) if key.endswith(ends)]:
             change = f"{keys[0]}={value[0] if value else ''}"
             told = f"there is no option {option}, but {name} has {keys[0]}"
             try:
-                named(name, given, [change])
+                load_target(name, given, [change])
             except SpecError as error:
-                raise Wrong(f"{told}: {error}") from None
-            raise Wrong(f"{told}; write --set {change}")
-    raise Wrong(f"unrecognized arguments: {' '.join(more)}; see headwise cost --help")
+                raise UsageError(f"{told}: {error}") from None
+            raise UsageError(f"{told}; write --set {change}")
+    raise UsageError(f"unrecognized arguments: {' '.join(more)}; see headwise cost --help")
 
 
-def audited(costs: Costs) -> dict[str, list[Check]]:
+def verify_formulas(costs: CostReport) -> dict[str, list[FormulaCheck]]:
     """Every formula against a small layer of each attention."""
-    from ...auditing import audit
+    from ...auditing import check_formulas
 
-    places = [(price.name, place, spec) for price in costs for place, spec in price.specs.items()]
-    return {name if place == name else f"{name}: {place}": audit(spec) for name, place, spec in places}
+    places = [(price.name, place, spec) for price in costs for place, spec in price.attention_specs.items()]
+    return {name if place == name else f"{name}: {place}": check_formulas(spec) for name, place, spec in places}
 
 
-def _told(name: str, checks: list[Check]) -> str:
+def _format_checks(name: str, checks: list[FormulaCheck]) -> str:
     rows = [("a small layer of it", "formula", "measured", "")]
     rows += [(c.what, f"{c.formula:,}", f"{c.measured:,}", "equal" if c.holds else "WRONG") for c in checks]
     return "\n".join([name, *(f"  {a:<24}{b:>16}{c:>16}  {d}".rstrip() for a, b, c, d in rows)])
 
 
-def priced(given: argparse.Namespace) -> Costs:
+def estimate_costs(given: argparse.Namespace) -> CostReport:
     """The price of everything that the command line names, in its order."""
     names = [*given.specs, *given.preset]
     if not names:
-        raise Wrong("name at least one spec or model: a file, a model's folder, or a preset such as gqa")
+        raise UsageError("name at least one spec or model: a file, a model's folder, or a preset such as gqa")
     if strange := [name for name in given.preset if name not in PRESETS]:
-        raise Wrong(f"there is no preset {strange[0]!r}; use one of {', '.join(PRESETS)}")
-    from ...counting.calls import Load
-    from ...counting.costs import Costs
-    from ...counting.pricing import price
-    from ...counting.scopes import longest
+        raise UsageError(f"there is no preset {strange[0]!r}; use one of {', '.join(PRESETS)}")
+    from ...counting.calls import Workload
+    from ...counting.costs import CostReport
+    from ...counting.pricing import estimate_cost
+    from ...counting.scopes import max_lengths
 
-    found = [named(name, given, given.changes) for name in names]
-    known = [own - max(given.generate - 1, 0) for own, _ in map(longest, found) if own is not None]
-    usual = max(min([CONTEXT, *known]), 1)
+    found = [load_target(name, given, given.changed_sites) for name in names]
+    known = [own - max(given.generate - 1, 0) for own, _ in map(max_lengths, found) if own is not None]
+    usual = max(min([DEFAULT_CONTEXT, *known]), 1)
     context = usual if given.context is None else given.context
-    load = Load(given.batch, context, given.dtype, given.device, given.source, given.generate)
-    labels = [label(name) for name in names]
+    load = Workload(given.batch, context, given.dtype, given.device, given.source, given.generate)
+    labels = [short_name(name) for name in names]
     labels = [name if labels.count(told) > 1 else told for name, told in zip(names, labels, strict=True)]
-    return Costs(tuple(price(one, load, told) for one, told in zip(found, labels, strict=True)))
+    return CostReport(tuple(estimate_cost(one, load, told) for one, told in zip(found, labels, strict=True)))
 
 
-def named(name: str, given: argparse.Namespace, changes: list[str]) -> Described:
+def load_target(name: str, given: argparse.Namespace, changes: list[str]) -> SpecOrModel:
     """What one name stands for, or the layer of it that is asked for."""
-    from ...blueprint import Model
-    from ...counting.scopes import layer
+    from ...blueprint import ModelSpec
+    from ...counting.scopes import select_layer
 
     sizes = {size: told for size in ("model", "heads") if (told := getattr(given, size)) is not None}
-    found = described(name, sizes, changes)
+    found = resolve_target(name, sizes, changes)
     if given.layer is None:
         return found
-    if isinstance(found, Model):
-        return layer(found, given.layer)
-    raise Wrong(f"--layer {given.layer} is for models, and {name} is one layer; leave --layer out")
+    if isinstance(found, ModelSpec):
+        return select_layer(found, given.layer)
+    raise UsageError(f"--layer {given.layer} is for models, and {name} is one layer; leave --layer out")

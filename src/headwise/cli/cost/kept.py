@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..screen import WIDTH, Wrong
+from ..screen import TERMINAL_WIDTH, UsageError
 
 if TYPE_CHECKING:
-    from ...counting.bills import Bill
-    from ...counting.costs import Costs
-    from ...counting.nets import Way
+    from ...counting.bills import CostBreakdown
+    from ...counting.costs import CostReport
+    from ...counting.nets import ActivationSettings
 
 
-def take(parser: argparse.ArgumentParser) -> None:
+def add_activation_arguments(parser: argparse.ArgumentParser) -> None:
     """Add its options."""
     parser.add_argument("--kept", action="store_true", help="bytes kept for the gradients, step by step")
     parser.add_argument(
@@ -28,74 +28,74 @@ def take(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dropout", type=float, metavar="RATE", help="dropped behind every branch of a model's blocks")
 
 
-def views(given: argparse.Namespace, costs: Costs) -> Mapping[str, Training]:
+def make_activation_views(given: argparse.Namespace, costs: CostReport) -> Mapping[str, TrainingMemoryView]:
     """What every layer or model keeps, when any of its options is given."""
     asked = (given.kept, given.profile is not None, given.checkpoint is not None, given.dropout is not None)
     if not any(asked):
         return {}
-    from ...counting.nets import Way
+    from ...counting.nets import ActivationSettings
 
     if given.profile == "":
-        raise Wrong("--profile is empty; leave it out, or name one such as sdpa")
+        raise UsageError("--profile is empty; leave it out, or name one such as sdpa")
     checkpoint = "none" if given.checkpoint is None else given.checkpoint
-    way = Way(given.profile or "", checkpoint, given.dropout or 0.0, given.source)
-    return {"training": Training(tuple(Kept.of(one.name, one.described, one.load, way) for one in costs))}
+    way = ActivationSettings(given.profile or "", checkpoint, given.dropout or 0.0, given.source)
+    return {"training": TrainingMemoryView(tuple(TrainingMemory.from_workload(one.name, one.spec_or_model, one.workload, way) for one in costs))}
 
 
 @dataclass(frozen=True)
-class Kept:
+class TrainingMemory:
     """One layer or model: what it keeps, the most it keeps at once, and what is done again."""
 
     name: str
-    way: Way
+    settings: ActivationSettings
     profile: str
-    bill: Bill
+    activations: CostBreakdown
     peak: int
-    again: Bill
+    recomputed: CostBreakdown
 
     @staticmethod
-    def of(name: str, described: Any, load: Any, way: Way) -> Kept:
+    def from_workload(name: str, described: Any, load: Any, way: ActivationSettings) -> TrainingMemory:
         """Under one load."""
-        from ...counting.checkpoints import recomputed_by
-        from ...counting.nets import kept_by, peak, profiles
+        from ...counting.checkpoints import recompute_flops
+        from ...counting.nets import activation_memory, peak_activation_memory, attention_profiles
 
-        bill, most = kept_by(described, load, way), peak(described, load, way)
-        return Kept(name, way, profiles(described, load, way), bill, most, recomputed_by(described, load, way))
+        bill, most = activation_memory(described, load, way), peak_activation_memory(described, load, way)
+        return TrainingMemory(name, way, attention_profiles(described, load, way), bill, most, recompute_flops(described, load, way))
 
     @property
     def data(self) -> dict[str, Any]:
         """The same as plain values."""
         return {
             "profile": self.profile,
-            "checkpoint": self.way.checkpoint,
-            "dropout": self.way.dropout,
-            "kept_bytes": self.bill.total,
+            "checkpoint": self.settings.checkpoint,
+            "dropout": self.settings.dropout,
+            "kept_bytes": self.activations.total,
             "peak_bytes": self.peak,
-            "recomputed_flops": self.again.total,
-            "terms": [term._asdict() for term in self.bill.terms],
+            "recomputed_flops": self.recomputed.total,
+            "terms": [term._asdict() for term in self.activations.terms],
         }
 
     def __str__(self) -> str:
-        sums = [("kept, bytes", self.bill.total), ("at most at once, bytes", self.peak)]
-        sums += [("done again, FLOP", self.again.total)] if self.again.terms else []
+        sums = [("kept, bytes", self.activations.total), ("at most at once, bytes", self.peak)]
+        sums += [("done again, FLOP", self.recomputed.total)] if self.recomputed.terms else []
         rows = [f"  {name:<46}{value:>30,}" for name, value in sums]
-        terms = [f"{term.name} = {term.formula} = {term.value:,}" for term in self.bill.terms]
-        rows += [line for term in terms for line in textwrap.wrap(term, WIDTH - 4, initial_indent="    ",
+        terms = [f"{term.name} = {term.formula} = {term.value:,}" for term in self.activations.terms]
+        rows += [line for term in terms for line in textwrap.wrap(term, TERMINAL_WIDTH - 4, initial_indent="    ",
                                                                  subsequent_indent="        ")]  # fmt: skip
         anew = {"none": "nothing computed anew", "block": "blocks computed anew", "core": "cores computed anew"}
-        return "\n".join([f"{self.name}: in training, {self.profile}, {anew[self.way.checkpoint]}", *rows])
+        return "\n".join([f"{self.name}: in training, {self.profile}, {anew[self.settings.checkpoint]}", *rows])
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingMemoryView:
     """What all of them keep, one after the other."""
 
-    each: tuple[Kept, ...]
+    items: tuple[TrainingMemory, ...]
 
     @property
     def data(self) -> dict[str, Any]:
         """The same as plain values, by name."""
-        return {one.name: one.data for one in self.each}
+        return {one.name: one.data for one in self.items}
 
     def __str__(self) -> str:
-        return "\n\n".join(map(str, self.each))
+        return "\n\n".join(map(str, self.items))

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..screen import Wrong
+from ..screen import UsageError
 
 if TYPE_CHECKING:
-    from ...counting.allocators import Rows
-    from ...counting.capacity import Demand
-    from ...counting.costs import Costs
-    from ...counting.devices import Device, Formats
-    from ...counting.pricing import Price
-    from ...counting.throughput import Throughput
+    from ...counting.allocators import RequestBatch
+    from ...counting.capacity import MemoryDemand
+    from ...counting.costs import CostReport
+    from ...counting.devices import Device, NumberFormats
+    from ...counting.pricing import CostEstimate
+    from ...counting.throughput import ThroughputReport
 
-CHUNK = 2048
+PREFILL_CHUNK = 2048
 # What says more of these pages, and of which; alone it would change nothing.
-MORE = {
+DEPENDENT_OPTIONS = {
     "layers": "serve verdict",
     "allocator": "serve verdict",
     "cache": "serve verdict boxes",
@@ -35,21 +35,21 @@ MORE = {
 
 
 @dataclass(frozen=True)
-class Pages:
+class ThroughputView:
     """One page for each spec, one below the other."""
 
-    pages: tuple[Throughput, ...]
+    reports: tuple[ThroughputReport, ...]
 
     def __str__(self) -> str:
-        return "\n\n".join(map(str, self.pages))
+        return "\n\n".join(map(str, self.reports))
 
     @property
     def data(self) -> list[dict[str, Any]]:
         """The same as plain values."""
-        return [page.data for page in self.pages]
+        return [page.data for page in self.reports]
 
 
-def take(parser: argparse.ArgumentParser) -> None:
+def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     """The page, and what says more of it and of its neighbours."""
     parser.add_argument("--serve", action="store_true", help="answering many requests at once: steps, tokens a second")
     more = parser.add_argument_group("for --serve, --verdict and --boxes")
@@ -59,7 +59,7 @@ def take(parser: argparse.ArgumentParser) -> None:
     more.add_argument("--weights", metavar="DTYPE", help="weights: int8, or as --dtype")
     more.add_argument("--reached", metavar="SHARES", help="of products and of bandwidth, as in 0.7,0.9 (1,1)")
     more.add_argument("--budget", metavar="MEMORY", help="in the place of the device's, as in '24 GiB'")
-    more.add_argument("--chunk", type=int, metavar="TOKENS", help=f"of a prompt that one step takes ({CHUNK})")
+    more.add_argument("--chunk", type=int, metavar="TOKENS", help=f"of a prompt that one step takes ({PREFILL_CHUNK})")
     more.add_argument("--prompt", type=int, metavar="TOKENS", help="of a prompt that comes in (--context)")
     more.add_argument("--shared", type=int, metavar="TOKENS", help="a beginning that all rows have, kept once (0)")
     more.add_argument(
@@ -68,96 +68,96 @@ def take(parser: argparse.ArgumentParser) -> None:
     more.add_argument("--seed", type=int, metavar="NUMBER", help="what lengths are drawn by (0)")
 
 
-def views(given: argparse.Namespace, costs: Costs) -> Mapping[str, Pages]:
+def make_serving_views(given: argparse.Namespace, costs: CostReport) -> Mapping[str, ThroughputView]:
     """The page of every spec, when it is asked for."""
-    _check(given)
+    _check_dependent_options(given)
     if not given.serve:
         return {}
-    from ...counting.throughput import Throughput
+    from ...counting.throughput import ThroughputReport
 
     prompt = given.prompt
     if prompt is not None and prompt < 1:
-        raise Wrong(f"--prompt {prompt} is no prompt; give 1 token or more")
+        raise UsageError(f"--prompt {prompt} is no prompt; give 1 token or more")
     return {
-        "serving": Pages(
-            tuple(Throughput(price.name, demand_of(given, price), prompt or price.load.context) for price in costs)
+        "serving": ThroughputView(
+            tuple(ThroughputReport(price.name, memory_demand(given, price), prompt or price.workload.context) for price in costs)
         )
     }
 
 
-def demand_of(given: argparse.Namespace, price: Price) -> Demand:
+def memory_demand(given: argparse.Namespace, price: CostEstimate) -> MemoryDemand:
     """What the command line asks of one spec."""
-    from ...counting.allocators import Allocator
-    from ...counting.capacity import Demand
-    from ...counting.serving import Serving
+    from ...counting.allocators import CacheAllocator
+    from ...counting.capacity import MemoryDemand
+    from ...counting.serving import ServingCost
 
-    formats, layers = formats_of(given, price), 1 if given.layers is None else given.layers
-    serving = Serving(
-        price.described,
-        _device(given, price),
+    formats, layers = number_formats(given, price), 1 if given.layers is None else given.layers
+    serving = ServingCost(
+        price.spec_or_model,
+        _serving_device(given, price),
         formats,
         layers,
-        Allocator.named(given.allocator or "ideal"),
-        price.whole.source,
+        CacheAllocator.from_text(given.allocator or "ideal"),
+        price.full_call.source,
     )
-    demand = Demand(serving, _rows(given, price), CHUNK if given.chunk is None else given.chunk)
+    demand = MemoryDemand(serving, _request_batch(given, price), PREFILL_CHUNK if given.chunk is None else given.chunk)
     if given.budget is not None:
-        _enough(demand, given.budget)
+        _check_memory_limit(demand, given.budget)
     return demand
 
 
-def formats_of(given: argparse.Namespace, price: Price) -> Formats:
+def number_formats(given: argparse.Namespace, price: CostEstimate) -> NumberFormats:
     """How numbers are held."""
-    from ...counting.devices import Formats
+    from ...counting.devices import NumberFormats
 
-    return Formats(price.load.dtype, given.weights or "", given.cache or "")
+    return NumberFormats(price.workload.dtype, given.weights or "", given.cache or "")
 
 
-def reached(given: argparse.Namespace, device: Device) -> Device:
+def apply_efficiency(given: argparse.Namespace, device: Device) -> Device:
     """The device as far as programs reach."""
     if given.reached is None:
         return device
     try:
         products, memory = map(float, given.reached.split(","))
     except ValueError:
-        raise Wrong(f"--reached {given.reached!r} says no two shares; write products,memory as in 0.7,0.9") from None
-    return device.reached(products, memory)
+        raise UsageError(f"--reached {given.reached!r} says no two shares; write products,memory as in 0.7,0.9") from None
+    return device.with_efficiency(products, memory)
 
 
-def _device(given: argparse.Namespace, price: Price) -> Device:
-    from ...counting.capacity import bytes_said
+def _serving_device(given: argparse.Namespace, price: CostEstimate) -> Device:
+    from ...counting.capacity import parse_bytes
     from ...counting.devices import Device
 
-    device = reached(given, Device.named(price.load.device))
-    return device if given.budget is None else replace(device, memory=float(bytes_said(given.budget)))
+    device = apply_efficiency(given, Device.from_name(price.workload.device))
+    return device if given.budget is None else replace(device, memory=float(parse_bytes(given.budget)))
 
 
-def _rows(given: argparse.Namespace, price: Price) -> Rows:
-    from ...counting.allocators import Rows
-    from ...counting.lengths import lengths
+def _request_batch(given: argparse.Namespace, price: CostEstimate) -> RequestBatch:
+    from ...counting.allocators import RequestBatch
+    from ...counting.lengths import parse_lengths
 
     shared = 0 if given.shared is None else given.shared
     if given.lengths is None:
-        return Rows.alike(price.load.batch, price.load.context, shared, price.whole.source)
-    return Rows.of(lengths(given.lengths, price.load.batch, given.seed or 0), shared, price.whole.source)
+        return RequestBatch.uniform(price.workload.batch, price.workload.context, shared, price.full_call.source)
+    return RequestBatch.from_lengths(parse_lengths(given.lengths, price.workload.batch, given.seed or 0), shared, price.full_call.source)
 
 
-def _enough(demand: Demand, said: str) -> None:
+def _check_memory_limit(demand: MemoryDemand, said: str) -> None:
     """Refuse a budget that not even the weights fit in."""
-    from ...counting.capacity import gigabytes
+    from ...counting.capacity import format_gigabytes
 
     weights, memory = demand.serving.weights.bytes, demand.serving.device.memory
     if weights > memory:
-        raise Wrong(
-            f"--budget {said} is less than the weights, {gigabytes(weights)}; give {gigabytes(weights)} or more"
+        raise UsageError(
+            f"--budget {said} is less than the weights, {format_gigabytes(weights)}; give {format_gigabytes(weights)} or more"
         )
 
 
-def _check(given: argparse.Namespace) -> None:
+def _check_dependent_options(given: argparse.Namespace) -> None:
     """Refuse what says more of a page that nobody asked for."""
-    for name, pages in MORE.items():
+    for name, pages in DEPENDENT_OPTIONS.items():
         if getattr(given, name) is not None and not any(getattr(given, page) for page in pages.split()):
             shown = " or ".join(f"--{page}" for page in pages.split())
-            raise Wrong(f"--{name} changes only what {shown} shows; add that, or leave --{name} out")
+            raise UsageError(f"--{name} changes only what {shown} shows; add that, or leave --{name} out")
     if given.seed is not None and given.lengths is None:
-        raise Wrong("--seed draws lengths, and none are said; add --lengths 'uniform(100, 4000)'")
+        raise UsageError("--seed draws lengths, and none are said; add --lengths 'uniform(100, 4000)'")

@@ -7,51 +7,51 @@ import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..screen import WIDTH
+from ..screen import TERMINAL_WIDTH
 
 if TYPE_CHECKING:
-    from ...counting.costs import Costs
-    from ...counting.optimisers import Optimiser
+    from ...counting.costs import CostReport
+    from ...counting.optimisers import OptimiserMemory
 
-NAMES = "zero, megatron, zhihu-624740065, adam-fp32, sgd-momentum or muon"
+OPTIMISER_NAMES = "zero, megatron, zhihu-624740065, adam-fp32, sgd-momentum or muon"
 
 
-class States(NamedTuple):
+class OptimiserMemoryView(NamedTuple):
     """Bytes of the learned numbers by what holds them, for each that is priced."""
 
-    optimiser: Optimiser
+    optimiser: OptimiserMemory
     rows: Mapping[str, Mapping[str, int]]
 
     @property
     def data(self) -> dict[str, Any]:
         """The same as plain values."""
-        told = {"optimiser": self.optimiser.name, "bytes_each": self.optimiser.each}
+        told = {"optimiser": self.optimiser.name, "bytes_each": self.optimiser.bytes_per_parameter}
         return told | {"rows": [{"name": name, **row} for name, row in self.rows.items()]}
 
     def __str__(self) -> str:
         one = self.optimiser
-        head = f"training state, {one.each} bytes of each learned number; {one.name}: {one.what}"
-        lines = textwrap.wrap(head, WIDTH)
+        head = f"training state, {one.bytes_per_parameter} bytes of each learned number; {one.name}: {one.description}"
+        lines = textwrap.wrap(head, TERMINAL_WIDTH)
         for name, row in self.rows.items():
             lines += ["", name, *(f"  {what.replace('_', ' '):<22}{number:>24,} bytes" for what, number in row.items())]
         return "\n".join(lines)
 
 
-def take(parser: argparse.ArgumentParser) -> None:
+def add_optimiser_arguments(parser: argparse.ArgumentParser) -> None:
     """Its option."""
-    parser.add_argument("--optimiser", metavar="NAME", help=f"what training keeps besides activations: {NAMES}")
+    parser.add_argument("--optimiser", metavar="NAME", help=f"what training keeps besides activations: {OPTIMISER_NAMES}")
 
 
-def views(given: argparse.Namespace, costs: Costs) -> Mapping[str, States]:
+def make_optimiser_views(given: argparse.Namespace, costs: CostReport) -> Mapping[str, OptimiserMemoryView]:
     """What training keeps of everything that is priced."""
     if given.optimiser is None:
         return {}
-    from ...counting.optimisers import Optimiser
+    from ...counting.optimisers import OptimiserMemory
 
-    optimiser = Optimiser.named(given.optimiser)
+    optimiser = OptimiserMemory.from_name(given.optimiser)
     rows = {
-        price.name: {what: each * price.parameters.total for what, each in optimiser.holds.items()}
-        | {"in_all": optimiser.each * price.parameters.total, "weights_for_inference": price.weights_bytes}
+        price.name: {what: each * price.parameters.total for what, each in optimiser.bytes_by_tensor.items()}
+        | {"in_all": optimiser.bytes_per_parameter * price.parameters.total, "weights_for_inference": price.weights_bytes}
         for price in costs
     }
-    return {"training_state": States(optimiser, rows)}
+    return {"training_state": OptimiserMemoryView(optimiser, rows)}

@@ -10,13 +10,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..screen import Arguments, Wrong, take_form
+from ..screen import CommandParser, UsageError, add_json_argument
 
 if TYPE_CHECKING:
     from ...models import Transformer
 
 # Options that are words of hw.Decoding, with the kind of their values and what they say.
-DECODING: dict[str, tuple[type, str, str]] = {
+DECODING_OPTIONS: dict[str, tuple[type, str, str]] = {
     "top-k": (int, "K", "draw from the K likeliest tokens; of classes and masks, tell K"),
     "top-p": (float, "SHARE", "draw from the likeliest that have this share together"),
     "min-p": (float, "SHARE", "draw from those at least this share as likely as the first"),
@@ -28,8 +28,8 @@ DECODING: dict[str, tuple[type, str, str]] = {
     "compile": (str, "WHEN", "compile steps of one token: off (usual), on, or auto where it pays"),
 }
 # Options that every kind of work knows, by the names that argparse gives them.
-SHARED = ("model", "text", "batch", "device", "tokenizer", "json", "top_k")
-ENGINE = ("budget", "rows", "chunk")
+COMMON_OPTIONS = ("model", "text", "batch", "device", "tokenizer", "json", "top_k")
+SERVING_OPTIONS = ("budget", "rows", "chunk")
 
 
 def main(argv: list[str]) -> int:
@@ -37,11 +37,11 @@ def main(argv: list[str]) -> int:
     parser = _parser()
     given = parser.parse_args(argv)
     if given.batch < 1:
-        raise Wrong(f"--batch {given.batch} is no count; give 1 or more")
-    if given.requests is None and (said := [name for name in ENGINE if getattr(given, name) is not None]):
-        raise Wrong(f"--{said[0]} is for requests that are answered together; give them with --requests FILE")
-    net = _net(given)
-    kind = kind_of(net)
+        raise UsageError(f"--batch {given.batch} is no count; give 1 or more")
+    if given.requests is None and (said := [name for name in SERVING_OPTIONS if getattr(given, name) is not None]):
+        raise UsageError(f"--{said[0]} is for requests that are answered together; give them with --requests FILE")
+    net = _load_model(given)
+    kind = task_kind(net)
     if kind != "texts":
         _check_unused(given, parser, net, kind)
     elif given.requests is not None:
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     return import_module(f"{__name__}.{kind}").answer(net, given)
 
 
-def kind_of(net: Transformer) -> str:
+def task_kind(net: Transformer) -> str:
     """The module that knows what to do with such a model: "texts", "masks" or "classes"."""
     from ...errors import SpecError
 
@@ -61,8 +61,8 @@ def kind_of(net: Transformer) -> str:
     return "masks" if described.kind == "encoder" else "texts"
 
 
-def _parser() -> Arguments:
-    parser = Arguments(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         "run",
         "What a model says: behind a text, or in another language, token by token; the class of a text or an image; "
         "what stands for each [MASK]. Without TEXT every line of stdin is answered by a line, in order.",
@@ -74,7 +74,7 @@ def _parser() -> Arguments:
     parser.add_argument(
         "--temperature", type=float, metavar="T", help="0: the likeliest token (usual); 1: drawn as likely"
     )
-    for name, (kind, metavar, what) in DECODING.items():
+    for name, (kind, metavar, what) in DECODING_OPTIONS.items():
         parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=what)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end an answer before this; may be repeated")
     parser.add_argument("--seed", type=int, metavar="INT", help="line n draws from stream n of this seed")
@@ -90,34 +90,34 @@ def _parser() -> Arguments:
     parser.add_argument("--chunk", type=int, metavar="TOKENS", help="of prompts, that one step takes (256)")
     parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json, or bytes, for a model without one")
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:1, say")
-    take_form(parser)
+    add_json_argument(parser)
     return parser
 
 
-def _net(given: argparse.Namespace) -> Transformer:
+def _load_model(given: argparse.Namespace) -> Transformer:
     """The model, on its device, with the tokenizer that was said."""
     import headwise as hw
 
-    from ...training.setup import device_of
+    from ...training.setup import resolve_device
 
-    device = device_of(given.device)
+    device = resolve_device(given.device)
     net = hw.load(given.model)
     first = net.described.stacks[0].embedding
     if first and first.tokens and net.usage.tokenizer is None and given.tokenizer is None:
-        raise Wrong(f"{net.described.name} has no tokenizer; give --tokenizer FILE, or --tokenizer bytes")
+        raise UsageError(f"{net.described.name} has no tokenizer; give --tokenizer FILE, or --tokenizer bytes")
     if given.tokenizer is not None:
-        speak(net, given.tokenizer)
+        attach_tokenizer(net, given.tokenizer)
     return net.to(device)
 
 
-def speak(net: Transformer, name: str) -> None:
+def attach_tokenizer(net: Transformer, name: str) -> None:
     """Give a model the tokenizer in a file, or "bytes"."""
     from dataclasses import replace
 
-    net.usage = replace(net.usage, tokenizer=_document(name), source_tokenizer=None)
+    net.usage = replace(net.usage, tokenizer=_tokenizer_document(name), source_tokenizer=None)
 
 
-def _document(name: str) -> str:
+def _tokenizer_document(name: str) -> str:
     """What a file says of a tokenizer, or what makes every byte a token."""
     from ...tasks.vocabulary import Bytes
 
@@ -126,12 +126,12 @@ def _document(name: str) -> str:
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise Wrong(f"{name!r} cannot be read: {error}; give a tokenizer.json, or bytes") from None
+        raise UsageError(f"{name!r} cannot be read: {error}; give a tokenizer.json, or bytes") from None
 
 
 def _check_unused(given: argparse.Namespace, parser: argparse.ArgumentParser, net: Transformer, kind: str) -> None:
     """Refuse options that speak of answers that are written, where none is."""
     for name, value in vars(given).items():
-        if name not in SHARED and value != parser.get_default(name):
+        if name not in COMMON_OPTIONS and value != parser.get_default(name):
             says = {"classes": "tells classes", "masks": "fills in masks"}[kind]
-            raise Wrong(f"--{name.replace('_', '-')} is for answers that are written, and {net.described.name} {says}")
+            raise UsageError(f"--{name.replace('_', '-')} is for answers that are written, and {net.described.name} {says}")

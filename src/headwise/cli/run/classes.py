@@ -8,46 +8,46 @@ from typing import Any
 
 from ...models import Transformer
 from ...models.labelling import Guess, check_labels, classify
-from ..screen import Wrong, document, show
-from .inputs import inputs_of
-from .lines import Line, Lines
+from ..screen import UsageError, to_json, print_page
+from .inputs import make_input_reader
+from .lines import InputLine, InputLines
 
-SHOWN = 5  # classes of one input; of a line the likeliest alone
-BAR = 40  # columns of a bar that stands for all
+MAX_CLASSES_SHOWN = 5  # classes of one input; of a line the likeliest alone
+BAR_WIDTH = 40  # columns of a bar that stands for all
 
 
 def answer(net: Transformer, given: argparse.Namespace) -> int:
     """The classes of one input by their shares, or a line for each line of stdin."""
     names = check_labels(net)
     if given.top_k is not None and not 1 <= given.top_k <= len(names):
-        raise Wrong(f"--top-k {given.top_k} of {len(names)} classes cannot be told; give 1..{len(names)}")
-    inputs, told = inputs_of(net), list[Line[Any]]()
+        raise UsageError(f"--top-k {given.top_k} of {len(names)} classes cannot be told; give 1..{len(names)}")
+    inputs, told = make_input_reader(net), list[InputLine[Any]]()
     if given.text is not None:
-        own = classify(net, *inputs.together([inputs.read(given.text)]))[0][: given.top_k or SHOWN]
-        show(document(_data(net, [Line(1, given.text, own)])) if given.json else _page(own))
+        own = classify(net, *inputs.collate([inputs.read(given.text)]))[0][: given.top_k or MAX_CLASSES_SHOWN]
+        print_page(to_json(_classes_to_dict(net, [InputLine(1, given.text, own)])) if given.json else _format_classes(own))
         return 0
-    lines = Lines(given.batch)
+    lines = InputLines(given.batch)
     for some in lines:
         ready = lines.read(some, inputs.read)
-        found = classify(net, *inputs.together([line.read for line in ready])) if ready else []
+        found = classify(net, *inputs.collate([line.read for line in ready])) if ready else []
         for line, own in zip(ready, found, strict=True):
             line.read = own[: given.top_k or 1]
         told += some if given.json else []
         for line in some if not given.json else ():
-            show("\t".join(f"{guess.name}\t{guess.share:.4f}" for guess in line.read or ()))
+            print_page("\t".join(f"{guess.name}\t{guess.share:.4f}" for guess in line.read or ()))
     if given.json:
-        show(document(_data(net, told)))
-    return 2 if lines.refused else 0
+        print_page(to_json(_classes_to_dict(net, told)))
+    return 2 if lines.num_failed else 0
 
 
-def _page(own: Sequence[Guess]) -> str:
+def _format_classes(own: Sequence[Guess]) -> str:
     side = max(len(guess.name) for guess in own)
-    return "\n".join(f"{name:<{side}}  {share:6.1%}  {'█' * round(BAR * share)}".rstrip() for name, share in own)
+    return "\n".join(f"{name:<{side}}  {share:6.1%}  {'█' * round(BAR_WIDTH * share)}".rstrip() for name, share in own)
 
 
-def _data(net: Transformer, lines: Sequence[Line[Any]]) -> dict[str, Any]:
+def _classes_to_dict(net: Transformer, lines: Sequence[InputLine[Any]]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for line in lines:
-        said = {"error": line.wrong} if line.wrong else {"classes": [guess._asdict() for guess in line.read or ()]}
+        said = {"error": line.error} if line.error else {"classes": [guess._asdict() for guess in line.read or ()]}
         rows.append({"line": line.number, "input": line.text, **said})
     return {"model": net.described.name, "answers": rows}

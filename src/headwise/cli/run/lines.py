@@ -8,62 +8,62 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
-from ..screen import Wrong
+from ..screen import UsageError
 
-LONGEST = 2**20  # bytes of a line
-Read = TypeVar("Read")
+MAX_LINE_BYTES = 2**20  # bytes of a line
+InputT = TypeVar("Read")
 
 
 @dataclass
-class Line(Generic[Read]):
+class InputLine(Generic[InputT]):
     """A line by its number, counted from 1: what it says, and what was made of it, or why nothing could be."""
 
     number: int
     text: str
-    read: Read | None = None
-    wrong: str = ""
+    read: InputT | None = None
+    error: str = ""
 
 
 @dataclass
-class Lines:
+class InputLines:
     """Lines of stdin in batches, in order. A line that cannot be read is told on stderr, and the others go on.
 
     `refused` counts those; an empty line is answered by an empty one.
     """
 
-    batch: int
-    refused: int = field(default=0, init=False)
+    batch_size: int
+    num_failed: int = field(default=0, init=False)
 
-    def __iter__(self) -> Iterator[list[Line[Any]]]:
-        lines, size = enumerate(_lines(), 1), 1 if sys.stdin.isatty() else self.batch
-        while some := [_line(number, raw) for number, raw in islice(lines, size)]:
+    def __iter__(self) -> Iterator[list[InputLine[Any]]]:
+        lines, size = enumerate(_read_stdin_lines(), 1), 1 if sys.stdin.isatty() else self.batch_size
+        while some := [_decode_line(number, raw) for number, raw in islice(lines, size)]:
             yield some
 
-    def read(self, lines: list[Line[Any]], make: Callable[[str], Any]) -> list[Line[Any]]:
+    def read(self, lines: list[InputLine[Any]], make: Callable[[str], Any]) -> list[InputLine[Any]]:
         """What is made of each line that is not empty; those that something could be made of."""
         for line in lines:
-            if line.wrong or not line.text.strip():
+            if line.error or not line.text.strip():
                 continue
             try:
                 line.read = make(line.text)
             except (ValueError, OSError) as error:
-                line.wrong = " ".join(str(error).split())
+                line.error = " ".join(str(error).split())
         for line in lines:
-            if line.wrong:
-                self.refused += 1
-                print(f"headwise: line {line.number}: {line.wrong}", file=sys.stderr)
+            if line.error:
+                self.num_failed += 1
+                print(f"headwise: line {line.number}: {line.error}", file=sys.stderr)
         return [line for line in lines if line.read is not None]
 
 
-def _lines() -> Iterator[bytes]:
-    while raw := sys.stdin.buffer.readline(LONGEST + 1):
-        if len(raw) > LONGEST:
-            raise Wrong(f"a line of stdin is longer than {LONGEST:,} bytes; give text, a sentence a line")
+def _read_stdin_lines() -> Iterator[bytes]:
+    while raw := sys.stdin.buffer.readline(MAX_LINE_BYTES + 1):
+        if len(raw) > MAX_LINE_BYTES:
+            raise UsageError(f"a line of stdin is longer than {MAX_LINE_BYTES:,} bytes; give text, a sentence a line")
         yield raw
 
 
-def _line(number: int, raw: bytes) -> Line[Any]:
+def _decode_line(number: int, raw: bytes) -> InputLine[Any]:
     try:
-        return Line(number, raw.decode().rstrip("\r\n"))
+        return InputLine(number, raw.decode().rstrip("\r\n"))
     except UnicodeDecodeError as error:
-        return Line(number, "", wrong=f"byte {error.start} is no text: {error.reason}; give UTF-8")
+        return InputLine(number, "", error=f"byte {error.start} is no text: {error.reason}; give UTF-8")

@@ -8,32 +8,32 @@ from typing import Any
 
 from ...models import Transformer
 from ...models.filling import Filled, fill
-from ..screen import document, show
-from .lines import Line, Lines
+from ..screen import to_json, print_page
+from .lines import InputLine, InputLines
 
-SHOWN = 5  # tokens for each mask
+MAX_TOKENS_SHOWN = 5  # tokens for each mask
 
 
 def answer(net: Transformer, given: argparse.Namespace) -> int:
     """One text with what fits its masks, or every line of stdin filled in."""
-    top = SHOWN if given.top_k is None else given.top_k
+    top = MAX_TOKENS_SHOWN if given.top_k is None else given.top_k
     if given.text is not None:
         filled = fill(net, [given.text], top=top)[0]
-        line = Line(1, given.text, filled)
-        show(document(_data(net, [line])) if given.json else _page(filled))
+        line = InputLine(1, given.text, filled)
+        print_page(to_json(_masks_to_dict(net, [line])) if given.json else _format_masks(filled))
         return 0
-    lines, told = Lines(given.batch), list[Line[Any]]()
+    lines, told = InputLines(given.batch), list[InputLine[Any]]()
     for some in lines:
         lines.read(some, lambda text: fill(net, [text], top=top)[0])
         told += some if given.json else []
         for line in some if not given.json else ():
-            show(line.read.text if line.read else "")
+            print_page(line.read.text if line.read else "")
     if given.json:
-        show(document(_data(net, told)))
-    return 2 if lines.refused else 0
+        print_page(to_json(_masks_to_dict(net, told)))
+    return 2 if lines.num_failed else 0
 
 
-def _page(filled: Filled) -> str:
+def _format_masks(filled: Filled) -> str:
     lines = [filled.text]
     for number, guesses in enumerate(filled.masks, 1):
         side = max(len(guess.name) for guess in guesses)
@@ -42,10 +42,10 @@ def _page(filled: Filled) -> str:
     return "\n".join(lines)
 
 
-def _data(net: Transformer, lines: Sequence[Line[Any]]) -> dict[str, Any]:
+def _masks_to_dict(net: Transformer, lines: Sequence[InputLine[Any]]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for line in lines:
-        said: dict[str, Any] = {"error": line.wrong} if line.wrong else {}
+        said: dict[str, Any] = {"error": line.error} if line.error else {}
         if line.read:
             said = {"text": line.read.text, "masks": [[guess._asdict() for guess in own] for own in line.read.masks]}
         rows.append({"line": line.number, "prompt": line.text, **said})

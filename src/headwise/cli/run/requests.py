@@ -11,66 +11,66 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...counting.capacity import bytes_said
+from ...counting.capacity import parse_bytes
 from ...counting.devices import Device
-from ...draws import Stream as Numbers
+from ...draws import RandomStream as Numbers
 from ...engine import Batching, Engine, Predicted, Stream
 from ...engine.report import DTYPES
-from ...errors import nearest
+from ...errors import suggest
 from ...models import Decoding, Transformer
 from ...models.generating import streams_of
 from ...models.generating.compiling import TOGETHER
-from ..screen import Wrong, document, show
-from .lines import LONGEST
-from .texts import Reasons, decoding_of, length_of
+from ..screen import UsageError, to_json, print_page
+from .lines import MAX_LINE_BYTES
+from .texts import CompileNotices, parse_decoding, parse_length
 
-BUDGET = "1 GiB"
-SAID = ("prompt", "max_new_tokens", "temperature", "seed")  # keys of a line, besides the words of Decoding
-NOT_HERE = ("beams", "best", "length_penalty", "end", "compile")
+DEFAULT_MEMORY = "1 GiB"
+REQUEST_KEYS = ("prompt", "max_new_tokens", "temperature", "seed")  # keys of a line, besides the words of Decoding
+UNSUPPORTED_OPTIONS = ("beams", "best", "length_penalty", "end", "compile")
 
 
 def answer(net: Transformer, given: argparse.Namespace) -> int:
     """Answer every line; 2 at the end if one could not be."""
-    usual = Usual(length_of(given), given.temperature or 0.0, streams_of(given.seed, 1)[0].seed, decoding_of(given))
-    _check(given, usual)
+    usual = RequestDefaults(parse_length(given), given.temperature or 0.0, streams_of(given.seed, 1)[0].seed, parse_decoding(given))
+    _check_request_options(given, usual)
     batching = Batching(**{name: said for name in ("rows", "chunk") if (said := getattr(given, name)) is not None})
-    engine = Engine(net, budget=bytes_said(given.budget or BUDGET), batching=batching)
-    writer = Writer("document" if given.json else "lines")
+    engine = Engine(net, budget=parse_bytes(given.budget or DEFAULT_MEMORY), batching=batching)
+    writer = RequestWriter("document" if given.json else "lines")
     streams: dict[int, Stream] = {}
-    for number, raw in _lines(given.requests):
+    for number, raw in _read_request_lines(given.requests):
         try:
-            streams[number] = usual.submit(engine, number, _said(raw))
+            streams[number] = usual.submit(engine, number, _parse_request(raw))
         except (ValueError, OverflowError) as error:
-            writer.tell({"line": number, "error": " ".join(str(error).split())})
+            writer.write_answer({"line": number, "error": " ".join(str(error).split())})
     while streams:
         engine.step()
         for number in [number for number, stream in streams.items() if stream.ended]:
-            writer.tell(_told(number, streams.pop(number)))
-    writer.end(net, engine)
-    return 2 if writer.refused else 0
+            writer.write_answer(_stream_to_dict(number, streams.pop(number)))
+    writer.finish(net, engine)
+    return 2 if writer.num_failed else 0
 
 
 @dataclass(frozen=True)
-class Usual:
+class RequestDefaults:
     """What a request is asked where its line does not say otherwise."""
 
-    count: int
+    max_new_tokens: int
     temperature: float
     seed: int
-    how: Decoding
+    decoding: Decoding
 
     def submit(self, engine: Engine, number: int, said: dict[str, Any]) -> Stream:
         """Hand in one line; without a seed of its own it draws from the stream of its number, as a line of stdin."""
-        how = {name: value for name, value in said.items() if name not in SAID}
+        how = {name: value for name, value in said.items() if name not in REQUEST_KEYS}
         if isinstance(how.get("stop"), list):
             how["stop"] = tuple(how["stop"])
         try:
-            told = replace(self.how, **how)
+            told = replace(self.decoding, **how)
         except TypeError:
-            raise ValueError(f"{how} does not say how tokens are chosen; write {EXAMPLE}") from None
+            raise ValueError(f"{how} does not say how tokens are chosen; write {EXAMPLE_REQUEST}") from None
         return engine.submit(
             said["prompt"],
-            max_new_tokens=said.get("max_new_tokens", self.count),
+            max_new_tokens=said.get("max_new_tokens", self.max_new_tokens),
             temperature=said.get("temperature", self.temperature),
             how=told,
             seed=said.get("seed", Numbers(self.seed, number - 1)),
@@ -78,36 +78,36 @@ class Usual:
 
 
 @dataclass
-class Writer:
+class RequestWriter:
     """Where answers go: lines on stdout as they come, or one "document" at the end, in the order of the file."""
 
     form: str
-    refused: int = 0
-    told: list[dict[str, Any]] = field(default_factory=list)
+    num_failed: int = 0
+    documents: list[dict[str, Any]] = field(default_factory=list)
 
-    def tell(self, answer: dict[str, Any]) -> None:
+    def write_answer(self, answer: dict[str, Any]) -> None:
         """One line's answer, or why there is none."""
-        self.refused += "error" in answer
+        self.num_failed += "error" in answer
         if self.form == "document":
-            self.told.append(answer)
+            self.documents.append(answer)
             return
-        show(json.dumps(answer))
+        print_page(json.dumps(answer))
         sys.stdout.flush()
 
-    def end(self, net: Transformer, engine: Engine) -> None:
+    def finish(self, net: Transformer, engine: Engine) -> None:
         """What was measured, beside what is predicted."""
         report = engine.report()
         priced = str(next(net.parameters()).dtype) in DTYPES and report.tokens
-        predicted = Predicted.of(net, report, Device.named("here")) if priced else None
+        predicted = Predicted.of(net, report, Device.from_name("here")) if priced else None
         if self.form == "document":
-            answers = sorted(self.told, key=lambda answer: answer["line"])
+            answers = sorted(self.documents, key=lambda answer: answer["line"])
             summary = report.data | {"predicted": predicted and predicted.data}
-            show(document({"model": net.described.name, "answers": answers, "summary": summary}))
+            print_page(to_json({"model": net.described.name, "answers": answers, "summary": summary}))
         else:
             print(report, *([predicted] if predicted else []), sep="\n", file=sys.stderr)
 
 
-def _told(number: int, stream: Stream) -> dict[str, Any]:
+def _stream_to_dict(number: int, stream: Stream) -> dict[str, Any]:
     if stream.error is not None:
         return {"line": number, "error": " ".join(str(stream.error).split())}
     text = {"text": stream.result()} if isinstance(stream.result(), str) else {}
@@ -115,52 +115,52 @@ def _told(number: int, stream: Stream) -> dict[str, Any]:
     return {"line": number, **text, "ids": stream.ids, "ended": stream.ended, **seconds}
 
 
-def _check(given: argparse.Namespace, usual: Usual) -> None:
+def _check_request_options(given: argparse.Namespace, usual: RequestDefaults) -> None:
     """Refuse what is for other ways to run a model."""
     if given.text is not None or given.score is not None:
         what = "TEXT" if given.text is not None else "--score"
-        raise Wrong(f"{what} and --requests cannot be meant together; give one of them")
-    if usual.how.beams > 1:
-        raise Wrong(f"--beams {usual.how.beams} follows one text at a time; leave out --requests, or give --beams 1")
-    if usual.how.compile == "on":
-        raise Wrong("--compile on is for rows that are alike, and requests are not; leave out --requests, or --compile")
+        raise UsageError(f"{what} and --requests cannot be meant together; give one of them")
+    if usual.decoding.beams > 1:
+        raise UsageError(f"--beams {usual.decoding.beams} follows one text at a time; leave out --requests, or give --beams 1")
+    if usual.decoding.compile == "on":
+        raise UsageError("--compile on is for rows that are alike, and requests are not; leave out --requests, or --compile")
     if given.compile is not None:
-        Reasons().tell(TOGETHER)
+        CompileNotices().print_once(TOGETHER)
 
 
-def _lines(name: str) -> Iterator[tuple[int, bytes]]:
+def _read_request_lines(name: str) -> Iterator[tuple[int, bytes]]:
     """The lines that are not empty, with their numbers, of a file or of stdin; of one that is too long the start."""
     try:
         with nullcontext(sys.stdin.buffer) if name == "-" else Path(name).open("rb") as file:
-            yield from ((number, raw) for number, raw in enumerate(_read(file), 1) if raw.strip())
+            yield from ((number, raw) for number, raw in enumerate(_read_bounded_lines(file), 1) if raw.strip())
     except OSError as error:
-        raise Wrong(f"{name!r} cannot be read: {error.strerror}; give a file with a JSON object a line") from None
+        raise UsageError(f"{name!r} cannot be read: {error.strerror}; give a file with a JSON object a line") from None
 
 
-def _read(file: BinaryIO) -> Iterator[bytes]:
-    while raw := file.readline(LONGEST + 1):
+def _read_bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+    while raw := file.readline(MAX_LINE_BYTES + 1):
         rest = raw
-        while len(rest) > LONGEST and not rest.endswith(b"\n"):
-            rest = file.readline(LONGEST + 1)
+        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE_BYTES + 1)
         yield raw
 
 
-def _said(raw: bytes) -> dict[str, Any]:
+def _parse_request(raw: bytes) -> dict[str, Any]:
     """What a line asks."""
-    if len(raw) > LONGEST:
-        raise ValueError(f"the line is longer than {LONGEST:,} bytes; give a request a line")
+    if len(raw) > MAX_LINE_BYTES:
+        raise ValueError(f"the line is longer than {MAX_LINE_BYTES:,} bytes; give a request a line")
     try:
         said = json.loads(raw)
     except (ValueError, RecursionError) as error:
         reason = getattr(error, "msg", None) or type(error).__name__
-        raise ValueError(f"the line is no JSON: {reason}; write {EXAMPLE}") from None
+        raise ValueError(f"the line is no JSON: {reason}; write {EXAMPLE_REQUEST}") from None
     if not isinstance(said, dict) or "prompt" not in said:
-        raise ValueError(f"the line has no prompt; write {EXAMPLE}")
-    known = [*SAID, *(f.name for f in fields(Decoding) if f.name not in NOT_HERE)]
+        raise ValueError(f"the line has no prompt; write {EXAMPLE_REQUEST}")
+    known = [*REQUEST_KEYS, *(f.name for f in fields(Decoding) if f.name not in UNSUPPORTED_OPTIONS)]
     for name in said:
         if name not in known:
-            raise ValueError(f"a request has no {name!r}; {nearest(name, known)}")
+            raise ValueError(f"a request has no {name!r}; {suggest(name, known)}")
     return {name: value for name, value in said.items() if value is not None or name == "prompt"}
 
 
-EXAMPLE = '{"prompt": "Once upon", "max_new_tokens": 20}'
+EXAMPLE_REQUEST = '{"prompt": "Once upon", "max_new_tokens": 20}'

@@ -7,56 +7,56 @@ from pathlib import Path
 from typing import Any
 
 from ...tasks.published import Published, translation_scores
-from ..screen import Wrong
+from ..screen import UsageError
 
-USUAL = "13a"  # how sacreBLEU cuts a line into words
+DEFAULT_BLEU_TOKENIZER = "13a"  # how sacreBLEU cuts a line into words
 
 
 @dataclass
-class Scores:
+class TranslationScores:
     """Lines that were `said`, and the lines that they are held to."""
 
     path: str
-    wanted: list[str]
+    references: list[str]
     tokenize: str
-    said: list[str] = field(default_factory=list)
+    hypotheses: list[str] = field(default_factory=list)
 
     @staticmethod
-    def of(path: str | None, tokenize: str | None) -> Scores | None:
+    def from_file(path: str | None, tokenize: str | None) -> TranslationScores | None:
         """What a file of references asks for, known to be there before anything is answered."""
         if path is None:
             if tokenize is not None:
-                raise Wrong(f"--score-tokenize {tokenize} says how scores are reckoned; give --score REF too")
+                raise UsageError(f"--score-tokenize {tokenize} says how scores are reckoned; give --score REF too")
             return None
         try:
             wanted = Path(path).read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise Wrong(f"{path!r} cannot be read: {error}; give a file with a line for each answer") from None
+            raise UsageError(f"{path!r} cannot be read: {error}; give a file with a line for each answer") from None
         wanted = wanted[:-1] if wanted[-1] == "" else wanted
-        scores = Scores(path, [line.rstrip("\r") for line in wanted], tokenize or USUAL)
+        scores = TranslationScores(path, [line.rstrip("\r") for line in wanted], tokenize or DEFAULT_BLEU_TOKENIZER)
         translation_scores(["a"], ["a"], scores.tokenize)  # refuses what is not installed or not known
         return scores
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether there is a reference for each line."""
-        return len(self.said) == len(self.wanted)
+        return len(self.hypotheses) == len(self.references)
 
     @property
-    def published(self) -> Published:
+    def metrics(self) -> Published:
         """BLEU and chrF of all lines."""
-        if not self.whole:
-            fact = f"{len(self.said)} lines were answered, and {self.path} has {len(self.wanted)}"
-            raise Wrong(f"{fact}; give a reference for each")
-        return translation_scores(self.said, self.wanted, self.tokenize)
+        if not self.is_complete:
+            fact = f"{len(self.hypotheses)} lines were answered, and {self.path} has {len(self.references)}"
+            raise UsageError(f"{fact}; give a reference for each")
+        return translation_scores(self.hypotheses, self.references, self.tokenize)
 
     @property
     def data(self) -> dict[str, Any]:
         """The same as plain values."""
-        return asdict(self.published)
+        return asdict(self.metrics)
 
     def __str__(self) -> str:
-        found = self.published
+        found = self.metrics
         return "\n".join(
             [
                 f"BLEU {found.bleu:6.2f}   {found.bleu_signature}",

@@ -11,139 +11,139 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ...draws import Stream
+from ...draws import RandomStream
 from ...models import Decoding, Said, Transformer
 from ...models.generating import Asked, Given, row_of
 from ...models.generating.compiling import Choice, unheard
-from ..screen import document, show
-from . import DECODING
-from .lines import Line, Lines
-from .scores import Scores
+from ..screen import to_json, print_page
+from . import DECODING_OPTIONS
+from .lines import InputLine, InputLines
+from .scores import TranslationScores
 
-LENGTH = 64  # tokens of an answer, unless said
+DEFAULT_NEW_TOKENS = 64  # tokens of an answer, unless said
 
 
 def answer(net: Transformer, given: argparse.Namespace) -> int:
     """One text as it is written, or line after line."""
-    how, count = decoding_of(given), length_of(given)
-    reasons = Reasons()
-    tell = unheard if given.compile is None else reasons.tell
+    how, count = parse_decoding(given), parse_length(given)
+    reasons = CompileNotices()
+    tell = unheard if given.compile is None else reasons.print_once
     asked = Asked.of(net, count, given.temperature or 0.0, how, tell)
-    seed = Stream(secrets.randbits(63) if given.seed is None else given.seed).seed  # one for all lines
-    form, scores = "document" if given.json else "lines", Scores.of(given.score, given.score_tokenize)
-    writer = Writer(asked, seed, form, scores, reasons)
+    seed = RandomStream(secrets.randbits(63) if given.seed is None else given.seed).seed  # one for all lines
+    form, scores = "document" if given.json else "lines", TranslationScores.from_file(given.score, given.score_tokenize)
+    writer = AnswerWriter(asked, seed, form, scores, reasons)
     read = partial(row_of, net, count=count, window=how.window)
     if given.text is not None:
-        writer.one(Line(1, given.text, read(given.text)))
-        writer.end()
+        writer.write_one(InputLine(1, given.text, read(given.text)))
+        writer.finish()
         return 0
-    lines = Lines(given.batch)
+    lines = InputLines(given.batch)
     for some in lines:
-        writer.several(some, lines.read(some, read))
-    writer.end()
-    return 2 if lines.refused else 0
+        writer.write_batch(some, lines.read(some, read))
+    writer.finish()
+    return 2 if lines.num_failed else 0
 
 
-def decoding_of(given: argparse.Namespace) -> Decoding:
+def parse_decoding(given: argparse.Namespace) -> Decoding:
     """How tokens are chosen, as the command line says."""
-    told = {name: getattr(given, name) for name in (option.replace("-", "_") for option in DECODING)}
+    told = {name: getattr(given, name) for name in (option.replace("-", "_") for option in DECODING_OPTIONS)}
     return Decoding(**{name: value for name, value in told.items() if value is not None}, stop=tuple(given.stop or ()))
 
 
-def length_of(given: argparse.Namespace) -> int:
+def parse_length(given: argparse.Namespace) -> int:
     """How long an answer may be, as the command line says."""
-    return LENGTH if given.max_new_tokens is None else given.max_new_tokens
+    return DEFAULT_NEW_TOKENS if given.max_new_tokens is None else given.max_new_tokens
 
 
 @dataclass
-class Reasons:
+class CompileNotices:
     """Why steps were compiled or not: each is told once, on stderr."""
 
-    told: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
-    def tell(self, choice: Choice) -> None:
+    def print_once(self, choice: Choice) -> None:
         """One more choice."""
-        if choice.reason not in self.told:
-            self.told.append(choice.reason)
+        if choice.reason not in self.messages:
+            self.messages.append(choice.reason)
             print(f"steps are {choice.reason}", file=sys.stderr)
 
 
 @dataclass
-class Writer:
+class AnswerWriter:
     """Where answers go: lines on stdout as they come, or one "document" at the end."""
 
-    asked: Asked
+    generation: Asked
     seed: int
     form: str
-    scores: Scores | None
-    reasons: Reasons
-    told: list[dict[str, Any]] = field(default_factory=list)
+    scores: TranslationScores | None
+    compile_notices: CompileNotices
+    documents: list[dict[str, Any]] = field(default_factory=list)
 
-    def one(self, line: Line[list[int]]) -> None:
+    def write_one(self, line: InputLine[list[int]]) -> None:
         """The answer to one text, as it comes where that can be."""
-        if self.form == "document" or self.asked.how.beams > 1:
-            self.several([line], [line])
+        if self.form == "document" or self.generation.how.beams > 1:
+            self.write_batch([line], [line])
             return
         text = ""
-        for piece in self.asked.pieces(_given([line]), self._streams([line])):
+        for piece in self.generation.pieces(_generation_inputs([line]), self._random_streams([line])):
             text += piece
-            _write(piece)
-        _write("\n")
+            _write_piece(piece)
+        _write_piece("\n")
         self._score(text)
 
-    def several(self, lines: Sequence[Line[list[int]]], ready: Sequence[Line[list[int]]]) -> None:
+    def write_batch(self, lines: Sequence[InputLine[list[int]]], ready: Sequence[InputLine[list[int]]]) -> None:
         """The answers to some lines, of which those that are `ready` can be answered."""
-        found = self.asked.answers(_given(ready), self._streams(ready)) if ready else []
+        found = self.generation.answers(_generation_inputs(ready), self._random_streams(ready)) if ready else []
         best = {line.number: own for line, own in zip(ready, found, strict=True)}
         for line in lines:
             own = best.get(line.number, [])
             self._score(own[0].text if own else "")
             if self.form == "document":
-                self.told.append(_data(line, own))
+                self.documents.append(_answer_to_dict(line, own))
             else:
-                self._tell(line, own)
+                self._write_answer(line, own)
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Tell what can only be told of all."""
-        whole = self.form == "document" and (self.scores is None or self.scores.whole)
+        whole = self.form == "document" and (self.scores is None or self.scores.is_complete)
         if self.form == "document":
-            seed = {"seed": self.seed} if self.asked.temperature else {}
+            seed = {"seed": self.seed} if self.generation.temperature else {}
             scores = {"scores": self.scores.data} if self.scores and whole else {}
-            steps = {"steps": self.reasons.told} if self.reasons.told else {}
-            show(document({"model": self.asked.net.described.name, **seed, **steps, "answers": self.told, **scores}))
+            steps = {"steps": self.compile_notices.messages} if self.compile_notices.messages else {}
+            print_page(to_json({"model": self.generation.net.described.name, **seed, **steps, "answers": self.documents, **scores}))
         if self.scores and not whole:
             print(self.scores, file=sys.stderr)
 
-    def _tell(self, line: Line[list[int]], own: Sequence[Said]) -> None:
+    def _write_answer(self, line: InputLine[list[int]], own: Sequence[Said]) -> None:
         for said in own:
             text = re.sub(r"[\r\n]+", " ", said.text or "")  # a line is answered by a line
-            show(text if self.asked.how.best == 1 else f"{line.number}\t{said.score:.4f}\t{text}")
+            print_page(text if self.generation.how.best == 1 else f"{line.number}\t{said.score:.4f}\t{text}")
         if not own:
-            show("" if self.asked.how.best == 1 else f"{line.number}\t\t")
+            print_page("" if self.generation.how.best == 1 else f"{line.number}\t\t")
         sys.stdout.flush()
 
     def _score(self, text: str | None) -> None:
         if self.scores:
-            self.scores.said.append(re.sub(r"[\r\n]+", " ", text or ""))
+            self.scores.hypotheses.append(re.sub(r"[\r\n]+", " ", text or ""))
 
-    def _streams(self, lines: Sequence[Line[list[int]]]) -> list[Stream]:
-        return [Stream(self.seed, line.number - 1) for line in lines] if self.asked.temperature else []
+    def _random_streams(self, lines: Sequence[InputLine[list[int]]]) -> list[RandomStream]:
+        return [RandomStream(self.seed, line.number - 1) for line in lines] if self.generation.temperature else []
 
 
-def _given(lines: Sequence[Line[list[int]]]) -> Given:
+def _generation_inputs(lines: Sequence[InputLine[list[int]]]) -> Given:
     return Given([line.read for line in lines if line.read is not None], "text", "together")
 
 
-def _data(line: Line[list[int]], own: Sequence[Said]) -> dict[str, Any]:
+def _answer_to_dict(line: InputLine[list[int]], own: Sequence[Said]) -> dict[str, Any]:
     head = {"line": line.number, "prompt": line.text}
-    if line.wrong:
-        return head | {"error": line.wrong}
+    if line.error:
+        return head | {"error": line.error}
     best = [{name: value for name, value in said._asdict().items() if value is not None} for said in own]
     first = {name: value for told in best[:1] for name, value in told.items()}
     return head | first | ({"best": best} if best[1:] else {})
 
 
-def _write(piece: str) -> None:
+def _write_piece(piece: str) -> None:
     """A piece of a line, at once."""
     sys.stdout.write(piece)
     sys.stdout.flush()

@@ -6,21 +6,21 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from ...errors import SpecError
-from ..plan import Map
+from ..plan import WeightNames
 
-MAPS: dict[str, Map] = {}
+WEIGHT_NAMES: dict[str, WeightNames] = {}
 for _module in iter_modules(__path__):
     for _map in vars(import_module(f"{__name__}.{_module.name}")).values():
-        if isinstance(_map, Map):
-            MAPS |= dict.fromkeys(_map.families, _map)
+        if isinstance(_map, WeightNames):
+            WEIGHT_NAMES |= dict.fromkeys(_map.families, _map)
 
 
-def map_of(family: str) -> Map:
+def get_weight_names(family: str) -> WeightNames:
     """The names in files of a family.
 
-    >>> map_of("qwen3") is map_of("llama")
+    >>> get_weight_names("qwen3") is get_weight_names("llama")
     True
     """
-    if family not in MAPS:
-        raise SpecError(f"weights of {family!r} are not read yet; those of {', '.join(sorted(MAPS))} are")
-    return MAPS[family]
+    if family not in WEIGHT_NAMES:
+        raise SpecError(f"weights of {family!r} are not read yet; those of {', '.join(sorted(WEIGHT_NAMES))} are")
+    return WEIGHT_NAMES[family]

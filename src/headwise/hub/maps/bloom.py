@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from ..plan import Map
-from .gpt_neox import layer
+from ..plan import WeightNames
+from .gpt_neox import name_gpt_neox_layer
 
-MAP = Map(
+BLOOM_WEIGHTS = WeightNames(
     families=("bloom",),
-    trunks=("transformer", ""),
-    slots={
+    prefixes=("transformer", ""),
+    locations={
         "decoder.embedding.tokens": ".word_embeddings.weight",
         "decoder.embedding.norm.weight": ".word_embeddings_layernorm.weight",
         "decoder.embedding.norm.bias": ".word_embeddings_layernorm.bias",
-        **layer(".h.{layer}", "self_attention"),
+        **name_gpt_neox_layer(".h.{layer}", "self_attention"),
         "decoder.norm.weight": ".ln_f.weight",
         "decoder.norm.bias": ".ln_f.bias",
         "head.tokens.weight": "lm_head.weight",

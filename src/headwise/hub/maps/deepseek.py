@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from ..slots import Slot
-from .llama import MAP as LLAMA
+from ..slots import TensorLocation
+from .llama import LLAMA_WEIGHTS as LLAMA
 
-LAYER, ATTENTION = "decoder.{layer}", ".layers.{layer}.self_attn"
-EXPERT, SHARED = ".layers.{layer}.mlp.experts.{expert}", ".layers.{layer}.mlp.shared_experts"
-UP, BOTH = f"{ATTENTION}.kv_b_proj.weight", "(kv [dim|vdim]) rank"
+OWN_LAYER, FILE_ATTENTION = "decoder.{layer}", ".layers.{layer}.self_attn"
+FILE_EXPERT, FILE_SHARED_EXPERT = ".layers.{layer}.mlp.experts.{expert}", ".layers.{layer}.mlp.shared_experts"
+FILE_KV_UP, FUSED_KV_LAYOUT = f"{FILE_ATTENTION}.kv_b_proj.weight", "(kv [dim|vdim]) rank"
 
-MAP = LLAMA._replace(
+DEEPSEEK_WEIGHTS = LLAMA._replace(
     families=("deepseek_v2", "deepseek_v3", "qwen3_moe", "olmoe"),
-    slots={
-        **LLAMA.slots,
-        f"{LAYER}.attention.project.q_down": f"{ATTENTION}.q_a_proj.weight",
-        f"{LAYER}.attention.project.q_norm": f"{ATTENTION}.q_a_layernorm.weight",
-        f"{LAYER}.attention.project.q_up": f"{ATTENTION}.q_b_proj.weight",
-        f"{LAYER}.attention.project.kv_down": f"{ATTENTION}.kv_a_proj_with_mqa.weight",
-        f"{LAYER}.attention.project.kv_norm": f"{ATTENTION}.kv_a_layernorm.weight",
-        f"{LAYER}.attention.project.k_up": Slot(UP, BOTH, {"dim|vdim": "dim"}),
-        f"{LAYER}.attention.project.v_up": Slot(UP, BOTH, {"dim|vdim": "vdim"}),
-        f"{LAYER}.feed.router": ".layers.{layer}.mlp.gate.weight",
-        f"{LAYER}.feed.router_bias": ".layers.{layer}.mlp.gate.e_score_correction_bias",
-        f"{LAYER}.feed.each.gate": Slot(f"{EXPERT}.gate_proj.weight", "hidden model"),
-        f"{LAYER}.feed.each.up": Slot(f"{EXPERT}.up_proj.weight", "hidden model"),
-        f"{LAYER}.feed.each.down": Slot(f"{EXPERT}.down_proj.weight", "model hidden"),
-        f"{LAYER}.feed.shared.gate": f"{SHARED}.gate_proj.weight",
-        f"{LAYER}.feed.shared.up": f"{SHARED}.up_proj.weight",
-        f"{LAYER}.feed.shared.down": f"{SHARED}.down_proj.weight",
-        f"{LAYER}.feed.shared.gate_bias": f"{SHARED}.gate_proj.bias",
-        f"{LAYER}.feed.shared.up_bias": f"{SHARED}.up_proj.bias",
-        f"{LAYER}.feed.shared.down_bias": f"{SHARED}.down_proj.bias",
+    locations={
+        **LLAMA.locations,
+        f"{OWN_LAYER}.attention.project.q_down": f"{FILE_ATTENTION}.q_a_proj.weight",
+        f"{OWN_LAYER}.attention.project.q_norm": f"{FILE_ATTENTION}.q_a_layernorm.weight",
+        f"{OWN_LAYER}.attention.project.q_up": f"{FILE_ATTENTION}.q_b_proj.weight",
+        f"{OWN_LAYER}.attention.project.kv_down": f"{FILE_ATTENTION}.kv_a_proj_with_mqa.weight",
+        f"{OWN_LAYER}.attention.project.kv_norm": f"{FILE_ATTENTION}.kv_a_layernorm.weight",
+        f"{OWN_LAYER}.attention.project.k_up": TensorLocation(FILE_KV_UP, FUSED_KV_LAYOUT, {"dim|vdim": "dim"}),
+        f"{OWN_LAYER}.attention.project.v_up": TensorLocation(FILE_KV_UP, FUSED_KV_LAYOUT, {"dim|vdim": "vdim"}),
+        f"{OWN_LAYER}.feed.router": ".layers.{layer}.mlp.gate.weight",
+        f"{OWN_LAYER}.feed.router_bias": ".layers.{layer}.mlp.gate.e_score_correction_bias",
+        f"{OWN_LAYER}.feed.each.gate": TensorLocation(f"{FILE_EXPERT}.gate_proj.weight", "hidden model"),
+        f"{OWN_LAYER}.feed.each.up": TensorLocation(f"{FILE_EXPERT}.up_proj.weight", "hidden model"),
+        f"{OWN_LAYER}.feed.each.down": TensorLocation(f"{FILE_EXPERT}.down_proj.weight", "model hidden"),
+        f"{OWN_LAYER}.feed.shared.gate": f"{FILE_SHARED_EXPERT}.gate_proj.weight",
+        f"{OWN_LAYER}.feed.shared.up": f"{FILE_SHARED_EXPERT}.up_proj.weight",
+        f"{OWN_LAYER}.feed.shared.down": f"{FILE_SHARED_EXPERT}.down_proj.weight",
+        f"{OWN_LAYER}.feed.shared.gate_bias": f"{FILE_SHARED_EXPERT}.gate_proj.bias",
+        f"{OWN_LAYER}.feed.shared.up_bias": f"{FILE_SHARED_EXPERT}.up_proj.bias",
+        f"{OWN_LAYER}.feed.shared.down_bias": f"{FILE_SHARED_EXPERT}.down_proj.bias",
     },
 )

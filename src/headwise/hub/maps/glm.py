@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .llama import MAP as LLAMA
-from .phi3 import FEED
+from .llama import LLAMA_WEIGHTS as LLAMA
+from .phi3 import FUSED_GATE_UP_NAMES
 
-MAP = LLAMA._replace(families=("glm",), slots={**LLAMA.slots, **FEED})
+GLM_WEIGHTS = LLAMA._replace(families=("glm",), locations={**LLAMA.locations, **FUSED_GATE_UP_NAMES})

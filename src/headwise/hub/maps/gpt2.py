@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from ..plan import Map
-from ..slots import Slot
+from ..plan import WeightNames
+from ..slots import TensorLocation
 
-MATRIX, BIAS = ".h.{layer}.attn.c_attn.weight", ".h.{layer}.attn.c_attn.bias"
-FUSED = {"qkv": 3}
+FUSED_QKV, FUSED_QKV_BIAS = ".h.{layer}.attn.c_attn.weight", ".h.{layer}.attn.c_attn.bias"
+QKV_AXIS = {"qkv": 3}
 
-MAP = Map(
+GPT2_WEIGHTS = WeightNames(
     families=("gpt2",),
-    trunks=("transformer", ""),
-    slots={
+    prefixes=("transformer", ""),
+    locations={
         "decoder.embedding.tokens": ".wte.weight",
         "decoder.embedding.positions": ".wpe.weight",
         "decoder.{layer}.attention_norm.weight": ".h.{layer}.ln_1.weight",
         "decoder.{layer}.attention_norm.bias": ".h.{layer}.ln_1.bias",
-        "decoder.{layer}.attention.project.q": Slot(MATRIX, "model (qkv q dim)", {"qkv": 0}, FUSED),
-        "decoder.{layer}.attention.project.k": Slot(MATRIX, "source (qkv kv dim)", {"qkv": 1}, FUSED),
-        "decoder.{layer}.attention.project.v": Slot(MATRIX, "source (qkv kv vdim)", {"qkv": 2}, FUSED),
-        "decoder.{layer}.attention.project.q_bias": Slot(BIAS, "(qkv q dim)", {"qkv": 0}, FUSED),
-        "decoder.{layer}.attention.project.k_bias": Slot(BIAS, "(qkv kv dim)", {"qkv": 1}, FUSED),
-        "decoder.{layer}.attention.project.v_bias": Slot(BIAS, "(qkv kv vdim)", {"qkv": 2}, FUSED),
-        "decoder.{layer}.attention.output.o": Slot(".h.{layer}.attn.c_proj.weight", "(out vdim) model"),
+        "decoder.{layer}.attention.project.q": TensorLocation(FUSED_QKV, "model (qkv q dim)", {"qkv": 0}, QKV_AXIS),
+        "decoder.{layer}.attention.project.k": TensorLocation(FUSED_QKV, "source (qkv kv dim)", {"qkv": 1}, QKV_AXIS),
+        "decoder.{layer}.attention.project.v": TensorLocation(FUSED_QKV, "source (qkv kv vdim)", {"qkv": 2}, QKV_AXIS),
+        "decoder.{layer}.attention.project.q_bias": TensorLocation(FUSED_QKV_BIAS, "(qkv q dim)", {"qkv": 0}, QKV_AXIS),
+        "decoder.{layer}.attention.project.k_bias": TensorLocation(FUSED_QKV_BIAS, "(qkv kv dim)", {"qkv": 1}, QKV_AXIS),
+        "decoder.{layer}.attention.project.v_bias": TensorLocation(FUSED_QKV_BIAS, "(qkv kv vdim)", {"qkv": 2}, QKV_AXIS),
+        "decoder.{layer}.attention.output.o": TensorLocation(".h.{layer}.attn.c_proj.weight", "(out vdim) model"),
         "decoder.{layer}.attention.output.o_bias": ".h.{layer}.attn.c_proj.bias",
         "decoder.{layer}.feed_norm.weight": ".h.{layer}.ln_2.weight",
         "decoder.{layer}.feed_norm.bias": ".h.{layer}.ln_2.bias",
-        "decoder.{layer}.feed.up": Slot(".h.{layer}.mlp.c_fc.weight", "model hidden"),
+        "decoder.{layer}.feed.up": TensorLocation(".h.{layer}.mlp.c_fc.weight", "model hidden"),
         "decoder.{layer}.feed.up_bias": ".h.{layer}.mlp.c_fc.bias",
-        "decoder.{layer}.feed.down": Slot(".h.{layer}.mlp.c_proj.weight", "hidden model"),
+        "decoder.{layer}.feed.down": TensorLocation(".h.{layer}.mlp.c_proj.weight", "hidden model"),
         "decoder.{layer}.feed.down_bias": ".h.{layer}.mlp.c_proj.bias",
         "decoder.norm.weight": ".ln_f.weight",
         "decoder.norm.bias": ".ln_f.bias",

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from ..plan import Map
-from ..slots import Slot
+from ..plan import WeightNames
+from ..slots import TensorLocation
 
-LAYER = "decoder.{layer}"
+GPT_NEOX_LAYER = "decoder.{layer}"
 
 
-def layer(there: str, attention: str) -> dict[str, str | Slot]:
+def name_gpt_neox_layer(file_prefix: str, attention: str) -> dict[str, str | TensorLocation]:
     """The rows of one layer."""
-    fused, sides = f"{there}.{attention}.query_key_value", {"qkv": 3}
-    rows: dict[str, str | Slot] = {}
+    fused, sides = f"{file_prefix}.{attention}.query_key_value", {"qkv": 3}
+    rows: dict[str, str | TensorLocation] = {}
     for place, side in enumerate("qkv"):
         at = {"qkv": place}
-        matrix = Slot(f"{fused}.weight", "(q qkv dim) model", at, sides, ours="(q dim) model")
-        bias = Slot(f"{fused}.bias", "(q qkv dim)", at, sides, ours="(q dim)")
-        rows |= {f"{LAYER}.attention.project.{side}": matrix, f"{LAYER}.attention.project.{side}_bias": bias}
+        matrix = TensorLocation(f"{fused}.weight", "(q qkv dim) model", at, sides, own_layout="(q dim) model")
+        bias = TensorLocation(f"{fused}.bias", "(q qkv dim)", at, sides, own_layout="(q dim)")
+        rows |= {f"{GPT_NEOX_LAYER}.attention.project.{side}": matrix, f"{GPT_NEOX_LAYER}.attention.project.{side}_bias": bias}
     names = {
         "attention.output.o": f"{attention}.dense.weight",
         "attention.output.o_bias": f"{attention}.dense.bias",
@@ -29,15 +29,15 @@ def layer(there: str, attention: str) -> dict[str, str | Slot]:
         "feed.down": "mlp.dense_4h_to_h.weight",
         "feed.down_bias": "mlp.dense_4h_to_h.bias",
     }
-    return rows | {f"{LAYER}.{ours}": f"{there}.{theirs}" for ours, theirs in names.items()}
+    return rows | {f"{GPT_NEOX_LAYER}.{ours}": f"{file_prefix}.{theirs}" for ours, theirs in names.items()}
 
 
-MAP = Map(
+GPT_NEOX_WEIGHTS = WeightNames(
     families=("gpt_neox",),
-    trunks=("gpt_neox", ""),
-    slots={
+    prefixes=("gpt_neox", ""),
+    locations={
         "decoder.embedding.tokens": ".embed_in.weight",
-        **layer(".layers.{layer}", "attention"),
+        **name_gpt_neox_layer(".layers.{layer}", "attention"),
         "decoder.norm.weight": ".final_layer_norm.weight",
         "decoder.norm.bias": ".final_layer_norm.bias",
         "head.tokens.weight": "embed_out.weight",

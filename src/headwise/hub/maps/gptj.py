@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from ..plan import Map
+from ..plan import WeightNames
 
-LAYER, THERE = "decoder.{layer}", ".h.{layer}"
+GPTJ_LAYER, GPTJ_FILE_LAYER = "decoder.{layer}", ".h.{layer}"
 
-MAP = Map(
+GPTJ_WEIGHTS = WeightNames(
     families=("gptj",),
-    trunks=("transformer", ""),
-    slots={
+    prefixes=("transformer", ""),
+    locations={
         "decoder.embedding.tokens": ".wte.weight",
-        f"{LAYER}.norm.weight": f"{THERE}.ln_1.weight",
-        f"{LAYER}.norm.bias": f"{THERE}.ln_1.bias",
-        f"{LAYER}.attention.project.q": f"{THERE}.attn.q_proj.weight",
-        f"{LAYER}.attention.project.k": f"{THERE}.attn.k_proj.weight",
-        f"{LAYER}.attention.project.v": f"{THERE}.attn.v_proj.weight",
-        f"{LAYER}.attention.output.o": f"{THERE}.attn.out_proj.weight",
-        f"{LAYER}.feed.up": f"{THERE}.mlp.fc_in.weight",
-        f"{LAYER}.feed.up_bias": f"{THERE}.mlp.fc_in.bias",
-        f"{LAYER}.feed.down": f"{THERE}.mlp.fc_out.weight",
-        f"{LAYER}.feed.down_bias": f"{THERE}.mlp.fc_out.bias",
+        f"{GPTJ_LAYER}.norm.weight": f"{GPTJ_FILE_LAYER}.ln_1.weight",
+        f"{GPTJ_LAYER}.norm.bias": f"{GPTJ_FILE_LAYER}.ln_1.bias",
+        f"{GPTJ_LAYER}.attention.project.q": f"{GPTJ_FILE_LAYER}.attn.q_proj.weight",
+        f"{GPTJ_LAYER}.attention.project.k": f"{GPTJ_FILE_LAYER}.attn.k_proj.weight",
+        f"{GPTJ_LAYER}.attention.project.v": f"{GPTJ_FILE_LAYER}.attn.v_proj.weight",
+        f"{GPTJ_LAYER}.attention.output.o": f"{GPTJ_FILE_LAYER}.attn.out_proj.weight",
+        f"{GPTJ_LAYER}.feed.up": f"{GPTJ_FILE_LAYER}.mlp.fc_in.weight",
+        f"{GPTJ_LAYER}.feed.up_bias": f"{GPTJ_FILE_LAYER}.mlp.fc_in.bias",
+        f"{GPTJ_LAYER}.feed.down": f"{GPTJ_FILE_LAYER}.mlp.fc_out.weight",
+        f"{GPTJ_LAYER}.feed.down_bias": f"{GPTJ_FILE_LAYER}.mlp.fc_out.bias",
         "decoder.norm.weight": ".ln_f.weight",
         "decoder.norm.bias": ".ln_f.bias",
         "head.tokens.weight": "lm_head.weight",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..plan import Map
+from ..plan import WeightNames
 
-MAP = Map(
+LLAMA_WEIGHTS = WeightNames(
     families=("llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "smollm3", "olmo"),
-    trunks=("model", "transformer", ""),
-    slots={
+    prefixes=("model", "transformer", ""),
+    locations={
         "decoder.embedding.tokens": ".embed_tokens.weight",
         "decoder.{layer}.attention.project.q": ".layers.{layer}.self_attn.q_proj.weight",
         "decoder.{layer}.attention.project.k": ".layers.{layer}.self_attn.k_proj.weight",

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from ..plan import Map
-from ..slots import Slot
+from ..plan import WeightNames
+from ..slots import TensorLocation
 
-SIDES = {"side": 2}
+ROPE_PAIR_AXIS = {"side": 2}
 
-MAP = Map(
+LLAMA2C_WEIGHTS = WeightNames(
     families=("llama2.c",),
-    slots={
+    locations={
         "decoder.embedding.tokens": "tokens",
         "decoder.{layer}.attention_norm.weight": "{layer}.rms_att",
-        "decoder.{layer}.attention.project.q": Slot(
-            "{layer}.wq", "(q pair side) model", sizes=SIDES, ours="(q side pair) model"
+        "decoder.{layer}.attention.project.q": TensorLocation(
+            "{layer}.wq", "(q pair side) model", extra_axes=ROPE_PAIR_AXIS, own_layout="(q side pair) model"
         ),
-        "decoder.{layer}.attention.project.k": Slot(
-            "{layer}.wk", "(kv pair side) source", sizes=SIDES, ours="(kv side pair) source"
+        "decoder.{layer}.attention.project.k": TensorLocation(
+            "{layer}.wk", "(kv pair side) source", extra_axes=ROPE_PAIR_AXIS, own_layout="(kv side pair) source"
         ),
         "decoder.{layer}.attention.project.v": "{layer}.wv",
         "decoder.{layer}.attention.output.o": "{layer}.wo",

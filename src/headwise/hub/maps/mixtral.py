@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from ..slots import Slot
-from .llama import MAP as LLAMA
+from ..slots import TensorLocation
+from .llama import LLAMA_WEIGHTS as LLAMA
 
-LAYER, THERE = "decoder.{layer}", ".layers.{layer}.block_sparse_moe"
+OWN_LAYER, FILE_EXPERTS = "decoder.{layer}", ".layers.{layer}.block_sparse_moe"
 
-MAP = LLAMA._replace(
+MIXTRAL_WEIGHTS = LLAMA._replace(
     families=("mixtral",),
-    slots={
-        **LLAMA.slots,
-        f"{LAYER}.feed.router": f"{THERE}.gate.weight",
-        f"{LAYER}.feed.each.gate": Slot(f"{THERE}.experts.{{expert}}.w1.weight", "hidden model"),
-        f"{LAYER}.feed.each.up": Slot(f"{THERE}.experts.{{expert}}.w3.weight", "hidden model"),
-        f"{LAYER}.feed.each.down": Slot(f"{THERE}.experts.{{expert}}.w2.weight", "model hidden"),
+    locations={
+        **LLAMA.locations,
+        f"{OWN_LAYER}.feed.router": f"{FILE_EXPERTS}.gate.weight",
+        f"{OWN_LAYER}.feed.each.gate": TensorLocation(f"{FILE_EXPERTS}.experts.{{expert}}.w1.weight", "hidden model"),
+        f"{OWN_LAYER}.feed.each.up": TensorLocation(f"{FILE_EXPERTS}.experts.{{expert}}.w3.weight", "hidden model"),
+        f"{OWN_LAYER}.feed.each.down": TensorLocation(f"{FILE_EXPERTS}.experts.{{expert}}.w2.weight", "model hidden"),
     },
 )

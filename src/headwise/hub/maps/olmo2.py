@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .llama import MAP as LLAMA
+from .llama import LLAMA_WEIGHTS as LLAMA
 
-NORMS = {
+OLMO2_NORMS = {
     "decoder.{layer}.attention_norm.weight": ".layers.{layer}.post_attention_layernorm.weight",
     "decoder.{layer}.feed_norm.weight": ".layers.{layer}.post_feedforward_layernorm.weight",
 }
-MAP = LLAMA._replace(families=("olmo2", "olmo3"), slots={**LLAMA.slots, **NORMS})
+OLMO2_WEIGHTS = LLAMA._replace(families=("olmo2", "olmo3"), locations={**LLAMA.locations, **OLMO2_NORMS})

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from ..plan import Map
-from .bart import attention, norm
+from ..plan import WeightNames
+from .bart import name_attention, name_norm
 
-LAYER, THERE = "decoder.{layer}", ".layers.{layer}"
+OWN_LAYER, FILE_LAYER = "decoder.{layer}", ".layers.{layer}"
 
-MAP = Map(
+OPT_WEIGHTS = WeightNames(
     families=("opt",),
-    trunks=("model.decoder", "decoder"),
-    slots={
+    prefixes=("model.decoder", "decoder"),
+    locations={
         "decoder.embedding.tokens": ".embed_tokens.weight",
         "decoder.embedding.positions": ".embed_positions.weight",
-        **attention(f"{LAYER}.attention", f"{THERE}.self_attn"),
-        **norm(f"{LAYER}.attention_norm", f"{THERE}.self_attn_layer_norm"),
-        f"{LAYER}.feed.up": f"{THERE}.fc1.weight",
-        f"{LAYER}.feed.up_bias": f"{THERE}.fc1.bias",
-        f"{LAYER}.feed.down": f"{THERE}.fc2.weight",
-        f"{LAYER}.feed.down_bias": f"{THERE}.fc2.bias",
-        **norm(f"{LAYER}.feed_norm", f"{THERE}.final_layer_norm"),
-        **norm("decoder.norm", ".final_layer_norm"),
+        **name_attention(f"{OWN_LAYER}.attention", f"{FILE_LAYER}.self_attn"),
+        **name_norm(f"{OWN_LAYER}.attention_norm", f"{FILE_LAYER}.self_attn_layer_norm"),
+        f"{OWN_LAYER}.feed.up": f"{FILE_LAYER}.fc1.weight",
+        f"{OWN_LAYER}.feed.up_bias": f"{FILE_LAYER}.fc1.bias",
+        f"{OWN_LAYER}.feed.down": f"{FILE_LAYER}.fc2.weight",
+        f"{OWN_LAYER}.feed.down_bias": f"{FILE_LAYER}.fc2.bias",
+        **name_norm(f"{OWN_LAYER}.feed_norm", f"{FILE_LAYER}.final_layer_norm"),
+        **name_norm("decoder.norm", ".final_layer_norm"),
         "head.tokens.weight": "lm_head.weight",
     },
 )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from .stablelm import LAYER, THERE
-from .stablelm import MAP as STABLELM
+from .stablelm import OWN_LAYER, FILE_LAYER
+from .stablelm import STABLELM_WEIGHTS as STABLELM
 
-MORE = {
-    f"{LAYER}.attention.output.o": f"{THERE}.self_attn.dense.weight",
-    f"{LAYER}.attention.output.o_bias": f"{THERE}.self_attn.dense.bias",
-    f"{LAYER}.feed.up": f"{THERE}.mlp.fc1.weight",
-    f"{LAYER}.feed.up_bias": f"{THERE}.mlp.fc1.bias",
-    f"{LAYER}.feed.down": f"{THERE}.mlp.fc2.weight",
-    f"{LAYER}.feed.down_bias": f"{THERE}.mlp.fc2.bias",
+PHI_NAMES = {
+    f"{OWN_LAYER}.attention.output.o": f"{FILE_LAYER}.self_attn.dense.weight",
+    f"{OWN_LAYER}.attention.output.o_bias": f"{FILE_LAYER}.self_attn.dense.bias",
+    f"{OWN_LAYER}.feed.up": f"{FILE_LAYER}.mlp.fc1.weight",
+    f"{OWN_LAYER}.feed.up_bias": f"{FILE_LAYER}.mlp.fc1.bias",
+    f"{OWN_LAYER}.feed.down": f"{FILE_LAYER}.mlp.fc2.weight",
+    f"{OWN_LAYER}.feed.down_bias": f"{FILE_LAYER}.mlp.fc2.bias",
     "decoder.norm.weight": ".final_layernorm.weight",
     "decoder.norm.bias": ".final_layernorm.bias",
     "head.tokens.bias": "lm_head.bias",
 }
-MAP = STABLELM._replace(families=("phi",), slots={**STABLELM.slots, **MORE})
+PHI_WEIGHTS = STABLELM._replace(families=("phi",), locations={**STABLELM.locations, **PHI_NAMES})

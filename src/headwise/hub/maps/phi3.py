@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from ..slots import Slot
-from .llama import MAP as LLAMA
+from ..slots import TensorLocation
+from .llama import LLAMA_WEIGHTS as LLAMA
 
-QKV, ATTENTION = ".layers.{layer}.self_attn.qkv_proj.weight", "decoder.{layer}.attention.project"
-RUNS, BOTH = "([q|kv|v] dim) model", "(side hidden) model"
-UPS = ".layers.{layer}.mlp.gate_up_proj.weight"
+PHI3_QKV, PHI3_PROJECTION = ".layers.{layer}.self_attn.qkv_proj.weight", "decoder.{layer}.attention.project"
+FUSED_QKV_LAYOUT, FUSED_GATE_UP_LAYOUT = "([q|kv|v] dim) model", "(side hidden) model"
+PHI3_GATE_UP = ".layers.{layer}.mlp.gate_up_proj.weight"
 
-FEED = {
-    "decoder.{layer}.feed.gate": Slot(UPS, BOTH, {"side": 0}, {"side": 2}),
-    "decoder.{layer}.feed.up": Slot(UPS, BOTH, {"side": 1}, {"side": 2}),
+FUSED_GATE_UP_NAMES = {
+    "decoder.{layer}.feed.gate": TensorLocation(PHI3_GATE_UP, FUSED_GATE_UP_LAYOUT, {"side": 0}, {"side": 2}),
+    "decoder.{layer}.feed.up": TensorLocation(PHI3_GATE_UP, FUSED_GATE_UP_LAYOUT, {"side": 1}, {"side": 2}),
 }
-MAP = LLAMA._replace(
+PHI3_WEIGHTS = LLAMA._replace(
     families=("phi3",),
-    slots={
-        **LLAMA.slots,
-        **FEED,
-        f"{ATTENTION}.q": Slot(QKV, RUNS, {"q|kv|v": "q"}, ours="(q dim) model"),
-        f"{ATTENTION}.k": Slot(QKV, RUNS, {"q|kv|v": "kv"}, ours="(kv dim) model"),
-        f"{ATTENTION}.v": Slot(QKV, RUNS, {"q|kv|v": "v"}, ours="(v dim) model"),
+    locations={
+        **LLAMA.locations,
+        **FUSED_GATE_UP_NAMES,
+        f"{PHI3_PROJECTION}.q": TensorLocation(PHI3_QKV, FUSED_QKV_LAYOUT, {"q|kv|v": "q"}, own_layout="(q dim) model"),
+        f"{PHI3_PROJECTION}.k": TensorLocation(PHI3_QKV, FUSED_QKV_LAYOUT, {"q|kv|v": "kv"}, own_layout="(kv dim) model"),
+        f"{PHI3_PROJECTION}.v": TensorLocation(PHI3_QKV, FUSED_QKV_LAYOUT, {"q|kv|v": "v"}, own_layout="(v dim) model"),
     },
 )

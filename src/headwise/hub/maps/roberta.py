@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-from .bert import MAP as BERT
+from .bert import BERT_WEIGHTS as BERT
 
-TOKENS, CLASSES = "lm_head", "classifier"
-OWN = {name: path for name, path in BERT.slots.items() if not name.startswith("head.")}
+ROBERTA_LM_HEAD, ROBERTA_CLASSIFIER = "lm_head", "classifier"
+ROBERTA_LAYERS = {name: path for name, path in BERT.locations.items() if not name.startswith("head.")}
 
-MAP = BERT._replace(
+ROBERTA_WEIGHTS = BERT._replace(
     families=("roberta", "xlm-roberta", "camembert"),
-    trunks=("roberta", ""),
-    slots={
-        **OWN,
-        "head.tokens.transform": f"{TOKENS}.dense.weight",
-        "head.tokens.transform_bias": f"{TOKENS}.dense.bias",
-        "head.tokens.transform_norm.weight": f"{TOKENS}.layer_norm.weight",
-        "head.tokens.transform_norm.bias": f"{TOKENS}.layer_norm.bias",
-        "head.tokens.weight": f"{TOKENS}.decoder.weight",
-        "head.tokens.bias": f"{TOKENS}.bias",
+    prefixes=("roberta", ""),
+    locations={
+        **ROBERTA_LAYERS,
+        "head.tokens.transform": f"{ROBERTA_LM_HEAD}.dense.weight",
+        "head.tokens.transform_bias": f"{ROBERTA_LM_HEAD}.dense.bias",
+        "head.tokens.transform_norm.weight": f"{ROBERTA_LM_HEAD}.layer_norm.weight",
+        "head.tokens.transform_norm.bias": f"{ROBERTA_LM_HEAD}.layer_norm.bias",
+        "head.tokens.weight": f"{ROBERTA_LM_HEAD}.decoder.weight",
+        "head.tokens.bias": f"{ROBERTA_LM_HEAD}.bias",
         "head.pooler.transform": ".pooler.dense.weight",
         "head.pooler.transform_bias": ".pooler.dense.bias",
-        "head.classes.transform": f"{CLASSES}.dense.weight",
-        "head.classes.transform_bias": f"{CLASSES}.dense.bias",
-        "head.classes.weight": f"{CLASSES}.out_proj.weight",
-        "head.classes.bias": f"{CLASSES}.out_proj.bias",
+        "head.classes.transform": f"{ROBERTA_CLASSIFIER}.dense.weight",
+        "head.classes.transform_bias": f"{ROBERTA_CLASSIFIER}.dense.bias",
+        "head.classes.weight": f"{ROBERTA_CLASSIFIER}.out_proj.weight",
+        "head.classes.bias": f"{ROBERTA_CLASSIFIER}.out_proj.bias",
         "head.choice.transform": ".pooler.dense.weight",
         "head.choice.transform_bias": ".pooler.dense.bias",
-        "head.choice.weight": f"{CLASSES}.out_proj.weight",
-        "head.choice.bias": f"{CLASSES}.out_proj.bias",
+        "head.choice.weight": f"{ROBERTA_CLASSIFIER}.out_proj.weight",
+        "head.choice.bias": f"{ROBERTA_CLASSIFIER}.out_proj.bias",
         "head.span.weight": "qa_outputs.weight",
         "head.span.bias": "qa_outputs.bias",
     },
-    twins={f"{TOKENS}.decoder.bias": f"{TOKENS}.bias"},
-    spelt={**BERT.spelt, **{f"{CLASSES}.{name}": f"{CLASSES}.out_proj.{name}" for name in ("weight", "bias")}},
+    tied_names={f"{ROBERTA_LM_HEAD}.decoder.bias": f"{ROBERTA_LM_HEAD}.bias"},
+    suffix_aliases={**BERT.suffix_aliases, **{f"{ROBERTA_CLASSIFIER}.{name}": f"{ROBERTA_CLASSIFIER}.out_proj.{name}" for name in ("weight", "bias")}},
     ignored=(r"embeddings\.position_ids$", r"^(roberta\.)?pooler\.", r"^lm_head\."),
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from .llama import MAP as LLAMA
+from .llama import LLAMA_WEIGHTS as LLAMA
 
-LAYER, THERE = "decoder.{layer}", ".layers.{layer}"
-MORE = {
-    f"{LAYER}.attention_norm.bias": f"{THERE}.input_layernorm.bias",
-    f"{LAYER}.feed_norm.bias": f"{THERE}.post_attention_layernorm.bias",
-    f"{LAYER}.norm.weight": f"{THERE}.input_layernorm.weight",
-    f"{LAYER}.norm.bias": f"{THERE}.input_layernorm.bias",
+OWN_LAYER, FILE_LAYER = "decoder.{layer}", ".layers.{layer}"
+STABLELM_NAMES = {
+    f"{OWN_LAYER}.attention_norm.bias": f"{FILE_LAYER}.input_layernorm.bias",
+    f"{OWN_LAYER}.feed_norm.bias": f"{FILE_LAYER}.post_attention_layernorm.bias",
+    f"{OWN_LAYER}.norm.weight": f"{FILE_LAYER}.input_layernorm.weight",
+    f"{OWN_LAYER}.norm.bias": f"{FILE_LAYER}.input_layernorm.bias",
     "decoder.norm.bias": ".norm.bias",
 }
-MAP = LLAMA._replace(families=("stablelm", "cohere", "cohere2"), slots={**LLAMA.slots, **MORE})
+STABLELM_WEIGHTS = LLAMA._replace(families=("stablelm", "cohere", "cohere2"), locations={**LLAMA.locations, **STABLELM_NAMES})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .stablelm import LAYER, THERE
-from .stablelm import MAP as STABLELM
+from .stablelm import OWN_LAYER, FILE_LAYER
+from .stablelm import STABLELM_WEIGHTS as STABLELM
 
-FEED = {
-    f"{LAYER}.feed.up": f"{THERE}.mlp.c_fc.weight",
-    f"{LAYER}.feed.up_bias": f"{THERE}.mlp.c_fc.bias",
-    f"{LAYER}.feed.down": f"{THERE}.mlp.c_proj.weight",
-    f"{LAYER}.feed.down_bias": f"{THERE}.mlp.c_proj.bias",
+STARCODER2_FEED_FORWARD = {
+    f"{OWN_LAYER}.feed.up": f"{FILE_LAYER}.mlp.c_fc.weight",
+    f"{OWN_LAYER}.feed.up_bias": f"{FILE_LAYER}.mlp.c_fc.bias",
+    f"{OWN_LAYER}.feed.down": f"{FILE_LAYER}.mlp.c_proj.weight",
+    f"{OWN_LAYER}.feed.down_bias": f"{FILE_LAYER}.mlp.c_proj.bias",
 }
-MAP = STABLELM._replace(families=("starcoder2",), slots={**STABLELM.slots, **FEED})
+STARCODER2_WEIGHTS = STABLELM._replace(families=("starcoder2",), locations={**STABLELM.locations, **STARCODER2_FEED_FORWARD})

@@ -19,117 +19,117 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ...site import Ability
-from ..watching import Core, Seen, Stand, changed, watchers
+from ..watching import AttentionCall, AttentionInputs, MethodPatch, run_output_hooks, get_hooks
 from . import forwards
-from .base import Found, Given, Route
-from .hearing import Ear, Heard
-from .places import HEADS, Sizes, number, site, within
-from .projection import declared
-from .reading import ANYHOW
+from .base import SiteModule, WeightsOnlyCall, SiteAdapter
+from .hearing import AttentionTracer, TracedAttention
+from .places import NUM_HEADS_NAMES, HeadSizes, read_positive_int, make_site, is_within
+from .projection import is_declared
+from .reading import UNKNOWN_PATTERN
 
-TWICE = "it compares several times in one call, and headwise does not know which heads are which; hw.declare says it"
-AROUND = "it compares, and so does a module within it"
-UNREAD = "no values are multiplied with what its softmax gives, so that nobody knows what its weights weigh"
+SEVERAL_ATTENTIONS = "it compares several times in one call, and headwise does not know which heads are which; hw.declare says it"
+NESTED_ATTENTION = "it compares, and so does a module within it"
+UNUSED_WEIGHTS = "no values are multiplied with what its softmax gives, so that nobody knows what its weights weigh"
 
 
-class Manner(NamedTuple):
+class AttentionLayout(NamedTuple):
     """How a module was heard to compare; `why` says what of it is not understood."""
 
-    heads: int
-    kv: int
-    dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
     pattern: str
-    why: str = ""
+    reason: str = ""
 
 
-_KNOWN: WeakKeyDictionary[nn.Module, Manner] = WeakKeyDictionary()
+_LAYOUTS: WeakKeyDictionary[nn.Module, AttentionLayout] = WeakKeyDictionary()
 
 
-class Called(Route):
+class TracedAdapter(SiteAdapter):
     """Modules that were heard to compare, and understood."""
 
-    def find(self, model: nn.Module) -> Iterator[Found]:
-        for path, module, manner in _known(model):
-            if not manner.why:
-                forwards.give(module, _listening)
-                sizes = Sizes(manner.heads, manner.kv, manner.dim)
-                able = forwards.reached(module)
-                yield Found(site(path, module, sizes, pattern=manner.pattern, see=able, silence=able), module, self)
+    def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
+        for path, module, manner in _known_layouts(model):
+            if not manner.reason:
+                forwards.override_forward(module, _run_traced)
+                sizes = HeadSizes(manner.num_heads, manner.num_kv_heads, manner.head_dim)
+                able = forwards.hook_ability(module)
+                yield SiteModule(make_site(path, module, sizes, pattern=manner.pattern, see=able, silence=able), module, self)
 
-    def stands(self) -> list[Stand]:
-        return forwards.stands(_listening)
+    def patches(self) -> list[MethodPatch]:
+        return forwards.make_patches(_run_traced)
 
 
-class Unclear(Route):
+class UnclearTraceAdapter(SiteAdapter):
     """Modules that were heard to compare in a way that is not understood; nothing can be done to them."""
 
-    def find(self, model: nn.Module) -> Iterator[Found]:
-        for path, module, manner in _known(model):
-            if manner.why:
-                no = Ability(False, manner.why)
-                sizes = Sizes(manner.heads, manner.kv, manner.dim)
-                yield Found(site(path, module, sizes, pattern=ANYHOW, see=no, silence=no), module, self)
+    def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
+        for path, module, manner in _known_layouts(model):
+            if manner.reason:
+                no = Ability(False, manner.reason)
+                sizes = HeadSizes(manner.num_heads, manner.num_kv_heads, manner.head_dim)
+                yield SiteModule(make_site(path, module, sizes, pattern=UNKNOWN_PATTERN, see=no, silence=no), module, self)
 
-    def stands(self) -> list[Stand]:
+    def patches(self) -> list[MethodPatch]:
         return []
 
 
-def _known(model: nn.Module) -> Iterator[tuple[str, nn.Module, Manner]]:
+def _known_layouts(model: nn.Module) -> Iterator[tuple[str, nn.Module, AttentionLayout]]:
     """What was heard of modules of a model; what somebody declared goes before it."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    said = [path for path, module in modules.items() if declared(module)]
+    said = [path for path, module in modules.items() if is_declared(module)]
     for path, module in modules.items():
-        if module in _KNOWN and not any(within(path, other) or within(other, path) for other in said):
-            yield path, module, _KNOWN[module]
+        if module in _LAYOUTS and not any(is_within(path, other) or is_within(other, path) for other in said):
+            yield path, module, _LAYOUTS[module]
 
 
-def _listening(module: nn.Module, run: forwards.Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_traced(module: nn.Module, run: forwards.ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward of a module that is watched; it must compare once, as it did when it was found."""
-    those = watchers(module)
+    those = get_hooks(module)
     if not those:
         return run(*args, **kwargs)
-    heads, times = _KNOWN[module].heads, 0
+    heads, times = _LAYOUTS[module].num_heads, 0
 
-    def told(heard: Heard) -> Tensor | None:
+    def told(heard: TracedAttention) -> Tensor | None:
         nonlocal times
         times += 1
-        if heard.core is None or heard.z_BTHV is None or heard.z_BTHV.shape[2] != heads or times > 1:
-            raise ValueError(f"{type(module).__name__} {_OTHERWISE}")
+        if heard.call is None or heard.z_BTHV is None or heard.z_BTHV.shape[2] != heads or times > 1:
+            raise ValueError(f"{type(module).__name__} {_CHANGED_LAYOUT}")
         for watcher in those:
-            if watcher.wants_core:
-                watcher.core(heard.core)
-        return changed(those, heard.z_BTHV)
+            if watcher.needs_call:
+                watcher.on_call(heard.call)
+        return run_output_hooks(those, heard.z_BTHV)
 
-    with Ear(told):
+    with AttentionTracer(told):
         result = run(*args, **kwargs)
     if not times:
-        raise ValueError(f"{type(module).__name__} {_OTHERWISE}")
+        raise ValueError(f"{type(module).__name__} {_CHANGED_LAYOUT}")
     return result
 
 
-_OTHERWISE = "does not compare as when it was found; give hw.sites(model, example) an example like this input"
+_CHANGED_LAYOUT = "does not compare as when it was found; give hw.sites(model, example) an example like this input"
 
 
-def tried(model: nn.Module, example: Any) -> None:
+def trace_example(model: nn.Module, example: Any) -> None:
     """Run a model on an example and remember which of its modules compare, and how."""
     if any(module.training for module in model.modules()):
         raise ValueError("the model is in train mode, where a run would change it; call model.eval() first")
-    trial = Trial()
+    trial = ExampleTrace()
     devices = {tensor.device for tensor in model.parameters() if tensor.is_cuda}
-    with torch.random.fork_rng(devices), torch.no_grad(), trial.listening() as ear:
+    with torch.random.fork_rng(devices), torch.no_grad(), trial.tracing() as ear:
         try:
-            _run(model, example)
+            _run_example(model, example)
         except Exception as error:  # whatever a model raises
             said = " ".join(str(error).split())[:200] or type(error).__name__
             raise ValueError(f"{type(model).__name__} cannot be run on this example: {said}") from error
-    for made in ear.made:
-        owners = [module for module in made.inside if not type(module).__module__.startswith("torch.nn.")]
-        if owners and not made.read and made.axes == 4 and owners[-1] not in trial.manners:
-            trial.manners[owners[-1]] = Manner(0, 0, 0, ANYHOW, UNREAD)
-    _KNOWN.update(trial.manners)
+    for made in ear.softmax_calls:
+        owners = [module for module in made.running_modules if not type(module).__module__.startswith("torch.nn.")]
+        if owners and not made.has_output and made.num_axes == 4 and owners[-1] not in trial.manners:
+            trial.manners[owners[-1]] = AttentionLayout(0, 0, 0, UNKNOWN_PATTERN, UNUSED_WEIGHTS)
+    _LAYOUTS.update(trial.manners)
 
 
-def _run(model: nn.Module, example: Any) -> None:
+def _run_example(model: nn.Module, example: Any) -> None:
     if isinstance(example, Mapping):
         model(**example)
     else:
@@ -137,30 +137,30 @@ def _run(model: nn.Module, example: Any) -> None:
 
 
 @dataclass
-class Frame:
+class ModuleFrame:
     """One call of a module: how it compared itself, and how often modules within it did."""
 
     module: nn.Module
-    own: list[Manner]
-    within: int = 0
+    layouts: list[AttentionLayout]
+    num_nested: int = 0
 
 
-class Trial:
+class ExampleTrace:
     """What is heard of the modules of a model while it runs once."""
 
     def __init__(self) -> None:
-        self.frames: list[Frame] = []
+        self.frames: list[ModuleFrame] = []
         self.inside: list[nn.Module] = []
-        self.manners: dict[nn.Module, Manner] = {}
+        self.manners: dict[nn.Module, AttentionLayout] = {}
         self.thread = get_ident()
 
     @contextmanager
-    def listening(self) -> Iterator[Ear]:
+    def tracing(self) -> Iterator[AttentionTracer]:
         """While this lasts, modules that this thread runs are told apart and heard."""
         ends = [register_module_forward_pre_hook(self.enter)]
         try:
             ends.append(register_module_forward_hook(self.leave, always_call=True))
-            with Ear(self.told, inside=self.inside) as ear:
+            with AttentionTracer(self.record, running_modules=self.inside) as ear:
                 yield ear
         finally:
             for end in ends:
@@ -169,7 +169,7 @@ class Trial:
     def enter(self, module: nn.Module, _: Any) -> None:
         """A module begins."""
         if get_ident() == self.thread:
-            self.frames.append(Frame(module, []))
+            self.frames.append(ModuleFrame(module, []))
             self.inside.append(module)
 
     def leave(self, module: nn.Module, _: Any, result: Any) -> None:
@@ -178,47 +178,47 @@ class Trial:
             return
         frame = self.frames.pop()
         self.inside.pop()
-        if not frame.own:
+        if not frame.layouts:
             return
-        manner = frame.own[0]
-        if len(frame.own) > 1:
-            manner = manner._replace(why=TWICE)
-        elif frame.within:
-            manner = manner._replace(why=AROUND)
-        self.manners[module] = _both(self.manners.get(module, manner), manner)
+        manner = frame.layouts[0]
+        if len(frame.layouts) > 1:
+            manner = manner._replace(reason=SEVERAL_ATTENTIONS)
+        elif frame.num_nested:
+            manner = manner._replace(reason=NESTED_ATTENTION)
+        self.manners[module] = _merge_layouts(self.manners.get(module, manner), manner)
 
-    def told(self, heard: Heard) -> None:
+    def record(self, heard: TracedAttention) -> None:
         """Something was compared."""
-        if not heard.since:
+        if not heard.depth:
             return
-        frame = self.frames[heard.since - 1]
-        frame.own.append(_manner(frame.module, heard))
-        for outer in self.frames[: heard.since - 1]:
-            outer.within += 1
+        frame = self.frames[heard.depth - 1]
+        frame.layouts.append(_layout_of(frame.module, heard))
+        for outer in self.frames[: heard.depth - 1]:
+            outer.num_nested += 1
 
 
-def _manner(module: nn.Module, heard: Heard) -> Manner:
-    if heard.core is None or heard.z_BTHV is None:
-        return Manner(number(module, HEADS), 0, 0, ANYHOW, heard.why)
-    heads, says = heard.z_BTHV.shape[2], number(module, HEADS)
-    kv, dim = heard.kv or heads, heard.dim or heard.z_BTHV.shape[3]
+def _layout_of(module: nn.Module, heard: TracedAttention) -> AttentionLayout:
+    if heard.call is None or heard.z_BTHV is None:
+        return AttentionLayout(read_positive_int(module, NUM_HEADS_NAMES), 0, 0, UNKNOWN_PATTERN, heard.reason)
+    heads, says = heard.z_BTHV.shape[2], read_positive_int(module, NUM_HEADS_NAMES)
+    kv, dim = heard.num_kv_heads or heads, heard.head_dim or heard.z_BTHV.shape[3]
     why = f"it says that it has {says} heads, and compares {heads}" if says and says != heads else ""
-    return Manner(heads, kv, dim, _pattern(heard.core), why)
+    return AttentionLayout(heads, kv, dim, _pattern_of_call(heard.call), why)
 
 
-def _pattern(core: Core) -> str:
+def _pattern_of_call(core: AttentionCall) -> str:
     """Who reads whom, as far as one call shows it."""
-    if isinstance(core, Seen) and core.mask is None:
+    if isinstance(core, AttentionInputs) and core.mask is None:
         return "causal()" if core.causal else "full()"
-    read = (core.weights if isinstance(core, Given) else core.rows(0)) > 0
+    read = (core.weights if isinstance(core, WeightsOnlyCall) else core.head_weights(0)) > 0
     if bool(read.all()):
         return "full()"
     square = read.shape[-1] == read.shape[-2]
-    return "causal()" if square and torch.equal(read, read.new_ones(read.shape).tril()) else ANYHOW
+    return "causal()" if square and torch.equal(read, read.new_ones(read.shape).tril()) else UNKNOWN_PATTERN
 
 
-def _both(one: Manner, other: Manner) -> Manner:
+def _merge_layouts(one: AttentionLayout, other: AttentionLayout) -> AttentionLayout:
     """How a module compares that was called twice."""
-    if one.why or other.why or one[:3] != other[:3]:
-        return one._replace(why=one.why or other.why or "it compares otherwise each time that it is called")
-    return one if one == other else one._replace(pattern=ANYHOW)
+    if one.reason or other.reason or one[:3] != other[:3]:
+        return one._replace(reason=one.reason or other.reason or "it compares otherwise each time that it is called")
+    return one if one == other else one._replace(pattern=UNKNOWN_PATTERN)

@@ -9,49 +9,49 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ...site import YES, Ability
-from ..watching import Stand, anybody
+from ...site import POSSIBLE, Ability
+from ..watching import MethodPatch, has_hooks
 
-Run = Callable[..., Any]
-Role = Callable[[nn.Module, Run, tuple[Any, ...], dict[str, Any]], Any]
+ForwardFunction = Callable[..., Any]
+ForwardOverride = Callable[[nn.Module, ForwardFunction, tuple[Any, ...], dict[str, Any]], Any]
 
-_ROLES: WeakKeyDictionary[nn.Module, Role] = WeakKeyDictionary()
-_STANDS: dict[type, Stand] = {}
-_WITHIN: ContextVar[tuple[nn.Module, ...]] = ContextVar("within", default=())
+_OVERRIDES: WeakKeyDictionary[nn.Module, ForwardOverride] = WeakKeyDictionary()
+_FORWARD_PATCHES: dict[type, MethodPatch] = {}
+_RUNNING: ContextVar[tuple[nn.Module, ...]] = ContextVar("within", default=())
 
-REPLACED = Ability(False, "its forward was replaced on the module itself, which hides its class's; undo that")
+INSTANCE_FORWARD = Ability(False, "its forward was replaced on the module itself, which hides its class's; undo that")
 
 
-def give(module: nn.Module, role: Role) -> None:
+def override_forward(module: nn.Module, override: ForwardOverride) -> None:
     """Let `role(module, run, args, kwargs)` stand for the forward of a module while somebody watches."""
-    _ROLES[module] = role
+    _OVERRIDES[module] = override
 
 
-def reached(module: nn.Module) -> Ability:
+def hook_ability(module: nn.Module) -> Ability:
     """Whether the forward of its class is what runs when a module is called."""
-    return REPLACED if "forward" in vars(module) else YES
+    return INSTANCE_FORWARD if "forward" in vars(module) else POSSIBLE
 
 
-def stands(role: Role) -> list[Stand]:
+def make_patches(override: ForwardOverride) -> list[MethodPatch]:
     """What is replaced for all modules that have this role."""
-    owners = {_owner(type(module)) for module, own in _ROLES.items() if own is role}
-    return [_STANDS.setdefault(owner, Stand(owner, "forward", _around)) for owner in owners]
+    owners = {_forward_owner(type(module)) for module, own in _OVERRIDES.items() if own is override}
+    return [_FORWARD_PATCHES.setdefault(owner, MethodPatch(owner, "forward", _wrap_forward)) for owner in owners]
 
 
-def _owner(kind: type) -> type:
+def _forward_owner(kind: type) -> type:
     """The class whose forward it is: a class and its heir may not both be replaced for one function."""
     return next(one for one in kind.__mro__ if "forward" in vars(one))
 
 
-def _around(original: Run) -> Run:
+def _wrap_forward(original: ForwardFunction) -> ForwardFunction:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        role, within = (_ROLES.get(self), _WITHIN.get()) if anybody() else (None, ())
+        role, within = (_OVERRIDES.get(self), _RUNNING.get()) if has_hooks() else (None, ())
         if role is None or self in within:  # within it is the forward of a class that this one's goes on to
             return original(self, *args, **kwargs)
-        token = _WITHIN.set((*within, self))
+        token = _RUNNING.set((*within, self))
         try:
             return role(self, lambda *said, **more: original(self, *said, **more), args, kwargs)
         finally:
-            _WITHIN.reset(token)
+            _RUNNING.reset(token)
 
     return forward

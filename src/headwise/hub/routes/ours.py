@@ -11,169 +11,169 @@ import torch
 from torch import Tensor, nn
 
 from ... import backends
-from ...backends import Attend, Bound, Inputs, Job
+from ...backends import AttendFunction, CoreSteps, CoreInputs, CallSignature
 from ...models import Transformer
-from ...module import Attention, Plan
+from ...module import Attention, ExecutionPlan
 from ...probe import Probe
-from ...site import YES, Site
-from ...tokens import Sight, Tokens
-from ..watching import Holding, Reading, Seen, Stand, Watcher, changed, watchers
-from .base import Found, Route
+from ...site import POSSIBLE, Site
+from ...tokens import AttentionMask, SequenceInfo
+from ..watching import SharedPatch, HeadValues, AttentionInputs, MethodPatch, AttentionHook, run_output_hooks, get_hooks
+from .base import SiteModule, SiteAdapter
 
 
-class Ours(Route):
+class HeadwiseAdapter(SiteAdapter):
     """Every `hw.Attention`: all that its spec says is known, and any of it can be computed again."""
 
-    def find(self, model: nn.Module) -> Iterator[Found]:
-        names = [name for name, _ in model.described.specs()] if isinstance(model, Transformer) else []
+    def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
+        names = [name for name, _ in model.described.attention_specs()] if isinstance(model, Transformer) else []
         modules = model.named_modules(remove_duplicate=False)
         layers = [(path, module) for path, module in modules if isinstance(module, Attention)]
         for number, (path, module) in enumerate(layers):
-            stack, layer, kind = _parts(path, number) if path in names else ("model", number, "attention")
+            stack, layer, kind = _split_path(path, number) if path in names else ("model", number, "attention")
             name = path if path in names else f"{stack}.{layer}.{kind}"
-            yield Found(_site(name, (stack, layer, kind), path, module), module, self)
+            yield SiteModule(_make_site(name, (stack, layer, kind), path, module), module, self)
 
-    def stands(self) -> Sequence[Holding]:
-        return STANDS
+    def patches(self) -> Sequence[SharedPatch]:
+        return ATTENTION_PATCHES
 
-    def gives(self, module: nn.Module) -> str:
+    def visible_tensors(self, module: nn.Module) -> str:
         assert isinstance(module, Attention)
         spec = module.spec
-        return "scores" if backends.is_plain(Job(spec, spec.core_of(spec.form(one=False)))) else "weights"
+        return "scores" if backends.is_plain_softmax(CallSignature(spec, spec.core_of(spec.projection_form(one=False)))) else "weights"
 
 
-class Worked:
+class HeadwiseCall:
     """What an attention of ours worked with: any rows of its weights are computed again, as its definition says."""
 
-    def __init__(self, job: Job, sight: Sight, inputs: Inputs, bound: Bound) -> None:
+    def __init__(self, job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps) -> None:
         self.job, self.bound = job, bound
-        self.sight, self.inputs = backends.gathered(sight, inputs)
-        self._by_head: Inputs | None = None
+        self.sight, self.inputs = backends.gather_pages(sight, inputs)
+        self._by_head: CoreInputs | None = None
 
-    def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
+    def head_weights(self, head: int, queries: slice = slice(None)) -> Tensor:
         """The weights of one head for some queries, [B, T, S]."""
-        return self.every(queries)[:, head]
+        return self.all_weights(queries)[:, head]
 
-    def every(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
+    def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         """The weights of all heads for some queries, [B, H, T, S]; of `keys` that are all they may read, if not all."""
-        if backends.is_plain(self.job):
-            return self._seen(*_sliced(self.sight, self._laid, queries, keys)).every()
-        job = replace(self.job, wants=frozenset({"weights"}), training=False)
+        if backends.is_plain_softmax(self.job):
+            return self._make_inputs(*_slice_call(self.sight, self._inputs_by_head, queries, keys)).all_weights()
+        job = replace(self.job, probed_tensors=frozenset({"weights"}), training=False)
         probe = Probe("weights")
-        backends.choose(job).attend(job, *_sliced(self.sight, self.inputs, queries), self.bound, probe)
-        return probe.seen["weights"][..., keys]
+        backends.choose_backend(job).attend(job, *_slice_call(self.sight, self.inputs, queries), self.bound, probe)
+        return probe.tensors["weights"][..., keys]
 
     @property
-    def _laid(self) -> Inputs:
+    def _inputs_by_head(self) -> CoreInputs:
         """The inputs with the keys of each head side by side, which are read again for each band of queries."""
         if self._by_head is None:
             self._by_head = self.inputs._replace(k=self.inputs.k.transpose(1, 2).contiguous().transpose(1, 2))
         return self._by_head
 
-    def allowed(self, queries: slice = slice(None)) -> Tensor:
+    def allowed_pairs(self, queries: slice = slice(None)) -> Tensor:
         """Which keys some queries may read, [B or 1, 1, T, S]."""
-        return _sliced(self.sight, self.inputs, queries)[0].allowed
+        return _slice_call(self.sight, self.inputs, queries)[0].allowed
 
-    def reading(self, head: int) -> Reading:
+    def head_values(self, head: int) -> HeadValues:
         """What one head that speaks reads, whatever it compares."""
-        row = self.job.spec.speaks[head]
-        return Reading(row, self.inputs.v[:, :, self.job.core.values[row]])
+        row = self.job.spec.score_head_of_output[head]
+        return HeadValues(row, self.inputs.v[:, :, self.job.core.value_head_of_row[row]])
 
     @property
-    def told(self) -> Seen | None:
+    def attention_inputs(self) -> AttentionInputs | None:
         """The same as tensors, if softmax of scaled products is all that the layer does with them."""
-        return self._seen(self.sight, self.inputs) if backends.is_plain(self.job) else None
+        return self._make_inputs(self.sight, self.inputs) if backends.is_plain_softmax(self.job) else None
 
-    def _seen(self, sight: Sight, inputs: Inputs) -> Seen:
-        plain, core = backends.plainly(sight, inputs, self.bound), self.job.core
-        k, v, reads = inputs.k, inputs.v, None if self.job.groups else core.keys
-        if core.values != core.keys:  # values are grouped otherwise: each head is given its own of both
-            k, v, reads = k[:, :, list(core.keys)], v[:, :, list(core.values)], tuple(range(len(core.keys)))
-        return Seen(
-            inputs.q, k, v, inputs.asked.scale, plain.mask, plain.causal, plain.bias, sinks=plain.sinks,
-            reads=reads, stands=self.stands,
+    def _make_inputs(self, sight: AttentionMask, inputs: CoreInputs) -> AttentionInputs:
+        plain, core = backends.softmax_args(sight, inputs, self.bound), self.job.core
+        k, v, reads = inputs.k, inputs.v, None if self.job.group_size else core.keys
+        if core.value_head_of_row != core.keys:  # values are grouped otherwise: each head is given its own of both
+            k, v, reads = k[:, :, list(core.keys)], v[:, :, list(core.value_head_of_row)], tuple(range(len(core.keys)))
+        return AttentionInputs(
+            inputs.q, k, v, inputs.query_context.scale, plain.mask, plain.causal, plain.bias, sinks=plain.sinks,
+            kv_head_of_query=reads, key_positions=self.key_positions,
         )  # fmt: skip
 
     @property
-    def stands(self) -> Tensor | None:
+    def key_positions(self) -> Tensor | None:
         """The numbers of its keys among all tokens."""
-        return _numbers(self.sight.keys)
+        return _token_numbers(self.sight.keys)
 
 
-def _numbers(keys: Tokens) -> Tensor | None:
+def _token_numbers(keys: SequenceInfo) -> Tensor | None:
     """Which tokens these are, -1 for none, where all rows hold the same: then positions number them."""
     position, segment = keys.position[:1], keys.segment[:1]
-    if keys.filled is not None:  # all of them are read; a cache may write segments later
+    if keys.num_visible is not None:  # all of them are read; a cache may write segments later
         return position[0] if bool((keys.position == position).all()) else None
     alike = bool((keys.position == position).all()) and bool((keys.segment == segment).all())
     return torch.where(segment[0] < 0, -1, position[0]) if alike and not bool((segment > 0).any()) else None
 
 
-def _sliced(sight: Sight, inputs: Inputs, queries: slice, keys: slice = slice(None)) -> tuple[Sight, Inputs]:
+def _slice_call(sight: AttentionMask, inputs: CoreInputs, queries: slice, keys: slice = slice(None)) -> tuple[AttentionMask, CoreInputs]:
     """The same call for some of its queries, and of some of its keys if all that happens to scores is additive."""
-    at, told, asked, mask = sight.queries, sight.keys, inputs.asked, sight.mask
-    some = Tokens(at.position[:, queries], at.segment[:, queries], checked=True)
+    at, told, asked, mask = sight.queries, sight.keys, inputs.query_context, sight.mask
+    some = SequenceInfo(at.position[:, queries], at.segment[:, queries], checked=True)
     if keys != slice(None):
-        filled = None if told.filled is None else len(range(told.filled)[keys])
-        told = Tokens(told.position[:, keys], told.segment[:, keys], checked=True, filled=filled)
+        filled = None if told.num_visible is None else len(range(told.num_visible)[keys])
+        told = SequenceInfo(told.position[:, keys], told.segment[:, keys], checked=True, num_visible=filled)
     if mask is not None:
         mask = mask if mask.shape[2] == 1 else mask[:, :, queries]
         mask = mask if mask.shape[3] == 1 else mask[..., keys]
-    asked = asked._replace(x_BTD=asked.x_BTD[:, queries], q_BTHK=asked.q_BTHK[:, queries], at=some)
-    inputs = inputs._replace(q=inputs.q[:, queries], k=inputs.k[:, keys], v=inputs.v[:, keys], asked=asked)
-    return Sight(some, told, sight.pattern, mask), inputs
+    asked = asked._replace(x_BTD=asked.x_BTD[:, queries], q_BTHK=asked.q_BTHK[:, queries], sequence=some)
+    inputs = inputs._replace(q=inputs.q[:, queries], k=inputs.k[:, keys], v=inputs.v[:, keys], query_context=asked)
+    return AttentionMask(some, told, sight.pattern, mask), inputs
 
 
-def _parts(path: str, number: int) -> tuple[str, int, str]:
+def _split_path(path: str, number: int) -> tuple[str, int, str]:
     stack, layer, kind = path.split(".")
     return stack, int(layer), kind
 
 
-def _site(name: str, where: tuple[str, int, str], path: str, module: Attention) -> Site:
+def _make_site(name: str, where: tuple[str, int, str], path: str, module: Attention) -> Site:
     spec = module.spec
     heads = spec.heads
     stack, layer, kind = where
     return Site(
-        name=name, stack=stack, layer=layer, kind=kind, path=path, heads=len(spec.speaks), q=heads.q, kv=heads.kv,
-        dim=heads.dim, pattern=spec.pattern.text, spec=spec, unsaid="", see=YES, silence=YES, cut=YES, share=YES,
+        name=name, stack=stack, layer=layer, kind=kind, path=path, heads=len(spec.score_head_of_output), q=heads.q, kv=heads.kv,
+        dim=heads.dim, pattern=spec.pattern.text, spec=spec, unsaid="", see=POSSIBLE, silence=POSSIBLE, cut=POSSIBLE, share=POSSIBLE,
     )  # fmt: skip
 
 
-def _edited(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_head_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def gated(self: Attention, x: Tensor, *, probe: Probe | None = None, **said: Any) -> Any:
-        those = watchers(self)
-        return original(self, x, probe=_joined(those, probe) if those else probe, **said)
+        those = get_hooks(self)
+        return original(self, x, probe=_join_probe(those, probe) if those else probe, **said)
 
     return gated
 
 
-def _planned(original: Callable[..., Plan]) -> Callable[..., Plan]:
-    def _plan(self: Attention, *said: Any) -> Plan:
+def _wrap_plan(original: Callable[..., ExecutionPlan]) -> Callable[..., ExecutionPlan]:
+    def _plan(self: Attention, *said: Any) -> ExecutionPlan:
         plan = original(self, *said)
-        seers = [watcher for watcher in watchers(self) if watcher.wants_core]
-        return plan._replace(attend=partial(_told, plan.attend, seers)) if seers else plan
+        seers = [watcher for watcher in get_hooks(self) if watcher.needs_call]
+        return plan._replace(attend=partial(_attend_with_hooks, plan.attend, seers)) if seers else plan
 
     return _plan
 
 
-def _told(attend: Attend, seers: Sequence[Watcher], *said: Any) -> Tensor:
+def _attend_with_hooks(attend: AttendFunction, seers: Sequence[AttentionHook], *said: Any) -> Tensor:
     """What a backend does, seen: it is told of the job, the sight, the inputs, the parts and a probe."""
-    worked = Worked(*said[:4])
+    worked = HeadwiseCall(*said[:4])
     for watcher in seers:
-        watcher.core(worked)
+        watcher.on_call(worked)
     return attend(*said)
 
 
-STANDS = (Stand(Attention, "gated", _edited), Stand(Attention, "_plan", _planned))
+ATTENTION_PATCHES = (MethodPatch(Attention, "head_outputs_and_gates", _wrap_head_outputs), MethodPatch(Attention, "_plan", _wrap_plan))
 
 
-def _joined(those: tuple[Watcher, ...], probe: Probe | None) -> Probe:
+def _join_probe(those: tuple[AttentionHook, ...], probe: Probe | None) -> Probe:
     """A probe that lets watchers change what heads say, and whoever looked already look on."""
-    own = probe.wants if probe is not None else frozenset[str]()
+    own = probe.points if probe is not None else frozenset[str]()
 
     def see(place: str, tensor: Tensor) -> Tensor | None:
         if place == "heads":
-            tensor = changed(those, tensor)
+            tensor = run_output_hooks(those, tensor)
         return probe(place, tensor) if probe is not None and place in own else tensor
 
-    return Probe(*own, "heads", see=see, ledger=probe.ledger if probe is not None else None)
+    return Probe(*own, "heads", callback=see, aux_losses=probe.aux_losses if probe is not None else None)

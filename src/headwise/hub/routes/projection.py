@@ -16,36 +16,36 @@ import torch
 from torch import Tensor, nn
 
 from ...site import Ability
-from ..watching import Core, Reading, Stand, Watcher, changed, watchers
+from ..watching import AttentionCall, HeadValues, MethodPatch, AttentionHook, run_output_hooks, get_hooks
 from . import forwards
-from .banded import banded, is_banded
-from .base import Found, Route
-from .hearing import Ear, Heard
-from .places import HEADS, Sizes, number, site
+from .banded import run_banded, is_banded
+from .base import SiteModule, SiteAdapter
+from .hearing import AttentionTracer, TracedAttention
+from .places import NUM_HEADS_NAMES, HeadSizes, read_positive_int, make_site
 
 # What authors call the projection behind the heads, the usual names first; a dot leads to a neighbour's child.
-NAMES = (
+OUTPUT_PROJECTION_NAMES = (
     "out_proj", "o_proj", "c_proj", "dense", "out_lin", "wo", "o", "proj", "to_out", "fc_out", "linear_out", "out",
     "to_out.0", "output", "^output.dense", "^attention_output.dense", "^output.out_proj", "^output",
 )  # fmt: skip
-COMPARES = ("softmax", "scaled_dot_product_attention")
-BLIND = Ability(False, "its code names no softmax, so that nothing says its weights")
-OTHERWISE = "what enters its projection is not what its weights read of values"
+SOFTMAX_NAMES = ("softmax", "scaled_dot_product_attention")
+WEIGHTS_NOT_VISIBLE = Ability(False, "its code names no softmax, so that nothing says its weights")
+MISMATCH_REASON = "what enters its projection is not what its weights read of values"
 
 
-class Own(NamedTuple):
+class AttentionDeclaration(NamedTuple):
     """What somebody says of an attention: how many heads it has, and what its output projection is called."""
 
     heads: int
-    out: str
+    output_name: str
 
 
-_DECLARED: WeakKeyDictionary[nn.Module, Own] = WeakKeyDictionary()
+_DECLARATIONS: WeakKeyDictionary[nn.Module, AttentionDeclaration] = WeakKeyDictionary()
 _HEADS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # of a projection
 _LAST: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()  # the projection of an attention
 
 
-def declare(module: nn.Module, *, heads: int, out: str) -> None:
+def declare(module: nn.Module, *, heads: int, output: str) -> None:
     """Say that a module is an attention of so many heads, whose output projection is its child `out`.
 
     >>> import headwise as hw
@@ -55,79 +55,79 @@ def declare(module: nn.Module, *, heads: int, out: str) -> None:
     ...         self.mix, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
     >>> net = nn.Sequential(Mine())
     >>> hw.declare(net[0], heads=3, out="last")
-    >>> [(site.name, site.q, site.dim) for site in hw.sites(net)]
+    >>> [(make_site.name, make_site.q, make_site.dim) for make_site in hw.sites(net)]
     [('model.0.attention', 3, 2)]
     """
     children = dict(module.named_modules())
-    if out not in children or not width(children[out]):
-        raise ValueError(f"{type(module).__name__} has no projection {out!r}; name a child that is an nn.Linear")
-    if not isinstance(heads, int) or heads < 1 or width(children[out]) % heads:
-        raise ValueError(f"{width(children[out])} numbers do not divide among {heads} heads; give another number")
-    _DECLARED[module] = Own(heads, out)
+    if output not in children or not get_input_width(children[output]):
+        raise ValueError(f"{type(module).__name__} has no projection {output!r}; name a child that is an nn.Linear")
+    if not isinstance(heads, int) or heads < 1 or get_input_width(children[output]) % heads:
+        raise ValueError(f"{get_input_width(children[output])} numbers do not divide among {heads} heads; give another number")
+    _DECLARATIONS[module] = AttentionDeclaration(heads, output)
 
 
-def declared(module: nn.Module) -> bool:
+def is_declared(module: nn.Module) -> bool:
     """Whether somebody said of this module that it is an attention."""
-    return module in _DECLARED
+    return module in _DECLARATIONS
 
 
-class Projection(Route):
+class OutputProjectionAdapter(SiteAdapter):
     """Modules that were declared, or that are called attention and whose projection is found by its name."""
 
-    def find(self, model: nn.Module) -> Iterator[Found]:
+    def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
         modules = dict(model.named_modules(remove_duplicate=False))
         for path, module in modules.items():
-            own = _DECLARED.get(module) or _guessed(path, module, modules)
+            own = _DECLARATIONS.get(module) or _guess_declaration(path, module, modules)
             if own is None:
                 continue
-            last = modules[_path(path, own.out)]
+            last = modules[_projection_path(path, own.output_name)]
             _HEADS[last], _LAST[module] = own.heads, last
-            forwards.give(last, _saying)
-            forwards.give(module, _attending)
-            sizes = Sizes(own.heads, own.heads, width(last) // own.heads)
-            see = forwards.reached(module) if _compares(module) else BLIND
-            yield Found(site(path, module, sizes, see=see, silence=forwards.reached(last)), last, self)
+            forwards.override_forward(last, _run_projection)
+            forwards.override_forward(module, _run_attention)
+            sizes = HeadSizes(own.heads, own.heads, get_input_width(last) // own.heads)
+            see = forwards.hook_ability(module) if _names_softmax(module) else WEIGHTS_NOT_VISIBLE
+            yield SiteModule(make_site(path, module, sizes, see=see, silence=forwards.hook_ability(last)), last, self)
 
-    def stands(self) -> list[Stand]:
-        return [*forwards.stands(_saying), *forwards.stands(_attending)]
+    def patches(self) -> list[MethodPatch]:
+        return [*forwards.make_patches(_run_projection), *forwards.make_patches(_run_attention)]
 
 
-def _guessed(path: str, module: nn.Module, modules: dict[str, nn.Module]) -> Own | None:
+def _guess_declaration(path: str, module: nn.Module, modules: dict[str, nn.Module]) -> AttentionDeclaration | None:
     """What the names in a module say it is; its projection is a child, or stands beside it as BERT has it."""
     if "Attention" not in type(module).__name__ or isinstance(module, nn.MultiheadAttention):
         return None
-    heads = number(module, HEADS)
+    heads = read_positive_int(module, NUM_HEADS_NAMES)
     if not heads:
         return None
     around = modules.get(path.rpartition(".")[0])
-    for out in NAMES:
+    for out in OUTPUT_PROJECTION_NAMES:
         if out.startswith("^") and "Attention" not in type(around).__name__:
             continue  # what stands beside it may be a feed-forward's
-        last = modules.get(_path(path, out))
-        if last is not None and width(last) and width(last) % heads == 0:
-            return Own(heads, out)
+        last = modules.get(_projection_path(path, out))
+        if last is not None and get_input_width(last) and get_input_width(last) % heads == 0:
+            return AttentionDeclaration(heads, out)
     return None
 
 
-def _path(path: str, out: str) -> str:
+def _projection_path(path: str, out: str) -> str:
     parent = path.rpartition(".")[0] if out.startswith("^") else path
     return f"{parent}.{out.removeprefix('^')}".removeprefix(".")
 
 
-def width(module: nn.Module) -> int:
+def get_input_width(module: nn.Module) -> int:
     """How many numbers a projection reads; 0 of what is none."""
     said = getattr(module, "in_features", None)  # of nn.Linear, and of what takes its place
     if isinstance(said, int):
         return said
     inner = getattr(module, "base_layer", None)  # of what wraps it
     if isinstance(inner, nn.Module):
-        return width(inner)
+        return get_input_width(inner)
     weight = getattr(module, "weight", None)
     # transformers keeps GPT-2's maps the other way round
     return weight.shape[0] if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) else 0
 
 
-def _compares(module: nn.Module) -> bool:
+def _names_softmax(module: nn.Module) -> bool:
     """Whether the code of a module, or of one within it, names what makes weights."""
     codes = [
         getattr(one, "__code__", None)
@@ -136,104 +136,104 @@ def _compares(module: nn.Module) -> bool:
         if kind.__module__.partition(".")[0] != "torch"
         for one in vars(kind).values()
     ]
-    named = any(name in COMPARES for code in codes if code is not None for name in code.co_names)
-    return named or any(type(part).__name__.lower() in COMPARES for part in module.modules())
+    named = any(name in SOFTMAX_NAMES for code in codes if code is not None for name in code.co_names)
+    return named or any(type(part).__name__.lower() in SOFTMAX_NAMES for part in module.modules())
 
 
-class Listening:
+class TraceSession:
     """What is overheard of one attention while it runs: the comparison whose heads say what is told in the end."""
 
     def __init__(self, last: nn.Module) -> None:
-        self.last, self.heard = last, list[Heard]()
-        self.seers = [watcher for watcher in watchers(last) if watcher.wants_core]
+        self.last, self.heard = last, list[TracedAttention]()
+        self.seers = [watcher for watcher in get_hooks(last) if watcher.needs_call]
         self.done = False
 
-    def told(self, heard: Heard) -> None:
+    def record(self, heard: TracedAttention) -> None:
         """Something was compared."""
         self.heard.append(heard)
 
-    def tell(self, z_BTHV: Tensor) -> None:
+    def publish(self, z_BTHV: Tensor) -> None:
         """Heads said this: tell who wants to see by which weights, once."""
         if self.done:
             return
         self.done = True
-        core = next((heard.core for heard in reversed(self.heard) if heard.core and _is(heard.z_BTHV, z_BTHV)), None)
+        core = next((heard.call for heard in reversed(self.heard) if heard.call and _equals(heard.z_BTHV, z_BTHV)), None)
         if core is None:
-            core = Unsaid(next((heard.why for heard in self.heard if heard.why), OTHERWISE))
-        _tell(self.seers, core)
+            core = UnreadableCall(next((heard.reason for heard in self.heard if heard.reason), MISMATCH_REASON))
+        _send_call(self.seers, core)
 
 
-_LISTENING: ContextVar[Listening | None] = ContextVar("listening", default=None)
+_TRACE_SESSION: ContextVar[TraceSession | None] = ContextVar("listening", default=None)
 
 
-class Unsaid:
+class UnreadableCall:
     """What an attention worked with, where it was not understood: whatever is asked is refused with the reason."""
 
-    told = stands = None
+    attention_inputs = key_positions = None
 
     def __init__(self, why: str) -> None:
         self.why = why
 
-    def rows(self, head: int, queries: slice = slice(None)) -> Tensor:
+    def head_weights(self, head: int, queries: slice = slice(None)) -> Tensor:
         """Refused."""
-        return self.every(queries)
+        return self.all_weights(queries)
 
-    def every(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
-        """Refused."""
-        raise ValueError(f"its weights are not known: {self.why}")
-
-    def allowed(self, queries: slice = slice(None)) -> Tensor:
-        """Refused."""
-        return self.every(queries)
-
-    def reading(self, head: int) -> Reading:
+    def all_weights(self, queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         """Refused."""
         raise ValueError(f"its weights are not known: {self.why}")
 
+    def allowed_pairs(self, queries: slice = slice(None)) -> Tensor:
+        """Refused."""
+        return self.all_weights(queries)
 
-def _tell(those: list[Watcher], core: Core) -> None:
+    def head_values(self, head: int) -> HeadValues:
+        """Refused."""
+        raise ValueError(f"its weights are not known: {self.why}")
+
+
+def _send_call(those: list[AttentionHook], core: AttentionCall) -> None:
     for watcher in those:
-        watcher.core(core)
+        watcher.on_call(core)
 
 
-def _is(z_BTHV: Tensor | None, other: Tensor) -> bool:
+def _equals(z_BTHV: Tensor | None, other: Tensor) -> bool:
     return z_BTHV is not None and z_BTHV.shape == other.shape and torch.equal(z_BTHV.to(other.dtype), other)
 
 
-def _attending(module: nn.Module, run: forwards.Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_attention(module: nn.Module, run: forwards.ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward of an attention; somebody may want to see what it compares."""
     last = _LAST[module]
-    listening = Listening(last)
+    listening = TraceSession(last)
     if not listening.seers:
         return run(*args, **kwargs)
     if is_banded(module):
-        result, core = banded(module, run, args, kwargs)
-        _tell(listening.seers, core)
+        result, core = run_banded(module, run, args, kwargs)
+        _send_call(listening.seers, core)
         return result
-    token = _LISTENING.set(listening)
+    token = _TRACE_SESSION.set(listening)
     try:
-        with Ear(listening.told, _HEADS[last]):
+        with AttentionTracer(listening.record, _HEADS[last]):
             result = run(*args, **kwargs)
     finally:
-        _LISTENING.reset(token)
+        _TRACE_SESSION.reset(token)
     z = result[0] if isinstance(result, tuple) else result
-    if isinstance(z, Tensor) and z.shape[-1] == width(last):  # its projection stands beside it
-        listening.tell(_by_head(z, last))
+    if isinstance(z, Tensor) and z.shape[-1] == get_input_width(last):  # its projection stands beside it
+        listening.publish(_split_heads(z, last))
     return result
 
 
-def _saying(last: nn.Module, run: forwards.Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_projection(last: nn.Module, run: forwards.ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward of a projection: what enters it is what heads say."""
-    those = watchers(last)
+    those = get_hooks(last)
     if not those:
         return run(*args, **kwargs)
-    z_BTHV = _by_head(args[0], last)
-    listening = _LISTENING.get()
+    z_BTHV = _split_heads(args[0], last)
+    listening = _TRACE_SESSION.get()
     if listening is not None and listening.last is last:
-        listening.tell(z_BTHV)
-    return run(changed(those, z_BTHV).reshape(args[0].shape), *args[1:], **kwargs)
+        listening.publish(z_BTHV)
+    return run(run_output_hooks(those, z_BTHV).reshape(args[0].shape), *args[1:], **kwargs)
 
 
-def _by_head(z: Tensor, last: nn.Module) -> Tensor:
+def _split_heads(z: Tensor, last: nn.Module) -> Tensor:
     """[B, T, heads, width] of what enters a projection, whose tokens may lie on two axes, or rows on none."""
     return z.reshape(z.shape[0] if z.dim() > 2 else 1, -1, _HEADS[last], z.shape[-1] // _HEADS[last])

@@ -14,63 +14,63 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..watching import Holding, Stand, changed, watchers
-from .base import Found, Given, Route
-from .forwards import reached
-from .places import Sizes, site
-from .reading import ANYHOW
+from ..watching import SharedPatch, MethodPatch, run_output_hooks, get_hooks
+from .base import SiteModule, WeightsOnlyCall, SiteAdapter
+from .forwards import hook_ability
+from .places import HeadSizes, make_site
+from .reading import UNKNOWN_PATTERN
 
 
-class TorchMHA(Route):
+class TorchMHAAdapter(SiteAdapter):
     """Every nn.MultiheadAttention."""
 
-    def find(self, model: nn.Module) -> Iterator[Found]:
+    def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
         for path, module in model.named_modules(remove_duplicate=False):
             if isinstance(module, nn.MultiheadAttention):
-                own = Sizes(module.num_heads, module.num_heads, module.head_dim)
-                able = reached(module)
-                yield Found(site(path, module, own, pattern=ANYHOW, see=able, silence=able), module, self)
+                own = HeadSizes(module.num_heads, module.num_heads, module.head_dim)
+                able = hook_ability(module)
+                yield SiteModule(make_site(path, module, own, pattern=UNKNOWN_PATTERN, see=able, silence=able), module, self)
 
-    def stands(self) -> list[Holding]:
-        return [STAND, SLOWLY]
+    def patches(self) -> list[SharedPatch]:
+        return [FORWARD_PATCH, FAST_PATH_SWITCH]
 
 
-class Slowly(Holding):
+class FastPathSwitch(SharedPatch):
     """torch's fast path for whole encoder layers is off while somebody watches."""
 
-    was = True
+    was_enabled = True
 
-    def change(self) -> None:
-        self.was = torch.backends.mha.get_fastpath_enabled()
+    def apply(self) -> None:
+        self.was_enabled = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
 
-    def restore(self) -> None:
-        torch.backends.mha.set_fastpath_enabled(self.was)
+    def revert(self) -> None:
+        torch.backends.mha.set_fastpath_enabled(self.was_enabled)
 
 
-def _around(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(
         self: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any
     ) -> tuple[Tensor, Tensor | None]:
-        those = watchers(self)
+        those = get_hooks(self)
         if not those:
             return original(self, query, key, value, *rest, **more)
         names = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
         said = dict(zip(names, rest, strict=False)) | more
-        z, weights = _before_merge(self, (query, key, value), said)
+        z, weights = _compute_head_outputs(self, (query, key, value), said)
         for watcher in those:
-            if watcher.wants_core:
-                watcher.core(Given(weights if weights.dim() == 4 else weights[None]))
-        y = F.linear(_edited(self, those, z), self.out_proj.weight, self.out_proj.bias)
-        return y, _as_asked(weights, said)
+            if watcher.needs_call:
+                watcher.on_call(WeightsOnlyCall(weights if weights.dim() == 4 else weights[None]))
+        y = F.linear(_run_hooks(self, those, z), self.out_proj.weight, self.out_proj.bias)
+        return y, _format_weights(weights, said)
 
     return forward
 
 
-STAND, SLOWLY = Stand(nn.MultiheadAttention, "forward", _around), Slowly()
+FORWARD_PATCH, FAST_PATH_SWITCH = MethodPatch(nn.MultiheadAttention, "forward", _wrap_forward), FastPathSwitch()
 
 
-def _before_merge(
+def _compute_head_outputs(
     self: nn.MultiheadAttention, told: tuple[Tensor, Tensor, Tensor], said: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """What heads say side by side, shaped as the output, and the weights of each."""
@@ -90,17 +90,17 @@ def _before_merge(
     return z.transpose(0, 1) if flip else z, cast(Tensor, weights)
 
 
-def _edited(self: nn.MultiheadAttention, those: Any, z: Tensor) -> Tensor:
+def _run_hooks(self: nn.MultiheadAttention, those: Any, z: Tensor) -> Tensor:
     """[B, T, heads, width] is what watchers know."""
     by_head = z.unflatten(-1, (self.num_heads, self.head_dim))
     if z.dim() == 2:
-        return changed(those, by_head[None])[0].flatten(-2)
+        return run_output_hooks(those, by_head[None])[0].flatten(-2)
     if self.batch_first:
-        return changed(those, by_head).flatten(-2)
-    return changed(those, by_head.transpose(0, 1)).transpose(0, 1).flatten(-2)
+        return run_output_hooks(those, by_head).flatten(-2)
+    return run_output_hooks(those, by_head.transpose(0, 1)).transpose(0, 1).flatten(-2)
 
 
-def _as_asked(weights: Tensor, said: dict[str, Any]) -> Tensor | None:
+def _format_weights(weights: Tensor, said: dict[str, Any]) -> Tensor | None:
     if not said.get("need_weights", True):
         return None
     return weights.mean(-3) if said.get("average_attn_weights", True) else weights

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ...blueprint import Model, Stack
+from ...blueprint import ModelSpec, StackSpec
 from ...errors import SpecError
-from ...tokens import Tokens
+from ...tokens import SequenceInfo
 from ..caches import Memory
 from ..ends import last
 from ..transformer import Transformer
@@ -37,7 +37,7 @@ class Course:
         prompt: Tensor,
         *,
         count: int,
-        tokens: Tokens | None = None,
+        tokens: SequenceInfo | None = None,
         memory: Memory | None = None,
         how: Decoding = USUAL,
     ) -> None:
@@ -55,9 +55,9 @@ class Course:
         check_room(net.described, max(self._held), count, window)
         self._read(prompt, tokens)
 
-    def _read(self, ids: Tensor, tokens: Tokens | None) -> None:
+    def _read(self, ids: Tensor, tokens: SequenceInfo | None) -> None:
         """Begin with these."""
-        at = tokens or Tokens.run(0, ids.shape[1], ids.device)
+        at = tokens or SequenceInfo.contiguous(0, ids.shape[1], ids.device)
         self.cache = self.net.cache(batch=len(ids), capacity=ids.shape[1] + self.count)
         h = self.net.hidden(ids, tokens=at, source=self.memory, cache=self.cache)
         self.logits = self.net.read(last(h, at)[:, None])[:, 0]
@@ -127,7 +127,7 @@ def answering(net: Transformer) -> Iterator[None]:
             module.training = True
 
 
-def side_by_side(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tokens | None]:
+def side_by_side(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, SequenceInfo | None]:
     """Ids [rows, tokens], padded on the left where rows differ, and where their tokens then stand.
 
     >>> ids, tokens = side_by_side([[3, 1, 4], [1]], torch.device("cpu"))
@@ -136,24 +136,24 @@ def side_by_side(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[T
     """
     lengths = [len(row) for row in rows]
     ids = torch.tensor([[0] * (max(lengths) - len(row)) + list(row) for row in rows], device=device)
-    return ids, None if min(lengths) == max(lengths) else Tokens.of(ids, lengths=lengths, pad="left")
+    return ids, None if min(lengths) == max(lengths) else SequenceInfo.from_batch(ids, lengths=lengths, pad="left")
 
 
-def longest(stack: Stack) -> int | None:
+def longest(stack: StackSpec) -> int | None:
     """How many positions a stack knows, counted from 0; None when there is no last one."""
     positions = stack.embedding.positions if stack.embedding else None
     told = [positions.length if positions and positions.kind == "learned" else None]
     told += [
-        part.longest(spec)
+        part.max_positions(spec)
         for run in stack.runs
         for block in run.blocks
-        for spec in block.specs.values()
+        for spec in block.attention_specs.values()
         for _, part in spec.parts()
     ]
     return min((length for length in told if length is not None), default=None)
 
 
-def check_room(described: Model, prompt: int, count: int, window: int | None) -> None:
+def check_room(described: ModelSpec, prompt: int, count: int, window: int | None) -> None:
     """Refuse what does not fit into the positions of the last stack.
 
     >>> from headwise import families
@@ -176,7 +176,7 @@ def check_room(described: Model, prompt: int, count: int, window: int | None) ->
         raise ValueError(f"{fact}; {first}, or go on from the last tokens alone with window={max(1, known // 2)}")
 
 
-def check_says(described: Model) -> int:
+def check_says(described: ModelSpec) -> int:
     """How many tokens its first head tells apart; refuse a model that does not say which token comes next."""
     embedding = described.stacks[-1].embedding
     known = embedding.tokens if embedding else 0
@@ -187,9 +187,9 @@ def check_says(described: Model) -> int:
     return known
 
 
-def _live(prompt: Tensor, tokens: Tokens | None) -> list[list[int]]:
+def _live(prompt: Tensor, tokens: SequenceInfo | None) -> list[list[int]]:
     rows: list[list[int]] = prompt.tolist()
     if tokens is None or tokens.start is not None:
         return rows
-    live: list[list[bool]] = tokens.live.expand(len(rows), -1).tolist()
+    live: list[list[bool]] = tokens.is_real.expand(len(rows), -1).tolist()
     return [[one for one, there in zip(row, own, strict=True) if there] for row, own in zip(rows, live, strict=True)]

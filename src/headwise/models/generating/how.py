@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import SpecError, nearest
+from ...errors import SpecError, suggest
 
 COMPILE = ("off", "auto", "on")
 
@@ -60,7 +60,7 @@ class Decoding:
         if self.best > self.beams:
             raise SpecError(f"best={self.best} of beams={self.beams} answers cannot be told; give beams={self.best}")
         if self.compile not in COMPILE:
-            raise SpecError(f"compile={self.compile!r} is unknown; {nearest(str(self.compile), COMPILE)}")
+            raise SpecError(f"compile={self.compile!r} is unknown; {suggest(str(self.compile), COMPILE)}")
         object.__setattr__(self, "stop", _stops(self.stop))
         if self.end is not None:
             object.__setattr__(self, "end", _ids("end", self.end))

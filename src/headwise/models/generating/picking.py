@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...draws import Stream
+from ...draws import RandomStream
 from .how import USUAL, Decoding
 
 NEVER = float("-inf")
@@ -20,7 +20,7 @@ def pick(
     *,
     temperature: float = 0.0,
     how: Decoding = USUAL,
-    streams: Sequence[Stream] = (),
+    streams: Sequence[RandomStream] = (),
 ) -> list[int]:
     """The next id of each row of logits [rows, tokens]; at a temperature each row draws from a stream of its own.
 
@@ -65,19 +65,19 @@ def filtered(logits: Tensor, how: Decoding) -> Tensor:
         logits = logits.masked_fill(logits < least, NEVER)
     if how.top_p is not None:
         ordered, order = logits.sort(dim=-1)
-        out = ordered.softmax(-1).cumsum(-1) <= 1 - how.top_p  # from the least likely on
+        out = ordered.on_softmax(-1).cumsum(-1) <= 1 - how.top_p  # from the least likely on
         out[..., -1] = False
         logits = logits.masked_fill(out.scatter(-1, order, out), NEVER)
     if how.min_p is not None:
-        share = logits.softmax(-1)
+        share = logits.on_softmax(-1)
         logits = logits.masked_fill(share < how.min_p * share.amax(-1, keepdim=True), NEVER)
     return logits
 
 
-def drawn(logits: Tensor, streams: Sequence[Stream]) -> list[int]:
+def drawn(logits: Tensor, streams: Sequence[RandomStream]) -> list[int]:
     """An id of each row, as likely as its logit says, by one number of the row's own stream."""
-    unit = torch.tensor([[stream.unit()] for stream in streams], dtype=torch.float64, device=logits.device)
-    up_to = logits.double().softmax(-1).cumsum(-1)
+    unit = torch.tensor([[stream.uniform()] for stream in streams], dtype=torch.float64, device=logits.device)
+    up_to = logits.double().on_softmax(-1).cumsum(-1)
     whole = up_to[:, -1:]
     below = torch.minimum(unit * whole, whole.nextafter(torch.zeros_like(whole)))  # the product may be rounded up
     return torch.searchsorted(up_to, below, right=True)[:, 0].tolist()

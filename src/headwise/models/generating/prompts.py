@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import SpecError, TooLong
-from ...tokens import Tokens
+from ...errors import SpecError, SequenceTooLong
+from ...tokens import SequenceInfo
 from ..caches import Memory
 from ..transformer import Transformer
 from .course import check_room, check_says, longest, side_by_side
@@ -30,7 +30,7 @@ class Prompt(NamedTuple):
     """What generation begins with: ids [rows, tokens], where they stand, and what was read before."""
 
     ids: Tensor
-    tokens: Tokens | None
+    tokens: SequenceInfo | None
     memory: Memory | None
 
 
@@ -114,7 +114,7 @@ def _checked(row: list[int], net: Transformer) -> list[int]:
     most = longest(first)
     if most is not None and len(row) > most:
         fact = f"a prompt of {len(row)} tokens is {len(row) - most} longer than the {most} positions"
-        raise TooLong(f"{fact} of {net.described.name}; shorten it, or read its end alone with window={most}")
+        raise SequenceTooLong(f"{fact} of {net.described.name}; shorten it, or read its end alone with window={most}")
     return row
 
 

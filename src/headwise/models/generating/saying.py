@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...draws import Stream
+from ...draws import RandomStream
 from ...errors import SpecError
 from ..transformer import Transformer
 from .answers import Answer
@@ -94,7 +94,7 @@ def stream(
     return asked.pieces(given, streams_of(seed, 1) if temperature else ())
 
 
-def streams_of(seed: Seed, count: int, first: int = 0) -> list[Stream]:
+def streams_of(seed: Seed, count: int, first: int = 0) -> list[RandomStream]:
     """What each of so many rows draws from; without a seed, one from torch's own generator.
 
     >>> [row.number for row in streams_of(7, 2)], [row.seed for row in streams_of([7, 5], 2)]
@@ -103,11 +103,11 @@ def streams_of(seed: Seed, count: int, first: int = 0) -> list[Stream]:
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ()))
     if isinstance(seed, int) and not isinstance(seed, bool):
-        return [Stream(seed, first + n) for n in range(count)]
+        return [RandomStream(seed, first + n) for n in range(count)]
     told = list(seed) if isinstance(seed, (list, tuple, range)) else []
     if len(told) != count or not all(isinstance(one, int) and not isinstance(one, bool) for one in told):
         raise SpecError(f"seed={seed!r} is no seed for {count} rows; give a whole number, or one for each row")
-    return [Stream(one) for one in told]
+    return [RandomStream(one) for one in told]
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Asked:
         """The ids that an answer stops before."""
         return self.how.ends(self.net.usage.end)
 
-    def answers(self, given: Given, streams: Sequence[Stream] = ()) -> list[list[Said]]:
+    def answers(self, given: Given, streams: Sequence[RandomStream] = ()) -> list[list[Said]]:
         """The answers to each prompt, best first."""
         found = [self.answer(given.kind, row) for row in given.rows]
         with answering(self.net):
@@ -146,7 +146,7 @@ class Asked:
                 pass
         return [[_said(answer, given.kind)] for answer in found]
 
-    def pieces(self, given: Given, streams: Sequence[Stream] = ()) -> Iterator[Any]:
+    def pieces(self, given: Given, streams: Sequence[RandomStream] = ()) -> Iterator[Any]:
         """The answer to one prompt, as it comes."""
         answer = self.answer(given.kind, given.rows[0])
         with answering(self.net):
@@ -171,7 +171,7 @@ class Asked:
         self.tell(course.choice)
         return course
 
-    def _choose(self, course: Course, streams: Sequence[Stream]) -> Choose:
+    def _choose(self, course: Course, streams: Sequence[RandomStream]) -> Choose:
         """Each row draws from the stream of its prompt."""
 
         def choose(logits: Tensor, past: Past) -> list[int]:

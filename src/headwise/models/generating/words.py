@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 from tokenizers import Encoding, Tokenizer
 
-from ...blueprint import Usage
-from ...errors import SpecError, Unread
+from ...blueprint import ProcessorSpec
+from ...errors import SpecError, UnknownToken
 from ..transformer import Transformer
 from ..usage import check_usage
 
@@ -41,10 +41,10 @@ class Words:
         try:
             found = self._tokenizer.encode(text, add_special_tokens=False)
         except Exception:  # what a tokenizer without a token for the unknown raises has no name of its own
-            raise Unread(_strange(text, *self._first_strange(text))) from None
+            raise UnknownToken(_strange(text, *self._first_strange(text))) from None
         if self._unknown in found.ids:
             start, stop = found.offsets[found.ids.index(self._unknown)]
-            raise Unread(_strange(text, start, stop))
+            raise UnknownToken(_strange(text, start, stop))
         return found
 
     def text(self, ids: Sequence[int]) -> str:
@@ -126,7 +126,7 @@ class Telling:
         self._told = max(self._told, up_to)
 
 
-_BUILT: WeakKeyDictionary[Transformer, tuple[Usage, Words, Words]] = WeakKeyDictionary()  # reading one takes a while
+_BUILT: WeakKeyDictionary[Transformer, tuple[ProcessorSpec, Words, Words]] = WeakKeyDictionary()  # reading one takes a while
 
 
 def words_of(net: Transformer) -> tuple[Words, Words]:
