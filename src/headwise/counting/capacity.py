@@ -37,7 +37,7 @@ class MemoryDemand:
     num_devices: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("chunk", 1), ("training", 0), ("devices", 1)):
+        for name, least in (("chunk", 1), ("training_bytes_per_parameter", 0), ("num_devices", 1)):
             size = getattr(self, name)
             if type(size) is not int or not least <= size <= MAX_SIZE:
                 raise SpecError(f"{name}={size!r} is no size; give a whole number of at least {least}")

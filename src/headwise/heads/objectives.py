@@ -155,9 +155,9 @@ class OutputDrift(Objective):
     has_gradient = False
 
     def __post_init__(self) -> None:
-        for name, known in (("of", ("pooled", "tokens")), ("by", ("cosine", "l2"))):
+        for name, known in (("representation", ("pooled", "tokens")), ("metric", ("cosine", "l2"))):
             if (said := getattr(self, name)) not in known:
-                raise ValueError(f"Drift({name}={said!r}) is unknown; {suggest(said, known)}")
+                raise ValueError(f"OutputDrift({name}={said!r}) is unknown; {suggest(said, known)}")
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride] - it follows from the fields

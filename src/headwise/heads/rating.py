@@ -42,12 +42,12 @@ class ImportanceOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("normalised", NORMALISATIONS), ("correction", CORRECTION_METHODS)):
+        for name, known in (("normalisation", NORMALISATIONS), ("correction", CORRECTION_METHODS)):
             if (said := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={said!r} is unknown; {suggest(str(said), [one for one in known if one])}")
         if self.max_seconds is not None and not self.max_seconds > 0:
             raise ValueError(f"budget={self.max_seconds!r} leaves no time; give seconds, or leave it out")
-        for name, least in (("sample", 2), ("resamples", 1)):
+        for name, least in (("num_examples", 2), ("num_resamples", 1)):
             said = getattr(self, name)
             if said is not None and (type(said) is not int or said < least):
                 raise ValueError(f"{name}={said!r} is too few; give a whole number of {least} or more")

@@ -43,10 +43,10 @@ class RedundancyOptions(NamedTuple):
 
     def validate(self) -> RedundancyOptions:
         """The same, if it can be done."""
-        for name, value, known in (("smoothing", self.smoothing, SMOOTHING_METHODS), ("outputs", self.cka_estimator, CKA_ESTIMATORS)):
+        for name, value, known in (("smoothing", self.smoothing, SMOOTHING_METHODS), ("cka_estimator", self.cka_estimator, CKA_ESTIMATORS)):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is unknown; use {' or '.join(map(repr, known))}")
-        for name, least in (("rows", 1), ("tokens", 4), ("permutations", 1), ("resamples", 1)):
+        for name, least in (("rows_per_text", 1), ("num_tokens", 4), ("num_permutations", 1), ("num_resamples", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} is too few; give at least {least}")
         return self

@@ -100,4 +100,4 @@ def _wrap_attention_kv(original: Callable[..., Any]) -> Callable[..., Any]:
     return _remembered
 
 
-METHOD_PATCHES = (MethodPatch(Attention, "remember", _wrap_project_kv), MethodPatch(Attention, "_remembered", _wrap_attention_kv))
+METHOD_PATCHES = (MethodPatch(Attention, "project_source", _wrap_project_kv), MethodPatch(Attention, "_remembered", _wrap_attention_kv))
