@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import sys
 
-from headwise.benching.limits import MachineLimits
-from headwise.benching.machine import describe_machine, use_threads
-from headwise.benching.report import BenchmarkReport
+from headwise.bench.benchmark_report import BenchmarkReport
+from headwise.bench.session import MachineLimits, describe_machine, use_threads
 
 from . import registered
 

@@ -20,17 +20,15 @@ import torch
 import torch.distributed as dist
 
 import headwise as hw
-from headwise.benching.plain import GPTShape, to_model_spec
-from headwise.spread import Launch, Spread, joined
-from headwise.spread.holding import alone, hold
-from headwise.spread.inside import Rows
-from headwise.spread.traffic import Meter, traffic
-from headwise.spread.world import World
-from headwise.tasks import Batch
+from headwise.bench.reference_models import GPTShape, to_model_spec
+from headwise.data import Batch
+from headwise.distributed import Launch, Spread, joined
+from headwise.distributed.communication_volume import Meter, Rows, traffic
+from headwise.distributed.ranks import World
+from headwise.distributed.sharded_model import alone, hold
 from headwise.training import Recipe
-from headwise.training.choosing import StepOptions
 from headwise.training.optimiser import AdamWOptimiser, group_parameters
-from headwise.training.stepping import TrainStep
+from headwise.training.train_step import StepOptions, TrainStep
 
 MODES = ("data=2", "shards=2", "tensor=2", "context=2")
 # A model of 0.8 million parameters, and one of 10.8 million; rows of a batch, steps in a row, how often.

@@ -10,8 +10,18 @@ import sys
 import tempfile
 
 import headwise as hw
-from headwise.blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, ModelSpec, NormSpec, PatchSpec, PositionSpec, StackSpec
-from headwise.tasks import task
+from headwise.data import task
+from headwise.model_spec import (
+    BlockSpec,
+    EmbeddingSpec,
+    FeedForwardSpec,
+    ModelSpec,
+    NormSpec,
+    OutputHeadSpec,
+    PatchSpec,
+    PositionSpec,
+    StackSpec,
+)
 from headwise.training import Recipe
 
 from .real import found

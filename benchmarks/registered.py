@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from headwise.benching.case import BenchmarkCase
-from headwise.benching.limits import MachineLimits
-from headwise.benching.rows import CaseTimer, BenchmarkRow
-from headwise.benching.turns import TimingPace
+from headwise.bench.benchmark_case import BenchmarkCase, TimingPace
+from headwise.bench.session import BenchmarkRow, CaseTimer, MachineLimits
 
 from .elsewhere import CONFIG, Elsewhere, model
 
@@ -26,7 +24,9 @@ WAYS = {"ours": "headwise", "transformers' sdpa": "sdpa", "transformers' eager":
 DECODE = (("dynamic", 512, torch.float32), ("dynamic", 4096, torch.float32), ("dynamic", 4096, torch.bfloat16),
           ("static", 4096, torch.float32))  # fmt: skip
 REPEATS, PAIRS = 15, 5
-ONE = TimingPace(min_sample_seconds=0.0, min_samples=REPEATS, max_samples=REPEATS)  # call of each sample: a cache has room for so many
+ONE = TimingPace(
+    min_sample_seconds=0.0, min_samples=REPEATS, max_samples=REPEATS
+)  # call of each sample: a cache has room for so many
 MORE = TimingPace(min_samples=3 * REPEATS, max_samples=3 * REPEATS)
 TOKENS = (1, 128)  # of an unwatched forward
 
@@ -68,7 +68,9 @@ def decode(kind: str, past: int, dtype: torch.dtype) -> BenchmarkRow:
 
 def timed(case: BenchmarkCase, pace: TimingPace) -> BenchmarkRow:
     """A row of the table."""
-    return CaseTimer(pace, MachineLimits.of_this_machine()).time_case(case, "registered") | {"title": "transformers' models on headwise"}
+    return CaseTimer(pace, MachineLimits.of_this_machine()).time_case(case, "registered") | {
+        "title": "transformers' models on headwise"
+    }
 
 
 def unwatched(tokens: int) -> BenchmarkRow:

@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import headwise as hw
-from headwise.counting.devices import Device, NumberFormats
-from headwise.counting.here import remeasure_this_machine
-from headwise.counting.serving import ServingStep
-from headwise.engine import Predicted
+from headwise.costs.roofline import Device, NumberFormats, remeasure_this_machine
+from headwise.costs.serving_cost import ServingStep
 from headwise.families import read_model_spec
+from headwise.serving import Predicted
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 6,
@@ -133,7 +132,9 @@ def compared(ours: hw.Transformer, theirs: Any, here: Device) -> dict[str, Any]:
             "budget": BUDGET,
             "allocated": engine.room.nbytes,
             "peak": report.peak_bytes,
-            "padded_batch": hw.kv_cache_bytes(ours.described, hw.RequestBatch.uniform(REQUESTS, longest), "ring", "fp32"),
+            "padded_batch": hw.kv_cache_bytes(
+                ours.described, hw.RequestBatch.uniform(REQUESTS, longest), "ring", "fp32"
+            ),
         },
     }
 

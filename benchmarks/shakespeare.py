@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 
 import headwise as hw
-from headwise.benching.plain import PlainGPT, GPTShape, to_model_spec
-from headwise.tasks import task
+from headwise.bench.reference_models import GPTShape, PlainGPT, to_model_spec
+from headwise.data import task
 from headwise.training import Recipe
 
 from .real import found

@@ -18,15 +18,23 @@ from typing import Any
 import torch
 
 import headwise as hw
-from headwise.blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, ModelSpec, NormSpec, PositionSpec, StackSpec
-from headwise.spread import Launch, Spread
-from headwise.spread.world import World
-from headwise.tasks import task
-from headwise.tasks.parallel import Parallel
-from headwise.tasks.published import translation_scores
+from headwise.data import task
+from headwise.data.translation import Parallel, translation_scores
+from headwise.distributed import Launch, Spread
+from headwise.distributed.ranks import World
+from headwise.model_spec import (
+    BlockSpec,
+    EmbeddingSpec,
+    FeedForwardSpec,
+    ModelSpec,
+    NormSpec,
+    OutputHeadSpec,
+    PositionSpec,
+    StackSpec,
+)
 from headwise.training import Recipe, TrainingResult
-from headwise.training.choosing import StepOptions
 from headwise.training.evaluation import TaskEvaluator
+from headwise.training.train_step import StepOptions
 
 from .real import found, unpacked
 

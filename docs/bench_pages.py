@@ -11,11 +11,10 @@ from typing import Any
 
 import headwise as hw
 from headwise import backends
-from headwise.benching import report
-from headwise.benching.case import LIMIT
-from headwise.benching.growing import SCALING_LAYERS, CallSize, design_layer
-from headwise.benching.report import BenchmarkReport, format_seconds
-from headwise.benching.scaling import ScalingReport
+from headwise.bench import benchmark_report
+from headwise.bench.benchmark_case import LIMIT
+from headwise.bench.benchmark_report import BenchmarkReport, format_seconds
+from headwise.bench.runner import SCALING_LAYERS, CallSize, ScalingReport, design_layer
 
 HERE = Path(__file__).resolve().parent
 MEASURED, SCALED = HERE / "bench.json", HERE / "scaling.json"
@@ -30,7 +29,10 @@ def rows() -> str:
 
 def machine(told: Mapping[str, Any]) -> str:
     """One line each, as the table of the command has it."""
-    lines = [" ".join(line.split()) for line in "\n".join(report.machine_heading(told)).replace("\n  ", " ").split("\n")]
+    lines = [
+        " ".join(line.split())
+        for line in "\n".join(benchmark_report.machine_heading(told)).replace("\n  ", " ").split("\n")
+    ]
     return "\n".join(f"- {line.removeprefix('! ')}" for line in lines)
 
 
@@ -44,16 +46,16 @@ def aims(told: Sequence[Mapping[str, Any]]) -> str:
 
 def missed(row: Mapping[str, Any], one: Mapping[str, Any]) -> Sequence[str]:
     """One aim that is not met, or could not be told."""
-    reached = "-" if one["reached"] is None else report.format_target({**one, "times": one["reached"]})
+    reached = "-" if one["reached"] is None else benchmark_report.format_target({**one, "times": one["reached"]})
     against = "the limit" if one["against"] == LIMIT else one["against"]
-    return row["name"], against, report.format_target(one), reached, one["why"] or "missed"
+    return row["name"], against, benchmark_report.format_target(one), reached, one["why"] or "missed"
 
 
 def chapters(told: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """One chapter for each kind of work; what was tried where aims are missed comes last."""
     for title in dict.fromkeys(row["title"] for row in told):
         those = [row for row in told if row["title"] == title]
-        tried = dict.fromkeys(row["tried"] for row in those if row["tried"] and report.misses_target(row))
+        tried = dict.fromkeys(row["tried"] for row in those if row["tried"] and benchmark_report.misses_target(row))
         said = [f"Tried where an aim is missed: {one}" for one in tried]
         yield "\n\n".join([f"## {title}", *map(chapter, those), *said])
 
@@ -62,7 +64,7 @@ def chapter(row: Mapping[str, Any]) -> str:
     """One row: a table of everybody in it, and a line for everybody who is not."""
     lines = [
         (line.name, format_seconds(line.seconds), line.ratio, line.spread, "; ".join(map(bold, line.targets)))
-        for line in report.row_seconds(dict(row))
+        for line in benchmark_report.row_seconds(dict(row))
     ]
     told = [f"**{row['name']}**", table(["", "a call", "ours is", "spread", "aim"], lines)] if lines else []
     told += [] if lines else [f"**{row['name']}**: {row['failed']}"]
@@ -74,7 +76,7 @@ def chapter(row: Mapping[str, Any]) -> str:
 
 def bold(aim: str) -> str:
     """An aim that is missed is seen before others."""
-    return f"**{aim}**" if aim.endswith(report.VERDICT_LABELS[False]) else aim
+    return f"**{aim}**" if aim.endswith(benchmark_report.VERDICT_LABELS[False]) else aim
 
 
 def scales() -> str:

@@ -57,9 +57,8 @@ def layers() -> str:
 def traffic() -> str:
     """What a step sends, by how its work is divided."""
     from headwise import families
-    from headwise.spread import Spread
-    from headwise.spread.inside import Rows
-    from headwise.spread.traffic import traffic as sent
+    from headwise.distributed import Spread
+    from headwise.distributed.communication_volume import Rows, traffic as sent
 
     sizes = {"n_embd": 128, "n_head": 4, "n_layer": 4, "n_positions": 64, "vocab_size": 65}
     described, rows = families.read_model_spec({"model_type": "gpt2", **sizes}), []
@@ -75,15 +74,15 @@ def traffic() -> str:
 @generates
 def divided() -> str:
     """Every preset of 8 heads between two ranks: by heads, by tokens."""
-    from headwise import PRESETS, SpecError, counting, design
-    from headwise.spread.inside import remembered
-    from headwise.spread.portions import divided as shared
+    from headwise import PRESETS, SpecError, costs, design
+    from headwise.distributed.communication_volume import remembered
+    from headwise.distributed.head_partition import divided as shared
 
     rows = []
     for name in PRESETS:
         spec = design(preset=name, model=512, heads=8)
         try:
-            share = counting.count_parameters(shared(name, spec, 2)[0].spec) / counting.count_parameters(spec)
+            share = costs.count_parameters(shared(name, spec, 2)[0].spec) / costs.count_parameters(spec)
             said = f"{share:.0%}"
         except SpecError as refused:
             said = f"refused: {str(refused).partition(': ')[2].partition(',')[0]}"
@@ -189,24 +188,23 @@ def refusals(*parts: type) -> list[str]:
 
 def slots() -> set[str]:
     """The seams of which a spec has exactly one."""
-    from headwise.spec import SLOTS
+    from headwise.spec.attention_spec.attention_spec import SLOTS
 
     return {kind.__name__ for kind in SLOTS.values()}
 
 
 def registered_parts() -> list[type]:
-    import headwise.parts  # noqa: F401 - importing it fills the registry
-    from headwise.registry import REGISTRY
-    from headwise.seams import Part
+    from headwise.interfaces import Part
+    from headwise.interfaces.registry import REGISTRY
 
     return [cls for _, cls in sorted(REGISTRY.items()) if issubclass(cls, Part)]
 
 
 def phase(cls: type) -> str:
     """The seam it fills, which says when it acts."""
-    from headwise import seams
+    from headwise import interfaces
 
-    return next(base.__name__ for base in cls.__mro__ if base.__module__.startswith(seams.__name__))
+    return next(base.__name__ for base in cls.__mro__ if base.__module__.startswith(interfaces.__name__))
 
 
 def summary(cls: type) -> str:

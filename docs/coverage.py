@@ -30,10 +30,9 @@ from transformers import CONFIG_MAPPING, MODEL_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 import headwise as hw
-from headwise.hub.finding import find_attention
-from headwise.hub.routes.base import SiteModule
-from headwise.hub.routes.projection import UnreadableCall
-from headwise.hub.watching import AttentionInputs, install_hooks
+from headwise.inspect.adapters.output_projection import UnreadableCall
+from headwise.inspect.attention_sites import find_attention
+from headwise.inspect.hooks import AttentionInputs, SiteModule, install_hooks
 
 SECONDS, MEMORY, CLOSE = 40, 8 << 30, 1e-5
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise.hub.routes import interface
-from headwise.hub.routes.base import WeightsOnlyCall
-from headwise.hub.watching import AttentionCall
+from headwise.inspect.adapters import transformers_interface
+from headwise.inspect.hooks import AttentionCall, WeightsOnlyCall
 
 
 class Keep:
@@ -36,7 +35,7 @@ class Keep:
 def own_weights() -> Iterator[dict[int, Tensor]]:
     """What the functions of the interface give as weights, by module."""
     given: dict[int, Tensor] = {}
-    original = interface._call_with_hooks
+    original = transformers_interface._call_with_hooks
 
     def noting(function: Any, name: str, module: nn.Module, *said: Any, **more: Any) -> Any:
         def also(*a: Any, **k: Any) -> Any:
@@ -47,11 +46,11 @@ def own_weights() -> Iterator[dict[int, Tensor]]:
 
         return original(also, name, module, *said, **more)
 
-    interface._call_with_hooks = noting
+    transformers_interface._call_with_hooks = noting
     try:
         yield given
     finally:
-        interface._call_with_hooks = original
+        transformers_interface._call_with_hooks = original
 
 
 def tensors(said: Any) -> Iterator[Tensor]:

@@ -30,10 +30,10 @@ from findings_stdlib_seen import (
 )
 
 import headwise as hw
-from headwise.heads.twins import make_random_baseline
+from headwise.head_analysis.random_baseline import make_random_baseline
 from headwise.models import Transformer
 from headwise.training.checkpoint import CheckpointFolder, read_checkpoint
-from headwise.training.run import CHECKPOINT_FOLDER
+from headwise.training.training_run import CHECKPOINT_FOLDER
 
 PAGE = Path(__file__).parent / "findings" / "stdlib.md"
 TWIN = 1000  # the seed of weights that are not trained

@@ -8,8 +8,13 @@ from typing import NamedTuple
 import numpy as np
 from findings_stdlib_seen import TESTED, Array, Found, Story
 
-from headwise.heads.intervals import confidence_interval, resampled_ratios, draw_resamples
-from headwise.heads.significance import correct_p_values, sign_flip_p_values
+from headwise.head_analysis.resampling import (
+    confidence_interval,
+    correct_p_values,
+    draw_resamples,
+    resampled_ratios,
+    sign_flip_p_values,
+)
 
 LEVEL = 0.05
 DRAWS = 1000

@@ -26,8 +26,8 @@ from findings_stdlib_curves import (
 )
 from findings_stdlib_seen import TESTED, Array, Found, Seen, Story
 
-from headwise.heads.classes import MIN_SCORE
-from headwise.heads.intervals import confidence_interval
+from headwise.head_analysis.head_classes import MIN_SCORE
+from headwise.head_analysis.resampling import confidence_interval
 
 WIDTH = 120
 MISSING = """\
@@ -145,7 +145,9 @@ class Telling:
             return f"{_begun(whose)}: no change from one kept step to the next is told from chance."
         if abs(curve[-1].mean() - curve[0].mean()) < MIN_SCORE:
             first, last = (_short(float(curve[at].mean()), name) for at in (0, -1))
-            return f"{_begun(whose)} goes from {first} to {last}, less than {MIN_SCORE:g}; {len(sure)} changes are sure."
+            return (
+                f"{_begun(whose)} goes from {first} to {last}, less than {MIN_SCORE:g}; {len(sure)} changes are sure."
+            )
         middle, low, high = when(self.kept, curve)
         largest = max(sure, key=lambda one: abs(sure[one]))
         return (

@@ -14,19 +14,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import headwise as hw
-from headwise.blueprint import BlockSpec as Layer
-from headwise.blueprint import EmbeddingSpec, OutputHeadSpec, ModelSpec, NormSpec, StackSpec
-from headwise.heads.block import WeightBand
-from headwise.heads.circuits import LowRankMap
-from headwise.heads.classes import classify_heads
-from headwise.heads.measuring import OBSERVED, MetricSums, MeasureOptions, measure_heads
-from headwise.heads.published import get_metric
-from headwise.heads.scene import Example, TokenAnnotations
-from headwise.heads.sources import ExampleReader, examples_from_task
-from headwise.heads.table import HeadTable
+from headwise.data.language_modelling import Text
+from headwise.head_analysis.annotated_examples import Example, ExampleReader, TokenAnnotations, examples_from_task
+from headwise.head_analysis.head_circuits import LowRankMap
+from headwise.head_analysis.head_classes import classify_heads
+from headwise.head_analysis.head_measurement import OBSERVED, MeasureOptions, MetricSums, measure_heads
+from headwise.head_analysis.head_table import HeadTable
+from headwise.head_analysis.literature_metrics import get_metric
+from headwise.head_analysis.weight_bands import WeightBand
+from headwise.model_spec import BlockSpec as Layer, EmbeddingSpec, ModelSpec, NormSpec, OutputHeadSpec, StackSpec
 from headwise.models import Transformer
 from headwise.presets import design
-from headwise.tasks.text import Text
 
 Array = NDArray[np.float64]
 Place = tuple[str, int]  # a site, and a head of it
@@ -68,7 +66,9 @@ class Setting:
         turns = hw.Rotary(base=self.base)
         spec = design(model=self.width, heads=self.heads, pattern="causal()", modifiers=(turns,), bias="qkvo")
         embedding, head = EmbeddingSpec(task.data.vocabulary.size), OutputHeadSpec("tokens", task.data.vocabulary.size)
-        stack = StackSpec.from_blocks("decoder", self.width, [Layer(spec)] * self.layers, embedding=embedding, norm=NormSpec())
+        stack = StackSpec.from_blocks(
+            "decoder", self.width, [Layer(spec)] * self.layers, embedding=embedding, norm=NormSpec()
+        )
         return ModelSpec("stdlib", "decoder", (stack,), (head,))
 
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headwise.tasks import IGNORED, TASKS, Batch, Task, task
-from headwise.tasks.generated import Generated
+from headwise.data import IGNORED, TASKS, Batch, Task, task
+from headwise.data.synthetic_task import Generated
 
 
 class Told(NamedTuple):

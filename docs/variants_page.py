@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from headwise.spec.attention_spec.attention_spec import SLOTS, AttentionSpec
+
 import headwise as hw
-from headwise import counting
-from headwise.pattern import And, Or, Pattern
+from headwise import costs
+from headwise.interfaces import Part
+from headwise.interfaces.registry import REGISTRY
+from headwise.masking.patterns import And, Or, Pattern
 from headwise.presets import PRESETS
-from headwise.registry import REGISTRY
-from headwise.seams import Part
-from headwise.spec import SLOTS, AttentionSpec
 
 MODEL, HEADS, TOKENS, FAR = 512, 8, 1024, 8192  # the sizes at which all are priced
 Row = Sequence[str]
@@ -29,12 +30,12 @@ def specs(name: str) -> AttentionSpec:
 def price(name: str) -> list[str]:
     """Parameters, FLOPs asked for each token of a text, and what a bfloat16 cache holds."""
     spec = specs(name)
-    flops = counting.required_flops(spec, counting.self_attention_work(spec, batch=1, queries=TOKENS)) / TOKENS / 1e6
-    told = [f"{counting.count_parameters(spec):,}", f"{flops:.3f}"]
+    flops = costs.required_flops(spec, costs.self_attention_work(spec, batch=1, queries=TOKENS)) / TOKENS / 1e6
+    told = [f"{costs.count_parameters(spec):,}", f"{flops:.3f}"]
     if spec.pattern.tokens_before_decode != 0:
         return [*told, "-", "-"]
-    held = counting.cache_bytes(spec, batch=1, capacity=FAR, bytes_per_number=2)
-    each = "a state" if spec.is_recurrent else str(2 * counting.cached_numbers_per_token(spec))
+    held = costs.cache_bytes(spec, batch=1, capacity=FAR, bytes_per_number=2)
+    each = "a state" if spec.is_recurrent else str(2 * costs.cached_numbers_per_token(spec))
     return [*told, each, f"{held / 1e6:.3f}"]
 
 
@@ -92,8 +93,8 @@ def rules(pattern: Pattern) -> Iterator[str]:
 
 def share(spec: AttentionSpec) -> str:
     """Its parameters beside those of plain attention."""
-    plain = counting.count_parameters(hw.design(model=MODEL, heads=HEADS))
-    more = counting.count_parameters(spec) - plain
+    plain = costs.count_parameters(hw.design(model=MODEL, heads=HEADS))
+    more = costs.count_parameters(spec) - plain
     return "as plain attention" if not more else f"{more:+,} beside plain attention"
 
 
@@ -120,8 +121,8 @@ def extra(cls: type[Part]) -> str:
         spec = hw.design(model=MODEL, heads=HEADS, pattern="causal", **words)
     except hw.SpecError as error:
         return f" Beside the usual choices: {error}."
-    more = counting.count_parameters(spec) - counting.count_parameters(plain)
-    kept = 2 * (counting.cached_numbers_per_token(spec) - counting.cached_numbers_per_token(plain))
+    more = costs.count_parameters(spec) - costs.count_parameters(plain)
+    kept = 2 * (costs.cached_numbers_per_token(spec) - costs.cached_numbers_per_token(plain))
     cache = "a state" if spec.is_recurrent else f"{kept:+,} bytes a token"
     return f" Parameters {more:+,}, cache {cache}; runs: {runs(spec)}."
 

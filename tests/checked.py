@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headwise.spread import joined
+from headwise.distributed import joined
 from worlds import world
 
 

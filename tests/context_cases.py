@@ -31,11 +31,11 @@ from divided import (
     stack,
     world,
 )
-from headwise import blueprint as bp
-from headwise.spread.context import part_of, whole_of
-from headwise.spread.ranks import ORDERS, Ranks, set_peers, whole_rows
-from headwise.tasks import IGNORED, Batch
-from headwise.tokens import SequenceInfo
+from headwise import model_spec as bp
+from headwise.data import IGNORED, Batch
+from headwise.distributed.context_parallel import part_of, whole_of
+from headwise.distributed.parallel_attention import ORDERS, Ranks, set_peers, whole_rows
+from headwise.masking.sequence_info import SequenceInfo
 
 CASES: dict[str, Callable[[], None]] = {}
 ORDER = {"decoder": "zigzag", "encoder": "runs", "encoder-decoder": "runs"}
@@ -66,7 +66,9 @@ def check_model(model: bp.ModelSpec, order: str, tokens=None, count: int = 7, st
 
 def decoder(*blocks: bp.BlockSpec, heads=None, **said) -> bp.ModelSpec:
     """A decoder of these blocks."""
-    return bp.ModelSpec("one", "decoder", (stack("decoder", blocks, **said),), heads or (bp.OutputHeadSpec("tokens", 11),))
+    return bp.ModelSpec(
+        "one", "decoder", (stack("decoder", blocks, **said),), heads or (bp.OutputHeadSpec("tokens", 11),)
+    )
 
 
 def spread(layer, order: str):
@@ -114,7 +116,14 @@ def every_part() -> None:
             dist.broadcast(held, 0)
         fill = list(cases.batches(x).values())[n % 4]
         source = None if z is None else (z, SequenceInfo.from_batch(z, lengths=[11, 4, 9]))
-        check_layer(name, layer, x, SequenceInfo.from_batch(x, lengths=[7, 3, 5]) if source else fill, ORDERS[n // 4 % 2], source)
+        check_layer(
+            name,
+            layer,
+            x,
+            SequenceInfo.from_batch(x, lengths=[7, 3, 5]) if source else fill,
+            ORDERS[n // 4 % 2],
+            source,
+        )
 
 
 @case
@@ -136,7 +145,10 @@ def filled() -> None:
         for n, tokens in enumerate(cases.batches(batch_of(model).x).values()):
             check_model(model, ORDERS[n % 2], {"x": tokens})
     x, source = (torch.zeros(3, count) for count in (7, 5))
-    both = {"x": SequenceInfo.from_batch(x, lengths=[7, 2, 5]), "source": SequenceInfo.from_batch(source, lengths=[1, 5, 3])}
+    both = {
+        "x": SequenceInfo.from_batch(x, lengths=[7, 2, 5]),
+        "source": SequenceInfo.from_batch(source, lengths=[1, 5, 3]),
+    }
     check_model(described("mla", "encoder-decoder"), "zigzag", both)
 
 
@@ -144,7 +156,9 @@ def filled() -> None:
 def rows_as_a_whole() -> None:
     """Heads that read the first token, the last or the mean of a row that no rank has whole."""
     for at in ("first", "last", "mean"):
-        model = decoder(bp.BlockSpec(spec_of("gqa"), feed=bp.FeedForwardSpec(8)), heads=(bp.OutputHeadSpec("class", 5, at=at),))
+        model = decoder(
+            bp.BlockSpec(spec_of("gqa"), feed=bp.FeedForwardSpec(8)), heads=(bp.OutputHeadSpec("class", 5, at=at),)
+        )
         for order in ORDERS:
             check_model(model, order)
             check_model(model, order, {"x": SequenceInfo.from_batch(torch.zeros(3, 7), lengths=[5, 1, 7], pad="left")})
@@ -184,7 +198,9 @@ def terms() -> None:
 
     def loss(one, batch) -> Tensor:
         ledger = hw.AuxLosses()
-        one.probes = {name: hw.Probe(aux_losses=hw.AuxLosses(ledger.terms, name)) for name, _ in model.attention_specs()}
+        one.probes = {
+            name: hw.Probe(aux_losses=hw.AuxLosses(ledger.terms, name)) for name, _ in model.attention_specs()
+        }
         out = loss_of(one, batch) + 3 * ledger.total("balance") + 5 * ledger.total("l0")
         ledgers.append(ledger)
         return out

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 import headwise as hw
-from headwise import blueprint as bp
-from headwise.heads.scene import Example, TokenAnnotations
+from headwise import model_spec as bp
+from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
 from headwise.models import Transformer
 
 WORDS = 23
@@ -25,12 +25,18 @@ def model(kind: str, blocks: int = 2, words: int = WORDS, modifiers: tuple[Any, 
     own = bp.BlockSpec(attention("causal" if kind == "decoder" else "full", modifiers=modifiers), feed=feed)
     patches = bp.PatchSpec(3, 5, 2, 2, channels=1)
     embedding = bp.EmbeddingSpec(patches=patches, first=1) if kind == "vision" else bp.EmbeddingSpec(words)
-    heads = (bp.OutputHeadSpec("classes", 7, at="first"),) if kind == "vision" else (bp.OutputHeadSpec("tokens", words),)
+    heads = (
+        (bp.OutputHeadSpec("classes", 7, at="first"),) if kind == "vision" else (bp.OutputHeadSpec("tokens", words),)
+    )
     stacks = (bp.StackSpec.from_blocks("encoder" if kind != "decoder" else kind, 24, [own] * blocks, embedding=embedding,
                           norm=bp.NormSpec()),)  # fmt: skip
     if kind == "encoder-decoder":
         both = bp.BlockSpec(attention(), cross=attention("full"), feed=feed)
-        stacks += (bp.StackSpec.from_blocks("decoder", 24, [both] * blocks, embedding=bp.EmbeddingSpec(words), norm=bp.NormSpec()),)
+        stacks += (
+            bp.StackSpec.from_blocks(
+                "decoder", 24, [both] * blocks, embedding=bp.EmbeddingSpec(words), norm=bp.NormSpec()
+            ),
+        )
     return bp.ModelSpec(f"small {kind}", kind, stacks, heads)
 
 
@@ -65,7 +71,9 @@ def scenes(kind: str, count: int = 6, words: int = WORDS) -> list[Example]:
 
 def _tokens(ids: torch.Tensor) -> TokenAnnotations:
     none = torch.zeros(len(ids), dtype=torch.bool)
-    return TokenAnnotations(ids, tuple(map(str, ids.tolist())), none, none, none, torch.arange(len(ids)), torch.ones(len(ids)))
+    return TokenAnnotations(
+        ids, tuple(map(str, ids.tolist())), none, none, none, torch.arange(len(ids)), torch.ones(len(ids))
+    )
 
 
 KEEP = {

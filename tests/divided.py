@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 import headwise as hw
 from cases import check_close
-from headwise import blueprint as bp
-from headwise.spread.context import part_of, whole_of
-from headwise.spread.ranks import Ranks, set_peers
-from headwise.spread.tensor import Divided
-from headwise.spread.wires import Wire
-from headwise.tasks import IGNORED, Batch
+from headwise import model_spec as bp
+from headwise.data import IGNORED, Batch
+from headwise.distributed.collectives import Wire
+from headwise.distributed.context_parallel import part_of, whole_of
+from headwise.distributed.parallel_attention import Ranks, set_peers
+from headwise.distributed.tensor_parallel import Divided
 
 MODEL, HEADS, WORDS = 16, 4, 11
 KINDS = ("decoder", "encoder", "encoder-decoder")

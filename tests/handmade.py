@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise import blueprint as bp
-from headwise.heads.scene import Example, TokenAnnotations
+from headwise import model_spec as bp
+from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
 
 WORDS, PLACES, HEADS, DIM = 11, 23, 3, 23
 MODEL = WORDS + PLACES + WORDS
@@ -70,7 +70,9 @@ def decoder() -> hw.Transformer:
 
     (1, 0) reads behind earlier same tokens, with (0, 0) an induction pair; (0, 2) and (1, 1) are small and random.
     """
-    net = _fresh(bp.ModelSpec("handmade", "decoder", (_stack("decoder", "causal()", 2),), (bp.OutputHeadSpec("tokens", WORDS),)))
+    net = _fresh(
+        bp.ModelSpec("handmade", "decoder", (_stack("decoder", "causal()", 2),), (bp.OutputHeadSpec("tokens", WORDS),))
+    )
     behind = torch.eye(PLACES).roll(1, 0)
     behind[0] = 0  # nobody stands behind the last
     _compare(net, "decoder.0.attention", 0, _map(PLACE, torch.eye(PLACES)), _map(PLACE, behind), 2)

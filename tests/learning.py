@@ -10,14 +10,21 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, ModelSpec, PositionSpec, StackSpec
+from headwise.data import IGNORED, SPLITS, Batch, Tally, Task
+from headwise.data.task import check_split
+from headwise.distributed.sharded_model import alone
+from headwise.model_spec import (
+    BlockSpec,
+    EmbeddingSpec,
+    FeedForwardSpec,
+    ModelSpec,
+    OutputHeadSpec,
+    PositionSpec,
+    StackSpec,
+)
 from headwise.models import Transformer
-from headwise.spread.holding import alone
-from headwise.tasks import IGNORED, SPLITS, Batch, Tally, Task
-from headwise.tasks.base import check_split
 from headwise.training import Recipe
-from headwise.training.choosing import StepOptions
-from headwise.training.stepping import TrainStep
+from headwise.training.train_step import StepOptions, TrainStep
 
 IDS, LONGEST = 11, 7
 QUICK = {
@@ -54,7 +61,9 @@ class Echo(Task):
     def model(self) -> ModelSpec:
         spec = hw.design(model=8, heads=2, pattern="causal")
         embedding = EmbeddingSpec(tokens=IDS, positions=PositionSpec("learned", LONGEST))
-        stack = StackSpec.from_blocks("decoder", 8, [BlockSpec(spec, feed=FeedForwardSpec(13, bias="ud"))], embedding=embedding)
+        stack = StackSpec.from_blocks(
+            "decoder", 8, [BlockSpec(spec, feed=FeedForwardSpec(13, bias="ud"))], embedding=embedding
+        )
         return ModelSpec("echo", "decoder", (stack,), (OutputHeadSpec("tokens", IDS, table="decoder", bias="learned"),))
 
     @property

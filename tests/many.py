@@ -15,20 +15,19 @@ import torch
 from torch import Tensor, nn
 
 import headwise as hw
-from headwise import blueprint as bp
+from headwise import model_spec as bp
+from headwise.data import IGNORED, Batch, Task
+from headwise.distributed import Spread, joined, launch
+from headwise.distributed.communication_volume import Meter, traffic
+from headwise.distributed.config_consistency import code
+from headwise.distributed.launch import Launch
+from headwise.distributed.ranks import World
+from headwise.distributed.sharded_model import hold
 from headwise.models import Transformer
-from headwise.spread import Spread, joined, launch
-from headwise.spread.alike import code
-from headwise.spread.holding import hold
-from headwise.spread.launch import Launch
-from headwise.spread.traffic import Meter, traffic
-from headwise.spread.world import World
-from headwise.tasks import IGNORED, Batch, Task
-from headwise.training import Recipe, setup, train
-from headwise.training.choosing import StepOptions
+from headwise.training import Recipe, run_setup, train
+from headwise.training.autotune import StepTrial
 from headwise.training.optimiser import AdamWOptimiser, group_parameters
-from headwise.training.probing import StepTrial
-from headwise.training.stepping import TrainStep
+from headwise.training.train_step import StepOptions, TrainStep
 from learning import IDS, Echo, Routed, quick
 
 STEPS, ECHO = 3, Echo()
@@ -184,11 +183,11 @@ def refusals(folder: Path) -> dict[str, str]:
         return told(lambda: train(task, described, quick(**said), folder / out))
 
     def with_code() -> str:
-        kept, setup.code = setup.code, lambda: {**code(), **({"source": "other"} if second else {})}
+        kept, run_setup.code = run_setup.code, lambda: {**code(), **({"source": "other"} if second else {})}
         try:
             return run()
         finally:
-            setup.code = kept
+            run_setup.code = kept
 
     second = RANK == 1
     return {

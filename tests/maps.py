@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwise.heads.block import WeightBand
-from headwise.heads.scene import TokenAnnotations
+from headwise.head_analysis.annotated_examples import TokenAnnotations
+from headwise.head_analysis.weight_bands import WeightBand
 
 HEADS = 3
 

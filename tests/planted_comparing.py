@@ -8,7 +8,7 @@ from planting import bug
 MATCHING, COMPARING, DRAWING = "test_matching.py", "test_comparing.py", "test_drawing.py"
 bug(
     "match-takes-the-size-below",
-    "counting/search.py",
+    "costs/size_matching.py",
     "key=lambda one: (abs(one[1] - wanted)",
     "key=lambda one: (one[1] > wanted, abs(one[1] - wanted)",
     f"{MATCHING}::test_grouped_heads_as_large_as_full_ones_by_hand[vdim-141-1049600]",
@@ -16,28 +16,28 @@ bug(
 )
 bug(
     "match-takes-every-count-for-rising",
-    "counting/search.py",
+    "costs/size_matching.py",
     "(self._counted(found) < wanted) == rises",
     "(self._counted(found) < wanted)",
     f"{MATCHING}::test_counts_that_fall_are_searched_the_other_way",
 )
 bug(
     "match-stops-at-the-first-size-that-cannot-be",
-    "counting/search.py",
+    "costs/size_matching.py",
     "range(2 * size, 4 * size + self.gap)",
     "range(2 * size, 2 * size + 1)",
     f"{MATCHING}::test_the_next_size_may_be_far_where_heads_are_shared_evenly",
 )
 bug(
     "match-trusts-a-count-that-goes-back",
-    "counting/search.py",
+    "costs/size_matching.py",
     "return len(ups) < 2",
     "return True",
     f"{MATCHING}::test_what_goes_up_and_down_is_tried_one_by_one",
 )
 bug(
     "match-takes-an-end-for-near-enough",
-    "counting/matching.py",
+    "costs/size_matching.py",
     "if not search.reached(self.wanted):",
     "if search.reached(self.wanted) is None:",
     f"{MATCHING}::test_an_impossible_match_says_what_is_near_and_what_else_to_free",
@@ -45,7 +45,7 @@ bug(
 )
 bug(
     "match-leaves-values-as-wide-as-keys-were",
-    "counting/matching.py",
+    "costs/size_matching.py",
     "vdim=spec.heads.vdim if rest else times * dim",
     "vdim=spec.heads.vdim",
     f"{MATCHING}::test_grouped_heads_as_large_as_full_ones_by_hand[dim-102-1044480]",
@@ -53,21 +53,21 @@ bug(
 )
 bug(
     "match-widens-a-model-without-its-heads",
-    "counting/matching.py",
+    "costs/size_matching.py",
     "if spec.model % width == 0:",
     "if spec.model % width == width:",
     f"{MATCHING}::test_what_hangs_on_a_size_follows",
 )
 bug(
     "cache-along-lengths-forgets-the-source",
-    "counting/along.py",
+    "costs/cost_vs_length.py",
     '"cross": calls["prefill"][1].source',
     '"cross": load.context',
     f"{COMPARING}::test_models_are_sampled_too_sources_included",
 )
 bug(
     "break-even-one-token-late",
-    "counting/breakeven.py",
+    "costs/cost_vs_length.py",
     "while high - low > 1:",
     "while high - low > 2:",
     f"{COMPARING}::test_spans_are_found_to_the_token",
@@ -75,14 +75,14 @@ bug(
 )
 bug(
     "break-even-tells-the-first-change-as-the-last",
-    "counting/breakeven.py",
+    "costs/cost_vs_length.py",
     "yield Span(start, change - 1)",
     "yield Span(start, None)",
     f"{COMPARING}::test_what_does_not_stay_is_told_span_by_span",
 )
 bug(
     "break-even-takes-equal-for-less",
-    "counting/breakeven.py",
+    "costs/cost_vs_length.py",
     "spans(lambda tokens: gain(tokens) > 0, farthest)",
     "spans(lambda tokens: gain(tokens) >= 0, farthest)",
     f"{COMPARING}::test_a_window_gains_once_it_is_full",
@@ -90,14 +90,14 @@ bug(
 )
 bug(
     "complexity-a-window-reaches-its-own-width",
-    "counting/complexity.py",
+    "costs/complexity.py",
     "_reaching(sizes.window - 1, sizes.tokens)",
     "_reaching(sizes.window, sizes.tokens)",
     f"{COMPARING}::test_paths_are_as_long_as_walking_them",
 )
 bug(
     "complexity-gates-read-the-token-alone",
-    "counting/complexity.py",
+    "costs/complexity.py",
     "return 4 * gates * n * Symbol.of(sizes.model",
     "return 2 * gates * n * Symbol.of(sizes.model",
     f"{COMPARING}::test_recurrences_are_products_of_the_token_and_of_the_state",
@@ -105,35 +105,35 @@ bug(
 )
 bug(
     "names-of-lines-pile-up",
-    "counting/labels.py",
+    "costs/cost_plots.py",
     "order = sorted(range(len(wanted)), key=lambda n: wanted[n])",
     "order = list(range(len(wanted)))",
     f"{DRAWING}::test_names_keep_their_distance_and_their_order",
 )
 bug(
     "drawing-follows-a-users-settings",
-    "counting/drawing.py",
+    "costs/cost_plots.py",
     "matplotlib.rcdefaults()  #",
     "pass  #",
     f"{DRAWING}::test_the_same_costs_are_the_same_file",
 )
 bug(
     "drawing-says-when-it-was-made",
-    "counting/drawing.py",
+    "costs/cost_plots.py",
     '".svg": {"metadata": {"Date": None}}',
     '".svg": {}',
     f"{DRAWING}::test_the_same_costs_are_the_same_file[svg]",
 )
 bug(
     "drawing-names-run-into-the-next-panel",
-    "counting/panels.py",
+    "costs/cost_plots.py",
     "shortened(mark.name, int(72 * room / size / LETTER))",
     "mark.name",
     f"{DRAWING}::test_no_text_covers_another_or_leaves_the_drawing",
 )
 bug(
     "sheet-ends-lines-as-unix-does",
-    "counting/sheet.py",
+    "costs/cost_report.py",
     'lineterminator="\\r\\n"',
     'lineterminator="\\n"',
     f"{DRAWING}::test_the_sheet_is_the_document_again",

@@ -16,14 +16,14 @@ from planting import (
 
 bug(
     "a-chunk-forgets-those-before",
-    "backends/linear.py",
+    "backends/linear_attention.py",
     "self.both(q, k, v, square, state if start else None)",
     "self.both(q, k, v, square, None)",
     edge("Sum0", "linear"),
 )
 bug(
     "all-are-read-but-the-last",
-    "backends/linear.py",
+    "backends/linear_attention.py",
     "state = self._folded(state, k_BHSK, v_BHSV)",
     "state = self._folded(state, k_BHSK[:, :, :-1], v_BHSV[:, :, :-1])",
     truth("FeatureMap0"),
@@ -38,28 +38,28 @@ bug(
 )
 bug(
     "a-block-reads-its-first-range-only",
-    "backends/blocks.py",
+    "backends/query_blocks.py",
     "torch.cat(index) if index",
     "index[0] if index",
     "contract/test_edges.py::test_sparse_patterns_touch_what_they_read[composed-bigbird(300, block=16, random=2)]",
 )
 bug(
     "blocks-keep-their-scores",
-    "backends/again.py",
+    "backends/chunked_attention.py",
     "if not torch.is_grad_enabled() or not any(t.requires_grad for t in wanted) or _kept(inputs, learned):",
     "if plan.blocks:",
     "contract/test_edges.py::test_mixing_heads_keeps_no_square[(TalkingHeads(),)]",
 )
 bug(
     "blocks-are-billed-in-full",
-    "backends/blocks.py",
+    "backends/query_blocks.py",
     "return len(self.queries) * sum(map(len, self.keys))",
     "return len(self.queries) * self.keys[-1].stop",
     "contract/test_edges.py::test_blocks_are_counted_as_torch_counts_them[SinkSoftmax0-composed]",
 )
 bug(
     "padding-counts-in-the-average",
-    "parts/average.py",
+    "parts/mean_attention.py",
     "live_BS.sum(-1, keepdim=True)",
     "live_BS.shape[1]",
     ragged("Average0"),
@@ -85,28 +85,28 @@ DEPTH, MERGED, LONG = "test_depth_init.py", "test_merged.py", "test_longformer.p
 
 bug(
     "depth-scales-the-variance",
-    "blocks/depth.py",
+    "nn/depth_init.py",
     "return alpha / depth**exponent",
     "return alpha / depth ** (exponent / 2)",
     f"{DEPTH}::test_paper_and_code_at_layer_16",
 )
 bug(
     "xavier-knows-one-fan",
-    "parts/start.py",
+    "parts/initialisers.py",
     "shape[-1] + math.prod(shape[:-1])",
     "2 * shape[-1]",
     f"{DEPTH}::test_each_matrix_of_a_layer_by_its_own_widths",
 )
 bug(
     "three-maps-drawn-as-one",
-    "blocks/depth.py",
+    "nn/depth_init.py",
     "yield from module.in_proj_weight.chunk(3)",
     "yield module.in_proj_weight",
     f"{DEPTH}::test_any_module",
 )
 bug(
     "tables-drawn-as-maps",
-    "blocks/depth.py",
+    "nn/depth_init.py",
     "declared[name].applied is not None and ",
     "",
     f"{DEPTH}::test_biases_norms_tables_and_constants_stay",
@@ -127,28 +127,28 @@ bug(
 )
 bug(
     "the-mean-has-a-merge-of-its-own",
-    "blocks/merged.py",
+    "nn/merged_attention.py",
     'for name in ("project", "output")}',
     'for name in ("project",)}',
     f"{MERGED}::test_it_saves_a_whole_self_attention",
 )
 bug(
     "the-mean-forgets-the-bias-of-values",
-    "blocks/merged.py",
+    "nn/merged_attention.py",
     'bias = "v" if "v_bias" in spec.project.params(spec) else ""',
     'bias = ""',
     f"{MERGED}::test_the_formula[grouped]",
 )
 bug(
     "a-step-of-the-cross-branch-stands-at-zero",
-    "blocks/merged.py",
+    "nn/merged_attention.py",
     "at = cache.next(x.shape[1]) if tokens is None and cache is not None else tokens",
     "at = tokens",
     f"{MERGED}::test_cached_decode_is_one_pass[turned-one by one]",
 )
 bug(
     "cross-heads-outside-the-merge",
-    "blocks/merged.py",
+    "nn/merged_attention.py",
     "return self.cross.merge(read_BTOV + mean_BTOV)",
     "return self.cross.merge(read_BTOV) + self.average.merge(mean_BTOV)",
     f"{MERGED}::test_the_formula[pruned]",
@@ -156,42 +156,42 @@ bug(
 )
 bug(
     "rows-with-fewer-global-tokens-lose-others",
-    "blocks/longformer.py",
+    "nn/longformer_attention.py",
     "torch.where(asks.live[..., None, None], read, o_BTOV[there])",
     "read",
     f"{LONG}::test_each_token_is_read_by_its_own_layer[plain]",
 )
 bug(
     "the-second-projections-start-elsewhere",
-    "blocks/longformer.py",
+    "nn/longformer_attention.py",
     "        self.overall.load_state_dict({name: held[name] for name in self.overall.state_dict()})\n",
     "",
     f"{LONG}::test_a_fresh_block_is_the_plain_layer[plain]",
 )
 bug(
     "the-first-global-token-is-not-counted",
-    "blocks/longformer.py",
+    "nn/longformer_attention.py",
     "at.start <= position < at.start + at.count",
     "at.start < position < at.start + at.count",
     f"{LONG}::test_positions_count_from_where_the_tokens_stand[0]",
 )
 bug(
     "global-queries-ask-from-the-start",
-    "blocks/longformer.py",
+    "nn/longformer_attention.py",
     "return there, Tokens(at.position.expand(batch, -1)[there], segment, checked=True)",
     "return there, Tokens(index, segment, checked=True)",
     f"{LONG}::test_each_token_is_read_by_its_own_layer[turned]",
 )
 bug(
     "everybody-asks-twice",
-    "blocks/longformer.py",
+    "nn/longformer_attention.py",
     "return sum(at.start <= position < at.start + at.count for position in self.positions)",
     "return at.count",
     f"{LONG}::test_only_global_tokens_ask_twice[plain]",
 )
 bug(
     "packed-rows-share-their-global-tokens",
-    "blocks/longformer.py",
+    "nn/longformer_attention.py",
     "self.overall.remember(x, tokens=at)",
     "self.overall.remember(x)",
     f"{LONG}::test_each_token_is_read_by_its_own_layer[plain]",
@@ -242,28 +242,28 @@ LLAMA = "anchors/test_diffllama.py::"
 
 bug(
     "knocking-knocks-transposed",
-    "parts/knocking.py",
+    "parts/knocking_heads.py",
     "return F.linear(x_BTHK, p[side])",
     "return F.linear(x_BTHK, p[side].T)",
     KNOCKING + "test_one_matrix_for_all_heads_of_a_side",
 )
 bug(
     "the-knocking-mlp-forgets-its-two",
-    "parts/knocking.py",
+    "parts/knocking_heads.py",
     "F.linear(2 * F.linear",
     "F.linear(F.linear",
     KNOCKING + "test_a_fresh_layer_is_plain_attention",
 )
 bug(
     "knocking-counts-query-heads-for-keys",
-    "parts/knocking.py",
+    "parts/knocking_heads.py",
     "work.remembered * heads.kv * heads.dim**2",
     "work.remembered * heads.q * heads.dim**2",
     COUNTS + "test_products_are_counted_as_torch_counts_them[Knocking1-dense]",
 )
 bug(
     "folding-leaves-the-bias-behind",
-    "parts/direct.py",
+    "parts/linear_projection.py",
     'for key in (side, f"{side}_bias") if key in self.params(spec)',
     "for key in (side,) if key in self.params(spec)",
     KNOCKING + "test_folded_is_unfolded",
@@ -284,7 +284,7 @@ bug(
 )
 bug(
     "an-mlp-is-folded-as-a-matrix",
-    "parts/knocking.py",
+    "parts/knocking_heads.py",
     'return p[side] if self.kind == "linear" else None',
     'return p["up" if self.kind == "mlp" else side]',
     KNOCKING + "test_folded_is_unfolded[around an mlp-]",
@@ -384,49 +384,49 @@ F = "anchors/test_favor.py::"
 L = "anchors/test_learned.py::"
 bug(
     "additive-bias-is-dropped",
-    "parts/additive.py",
+    "parts/additive_attention.py",
     'shifted = (k_BHSK + p["bias"][:, None])[:, :, None]',
     "shifted = k_BHSK[:, :, None]",
     A + "test_additive_scores_by_their_formula[2]",
 )
 bug(
     "additive-heads-are-folded-into-rows",
-    "parts/additive.py",
+    "parts/additive_attention.py",
     "headed: ClassVar[bool] = True",
     "headed: ClassVar[bool] = False",
     truth("Additive0"),
 )
 bug(
     "additive-blocks-swap-places",
-    "parts/additive.py",
+    "parts/additive_attention.py",
     "torch.cat(blocks, 2)",
     "torch.cat(blocks[::-1], 2)",
     A + "test_blocks_of_additive_queries_are_one_pass[1]",
 )
 bug(
     "additive-scales-like-a-product",
-    "parts/additive.py",
+    "parts/additive_attention.py",
     "v[:, :, None]).unflatten(2, pairs)",
     "v[:, :, None] * v.shape[-1] ** -0.5).unflatten(2, pairs)",
     A + "test_a_recurrent_decoder_reads_through_the_layer",
 )
 bug(
     "gaussian-forgets-the-half",
-    "parts/gaussian.py",
+    "parts/gaussian_kernel.py",
     "apart[..., None]).flatten(-3) / -2",
     "-apart[..., None]).flatten(-3)",
     A + "test_soft_look_up[2.0]",
 )
 bug(
     "gaussian-blocks-swap-places",
-    "parts/gaussian.py",
+    "parts/gaussian_kernel.py",
     "torch.cat(blocks, 2)",
     "torch.cat(blocks[::-1], 2)",
     A + "test_blocks_of_gaussian_queries_are_one_pass[1]",
 )
 bug(
     "gaussian-counts-no-product",
-    "parts/gaussian.py",
+    "parts/gaussian_kernel.py",
     "return torch.matmul(apart[..., None, :], apart[..., None]).flatten(-3) / -2",
     "return apart.square().sum(-1) / -2",
     COUNTS + "test_products_are_counted_as_torch_counts_them[Gaussian0-dense]",
@@ -485,21 +485,21 @@ bug(
 )
 bug(
     "learned-tables-are-transposed",
-    "parts/learned.py",
+    "parts/synthesizer.py",
     'rows = p["table"][:, place]',
     'rows = p["table"].transpose(1, 2)[:, place]',
     L + "test_synthesizers_by_their_formulas[random-pure]",
 )
 bug(
     "learned-scores-go-by-slot",
-    "parts/learned.py",
+    "parts/synthesizer.py",
     "cell.take(factors, cell.j.clamp(0, self.length - 1))",
     "cell.take(factors, (cell.j - cell.j.amin()).clamp(0, self.length - 1))",
     L + "test_synthesizers_by_their_formulas[random-mixture]",
 )
 bug(
     "learned-hidden-layer-is-linear",
-    "parts/learned.py",
+    "parts/synthesizer.py",
     'hidden = F.relu(F.linear(x_BTD, p["hidden"], p["hidden_bias"]))',
     'hidden = F.linear(x_BTD, p["hidden"], p["hidden_bias"])',
     L + "test_synthesizers_by_their_formulas[dense-pure]",
@@ -534,7 +534,7 @@ bug(
 )
 bug(
     "an-absorbed-step-meets-features",
-    "parts/latent.py",
+    "parts/latent_attention.py",
     "if not spec.similarity.linear:",
     "if False:",
     F + "test_an_absorbed_query_keeps_nothing_but_products",
@@ -549,14 +549,14 @@ DYNAMIC = "test_dynamic.py::"
 
 bug(
     "overlap-schedule-off-by-one",
-    "parts/overlapping.py",
+    "parts/overlapping_heads.py",
     '"L-l": lambda layer, layers: layers - layer,',
     '"L-l": lambda layer, layers: layers - layer - 1,',
     OVERLAPPING + "test_the_overlap_at_every_depth[L-l]",
 )
 bug(
     "overlap-halved-before-one-is-added",
-    "parts/overlapping.py",
+    "parts/overlapping_heads.py",
     "layer // 2 + 1,",
     "(layer + 1) // 2,",
     OVERLAPPING + "test_the_overlap_at_every_depth[l//2+1]",
@@ -570,7 +570,7 @@ bug(
 )
 bug(
     "a-cut-overlap-is-placed-anew",
-    "parts/overlapping.py",
+    "parts/overlapping_heads.py",
     'channels=self.sizes(spec)["channel"], schedule="fixed")',
     'channels=self.sizes(spec)["channel"])',
     OVERLAPPING + "test_what_was_cut_is_not_placed_anew",
@@ -598,14 +598,14 @@ bug(
 )
 bug(
     "collaborate-reports-the-square",
-    "parts/trilinear.py",
+    "parts/collaborative.py",
     "return math.sqrt(missed / whole) if whole",
     "return missed / whole if whole",
     COLLABORATE + "test_the_error_is_that_of_the_tensor",
 )
 bug(
     "als-forgets-the-mixing-of-others",
-    "parts/trilinear.py",
+    "parts/collaborative.py",
     "q = _nearest((mixing.T @ mixing) * (k @ k.T), met, q)",
     "q = _nearest(k @ k.T, met, q)",
     COLLABORATE + "test_sweeps_and_ranks_never_make_it_worse",
@@ -613,14 +613,14 @@ bug(
 )
 bug(
     "als-takes-the-longer-step-regardless",
-    "parts/trilinear.py",
+    "parts/collaborative.py",
     "if (found := _missed(form, further)) < least:",
     "if (found := _missed(form, further)) < least + 1:",
     COLLABORATE + "test_sweeps_and_ranks_never_make_it_worse",
 )
 bug(
     "als-starts-from-the-smallest",
-    "parts/trilinear.py",
+    "parts/collaborative.py",
     "sort(descending=True, stable=True).indices[:rank]",
     "sort(descending=False, stable=True).indices[:rank]",
     COLLABORATE + "test_it_starts_from_singular_triples_and_not_from_noise",
@@ -635,56 +635,56 @@ bug(
 )
 bug(
     "mixing-blocks-round-down",
-    "parts/trilinear.py",
+    "parts/collaborative.py",
     "math.ceil(width / heads)",
     "(width // heads)",
     COLLABORATE + "test_how_a_mixing_starts",
 )
 bug(
     "routed-shares-out-over-all",
-    "parts/routed.py",
+    "parts/mixture_of_heads.py",
     "kept = (share * chosen).sum(-1, keepdim=True)",
     "kept = share.sum(-1, keepdim=True)",
     ROUTED + "test_learned_gates",
 )
 bug(
     "router-norm-with-a-biased-deviation",
-    "parts/routed.py",
+    "parts/mixture_of_heads.py",
     "/ (long.shape[-1] - 1)",
     "/ long.shape[-1]",
     ROUTED + "test_the_balance[code-norm]",
 )
 bug(
     "router-norm-asks-the-shared-heads",
-    "parts/routed.py",
+    "parts/mixture_of_heads.py",
     "own[(self.always + n) % len(own)]",
     "own[n % len(own)]",
     ROUTED + "test_gates_by_the_length_of_queries",
 )
 bug(
     "straight-through-the-chosen-alone",
-    "parts/routed.py",
+    "parts/mixture_of_heads.py",
     "(chosen + (share - share.detach()))",
     "(chosen + chosen * (share - share.detach()))",
     ROUTED + "test_gradients_go_straight_through",
 )
 bug(
     "router-norm-speaks-softly",
-    "parts/routed.py",
+    "parts/mixture_of_heads.py",
     "(chosen + (share - share.detach()))",
     "(chosen * share)",
     ROUTED + "test_a_grouped_layer_is_converted_without_a_weight",
 )
 bug(
     "router-norm-asks-only-who-is-left",
-    "parts/routed.py",
+    "parts/mixture_of_heads.py",
     'return frozenset(range(spec.heads.q)) if self.router == "norm" else heads',
     "return heads",
     ROUTED + "test_a_cut_head_is_still_asked",
 )
 bug(
     "paper-balance-with-the-factor-of-the-code",
-    "parts/routed.py",
+    "parts/mixture_of_heads.py",
     "return self._factor(share.shape[-1]) * (mean * often).sum()",
     "return share.shape[-1] * (mean * often).sum()",
     ROUTED + "test_the_balance_of_a_uniform_router[paper-0.75]",
@@ -698,14 +698,14 @@ bug(
 )
 bug(
     "router-takes-the-last-of-equals",
-    "parts/routed.py",
+    "parts/mixture_of_heads.py",
     "share.sort(dim=-1, descending=True, stable=True).indices[..., : self.active]",
     "share.sort(dim=-1, stable=True).indices[..., -self.active :]",
     ROUTED + "test_of_equals_the_first_is_chosen",
 )
 bug(
     "dynamic-rank-and-group-swapped",
-    "parts/dynamic.py",
+    "parts/dynamic_composition.py",
     "weight.view(rank, groups, -1, units).permute(1, 3, 0, 2)",
     "weight.view(groups, rank, -1, units).permute(0, 3, 1, 2)",
     DYNAMIC + "test_one_matrix_for_every_pair",
@@ -713,14 +713,14 @@ bug(
 )
 bug(
     "dynamic-norm-over-all-groups",
-    "parts/dynamic.py",
+    "parts/dynamic_composition.py",
     "F.rms_norm(source, source.shape[-1:], eps=_EPS)",
     "F.rms_norm(source, source.shape[-2:], eps=_EPS)",
     DYNAMIC + "test_groups_are_so_many_layers_side_by_side",
 )
 bug(
     "dynamic-groups-by-turns",
-    "parts/dynamic.py",
+    "parts/dynamic_composition.py",
     "if head // each in {one // each for one in heads})",
     "if head % each in {one % each for one in heads})",
     DYNAMIC + "test_whole_groups_are_cut",
@@ -728,7 +728,7 @@ bug(
 )
 bug(
     "dynamic-own-by-place",
-    "parts/dynamic.py",
+    "parts/dynamic_composition.py",
     'return a_BHTS.index_select(1, torch.searchsorted(p["name"], p["own"]))',
     'return a_BHTS.index_select(1, p["own"] % a_BHTS.shape[1])',
     DYNAMIC + "test_whole_groups_are_cut",
@@ -742,14 +742,14 @@ bug(
 )
 bug(
     "dynamic-remembers-for-queries-alone",
-    "parts/dynamic.py",
+    "parts/dynamic_composition.py",
     'if "key" not in self._sides:',
     'if "key" in self.sides:',
     DYNAMIC + "test_what_is_remembered_grows_by_ten_numbers_a_head",
 )
 bug(
     "dynamic-static-turned-round",
-    "parts/dynamic.py",
+    "parts/dynamic_composition.py",
     "return (static.mT @ ",
     "return (static @ ",
     DYNAMIC + "test_one_matrix_for_every_pair",
@@ -828,14 +828,14 @@ bug(
 )
 bug(
     "concrete-evaluates-with-the-temperature",
-    "parts/concrete.py",
+    "parts/hard_concrete_gate.py",
     "return self._stretched(log_a)",
     "return self._stretched(log_a / self.temperature)",
     CONCRETE + "test_evaluation_as_released_forgets_the_temperature",
 )
 bug(
     "concrete-draws-without-the-temperature",
-    "parts/concrete.py",
+    "parts/hard_concrete_gate.py",
     "(torch.logit(u) + log_a) / self.temperature",
     "torch.logit(u) + log_a",
     CONCRETE + "test_a_gate_is_the_formula_of_what_was_drawn",
@@ -843,35 +843,35 @@ bug(
 )
 bug(
     "concrete-one-draw-for-all-heads",
-    "parts/concrete.py",
+    "parts/hard_concrete_gate.py",
     "torch.rand(log_a.shape,",
     "torch.rand(log_a[:1].shape,",
     CONCRETE + "test_one_draw_for_each_head_and_call",
 )
 bug(
     "concrete-chance-upside-down",
-    "parts/concrete.py",
+    "parts/hard_concrete_gate.py",
     "log_a - self.temperature * math.log(-self.low / self.high)",
     "log_a - self.temperature * math.log(-self.high / self.low)",
     CONCRETE + "test_the_chance_is_that_of_a_gate_not_shut",
 )
 bug(
     "concrete-likelier-end-without-the-upper-one",
-    "parts/concrete.py",
+    "parts/hard_concrete_gate.py",
     "even = self.temperature / 2 * (math.log(-self.low / self.high) + math.log((1 - self.low) / (self.high - 1)))",
     "even = 0.0",
     CONCRETE + "test_evaluation_as_published_takes_the_likelier_end",
 )
 bug(
     "concrete-mean-over-heads",
-    "parts/concrete.py",
+    "parts/hard_concrete_gate.py",
     'self.chance(log_a), p).sum(), "heads")',
     'self.chance(log_a), p).mean(), "heads")',
     CONCRETE + "test_the_ledger_adds_up_two_layers",
 )
 bug(
     "concrete-mean-that-never-learns-the-depth",
-    "parts/concrete.py",
+    "parts/hard_concrete_gate.py",
     'return replace(self, layers=layers) if self.regulariser == "mean" else self',
     "return self",
     CONCRETE + "test_the_ledger_adds_up_two_layers",
@@ -879,7 +879,7 @@ bug(
 )
 bug(
     "concrete-rounds-the-gradient-away",
-    "parts/concrete.py",
+    "parts/hard_concrete_gate.py",
     "(soft > 0.5).to(soft.dtype) + (soft - soft.detach())",
     "(soft > 0.5).to(soft.dtype) + 0 * soft",
     CONCRETE + "test_gradients_reach_every_gate",
@@ -891,14 +891,14 @@ BILLS, COST = "contract/test_bills.py::", "test_cost.py::"
 
 bug(
     "constants-get-gradients",
-    "counting/bills.py",
+    "costs/flops.py",
     'yield Product(f"{name}.{key}", flops, 2 if param.learned else 1)',
     'yield Product(f"{name}.{key}", flops)',
     BILLS + "test_gradients_are_counted_as_torch_counts_them[Concat1]",
 )
 bug(
     "weights-that-nobody-learned-get-gradients",
-    "counting/bills.py",
+    "costs/flops.py",
     "return 2 if core.width or any(",
     "return 2 if True or any(",
     BILLS + "test_gradients_are_counted_as_torch_counts_them[Values2]",
@@ -912,7 +912,7 @@ bug(
 )
 bug(
     "a-sum-loses-its-brackets",
-    "counting/symbols.py",
+    "costs/symbolic_int.py",
     'return f"({self.text})" if self.loose else self.text',
     "return self.text",
     BILLS + "test_symbols_compute_like_numbers",
@@ -920,14 +920,14 @@ bug(
 )
 bug(
     "a-ring-is-read-in-full",
-    "counting/reading.py",
+    "costs/flops.py",
     "kept = past + steps if last is None else min(past + steps, first + last)",
     "kept = past + steps",
     COST + "test_a_ring_is_read_as_far_as_it_goes",
 )
 bug(
     "memory-is-free",
-    "counting/devices.py",
+    "costs/roofline.py",
     "return max(flops / self.flops[dtype], moved / self.bandwidth)",
     "return flops / self.flops[dtype]",
     COST + "test_rooflines_by_hand",
@@ -946,21 +946,21 @@ bug(
 )
 bug(
     "shares-are-summed-as-coarse-as-they-are",
-    "backends/linear.py",
+    "backends/linear_attention.py",
     "share_BHTS = share_BHTS.to(torch.promote_types(share_BHTS.dtype, torch.float32))",
     "share_BHTS = share_BHTS + 0",
     TOGETHER + "test_a_state_in_half_precision_sums_thousands",
 )
 bug(
     "a-latent-average-is-summed-in-another-form",
-    "parts/average.py",
+    "parts/mean_attention.py",
     " or spec.project.rewrites(spec):",
     ":",
     TOGETHER + "test_an_average_of_latent_values_is_no_sum_of_them[4]",
 )
 bug(
     "a-ring-is-handed-over-as-it-lies",
-    "cache/slots.py",
+    "cache/contiguous.py",
     "torch.arange(start, self.used, device=self.device) % self.last, start",
     "torch.arange(start, self.used, device=self.device) - start, start",
     TOGETHER + "test_a_ring_hands_over_what_it_holds_in_turn",
@@ -971,7 +971,7 @@ bug(
 A, F = "anchors/test_similarities.py::", "anchors/test_favor.py::"
 bug(
     "gaussian-is-seen-from-the-middle-of-its-queries",
-    "parts/gaussian.py",
+    "parts/gaussian_kernel.py",
     "        q, k = exact(q_BHTK), exact(k_BHSK)\n",
     "        q, k = exact(q_BHTK), exact(k_BHSK)\n"
     "        middle = q.mean(-2, keepdim=True)\n"
@@ -983,7 +983,7 @@ bug(
 )
 bug(
     "gaussian-is-a-difference-of-products",
-    "parts/gaussian.py",
+    "parts/gaussian_kernel.py",
     "        q, k = exact(q_BHTK), exact(k_BHSK)\n",
     "        q, k = exact(q_BHTK) / self.width, exact(k_BHSK) / self.width\n"
     "        lengths = q.square().sum(-1)[..., None] / 2 + k.square().sum(-1)[..., None, :] / 2\n"
@@ -1035,14 +1035,14 @@ bug(
 )
 bug(
     "forms-are-taken-as-large-as-they-are",
-    "parts/trilinear.py",
+    "parts/collaborative.py",
     "return Form(_times(form.q, torch.where(live, k - size, -q)), _times(form.k, -k)), size",
     "return form, 0",
     "test_collaborate.py::test_the_error_does_not_depend_on_size",
 )
 bug(
     "no-form-is-swept-too",
-    "parts/trilinear.py",
+    "parts/collaborative.py",
     "    if not error:  #",
     "    if error < 0:  #",
     "test_collaborate.py::test_heads_that_compare_nothing",
@@ -1056,21 +1056,21 @@ bug(
 )
 bug(
     "global-tokens-draw-gates-of-their-own",
-    "blocks/longformer.py",
+    "nn/longformer_attention.py",
     "if not isinstance(modifier, Gate))",
     "if True)",
     "test_longformer.py::test_a_fresh_block_is_the_plain_layer_while_training_too[gates]",
 )
 bug(
     "global-tokens-learn-tables-of-their-own",
-    "blocks/longformer.py",
+    "nn/longformer_attention.py",
     'for name, _ in far.parts() if name != "project"}',
     'for name, _ in far.parts() if name == "output"}',
     "test_longformer.py::test_only_the_projections_come_twice[sinks]",
 )
 bug(
     "global-tokens-meet-no-gate",
-    "blocks/longformer.py",
+    "nn/longformer_attention.py",
     "read = read * gate.expand(*o_BTOV.shape[:-1], 1)[there]",
     "read = read * 1",
     "test_longformer.py::test_each_token_is_read_by_its_own_layer[mixed]",

@@ -102,49 +102,49 @@ bug(
 )
 bug(
     "filled-slots-one-short",
-    "cache/slots.py",
+    "cache/contiguous.py",
     "filled = min(self.used, self.slots)",
     "filled = min(self.used, self.slots) - 1",
     decode("Direct0"),
 )
 bug(
     "held-is-taken-for-allowed",
-    "cache/reach.py",
+    "cache/full_visibility.py",
     "return self._all",
     "return True",
     "contract/test_any.py::test_any_spec_decodes",
 )
 bug(
     "ring-one-slot-short",
-    "cache/slots.py",
+    "cache/contiguous.py",
     "slot = before if before < self.first else self.first + (before - self.first) % self.last",
     "slot = before if before < self.first else self.first + (before - self.first) % (self.last - 1)",
     steps("gemma2"),
 )
 bug(
     "ring-keeps-any-of-many",
-    "cache/slots.py",
+    "cache/contiguous.py",
     'winner.scatter_reduce(1, slot, order, "amax")',
     'winner.scatter_reduce(1, slot, order, "amin", include_self=False)',
     ring("Direct0"),
 )
 bug(
     "ring-reads-what-is-left",
-    "cache/slots.py",
+    "cache/contiguous.py",
     "if at.count == 1 else (told, where)",
     "if at.count == 1 else (self.entry, self.tokens)",
     steps("gemma2"),
 )
 bug(
     "padding-takes-a-slot",
-    "cache/slots.py",
+    "cache/contiguous.py",
     "torch.where(live, self._filled[:, None] + live.cumsum(1) - 1, self.slots)",
     "self._filled[:, None] + torch.arange(at.count, device=self.device)",
     "test_cache.py",
 )
 bug(
     "ragged-rows-go-on-from-the-longest",
-    "cache/base.py",
+    "cache/kv_cache.py",
     "position = self._last[:, None] + ",
     "position = self._last.amax() + ",
     ragged("Direct0"),
@@ -155,7 +155,7 @@ bug(
 
 bug(
     "constants-are-counted-as-learned",
-    "counting/__init__.py",
+    "costs/__init__.py",
     "if param.learned}",
     "}",
     COUNTS + "test_parameters_are_counted_as_made[Alibi0]",
@@ -183,7 +183,7 @@ bug(
 )
 bug(
     "a-ring-is-billed-in-full",
-    "counting/__init__.py",
+    "costs/__init__.py",
     "capacity if last is None else min(capacity, first + last)",
     "capacity",
     ring("Direct0"),
@@ -253,14 +253,14 @@ bug(
 )
 bug(
     "a-copy-acts-with-old-weights",
-    "backends/bound.py",
+    "backends/core_interface.py",
     "return partial(_score, part, p)",
     "return lambda s, sight, inputs: _score(part, p, s, sight, inputs)",
     "contract/test_module.py::test_copies_saves_and_moves[T5Bias0]",
 )
 bug(
     "dense-groups-swap-queries",
-    "backends/bound.py",
+    "backends/core_interface.py",
     "return x_BHTK.unflatten(1, (-1, each)).flatten(2, 3)",
     "return x_BHTK.unflatten(1, (-1, each)).transpose(2, 3).flatten(2, 3)",
     truth("Direct1"),
@@ -309,7 +309,7 @@ bug(
 )
 bug(
     "state-forgets-its-weight",
-    "backends/linear.py",
+    "backends/linear_attention.py",
     "value_BHTV + past_BHTV, total + weight",
     "value_BHTV + past_BHTV, total",
     decode("FeatureMap0"),
@@ -319,14 +319,14 @@ bug(
 
 bug(
     "rotary-turns-backwards",
-    "parts/rotary.py",
+    "parts/rotary_embedding.py",
     "a * cos - b * sin, a * sin + b * cos",
     "a * cos + b * sin, b * cos - a * sin",
     layers("llama-none"),
 )
 bug(
     "rotary-swaps-its-pairings",
-    "parts/rotary.py",
+    "parts/rotary_embedding.py",
     'halves = self.pairs == "half"',
     'halves = self.pairs != "half"',
     layers("llama-none"),
@@ -334,14 +334,14 @@ bug(
 )
 bug(
     "rotary-exponent-forgets-the-two",
-    "parts/rotary.py",
+    "parts/rotary_embedding.py",
     "self.base ** (-2 * c / dims)",
     "self.base ** (-c / dims)",
     frequencies("linear"),
 )
 bug(
     "rotary-swells-only-the-cosine",
-    "parts/rotary.py",
+    "parts/rotary_embedding.py",
     "cos, sin = cos * self.swell, sin * self.swell",
     "cos, sin = cos * self.swell, sin",
     layers("llama-yarn-none"),
@@ -400,7 +400,7 @@ bug(
 )
 bug(
     "shaw-values-clip-short",
-    "parts/shaw.py",
+    "parts/shaw_relative_position.py",
     "min(max(j - i, -self.reach), self.reach)",
     "min(max(j - i, 1 - self.reach), self.reach)",
     truth("Shaw0"),
@@ -436,35 +436,35 @@ bug(
 )
 bug(
     "average-counts-the-forbidden",
-    "parts/average.py",
+    "parts/mean_attention.py",
     "live.sum(-1, keepdim=True).clamp(min=1)",
     "live.shape[-1]",
     truth("Average0"),
 )
 bug(
     "latent-shared-key-unturned",
-    "parts/latent.py",
+    "parts/latent_attention.py",
     'turn(r[..., None, :], "k").squeeze(-2)',
     "r",
     layers("deepseek-none"),
 )
 bug(
     "latent-scale-forgets-rope",
-    "parts/latent.py",
+    "parts/latent_attention.py",
     "(spec.heads.dim + self.rope) ** -0.5",
     "spec.heads.dim**-0.5",
     layers("deepseek-none"),
 )
 bug(
     "latent-query-norm-forgets-weights",
-    "parts/latent.py",
+    "parts/latent_attention.py",
     '(self.query_rank,), p["q_norm"]',
     "(self.query_rank,), None",
     layers("deepseek-query-rank-none"),
 )
 bug(
     "latent-absorbs-for-the-wrong-head",
-    "parts/latent.py",
+    "parts/latent_attention.py",
     "up = up[list(voices)]",
     "up = up[: len(voices)]",
     cut("Latent3"),
@@ -478,14 +478,14 @@ bug(
 )
 bug(
     "dynamic-forgets-its-norm",
-    "parts/dynamic.py",
+    "parts/dynamic_composition.py",
     '"source": F.rms_norm(source, source.shape[-1:], eps=_EPS)',
     '"source": source',
     IDENTITY + "test_dynamic_heads_as_published",
 )
 bug(
     "dynamic-keys-answer-for-queries",
-    "parts/dynamic.py",
+    "parts/dynamic_composition.py",
     "permute(0, 3, 1, 2), kept)",
     "permute(0, 3, 1, 2), asked)",
     truth("Dynamic0"),
@@ -499,14 +499,14 @@ bug(
 )
 bug(
     "overlapping-scale-follows-the-slice",
-    "parts/overlapping.py",
+    "parts/overlapping_heads.py",
     "wide, wide, heads.dim**-0.5)",
     "wide, wide, wide**-0.5)",
     IDENTITY + "test_overlapping_queries_and_keys_are_collaborative_ones_with_a_banded_mixing",
 )
 bug(
     "overlapping-pads-one-end",
-    "parts/overlapping.py",
+    "parts/overlapping_heads.py",
     "F.pad(channels_BTC, (self.overlap, self.overlap))",
     "F.pad(channels_BTC, (0, 2 * self.overlap))",
     IDENTITY + "test_overlapping_queries_and_keys_are_collaborative_ones_with_a_banded_mixing",
@@ -520,21 +520,21 @@ bug(
 )
 bug(
     "routing-shares-out-nothing",
-    "parts/routed.py",
+    "parts/mixture_of_heads.py",
     "return self.active * share * chosen",
     "return share * chosen",
     IDENTITY + "test_routing_without_a_preference_and_all_heads_active",
 )
 bug(
     "routing-counts-padding",
-    "parts/routed.py",
+    "parts/mixture_of_heads.py",
     "live = asked.at.live.expand(share.shape[:-1])",
     "live = torch.ones(share.shape[:-1])",
     IDENTITY + "test_routing_leaves_padding_out_of_its_balance",
 )
 bug(
     "routing-forgets-who-was-cut",
-    "parts/routed.py",
+    "parts/mixture_of_heads.py",
     '.index_select(-1, p["slot"])',
     '[..., : len(p["slot"])]',
     cut("Routed0"),
@@ -545,14 +545,14 @@ bug(
 BAD = "test_bad_input.py::"
 bug(
     "rows-forget-how-full-they-are",
-    "cache/slots.py",
+    "cache/contiguous.py",
     "self._filled = self._filled[index]",
     "self._filled = self._filled[: len(index)]",
     "test_cache.py::test_rows_go_their_own_way[plain-ragged-reorder]",
 )
 bug(
     "a-full-cache-takes-one-more",
-    "cache/slots.py",
+    "cache/contiguous.py",
     "if longest > self.slots:",
     "if longest > self.slots + 1:",
     BAD + "test_a_full_cache_says_so_and_keeps_what_it_has",
@@ -580,14 +580,14 @@ bug(
 )
 bug(
     "sum-divides-by-nothing",
-    "parts/sum.py",
+    "parts/sum_normaliser.py",
     "s_BHTS / total.masked_fill(total == 0, 1.0)",
     "s_BHTS / total",
     "test_odd_input.py::test_a_query_with_nothing_to_read_reads_zero",
 )
 bug(
     "heads-are-sorted-before-they-are-read",
-    "backends/bound.py",
+    "backends/core_interface.py",
     "torch.tensor(heads, device=x_BGSK.device)",
     "torch.tensor(sorted(heads), device=x_BGSK.device)",
     "test_bias_laws.py::test_the_constant_follows_who_reads_whom",
@@ -629,7 +629,7 @@ bug(
 )
 bug(
     "a-prefix-may-come-in-pieces",
-    "cache/base.py",
+    "cache/kv_cache.py",
     "if given < opening:",
     "if given < opening - 1:",
     "test_odd_input.py::test_a_later_prefix_must_come_at_once_too",
@@ -644,21 +644,21 @@ bug(
 
 bug(
     "angles-in-single-precision",
-    "parts/rotary.py",
+    "parts/rotary_embedding.py",
     "self.position_BT.view(*self.position_BT.shape, 1, 1) * self.frequency",
     "self.position_BT.view(*self.position_BT.shape, 1, 1).float() * self.frequency.float()",
     "test_odd_input.py::test_only_distances_matter_however_far_out",
 )
 bug(
     "a-state-as-coarse-as-its-inputs",
-    "backends/linear.py",
+    "backends/linear_attention.py",
     "part, exact = spec.folder[1], torch.promote_types(dtype, torch.float32)",
     "part, exact = spec.folder[1], dtype",
     "test_odd_input.py::test_a_state_keeps_sums_that_its_inputs_could_not",
 )
 bug(
     "a-step-is-billed-for-the-expanded-form",
-    "counting/__init__.py",
+    "costs/__init__.py",
     "spec = replace(spec, project=spec.form(work.queries == 1))",
     "spec = replace(spec, project=spec.form(False))",
     COUNTS + "test_a_step_is_counted_as_torch_counts_it[Latent0]",

@@ -34,28 +34,28 @@ bug(
 )
 bug(
     "families-gptj-turns-halves",
-    "families/gptj.py",
+    "families/gpt_neo.py",
     'pairs="interleaved"',
     'pairs="half"',
     f"{SAYS}[gptj]",
 )
 bug(
     "families-neox-turns-all",
-    "families/gpt_neox.py",
+    "families/gpt_neo.py",
     'config.number("rotary_pct", default=0.25)',
     'config.number("rotary_pct", default=1.0)',
     f"{FAMILIES}::test_what_old_files_leave_out_is_the_usual",
 )
 bug(
     "families-neox-one-norm-for-both",
-    "families/gpt_neox.py",
+    "families/gpt_neo.py",
     'placement = "abreast" if',
     'placement = "parallel" if',
     f"{COUNT}[gpt-neox]",
 )
 bug(
     "families-whisper-biased-keys",
-    "families/whisper.py",
+    "families/bart.py",
     'bias="qvo"',
     'bias="qkvo"',
     f"{COUNT}[whisper]",
@@ -63,14 +63,14 @@ bug(
 )
 bug(
     "families-smollm3-turns-everywhere",
-    "families/smollm3.py",
+    "families/llama.py",
     "return [int((layer + 1) % every != 0) for layer in range(layers)]",
     "return [1 for layer in range(layers)]",
     f"{FAMILIES}::test_keys_that_are_left_out_are_what_transformers_fills_in[smollm3]",
 )
 bug(
     "families-cohere2-turns-where-all-is-read",
-    "families/cohere.py",
+    "families/cohere_stablelm.py",
     '            return design(**sizes.words, bias=_bias(config), pattern="causal()")',
     '            return design(**sizes.words, bias=_bias(config), pattern="causal()", '
     "modifiers=(rope.rotary(sizes.dim),))",
@@ -78,14 +78,14 @@ bug(
 )
 bug(
     "families-mpt-any-number-of-heads",
-    "families/mpt.py",
+    "families/bloom_falcon_mpt.py",
     "if heads & (heads - 1) or steepest != 8:",
     "if steepest != 8:",
     f"{FAMILIES}::test_what_no_spec_says_has_its_reason[mpt-six]",
 )
 bug(
     "families-granite-scores-as-usual",
-    "families/granite.py",
+    "families/llama.py",
     'config.number("attention_multiplier", default=1.0)',
     "sizes.dim**-0.5",
     f"{SAYS}[granite]",
@@ -113,28 +113,28 @@ bug(
 )
 bug(
     "models-sines-between-cosines",
-    "models/ends.py",
+    "models/embeddings_heads.py",
     "return sinusoidal(position, like.shape[-1], told.layout).to(like.dtype)",
     "return sinusoidal(position, like.shape[-1]).to(like.dtype)",
     f"{HUB}[marian]",
 )
 bug(
     "kept-abreast-reads-twice",
-    "counting/nets.py",
+    "costs/training_memory.py",
     'held[1:] if described.placement == "abreast" and name != branches[0] else held',
     "held",
     f"{KEEPS}[gpt-neox-dtype0]",
 )
 bug(
     "hub-phi3-values-are-keys",
-    "hub/maps/phi3.py",
+    "families/phi.py",
     '{"q|kv|v": "v"}',
     '{"q|kv|v": "kv"}',
     f"{HUB}[phi3]",
 )
 bug(
     "hub-neox-keys-before-queries",
-    "hub/maps/gpt_neox.py",
+    "families/gpt_neo.py",
     'for place, side in enumerate("qkv"):',
     'for place, side in enumerate("kqv"):',
     f"{HUB}[gpt-neox]",
@@ -142,7 +142,7 @@ bug(
 )
 bug(
     "blueprint-one-layer-for-all-counted-for-each",
-    "blueprint/stack.py",
+    "model_spec/model.py",
     'self.layers if self.weights_of == "each" else self.layers[:1]',
     "self.layers",
     f"{COUNT}[albert]",
@@ -156,35 +156,35 @@ bug(
 )
 bug(
     "sites-words-of-one-tower-for-all",
-    "hub/describing.py",
+    "inspect/attention_sites.py",
     "if not one.words or any(w in site.path for w in one.words)",
     "if True",
     f"{FAMILIES}::test_towers_are_read_from_configs_inside",
 )
 bug(
     "sites-a-class-that-nobody-knows-hides-its-layers",
-    "hub/describing.py",
+    "inspect/attention_sites.py",
     'if key != "architectures"',
     "if True",
     f"{FAMILIES}::test_a_config_that_no_class_fits_still_says_its_layers",
 )
 bug(
     "sites-a-stack-as-paths-guess-it",
-    "hub/describing.py",
+    "inspect/attention_sites.py",
     '        only = f"{self.stacks[0]}.{site.layer}.{site.kind}"\n',
     "        only = site.name\n",
     f"{FAMILIES}::test_the_stack_of_a_site_is_that_of_its_description",
 )
 bug(
     "families-falcon-groups-where-one-head-serves-all",
-    "families/falcon.py",
+    "families/bloom_falcon_mpt.py",
     'kv = 1 if config.flag("multi_query", True) else heads',
     'kv = config.maybe("num_kv_heads") or heads',
     f"{COUNT}[falcon]",
 )
 bug(
     "families-a-window-one-too-wide",
-    "families/starcoder2.py",
+    "families/starcoder.py",
     'f"window({window})"',
     'f"window({window + 1})"',
     f"{FAMILIES}::test_the_mask_is_theirs[starcoder2]",

@@ -11,105 +11,105 @@ OTHERS = f"{PRODUCTS}::test_everything_else_is_for_torch"
 LOW = "test_registered_low.py"
 bug(
     "thin-forgets-the-end-of-a-row",
-    "kernels/thinning.py",
+    "kernels/small_batch_ops.py",
     "if width % STEP:\n        part =",
     "if width % STEP and width < STEP:\n        part =",
     f"{SUM}[48-dtype0]",
 )
 bug(
     "thin-reads-one-row-twice",
-    "kernels/thinning.py",
+    "kernels/small_batch_ops.py",
     "even = evens(f, w[0]), evens(f, w[1])",
     "even = evens(f, w[0]), evens(f, w[0])",
     f"{SUM}[784-dtype0]",
 )
 bug(
     "thin-reads-the-first-tokens-again",
-    "kernels/thinning.py",
+    "kernels/small_batch_ops.py",
     "on(neighbours(m, tokens, 2 * LINE), desk)",
     "on(neighbours(0, tokens, 2 * LINE), desk)",
     f"{SUM}[32-dtype1]",
 )
 bug(
     "thin-leaves-out-the-last-row-of-a-block",
-    "kernels/thinning.py",
+    "kernels/small_batch_ops.py",
     "min(each, rows - first)",
     "min(each, rows - first) - 1",
     f"{SUM}[16-dtype0]",
 )
 bug(
     "thin-writes-where-the-matrix-before-wrote",
-    "kernels/thinning.py",
+    "kernels/small_batch_ops.py",
     "lies(f) * (before + first)",
     "lies(f) * first",
     f"{SUM}[16-dtype0]",
 )
 bug(
     "thin-end-of-a-row-meets-the-beginning-of-a-token",
-    "kernels/thinning.py",
+    "kernels/small_batch_ops.py",
     "tail = lies(f) * width, 2 * LINE * tokens, desk + 4 * (width // STEP * STEP) * tokens",
     "tail = lies(f) * width, 2 * LINE * tokens, desk",
     f"{SUM}[784-dtype1]",
 )
 bug(
     "thin-starts-from-one",
-    "kernels/thinning.py",
+    "kernels/small_batch_ops.py",
     "zero = splat(number(f, 0.0))",
     "zero = splat(number(f, 1.0))",
     f"{SUM}[16-dtype0]",
 )
 bug(
     "thin-lays-tokens-one-after-the-other",
-    "kernels/thinning.py",
+    "kernels/small_batch_ops.py",
     "to += 2 * LINE * tokens",
     "to += 2 * LINE",
     f"{PRODUCTS}::test_a_token_does_not_see_those_beside_it_nor_the_threads[dtype0]",
 )
 bug(
     "thin-forgets-the-fourth-row",
-    "kernels/thinning.py",
+    "kernels/small_batch_ops.py",
     "apart * min(first + 3, last)",
     "apart * min(first + 2, last)",
     f"{PRODUCTS}::test_nothing_is_written_beside_the_result",
 )
 bug(
     "thin-takes-even-numbers-for-odd-ones",
-    "kernels/memory.py",
+    "kernels/simd.py",
     "told = builder.and_(found, upper) if odd else",
     "told = builder.and_(found, upper) if odd > 1 else",
     f"{PRODUCTS}::test_bits_of_every_place_are_read",
 )
 bug(
     "thin-cuts-what-it-writes",
-    "kernels/memory.py",
+    "kernels/simd.py",
     "above = builder.lshr(builder.add(bits, half), all_of(INT, 16))",
     "above = builder.lshr(bits, all_of(INT, 16))",
     f"{PRODUCTS}::test_what_is_written_is_rounded_as_torch_rounds",
 )
 bug(
     "thin-writes-a-number-for-nan",
-    "kernels/memory.py",
+    "kernels/simd.py",
     "all_of(INT, 0x7FC0), above)",
     "all_of(INT, 0x7F80), above)",
     f"{PRODUCTS}::test_what_is_written_is_rounded_as_torch_rounds",
 )
 bug(
     "feed-takes-up-for-its-gate",
-    "models/feeds.py",
+    "models/feed_forward.py",
     "dict(zip(self._both, told",
     "dict(zip(self._both[::-1], told",
     f"{PRODUCTS}::test_a_gated_feed_meets_its_input_once",
 )
 bug(
     "thin-gradient-of-the-first-matrix-for-all",
-    "kernels/thin.py",
+    "kernels/small_batch_ops.py",
     "return dy @ torch.cat(matrices), [part.T @ x for part in parts]",
     "return dy @ torch.cat(matrices), [parts[0].T @ x for part in parts]",
     f"{PRODUCTS}::test_gradients_are_those_of_the_product",
 )
 bug(
     "thin-counts-one-matrix",
-    "kernels/thin.py",
+    "kernels/small_batch_ops.py",
     "2 * x[0] * x[1] * sum(matrix[0] for matrix in matrices)",
     "2 * x[0] * x[1] * matrices[0][0]",
     f"{PRODUCTS}::test_torch_is_told_of_its_shape_and_flops",
@@ -151,42 +151,42 @@ bug(
 )
 bug(
     "registered-low-without-its-bias",
-    "hub/registered.py",
+    "hub/transformers_backend.py",
     "Beside() if bias is None else Beside(bias[:, :, 0])",
     "Beside()",
     f"{LOW}::test_one_query_reads_what_it_reads_in_double[7-by head]",
 )
 bug(
     "registered-low-misses-the-newest-key",
-    "kernels/decode.py",
+    "kernels/paged_decode.py",
     "for number in (row, 0, slots)",
     "for number in (row, 0, slots - 1)",
     f"{LOW}::test_one_query_reads_what_it_reads_in_double[7-all]",
 )
 bug(
     "registered-low-rows-read-the-first-page",
-    "kernels/decode.py",
+    "kernels/paged_decode.py",
     "for number in (row, 0, slots)",
     "for number in (0, 0, slots)",
     f"{LOW}::test_one_query_reads_what_it_reads_in_double[130-all]",
 )
 bug(
     "registered-low-keeps-scores-for-gradients",
-    "hub/registered.py",
+    "hub/transformers_backend.py",
     "q.dtype == torch.bfloat16 and not torch.is_grad_enabled() and",
     "q.dtype == torch.bfloat16 and",
     f"{LOW}::test_no_key_is_repeated_and_no_fused_call_is_made",
 )
 bug(
     "course-says-that-rows-of-several-lengths-are-compiled",
-    "models/generating/course.py",
+    "generation/decoding_state.py",
     "self.choice = told if alike or not told.compiled else RAGGED",
     "self.choice = told",
     "test_compiled_steps.py::test_rows_of_several_lengths_say_why_they_are_not_compiled",
 )
 bug(
     "asked-tells-nobody-of-its-choice",
-    "models/generating/saying.py",
+    "generation/generate.py",
     "        self.tell(course.choice)\n",
     "",
     "test_compiled_steps.py::test_whoever_asks_hears_of_every_choice",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from planting import bug
 
 # For tests/planted.py; `bug` as there.
-FILE = "kernels/few.py"
+FILE = "kernels/small_batch_ops.py"
 TESTS = "test_few.py"
 NORM = f"{TESTS}::test_a_norm_divides_by_the_root_of_the_mean_square"
 TURN = f"{TESTS}::test_pairs_turn_by_their_angles"
@@ -37,16 +37,16 @@ bug("few-takes-many", FILE, "0 < x.numel() <= FEW", "0 < x.numel()", f"{OTHERS}[
 bug("few-takes-rows-turned", FILE, "        and x.stride(-1) == 1\n", "", f"{OTHERS}[turned]")
 bug(
     "alone-beside-a-mode",
-    "kernels/orders.py",
+    "kernels/autograd_guards.py",
     "        or torch._C._len_torch_dispatch_stack()\n",
     "",
     FOLLOWED,
 )
 bug(
     "alone-beside-a-profiler",
-    "kernels/orders.py",
+    "kernels/autograd_guards.py",
     "        or _profiler_enabled()\n",
     "",
     FOLLOWED,
 )
-bug("alone-with-what-has-a-mind", "kernels/orders.py", "type(t) in OWN and t.is_cpu", "t.is_cpu", FOLLOWED)
+bug("alone-with-what-has-a-mind", "kernels/autograd_guards.py", "type(t) in OWN and t.is_cpu", "t.is_cpu", FOLLOWED)

@@ -6,10 +6,10 @@ from planting import bug
 
 # For tests/planted.py; `bug` as there.
 FINDING = "test_finding.py"
-HEARING = "hub/routes/hearing.py"
-CALLED = "hub/routes/called.py"
-PROJECTION = "hub/routes/projection.py"
-READING = "hub/routes/reading.py"
+HEARING = "inspect/adapters/module_tracer.py"
+CALLED = "inspect/adapters/example_run.py"
+PROJECTION = "inspect/adapters/output_projection.py"
+READING = "inspect/adapters/module_attributes.py"
 FOUND = f"{FINDING}::test_what_an_attention_does_finds_it"
 UNCLEAR = f"{FINDING}::test_what_is_not_understood_is_listed_and_refused"
 ROWS = f"{FINDING}::test_rows_of_models_that_ask_no_interface"
@@ -100,14 +100,14 @@ bug(
 )
 bug(
     "finding-a-band-begins-at-the-query",
-    "hub/routes/banded.py",
+    "inspect/adapters/output_projection.py",
     "    weights = padded[..., side : side + length]",
     "    weights = padded[..., :length]",
     f"{ROWS}[longformer]",
 )
 bug(
     "finding-global-queries-keep-their-band",
-    "hub/routes/banded.py",
+    "inspect/adapters/output_projection.py",
     "        weights[row][:, tokens] = rows[row][:, : len(tokens)].to(weights)",
     "        weights[row][:, tokens] += 0",
     f"{ROWS}[longformer]",
@@ -128,21 +128,21 @@ bug(
 )
 bug(
     "finding-stages-share-names",
-    "hub/finding.py",
+    "inspect/attention_sites.py",
     "    for how in (_before_first, _before_last, _whole):",
     "    for how in (_before_first,):",
     f"{FINDING}::test_sites_of_stages_have_names_of_their_own",
 )
 bug(
     "finding-whole-numbers-are-weights",
-    "hub/hindering.py",
+    "inspect/attention_sites.py",
     "        if whole or tensor.dtype.itemsize == 1:",
     "        if False:",
     f"{FINDING}::test_quantised_weights_are_silenced_and_not_cut",
 )
 bug(
     "finding-an-heir-is-stood-at-twice",
-    "hub/routes/forwards.py",
+    "inspect/adapters/module_tracer.py",
     "        if role is None or self in within:",
     "        if role is None:",
     f"{FINDING}::test_a_forward_that_goes_on_to_its_parents_is_one",

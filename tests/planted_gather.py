@@ -8,7 +8,7 @@ from planting import bug
 READ = "test_gather.py::test_what_is_read_and_every_gradient"
 ANCHOR = "anchors/test_entmax.py"
 STEPS = f"{ANCHOR}::test_the_steps_are_enough_for_any_row"
-SPARSE, SIFTING = "kernels/sparse.py", "kernels/sifting.py"
+SPARSE, SIFTING = "kernels/row_normalisers.py", "kernels/row_normalisers.py"
 bug(
     "sift-forgets-where-they-stood",
     SIFTING,
@@ -97,14 +97,14 @@ bug(
 )
 bug(
     "gather-no-gradient-beyond-the-first-row",
-    "kernels/rows.py",
+    "kernels/row_normalisers.py",
     "units = len(s) * held[0].shape[1] if held",
     "units = held[0].shape[1] if held",
     READ,
 )
 bug(
     "gather-past-what-is-added-to-values",
-    "backends/bound.py",
+    "backends/core_interface.py",
     "part.phase is Phase.WEIGHTS or isinstance(part, ValueStep))",
     "part.phase is Phase.WEIGHTS)",
     "test_gather.py::test_why_says_where_values_are_gathered",

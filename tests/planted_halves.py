@@ -8,7 +8,7 @@ from planting import bug
 HALVES = "test_halves.py"
 ROWS = f"{HALVES}::test_any_rows_give_what_plain_operations_give"
 ANYWHERE = f"{HALVES}::test_queries_may_stand_anywhere_beside_their_keys"
-FILE = "backends/halves.py"
+FILE = "backends/bf16_matmul.py"
 bug("halves-a-query-sees-the-next-key", FILE, ".triu_(seen)", ".triu_(seen + 1)", ROWS)
 bug(
     "halves-a-block-reads-one-key-less",
@@ -64,14 +64,14 @@ bug(
 )
 bug(
     "halves-packed-texts-leave-their-kernel",
-    "backends/packed.py",
+    "backends/varlen.py",
     "backend in (sdpa, halves, tiled, banded)",
     "backend in (sdpa, tiled, banded)",
     f"{HALVES}::test_packed_texts_stay_with_their_kernel",
 )
 bug(
     "halves-are-billed-as-the-fused-call",
-    "counting/keeping.py",
+    "costs/activations.py",
     'load.device == "cpu" and load.dtype == "bf16" and',
     'load.device == "cpu" and load.dtype == "none" and',
     f"{HALVES}::test_what_is_kept_is_billed",

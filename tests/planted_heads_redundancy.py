@@ -7,7 +7,7 @@ from planting import bug
 # For tests/planted.py; `bug` as there.
 REDUNDANCY, DIVERSITY = "test_redundancy.py", "test_diversity.py"
 CIRCUITS, SPECTRA = "test_circuits.py", "test_spectra.py"
-LIKENESS, SAMPLED = "heads/likeness.py", "heads/sampled.py"
+LIKENESS, SAMPLED = "head_analysis/head_similarity.py", "head_analysis/head_similarity.py"
 bug(
     "redundancy-half-of-the-entropies-is-forgotten",
     LIKENESS,
@@ -24,14 +24,14 @@ bug(
 )
 bug(
     "redundancy-clark-over-one-key-more",
-    "heads/redundancy.py",
+    "head_analysis/head_redundancy.py",
     "smoothed(weights[..., :-1], self.how.smoothing)",
     "smoothed(weights, self.how.smoothing)[..., :-1]",
     f"{REDUNDANCY}::test_distances_of_a_model_are_means_over_all_rows[clark]",
 )
 bug(
     "redundancy-every-text-counts-alike",
-    "heads/redundancy.py",
+    "head_analysis/head_redundancy.py",
     "jensen_shannon(weights).cpu().numpy() * rows.weight, count)",
     "jensen_shannon(weights).cpu().numpy() / count, 1.0)",
     f"{REDUNDANCY}::test_distances_of_a_model_are_means_over_all_rows[none]",
@@ -66,140 +66,140 @@ bug(
 )
 bug(
     "redundancy-clusters-join-by-the-nearest",
-    "heads/mapping.py",
+    "head_analysis/head_similarity.py",
     "mean = (size[one] * far[one] + size[other] * far[other]) / (size[one] + size[other])",
     "mean = np.minimum(far[one], far[other])",
     f"{REDUNDANCY}::test_clusters_join_by_the_mean_over_pairs",
 )
 bug(
     "redundancy-the-map-is-the-first-start",
-    "heads/mapping.py",
+    "head_analysis/head_similarity.py",
     "begin = [_classical(far), *(",
     "begin = [*(",
     f"{REDUNDANCY}::test_several_starts_end_no_worse_than_the_classical_one_and_say_their_stress",
 )
 bug(
     "redundancy-chance-that-is-never-corrected",
-    "heads/nulls.py",
+    "head_analysis/resampling.py",
     "float(told[n]) * (len(order) - rank)",
     "float(told[n])",
     f"{REDUNDANCY}::test_holms_correction",
 )
 bug(
     "redundancy-near-without-its-own-chance",
-    "heads/nulls.py",
+    "head_analysis/resampling.py",
     "far = (np.minimum(mean, cut) - mean) / error - DEVIATIONS",
     "far = (cut - mean) / error - DEVIATIONS",
     f"{REDUNDANCY}::test_near_pairs_are_counted_beside_what_a_poisson_number_would_be",
 )
 bug(
     "diversity-sets-are-not-means",
-    "heads/diversity.py",
+    "head_analysis/head_redundancy.py",
     "return members / members.sum(1, keepdim=True)",
     "return members / members.shape[0]",
     f"{DIVERSITY}::test_the_spread_as_it_is_defined_of_layers_of_several_sizes",
 )
 bug(
     "diversity-outliers-count-themselves",
-    "heads/diversity.py",
+    "head_analysis/head_redundancy.py",
     "mean = (total - values) / count",
     "mean = total / (count + 1)",
     f"{DIVERSITY}::test_deviations_are_students",
 )
 bug(
     "diversity-layers-are-dealt-once",
-    "heads/diversity.py",
+    "head_analysis/head_redundancy.py",
     "*(draw.permutation(own) for _ in range(times))",
     "*(own for _ in range(times))",
     f"{DIVERSITY}::test_a_layer_whose_heads_are_alike_is_found",
 )
 bug(
     "depth-a-path-keeps-its-skips",
-    "heads/depth.py",
+    "head_analysis/rank_analysis.py",
     'x + y * layer.scale if path.skip == "with" else y * layer.scale',
     "x + y * layer.scale",
     f"{DIVERSITY}::test_attention_alone_brings_all_tokens_together_and_skips_do_not",
 )
 bug(
     "depth-distance-from-nowhere",
-    "heads/depth.py",
+    "head_analysis/rank_analysis.py",
     "(x - x.mean(0)).norm()",
     "(x - x.mean()).norm()",
     f"{DIVERSITY}::test_how_far_tokens_are_from_one",
 )
 bug(
     "circuits-grouped-keys-by-the-number-of-the-head",
-    "heads/circuits.py",
+    "head_analysis/head_circuits.py",
     "k[heads.reads[head]]",
     "k[head % len(k)]",
     f"{CIRCUITS}::test_scores_and_outputs_are_those_of_the_layer[said1]",
 )
 bug(
     "circuits-writes-with-the-output-bias",
-    "heads/circuits.py",
+    "head_analysis/head_circuits.py",
     "return y[:-1] - y[-1]",
     "return y[:-1]",
     f"{CIRCUITS}::test_scores_and_outputs_are_those_of_the_layer[said5]",
 )
 bug(
     "circuits-angles-of-columns-that-are-no-basis",
-    "heads/circuits.py",
+    "head_analysis/head_circuits.py",
     "return basis[:, size > 1e-10 * size[:1].clamp(min=1e-300)]",
     "return columns.double()",
     f"{CIRCUITS}::test_angles_are_those_of_full_products[left]",
 )
 bug(
     "circuits-copying-of-sizes",
-    "heads/circuits.py",
+    "head_analysis/head_circuits.py",
     "float(values.real.sum() / size)",
     "float(values.real.abs().sum() / size)",
     f"{CIRCUITS}::test_a_head_that_copies_and_one_that_takes_back[-1.0]",
 )
 bug(
     "circuits-shares-of-norms",
-    "heads/writing.py",
+    "head_analysis/head_circuits.py",
     "(own * total).sum(-1) / whole.clamp(min=1e-300)",
     "own.square().sum(-1) / whole.clamp(min=1e-300)",
     f"{CIRCUITS}::test_norms_and_shares_of_what_is_written",
 )
 bug(
     "circuits-a-twin-that-moves-the-callers-draws",
-    "heads/twins.py",
+    "head_analysis/random_baseline.py",
     "        with torch.random.fork_rng(cards):\n            torch.manual_seed(seed)\n            other = make(config)",
     "        with torch.random.fork_rng(cards):\n            other = make(config)",
     f"{CIRCUITS}::test_a_twin_of_somebody_elses[bert]",
 )
 bug(
     "spectra-keys-counted-for-every-reader",
-    "heads/spectra.py",
+    "head_analysis/rank_analysis.py",
     "dict.fromkeys(reads)])\n",
     "reads])\n",
     f"{SPECTRA}::test_dims_are_those_of_the_full_products[2]",
 )
 bug(
     "spectra-gaussian-heads-with-keys-of-their-own",
-    "heads/spectra.py",
+    "head_analysis/rank_analysis.py",
     "Factors(torch.randn(head.left.shape, generator=draw), keys[key])",
     "Factors(torch.randn(head.left.shape, generator=draw), torch.randn(keys[key].shape, generator=draw))",
     f"{SPECTRA}::test_gaussian_weights_are_what_fresh_ones_look_like_and_share_keys_as_they_do",
 )
 bug(
     "spectra-energy-without-squares",
-    "heads/spectra.py",
+    "head_analysis/rank_analysis.py",
     "power = singular.double().square()",
     "power = singular.double()",
     f"{SPECTRA}::test_the_edge_of_a_share_is_inside",
 )
 bug(
     "spectra-effective-rank-of-squares",
-    "heads/ranks.py",
+    "head_analysis/rank_analysis.py",
     "    values = torch.linalg.svdvals(matrices.double())\n    total",
     "    values = torch.linalg.svdvals(matrices.double()).square()\n    total",
     f"{SPECTRA}::test_ranks_of_matrices",
 )
 bug(
     "spectra-mixed-scores-are-the-plain-ones",
-    "heads/ranks.py",
+    "head_analysis/rank_analysis.py",
     'found["mixed"] = probe.seen["scores"][:, :, :MOST]',
     'found["mixed"] = found["scores"]',
     f"{SPECTRA}::test_mixing_heads_lifts_the_rank_of_scores",

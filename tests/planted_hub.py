@@ -15,7 +15,7 @@ CUT = f"{C}::test_text_is_cut_as_the_definition_cuts_it"
 FILE = f"{C}::test_a_harmed_file_of_llama2c_is_refused_in_one_line"
 bug(
     "hub-gpt2-keys-are-queries",
-    "hub/maps/gpt2.py",
+    "families/gpt2.py",
     '"decoder.{layer}.attention.project.k": Slot(MATRIX, "source (qkv kv dim)", {"qkv": 1}, FUSED),',
     '"decoder.{layer}.attention.project.k": Slot(MATRIX, "source (qkv kv dim)", {"qkv": 0}, FUSED),',
     f"{SAME}[gpt2]",
@@ -23,21 +23,21 @@ bug(
 )
 bug(
     "hub-gpt2-output-lies-as-ours",
-    "hub/maps/gpt2.py",
+    "families/gpt2.py",
     'Slot(".h.{layer}.attn.c_proj.weight", "(out vdim) model")',
     'Slot(".h.{layer}.attn.c_proj.weight", "model (out vdim)")',
     f"{SAME}[gpt2]",
 )
 bug(
     "hub-gates-behind-ups",
-    "hub/maps/gpt_oss.py",
+    "families/gpt_oss.py",
     'GATE, UP = ({"side": 0}, {"side": 2}), ({"side": 1}, {"side": 2})',
     'UP, GATE = ({"side": 0}, {"side": 2}), ({"side": 1}, {"side": 2})',
     f"{SAME}[gpt-oss]",
 )
 bug(
     "hub-second-of-two-begins-at-nought",
-    "hub/slots.py",
+    "families/weight_names.py",
     "before = sum(self.sizes[part] for part in parts[: parts.index(place)])",
     "before = 0 * sum(self.sizes[part] for part in parts[: parts.index(place)])",
     f"{HUB}::test_a_place_in_a_fused_tensor_is_what_slicing_gives",
@@ -45,28 +45,28 @@ bug(
 )
 bug(
     "hub-pairs-lie-as-halves",
-    "hub/maps/llama2c.py",
+    "families/llama.py",
     '"{layer}.wk", "(kv pair side) source"',
     '"{layer}.wk", "(kv side pair) source"',
     f"{C}::test_a_file_of_llama2c_says_what_its_definition_says[False]",
 )
 bug(
     "hub-ups-are-gates",
-    "hub/maps/llama2c.py",
+    "families/llama.py",
     '"decoder.{layer}.feed.up": "{layer}.w3",\n',
     '"decoder.{layer}.feed.up": "{layer}.w1",\n',
     f"{C}::test_a_file_of_llama2c_says_what_its_definition_says[True]",
 )
 bug(
     "hub-gemma-norms-of-llama",
-    "hub/maps/gemma2.py",
+    "families/gemma.py",
     "slots={**LLAMA.slots, **NORMS}",
     "slots={**NORMS, **LLAMA.slots}",
     f"{SAME}[gemma2]",
 )
 bug(
     "hub-extra-tensors-are-let-be",
-    "hub/reading.py",
+    "hub/checkpoint_weights.py",
     "if wanted is None and not names.ignores(name):",
     "if wanted is None and not names.ignores(name) and False:",
     f"{HARM}[extra]",
@@ -74,70 +74,70 @@ bug(
 )
 bug(
     "hub-shapes-are-not-looked-at",
-    "hub/reading.py",
+    "hub/checkpoint_weights.py",
     "elif wanted and kind.shape != wanted[0].shape:",
     "elif wanted and sum(kind.shape) != sum(wanted[0].shape):",
     f"{HARM}[transposed]",
 )
 bug(
     "hub-a-second-table-is-not-compared",
-    "hub/reading.py",
+    "hub/checkpoint_weights.py",
     "if not torch.equal(theirs, ours):",
     "if theirs.shape != ours.shape:",
     f"{HARM}[untied]",
 )
 bug(
     "hub-dtypes-are-mixed",
-    "hub/reading.py",
+    "hub/checkpoint_weights.py",
     "if len(several) > 1:",
     "if len(several) > 2:",
     f"{HARM}[mixed]",
 )
 bug(
     "hub-an-index-may-point-outside",
-    "hub/tensors.py",
+    "hub/checkpoint_weights.py",
     'if Path(file).name != file or not file.endswith(".safetensors")]',
     'if not file.endswith(".safetensors")]',
     f"{INDEX}[outside]",
 )
 bug(
     "hub-what-an-index-leaves-out",
-    "hub/tensors.py",
+    "hub/checkpoint_weights.py",
     "for name in sorted(named ^ set(held)):",
     "for name in sorted(named - set(held)):",
     f"{INDEX}[unnamed]",
 )
 bug(
     "hub-a-table-has-one-name",
-    "hub/plan.py",
+    "families/weight_names.py",
     "for name in (path, *twins) if name in names",
     "for name in (path,) if name in names",
     f"{HUB}::test_a_tied_head_may_be_there_or_not",
 )
 bug(
     "hub-masks-of-old-files",
-    "hub/maps/gpt2.py",
+    "families/gpt2.py",
     r'ignored=(r"(^|\.)attn\.(bias|masked_bias)$",),',
     r'ignored=(r"\.attn\.masked_bias$",),',
     f"{HUB}::test_names_of_other_times_are_read",
 )
 bug(
     "hub-a-difference-is-let-pass",
-    "families/writing.py",
+    "families/config_writer.py",
     "    elif one != other:\n",
     '    elif one != other and "pairs" not in where:\n',
     f"{UNSAID}[pairs]",
 )
 bug(
     "hub-layers-beyond-are-not-compared",
-    "families/writing.py",
+    "families/config_writer.py",
     "        if len(items) != len(others):\n",
     "        if len(items) > len(others):\n",
     f"{UNSAID}[modifier]",
 )
 bug(
     "hub-yarn-rounds-its-ramp",
-    "families/attention.py",
+    "families/attention_config.py",
     '"truncate": scaling.ramp != "exact"}',
     '"truncate": scaling.ramp == "exact"}',
     f"{BOTH}::test_a_model_of_ours_is_read_by_transformers[llama]",
@@ -151,49 +151,49 @@ bug(
 )
 bug(
     "hub-a-full-folder-is-written-over",
-    "hub/exporting.py",
+    "hub/model_export.py",
     "if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):",
     "if folder.exists() and not folder.is_dir():",
     f"{HUB}::test_nothing_is_written_over",
 )
 bug(
     "hub-a-failed-folder-stays",
-    "hub/exporting.py",
+    "hub/model_export.py",
     "        shutil.rmtree(fresh, ignore_errors=True)\n",
     "        pass\n",
     f"{HUB}::test_a_disk_that_fails_leaves_no_half_folder[write]",
 )
 bug(
     "hub-the-tokenizer-is-made-anew",
-    "hub/exporting.py",
+    "hub/model_export.py",
     '{"tokenizer_class": "PreTrainedTokenizerFast", ',
     '{"tokenizer_class": "LlamaTokenizer", ',
     f"{BOTH}::test_transformers_makes_no_tokenizer_of_its_own",
 )
 bug(
     "hub-ids-of-other-tokenizers",
-    "hub/usage.py",
+    "hub/tokenizer_files.py",
     "return tuple(one for one in ids if 0 <= one < rows)",
     "return tuple(one for one in ids if 0 <= one <= rows)",
     f"{BOTH}::test_what_a_folder_says_of_use_is_read",
 )
 bug(
     "hub-the-last-score-first",
-    "hub/sentencepieces.py",
+    "hub/llama2c.py",
     "key=lambda piece: -piece.score",
     "key=lambda piece: piece.score",
     CUT,
 )
 bug(
     "hub-no-space-before-the-first-word",
-    "hub/sentencepieces.py",
+    "hub/llama2c.py",
     '    tokenizer.normalizer = normalizers.Prepend(" ")\n',
     "",
     CUT,
 )
 bug(
     "hub-unknown-characters-are-unknown",
-    "hub/sentencepieces.py",
+    "hub/llama2c.py",
     "            byte_fallback=True,\n",
     "            byte_fallback=False,\n",
     CUT,

@@ -11,70 +11,70 @@ ACTS = f"{KEPT}::test_feed_forwards_by_activation"
 GPT = f"{KEPT}::test_a_gpt_block"
 bug(
     "kept-parameters-count",
-    "counting/watching.py",
+    "costs/saved_tensors.py",
     "        if where in self._owned:\n            return tensor\n",
     "",
     f"{KEPT}::test_any_small_layer_keeps_what_its_formula_says",
 )
 bug(
     "kept-views-count-as-memories",
-    "counting/watching.py",
+    "costs/saved_tensors.py",
     "return tensor.untyped_storage()._cdata",
     "return id(tensor)",
     f"{KEPT}::test_any_small_layer_keeps_what_its_formula_says",
 )
 bug(
     "kept-a-fused-call-is-taken-for-granted",
-    "counting/imagined.py",
+    "costs/saved_tensors.py",
     "few = [t.requires_grad_() for t in few]",
     "few = [few[0]] * 3",
     f"{COUNTER}::test_the_fused_call_takes_no_other_path_unnoticed",
 )
 bug(
     "kept-a-learned-bias-is-fused",
-    "counting/imagined.py",
+    "costs/saved_tensors.py",
     ".requires_grad_(bias.requires_grad)",
     "",
     f"{KEPT}::test_every_part_keeps_what_its_formula_says[T5Bias0]",
 )
 bug(
     "kept-rows-are-those-of-the-run",
-    "counting/shapes.py",
+    "costs/saved_tensors.py",
     'letters = Symbol.of(load.batch, "b")',
     'letters = Symbol.of(min(load.batch, 7), "b")',
     f"{KEPT}::test_a_load_that_nothing_could_hold_stays_exact",
 )
 bug(
     "kept-a-sink-is-no-token-more",
-    "counting/shapes.py",
+    "costs/saved_tensors.py",
     "return [self.load[n] + more]",
     "return [self.load[n]]",
     "test_cost.py::test_formulas_hold_for_a_small_layer[SinkSoftmax0]",
 )
 bug(
     "kept-statistics-of-the-cpu-in-single-precision",
-    "counting/around.py",
+    "costs/activations.py",
     "stat, mask = (4, 1) if fused else (each, each)",
     "stat, mask = (4, 1) if fused else (4, each)",
     f"{GPT}[dtype1]",
 )
 bug(
     "kept-masks-of-cuda-as-wide-as-numbers",
-    "counting/around.py",
+    "costs/activations.py",
     "stat, mask = (4, 1) if fused else (each, each)",
     "stat, mask = (4, each)",
     f"{KEPT}::test_the_two_published_constants_fall_out",
 )
 bug(
     "kept-a-dropped-output-is-the-same-tensor",
-    "counting/around.py",
+    "costs/activations.py",
     "return act.own + 1 + (act.output and at.dropped)",
     "return act.own + 1",
     f"{ACTS}[relu-plain-0.5]",
 )
 bug(
     "kept-a-gate-is-not-multiplied",
-    "counting/around.py",
+    "costs/activations.py",
     "return act.own + 3",
     "return act.own + 2",
     f"{ACTS}[silu-gated-0.0]",
@@ -82,42 +82,42 @@ bug(
 )
 bug(
     "kept-parallel-branches-read-two-inputs",
-    "counting/nets.py",
+    "costs/training_memory.py",
     'shared = {"source"} if alone else {"source", "input"}',
     'shared = {"source"}',
     f"{KEPT}::test_bounded_gates_and_parallel_blocks",
 )
 bug(
     "kept-a-core-computed-anew-holds-nothing",
-    "counting/watching.py",
+    "costs/saved_tensors.py",
     "for w in handed if w not in kept and w not in self._owned",
     "for w in handed if w in self._owned",
     f"{COUNTER}::test_checkpoints_do_again_and_keep_what_they_say[Additive1-core]",
 )
 bug(
     "checkpoint-does-the-last-product-too",
-    "counting/checkpoints.py",
+    "costs/training_memory.py",
     'if not term.name.startswith("output.")',
     "if term.name",
     f"{COUNTER}::test_checkpoints_do_again_and_keep_what_they_say[Additive1-block]",
 )
 bug(
     "checkpoint-forgets-what-a-norm-behind-reads",
-    "counting/checkpoints.py",
+    "costs/training_memory.py",
     'described.placement in ("post", "after", "sandwich")',
     'described.placement == "post"',
     f"{COUNTER}::test_a_checkpointed_block_does_all_but_the_last_product_again[sandwich-0.0]",
 )
 bug(
     "checkpoint-forgets-the-mask-of-a-dropout",
-    "counting/checkpoints.py",
+    "costs/training_memory.py",
     "or bool(way.dropout) or",
     "or",
     f"{COUNTER}::test_a_checkpointed_block_does_all_but_the_last_product_again[pre-0.5]",
 )
 bug(
     "fused-backward-has-four-products",
-    "counting/checkpoints.py",
+    "costs/training_memory.py",
     "times = {SCORES: 3, VALUES: 2}",
     "times = {SCORES: 2, VALUES: 2}",
     f"{COUNTER}::test_gradients_under_the_fused_kernel[gqa]",
@@ -138,7 +138,7 @@ bug(
 )
 bug(
     "page-says-nothing-of-a-checkpoint-alone",
-    "cli/cost/kept.py",
+    "cli/cost/training_options.py",
     "given.checkpoint is not None, ",
     "",
     f"{PAGE}::test_what_cannot_be_meant_is_refused_in_one_line",

@@ -11,7 +11,7 @@ SAME = f"{FAMILIES}::test_the_spec_is_the_one_that_computes_the_same"
 BLUEPRINT = "test_blueprint.py"
 bug(
     "blueprint-shared-table-once-for-each-layer",
-    "blueprint/stack.py",
+    "model_spec/model.py",
     "owned.setdefault(key, name) == name",
     "owned.setdefault(name, name) == name",
     f"{BLUEPRINT}::test_a_table_of_relative_positions_is_named_where_it_first_stands",
@@ -19,7 +19,7 @@ bug(
 )
 bug(
     "blueprint-sandwich-of-one-slice",
-    "blueprint/stack.py",
+    "model_spec/model.py",
     '"sandwich": ("norm", "norm_after")',
     '"sandwich": ("norm",)',
     f"{BLUEPRINT}::test_norms_by_placement",
@@ -27,28 +27,28 @@ bug(
 )
 bug(
     "blueprint-depth-is-not-placed",
-    "blueprint/stack.py",
+    "model_spec/model.py",
     "placed = [block.placed(depth, len(blocks)) for depth, block in enumerate(blocks)]",
     "placed = list(blocks)",
     f"{BLUEPRINT}::test_a_stack_places_schedules_by_depth",
 )
 bug(
     "blueprint-only-the-first-layer-is-asked-for-schedules",
-    "blueprint/stack.py",
+    "model_spec/model.py",
     "for part, placed in block.late(depth, len(self.layers))[:1]:",
     "for part, placed in block.late(0, 1)[:1]:",
     f"{BLUEPRINT}::test_an_unplaced_schedule_is_refused_with_the_reason",
 )
 bug(
     "blueprint-runs-lose-the-rest",
-    "blueprint/stack.py",
+    "model_spec/model.py",
     "        at += covered\n",
     "        at += max(covered, 2)\n",
     f"{BLUEPRINT}::test_runs_are_the_layers_however_they_repeat",
 )
 bug(
     "blueprint-balance-is-learned",
-    "blueprint/pieces.py",
+    "model_spec/components.py",
     'yield replace(bias, learned=self.bias == "learned")',
     "yield bias",
     f"{BLUEPRINT}::test_experts_have_one_of_each_and_a_constant_is_not_learned",
@@ -56,7 +56,7 @@ bug(
 )
 bug(
     "blueprint-tied-head-counted-twice",
-    "blueprint/ends.py",
+    "model_spec/components.py",
     "if self.outputs and not self.table:",
     "if self.outputs:",
     f"{BLUEPRINT}::test_ties_name_the_owner",
@@ -64,21 +64,21 @@ bug(
 )
 bug(
     "blueprint-terms-forget-how-many-layers",
-    "counting/whole.py",
+    "costs/flops.py",
     "_numel(w), times[line]) for",
     "_numel(w), 1) for",
     f"{BLUEPRINT}::test_terms_add_up_and_say_how",
 )
 bug(
     "blueprint-text-keeps-only-what-must-be-said",
-    "blueprint/text.py",
+    "model_spec/serialization.py",
     "if usual is MISSING or said != usual}",
     "if usual is MISSING}",
     f"{BLUEPRINT}::test_text_is_read_back_as_the_same_model",
 )
 bug(
     "family-llama-head-dim-from-the-width",
-    "families/config.py",
+    "families/config_reader.py",
     "return model // heads if told is None else told",
     "return model // heads",
     f"{PUBLIC}[qwen3-0.6b]",
@@ -86,7 +86,7 @@ bug(
 )
 bug(
     "family-llama-kv-default-hidden",
-    "families/config.py",
+    "families/config_reader.py",
     "kv = self.maybe(name, default=default, most=HEADS) or heads",
     "kv = heads",
     f"{PUBLIC}[llama-3-8b]",
@@ -107,7 +107,7 @@ bug(
 )
 bug(
     "family-gemma-scale-follows-the-head",
-    "families/gemma2.py",
+    "families/gemma.py",
     'scaled(config.number("query_pre_attn_scalar", default=256) ** -0.5, dim**-0.5)',
     "scaled(dim**-0.5, dim**-0.5)",
     f"{SAME}[gemma2]",
@@ -142,14 +142,14 @@ bug(
 )
 bug(
     "family-true-is-a-size",
-    "families/config.py",
+    "families/config_reader.py",
     "if type(value) is not int:",
     "if not isinstance(value, int):",
     f'{BLUEPRINT}::test_an_impossible_config_is_refused[config("llama", hidden_size=True)]',
 )
 bug(
     "family-runs-foreign-code-without-a-word",
-    "families/registry.py",
+    "families/config_reader.py",
     "if config.said.get(key):\n            config.note",
     "if not config.said:\n            config.note",
     f"{BLUEPRINT}::test_what_a_description_leaves_out_is_noted",

@@ -54,14 +54,14 @@ bug(
 )
 bug(
     "models-skipped-rows-are-read",
-    "models/ends.py",
+    "models/embeddings_heads.py",
     "F.embedding(position + told.skipped,",
     "F.embedding(position,",
     f"{ANCHORS}::test_logits_agree[bart]",
 )
 bug(
     "models-positions-count-padding",
-    "models/ends.py",
+    "models/embeddings_heads.py",
     "position = at.position if at.start is not None else at.position.where(at.live, 0)",
     "position = torch.arange(at.count, device=at.position.device)[None]",
     f"{MODELS}::test_padded_rows_are_as_if_alone",
@@ -69,28 +69,28 @@ bug(
 )
 bug(
     "models-scale-of-positions-too",
-    "models/ends.py",
+    "models/embeddings_heads.py",
     "        h = h if self.norm is None else self.norm(h)\n        return dropped",
     "        h = h * told.scale if self.norm is None else self.norm(h)\n        return dropped",
     f"{MODELS}::test_sinusoids_are_added_times_nothing",
 )
 bug(
     "models-last-is-the-last-place",
-    "models/ends.py",
+    "models/embeddings_heads.py",
     "return _taken(h, at.count - 1 - at.live.flip(1).byte().argmax(1))",
     "return h[:, -1]",
     f"{MODELS}::test_heads_of_whole_rows_mind_padding",
 )
 bug(
     "models-mean-of-padding-too",
-    "models/ends.py",
+    "models/embeddings_heads.py",
     "(h * live).sum(1) / live.sum(1).clamp(min=1)",
     "h.sum(1) / live.sum(1).clamp(min=1)",
     f"{MODELS}::test_heads_of_whole_rows_mind_padding",
 )
 bug(
     "models-patches-column-by-column",
-    "models/ends.py",
+    "models/embeddings_heads.py",
     "h = grid.flatten(2).transpose(1, 2)",
     "h = grid.mT.flatten(2).transpose(1, 2)",
     f"{MODELS}::test_patches_are_one_linear_map",
@@ -98,14 +98,14 @@ bug(
 )
 bug(
     "models-head-capped-before-its-bias",
-    "models/ends.py",
+    "models/embeddings_heads.py",
     "told.cap * torch.tanh(y / told.cap)",
     "told.cap * torch.tanh(y)",
     f"{ANCHORS}::test_logits_agree[gemma2]",
 )
 bug(
     "models-offset-norm-without-its-one",
-    "models/feeds.py",
+    "models/feed_forward.py",
     'weight + 1 if self.kind == "offset" else weight',
     "weight",
     f"{MODELS}::test_norms_by_their_definitions[offset]",
@@ -113,7 +113,7 @@ bug(
 )
 bug(
     "models-balance-weighs-too",
-    "models/feeds.py",
+    "models/feed_forward.py",
     "share = score.gather(-1, chosen)",
     "share = wanted.gather(-1, chosen)",
     f"{MODELS}::test_experts_are_what_their_router_says[sigmoid-constant]",
@@ -121,14 +121,14 @@ bug(
 )
 bug(
     "models-experts-give-back-in-their-own-order",
-    "models/feeds.py",
+    "models/feed_forward.py",
     "(out[back].view(*chosen.shape, -1)",
     "(out[order].view(*chosen.shape, -1)",
     f"{MODELS}::test_experts_are_what_their_router_says",
 )
 bug(
     "models-experts-all-run",
-    "models/feeds.py",
+    "models/feed_forward.py",
     "run = self._all if torch.compiler.is_compiling() else self._sorted",
     "run = self._all",
     f"{MODELS}::test_an_expert_that_nobody_asks_costs_nothing",
@@ -149,35 +149,35 @@ bug(
 )
 bug(
     "models-depth-counted-from-zero",
-    "models/starts.py",
+    "models/initialisation.py",
     "matrix.mul_(depth**-0.5)",
     "matrix.mul_((depth + 1) ** -0.5)",
     f"{MODELS}::test_depth_scaled_start",
 )
 bug(
     "models-memory-keeps-its-rows",
-    "models/caches.py",
+    "models/model_cache.py",
     "{name: entry[index] for name, entry in held.entry.items()}",
     "dict(held.entry)",
     f"{MODELS}::test_what_was_encoded_is_read_again",
 )
 bug(
     "models-greedy-goes-on-from-the-last-place",
-    "models/generating/course.py",
+    "generation/decoding_state.py",
     "self.logits = self.net.read(last(h, at)[:, None])[:, 0]",
     "self.logits = self.net.read(h[:, :1])[:, 0]",
     f"{EVERY}::test_every_preset_decodes[mha-decoder]",
 )
 bug(
     "models-greedy-says-the-end",
-    "models/generating/answers.py",
+    "generation/text_output.py",
     "        if one in self._ends:\n            self.close()\n            return\n        self.ids.append(one)\n",
     "        self.ids.append(one)\n        if one in self._ends:\n            self.close()\n            return\n",
     f"{MODELS}::test_rows_stop_before_the_end",
 )
 bug(
     "models-greedy-stops-at-the-first-end",
-    "models/generating/course.py",
+    "generation/decoding_state.py",
     "        if not going:\n",
     "        if len(going) < len(ids):\n",
     f"{MODELS}::test_rows_stop_before_the_end",
@@ -191,7 +191,7 @@ bug(
 )
 bug(
     "folder-manifest-before-the-weights",
-    "models/folder.py",
+    "models/save_load.py",
     "    for name, data in new.items():\n        write_atomically(folder / name, data)\n"
     "    manifest = Manifest(net.described, {name: hashlib.sha256(data).hexdigest() for name, data in new.items()}, "
     "usage)\n"
@@ -204,28 +204,28 @@ bug(
 )
 bug(
     "folder-a-second-failure-forgets-the-first-copy",
-    "models/folder.py",
+    "models/save_load.py",
     "if before.is_file() and sha256(before) == checksum:",
     "if before.is_dir():",
     f"{FOLDERS}::test_whatever_fails_a_whole_model_is_there",
 )
 bug(
     "folder-checksums-are-not-looked-at",
-    "models/folder.py",
+    "models/save_load.py",
     "if hashlib.sha256(data).hexdigest() == checksum:",
     "if data:",
     f"{FOLDERS}::test_a_harmed_folder_is_refused_in_one_line",
 )
 bug(
     "folder-shapes-are-not-looked-at",
-    "models/folder.py",
+    "models/save_load.py",
     "elif held[name].shape != tensor.shape:",
     "elif held[name].dim() != tensor.dim():",
     f"{FOLDERS}::test_tensors_of_another_model_are_refused_by_name",
 )
 bug(
     "folder-any-tokenizer-will-do",
-    "models/usage.py",
+    "models/save_load.py",
     "    if size > max(tables, default=0):",
     "    if not size:",
     f"{FOLDERS}::test_a_tokenizer_of_another_vocabulary_is_refused",
@@ -239,10 +239,10 @@ bug(
 )
 bug(
     "blueprint-a-table-counts-a-run-once",
-    "blueprint/table.py",
+    "model_spec/weight_table.py",
     "return self.times * sum(learned(rows) for _, rows in self.each)",
     "return sum(learned(rows) for _, rows in self.each)",
-    "house/test_house.py::test_doctests[headwise.blueprint.table]",
+    "house/test_house.py::test_doctests[headwise.model_spec.weight_table]",
 )
 bug(
     "dropout-of-neighbours-together",

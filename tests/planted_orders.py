@@ -9,21 +9,21 @@ EDGES = "test_kernel_edges.py::test_"
 FUSED = "test_fused.py::test_"
 bug(
     "orders-blocks-are-differentiated-twice-in-silence",
-    "backends/again.py",
+    "backends/chunked_attention.py",
     "        check_once(PLAIN)\n",
     "",
     FUSED + "a_second_derivative_is_refused[talking]",
 )
 bug(
     "orders-shut-heads-are-differentiated-twice-in-silence",
-    "backends/routed.py",
+    "backends/routed_heads.py",
     "        check_once(PLAIN)\n",
     "",
     FUSED + "a_second_derivative_is_refused[moh]",
 )
 bug(
     "orders-torch-func-is-not-seen",
-    "kernels/orders.py",
+    "kernels/autograd_guards.py",
     "forward_ad._current_level >= 0 or peek_interpreter_stack() is not None",
     "forward_ad._current_level >= 0",
     FUSED + "what_is_transformed_is_plain[300-dcmha]",
@@ -37,56 +37,56 @@ bug(
 )
 bug(
     "orders-decoding-forgets-that-it-is-asked-again",
-    "kernels/decode.py",
+    "kernels/paged_decode.py",
     "t.view_as(t) if again and need else t.detach()",
     "t.detach()",
     EDGES + "gradients_of_gradients_of_decoding_are_exact",
 )
 bug(
     "orders-hidden-keys-have-a-gradient",
-    "kernels/decode.py",
+    "kernels/paged_decode.py",
     "allowed & (bias != -torch.inf)",
     "allowed",
     EDGES + "a_row_whose_keys_are_all_hidden_has_no_gradient",
 )
 bug(
     "orders-slots-behind-a-span-are-multiplied-with",
-    "kernels/decode.py",
+    "kernels/paged_decode.py",
     "(t.masked_fill(~allowed[..., None], 0.0) for t in told)",
     "told",
     EDGES + "what_nobody_reads_has_no_gradient_whatever_it_is",
 )
 bug(
     "orders-values-are-read-as-keys-are",
-    "kernels/decode.py",
+    "kernels/paged_decode.py",
     "k.dtype not in KEPT or k.dtype != v.dtype or",
     "k.dtype not in KEPT or",
     EDGES + "numbers_that_would_be_read_as_others_are_refused",
 )
 bug(
     "orders-every-ceiling-is-taken-for-the-first",
-    "backends/ragged.py",
+    "backends/ragged_decode.py",
     '        reasons.remove(f"{type(cap).__name__} is not additive")\n',
     '        reasons = [reason for reason in core if reason != f"{type(cap).__name__} is not additive"]\n',
     EDGES + "a_second_ceiling_counts",
 )
 bug(
     "orders-who-looks-at-keys-sees-8-bits",
-    "backends/ragged.py",
+    "backends/ragged_decode.py",
     "job.dtype != torch.float64 and not seen",
     "job.dtype != torch.float64",
     EDGES + "who_looks_at_keys_of_8_bits_sees_numbers",
 )
 bug(
     "orders-weights-of-8-bits-without-their-scale",
-    "backends/paged.py",
+    "backends/paged_decode.py",
     "(held * scale[..., None]).to(inputs.q.dtype)",
     "held.to(inputs.q.dtype)",
     EDGES + "weights_are_computed_again_from_8_bits",
 )
 bug(
     "orders-a-plan-is-looked-up-twice",
-    "backends/bands.py",
+    "backends/block_sparse.py",
     "    return found\n",
     "    return _PLANS[key]\n",
     EDGES + "a_plan_is_handed_out_though_another_thread_forgets_all",
@@ -100,28 +100,28 @@ bug(
 )
 bug(
     "orders-a-cache-and-its-reach-hold-each-other",
-    "cache/slots.py",
+    "cache/contiguous.py",
     "self._every = Reach(spec.pattern, slots)\n",
     "self._every = Reach(spec.pattern, slots)\n        self._every.held = self._rule\n",
     EDGES + "a_cache_goes_with_its_last_use[causal]",
 )
 bug(
     "kernels-of-all-kinds-are-kept-under-one-name",
-    "kernels/compiled.py",
+    "kernels/jit.py",
     "    entry.__qualname__ = name\n",
     "",
     "test_kernel_edges.py::test_no_two_kernels_are_kept_under_one_name",
 )
 bug(
     "kernels-of-two-files-are-kept-under-one-name",
-    "kernels/compiled.py",
+    "kernels/jit.py",
     'f"{function.__module__}.{name}.{kind}"',
     'f"{name}.{kind}"',
     "test_kernel_edges.py::test_no_two_kernels_are_kept_under_one_name",
 )
 bug(
     "kernels-are-not-found-by-the-next-process",
-    "kernels/normalising.py",
+    "kernels/row_normalisers.py",
     "@extending.register_jitable\ndef softmax(",
     "@njit\ndef softmax(",
     "test_kernel_edges.py::test_the_next_process_reads_a_kernel_from_disk",

@@ -10,7 +10,7 @@ ALONE = f"{LAYER}::test_texts_read_as_if_they_were_alone"
 SOURCE = f"{LAYER}::test_a_text_reads_its_own_source"
 ANY = f"{LAYER}::test_any_lengths_give_what_texts_alone_give"
 PAIRS = f"{BATCH}::test_packed_pairs_teach_the_same[1]"
-CORE = "backends/packed.py"
+CORE = "backends/varlen.py"
 bug(
     "packed-keys-too-many-are-read",
     CORE,
@@ -97,21 +97,21 @@ bug(
 )
 bug(
     "packing-labels-of-the-first-places",
-    "tasks/packing.py",
+    "data/translation.py",
     "labels = batch.labels.flatten()[places]",
     "labels = batch.labels.flatten()[: len(places)]",
     PAIRS,
 )
 bug(
     "packing-asks-of-padding",
-    "tasks/packing.py",
+    "data/translation.py",
     "if int((labels != IGNORED).sum()) != int((batch.labels != IGNORED).sum()):",
     "if not labels.numel():",
     f"{BATCH}::test_what_cannot_be_packed_says_why",
 )
 bug(
     "packing-texts-from-anywhere",
-    "tasks/packing.py",
+    "data/translation.py",
     "if not (np.array_equal(np.repeat(texts, lengths, 0), which) and np.array_equal(inside, position[places])):",
     "if not np.array_equal(np.repeat(texts, lengths, 0), which):",
     f"{BATCH}::test_what_cannot_be_packed_says_why",
@@ -125,14 +125,14 @@ bug(
 )
 bug(
     "packing-whatever-it-takes",
-    "training/choosing.py",
+    "training/train_step.py",
     '    if took < seconds * (1 - WORTH):\n        told = f"packed',
     '    if took < seconds:\n        told = f"packed',
     f"{BATCH}::test_rows_are_packed_where_that_is_faster",
 )
 bug(
     "received-at-the-first-keys",
-    "heads/received.py",
+    "head_analysis/weight_bands.py",
     "keys = slice(block.first, block.first + block.w_HTS.shape[2])",
     "keys = slice(0, block.w_HTS.shape[2])",
     f"{SEEN}::test_columns_are_those_of_all_weights",

@@ -7,12 +7,12 @@ from planting import bug
 # For tests/planted.py; `bug` as there.
 PATCHES = "test_patches.py"
 DEPTHS = "test_depths.py"
-FORWARDS = "hub/forwards.py"
-MEANS = "hub/means.py"
-OFFSETS = "hub/offsets.py"
-EDITING = "hub/editing.py"
-KINDS = "hub/patches.py"
-FEEDING = "hub/feeding.py"
+FORWARDS = "inspect/site_hooks.py"
+MEANS = "inspect/dataset_means.py"
+OFFSETS = "inspect/dataset_means.py"
+EDITING = "inspect/ablation.py"
+KINDS = "inspect/ablation.py"
+FEEDING = "inspect/dataset_means.py"
 bug(
     "patches-mean-of-batches-not-of-tokens",
     MEANS,
@@ -106,7 +106,7 @@ bug(
 )
 bug(
     "patches-offsets-read-the-values-of-another-group",
-    "hub/routes/ours.py",
+    "inspect/adapters/headwise_attention.py",
     "self.job.core.values[row]",
     "row % self.job.spec.heads.kv",
     f"{PATCHES}::test_weights_by_offset_of_ours",
@@ -134,7 +134,7 @@ bug(
 )
 bug(
     "depths-group-of-a-run-rounded-up",
-    "hub/depths.py",
+    "inspect/attention_sites.py",
     "if int(run / (layers / groups)) == group:",
     "if run // (layers // groups) == group:",
     f"{DEPTHS}::test_silenced_at_one_depth[odd]",

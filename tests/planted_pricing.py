@@ -9,21 +9,21 @@ COST, COUNTER = "test_model_cost.py::", "anchors/test_model_costs.py::"
 TRAINING, WRITING = (COUNTER + f"test_{what}_is_counted_as_torch_counts_it" for what in ("training", "a_generation"))
 bug(
     "cost-every-expert-is-asked",
-    "blueprint/pieces.py",
+    "model_spec/components.py",
     "active=self.active, model=model, hidden=self.each.hidden",
     "active=self.count, model=model, hidden=self.each.hidden",
     f"{TRAINING}[gpt_oss]",
 )
 bug(
     "cost-every-expert-is-met",
-    "blueprint/pieces.py",
+    "model_spec/components.py",
     "self.count - min(self.count, tokens * self.active)",
     "self.count - self.count",
     COST + "test_of_experts_a_token_meets_its_own",
 )
 bug(
     "cost-a-prompt-is-scored-everywhere",
-    "counting/whole.py",
+    "costs/flops.py",
     'lambda call: 1 if call.way == "prompt" else call.tokens',
     "lambda call: call.tokens",
     COST + "test_a_prompt_is_scored_at_its_end",
@@ -31,21 +31,21 @@ bug(
 )
 bug(
     "cost-pixels-have-gradients",
-    "counting/whole.py",
+    "costs/flops.py",
     "        factors=1,\n",
     "        factors=2,\n",
     f"{TRAINING}[vit]",
 )
 bug(
     "cost-the-first-vector-is-a-patch",
-    "counting/whole.py",
+    "costs/flops.py",
     "call.tokens and patches.count if patches else call.tokens",
     "call.tokens",
     f"{TRAINING}[vit]",
 )
 bug(
     "cost-a-source-is-remembered-at-every-step",
-    "counting/reading.py",
+    "costs/flops.py",
     "return Work(batch, new, 0, new * source",
     "return Work(batch, new, new * source, new * source",
     COST + "test_cross_attention_remembers_its_source_once",
@@ -53,7 +53,7 @@ bug(
 )
 bug(
     "cost-encoders-step-too",
-    "counting/calls.py",
+    "costs/workload.py",
     "[piece for piece in every if not piece.early]",
     "list(every)",
     COST + "test_cross_attention_remembers_its_source_once",
@@ -62,7 +62,7 @@ bug(
 )
 bug(
     "cost-the-last-written-token-is-read",
-    "counting/calls.py",
+    "costs/workload.py",
     'whole._replace(tokens=load.generate - 1, past=load.context, way="steps")',
     'whole._replace(tokens=load.generate, past=load.context, way="steps")',
     COST + "test_a_generation_is_the_sum_of_its_steps",
@@ -70,7 +70,7 @@ bug(
 )
 bug(
     "cost-rings-grow-while-generating",
-    "counting/reading.py",
+    "costs/flops.py",
     "growing * past + growing * (growing + 1) // 2 + (steps - growing) * kept",
     "steps * past + steps * (steps + 1) // 2",
     COST + "test_a_generation_is_the_sum_of_its_steps",
@@ -78,7 +78,7 @@ bug(
 )
 bug(
     "cost-layers-of-one-kind-once",
-    "counting/whole.py",
+    "costs/flops.py",
     "run.times * run.blocks.count(block)",
     "run.blocks.count(block)",
     COST + "test_equal_blocks_are_one_piece_however_they_alternate",
@@ -86,7 +86,7 @@ bug(
 )
 bug(
     "cost-states-step-once",
-    "counting/reading.py",
+    "costs/flops.py",
     "return none * work.queries + every - none",
     "return every",
     COST + "test_a_state_steps_as_long_as_it_likes",
@@ -101,21 +101,21 @@ bug(
 )
 bug(
     "cost-blocks-of-a-series-are-one-too-few",
-    "backends/blocks.py",
+    "backends/query_blocks.py",
     "at = first + count * BLOCK",
     "at = first + (count + 1) * BLOCK",
     COST + "test_many_blocks_are_summed_as_a_few",
 )
 bug(
     "cost-a-step-reads-every-weight-of-a-cross",
-    "counting/reading.py",
+    "costs/flops.py",
     "if one.learned and (not one.applied or work.tokens(one.applied))",
     "if one.learned",
     COST + "test_cross_attention_remembers_its_source_once",
 )
 bug(
     "cost-a-layer-keeps-the-cache-of-the-encoder",
-    "counting/pricing.py",
+    "costs/cost_report.py",
     'if isinstance(piece, Reader) and not piece.early and "decode" in calls',
     'if isinstance(piece, Reader) and "decode" in calls',
     COST + "test_cross_attention_remembers_its_source_once",
@@ -124,14 +124,14 @@ bug(
 )
 bug(
     "cost-positions-without-end",
-    "counting/calls.py",
+    "costs/workload.py",
     "load.held > most.own",
     "load.context > most.own",
     COST + "test_what_cannot_be_meant_is_refused_in_one_line",
 )
 bug(
     "cost-an-unplaced-schedule-is-priced",
-    "counting/scopes.py",
+    "costs/workload.py",
     "        if not _first(spec):\n",
     "        if False:\n",
     COST + "test_what_cannot_be_meant_is_refused_in_one_line",

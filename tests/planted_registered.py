@@ -5,7 +5,7 @@ from __future__ import annotations
 from planting import bug
 
 # For tests/planted.py; `bug` as there.
-FILE = "hub/registered.py"
+FILE = "hub/transformers_backend.py"
 TESTS = "test_registered.py"
 OUTPUTS = f"{TESTS}::test_outputs_are_eagers"
 bug(
@@ -103,7 +103,7 @@ bug(
 )
 bug(
     "registered-no-mask-means-causal",
-    "hub/routes/interface.py",
+    "inspect/adapters/transformers_interface.py",
     "        return bool(said)\n",
     "        said = said\n",
     f"{TESTS}::test_it_is_its_definition[plain-5-2]",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from planting import bug
 
 # For tests/planted.py; `bug` as there.
-FILE, PACKS = "backends/routed.py", "backends/speaking.py"
+FILE, PACKS = "backends/routed_heads.py", "backends/routed_heads.py"
 TESTS = "test_routed_backend.py"
 OPEN = f"{TESTS}::test_open_heads_read_as_if_all_were_asked"
 READ = "test_read_lines.py"
@@ -90,14 +90,14 @@ bug(
 )
 bug(
     "routed-gates-of-other-texts",
-    "backends/packed.py",
+    "backends/varlen.py",
     "[gate[n] for gate in opened]",
     "[gate[0] for gate in opened]",
     f"{TESTS}::test_packed_texts_take_their_gates_with_them[()]",
 )
 bug(
     "routed-deaf-where-gradients-pass",
-    "parts/routed.py",
+    "parts/mixture_of_heads.py",
     'return self.router != "norm"',
     "return True",
     f"{TESTS}::test_it_takes_what_it_can",
@@ -132,77 +132,77 @@ bug(
 )
 bug(
     "read-lines-a-unit-forgets-its-last-rows",
-    "backends/lines.py",
+    "backends/routed_heads.py",
     "(counts[whose] - ROWS * number).clamp(max=ROWS)",
     "(counts[whose] - ROWS * number).clamp(max=ROWS - 1)",
     f"{READ}::test_units_and_blocks_of_keys_end_where_they_should[64-64]",
 )
 bug(
     "read-lines-parts-write-each-others-keys",
-    "backends/lines.py",
+    "backends/routed_heads.py",
     "keys * part // parts // 4 * 4",
     "keys * part // parts",
     f"{READ}::test_parts_of_keys_are_added_up[2]",
 )
 bug(
     "read-lines-shortest-first",
-    "backends/lines.py",
+    "backends/routed_heads.py",
     "torch.argsort(high - low, descending=True)",
     "torch.argsort(high - low)",
     f"{READ}::test_those_with_most_keys_begin",
 )
 bug(
     "read-lines-ends-of-the-first-row",
-    "kernels/reading.py",
+    "kernels/flash_attention_kernel.py",
     "tokens = told(table, At.T) * told(table, At.END_ROWS)",
     "tokens = told(table, At.T)",
     f"{READ}::test_any_width[3-16]",
 )
 bug(
     "read-lines-nobody-barred-behind",
-    "kernels/reading.py",
+    "kernels/flash_attention_kernel.py",
     "        if start < inner or start + count > outer:\n",
     "        if start < inner:\n",
     f"{READ}::test_any_width[3-16]",
 )
 bug(
     "read-lines-first-keys-for-all",
-    "kernels/reading.py",
+    "kernels/flash_attention_kernel.py",
     "            put(here, where_below(key, first, lowest, below))\n",
     "            put(here, below)\n",
     f"{READ}::test_any_width[3-16]",
 )
 bug(
     "read-lines-what-was-read-does-not-shrink",
-    "kernels/reading.py",
+    "kernels/flash_attention_kernel.py",
     "        scaled(f, sums, vdim, desk + 4 * step)\n",
     "",
     f"{READ}::test_units_and_blocks_of_keys_end_where_they_should[131-64]",
 )
 bug(
     "read-lines-nothing-is-no-number",
-    "kernels/reading.py",
+    "kernels/flash_attention_kernel.py",
     "base = where_below(lowest, top, top, zero)",
     "base = top",
     f"{READ}::test_any_width[3-16]",
 )
 bug(
     "read-lines-gradients-without-their-total",
-    "kernels/rereading.py",
+    "kernels/flash_attention_kernel.py",
     "minus(read(f, grads + here), total)",
     "read(f, grads + here)",
     f"{READ}::test_any_width[3-16]",
 )
 bug(
     "read-lines-keys-of-queries-without-scale",
-    "kernels/rereading.py",
+    "kernels/flash_attention_kernel.py",
     "        put(q_rows + n, times(read(f, q_rows + n), read(f, desk + 4 * step)))\n",
     "        put(q_rows + n, read(f, q_rows + n))\n",
     f"{READ}::test_any_width[3-16]",
 )
 bug(
     "read-lines-only-the-first-part",
-    "kernels/read.py",
+    "kernels/flash_attention.py",
     "d_q.sum(0) if len(d_q) > 1 else d_q[0]",
     "d_q[0]",
     f"{READ}::test_parts_of_keys_are_added_up[7]",
@@ -244,14 +244,14 @@ bug(
 )
 bug(
     "lengths-where-nobody-measured",
-    "backends/job.py",
+    "backends/core_interface.py",
     'self.keys >= least or self.device != "cpu" or self.stated',
     "self.keys >= least or self.stated",
     f"{WHY}::test_a_length_that_is_told_is_said",
 )
 bug(
     "lengths-unknown-to-what-is-spent",
-    "counting/reading.py",
+    "costs/flops.py",
     "return job if job.one else replace(job, keys=work.keys)",
     "return job",
     f"{WHY}::test_what_is_spent_is_of_the_backend_that_runs[300]",

@@ -7,8 +7,8 @@ from planting import bug
 # For tests/planted.py; `bug` as there.
 SITES = "test_sites.py"
 OURS = "test_sites_ours.py"
-INTERFACE = "hub/routes/interface.py"
-WATCHING = "hub/watching.py"
+INTERFACE = "inspect/adapters/transformers_interface.py"
+WATCHING = "inspect/hooks.py"
 bug(
     "sites-rows-without-softcap",
     WATCHING,
@@ -46,14 +46,14 @@ bug(
 )
 bug(
     "sites-silenced-behind-the-merge",
-    "hub/routes/torch_mha.py",
+    "inspect/adapters/torch_mha.py",
     "y = F.linear(_edited(self, those, z), self.out_proj.weight, self.out_proj.bias)",
     "y = _edited(self, those, F.linear(z, self.out_proj.weight, self.out_proj.bias))",
     f"{SITES}::test_torchs_own_layers[False-batch first]",
 )
 bug(
     "sites-fast-path-left-on",
-    "hub/routes/torch_mha.py",
+    "inspect/adapters/torch_mha.py",
     "        torch.backends.mha.set_fastpath_enabled(False)",
     "        pass",
     f"{SITES}::test_torchs_own_layers[False-batch first]",
@@ -81,28 +81,28 @@ bug(
 )
 bug(
     "sites-all-tokens",
-    "hub/editing.py",
+    "inspect/ablation.py",
     "said if at is None else",
     "said if True else",
     f"{OURS}::test_only_some_tokens",
 )
 bug(
     "sites-probe-pushed-aside",
-    "hub/routes/ours.py",
+    "inspect/adapters/headwise_attention.py",
     "        return probe(place, tensor) if probe is not None and place in own else tensor",
     "        return tensor",
     f"{OURS}::test_a_probe_of_ones_own_looks_on",
 )
 bug(
     "sites-scale-forgotten",
-    "hub/patches.py",
+    "inspect/ablation.py",
     "lambda moment: moment.own * self.scale",
     "lambda moment: moment.own * 0",
     f"{OURS}::test_a_model_of_ours_and_a_copy_of_it",
 )
 bug(
     "sites-a-head-named-twice-counts-once",
-    "hub/editing.py",
+    "inspect/ablation.py",
     "            if head in own:",
     "            if head in own and head < 0:",
     f"{OURS}::test_what_cannot_be_meant_is_one_line[twice]",

@@ -18,21 +18,21 @@ bug(
 )
 bug(
     "a-feed-bias-from-every-rank",
-    "models/feeds.py",
+    "models/feed_forward.py",
     'bias = self.maybe("down_bias") if self.peers.first else None  # it is added once',
     'bias = self.maybe("down_bias")',
     TENSOR + "test_a_divided_model_is_the_model[mha-decoder]",
 )
 bug(
     "an-expert-bias-from-every-rank",
-    "models/feeds.py",
+    "models/feed_forward.py",
     'if name != "down" or self.peers.first else None',
     "if True else None",
     f"{HEADS}[experts]",
 )
 bug(
     "a-gradient-from-the-heads-in-hand-alone",
-    "spread/wires.py",
+    "distributed/collectives.py",
     '''    """x as it is; backwards the sum over all."""
 
     @staticmethod
@@ -59,14 +59,14 @@ bug(
 )
 bug(
     "copies-keep-what-each-found",
-    "spread/portions.py",
+    "distributed/head_partition.py",
     "if int(count.max()) > 1}",
     "if int(count.min()) > 9}",
     TENSOR + "test_a_divided_model_is_the_model[mqa-decoder]",
 )
 bug(
     "heads-that-need-each-other-are-told-apart",
-    "spread/portions.py",
+    "distributed/head_partition.py",
     "        needs = spec.sources(out)\n",
     "        needs = frozenset([out])\n",
     TENSOR + "test_a_divided_model_is_the_model[talking-decoder]",
@@ -74,14 +74,14 @@ bug(
 )
 bug(
     "a-term-counts-for-every-rank",
-    "spread/ranks.py",
+    "distributed/parallel_attention.py",
     "        return each + (value - each).detach()\n",
     "        return value\n",
     f"{HEADS}[terms]",
 )
 bug(
     "a-balance-of-the-tokens-in-hand",
-    "parts/routed.py",
+    "parts/mixture_of_heads.py",
     'ledger.whole(torch.cat(sums), "tokens")',
     "torch.cat(sums)",
     f"{TOKENS}[terms]",
@@ -89,21 +89,21 @@ bug(
 )
 bug(
     "all-heads-drop-the-same",
-    "spread/ranks.py",
+    "distributed/parallel_attention.py",
     "seed = int(torch.randint(2**62, ())) + rank\n",
     "seed = int(torch.randint(2**62, ()))\n",
     f"{HEADS}[dropout]",
 )
 bug(
     "heads-draw-from-the-stream-of-all",
-    "spread/ranks.py",
+    "distributed/parallel_attention.py",
     "        with torch.random.fork_rng(cards):\n",
     "        if True:\n",
     f"{HEADS}[dropout]",
 )
 bug(
     "minus-zero-is-lost-on-the-way-to-a-file",
-    "spread/tensor.py",
+    "distributed/tensor_parallel.py",
     "        flat[: part.numel()] = part.flatten()\n",
     "        flat[: part.numel()] = part.flatten() + 0\n",
     f"{HEADS}[one_file_whatever_the_split]",
@@ -117,14 +117,14 @@ bug(
 )
 bug(
     "zigzag-that-never-turns",
-    "spread/ranks.py",
+    "distributed/parallel_attention.py",
     "halves[:, :, 1].flip(0)",
     "halves[:, :, 1]",
     CONTEXT + "test_rows_that_are_divided_are_rows[gqa-decoder]",
 )
 bug(
     "padding-of-a-row-is-read",
-    "spread/context.py",
+    "distributed/context_parallel.py",
     "_places(told.segment, wire, order, -1)",
     "_places(told.segment, wire, order, 0)",
     f"{TOKENS}[lengths]",
@@ -132,28 +132,28 @@ bug(
 )
 bug(
     "every-rank-answers-for-a-row",
-    "spread/context.py",
+    "distributed/context_parallel.py",
     "    elif wire.rank:\n",
     "    elif wire.rank > 9:\n",
     CONTEXT + "test_rows_that_are_divided_are_rows[mha-encoder]",
 )
 bug(
     "a-pooled-row-is-what-is-in-hand",
-    "models/ends.py",
+    "models/embeddings_heads.py",
     'held, at = self.peers.gather({"states": h}, at)',
     'held = {"states": h}',
     f"{TOKENS}[rows_as_a_whole]",
 )
 bug(
     "ranks-without-global-tokens-stay-away",
-    "blocks/longformer.py",
+    "nn/longformer_attention.py",
     "max(self._count(at, chosen_BT), int(self.overall.peers.spans > 1))",
     "self._count(at, chosen_BT)",
     f"{TOKENS}[a_block_of_several_layers]",
 )
 bug(
     "gathered-keys-teach-nobody-else",
-    "spread/wires.py",
+    "distributed/collectives.py",
     "        return ctx.wire.dealt(grads[0]), None\n",
     "        return grads[0][ctx.wire.rank].clone(), None\n",
     CONTEXT + "test_rows_that_are_divided_are_rows[mha-decoder]",
@@ -167,7 +167,7 @@ bug(
 )
 bug(
     "copies-count-twice-in-the-norm",
-    "spread/tensor.py",
+    "distributed/tensor_parallel.py",
     "        return (part.square() / self._held.to(part.device)).sum()\n",
     "        return part.square().sum()\n",
     DIVIDED + "test_two_ranks_take_the_steps_of_one[tensor=2-shared keys]",
@@ -181,21 +181,21 @@ bug(
 )
 bug(
     "rows-are-divided-among-those-who-divide-tokens",
-    "spread/holding.py",
+    "distributed/sharded_model.py",
     'self.world.share(batch, "data", "shards")',
     "self.world.share(batch)",
     DIVIDED + "test_two_ranks_take_the_steps_of_one[context=2-echo]",
 )
 bug(
     "a-sum-is-not-counted-where-the-mean-enters",
-    "spread/inside.py",
+    "distributed/communication_volume.py",
     '(3 if block.form == "merged" else 2)',
     "(2)",
     DIVIDED + "test_a_step_sends_what_is_counted[tensor=2-odd]",
 )
 bug(
     "ranks-of-one-worker-draw-apart",
-    "training/run.py",
+    "training/training_run.py",
     "states.get(_of_worker(name, self.world.worker))",
     "states.get(_of_worker(name, self.world.rank))",
     DIVIDED + "test_ranks_of_one_worker_go_on_in_one_stream",

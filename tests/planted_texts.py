@@ -8,7 +8,7 @@ from planting import bug
 TEXTS, LAYER = "test_texts.py", "test_packed.py"
 READ = f"{TEXTS}::test_texts_read_themselves_and_their_sources"
 TAKES = f"{TEXTS}::test_the_kernel_takes_what_is_plain_and_short"
-KERNEL, CORE = "kernels/texting.py", "backends/packed.py"
+KERNEL, CORE = "kernels/varlen_attention.py", "backends/varlen.py"
 bug(
     "texts-columns-of-no-keys",
     KERNEL,
@@ -60,14 +60,14 @@ bug(
 )
 bug(
     "texts-steps-as-if-rows-were-whole",
-    "kernels/texts.py",
+    "kernels/varlen_attention.py",
     "for step in t.stride()[:2]",
     "for step in (t.shape[1] * t.shape[2], t.shape[2])",
     f"{TEXTS}::test_rows_need_not_lie_whole",
 )
 bug(
     "texts-widened-by-what-lies-there",
-    "kernels/texts.py",
+    "kernels/varlen_attention.py",
     "made = [t.new_zeros(t.shape) for t in wide]",
     "made = [torch.full_like(t, 0.5) for t in wide]",
     f"{TEXTS}::test_what_nobody_reads_does_not_matter",

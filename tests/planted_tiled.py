@@ -5,7 +5,7 @@ from __future__ import annotations
 from planting import bug
 
 # For tests/planted.py; `bug` as there.
-KERNEL, BACKEND = "kernels/every.py", "backends/tiled.py"
+KERNEL, BACKEND = "kernels/flash_attention.py", "backends/flash_cpu.py"
 TESTS = "test_tiled.py"
 ENDS = f"{TESTS}::test_units_end_where_they_should"
 bug(
@@ -115,7 +115,7 @@ bug(
 )
 bug(
     "tiled-what-was-read-is-half-its-gradient",
-    "kernels/rereading.py",
+    "kernels/flash_attention_kernel.py",
     "    for c in range(count // WIDE * WIDE, count):\n        every +=",
     "    for c in range(count // WIDE * WIDE, count - 1):\n        every +=",
     f"{ENDS}[65-0]",

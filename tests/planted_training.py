@@ -57,7 +57,7 @@ bug(
 )
 bug(
     "training-accumulates-a-mean-of-means",
-    "training/stepping.py",
+    "training/train_step.py",
     "loss = self.loss(own.batch) / total",
     "loss = self.loss(own.batch) / asked(own.batch) / len(shares)",
     f"{TRAINING}::test_a_batch_in_parts_has_the_gradient_of_the_whole",
@@ -88,7 +88,7 @@ bug(
 )
 bug(
     "training-smoothing-forgotten",
-    "training/stepping.py",
+    "training/train_step.py",
     "return cross_entropy(logits, labels.to(self.device), self.recipe.smoothing)",
     "return cross_entropy(logits, labels.to(self.device))",
     f"{TRAINING}::test_smoothing_of_a_recipe_reaches_the_loss",
@@ -102,14 +102,14 @@ bug(
 )
 bug(
     "training-terms-of-one-layer-only",
-    "training/stepping.py",
+    "training/train_step.py",
     "Probe(ledger=Ledger(self._terms, name))",
     'Probe(ledger=Ledger(self._terms, "one"))',
     f"{TRAINING}::test_terms_join_the_loss_by_their_factor",
 )
 bug(
     "training-cosine-ends-a-step-late",
-    "training/schedules.py",
+    "training/lr_schedules.py",
     "return _bend((course.step - course.warmup) / (course.steps - course.warmup), 1.0, course.floor)",
     "return _bend((course.step - 1 - course.warmup) / (course.steps - course.warmup), 1.0, course.floor)",
     f"{TRAINING}::test_cosine_is_its_formula",
@@ -117,14 +117,14 @@ bug(
 )
 bug(
     "training-one-cycle-starts-at-nothing",
-    "training/schedules.py",
+    "training/lr_schedules.py",
     "_bend(at / top, 1 / RISE, 1.0)",
     "_bend(at / top, 0.0, 1.0)",
     f"{TRAINING}::test_one_cycle_is_torchs",
 )
 bug(
     "training-generators-start-anew",
-    "training/run.py",
+    "training/training_run.py",
     "        torch.set_rng_state(cpu)\n",
     "",
     CRASHES,
@@ -152,35 +152,35 @@ bug(
 )
 bug(
     "training-resumes-whatever-it-finds",
-    "training/setup.py",
+    "training/run_setup.py",
     'if difference := first_difference(held.state["config"], self.config):',
     'if difference := first_difference(held.state["config"]["task"], self.config["task"]):',
     f"{RUNS}::test_another_setup_is_refused_by_its_first_difference",
 )
 bug(
     "training-clips-before-it-looks",
-    "training/run.py",
+    "training/training_run.py",
     "        if not bool(loss.isfinite() & norm.isfinite()):",
     "        self.holding.clip(self.recipe.clip, norm)\n        if not bool(loss.isfinite() & norm.isfinite()):",
     f"{RUNS}::test_a_gradient_that_is_not_finite_is_found_where_it_began",
 )
 bug(
     "training-steps-into-nothing",
-    "training/run.py",
+    "training/training_run.py",
     "        if not bool(loss.isfinite() & norm.isfinite()):",
     "        if not bool(norm.isfinite()) and step < 2:",
     f"{RUNS}::test_a_loss_that_is_not_finite_ends_a_run_and_says_where_it_began",
 )
 bug(
     "training-a-trial-draws-from-the-run",
-    "training/probing.py",
+    "training/autotune.py",
     "            with torch.random.fork_rng(devices):\n",
     "            with torch.random.fork_rng([], enabled=False):\n",
     f"{WATCHING}::test_a_trial_changes_neither_weights_nor_what_is_drawn_later",
 )
 bug(
     "training-journal-says-steps-twice",
-    "training/sinks.py",
+    "training/loggers.py",
     'if record.get("step", 0) <= step',
     'if record.get("step", 0) <= step + 1',
     f"{WATCHING}::test_the_journal_goes_on_behind_the_checkpoint",
@@ -188,7 +188,7 @@ bug(
 )
 bug(
     "training-patience-forgets",
-    "training/run.py",
+    "training/training_run.py",
     "            self.progress.waited += 1\n",
     "            self.progress.waited = 1\n",
     f"{RUNS}::test_a_run_that_gets_no_better_ends",
@@ -202,21 +202,21 @@ bug(
 )
 bug(
     "training-a-preset-reads-the-future",
-    "training/variants.py",
+    "training/run_setup.py",
     "made.pattern & spec.pattern",
     "made.pattern",
     f"{CLI}::test_a_preset_takes_the_place_of_every_attention[longformer]",
 )
 bug(
     "attention-stays-plain-behind-a-step",
-    "training/stepping.py",
+    "training/train_step.py",
     "            layer.only = only\n",
     "            pass\n",
     f"{TRAINING}::test_plain_attention_gives_the_same_gradients_and_leaves_layers_as_they_were",
 )
 bug(
     "attention-slower-way-taken",
-    "training/choosing.py",
+    "training/train_step.py",
     "if taken < seconds[best] * (1 - WORTH):",
     "if taken > seconds[best] * (1 - WORTH):",
     f"{TRAINING}::test_the_faster_precision_is_taken_and_the_exact_one_when_in_doubt",

@@ -26,7 +26,7 @@ def examples() -> list[tuple[str, hw.AttentionSpec]]:
     """Every example of every registered part, by a name that says whose it is."""
     found = []
     for name, part in hw.REGISTRY.items():
-        if issubclass(part, hw.seams.Part):
+        if issubclass(part, hw.interfaces.Part):
             found += [(f"{name}-{n}", spec) for n, spec in enumerate(part.examples(base))]
     return found
 

@@ -30,11 +30,11 @@ from divided import (
     stack,
     world,
 )
-from headwise import blueprint as bp
-from headwise.spread.portions import divided
-from headwise.spread.ranks import Ranks, set_peers
-from headwise.spread.tensor import Divided
-from headwise.tokens import SequenceInfo
+from headwise import model_spec as bp
+from headwise.distributed.head_partition import divided
+from headwise.distributed.parallel_attention import Ranks, set_peers
+from headwise.distributed.tensor_parallel import Divided
+from headwise.masking.sequence_info import SequenceInfo
 
 CASES: dict[str, Callable[[], None]] = {}
 
@@ -91,7 +91,7 @@ def every_part() -> None:
         for held in layer.state_dict().values():
             dist.broadcast(held, 0)
         small = hw.Attention(own.spec).double().eval()
-        small.load_state_dict(hw.axes.keep_heads(spec, layer.state_dict(), own.by_axis["out"])[1])
+        small.load_state_dict(hw.nn.head_axis_ops.keep_heads(spec, layer.state_dict(), own.by_axis["out"])[1])
         set_peers(small, Ranks(tensor=wire))
         x, z = (None if t is None else first(t).requires_grad_() for t in cases.tensors(spec))
         tokens = None if spec.source is None and "source" in name else SequenceInfo.from_batch(x, lengths=[7, 3, 5])
@@ -129,7 +129,9 @@ def groups_of_a_mixing() -> None:
 def experts() -> None:
     """Every expert narrower on each rank, one of them shared by all tokens."""
     each = bp.FeedForwardSpec(6, bias="ud")
-    feed = bp.ExpertsSpec(each, count=3, active=2, shared=bp.FeedForwardSpec(8, bias="d"), bias="learned", scores="chosen")
+    feed = bp.ExpertsSpec(
+        each, count=3, active=2, shared=bp.FeedForwardSpec(8, bias="d"), bias="learned", scores="chosen"
+    )
     check_model(decoder(*[bp.BlockSpec(spec_of("gqa"), feed=feed)] * 2))
 
 
@@ -175,11 +177,15 @@ def terms() -> None:
     part, parts = halves(net)
     ledgers: dict[int, dict] = {id(net): {}, id(part): {}}
     for one in (net, part):
-        one.probes = {name: hw.Probe(aux_losses=hw.AuxLosses(ledgers[id(one)], name)) for name, _ in model.attention_specs()}
+        one.probes = {
+            name: hw.Probe(aux_losses=hw.AuxLosses(ledgers[id(one)], name)) for name, _ in model.attention_specs()
+        }
 
     def loss(one, batch) -> Tensor:
         out = loss_of(one, batch)
-        return out + 3 * hw.AuxLosses(ledgers[id(one)]).total("balance") + 5 * hw.AuxLosses(ledgers[id(one)]).total("l0")
+        return (
+            out + 3 * hw.AuxLosses(ledgers[id(one)]).total("balance") + 5 * hw.AuxLosses(ledgers[id(one)]).total("l0")
+        )
 
     check_tensor(net, part, parts, batch_of(model), loss)
     assert len(ledgers[id(net)]) == 4

@@ -10,17 +10,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import cases
 import headwise as hw
 from cases import EVERY, base, check_close
-from headwise import axes
-from headwise.surgery.aligning import align_heads, find_symmetry, map_heads
-from headwise.surgery.procrustes import solve_procrustes, pooling_error, max_trace, align_to_mean
-from headwise.surgery.products import CrossProducts, compute_kv_features, compute_similarity
-from headwise.terms import SymmetryGroup
+from headwise.interfaces.core_types import SymmetryGroup
+from headwise.nn import head_axis_ops
+from headwise.surgery.head_alignment import (
+    CrossProducts,
+    align_heads,
+    align_to_mean,
+    compute_kv_features,
+    compute_similarity,
+    find_symmetry,
+    map_heads,
+    max_trace,
+    pooling_error,
+    solve_procrustes,
+)
 
 # Whose heads lie in a way that something sees, by side.
 SEEN = {
@@ -174,9 +182,9 @@ def test_heads_that_differ_by_a_turn_are_pooled_without_loss(modifiers):
     x, _ = cases.tensors(spec)
     made = align_heads(spec, layer.state_dict(), [(0, 1, 2)], told(layer, x))
     assert all(after < 1e-12 < 0.1 < before for before, after in made.pooling_errors.values())
-    pooled = twin(*axes.share_kv_heads(spec, made.weights, [(0, 1, 2)]))
+    pooled = twin(*head_axis_ops.share_kv_heads(spec, made.weights, [(0, 1, 2)]))
     check_close(pooled(x), layer(x), atol=1e-9)
-    mean = twin(*axes.share_kv_heads(spec, layer.state_dict(), [(0, 1, 2)]))
+    mean = twin(*head_axis_ops.share_kv_heads(spec, layer.state_dict(), [(0, 1, 2)]))
     assert (mean(x) - layer(x)).abs().max() > 1e-2
 
 
@@ -299,9 +307,9 @@ def test_sharing_equal_heads_and_splitting_them_again_loses_nothing(into, order,
             rows[list(group)] = rows[group[0]].clone()
     x, _ = cases.tensors(spec)
     told = layer(x)
-    shared = axes.share_kv_heads(spec, weights, groups)
+    shared = head_axis_ops.share_kv_heads(spec, weights, groups)
     check_close(twin(*shared)(x), told)
-    check_close(twin(*axes.split_kv_heads(*shared))(x), told)
+    check_close(twin(*head_axis_ops.split_kv_heads(*shared))(x), told)
     assert shared[0].heads.kv == into
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import maps
-from headwise.heads.alignment import AlignmentScores
-from headwise.heads.block import WeightBand
-from headwise.heads.intervals import draw_resamples
-from headwise.heads.scene import Example, TokenAnnotations
+from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
+from headwise.head_analysis.resampling import draw_resamples
+from headwise.head_analysis.weight_bands import WeightBand
+from headwise.head_analysis.word_alignment import AlignmentScores
 
 SITE = "decoder.0.cross"
 Links = list[tuple[int, int, bool]]
@@ -61,7 +61,9 @@ def test_links_are_counted_as_sets(kind: str, row: str, step: int):
     texts = [pair(seed, kind) for seed in range(5)]
     alignment = AlignmentScores(row_conventions=(row,))
     for block, links in texts:
-        alignment.start_example(Example(None, {"source": block.key_tokens, "text": block.query_tokens}, alignment_links=links))
+        alignment.start_example(
+            Example(None, {"source": block.key_tokens, "text": block.query_tokens}, alignment_links=links)
+        )
         for band in maps.bands(block, step):
             alignment.add_band(SITE, band)
         alignment.finish_example()
@@ -95,7 +97,9 @@ def test_a_head_that_draws_the_gold_links_has_no_error():
         links = [(s, t, t != 2) for t, s in enumerate(order)]
         alignment.start_example(Example(None, {"source": source, "text": text}, alignment_links=links))
         alignment.add_band(SITE, WeightBand(w, torch.ones(count, count, dtype=torch.bool), 0, text, source))
-        alignment.add_band("decoder.0.attention", WeightBand(w, torch.ones(count, count, dtype=torch.bool), 0, text, text))
+        alignment.add_band(
+            "decoder.0.attention", WeightBand(w, torch.ones(count, count, dtype=torch.bool), 0, text, text)
+        )
         alignment.finish_example()
     measures = alignment.measures(draw_resamples(2, 10, 0))
     assert set(measures) == {(SITE, 0), (SITE, 1)}
@@ -110,14 +114,18 @@ def test_a_head_that_draws_the_gold_links_has_no_error():
 def test_links_out_of_range_are_refused(link: tuple[int, int, bool], says: str):
     block, _ = pair(0)
     with pytest.raises(ValueError, match=says):
-        AlignmentScores().start_example(Example(None, {"source": block.key_tokens, "text": block.query_tokens}, alignment_links=[link]))
+        AlignmentScores().start_example(
+            Example(None, {"source": block.key_tokens, "text": block.query_tokens}, alignment_links=[link])
+        )
 
 
 def test_links_without_words_or_without_a_source_are_refused():
     block, links = pair(0)
     nothing = replace(block.key_tokens, word_index=torch.full_like(block.key_tokens.word_index, -1))
     with pytest.raises(ValueError, match="the source has none; count words from 0"):
-        AlignmentScores().start_example(Example(None, {"source": nothing, "text": block.query_tokens}, alignment_links=links))
+        AlignmentScores().start_example(
+            Example(None, {"source": nothing, "text": block.query_tokens}, alignment_links=links)
+        )
     with pytest.raises(ValueError, match="links lead from a source to a text, and here is only text; leave"):
         AlignmentScores().start_example(Example(None, {"text": block.query_tokens}, alignment_links=links))
     with pytest.raises(ValueError, match="rows=\\('wrote',\\) are unknown; give some of"):
@@ -128,7 +136,9 @@ def test_texts_without_links_are_left_out():
     block, links = pair(0)
     alignment = AlignmentScores()
     for some in (links, [], links):
-        alignment.start_example(Example(None, {"source": block.key_tokens, "text": block.query_tokens}, alignment_links=some))
+        alignment.start_example(
+            Example(None, {"source": block.key_tokens, "text": block.query_tokens}, alignment_links=some)
+        )
         alignment.add_band(SITE, block)
         alignment.finish_example()
     assert [bool(told) for told in alignment.kept] == [True, False, True]

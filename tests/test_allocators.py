@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import cases
 import headwise as hw
-from headwise.blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, ModelSpec, NormSpec, StackSpec
-from headwise.counting.allocators import CacheAllocator, RequestBatch, list_cache_terms, kv_cache_bytes
-from headwise.counting.capacity import last_where
-from headwise.counting.devices import NumberFormats
-from headwise.counting.layers import group_attentions
+from headwise.costs.kv_cache_memory import (
+    CacheAllocator,
+    RequestBatch,
+    group_attentions,
+    kv_cache_bytes,
+    list_cache_terms,
+)
+from headwise.costs.roofline import NumberFormats
+from headwise.costs.serving_capacity import last_where
 from headwise.families import read_model_spec
+from headwise.model_spec import (
+    BlockSpec,
+    EmbeddingSpec,
+    FeedForwardSpec,
+    ModelSpec,
+    NormSpec,
+    OutputHeadSpec,
+    StackSpec,
+)
 
 KEPT = {
     name: spec
@@ -33,7 +45,12 @@ def gemma_3_1b() -> ModelSpec:
     said = {"model": 1152, "heads": 4, "kv": 1, "dim": 256}
     local, full = (hw.design(**said, pattern=pattern) for pattern in ("window(512)", "causal"))
     blocks = [
-        BlockSpec(full if n % 6 == 5 else local, feed=FeedForwardSpec(6912, form="gated"), norm=NormSpec("offset"), placement="sandwich")
+        BlockSpec(
+            full if n % 6 == 5 else local,
+            feed=FeedForwardSpec(6912, form="gated"),
+            norm=NormSpec("offset"),
+            placement="sandwich",
+        )
         for n in range(26)
     ]
     stack = StackSpec.from_blocks("decoder", 1152, blocks, embedding=EmbeddingSpec(262144), norm=NormSpec("offset"))
@@ -85,13 +102,17 @@ def test_gpt_oss_120b_in_vllm(allocator: str, less: int):
 
 
 def test_int8_has_a_scale_for_each_head():
-    assert kv_cache_bytes(read_model_spec(LLAMA3), RequestBatch.uniform(2, 100), dtype="int8") == 2 * 100 * 32 * (2 * 8 * 128 + 2 * 8 * 4)
+    assert kv_cache_bytes(read_model_spec(LLAMA3), RequestBatch.uniform(2, 100), dtype="int8") == 2 * 100 * 32 * (
+        2 * 8 * 128 + 2 * 8 * 4
+    )
     assert kv_cache_bytes(read_model_spec(V3), RequestBatch.uniform(1, 1), dtype="int8") == 61 * (512 + 4 + 64 + 4)
 
 
 def test_a_state_keeps_float32_whatever_the_cache():
     spec = hw.design(preset="linear")
-    assert kv_cache_bytes(spec, RequestBatch.uniform(1, 5), dtype="int8") == kv_cache_bytes(spec, RequestBatch.uniform(1, 50_000), dtype="fp32")
+    assert kv_cache_bytes(spec, RequestBatch.uniform(1, 5), dtype="int8") == kv_cache_bytes(
+        spec, RequestBatch.uniform(1, 50_000), dtype="fp32"
+    )
 
 
 def test_cross_attention_remembers_its_source_once():
@@ -126,7 +147,9 @@ def test_a_common_beginning_is_kept_once(memory, lengths, shared):
     shared = min(shared, *lengths)
     held = {(j,) if j < shared else (row, j) for row, length in enumerate(lengths) for j in live(memory, length)}
     spec = cases.base(pattern=_pattern(memory))
-    (term,) = list_cache_terms(group_attentions(spec), RequestBatch.from_lengths(lengths, shared), CacheAllocator(), NumberFormats())
+    (term,) = list_cache_terms(
+        group_attentions(spec), RequestBatch.from_lengths(lengths, shared), CacheAllocator(), NumberFormats()
+    )
     assert term.value == len(held) * 2 * 6 * 4 * 2
 
 
@@ -153,12 +176,20 @@ def test_pages_of_one_token_are_ideal_and_nothing_shrinks(name, length, batch):
     for allocator in ("ideal", "ring", "paged(7)", "unified", "unified(7)"):
         here, longer, more = (
             kv_cache_bytes(spec, rows, allocator)
-            for rows in (RequestBatch.uniform(batch, length), RequestBatch.uniform(batch, length + 1), RequestBatch.uniform(batch + 1, length))
+            for rows in (
+                RequestBatch.uniform(batch, length),
+                RequestBatch.uniform(batch, length + 1),
+                RequestBatch.uniform(batch + 1, length),
+            )
         )
         assert here <= longer
         assert here < more
-    assert kv_cache_bytes(spec, RequestBatch.uniform(batch, length), "paged(1)") == kv_cache_bytes(spec, RequestBatch.uniform(batch, length), "ideal")
-    assert kv_cache_bytes(spec, RequestBatch.uniform(batch, length), "ideal") <= kv_cache_bytes(spec, RequestBatch.uniform(batch, length), "paged(7)")
+    assert kv_cache_bytes(spec, RequestBatch.uniform(batch, length), "paged(1)") == kv_cache_bytes(
+        spec, RequestBatch.uniform(batch, length), "ideal"
+    )
+    assert kv_cache_bytes(spec, RequestBatch.uniform(batch, length), "ideal") <= kv_cache_bytes(
+        spec, RequestBatch.uniform(batch, length), "paged(7)"
+    )
 
 
 def test_what_says_no_allocator():

@@ -11,8 +11,8 @@ import torch
 import cases
 import headwise as hw
 from cases import EVERY, base, check_close
-from headwise.parts.latent import convert_to_latent
-from headwise.parts.routed import convert_to_mixture_of_heads
+from headwise.parts.latent_attention import convert_to_latent
+from headwise.parts.mixture_of_heads import convert_to_mixture_of_heads
 
 
 def twin(spec, weights, dtype=torch.float64) -> hw.Attention:
@@ -70,7 +70,7 @@ def test_a_token_is_remembered_in_as_many_numbers_and_they_are_its_keys_and_valu
     made, weights = convert_to_latent(spec, layer.state_dict())
     shared = twin(made, weights)
     check_close(shared(x, source=z), layer(x, source=z))
-    assert hw.counting.cached_numbers_per_token(made) == hw.counting.cached_numbers_per_token(spec)
+    assert hw.costs.cached_numbers_per_token(made) == hw.costs.cached_numbers_per_token(spec)
     read = x if z is None else z
     ours, theirs = shared.project_source(read).entry, layer.project_source(read).entry
     told = torch.cat([ours["c"], ours["r"]], -1).sort(-1).values

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_counts import torch_counts
 from test_edges import kept_for_backward
 from torch import Tensor
@@ -15,11 +14,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import cases
 import headwise as hw
-from headwise import counting
-from headwise.backends import BACKENDS, CallSignature, bands, folds
-from headwise.backends.banding import TokenAxis, count_batch_pairs, choose_block_size, plan_block_batches
-from headwise.backends.residues import find_dilation
-from headwise.pattern import parse_pattern
+from headwise import costs
+from headwise.backends import BACKENDS, CallSignature, block_sparse
+from headwise.backends.query_blocks import (
+    TokenAxis,
+    choose_block_size,
+    count_batch_pairs,
+    find_dilation,
+    plan_block_batches,
+)
+from headwise.masking.patterns import parse_pattern
 
 PATTERNS = [
     "window(100)",
@@ -48,7 +52,10 @@ def told(pattern, asks: range, *runs: range) -> tuple[Tensor, Tensor]:
     for piece in plan_block_batches(pattern, TokenAxis(asks), axes):
         mask = torch.ones(len(piece.queries[0]), sum(map(len, piece.keys[0])), dtype=torch.bool)
         if piece.first_block_positions is not None:
-            i, j = (torch.tensor([n for some in each for n in some]) for each in ([piece.first_block_positions[0]], piece.first_block_positions[1]))
+            i, j = (
+                torch.tensor([n for some in each for n in some])
+                for each in ([piece.first_block_positions[0]], piece.first_block_positions[1])
+            )
             mask = pattern.allows(i[:, None], j)
         for rows, keys in zip(piece.queries, piece.keys, strict=True):
             where = torch.tensor(list(rows))[:, None], torch.tensor([n for some in keys for n in some])
@@ -67,7 +74,9 @@ def test_pieces_read_every_allowed_pair_once_and_no_other(pattern, start, count,
     i, j = torch.tensor(list(asks))[:, None], torch.tensor([n for places in runs for n in places])
     assert (allowed == (pattern.allows(i, j) & torch.ones_like(allowed, dtype=torch.bool))).all()
     assert found.max() <= 1
-    assert int(found.sum()) == sum(piece.num_pairs for piece in plan_block_batches(pattern, TokenAxis(asks), _axes(runs)))
+    assert int(found.sum()) == sum(
+        piece.num_pairs for piece in plan_block_batches(pattern, TokenAxis(asks), _axes(runs))
+    )
 
 
 def _axes(runs) -> list[TokenAxis]:
@@ -86,7 +95,11 @@ def test_gaps_are_left_out():
     assert [find_dilation(parse_pattern(text)) for text in PATTERNS] == [1, 1, 1, 1, 3, 200, 1, 2, 2, 1, 1, 1, 1]
     far, dense = parse_pattern("dilated(64, rate=32)"), parse_pattern("window(64)")
     assert count_batch_pairs(far, range(8192), range(8192)) <= 1.3 * count_batch_pairs(dense, range(8192), range(8192))
-    assert [choose_block_size(parse_pattern(text)) for text in ("window(32)", "window(256)", "window(2048)")] == [32, 64, 128]
+    assert [choose_block_size(parse_pattern(text)) for text in ("window(32)", "window(256)", "window(2048)")] == [
+        32,
+        64,
+        128,
+    ]
 
 
 def truth(q, k, v, allowed, sinks, scale) -> tuple[Tensor, Tensor]:
@@ -136,7 +149,7 @@ def test_ragged_rows_are_read_and_learn_as_the_definition_says(pattern, rows, ea
     )
     sinks = torch.randn(6, dtype=torch.float64, requires_grad=True) if sunk else None
     same = [tokens.position, tokens.segment] * 2
-    o, lse = bands.block_sparse_attention(q, k, v, sinks, same, [], pattern, 0.7)
+    o, lse = block_sparse.block_sparse_attention(q, k, v, sinks, same, [], pattern, 0.7)
     expected, sums = truth(q, k, v, hw.AttentionMask(tokens, tokens, parse_pattern(pattern)).allowed, sinks, 0.7)
     cases.check_close(o, expected)
     torch.testing.assert_close(lse, sums.detach(), rtol=1e-9, atol=1e-9)  # of nothing it is -inf
@@ -152,7 +165,7 @@ def test_ragged_rows_are_read_and_learn_as_the_definition_says(pattern, rows, ea
 @pytest.mark.parametrize("pattern", ["window(100)", "dilated(5, rate=3)", "dilated(9, rate=200, after=4)"])
 def test_what_is_added_at_once_does_not_overlap(pattern, monkeypatch):
     """Threads share an addition out: two that add to the same token at once lose what one of them adds."""
-    added, inside, view, overlap = [], [], folds.BatchedBlocks._view, folds.BatchedBlocks._overlap
+    added, inside, view, overlap = [], [], block_sparse.BatchedBlocks._view, block_sparse.BatchedBlocks._overlap
 
     def viewed(self, x, ranges):
         given = view(self, x, ranges)
@@ -164,10 +177,10 @@ def test_what_is_added_at_once_does_not_overlap(pattern, monkeypatch):
         overlap(self, *told)
         inside.clear()
 
-    monkeypatch.setattr(folds.BatchedBlocks, "_view", viewed)
-    monkeypatch.setattr(folds.BatchedBlocks, "_overlap", overlapped)
+    monkeypatch.setattr(block_sparse.BatchedBlocks, "_view", viewed)
+    monkeypatch.setattr(block_sparse.BatchedBlocks, "_overlap", overlapped)
     q, k, v = (torch.randn(1, 700, 2, 4).requires_grad_() for _ in "qkv")
-    o, _ = bands.block_sparse_attention(q, k, v, None, [], [0, 0], pattern, 0.5)
+    o, _ = block_sparse.block_sparse_attention(q, k, v, None, [], [0, 0], pattern, 0.5)
     torch.autograd.grad(o.sum(), [q, k, v])
     assert any(len(some) > 1 for some in added)
     for some in added:
@@ -187,7 +200,7 @@ def test_errors_are_at_most_twice_those_of_one_masked_call(pattern, dtype, peer)
     place = torch.arange(300)
     mask = parse_pattern(pattern).allows(place[:, None], place)
     exact, _ = truth(q, k, v, mask, None, 0.25)
-    ours = bands.block_sparse_attention(q, k, v, None, [], [0, 0], pattern, 0.25)[0]
+    ours = block_sparse.block_sparse_attention(q, k, v, None, [], [0, 0], pattern, 0.25)[0]
     theirs = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), mask, scale=0.25)
     errors = [(o.double() - exact).abs().max() for o in (ours, theirs.transpose(1, 2))]
     assert errors[0] <= 2 * errors[1] + torch.finfo(peer).eps * exact.abs().max()
@@ -196,7 +209,7 @@ def test_errors_are_at_most_twice_those_of_one_masked_call(pattern, dtype, peer)
 def test_huge_scores_and_sinks_give_numbers():
     q, k, v = (x.requires_grad_() for x in large(torch.float32))
     for sinks in (None, torch.tensor([-1e4, 0.0, 1e4], requires_grad=True)):
-        o, _ = bands.block_sparse_attention(q, k, v, sinks, [], [0, 150], "window(100)", 1e4)
+        o, _ = block_sparse.block_sparse_attention(q, k, v, sinks, [], [0, 150], "window(100)", 1e4)
         grads = torch.autograd.grad(o.sum(), [q, k, v, *([] if sinks is None else [sinks])])
         assert all(x.isfinite().all() for x in (o, *grads))
         assert (o[:, :150] == 0).all()  # these stand before every key
@@ -221,10 +234,10 @@ class Made(TorchDispatchMode):
 def made(pattern: str, count: int) -> int:
     q, k, v = (torch.randn(1, count, 2, 8) for _ in "qkv")
     how = None, [], [0, 0], pattern, 0.3
-    bands.run_forward(q, k, v, *how)
+    block_sparse.run_forward(q, k, v, *how)
     with Made() as mode:
-        o, lse = bands.run_forward(q, k, v, *how)
-        bands.run_backward(o, o, lse, q, k, v, *how)
+        o, lse = block_sparse.run_forward(q, k, v, *how)
+        block_sparse.run_backward(o, o, lse, q, k, v, *how)
     return mode.nbytes
 
 
@@ -281,13 +294,13 @@ def test_gradients_are_counted_as_torch_counts_them(pattern):
     spec = cases.base(pattern=pattern, kv=2)
     layer = cases.layer(spec, torch.float32, "banded")
     x = torch.randn(2, 300, 10, requires_grad=True)
-    job, work = CallSignature(spec, spec.core, needs_grad=True), counting.self_attention_work(spec, batch=2, queries=300)
+    job, work = CallSignature(spec, spec.core, needs_grad=True), costs.self_attention_work(spec, batch=2, queries=300)
     core = BACKENDS["banded"].executed_flops(job, work)
     with FlopCounterMode(display=False) as counter:
         y = layer(x)
         forth = counter.get_total_flops()
         y.sum().backward()
-    assert forth == counting.executed_flops(spec, work, core)
+    assert forth == costs.executed_flops(spec, work, core)
     assert counter.get_total_flops() - forth == 2 * (forth - core) + 5 * core // 2
 
 

@@ -12,13 +12,12 @@ import handmade
 import headwise as hw
 import maps
 from cases import check_close
-from headwise.heads import looking
-from headwise.heads.block import WeightBand
-from headwise.heads.looking import WeightBandHook
-from headwise.heads.measuring import MetricSums, measure_heads
-from headwise.heads.published import ALL_METRICS
-from headwise.heads.scene import Example
-from headwise.hub.watching import AttentionInputs
+from headwise.head_analysis import weight_bands
+from headwise.head_analysis.annotated_examples import Example
+from headwise.head_analysis.head_measurement import MetricSums, measure_heads
+from headwise.head_analysis.literature_metrics import ALL_METRICS
+from headwise.head_analysis.weight_bands import WeightBand, WeightBandHook
+from headwise.inspect.hooks import AttentionInputs
 from test_sites import looked
 
 COUNT = 23
@@ -40,7 +39,7 @@ def told(count: int = COUNT) -> Example:
 
 def bands(core, cells: int, monkeypatch: pytest.MonkeyPatch) -> list[WeightBand]:
     seen: list[WeightBand] = []
-    monkeypatch.setattr(looking, "MAX_CELLS", cells)
+    monkeypatch.setattr(weight_bands, "MAX_CELLS", cells)
     WeightBandHook("site", told(), ("text", "text"), lambda _, block: seen.append(block)).on_call(core)
     return seen
 
@@ -84,7 +83,7 @@ def test_bands_are_as_narrow_as_what_they_read(monkeypatch: pytest.MonkeyPatch):
     ]
     some = bands(keep.seen[0], 3 * COUNT * 2, monkeypatch)
     assert max(one.w_HTS.shape[1] for one in some) > 4  # of few keys there are more rows
-    assert all(one.w_HTS.numel() <= looking.MAX_HEIGHT_RATIO * 3 * COUNT * 2 for one in some)
+    assert all(one.w_HTS.numel() <= weight_bands.MAX_HEIGHT_RATIO * 3 * COUNT * 2 for one in some)
 
 
 @pytest.mark.parametrize("kind", ["bool", "float", "each"])

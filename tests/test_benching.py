@@ -14,12 +14,22 @@ import torch
 
 import headwise as hw
 from headwise import cli
-from headwise.benching import agreeing, around, bars, limits, machine, rows, running
-from headwise.benching.case import LIMIT, MissingPeer, SpeedTarget, BenchmarkCase, RequiredWork
-from headwise.benching.limits import MATMUL_RUN, READ_RUN, LastLevelCache, MachineLimits
-from headwise.benching.report import BenchmarkReport, format_duration, format_seconds
-from headwise.benching.turns import TimingPace, TimingSamples, time_interleaved, time_warm_call, interleaved_order
-from headwise.heads import inks
+from headwise.bench import benchmark_case, benchmark_report, runner, session
+from headwise.bench.benchmark_case import (
+    LIMIT,
+    BenchmarkCase,
+    MissingPeer,
+    RequiredWork,
+    SpeedTarget,
+    TimingPace,
+    TimingSamples,
+    interleaved_order,
+    time_interleaved,
+    time_warm_call,
+)
+from headwise.bench.benchmark_report import BenchmarkReport, format_duration, format_seconds
+from headwise.bench.session import MATMUL_RUN, READ_RUN, LastLevelCache, MachineLimits
+from headwise.head_analysis import head_figures
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SAME = torch.arange(7.0)
@@ -65,12 +75,14 @@ CLOCKS: list[Clock] = []
 
 
 @pytest.fixture
-def bench(clock: Clock) -> rows.CaseTimer:
+def bench(clock: Clock) -> session.CaseTimer:
     CLOCKS.append(clock)
-    return rows.CaseTimer(TimingPace(min_sample_seconds=0.02, min_samples=3, max_samples=5, max_seconds=100.0), Fixed(LAST), clock)
+    return session.CaseTimer(
+        TimingPace(min_sample_seconds=0.02, min_samples=3, max_samples=5, max_seconds=100.0), Fixed(LAST), clock
+    )
 
 
-def row(bench: rows.CaseTimer, case: BenchmarkCase) -> dict[str, Any]:
+def row(bench: session.CaseTimer, case: BenchmarkCase) -> dict[str, Any]:
     return bench.time_case(case, "fake") | {"title": "Fake work"}
 
 
@@ -78,7 +90,9 @@ def row(bench: rows.CaseTimer, case: BenchmarkCase) -> dict[str, Any]:
 
 
 def test_a_sample_lasts_long_enough_and_says_seconds_of_one_call(clock: Clock):
-    taken = time_interleaved({"a": clock.run("a", 0.25), "b": clock.run("b", 0.0078125)}, TimingPace(max_samples=4), clock)
+    taken = time_interleaved(
+        {"a": clock.run("a", 0.25), "b": clock.run("b", 0.0078125)}, TimingPace(max_samples=4), clock
+    )
     assert taken["a"] == TimingSamples((0.25,) * 4, 1)
     assert taken["b"].calls_per_sample == 3  # 0.02 seconds and no less
     assert taken["b"].seconds == pytest.approx((0.0078125,) * 4, rel=1e-12)
@@ -104,7 +118,9 @@ def test_who_is_widely_spread_has_all_sampled_as_often_again(clock: Clock):
     runs = {"even": clock.run("even", 1.0), "odd": clock.run("odd", 1.0, 1.0, 2.0, 3.0, 1.0)}
     taken = time_interleaved(runs, TimingPace(min_samples=3, max_samples=15, max_seconds=1.0), clock)
     assert {name: len(samples.seconds) for name, samples in taken.items()} == {"even": 6, "odd": 6}
-    again = time_interleaved({"odd": clock.run("odd", 1.0, 1.0, 2.0, 3.0)}, TimingPace(min_samples=3, max_samples=3, max_seconds=1.0), clock)
+    again = time_interleaved(
+        {"odd": clock.run("odd", 1.0, 1.0, 2.0, 3.0)}, TimingPace(min_samples=3, max_samples=3, max_seconds=1.0), clock
+    )
     assert len(again["odd"].seconds) == 3  # no more than are taken at most
 
 
@@ -129,7 +145,9 @@ def test_the_collector_rests_while_runs_are_timed(clock: Clock):
     import gc
 
     seen = []
-    time_interleaved({"a": lambda: (seen.append(gc.isenabled()), clock.run("a", 1.0)())}, TimingPace(max_samples=3), clock)
+    time_interleaved(
+        {"a": lambda: (seen.append(gc.isenabled()), clock.run("a", 1.0)())}, TimingPace(max_samples=3), clock
+    )
     assert set(seen) == {False}
     assert gc.isenabled()
 
@@ -163,13 +181,13 @@ def test_median_and_spread_are_of_the_middle():
     ],
 )
 def test_results_are_held_to_their_largest_number(ours: Any, theirs: Any, same: bool):
-    assert (agreeing.describe_difference(ours, theirs, 1e-3) == "") is same
+    assert (benchmark_case.describe_difference(ours, theirs, 1e-3) == "") is same
 
 
 # --- verdicts ------------------------------------------------------------------------------------------
 
 
-def test_a_row_has_medians_ratios_the_limit_and_verdicts(bench: rows.CaseTimer, clock: Clock):
+def test_a_row_has_medians_ratios_the_limit_and_verdicts(bench: session.CaseTimer, clock: Clock):
     case = BenchmarkCase(
         "a case", clock.run("ours", 0.5), {"one": clock.run("one", 1.5), "two": clock.run("two", 0.25)},
         targets=(SpeedTarget("one", 3.0), SpeedTarget("two", 1.0), SpeedTarget(LIMIT, 0.5)), required_work=RequiredWork(bytes_read=2**15), notes={"memory": "7 MB"},
@@ -189,7 +207,7 @@ def test_a_row_has_medians_ratios_the_limit_and_verdicts(bench: rows.CaseTimer, 
     json.dumps(got, allow_nan=False)
 
 
-def test_a_limit_is_the_longer_of_reading_and_products(bench: rows.CaseTimer, clock: Clock):
+def test_a_limit_is_the_longer_of_reading_and_products(bench: session.CaseTimer, clock: Clock):
     need = RequiredWork(bytes_read=2**14, flops=2 * 2048**3 * 3, dtype=torch.float64)
     taken = {READ_RUN: TimingSamples((0.125,) * 3), MATMUL_RUN: TimingSamples((0.5,) * 3)}
     got = MachineLimits(LAST).bound(need, taken)
@@ -200,19 +218,26 @@ def test_a_limit_is_the_longer_of_reading_and_products(bench: rows.CaseTimer, cl
 
 
 def test_the_machine_reads_more_than_its_cache_holds_and_multiplies_in_the_dtype(clock: Clock):
-    runs = MachineLimits(LastLevelCache(2**12, True)).limit_runs(RequiredWork(bytes_read=1, flops=1, dtype=torch.bfloat16))
+    runs = MachineLimits(LastLevelCache(2**12, True)).limit_runs(
+        RequiredWork(bytes_read=1, flops=1, dtype=torch.bfloat16)
+    )
     assert set(runs) == {READ_RUN, MATMUL_RUN}
     assert runs[READ_RUN]().item() == 8 * 2**12 / 4  # ones, four bytes each
     assert runs[MATMUL_RUN]().dtype == torch.bfloat16
     assert MachineLimits(LAST).limit_runs(None) == {}
 
 
-def test_who_is_absent_is_named(bench: rows.CaseTimer, clock: Clock):
+def test_who_is_absent_is_named(bench: session.CaseTimer, clock: Clock):
     def broken() -> Any:
         raise RuntimeError("no\ncompiler")
 
     peers = {"gone": MissingPeer("gone is not installed"), "broken": broken, "there": clock.run("there", 1.0)}
-    got = row(bench, BenchmarkCase("a case", clock.run("ours", 0.5), peers, targets=(SpeedTarget("gone", 2.0), SpeedTarget("there", 2.0))))
+    got = row(
+        bench,
+        BenchmarkCase(
+            "a case", clock.run("ours", 0.5), peers, targets=(SpeedTarget("gone", 2.0), SpeedTarget("there", 2.0))
+        ),
+    )
     assert got["absent"] == {"gone": "gone is not installed", "broken": "failed: RuntimeError: no compiler"}
     assert list(got["peers"]) == ["there"]
     assert [one["met"] for one in got["aim"]] == [None, True]
@@ -222,7 +247,7 @@ def test_who_is_absent_is_named(bench: rows.CaseTimer, clock: Clock):
     assert "broken: failed: RuntimeError: no compiler" in said
 
 
-def test_other_results_give_no_verdict(bench: rows.CaseTimer, clock: Clock):
+def test_other_results_give_no_verdict(bench: session.CaseTimer, clock: Clock):
     peers = {"liar": clock.run("liar", 9.0, gives=SAME + 1), "one": clock.run("one", 9.0)}
     got = row(bench, BenchmarkCase("a case", clock.run("ours", 0.5), peers, targets=(SpeedTarget("one", 2.0),)))
     assert list(got["differs"]) == ["liar"]
@@ -234,7 +259,7 @@ def test_other_results_give_no_verdict(bench: rows.CaseTimer, clock: Clock):
     assert row(bench, lenient)["met"] is True
 
 
-def test_a_loose_spread_gives_no_verdict(bench: rows.CaseTimer, clock: Clock):
+def test_a_loose_spread_gives_no_verdict(bench: session.CaseTimer, clock: Clock):
     shaky = clock.run("shaky", 1.0, 1.0, 1.0, 1.5, 2.0, 2.5, 3.0)
     got = row(bench, BenchmarkCase("a case", clock.run("ours", 0.5), {"shaky": shaky, "calm": clock.run("calm", 1.0)},
                           targets=(SpeedTarget("shaky", 0.1), SpeedTarget("calm", 2.0))))  # fmt: skip
@@ -246,16 +271,19 @@ def test_a_loose_spread_gives_no_verdict(bench: rows.CaseTimer, clock: Clock):
     assert loose["met"] is None
 
 
-def test_what_fails_of_ours_is_said_and_is_not_sound(bench: rows.CaseTimer):
+def test_what_fails_of_ours_is_said_and_is_not_sound(bench: session.CaseTimer):
     def ours() -> Any:
         raise ValueError("this is new")
 
-    got = row(bench, BenchmarkCase("a case", ours, {}, targets=(SpeedTarget(LIMIT, 0.5),), required_work=RequiredWork(bytes_read=1)))
+    got = row(
+        bench,
+        BenchmarkCase("a case", ours, {}, targets=(SpeedTarget(LIMIT, 0.5),), required_work=RequiredWork(bytes_read=1)),
+    )
     assert (got["ours_s"], got["failed"], got["met"]) == (None, "ValueError: this is new", None)
     report = BenchmarkReport(MACHINE, [got])
     assert not report.is_valid
     assert "ours failed: ValueError: this is new" in str(report)
-    assert bars.row_bars(got) == []
+    assert benchmark_report.row_bars(got) == []
 
 
 def test_a_row_says_where_its_time_went(capsys, fakes, clock: Clock):
@@ -268,7 +296,7 @@ def test_a_row_says_where_its_time_went(capsys, fakes, clock: Clock):
     fakes["slow"] = SimpleNamespace(cases=slow, TITLE="Slow work")
     _, out, _ = run(capsys, "slow", "--json")
     told = json.loads(out)
-    pace = running.TIMING_PACES[False]
+    pace = runner.TIMING_PACES[False]
     seconds = 0.5 * pace.num_samples(0.5, 2) + 1.0 * pace.num_samples(1.0, 2)
     assert told["rows"][0]["took"] == pytest.approx({"making": 4.0, "first calls": 1.5, "samples": seconds})
     assert told["rows"][1]["took"]["making"] == 60.0
@@ -279,16 +307,20 @@ def test_a_row_says_where_its_time_went(capsys, fakes, clock: Clock):
     assert f"Time went to: slow {format_duration(whole)}." in said
 
 
-def test_an_aim_at_nobody_is_a_mistake(bench: rows.CaseTimer, clock: Clock):
+def test_an_aim_at_nobody_is_a_mistake(bench: session.CaseTimer, clock: Clock):
     with pytest.raises(ValueError, match="aims at 'nobody', and has no such peer"):
-        bench.time_case(BenchmarkCase("a case", clock.run("ours", 1.0), {}, targets=(SpeedTarget("nobody", 1.0),)), "fake")
+        bench.time_case(
+            BenchmarkCase("a case", clock.run("ours", 1.0), {}, targets=(SpeedTarget("nobody", 1.0),)), "fake"
+        )
     with pytest.raises(ValueError, match="aims at a limit, and says no need"):
         bench.time_case(BenchmarkCase("a case", clock.run("ours", 1.0), {}, targets=(SpeedTarget(LIMIT, 1.0),)), "fake")
 
 
-def test_no_aims_no_verdict_and_all_met_is_met(bench: rows.CaseTimer, clock: Clock):
+def test_no_aims_no_verdict_and_all_met_is_met(bench: session.CaseTimer, clock: Clock):
     assert row(bench, BenchmarkCase("a", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}))["met"] is None
-    assert row(bench, BenchmarkCase("a", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}, (SpeedTarget("one", 2.0),)))["met"]
+    assert row(
+        bench, BenchmarkCase("a", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}, (SpeedTarget("one", 2.0),))
+    )["met"]
 
 
 # --- the machine ---------------------------------------------------------------------------------------
@@ -312,25 +344,25 @@ def caches(folder: Path, *told: tuple[int, str, str, str]) -> Path:
 
 def test_the_last_level_is_that_of_all_processors_once(tmp_path: Path):
     told = [(0, "1", "48K", "0"), (0, "3", "32768K", "0-1"), (1, "3", "32768K", "0-1"), (2, "3", "16M", "2-3")]
-    assert limits.find_last_level_cache(caches(tmp_path / "a", *told)) == (48 * 2**20, True)
-    assert limits.find_last_level_cache(tmp_path / "nothing") == (2**25, False)
+    assert session.find_last_level_cache(caches(tmp_path / "a", *told)) == (48 * 2**20, True)
+    assert session.find_last_level_cache(tmp_path / "nothing") == (2**25, False)
     damaged = caches(tmp_path / "b", (0, "3", "unknown", "0-1"), (1, "2", "2M", "1"))
-    assert limits.find_last_level_cache(damaged) == (2 * 2**20, True)
+    assert session.find_last_level_cache(damaged) == (2 * 2**20, True)
 
 
 def test_where_nobody_says_which_processors_all_count(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr(machine.os, "sched_getaffinity")
-    monkeypatch.setattr(machine.os, "cpu_count", lambda: 3)
-    assert machine.num_processors() == machine.check_threads(None) == 3
+    monkeypatch.delattr(session.os, "sched_getaffinity")
+    monkeypatch.setattr(session.os, "cpu_count", lambda: 3)
+    assert session.num_processors() == session.check_threads(None) == 3
 
 
 def test_odd_machines_are_labelled(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(MachineLimits, "header", lambda self: {})
-    monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.5, 9.0, 9.0))
-    assert machine.describe_machine(MachineLimits(LAST), 2)["labels"] == []
-    monkeypatch.setattr(machine, "version", lambda name: {"torch": "2.13.0", "entmax": None}.get(name, "1"))
-    monkeypatch.setattr(machine.os, "getloadavg", lambda: (3.25, 0.0, 0.0))
-    labels = machine.describe_machine(MachineLimits(LastLevelCache(2**25, False)), 1)["labels"]
+    monkeypatch.setattr(session.os, "getloadavg", lambda: (0.5, 9.0, 9.0))
+    assert session.describe_machine(MachineLimits(LAST), 2)["labels"] == []
+    monkeypatch.setattr(session, "version", lambda name: {"torch": "2.13.0", "entmax": None}.get(name, "1"))
+    monkeypatch.setattr(session.os, "getloadavg", lambda: (3.25, 0.0, 0.0))
+    labels = session.describe_machine(MachineLimits(LastLevelCache(2**25, False)), 1)["labels"]
     assert labels == [
         "1 thread: others use more",
         "entmax: unknown version",
@@ -341,15 +373,15 @@ def test_odd_machines_are_labelled(monkeypatch: pytest.MonkeyPatch):
 
 def test_who_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch):
     def missing(name: str) -> str:
-        raise machine.PackageNotFoundError(name)
+        raise session.PackageNotFoundError(name)
 
-    monkeypatch.setattr(machine, "version", missing)
-    assert machine.package_versions() == {}
+    monkeypatch.setattr(session, "version", missing)
+    assert session.package_versions() == {}
 
 
 def test_threads_are_as_before_afterwards(monkeypatch: pytest.MonkeyPatch):
     before = torch.get_num_threads()
-    with machine.use_threads(1):
+    with session.use_threads(1):
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == before
 
@@ -363,7 +395,10 @@ def fakes(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> dict[str, Any]:
 
     def slow(quick: bool) -> Iterator[BenchmarkCase]:
         yield BenchmarkCase(
-            "slow, forward", clock.run("ours", 0.5), {"one": clock.run("one", 1.0)}, (SpeedTarget("one", 3.0), SpeedTarget("one", 2.0))
+            "slow, forward",
+            clock.run("ours", 0.5),
+            {"one": clock.run("one", 1.0)},
+            (SpeedTarget("one", 3.0), SpeedTarget("one", 2.0)),
         )
         yield BenchmarkCase("slow, backward", clock.run("ours", 0.5), {"gone": MissingPeer("gone is not installed")})
 
@@ -372,10 +407,10 @@ def fakes(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> dict[str, Any]:
 
     made = {"slow": SimpleNamespace(cases=slow, TITLE="Slow work"),
             "other": SimpleNamespace(cases=other, TITLE="Other work")}  # fmt: skip
-    monkeypatch.setattr(running, "case_modules", lambda: made)
-    monkeypatch.setattr(around, "describe_machine", lambda limits, threads: MACHINE | {"threads": threads})
-    bench = rows.CaseTimer
-    monkeypatch.setattr(around, "CaseTimer", lambda pace, limits: bench(pace, limits, clock))
+    monkeypatch.setattr(runner, "case_modules", lambda: made)
+    monkeypatch.setattr(session, "describe_machine", lambda limits, threads: MACHINE | {"threads": threads})
+    bench = session.CaseTimer
+    monkeypatch.setattr(session, "CaseTimer", lambda pace, limits: bench(pace, limits, clock))
     return made
 
 
@@ -411,12 +446,20 @@ def test_the_table_fits_a_terminal(capsys, fakes):
     assert "1 met, 1 missed" in out
 
 
-def test_the_widest_line_fits_too(bench: rows.CaseTimer, clock: Clock):
+def test_the_widest_line_fits_too(bench: session.CaseTimer, clock: Clock):
     name = "somebody whose name is long, as published (plain PyTorch, compiled)"
     shaky = clock.run(name, 1.0, 1.0, 1.0, 1.5, 2.0, 2.5, 3.0)
     aims = (SpeedTarget(name, 20.0), SpeedTarget(LIMIT, 0.8), SpeedTarget(name, 200.0))
     got = row(
-        bench, BenchmarkCase(3 * name, clock.run("ours", 0.5), {name: shaky}, aims, required_work=RequiredWork(bytes_read=2**14), history=9 * name)
+        bench,
+        BenchmarkCase(
+            3 * name,
+            clock.run("ours", 0.5),
+            {name: shaky},
+            aims,
+            required_work=RequiredWork(bytes_read=2**14),
+            history=9 * name,
+        ),
     )
     lines = str(BenchmarkReport(MACHINE | {"labels": [2 * name], "quick": True}, [got])).splitlines()
     assert max(map(len, lines)) <= 80
@@ -499,24 +542,32 @@ def test_the_folder_holds_numbers_and_a_drawing(fakes, tmp_path: Path):
     assert BenchmarkReport.read(tmp_path / "new" / "bench.json") == report
     drawing = (tmp_path / "new" / "bench.svg").read_bytes()
     assert ElementTree.fromstring(drawing).tag.endswith("svg")
-    assert drawing == bars.render_chart(report.rows)  # the same rows are the same file
+    assert drawing == benchmark_report.render_chart(report.rows)  # the same rows are the same file
 
 
 AIMED = (SpeedTarget("one", 3.0), SpeedTarget("one", 4.0), SpeedTarget(LIMIT, 0.8))
 
 
-def drawn(bench: rows.CaseTimer, clock: Clock, *aims: SpeedTarget) -> tuple[list[bars.RatioBar], ElementTree.Element]:
+def drawn(
+    bench: session.CaseTimer, clock: Clock, *aims: SpeedTarget
+) -> tuple[list[benchmark_report.RatioBar], ElementTree.Element]:
     """The bars of a row in which one takes 3 times our seconds, and the drawing of it."""
-    case = BenchmarkCase("a case", clock.run("ours", 0.5), {"one": clock.run("one", 1.5)}, aims, required_work=RequiredWork(bytes_read=2**14))
+    case = BenchmarkCase(
+        "a case",
+        clock.run("ours", 0.5),
+        {"one": clock.run("one", 1.5)},
+        aims,
+        required_work=RequiredWork(bytes_read=2**14),
+    )
     got = row(bench, case)
-    return bars.row_bars(got), ElementTree.fromstring(bars.render_chart([got]))
+    return benchmark_report.row_bars(got), ElementTree.fromstring(benchmark_report.render_chart([got]))
 
 
 def of_class(drawing: ElementTree.Element, *names: str) -> list[dict[str, str]]:
     return [found.attrib for found in drawing.iter() if {*names} <= set(found.get("class", "").split())]
 
 
-def test_a_drawing_shows_every_peer_and_the_limit(bench: rows.CaseTimer, clock: Clock):
+def test_a_drawing_shows_every_peer_and_the_limit(bench: session.CaseTimer, clock: Clock):
     lines, drawing = drawn(bench, clock)
     assert lines == [
         ("a case", None, "ours 500 ms", (), False),
@@ -526,22 +577,25 @@ def test_a_drawing_shows_every_peer_and_the_limit(bench: rows.CaseTimer, clock: 
     (slower,), (limit,) = of_class(drawing, "slower"), of_class(drawing, "limit")
     one = float(slower["x"])  # where bars begin
     assert float(limit["x"]) + float(limit["width"]) == pytest.approx(one, abs=0.1)
-    scale = bars.LogScale.from_bars(lines)
+    scale = benchmark_report.LogScale.from_bars(lines)
     assert float(slower["width"]) == pytest.approx(scale.position(3.0) - one, abs=0.1)
     assert float(limit["x"]) == scale.position(0.5)
     assert of_class(drawing, "mark") == []
-    assert "nothing to draw" in "".join(ElementTree.fromstring(bars.render_chart([])).itertext())
+    assert "nothing to draw" in "".join(ElementTree.fromstring(benchmark_report.render_chart([])).itertext())
 
 
-def test_aims_are_drawn_and_those_missed_are_seen(bench: rows.CaseTimer, clock: Clock):
+def test_aims_are_drawn_and_those_missed_are_seen(bench: session.CaseTimer, clock: Clock):
     lines, drawing = drawn(bench, clock, *AIMED)
     assert [[goal.is_met for goal in line.targets] for line in lines] == [[], [True, False], [False]]
-    scale = bars.LogScale.from_bars(lines)
+    scale = benchmark_report.LogScale.from_bars(lines)
     marks = {kind: [mark["d"] for mark in of_class(drawing, "mark", kind)] for kind in ("met", "missed", "told")}
     places = {kind: [float(d[1:].split()[0]) for d in found] for kind, found in marks.items()}
     assert places == {"met": [scale.position(3.0)], "missed": [scale.position(4.0), scale.position(0.8)], "told": []}
     gaps = [(gap["d"].split()[0], gap["d"].split("H")[1]) for gap in of_class(drawing, "gap")]
-    assert gaps == [(f"M{scale.position(3.0):g}", f"{scale.position(4.0):g}"), (f"M{scale.position(0.5):g}", f"{scale.position(0.8):g}")]
+    assert gaps == [
+        (f"M{scale.position(3.0):g}", f"{scale.position(4.0):g}"),
+        (f"M{scale.position(0.5):g}", f"{scale.position(0.8):g}"),
+    ]
     said = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert {"aim 3.00 x: met", "aim 4.00 x: missed", "aim 80 %: missed"} <= set(said)
 
@@ -549,26 +603,31 @@ def test_aims_are_drawn_and_those_missed_are_seen(bench: rows.CaseTimer, clock: 
 def test_a_drawing_is_small_and_its_words_stay_in_their_columns():
     """The one on the page; letters of the widest font are 0.61 of its size wide on average, in bold 0.7."""
     rows = BenchmarkReport.read(DOCS / "bench.json").rows
-    made = bars.render_chart(rows)
+    made = benchmark_report.render_chart(rows)
     assert made == (DOCS / "bench.svg").read_bytes()
     assert len(made) < 150_000
     drawing = ElementTree.fromstring(made)
     texts = {kind: [*drawing.iterfind(f".//{{*}}text[@class='{kind}']")] for kind in ("end", "row", "missed", "told")}
-    names = [text for text in texts["end"] if float(text.attrib["x"]) == bars.NAME_X]
-    assert max(len(text.text or "") for text in names) * 0.61 * 11.5 < bars.NAME_X
-    assert max(len(text.text or "") for text in texts["row"]) * 0.7 * 11.5 < bars.TARGET_X
+    names = [text for text in texts["end"] if float(text.attrib["x"]) == benchmark_report.NAME_X]
+    assert max(len(text.text or "") for text in names) * 0.61 * 11.5 < benchmark_report.NAME_X
+    assert max(len(text.text or "") for text in texts["row"]) * 0.7 * 11.5 < benchmark_report.TARGET_X
     for kind, wide in (("missed", 0.7), ("told", 0.61)):
-        assert max(len(text.text or "") for text in texts[kind]) * wide * 11.5 < bars.CHART_WIDTH - bars.TARGET_X
+        assert (
+            max(len(text.text or "") for text in texts[kind]) * wide * 11.5
+            < benchmark_report.CHART_WIDTH - benchmark_report.TARGET_X
+        )
     places = [(text.get("x"), text.get("y")) for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
     assert len(places) == len(set(places))
     assert max(float(y or 0) for _, y in places) < float(drawing.attrib["height"])
 
 
 def test_a_drawing_is_for_light_and_for_dark_paper():
-    style = ElementTree.fromstring(bars.render_chart([])).findtext("{http://www.w3.org/2000/svg}style") or ""
+    style = (
+        ElementTree.fromstring(benchmark_report.render_chart([])).findtext("{http://www.w3.org/2000/svg}style") or ""
+    )
     light, _, dark = style.partition("@media (prefers-color-scheme:dark)")
     for name, told in (("light", light), ("dark", dark)):
-        paper = inks.FIGURE_THEMES[name]
+        paper = head_figures.FIGURE_THEMES[name]
         for colour in (paper.background, paper.foreground, paper.muted, *paper.pair_colours):
             assert colour in told
 

@@ -186,7 +186,7 @@ def test_a_query_without_a_key_gets_no_constant(backend: str):
 
 @pytest.mark.parametrize(("model", "heads"), [(10, 5), (14, 7), (512, 8)])
 def test_multi_head_biases_are_four_times_the_width(model: int, heads: int):
-    with_all, without = (hw.counting.count_parameters(hw.design(model=model, heads=heads, bias=b)) for b in ("qkvo", ""))
+    with_all, without = (hw.costs.count_parameters(hw.design(model=model, heads=heads, bias=b)) for b in ("qkvo", ""))
     assert with_all - without == 4 * model
     assert without == 4 * model**2
 
@@ -194,7 +194,7 @@ def test_multi_head_biases_are_four_times_the_width(model: int, heads: int):
 @pytest.mark.parametrize(("h", "g", "d_k", "d_v", "d"), [(6, 2, 4, 5, 10), (6, 6, 4, 3, 11), (5, 1, 2, 7, 13)])
 def test_biases_in_general(h: int, g: int, d_k: int, d_v: int, d: int):
     def counted(bias: str) -> int:
-        return hw.counting.count_parameters(hw.design(model=d, heads=h, kv=g, dim=d_k, vdim=d_v, bias=bias))
+        return hw.costs.count_parameters(hw.design(model=d, heads=h, kv=g, dim=d_k, vdim=d_v, bias=bias))
 
     assert counted("qkvo") - counted("") == h * d_k + g * (d_k + d_v) + d
     each = {"q": h * d_k, "k": g * d_k, "v": g * d_v, "o": d}

@@ -13,31 +13,30 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import headwise as hw
 from cases import EXAMPLES
-from headwise import blueprint, counting, families
-from headwise.blueprint import (
-    UnsupportedPart,
+from headwise import costs, families, model_spec
+from headwise.costs.flops import parameter_terms
+from headwise.model_spec import (
+    ApproximateAttention,
     BlockSpec,
-    FeedForwardSpec,
     EmbeddingSpec,
     ExpertsSpec,
-    OutputHeadSpec,
+    FeedForwardSpec,
+    HeadTransformSpec,
+    LayerRun,
     ModelSpec,
-    ApproximateAttention,
     NormSpec,
+    OutputHeadSpec,
     PatchSpec,
     PositionSpec,
-    LayerRun,
     StackSpec,
-    HeadTransformSpec,
+    UnsupportedPart,
 )
-from headwise.counting.whole import parameter_terms
 
-SPOKEN = {name: getattr(blueprint, name) for name in blueprint.__all__}
+SPOKEN = {name: getattr(model_spec, name) for name in model_spec.__all__}
 
 
 def spec(**said: Any) -> hw.AttentionSpec:
@@ -65,7 +64,9 @@ def shapes(piece: Any, model: int = 10) -> dict[str, tuple[int, ...]]:
 
 # Between them they have every field of every piece, none at its default.
 EVERY = (
-    decoder(*[block(LOCAL), block()] * 3, heads=(OutputHeadSpec("tokens", 11, table="decoder", bias="learned", cap=3.0),)),
+    decoder(
+        *[block(LOCAL), block()] * 3, heads=(OutputHeadSpec("tokens", 11, table="decoder", bias="learned", cap=3.0),)
+    ),
     decoder(
         block(ApproximateAttention(FULL, "it bends", (("bend", 3),))),
         block(None),
@@ -77,7 +78,11 @@ EVERY = (
         "vision",
         (
             stack(
-                block(feed=ExpertsSpec(FeedForwardSpec(7, "silu", "gated", "ugd"), 5, 2, FeedForwardSpec(3), "sigmoid", "constant", 2.5)),
+                block(
+                    feed=ExpertsSpec(
+                        FeedForwardSpec(7, "silu", "gated", "ugd"), 5, 2, FeedForwardSpec(3), "sigmoid", "constant", 2.5
+                    )
+                ),
                 block(norm=NormSpec("rms", 1e-3), placement="sandwich"),
                 block(placement="parallel"),
                 block(norm=NormSpec("bare"), placement="after", scale=0.25),
@@ -92,7 +97,11 @@ EVERY = (
                 norm=NormSpec("offset"),
             ),
         ),
-        (OutputHeadSpec("classes", 13, "first", HeadTransformSpec(17, "gelu", NormSpec("unbiased")), "constant", scale=2.0),),
+        (
+            OutputHeadSpec(
+                "classes", 13, "first", HeadTransformSpec(17, "gelu", NormSpec("unbiased")), "constant", scale=2.0
+            ),
+        ),
     ),
     ModelSpec(
         "pair",
@@ -133,7 +142,11 @@ def test_every_tensor_is_named_once_and_is_what_the_spec_builds():
 )
 def test_norms_by_placement(placement: str, norms: int):
     whole = BlockSpec(FULL, spec(), FeedForwardSpec(7), placement=placement)
-    assert len(whole.norm_names) == norms == sum(w.role == "norm" for w in replace(whole, norm=NormSpec("rms")).weights(10))
+    assert (
+        len(whole.norm_names)
+        == norms
+        == sum(w.role == "norm" for w in replace(whole, norm=NormSpec("rms")).weights(10))
+    )
     assert BlockSpec(FULL, placement="pre").norm_names == ("attention_norm",)
     assert BlockSpec(placement=placement).norm_names == ()
 
@@ -141,7 +154,10 @@ def test_norms_by_placement(placement: str, norms: int):
 def test_a_merged_block_holds_its_cross_attention_alone():
     """The mean is read through the same maps (1908.11365): 4 d^2, where two attentions have 8 d^2."""
     cross = hw.design(model=10, heads=2)
-    merged, plain = BlockSpec(cross=cross, feed=FeedForwardSpec(7), form="merged"), BlockSpec(cross, cross, FeedForwardSpec(7))
+    merged, plain = (
+        BlockSpec(cross=cross, feed=FeedForwardSpec(7), form="merged"),
+        BlockSpec(cross, cross, FeedForwardSpec(7)),
+    )
     assert merged.norm_names == ("cross_norm", "feed_norm")
     both = [sum(w.numel for w in one.weights(10) if w.role in ("attention", "cross")) for one in (merged, plain)]
     assert both == [4 * 100, 8 * 100]
@@ -161,7 +177,9 @@ def test_a_feed_forward_is_what_torch_makes_of_it():
 
 
 def test_experts_have_one_of_each_and_a_constant_is_not_learned():
-    experts = ExpertsSpec(FeedForwardSpec(7, form="gated", bias="u"), count=5, active=2, shared=FeedForwardSpec(3), bias="constant")
+    experts = ExpertsSpec(
+        FeedForwardSpec(7, form="gated", bias="u"), count=5, active=2, shared=FeedForwardSpec(3), bias="constant"
+    )
     assert shapes(experts) == {
         "router": (5, 10),
         "router_bias": (5,),
@@ -173,8 +191,8 @@ def test_experts_have_one_of_each_and_a_constant_is_not_learned():
         "shared.down": (10, 3),
     }
     model = decoder(block(feed=experts))
-    assert counting.count_constants(model) == 5
-    assert counting.count_parameters(model) == sum(w.numel for w in model.weights()) - 5
+    assert costs.count_constants(model) == 5
+    assert costs.count_parameters(model) == sum(w.numel for w in model.weights()) - 5
 
 
 @pytest.mark.parametrize(("model", "heads", "hidden"), [(512, 8, 2048), (1024, 16, 4096)], ids=["base", "big"])
@@ -182,9 +200,13 @@ def test_vaswani_in_both_sizes_is_torch_nn_transformer(model: int, heads: int, h
     """torch's has biases everywhere, and a norm behind either stack; 44,140,544 numbers in the base model."""
     every, past = (hw.design(model=model, heads=heads, bias="qkvo", pattern=p) for p in ("full()", "causal()"))
     feed = FeedForwardSpec(hidden, "relu", bias="ud")
-    encoder = StackSpec.from_blocks("encoder", model, [BlockSpec(every, feed=feed, placement="post")] * 6, norm=NormSpec())
-    both = StackSpec.from_blocks("decoder", model, [BlockSpec(past, every, feed, placement="post")] * 6, norm=NormSpec())
-    told = counting.count_parameters(ModelSpec("vaswani", "encoder-decoder", (encoder, both)))
+    encoder = StackSpec.from_blocks(
+        "encoder", model, [BlockSpec(every, feed=feed, placement="post")] * 6, norm=NormSpec()
+    )
+    both = StackSpec.from_blocks(
+        "decoder", model, [BlockSpec(past, every, feed, placement="post")] * 6, norm=NormSpec()
+    )
+    told = costs.count_parameters(ModelSpec("vaswani", "encoder-decoder", (encoder, both)))
     with torch.device("meta"):
         made = torch.nn.Transformer(model, heads, 6, 6, hidden, batch_first=True).state_dict()
     assert told == sum(math.prod(tensor.shape) for tensor in made.values())
@@ -194,14 +216,14 @@ def test_vaswani_in_both_sizes_is_torch_nn_transformer(model: int, heads: int, h
 def test_numbers_beyond_any_machine_are_exact():
     model = decoder(block(feed=FeedForwardSpec(2**70 + 1)), heads=(OutputHeadSpec("tokens", 2**65),))
     small = decoder(block(feed=FeedForwardSpec(1)), heads=(OutputHeadSpec("tokens", 1),))
-    assert counting.count_parameters(model) - counting.count_parameters(small) == 2 * 10 * 2**70 + 10 * (2**65 - 1)
-    assert blueprint.from_json(blueprint.to_json(model)) == model
+    assert costs.count_parameters(model) - costs.count_parameters(small) == 2 * 10 * 2**70 + 10 * (2**65 - 1)
+    assert model_spec.from_json(model_spec.to_json(model)) == model
 
 
 def test_terms_add_up_and_say_how():
     for model in EVERY:
         bill = parameter_terms(model)
-        assert bill.total == counting.count_parameters(model)
+        assert bill.total == costs.count_parameters(model)
         assert len(set(bill.terms)) == len(bill.terms)
         for term in bill.terms:
             times, _, axes = term.formula.rpartition(" · ")
@@ -214,7 +236,7 @@ def test_terms_add_up_and_say_how():
 
 
 def test_a_description_needs_no_torch():
-    code = "import sys, headwise.blueprint; print(*{'torch', 'numpy', 'transformers'} & set(sys.modules))"
+    code = "import sys, headwise.model_spec; print(*{'torch', 'numpy', 'transformers'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == []
 
@@ -277,7 +299,7 @@ def test_every_example_stands_in_a_stack(name: str):
     made = StackSpec.from_blocks("decoder", attention.model, [BlockSpec(attention)] * 3)
     assert len(made.layers) == 3
     model = ModelSpec(name, "decoder", (made,))
-    assert blueprint.from_toml(blueprint.to_toml(model)) == model
+    assert model_spec.from_toml(model_spec.to_toml(model)) == model
 
 
 # --- runs ----------------------------------------------------------------------------------------------
@@ -300,17 +322,17 @@ def test_runs_are_the_layers_however_they_repeat(kinds: list[int]):
 
 @pytest.mark.parametrize("model", EVERY, ids=lambda model: model.name)
 def test_text_is_read_back_as_the_same_model(model: ModelSpec):
-    assert blueprint.from_toml(str(model)) == model
-    assert blueprint.from_json(blueprint.to_json(model)) == model
+    assert model_spec.from_toml(str(model)) == model
+    assert model_spec.from_json(model_spec.to_json(model)) == model
     assert eval(repr(model), SPOKEN | vars(hw)) == model
-    assert hash(model) == hash(blueprint.from_toml(str(model)))
+    assert hash(model) == hash(model_spec.from_toml(str(model)))
 
 
 def test_examples_have_every_field():
     """No field of a piece stands at its default in all of them, so each has made the journey."""
-    text = "\n".join(blueprint.to_json(model) for model in EVERY)
-    for name in blueprint.__all__:
-        piece = getattr(blueprint, name)
+    text = "\n".join(model_spec.to_json(model) for model in EVERY)
+    for name in model_spec.__all__:
+        piece = getattr(model_spec, name)
         if isinstance(piece, type) and name not in ("Weight", "Usage"):  # no pieces of a description
             for field in fields(piece):
                 assert f'"{field.name}"' in text, (name, field.name)
@@ -488,7 +510,7 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path):
 
 def test_numbers_of_a_config_are_exact():
     wide, narrow = (config("llama", vocab_size=size, hidden_size=64) for size in (2**70, 1))
-    assert counting.count_parameters(wide) - counting.count_parameters(narrow) == 2 * 64 * (2**70 - 1)
+    assert costs.count_parameters(wide) - costs.count_parameters(narrow) == 2 * 64 * (2**70 - 1)
 
 
 def test_what_a_description_leaves_out_is_noted():
@@ -509,7 +531,9 @@ def test_a_family_is_known_by_the_class_alone():
 def test_biases_that_no_word_has_are_counted_and_said():
     model = config("deepseek_v3", attention_bias=True, architectures=["DeepseekV3Model"])
     assert "attention_bias" in model.approximation_reasons()["decoder.1.attention"]
-    shape = {name: size for name, size in model.shapes_by_name().items() if name.startswith("decoder.1.attention.project.")}
+    shape = {
+        name: size for name, size in model.shapes_by_name().items() if name.startswith("decoder.1.attention.project.")
+    }
     assert shape["decoder.1.attention.project.q_down_bias"] == (1536,)
     assert shape["decoder.1.attention.project.kv_down_bias"] == (576,)
 

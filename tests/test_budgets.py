@@ -10,13 +10,12 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.surgery import PruningBudget, HeadRanking, PruneToBudget
-from headwise.surgery.budgets import count_cache_bytes
-from headwise.surgery.phases import TimingOptions
+from headwise.surgery import HeadRanking, PruneToBudget, PruningBudget
+from headwise.surgery.attention_replacement import remove_heads
+from headwise.surgery.head_selection import count_cache_bytes, score_heads
 from headwise.surgery.pruning import prune
-from headwise.surgery.quality import measure_quality
-from headwise.surgery.removing import remove_heads
-from headwise.surgery.worths import score_heads
+from headwise.surgery.verification.efficiency import TimingOptions
+from headwise.surgery.verification.quality_metrics import measure_quality
 from test_pruning import FAINT, LLAMA, RANDOM, faint
 from test_removing import noisy
 from weighed import GPT2, built, scenes
@@ -27,7 +26,7 @@ MICHEL = HeadRanking("michel")
 def test_numbers_go_down_to_what_was_asked():
     net = noisy(built(LLAMA))
     done = prune(net, PruneToBudget(PruningBudget("parameters", 0.9), RANDOM))
-    was, now = (hw.counting.count_parameters(one.described) for one in (net, done.after))
+    was, now = (hw.costs.count_parameters(one.described) for one in (net, done.after))
     assert now <= 0.9 * was
     unit = 2 * 4 * 12 * 2 + 2 * 4 * 12  # two heads of queries and outputs, one of keys and values
     assert now + unit > 0.9 * was
@@ -48,7 +47,7 @@ def test_time_goes_down_to_what_was_asked(monkeypatch):
         shares = [sum(spec.heads.q for _, spec in net.described.specs()) for net in (before, after)]
         return SimpleNamespace(phases=[SimpleNamespace(faster=shares[0] / shares[1])])
 
-    monkeypatch.setattr("headwise.surgery.budgets.speeds", timed)
+    monkeypatch.setattr("headwise.surgery.head_selection.speeds", timed)
     net = built(LLAMA | {"num_attention_heads": 4, "num_key_value_heads": 4})
     done = prune(net, PruneToBudget(PruningBudget("time", 0.75), RANDOM, min_units=1))
     assert done.plan.num_kept == 6
@@ -56,7 +55,9 @@ def test_time_goes_down_to_what_was_asked(monkeypatch):
 
 def test_time_is_measured():
     net = built(LLAMA)
-    done = prune(net, PruneToBudget(PruningBudget("time", 0.999), RANDOM, timing=TimingOptions(length=8, steps=1, seconds=0.05)))
+    done = prune(
+        net, PruneToBudget(PruningBudget("time", 0.999), RANDOM, timing=TimingOptions(length=8, steps=1, seconds=0.05))
+    )
     assert 1 <= done.plan.num_kept < 12
 
 
@@ -81,9 +82,13 @@ def test_worths_are_found_anew_when_asked():
     """After each head, of what is left: as if every step were a choice of its own."""
     net, texts = noisy(built(LLAMA)), scenes(built(LLAMA))
     done = prune(net, PruneToBudget(PruningBudget("parameters", 0.92), MICHEL, rescore_every=1, unit="head"), texts)
-    heads = {(site, head): head for site, spec in net.described.attention_specs() for head in range(len(spec.score_head_of_output))}
+    heads = {
+        (site, head): head
+        for site, spec in net.described.attention_specs()
+        for head in range(len(spec.score_head_of_output))
+    }
     gone, now = list[tuple[str, int]](), net
-    while hw.counting.count_parameters(now.described) > 0.92 * hw.counting.count_parameters(net.described):
+    while hw.costs.count_parameters(now.described) > 0.92 * hw.costs.count_parameters(net.described):
         found = score_heads(now, texts, MICHEL).scores
         site, place = min(found, key=lambda one: found[one])
         left = [head for there, head in heads if there == site and (site, head) not in gone]
@@ -115,11 +120,17 @@ def test_what_was_done_is_taken_up(tmp_path):
 @pytest.mark.parametrize(
     ("choice", "told"),
     [
-        (lambda: PruneToBudget(PruningBudget("parametres", 0.5)), "there is no budget of 'parametres'; did you mean 'parameters'"),
+        (
+            lambda: PruneToBudget(PruningBudget("parametres", 0.5)),
+            "there is no budget of 'parametres'; did you mean 'parameters'",
+        ),
         (lambda: PruneToBudget(PruningBudget("cache", 0)), "a budget of 0 cache leaves nothing"),
         (lambda: PruneToBudget(PruningBudget("time", 3.0)), "time=3 is no share of what the model takes now"),
         (lambda: PruneToBudget(PruningBudget("loss", 0.1), rescore_every=0), "again=0 is no number of units"),
-        (lambda: PruneToBudget(PruningBudget("loss", 0.1), RANDOM), "a budget of loss is measured on texts, and there are 0"),
+        (
+            lambda: PruneToBudget(PruningBudget("loss", 0.1), RANDOM),
+            "a budget of loss is measured on texts, and there are 0",
+        ),
         (
             lambda: PruneToBudget(PruningBudget("parameters", 0.01), RANDOM, min_units=1),
             "parameters=0.01 cannot be met: it is 2388 with the 4 heads that have to stay; give more",
@@ -133,5 +144,7 @@ def test_what_cannot_be_kept_to_is_told(choice, told):
 
 def test_a_cache_without_attention_is_empty():
     net = built(GPT2)
-    assert count_cache_bytes(remove_heads(net, {"decoder.0.attention": ()}).described, 8) * 2 == count_cache_bytes(net.described, 8)
+    assert count_cache_bytes(remove_heads(net, {"decoder.0.attention": ()}).described, 8) * 2 == count_cache_bytes(
+        net.described, 8
+    )
     assert torch.is_tensor(net(torch.tensor([[1, 2]])))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise.cache import ContiguousCache, RingCache, RecurrentStateCache
+from headwise.cache import ContiguousCache, RecurrentStateCache, RingCache
 
 MODEL = 10
 KINDS = {
@@ -27,7 +27,13 @@ KINDS = {
     "latent ring": {"pattern": "window(4)", "project": hw.Latent(rank=8, rope=2), "modifiers": (hw.Rotary(),)},
     "state": {"pattern": "causal()", "similarity": hw.FeatureMap(), "normaliser": hw.Sum(), "kv": 2, "vdim": 5},
 }
-TYPES = {"ring": RingCache, "dilated": RingCache, "sinks": RingCache, "latent ring": RingCache, "state": RecurrentStateCache}
+TYPES = {
+    "ring": RingCache,
+    "dilated": RingCache,
+    "sinks": RingCache,
+    "latent ring": RingCache,
+    "state": RecurrentStateCache,
+}
 SLOTS = {"ring": 3, "dilated": 5, "sinks": 5, "latent ring": 4}
 ONE_DOCUMENT = {
     "right padding": [["aaaaa", "aaa.."], ["a", "a"], ["a", "."], ["a", "a"], [".", "a"], ["aaa", ".aa"], ["a", "a"]],
@@ -210,7 +216,7 @@ def held(cache: hw.KVCache) -> dict[str, Tensor]:
 def check_bytes(cache: hw.KVCache, capacity: int) -> None:
     """What is said, what is counted and what is really there; no tensor is a window on a larger one."""
     width = torch.empty(0, dtype=cache.dtype).element_size()
-    counted = hw.counting.cache_bytes(cache.spec, batch=cache.batch, capacity=capacity, bytes_per_number=width)
+    counted = hw.costs.cache_bytes(cache.spec, batch=cache.batch, capacity=capacity, bytes_per_number=width)
     stored = sum(tensor.untyped_storage().nbytes() for tensor in held(cache).values())
     assert cache.nbytes == counted == stored
     others = [value for value in vars(cache).values() if isinstance(value, Tensor)]
@@ -279,6 +285,8 @@ def ragged(lengths: list[int]) -> Tensor:
 def test_the_next_tokens_stay_in_the_last_segment():
     layer, x = built("sinks"), numbers(2, 5, MODEL)
     cache = layer.cache(batch=2, capacity=31)
-    layer(x, cache=cache, tokens=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, -1]])))
+    layer(
+        x, cache=cache, tokens=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, -1]]))
+    )
     assert cache.next_positions(1).position.tolist() == [[3], [2]]
     assert cache.next_positions(1).segment.tolist() == [[1], [2]]

@@ -15,10 +15,18 @@ from torch import Tensor, nn
 import cases
 import headwise as hw
 from foreign import ZOO
-from headwise.blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, ModelSpec, NormSpec, StackSpec
 from headwise.errors import SpecError
-from headwise.hub.routes import interface, ours
-from headwise.hub.watching import AttentionInputs
+from headwise.inspect.adapters import headwise_attention, transformers_interface
+from headwise.inspect.hooks import AttentionInputs
+from headwise.model_spec import (
+    BlockSpec,
+    EmbeddingSpec,
+    FeedForwardSpec,
+    ModelSpec,
+    NormSpec,
+    OutputHeadSpec,
+    StackSpec,
+)
 from headwise.traces import Trace
 
 GIVEN = {"attentions": "", "encoder_attentions": "encoder.{}.attention", "decoder_attentions": "decoder.{}.attention",
@@ -163,7 +171,7 @@ def test_nothing_is_left_and_the_model_is_as_it_was():
     model, inputs = ZOO["llama"].build("sdpa"), ZOO["llama"].inputs()
     with torch.no_grad():
         before = model(**inputs).logits
-    stands = [interface._interface_patch(), *ours.ATTENTION_PATCHES]
+    stands = [transformers_interface._interface_patch(), *headwise_attention.ATTENTION_PATCHES]
     with pytest.raises(SpecError, match=r"beyond a budget of 1\.0 kB; give a larger one"):
         hw.trace(model, inputs, capture=hw.Capture(budget=1000), log=silent)
     hw.trace(model, inputs, log=silent)
@@ -251,7 +259,10 @@ def test_what_cannot_be_traced(change, inputs, more, said: str):
     model = change(ZOO["llama"].build("sdpa"))
     with pytest.raises(ValueError, match=said):
         hw.trace(model, ZOO["llama"].inputs() if inputs is None else inputs, log=silent, **more)
-    assert all(vars(stand.owner)[stand.name] is stand._original for stand in [interface._interface_patch(), *ours.ATTENTION_PATCHES])
+    assert all(
+        vars(stand.owner)[stand.name] is stand._original
+        for stand in [transformers_interface._interface_patch(), *headwise_attention.ATTENTION_PATCHES]
+    )
 
 
 @pytest.mark.parametrize("said", [{"also": ("q",)}, {"budget": 0}, {"budget": 1.5}, {"numbers": "bf16"}])

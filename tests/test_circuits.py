@@ -12,10 +12,19 @@ from torch import Tensor
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.heads.circuits import AttentionCircuits, LowRankMap, principal_angles, get_circuits, copying_score, compare_circuits, map_similarity, get_token_tables
-from headwise.heads.twins import as_native_model, make_random_baseline
-from headwise.heads.writing import measure_residual_contributions
-from headwise.hub.finding import find_attention
+from headwise.head_analysis.head_circuits import (
+    AttentionCircuits,
+    LowRankMap,
+    compare_circuits,
+    copying_score,
+    get_circuits,
+    get_token_tables,
+    map_similarity,
+    measure_residual_contributions,
+    principal_angles,
+)
+from headwise.head_analysis.random_baseline import as_native_model, make_random_baseline
+from headwise.inspect.attention_sites import find_attention
 from scenes import WORDS, scenes, small
 
 
@@ -160,7 +169,9 @@ def test_angles_are_those_of_full_products(side: str):
 
 
 def test_squared_cosines_of_drawn_subspaces_are_their_share_of_the_width():
-    told = [principal_angles(drawn(seed=n, wide=20), drawn(seed=n + 500, wide=20)).cos().square().mean() for n in range(150)]
+    told = [
+        principal_angles(drawn(seed=n, wide=20), drawn(seed=n + 500, wide=20)).cos().square().mean() for n in range(150)
+    ]
     assert float(torch.stack(told).mean()) == pytest.approx(2 / 20, rel=0.15)
 
 
@@ -251,8 +262,10 @@ def test_norms_and_shares_of_what_is_written():
 def test_what_is_written_in_pieces_is_written_at_once(monkeypatch: pytest.MonkeyPatch):
     net, texts = small(), scenes(2)
     whole = measure_residual_contributions(net, texts)
-    monkeypatch.setattr("headwise.heads.writing.CHUNK", 200)
-    assert [one.share.value for one in measure_residual_contributions(net, texts)] == pytest.approx([one.share.value for one in whole])
+    monkeypatch.setattr("headwise.head_analysis.head_circuits.CHUNK", 200)
+    assert [one.share.value for one in measure_residual_contributions(net, texts)] == pytest.approx(
+        [one.share.value for one in whole]
+    )
 
 
 # --- twins ---------------------------------------------------------------------------------------------
@@ -261,7 +274,11 @@ def test_what_is_written_in_pieces_is_written_at_once(monkeypatch: pytest.Monkey
 def test_a_twin_has_the_same_shapes_and_fresh_weights():
     net: Any = small()
     state = torch.get_rng_state()
-    one, again, other = make_random_baseline(net, seed=1), make_random_baseline(net, seed=1), make_random_baseline(net, seed=2)
+    one, again, other = (
+        make_random_baseline(net, seed=1),
+        make_random_baseline(net, seed=1),
+        make_random_baseline(net, seed=2),
+    )
     assert torch.equal(state, torch.get_rng_state())
     shapes = [{name: tensor.shape for name, tensor in each.state_dict().items()} for each in (net, one)]
     assert shapes[0] == shapes[1]

@@ -9,14 +9,14 @@ import torch
 
 import handmade
 import headwise as hw
-from headwise.heads import published
-from headwise.heads.alignment import AlignmentScores
-from headwise.heads.classes import CLASS_RULES, classify_heads, normalised_score
-from headwise.heads.measuring import MeasureOptions, measure_heads
-from headwise.heads.scene import Example
-from headwise.heads.statistics import HEAD_METRICS
-from headwise.heads.syntax import DependencyScores
-from headwise.heads.table import HeadMeasures, Measure, HeadTable
+from headwise.head_analysis import literature_metrics
+from headwise.head_analysis.annotated_examples import Example
+from headwise.head_analysis.dependency_syntax import DependencyScores
+from headwise.head_analysis.head_classes import CLASS_RULES, classify_heads, normalised_score
+from headwise.head_analysis.head_measurement import MeasureOptions, measure_heads
+from headwise.head_analysis.head_metrics import HEAD_METRICS
+from headwise.head_analysis.head_table import HeadMeasures, HeadTable, Measure
+from headwise.head_analysis.word_alignment import AlignmentScores
 
 FIRST, SECOND, CROSS = "decoder.0.attention", "decoder.1.attention", "decoder.0.cross"
 PLANTED = {(FIRST, 0): "previous", (FIRST, 1): "sink", (SECOND, 0): "induction", (SECOND, 2): "rare-token"}
@@ -153,7 +153,7 @@ def test_voitas_relations_are_ten_points_above_the_best_offset():
 
 @pytest.mark.parametrize(("criteria", "wanted"), [("clark", {0: "previous"}), ("voita", {0: "previous"})])
 def test_published_criteria_name_a_head_set_by_hand(criteria: str, wanted: dict[int, str]):
-    chosen = MeasureOptions(published.metrics_for_criteria(criteria))
+    chosen = MeasureOptions(literature_metrics.metrics_for_criteria(criteria))
     table = classify_heads(measure_heads(handmade.decoder(), handmade.texts(20), options=chosen), criteria=criteria)
     for number, name in wanted.items():
         assert name in names(table, FIRST, number)
@@ -210,7 +210,9 @@ def _arcs(scenes: Sequence[Example]) -> list[Example]:
 
 
 def test_a_sink_head_finds_the_word_that_all_depend_on():
-    table = classify_heads(measure_heads(handmade.decoder(), _arcs(handmade.texts(20)), collectors=[DependencyScores()]))
+    table = classify_heads(
+        measure_heads(handmade.decoder(), _arcs(handmade.texts(20)), collectors=[DependencyScores()])
+    )
     assert names(table, FIRST, 1)["syntactic nsubj to governor"] > 0.95
     for site, number in ((FIRST, 0), (SECOND, 1), (SECOND, 2)):
         assert names(table, site, number).get("syntactic nsubj to governor", 0) < 0.5

@@ -12,7 +12,7 @@ import pytest
 
 import headwise as hw
 from headwise import cli
-from headwise.cli import screen
+from headwise.cli import arguments
 
 COMMAND = [sys.executable, "-c", "import sys; from headwise.cli import main; sys.exit(main())"]
 
@@ -61,7 +61,7 @@ def test_json_is_one_document(capsys, argv: tuple[str, ...]):
 
 
 def test_help_names_every_preset():
-    assert list(hw.PRESETS) == screen.PRESETS
+    assert list(hw.PRESETS) == arguments.PRESETS
 
 
 def test_a_preset_comes_in_other_sizes(capsys):
@@ -108,7 +108,7 @@ def test_set_changes_one_thing(capsys):
     told = json.loads(run(capsys, *argv, "--json")[1])
     expected = hw.design(preset="gqa", kv=4, bias="qv", modifiers=(hw.Rotary(base=500000.0),))
     assert hw.from_json(json.dumps(told["spec"])) == expected
-    assert told["counts"]["parameters"] == hw.counting.count_parameters(expected)
+    assert told["counts"]["parameters"] == hw.costs.count_parameters(expected)
 
 
 BAD = {

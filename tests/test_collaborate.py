@@ -14,7 +14,7 @@ import torch
 import cases
 import headwise as hw
 from cases import base, check_close
-from headwise.parts.trilinear import BilinearForm, factorise_truncated_svd
+from headwise.parts.collaborative import BilinearForm, factorise_truncated_svd
 
 
 def twin(made) -> hw.Attention:
@@ -124,11 +124,17 @@ def test_the_error_is_that_of_the_tensor(said, width):
 def test_sweeps_and_ranks_never_make_it_worse():
     layer = cases.layer(base(kv=3, vdim=5))
     weights = layer.state_dict()
-    swept = [hw.convert_to_collaborative(layer.spec, weights, 9, max_sweeps=n, tolerance=0.0).relative_error for n in range(25)]
+    swept = [
+        hw.convert_to_collaborative(layer.spec, weights, 9, max_sweeps=n, tolerance=0.0).relative_error
+        for n in range(25)
+    ]
     assert all(after <= before + 1e-12 for before, after in pairwise(swept))
     assert swept[-1] < 0.98 * swept[0]
     for sweeps in (0, 500):
-        ranks = [hw.convert_to_collaborative(layer.spec, weights, width, max_sweeps=sweeps).relative_error for width in (1, 4, 9, 14, 19, 24)]
+        ranks = [
+            hw.convert_to_collaborative(layer.spec, weights, width, max_sweeps=sweeps).relative_error
+            for width in (1, 4, 9, 14, 19, 24)
+        ]
         assert all(after < before for before, after in pairwise(ranks))
 
 
@@ -262,7 +268,7 @@ def test_a_converted_layer_can_be_cut():
     x, _ = cases.tensors(layer.spec)
     loud = torch.tensor([0.0, 1, 0, 1, 1, 0], dtype=torch.float64)[:, None]
     silenced = twin(made)(x, probe=hw.Probe("heads", callback=lambda _, o: o * loud))
-    spec, weights = hw.axes.keep_heads(made.spec, made.weights, [1, 3, 4])
+    spec, weights = hw.nn.head_axis_ops.keep_heads(made.spec, made.weights, [1, 3, 4])
     cut = hw.Attention(spec).double().eval()
     cut.load_state_dict(weights)
     check_close(cut(x), silenced)

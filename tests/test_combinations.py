@@ -11,15 +11,18 @@ from test_counts import torch_counts
 import cases
 import headwise as hw
 from cases import check_close
-from headwise import axes, counting
+from headwise import costs
 from headwise.backends import BACKENDS, CallSignature
+from headwise.nn import head_axis_ops
 
 
 def test_a_state_in_half_precision_sums_thousands():
     torch.manual_seed(0)
     exact = hw.Attention(hw.design(preset="linear", model=32, heads=2))
     x = 3 * torch.randn(2, 1024, 32)
-    tokens = hw.SequenceInfo.from_batch(x, lengths=[1024, 1000])  # not one segment: a single chunk, whose shares reach far
+    tokens = hw.SequenceInfo.from_batch(
+        x, lengths=[1024, 1000]
+    )  # not one segment: a single chunk, whose shares reach far
     coarse = exact.half().head_outputs(x.half(), sequence=tokens)
     fine = exact.float().head_outputs(x, sequence=tokens)
     check_close(coarse[:, 900:1000].float(), fine[:, 900:1000], rtol=0.1, atol=0.02)
@@ -35,7 +38,7 @@ def test_a_cut_behind_another_number_of_rows(heads, rows, keep, merge, on):
     loud = torch.zeros(rows, 1, dtype=x.dtype)
     loud[keep] = 1
     silenced = layer(x, probe=hw.Probe("heads", callback=lambda _, o: o * loud))
-    small, weights = axes.keep_heads(spec, layer.state_dict(), keep)
+    small, weights = head_axis_ops.keep_heads(spec, layer.state_dict(), keep)
     cut = hw.Attention(small).double().eval()
     cut.load_state_dict(weights)
     check_close(cut(x), silenced)
@@ -84,7 +87,7 @@ def test_the_order_of_writing_is_the_order_of_phases():
 def test_sharing_says_why_it_cannot():
     spec = hw.design(model=8, heads=4, modifiers=(hw.TalkingHeads(on="weights", heads=2),))
     with pytest.raises(hw.SpecError, match="grouped apart"):
-        axes.share_kv_heads(spec, hw.Attention(spec).state_dict(), [[0, 1], [2, 3]])
+        head_axis_ops.share_kv_heads(spec, hw.Attention(spec).state_dict(), [[0, 1], [2, 3]])
 
 
 @pytest.mark.parametrize("kv", [1, 2, 4])
@@ -109,11 +112,14 @@ def test_what_is_spent_on_a_source_or_a_single_query(backend, words, tokens, sou
     spec = hw.design(**({"model": 16, "heads": 2} | words))
     layer = hw.Attention(spec, backend=backend)
     z = None if source is None else torch.randn(1, source, 12)
-    work, job = hw.CallSize(1, tokens, source or tokens, source or tokens), CallSignature(spec, spec.core, single_query=tokens == 1)
+    work, job = (
+        hw.CallSize(1, tokens, source or tokens, source or tokens),
+        CallSignature(spec, spec.core, single_query=tokens == 1),
+    )
     if hasattr(BACKENDS[backend], "formed"):
         work = replace(work, pairs=BACKENDS[backend].num_pairs(job, work))
     spent = BACKENDS[backend].executed_flops(job, work)
-    assert torch_counts(layer, torch.randn(1, tokens, 16), source=z) == counting.executed_flops(spec, work, spent)
+    assert torch_counts(layer, torch.randn(1, tokens, 16), source=z) == costs.executed_flops(spec, work, spent)
 
 
 def test_a_ring_hands_over_what_it_holds_in_turn():

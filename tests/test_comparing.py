@@ -6,17 +6,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
-from headwise.counting.along import QUANTITY_LABELS, CostByLength, prefill_flops, cost_at_length
-from headwise.counting.breakeven import find_ranges
-from headwise.counting.complexity import ComplexityTable, LayerSizes, attention_specs
-from headwise.counting.growth import measure_scaling
-from headwise.counting.pricing import estimate_cost
+from headwise.costs.complexity import ComplexityTable, LayerSizes, attention_specs, measure_scaling
+from headwise.costs.cost_report import estimate_cost
+from headwise.costs.cost_vs_length import QUANTITY_LABELS, CostByLength, cost_at_length, find_ranges, prefill_flops
 
 D, H = 512, 8
 MHA = hw.design(model=D, heads=H, pattern="causal")
@@ -34,7 +31,10 @@ def told(one, other, load: hw.Workload = LOAD) -> dict[str, str]:
 @pytest.mark.parametrize("name", ["mha", "gqa", "mla", "linear", "dcmha", "bigbird", "average"])
 def test_a_sample_is_the_price_in_its_totals(name):
     load = hw.Workload(batch=3, context=301, dtype="fp32", device="cpu", generate=5)
-    short, whole = cost_at_length(hw.design(preset=name), load), estimate_cost(hw.design(preset=name), hw.Workload(3, 301, "fp32", "cpu"))
+    short, whole = (
+        cost_at_length(hw.design(preset=name), load),
+        estimate_cost(hw.design(preset=name), hw.Workload(3, 301, "fp32", "cpu")),
+    )
     decodes = whole.decode_flops is not None
     assert short.prefill_flops == whole.prefill_flops.total
     assert short.prefill_seconds == whole.seconds("prefill")
@@ -44,14 +44,20 @@ def test_a_sample_is_the_price_in_its_totals(name):
 
 
 def test_models_are_sampled_too_sources_included():
-    t5 = hw.families.read_model_spec({"model_type": "t5", "num_layers": 2, "d_model": 48, "d_kv": 12, "num_heads": 4, "d_ff": 96})
+    t5 = hw.families.read_model_spec(
+        {"model_type": "t5", "num_layers": 2, "d_model": 48, "d_kv": 12, "num_heads": 4, "d_ff": 96}
+    )
     load = hw.Workload(batch=2, context=11, source=29)
     assert cost_at_length(t5, load).cache_bytes == estimate_cost(t5, load).cache_bytes
     assert cost_at_length(t5, load).prefill_flops == estimate_cost(t5, load).prefill_flops.total
 
 
 def test_how_far_it_can_be_asked():
-    named = {"rule": MHA, "table": hw.design(preset="bigbird"), "known": hw.families.read_model_spec({"model_type": "gpt2"})}
+    named = {
+        "rule": MHA,
+        "table": hw.design(preset="bigbird"),
+        "known": hw.families.read_model_spec({"model_type": "gpt2"}),
+    }
     along = CostByLength(named, LOAD)
     assert [along.max_length(name) for name in named] == [2**40, 2**14, 1024]
     assert along.max_length("rule", "known") == 1024
@@ -108,7 +114,8 @@ def test_seconds_change_sides_where_prices_do():
     (row,) = (row for row in hw.find_crossovers({"gqa": gqa, "mla": mla}).crossovers if row.quantity == "step_seconds")
     first = row.ranges[0].first
     gains = [
-        estimate_cost(gqa, hw.Workload(context=t)).seconds("decode") - estimate_cost(mla, hw.Workload(context=t)).seconds("decode")
+        estimate_cost(gqa, hw.Workload(context=t)).seconds("decode")
+        - estimate_cost(mla, hw.Workload(context=t)).seconds("decode")
         for t in (first - 1, first, 10 * first, 10**9)
     ]
     assert [gain > 0 for gain in gains] == [False, True, True, True]
@@ -121,9 +128,14 @@ def test_what_does_not_stay_is_told_span_by_span():
         hw.design(preset="gqa", model=2048, heads=16),
         hw.design(preset="linear", model=2048, heads=16, dim=80),
     )
-    less = [prefill_flops(linear, hw.Workload(context=t)) < prefill_flops(gqa, hw.Workload(context=t)) for t in range(1, 300)]
+    less = [
+        prefill_flops(linear, hw.Workload(context=t)) < prefill_flops(gqa, hw.Workload(context=t))
+        for t in range(1, 300)
+    ]
     assert [t for t in range(1, 299) if less[t] != less[t - 1]] == [1, 3, 181]
-    (row,) = (row for row in hw.find_crossovers({"gqa": gqa, "it": linear}).crossovers if row.quantity == "prefill_flops")
+    (row,) = (
+        row for row in hw.find_crossovers({"gqa": gqa, "it": linear}).crossovers if row.quantity == "prefill_flops"
+    )
     assert (str(row), row.ranges) == ("from 2 to 3, from 182 on", ((2, 3), (182, None)))
 
 
@@ -249,7 +261,9 @@ def test_orders_are_those_of_the_paper():
 
 def test_from_which_length_attention_is_dearer_by_hand():
     """8 n d^2 + 4 n^2 d against 4 g n d^2, or 2 k n d^2: beyond n = (g - 2) d, or (k / 2 - 2) d."""
-    found = {one.name: one.dearer for one in ComplexityTable.from_sizes(LayerSizes(9, 64, 4, kernel=7, window=10)).layers}
+    found = {
+        one.name: one.dearer for one in ComplexityTable.from_sizes(LayerSizes(9, 64, 4, kernel=7, window=10)).layers
+    }
     assert (found["recurrent"], found["GRU"], found["LSTM"]) == (1, 64 + 1, 2 * 64 + 1)
     assert (found["convolution"], found["separable conv."], found["in a window"]) == (96 + 1, 1, 2)
     assert found["self-attention"] is None

@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.models.generating import Asked, Course, Given, compiling
-from headwise.models.generating.compiling import chosen, worth
+from headwise.generation import Asked, Course, Given, compiled_step
+from headwise.generation.compiled_step import chosen, worth
 from test_generation import CAUSAL, built, decoder, pair
 
 SPECS = {
@@ -86,14 +86,14 @@ def test_auto_weighs_what_is_gained_against_what_compiling_takes(monkeypatch):
     net = built(decoder())
     assert not chosen(net, "auto", 64).compiled
     assert chosen(net, "auto", 10**6).compiled
-    assert chosen(net, "on", 1) == compiling.Choice(True, "compiled: it was asked for")
+    assert chosen(net, "on", 1) == compiled_step.Choice(True, "compiled: it was asked for")
     assert worth(12, 64).reason.startswith("not compiled: 64 steps could gain about")
 
 
 def test_without_a_compiler_auto_says_so_and_on_is_refused(monkeypatch):
-    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiled_step.shutil, "which", lambda name: None)
     net = built(decoder())
-    assert chosen(net, "auto", 10**6) == compiling.Choice(False, "not compiled: there is no C++ compiler")
+    assert chosen(net, "auto", 10**6) == compiled_step.Choice(False, "not compiled: there is no C++ compiler")
     assert answers(net, [[3, 1]], "auto") == answers(net, [[3, 1]], "off")
     with pytest.raises(SpecError, match=r"steps cannot be compiled: there is no C\+\+ compiler; leave compile out"):
         answers(net, [[3, 1]], "on")
@@ -114,7 +114,7 @@ def test_rows_of_several_lengths_say_why_they_are_not_compiled():
         for tokens, compiled in ((told, False), (None, True)):
             choice = Course(net, prompt, count=2, tokens=tokens, how=hw.Decoding(compile="on")).choice
             assert choice.compiled is compiled
-            assert choice.reason == ("compiled: it was asked for" if compiled else compiling.RAGGED.reason)
+            assert choice.reason == ("compiled: it was asked for" if compiled else compiled_step.RAGGED.reason)
         assert Course(net, prompt, count=2, tokens=told).choice.reason == "not compiled: nobody asked for it"
 
 

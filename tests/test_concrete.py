@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import cases
 import headwise as hw
 from cases import base, check_close
-from headwise import axes
-from headwise.terms import QueryContext
+from headwise.interfaces.core_types import QueryContext
+from headwise.nn import head_axis_ops
 
 WIDE = {"temperature": 0.7, "low": -0.2, "high": 1.4}
 LIMITS = [{}, WIDE, {"temperature": 2 / 3, "low": -0.3, "high": 1.05}]
@@ -32,7 +32,9 @@ def gated(log_a: Tensor, said: dict[str, object] | None = None, **spec: object) 
 def gates(layer: hw.Attention, ledger: hw.AuxLosses | None = None) -> Tensor:
     """g_O of one call."""
     x = torch.zeros(1, 1, layer.spec.model, dtype=torch.float64)
-    return layer.spec.modifiers[0].gate(QueryContext(x, x, 1.0, hw.SequenceInfo.from_batch(x)), layer.concrete, ledger)[:, 0]
+    return layer.spec.modifiers[0].gate(QueryContext(x, x, 1.0, hw.SequenceInfo.from_batch(x)), layer.concrete, ledger)[
+        :, 0
+    ]
 
 
 def drawn(many: int, log_a: float, said: dict[str, float], seed: int) -> Tensor:
@@ -153,7 +155,7 @@ def test_shut_gates_are_silenced_heads_and_cut_ones(mode):
     loud = (ends > 0).double()[:, None]
     silenced = usual(x, probe=hw.Probe("heads", callback=lambda _, o: o * loud))
     check_close(layer(x), silenced)
-    small, weights = axes.keep_heads(layer.spec, layer.state_dict(), [0, 2, 5])
+    small, weights = head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [0, 2, 5])
     cut = hw.Attention(small).double().train("sample" in mode)
     cut.load_state_dict(weights)
     check_close(cut(x), silenced)

@@ -8,9 +8,9 @@ import pytest
 
 import cases
 import headwise as hw
-from headwise import cli, counting
-from headwise.counting.devices import Device
-from headwise.counting.pricing import estimate_cost
+from headwise import cli, costs
+from headwise.costs.cost_report import estimate_cost
+from headwise.costs.roofline import Device
 
 # One layer of a released model: its attention, learned numbers, and bytes of a token in bfloat16.
 LLAMA3_8B = hw.design(preset="gqa", model=4096, heads=32, kv=8)
@@ -57,7 +57,10 @@ def test_rooflines_by_hand():
     assert round(Device.from_name("h100").ridge_point("bf16")) == 295
     assert h200.min_seconds(989 * 10**12, 1, "bf16") == pytest.approx(1.0)
     assert h200.min_seconds(1, 48 * 10**11, "bf16") == pytest.approx(1.0)
-    assert (h200.limiting_resource(1, 10**6, "bf16"), h200.limiting_resource(10**12, 1, "bf16")) == ("memory", "compute")
+    assert (h200.limiting_resource(1, 10**6, "bf16"), h200.limiting_resource(10**12, 1, "bf16")) == (
+        "memory",
+        "compute",
+    )
     step = estimate_cost(LLAMA3_8B, hw.Workload(batch=16, context=10**6)).operations["decode"][1]
     assert step.intensity == pytest.approx(4, rel=1e-3)  # 2 r / bytes of a number, r = 4 heads to a key head
     deepseek = estimate_cost(V3, hw.Workload(batch=1, context=10**6)).operations["decode"][1]
@@ -74,7 +77,9 @@ def test_a_state_is_priced_as_one():
 
 def test_a_ring_is_read_as_far_as_it_goes():
     near, far = (
-        estimate_cost(hw.design(model=64, heads=4, pattern="window(100)"), hw.Workload(context=n)).operations["decode"][1].moved
+        estimate_cost(hw.design(model=64, heads=4, pattern="window(100)"), hw.Workload(context=n))
+        .operations["decode"][1]
+        .moved
         for n in (10**3, 10**6)
     )
     assert near == far == 2 * (100 * 2 * 64 + 2 * 64)
@@ -98,7 +103,7 @@ def test_numbers_beyond_machine_words_stay_exact():
 def test_every_preset_is_priced(name):
     spec = hw.design(preset=name, model=256, heads=8)
     told = estimate_cost(spec, hw.Workload(batch=2, context=300, dtype="fp32", device="cpu"), name)
-    assert told.parameters.total == counting.count_parameters(spec)
+    assert told.parameters.total == costs.count_parameters(spec)
     assert sum(term["value"] for term in told.data["terms"] if term["bill"] == "parameters") == told.parameters.total
     assert told.seconds("prefill") > 0
 
@@ -141,7 +146,7 @@ def test_terms_and_json(capsys):
     assert (code, told["version"], told["device"]) == (0, 1, "h200")
     (row,) = told["rows"]
     assert {"name", "params", "flops", "kv_bytes_per_token", "intensity", "bound", "terms"} <= set(row)
-    assert row["params"] == counting.count_parameters(hw.design(preset="gqa", kv=4))
+    assert row["params"] == costs.count_parameters(hw.design(preset="gqa", kv=4))
     assert sum(t["value"] for t in row["terms"] if t["bill"] == "prefill") == row["flops"]["prefill"]
 
 
@@ -158,7 +163,7 @@ def test_verify_says_what_is_equal_and_fails_when_something_is_not(capsys, monke
     assert code == 0
     assert out.count("equal") == 16
     assert max(map(len, out.splitlines())) <= 80
-    monkeypatch.setattr(counting, "count_constants", lambda spec: 7)
+    monkeypatch.setattr(costs, "count_constants", lambda spec: 7)
     code, out, _ = run(capsys, "gqa", "--verify")
     assert code == 1
     assert "WRONG" in out

@@ -13,12 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import cases
 import headwise as hw
-from headwise import auditing
-from headwise import blueprint as bp
+from headwise import model_spec as bp
 from headwise.backends import dense, sdpa
-from headwise.backends.job import CoreInputs
-from headwise.counting import bills
-from headwise.counting.checkpoints import fused_backward_flops, layer_recompute_flops, recompute_flops
+from headwise.backends.core_interface import CoreInputs
+from headwise.costs import flops, formula_checks
+from headwise.costs.training_memory import fused_backward_flops, layer_recompute_flops, recompute_flops
 
 CHANGED = "torch's counter has changed here; see whether auditing.FUSED and docs are still needed"
 B, N, S, K = 2, 3, 5, 7
@@ -40,7 +39,7 @@ def heads(*shape: int) -> Tensor:
 def test_torch_counts_the_fused_kernel_of_the_cpu_as_nothing():
     q = heads(B, N, S, K)
     assert flops(lambda: F.scaled_dot_product_attention(q, q, q).sum().backward()) == 0, CHANGED
-    assert not set(auditing.FUSED_FLOPS) & set(flop_registry), CHANGED
+    assert not set(formula_checks.FUSED_FLOPS) & set(flop_registry), CHANGED
 
 
 def test_torch_counts_no_causal_mask():
@@ -92,8 +91,8 @@ def test_the_fused_kernel_is_counted(g, causal):
     n, t = 4, S if causal else 11
     q, k, v = heads(B, n, S, K), heads(B, g, t, K), heads(B, g, t, K)
     run = partial(F.scaled_dot_product_attention, q, k, v, is_causal=causal, enable_gqa=True)
-    assert flops(run, auditing.flop_counter()) == 2 * B * n * S * t * 2 * K
-    both = flops(lambda: run().sum().backward(), auditing.flop_counter())
+    assert flops(run, formula_checks.flop_counter()) == 2 * B * n * S * t * 2 * K
+    both = flops(lambda: run().sum().backward(), formula_checks.flop_counter())
     assert both == 2 * B * n * S * t * (2 * K + 3 * K + 2 * K)
 
 
@@ -108,16 +107,16 @@ def test_the_fused_kernel_is_counted(g, causal):
 )
 def test_a_product_without_a_formula_is_an_error(run, name):
     a, x = torch.randn(S, S), torch.randn(S)
-    with pytest.raises(auditing.UncountedOperation, match=f"{name} multiplies but has no formula"):
-        flops(partial(run, a, x), auditing.flop_counter())
+    with pytest.raises(formula_checks.UncountedOperation, match=f"{name} multiplies but has no formula"):
+        flops(partial(run, a, x), formula_checks.flop_counter())
 
 
 def test_fast_paths_are_errors_and_other_names_are_not():
     encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    with torch.no_grad(), pytest.raises(auditing.UncountedOperation, match="transformer_encoder_layer"):
-        flops(lambda: encoder(torch.randn(B, S, 8)), auditing.flop_counter())
+    with torch.no_grad(), pytest.raises(formula_checks.UncountedOperation, match="transformer_encoder_layer"):
+        flops(lambda: encoder(torch.randn(B, S, 8)), formula_checks.flop_counter())
     x = torch.randn(B, S, 8)
-    flops(lambda: F.layer_norm(F.gelu(x), (8,)).on_softmax(-1).cumsum(1).norm(), auditing.flop_counter())
+    flops(lambda: F.layer_norm(F.gelu(x), (8,)).on_softmax(-1).cumsum(1).norm(), formula_checks.flop_counter())
 
 
 def test_an_audit_runs_under_the_guard(monkeypatch):
@@ -128,7 +127,7 @@ def test_an_audit_runs_under_the_guard(monkeypatch):
         return plain(*args)
 
     monkeypatch.setattr(dense, "attend", attend)
-    with pytest.raises(auditing.UncountedOperation, match=r"aten\.mv"):
+    with pytest.raises(formula_checks.UncountedOperation, match=r"aten\.mv"):
         hw.check_formulas(hw.design(model=8, heads=2))
 
 
@@ -137,14 +136,14 @@ def test_gradients_under_the_fused_kernel(preset):
     spec = hw.design(preset=preset, model=32, heads=4)
     x = torch.randn(B, S, 32, requires_grad=True)
     layer, work = hw.Attention(spec, backend="sdpa"), hw.CallSize(B, S, S, S)
-    with auditing.flop_counter() as counted:
+    with formula_checks.flop_counter() as counted:
         y = layer(x)
         ahead = counted.get_total_flops()
         y.sum().backward()
-    assert ahead == bills.forward_flops(spec, work).total
+    assert ahead == flops.forward_flops(spec, work).total
     assert counted.get_total_flops() - ahead == fused_backward_flops(spec, work).total
     heads, core = spec.heads, spec.core
-    plain = bills.backward_flops(spec, work).total - 4 * B * heads.q * S * S * (core.dim + core.vdim)
+    plain = flops.backward_flops(spec, work).total - 4 * B * heads.q * S * S * (core.dim + core.vdim)
     assert fused_backward_flops(spec, work).total == plain + 2 * B * heads.q * S * S * (3 * core.dim + 2 * core.vdim)
 
 
@@ -166,7 +165,7 @@ def more(spec: hw.AttentionSpec, kind: str) -> tuple[int, int]:
     """FLOPs that a checkpointed layer does beyond a plain one, and the bytes it keeps."""
     x, z = (t if t is None else t.requires_grad_() for t in cases.tensors(spec, torch.float32))
     layer = hw.Attention(spec, backend="dense")
-    with FlopCounterMode(display=False) as counted, auditing.SavedTensorRecorder.for_module(layer) as watch:
+    with FlopCounterMode(display=False) as counted, formula_checks.SavedTensorRecorder.for_module(layer) as watch:
         y = (
             layer(x, source=z)
             if kind == "core"
@@ -174,7 +173,7 @@ def more(spec: hw.AttentionSpec, kind: str) -> tuple[int, int]:
         )
         ahead = counted.get_total_flops()
         y.sum().backward()
-    return counted.get_total_flops() - ahead - bills.backward_flops(spec, work_of(spec)).total, watch.total_bytes
+    return counted.get_total_flops() - ahead - flops.backward_flops(spec, work_of(spec)).total, watch.total_bytes
 
 
 def work_of(spec: hw.AttentionSpec) -> hw.CallSize:
@@ -248,7 +247,9 @@ def test_a_checkpointed_block_does_all_but_the_last_product_again(place, dropout
 
 def test_the_fused_call_takes_no_other_path_unnoticed():
     """What the audit of a fused layer rests on: whether torch really fuses it."""
-    job = hw.backends.CallSignature(hw.design(preset="gqa"), hw.design(preset="gqa").core, needs_grad=True, training=True)
+    job = hw.backends.CallSignature(
+        hw.design(preset="gqa"), hw.design(preset="gqa").core, needs_grad=True, training=True
+    )
     assert sdpa.unsupported_reasons(job) == []
     checks = {check.what: check for check in hw.check_formulas(hw.design(preset="mla"))}
     assert (

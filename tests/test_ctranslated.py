@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from headwise.benching.ctranslated import CTranslate2Stepper
+from headwise.bench.reference_models import CTranslate2Stepper
 
 ROWS, WORDS = 3, 7
 

@@ -15,26 +15,42 @@ import torch.nn.functional as F
 
 import headwise as hw
 from headwise import cli
-from headwise.heads.classes import classify_heads
-from headwise.heads.inks import FIGURE_THEMES, class_group, get_theme
-from headwise.heads.measuring import measure_heads
-from headwise.heads.scene import Example
-from headwise.heads.sources import examples_from_task
+from headwise.data import task
+from headwise.data.vocabulary import Bytes
+from headwise.head_analysis.annotated_examples import Example, examples_from_task
+from headwise.head_analysis.head_classes import classify_heads
+from headwise.head_analysis.head_figures import FIGURE_THEMES, class_group, get_theme
+from headwise.head_analysis.head_measurement import measure_heads
 from headwise.models import Transformer
-from headwise.surgery import HeadRanking, judging
-from headwise.surgery.claims import list_findings, compare_losses, find_smallest_harmless, assess_group_survival
-from headwise.surgery.curve_figures import plot_by_order, plot_columns, list_figures, spread_labels
-from headwise.surgery.curve_page import render_report
-from headwise.surgery.curves import ALL_PARTS, PruningCurves, PruningCurve, CurvePoint, SweepOptions, run_sweep
-from headwise.surgery.gates import GateTrainingOptions, train_gates
-from headwise.surgery.orders import OrderingOptions
-from headwise.surgery.quality import IntervalEstimate, TextCounts, MetricRow, build_metric_row
-from headwise.surgery.scores import compare_task_scores
-from headwise.surgery.worths import score_heads
-from headwise.tasks import task
-from headwise.tasks.vocabulary import Bytes
-from scenes import scenes as told_scenes
-from scenes import small
+from headwise.surgery import HeadRanking
+from headwise.surgery.head_selection import score_heads
+from headwise.surgery.l0_gates import GateTrainingOptions, train_gates
+from headwise.surgery.sweep import pruning_curves
+from headwise.surgery.sweep.curve_figures import list_figures, plot_by_order, plot_columns, spread_labels
+from headwise.surgery.sweep.curve_report import (
+    assess_group_survival,
+    compare_losses,
+    find_smallest_harmless,
+    list_findings,
+    render_report,
+)
+from headwise.surgery.sweep.pruning_curves import (
+    ALL_PARTS,
+    CurvePoint,
+    OrderingOptions,
+    PruningCurve,
+    PruningCurves,
+    SweepOptions,
+    run_sweep,
+)
+from headwise.surgery.verification.quality_metrics import (
+    IntervalEstimate,
+    MetricRow,
+    TextCounts,
+    build_metric_row,
+    compare_task_scores,
+)
+from scenes import scenes as told_scenes, small
 from weighed import scenes, translator
 
 PLACES = (5, 7, 6, 4)
@@ -78,7 +94,12 @@ def test_every_point_says_what_the_model_says_with_those_heads_silent(net: Trans
 
 
 def test_a_part_loses_its_own_heads_and_no_others_by_what_they_are_worth(net: Transformer, found: PruningCurves):
-    assert {part: found.count_part_heads(part) for part in found.parts} == {"all": 16, "encoder": 6, "decoder": 6, "cross": 4}
+    assert {part: found.count_part_heads(part) for part in found.parts} == {
+        "all": 16,
+        "encoder": 6,
+        "decoder": 6,
+        "cross": 4,
+    }
     assert [p.num_heads for p in found.select_curves(ALL_PARTS, "leave-one-out")[0].points] == [16, 8, 3]
     for line in found.curves:
         by = HeadRanking(line.order, seed=4 + line.seed)
@@ -108,7 +129,12 @@ def test_heads_that_must_stay_in_every_attention_stay(net: Transformer):
     for line in run_sweep(net, scenes(net)[:2], scenes(net)[:2], how).curves:
         assert min(map(len, line.points[-1].keep.values())) >= 1
         assert line.points[-1].num_heads == {ALL_PARTS: 6, "cross": 2}[line.part]
-    one = run_sweep(net, scenes(net)[:2], scenes(net)[:2], SweepOptions(OrderingOptions(), ("random",), (0.01,), ("cross",), seeds=1))
+    one = run_sweep(
+        net,
+        scenes(net)[:2],
+        scenes(net)[:2],
+        SweepOptions(OrderingOptions(), ("random",), (0.01,), ("cross",), seeds=1),
+    )
     assert one.curves[0].points[-1].num_heads == 1
 
 
@@ -137,7 +163,9 @@ def test_classes_are_the_first_of_every_head_and_drift_is_measured_where_there_i
 # --- claims ---------------------------------------------------------------------------------------------------------
 
 
-def point(left: int, losses: list[float], share: float = 0.5, keep: dict[str, tuple[int, ...]] | None = None) -> CurvePoint:
+def point(
+    left: int, losses: list[float], share: float = 0.5, keep: dict[str, tuple[int, ...]] | None = None
+) -> CurvePoint:
     """A point with these losses of four texts, beside a whole model that says everything."""
     counts = tuple(TextCounts({"loss": loss * n}, n) for loss, n in zip(losses, PLACES, strict=True))
     row = build_metric_row("loss", "loss", (counts, tuple(TextCounts({"loss": 0.0}, n) for n in PLACES)))
@@ -196,9 +224,15 @@ def made(costs: dict[str, list[float]], classes: dict[tuple[str, int], str] | No
     for part, sites in ({ALL_PARTS: {"e": 12, "d": 12, "c": 12}} | parts).items():
         heads = sum(sites.values())
         whole = point(heads, [0.0] * 4, 1.0, {site: tuple(range(12)) for site in sites})
-        half = {"e": (), "d": tuple(range(6)), "c": tuple(range(12))} if part == ALL_PARTS else dict.fromkeys(sites, (0,) * 6)
+        half = (
+            {"e": (), "d": tuple(range(6)), "c": tuple(range(12))}
+            if part == ALL_PARTS
+            else dict.fromkeys(sites, (0,) * 6)
+        )
         lines.append(PruningCurve(part, "ours", 0, (whole, point(heads // 2, costs.get(part, [1.0] * 4), 0.5, half))))
-        lines += [PruningCurve(part, "random", n, (whole, point(heads // 2, [1.5 + n / 9] * 4, 0.5, half))) for n in range(2)]
+        lines += [
+            PruningCurve(part, "random", n, (whole, point(heads // 2, [1.5 + n / 9] * 4, 0.5, half))) for n in range(2)
+        ]
     every = {ALL_PARTS: {"e": 12, "d": 12, "c": 12}} | parts
     return PruningCurves("small", "translation", 4, sum(PLACES), every, tuple(lines), classes or {}, 0.1)
 
@@ -214,17 +248,28 @@ def test_answers_say_what_is_shown_and_what_is_not():
     assert "What stays by ours, part by part: encoder fewer than by chance with 18 left (surest 0 of 18" in told
     assert "of decoder no difference from chance is shown; the last is gone of encoder with 18 left." in told
     vague = made({"encoder": [0.3] * 4, "decoder": [0.1, 0.9, 0.1, 0.6], "cross": [2.0] * 4})
-    assert "cross-attention last: so it was found, but not shown, for an interval holds 0." in "\n".join(list_findings(vague))
+    assert "cross-attention last: so it was found, but not shown, for an interval holds 0." in "\n".join(
+        list_findings(vague)
+    )
     other = made({"encoder": [0.9] * 4, "decoder": [0.2] * 4, "cross": [2.0] * 4})
-    assert "cross-attention last: not so; from the cheapest on decoder, encoder, cross." in "\n".join(list_findings(other))
+    assert "cross-attention last: not so; from the cheapest on decoder, encoder, cross." in "\n".join(
+        list_findings(other)
+    )
 
 
 def test_free_answers_are_told_with_what_was_shown_of_them():
     curves = made({})
-    falls = {6: IntervalEstimate(-0.2, -0.5, 0.1), 18: IntervalEstimate(-0.4, -0.6, -0.2), 12: IntervalEstimate(0, 0, 0), 36: IntervalEstimate(0, 0, 0)}
+    falls = {
+        6: IntervalEstimate(-0.2, -0.5, 0.1),
+        18: IntervalEstimate(-0.4, -0.6, -0.2),
+        12: IntervalEstimate(0, 0, 0),
+        36: IntervalEstimate(0, 0, 0),
+    }
     lines = [
         line._replace(
-            points=tuple(p._replace(rows=(*p.rows, MetricRow("BLEU", "higher", falls[p.num_heads]))) for p in line.points)
+            points=tuple(
+                p._replace(rows=(*p.rows, MetricRow("BLEU", "higher", falls[p.num_heads]))) for p in line.points
+            )
         )
         if line.order == "ours" and line.part in (ALL_PARTS, "cross")
         else line
@@ -240,8 +285,10 @@ def test_free_answers_are_told_with_what_was_shown_of_them():
 def test_free_answers_to_a_task_are_asked_for_once_of_the_model_before(monkeypatch: pytest.MonkeyPatch):
     dates = task("dates")
     before, after = (hw.build(dates.model(), seed=seed).eval() for seed in (0, 1))
-    monkeypatch.setattr(judging, "DEFAULT_NUM_EXAMPLES", 3)
-    judge = judging.ModelEvaluator.of(before, examples_from_task(before, dates, 2).examples_with_frequencies()).with_generation(dates)
+    monkeypatch.setattr(pruning_curves, "DEFAULT_NUM_EXAMPLES", 3)
+    judge = pruning_curves.ModelEvaluator.of(
+        before, examples_from_task(before, dates, 2).examples_with_frequencies()
+    ).with_generation(dates)
     wanted = {row.name: row for row in compare_task_scores(before, after, dates, 3) if "/" not in row.name}
     assert {row.name: row for row in judge.score_generation(after)} == wanted
     assert all(row.after == row.before for row in judge.score_generation(before))
@@ -261,7 +308,7 @@ def test_labels_stand_apart_in_their_order_and_inside(values: list[float]):
 
 def test_no_label_at_the_end_of_a_line_lies_upon_another():
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.text import Text  # without its leader
+    from matplotlib.text import Text
 
     curves = made({"encoder": [1.5] * 4, "decoder": [1.55] * 4})
     figure = plot_by_order(curves, "loss", get_theme("light"))

@@ -16,8 +16,8 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 import headwise as hw
-from headwise.tasks import open_data
-from headwise.tasks.text import Text
+from headwise.data import open_data
+from headwise.data.language_modelling import Text
 
 LINES = "".join(f"sentence number {n}\n" for n in range(40))
 PAIRS = "".join(f"source {n}\ttarget {n}\n" for n in range(40))

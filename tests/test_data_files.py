@@ -16,10 +16,10 @@ import torch
 from PIL import Image
 from safetensors.numpy import save_file
 
-from headwise import blueprint, tasks
-from headwise.tasks import IGNORED, Batch, Task, open_data
-from headwise.tasks.arrays import idx
-from headwise.tasks.text import Text
+from headwise import data, model_spec
+from headwise.data import IGNORED, Batch, Task, open_data
+from headwise.data.image_arrays import idx
+from headwise.data.language_modelling import Text
 
 IDS = np.arange(1009) * 613 % 331
 
@@ -118,7 +118,7 @@ def test_labels_stay_with_their_texts(lines: str):
     assert task.data.names == ("even", "odd")
     by_text = {row["text"]: row["kind"] for row in ROWS}
     found = []
-    for split in tasks.SPLITS:
+    for split in data.SPLITS:
         for batch in swept(task, split):
             live = batch.tokens.is_real if batch.tokens else torch.ones_like(batch.x, dtype=torch.bool)
             read = [task.text(row[at].tolist()) for row, at in zip(batch.x, live, strict=True)]
@@ -209,14 +209,14 @@ def test_pictures_stay_with_their_labels_at_mean_0_and_deviation_1(write: Any, t
     assert task.data.sizes == {"train": 24, "valid": 6, "test": 10}
     known = {picture.tobytes(): label for picture, label in zip(PICTURES, SHOWN, strict=True)}
     inputs, seen = task.data.inputs, {}
-    for split in tasks.SPLITS:
+    for split in data.SPLITS:
         for batch in swept(task, split):
             assert batch.x.shape[1:] == (1, 6, 5)
             back = (batch.x[:, 0].numpy() * inputs.deviation + inputs.mean) * 255
             for picture, label in zip(back.round().astype(np.uint8), batch.labels.tolist(), strict=True):
                 assert known[picture.tobytes()] == label
                 seen.setdefault(split, set()).add(picture.tobytes())
-    assert [len(seen[split]) for split in tasks.SPLITS] == [24, 6, 10]
+    assert [len(seen[split]) for split in data.SPLITS] == [24, 6, 10]
     assert len(set().union(*seen.values())) == 40
     every = task.batch(0, 24).x
     assert float(every.mean()) == pytest.approx(0, abs=1e-5)
@@ -278,7 +278,7 @@ def as_files(folder: Path, labels: Any) -> str:
 def spoken(task: Task) -> list[tuple[np.ndarray, list[int]]]:
     """Every utterance of every split, as it was before, with its labels."""
     found = []
-    for batch in (batch for split in tasks.SPLITS for batch in swept(task, split)):
+    for batch in (batch for split in data.SPLITS for batch in swept(task, split)):
         live = batch.tokens.is_real if batch.tokens else torch.ones(batch.x.shape[:2], dtype=torch.bool)
         for x, label, at in zip(batch.x, batch.labels, live, strict=True):
             assert not x[~at].any()
@@ -334,16 +334,16 @@ def opened(name: str, folder: Path, lines: str) -> Task:
 def test_what_every_task_promises(name: str, tmp_path: Path, lines: str):
     task = opened(name, tmp_path, lines)
     assert task.name == name
-    assert tasks.TASKS[name] is type(task)
+    assert data.TASKS[name] is type(task)
     first = task.batch(5, 3)
     task.batch(0, 4, "valid")
     again = pickle.loads(pickle.dumps(task))
     assert again == task
     assert torch.equal(again.batch(5, 3).x, first.x)
     assert torch.equal(again.batch(5, 3).labels, first.labels)
-    assert eval(repr(task), vars(tasks) | {type(task).__name__: type(task)}) == task
+    assert eval(repr(task), vars(data) | {type(task).__name__: type(task)}) == task
     described = task.model()
-    assert blueprint.from_toml(blueprint.to_toml(described)) == described
+    assert model_spec.from_toml(model_spec.to_toml(described)) == described
     assert described.heads[0].outputs > int(first.labels.max())
     batch = task.batch(0, 3, "valid")
     for measure in task.measure(torch.zeros(*batch.labels.shape, described.heads[0].outputs), batch):

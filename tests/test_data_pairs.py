@@ -13,11 +13,9 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.tasks import IGNORED, Batch
-from headwise.tasks.order import bucketed, budgeted, members, packed
-from headwise.tasks.pairs import plain
-from headwise.tasks.parallel import Parallel
-from headwise.tasks.published import translation_scores
+from headwise.data import IGNORED, Batch
+from headwise.data.example_order import bucketed, budgeted, members, packed
+from headwise.data.translation import Parallel, plain, translation_scores
 
 SOURCES = [f"{n} " + " ".join(["red", "small", "houses"] * (1 + n * 37 % 5)) for n in range(83)]
 TARGETS = [source.upper()[::-1] for source in SOURCES]

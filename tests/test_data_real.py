@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise.tasks import IGNORED, Task, open_data
-from headwise.tasks.arrays import idx
-from headwise.tasks.pairs import plain
-from headwise.tasks.published import translation_scores
+from headwise.data import IGNORED, Task, open_data
+from headwise.data.image_arrays import idx
+from headwise.data.translation import plain, translation_scores
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from headwise.tasks import IGNORED, Task
-from headwise.tasks.text import Text
+from headwise.data import IGNORED, Task
+from headwise.data.language_modelling import Text
 
 # Bytes of one to four for a character, lines of all lengths, and no newline at the end.
 WORDS = "the low lower lowest Äpfel 你好 \N{MATHEMATICAL BOLD CAPITAL A} naïve\n\n\twidest, wider; wide"
@@ -145,7 +145,7 @@ def test_a_batch_follows_from_its_numbers(path: str):
 
 
 def test_another_process_draws_and_learns_the_same(path: str):
-    code = "import sys; from headwise.tasks.text import Text; t = Text(sys.argv[1], 'bpe', 290, 13); "
+    code = "import sys; from headwise.data.language_modelling import Text; t = Text(sys.argv[1], 'bpe', 290, 13); "
     code += "import json; print(json.dumps([t.batch(3, 5).x.tolist(), t.tokenizer]))"
     ran = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
     task = Text(path, "bpe", 290, 13)

@@ -12,9 +12,21 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from headwise.tasks import IGNORED, SPLITS, task
-from headwise.tasks.dates import BEGIN, END, PAD, UNKNOWN, VOCABULARY, Dates
-from headwise.tasks.wording import CURRENCIES, LANGUAGES, Amount, Date, joined, numeral
+from headwise.data import IGNORED, SPLITS, task
+from headwise.data.date_translation import (
+    BEGIN,
+    CURRENCIES,
+    END,
+    LANGUAGES,
+    PAD,
+    UNKNOWN,
+    VOCABULARY,
+    Amount,
+    Date,
+    Dates,
+    joined,
+    numeral,
+)
 
 NUMBERS = [*range(1, 1300), *range(9900, 11_200), *random.Random(0).sample(range(11_200, 10**8), 1500)]
 NUMBERS += [a * 10**n + b for a in (1, 2, 12, 20, 22) for n in range(1, 7) for b in (0, 1, 10, 2000) if b < 10**n]

@@ -15,20 +15,28 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.demo import beside, smaller
-from headwise.demo.progress import RetrainingProgress
-from headwise.demo.smaller import COMPRESSION_METHODS, RETRAINING, SCORE_NAME, CompressionScale, CompressedTranslator
-from headwise.demo.story import TrainingDemo
+from headwise.demo import before_after, translator_compression
 from headwise.demo.translator import RECIPE, Translator
+from headwise.demo.translator_compression import (
+    COMPRESSION_METHODS,
+    RETRAINING,
+    SCORE_NAME,
+    CompressedTranslator,
+    CompressionScale,
+    RetrainingProgress,
+    TrainingDemo,
+)
 from headwise.errors import SpecError
-from headwise.models import greedy
-from headwise.surgery.course import RetrainingPoint
-from headwise.surgery.folders import read_record
-from headwise.surgery.marks import fingerprint_model
+from headwise.generation.greedy_decoding import greedy
+from headwise.surgery.distillation import RetrainingPoint
+from headwise.surgery.hf_export.model_folder import read_record
+from headwise.surgery.pruning_plan import fingerprint_model
 from headwise.training import Recipe
 
 SAID = {"steps": 6, "batch": 8, "evaluate_every": 6, "evaluate_batches": 1, "precision": "fp32", "compile": "off"}
-SMALL = CompressionScale(num_distillation_texts=96, num_selection_texts=8, num_proof_texts=4, num_scored_examples=4, seconds=0.05)
+SMALL = CompressionScale(
+    num_distillation_texts=96, num_selection_texts=8, num_proof_texts=4, num_scored_examples=4, seconds=0.05
+)
 NAMES = [change.name for change in COMPRESSION_METHODS]
 
 
@@ -36,7 +44,7 @@ NAMES = [change.name for change in COMPRESSION_METHODS]
 def brief() -> Iterator[None]:
     """Steps as they end, not at their best: so few of them would be thrown away, and nothing learned be seen."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(smaller, "RETRAINING", replace(RETRAINING, keep="last", batch=16))
+        patch.setattr(translator_compression, "RETRAINING", replace(RETRAINING, keep="last", batch=16))
         yield
 
 
@@ -64,10 +72,12 @@ def test_half_of_the_heads_are_gone_and_a_layer_has_one_head_of_keys(made: dict[
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_shown_is_what_the_folders_translate(translator: Translator, made: dict[str, CompressedTranslator], name: str):
+def test_what_is_shown_is_what_the_folders_translate(
+    translator: Translator, made: dict[str, CompressedTranslator], name: str
+):
     """Exact match, before and after, by a loop of its own over held-out examples."""
     task, batch = translator.task, translator.task.batch(0, 32, "valid").rows(slice(0, SMALL.num_scored_examples))
-    row, found = beside.exact_match_rows(made[name].data), []
+    row, found = before_after.exact_match_rows(made[name].data), []
     assert batch.source is not None
     for net in (translator.result.net, hw.load(made[name].folder)):
         with torch.no_grad():
@@ -129,7 +139,7 @@ def wide(line: str) -> int:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_pages_fit_a_terminal(made: dict[str, CompressedTranslator], name: str):
-    page = beside.format_comparison(made[name].data)
+    page = before_after.format_comparison(made[name].data)
     assert max(map(wide, page.splitlines())) <= 80
     assert str(made[name].folder / "PROOF.md") in " ".join(page.split()).replace("- ", "-") or len(str(made)) > 80
     for number in ("before", "at once", "learnt again", "exact match", "cache, a token", "decode, tokens/s"):
@@ -144,9 +154,9 @@ def test_the_report_holds_every_page_and_number(translator: Translator, made: di
     assert "1 &lt; 2" in page
     assert "as text" not in page
     for one in made.values():
-        for line in beside.comparison_rows(one.data):
+        for line in before_after.comparison_rows(one.data):
             assert "".join(f"<td>{cell}</td>" for cell in line) in page
-        assert beside.change_verdict(one.data) in page
+        assert before_after.change_verdict(one.data) in page
     assert "http" not in page  # nothing is fetched
     xml.dom.minidom.parseString(page[page.index("<body>") : page.index("</html>")])  # every tag is closed
 
@@ -154,7 +164,7 @@ def test_the_report_holds_every_page_and_number(translator: Translator, made: di
 @pytest.mark.parametrize(("lost", "said"), [(0.0, "no more"), (0.01, "no more"), (0.02, "MORE"), (-0.01, "no more")])
 def test_the_verdict_is_honest(lost: float, said: str):
     row = {"name": SCORE_NAME, "change": {"value": -lost, "low": -lost - 0.01, "high": -lost + 0.01}}
-    verdict = beside.change_verdict({"cut": {"name": SCORE_NAME}, "proof": {"quality": {"rows": [row]}}})
+    verdict = before_after.change_verdict({"cut": {"name": SCORE_NAME}, "proof": {"quality": {"rows": [row]}}})
     assert f"That is {said} " in verdict
     assert f"lost: {100 * lost:.1f} points (95% of draws: {100 * lost - 1:.1f} to {100 * lost + 1:.1f})" in verdict
 
@@ -179,11 +189,11 @@ def test_the_numbers_are_plain_values(made: dict[str, CompressedTranslator]):
 @pytest.mark.slow
 def test_half_of_the_heads_go_for_a_point_and_keys_are_shared_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The demo as it is: a translator of its own, half of 24 heads, one head of keys and values for four."""
-    monkeypatch.setattr(smaller, "RETRAINING", RETRAINING)
+    monkeypatch.setattr(translator_compression, "RETRAINING", RETRAINING)
     learned = Translator(tmp_path / "run", RECIPE)
     assert learned.result.metrics[SCORE_NAME] >= 0.98
     for change in COMPRESSION_METHODS:
         data = CompressedTranslator(learned, change).data
-        row = beside.exact_match_rows(data)
-        assert row["before"]["value"] - row["after"]["value"] <= beside.SIGNIFICANT_CHANGE, (change.name, row)
+        row = before_after.exact_match_rows(data)
+        assert row["before"]["value"] - row["after"]["value"] <= before_after.SIGNIFICANT_CHANGE, (change.name, row)
         assert data["cut"]["after"]["value"] < 0.5  # it is learning that brings it back

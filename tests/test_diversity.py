@@ -13,12 +13,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import headwise as hw
-from headwise.heads.depth import ForwardVariant, measure_rank_collapse, rank_one_residual, singular_value_ratio
-from headwise.heads.diversity import DiversitySums, find_outliers
-from headwise.heads.likeness import generalised_jensen_shannon
-from headwise.heads.redundancy import RedundancyOptions, measure_redundancy
-from headwise.heads.sampled import SampledRows, HeadLocation
-from headwise.pattern import Causal, Full
+from headwise.head_analysis.head_redundancy import DiversitySums, RedundancyOptions, find_outliers, measure_redundancy
+from headwise.head_analysis.head_similarity import HeadLocation, SampledRows, generalised_jensen_shannon
+from headwise.head_analysis.rank_analysis import (
+    ForwardVariant,
+    measure_rank_collapse,
+    rank_one_residual,
+    singular_value_ratio,
+)
+from headwise.masking.patterns import Causal, Full
 from scenes import scenes, small
 
 Array = NDArray[np.float64]
@@ -26,7 +29,9 @@ PAIR = ("text", "text")
 
 
 def heads(layers: int, each: int) -> tuple[HeadLocation, ...]:
-    return tuple(HeadLocation(f"decoder.{layer}.attention", layer, head) for layer in range(layers) for head in range(each))
+    return tuple(
+        HeadLocation(f"decoder.{layer}.attention", layer, head) for layer in range(layers) for head in range(each)
+    )
 
 
 def drawn(count: int, seed: int, rows: int = 3, keys: int = 7, sharp: float = 2.0) -> Tensor:
@@ -119,7 +124,11 @@ def test_a_single_head_or_a_single_layer_has_no_chance():
 
 def test_the_spread_of_a_model_is_that_of_its_layers():
     net, texts = small(), scenes(3)
-    found = measure_redundancy(net, texts, options=RedundancyOptions(num_permutations=9, num_resamples=20)).readers[0].layers
+    found = (
+        measure_redundancy(net, texts, options=RedundancyOptions(num_permutations=9, num_resamples=20))
+        .readers[0]
+        .layers
+    )
     seen: list[Array] = []
     for text in texts:
         probes = {f"decoder.{n}.attention": hw.Probe("weights") for n in range(2)}

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from checked import check_found, found_by
+from headwise.distributed import Launch, Spread
+from headwise.distributed.communication_volume import Message
 from headwise.files import read_lines
-from headwise.spread import Launch, Spread
-from headwise.spread.traffic import Message
 from headwise.training import train
 from learning import quick
 from many import until

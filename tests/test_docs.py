@@ -16,8 +16,9 @@ import torch
 
 import cases
 import headwise as hw
-from headwise import axes, counting, reference
-from headwise.registry import REGISTRY
+from headwise import costs
+from headwise.interfaces.registry import REGISTRY
+from headwise.nn import head_axis_ops, reference
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -104,7 +105,7 @@ def test_it_is_cut_as_it_is_silenced(temperature: ModuleType):
         loud = torch.zeros(len(spec.score_head_of_output), 1, dtype=x.dtype)
         loud[keep] = 1
         silenced = layer(x, source=z, probe=hw.Probe("heads", callback=lambda _, o, loud=loud: o * loud))
-        small, weights = axes.keep_heads(spec, layer.state_dict(), keep)
+        small, weights = head_axis_ops.keep_heads(spec, layer.state_dict(), keep)
         cut = hw.Attention(small).double()
         cut.load_state_dict(weights)
         cases.check_close(cut(x, source=z), silenced)
@@ -114,7 +115,7 @@ def test_it_is_cut_as_it_is_silenced(temperature: ModuleType):
 def test_it_is_counted_and_written(temperature: ModuleType):
     for spec in specs(temperature):
         layer = hw.Attention(spec)
-        assert counting.count_parameters(spec) == sum(p.numel() for p in layer.parameters())
+        assert costs.count_parameters(spec) == sum(p.numel() for p in layer.parameters())
         assert hw.from_toml(hw.to_toml(spec)) == spec
         assert hw.from_json(hw.to_json(spec)) == spec
         assert eval(repr(spec), vars(hw) | {"Temperature": temperature.Temperature}) == spec

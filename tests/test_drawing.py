@@ -10,16 +10,21 @@ from itertools import combinations, pairwise
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import headwise as hw
 from headwise import cli
-from headwise.counting import drawing
-from headwise.counting.charts import LineChart, ChartLine, RooflinePoint, RooflineChart, make_charts
-from headwise.counting.labels import shorten_label, spread_labels
-from headwise.counting.pricing import estimate_cost
-from headwise.counting.sheet import to_csv
+from headwise.costs import cost_plots
+from headwise.costs.cost_plots import (
+    ChartLine,
+    LineChart,
+    RooflineChart,
+    RooflinePoint,
+    make_charts,
+    shorten_label,
+    spread_labels,
+)
+from headwise.costs.cost_report import estimate_cost, to_csv
 
 LOAD = hw.Workload(batch=2, context=300)
 NAMES = ("gqa", "mla", "linear")
@@ -120,7 +125,12 @@ def fan(count: int) -> tuple[dict, list]:
         for point in (RooflinePoint(name, "all tokens", 900.0 + n, 1e15), RooflinePoint(name, "a step", 1 + n / 30, 5e12 + n * 1e10))
     ))  # fmt: skip
     chart = LineChart("Cache of 16 rows, bytes", 4096, lines, tuple(names))
-    return dict.fromkeys(names, PRICES["gqa"]), [roof, chart, chart, LineChart("Time of a step, spec0 = 1", 4096, lines)]
+    return dict.fromkeys(names, PRICES["gqa"]), [
+        roof,
+        chart,
+        chart,
+        LineChart("Time of a step, spec0 = 1", 4096, lines),
+    ]
 
 
 def beyond(axis) -> list:
@@ -138,8 +148,8 @@ def test_no_text_covers_another_or_leaves_the_drawing(count, panels):
 
     prices, shown = fan(count)
     with matplotlib.rc_context():
-        matplotlib.rcParams.update(drawing.MATPLOTLIB_STYLE)
-        figure = drawing.make_figure(prices, shown[:panels])
+        matplotlib.rcParams.update(cost_plots.MATPLOTLIB_STYLE)
+        figure = cost_plots.make_figure(prices, shown[:panels])
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         renderer = canvas.get_renderer()
@@ -165,12 +175,12 @@ def test_no_text_covers_another_or_leaves_the_drawing(count, panels):
 @pytest.mark.parametrize("suffix", ["svg", "png", "pdf"])
 def test_the_same_costs_are_the_same_file(tmp_path, suffix, monkeypatch):
     prices = {"gqa": PRICES["gqa"], "a_$x$": PRICES["mla"]}
-    drawing.save_plot(prices, tmp_path / f"one.{suffix}", "kv")
+    cost_plots.save_plot(prices, tmp_path / f"one.{suffix}", "kv")
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
     import matplotlib
 
     with matplotlib.rc_context({"axes.facecolor": "red", "xtick.major.size": 9}):
-        drawing.save_plot(prices, tmp_path / f"two.{suffix}", "kv")
+        cost_plots.save_plot(prices, tmp_path / f"two.{suffix}", "kv")
     one, two = ((tmp_path / f"{name}.{suffix}").read_bytes() for name in ("one", "two"))
     assert one == two
     assert sorted(os.listdir(tmp_path)) == [f"one.{suffix}", f"two.{suffix}"]
@@ -181,9 +191,9 @@ def test_the_same_costs_are_the_same_file(tmp_path, suffix, monkeypatch):
 def test_a_failed_drawing_leaves_the_old_one(tmp_path, monkeypatch):
     path = tmp_path / "costs.svg"
     path.write_text("old")
-    monkeypatch.setattr(drawing, "make_figure", lambda *_: 1 / 0)
+    monkeypatch.setattr(cost_plots, "make_figure", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        drawing.save_plot(PRICES, path, "kv")
+        cost_plots.save_plot(PRICES, path, "kv")
     assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["costs.svg"])
 
 

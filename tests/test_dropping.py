@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from headwise.dropping import dropout
+from headwise.ops.dropout import dropout
 
 COUNT = 1_000_003
 

@@ -117,22 +117,24 @@ def test_outputs_in_another_order(groups):
     spec = base(modifiers=(hw.Dynamic(on="weights", groups=groups, static="full"),))
     layer = cases.layer(spec)
     order = (5, 0, 3, 1, 2, 4)
-    weights = hw.axes.transform_axes(spec, layer.state_dict(), {"out": hw.axes.select_heads(order)})
+    weights = hw.nn.head_axis_ops.transform_axes(
+        spec, layer.state_dict(), {"out": hw.nn.head_axis_ops.select_heads(order)}
+    )
     turned = cases.normal(spec, heads=hw.Heads(q=6, kv=6, dim=4, speaks=order))
     twin = hw.Attention(turned).double().eval()
     twin.load_state_dict(weights)
     x, _ = cases.tensors(spec)
     check_close(twin(x), layer(x))
-    check_close(twin(x), hw.reference.reference_attention(twin, x))
+    check_close(twin(x), hw.nn.reference.reference_attention(twin, x))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_what_is_remembered_grows_by_ten_numbers_a_head(groups):
     """2405.08553: 5 N a stage at rank 2, w1, w2 and g of each key, so (4 R + 2) N for both; nothing for queries."""
-    plain = hw.counting.cached_numbers_per_token(hw.design(model=64, heads=8))
+    plain = hw.costs.cached_numbers_per_token(hw.design(model=64, heads=8))
     for rank, sides, each in [(2, "both", 10), (2, "key", 10), (2, "query", 0), (3, "both", 14), (1, "both", 6)]:
         parts = tuple(hw.Dynamic(on=on, rank=rank, sides=sides, groups=groups) for on in ("scores", "weights"))
-        assert hw.counting.cached_numbers_per_token(hw.design(model=64, heads=8, modifiers=parts)) == plain + each * 8
+        assert hw.costs.cached_numbers_per_token(hw.design(model=64, heads=8, modifiers=parts)) == plain + each * 8
 
 
 @pytest.mark.parametrize(("groups", "sides", "branches"), [(1, "both", 2), (4, "both", 2), (2, "query", 1)])
@@ -140,7 +142,7 @@ def test_how_many_parameters_a_stage_has(groups, sides, branches):
     spec = hw.design(model=64, heads=8, modifiers=(hw.Dynamic(groups=groups, sides=sides, static="full"),))
     d, n, r = 64, 8, 2
     branch = 2 * r * n * d + (2 * r * n) * (2 * r * n) // groups + n * d
-    extra = hw.counting.count_parameters(spec) - hw.counting.count_parameters(hw.design(model=64, heads=8))
+    extra = hw.costs.count_parameters(spec) - hw.costs.count_parameters(hw.design(model=64, heads=8))
     assert extra == branches * branch + n * n // groups
 
 
@@ -148,7 +150,7 @@ def test_how_many_parameters_a_stage_has(groups, sides, branches):
 def test_whole_groups_are_cut(on):
     spec = base(modifiers=(hw.Dynamic(on=on, groups=3, static="full"),), kv=3)
     layer = cases.layer(spec)
-    small, weights = hw.axes.keep_heads(spec, layer.state_dict(), [3, 4])
+    small, weights = hw.nn.head_axis_ops.keep_heads(spec, layer.state_dict(), [3, 4])
     assert (small.heads.q, small.heads.kv, small.speaks) == (4, 2, (1, 2))
     assert small.modifiers == (hw.Dynamic(on=on, members=2, static="full"),)
     assert weights["dynamic.query_hidden"].shape == (4 * 4, 10)

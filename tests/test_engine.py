@@ -7,14 +7,13 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import headwise as hw
-from headwise import blueprint as bp
-from headwise.cli.screen import PRESETS
-from headwise.engine import stepping
-from headwise.engine.choosing import chunked, divided
+from headwise import model_spec as bp
+from headwise.cli.arguments import PRESETS
+from headwise.serving import model_runner
+from headwise.serving.scheduler import chunked, divided
 
 TOKENS, MODEL = 13, 16
 ROOMY = 40_000_000
@@ -23,14 +22,20 @@ FEW = settings(max_examples=settings().max_examples // 8, deadline=None)  # of t
 
 def causal(preset: str) -> hw.AttentionSpec:
     """A preset, tiny and decodable."""
-    said = {} if hw.design(preset=preset, model=MODEL, heads=4).pattern.tokens_before_decode == 0 else {"pattern": "causal()"}
+    said = (
+        {}
+        if hw.design(preset=preset, model=MODEL, heads=4).pattern.tokens_before_decode == 0
+        else {"pattern": "causal()"}
+    )
     small = {"dim": 4, "project": hw.Latent(rank=6, rope=2)} if preset == "mla" else {}
     return hw.design(preset=preset, model=MODEL, heads=4, **small, **said)
 
 
 def stack(*specs: hw.AttentionSpec, **embedding: object) -> bp.StackSpec:
     blocks = [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(18), norm=bp.NormSpec("rms")) for spec in specs]
-    return bp.StackSpec.from_blocks("decoder", MODEL, blocks, embedding=bp.EmbeddingSpec(TOKENS, **embedding), norm=bp.NormSpec("rms"))
+    return bp.StackSpec.from_blocks(
+        "decoder", MODEL, blocks, embedding=bp.EmbeddingSpec(TOKENS, **embedding), norm=bp.NormSpec("rms")
+    )
 
 
 def drawn(net: hw.Transformer) -> hw.Transformer:
@@ -44,7 +49,9 @@ def drawn(net: hw.Transformer) -> hw.Transformer:
 
 def language(*specs: hw.AttentionSpec, **embedding: object) -> hw.Transformer:
     layers = stack(*specs, **embedding)
-    return drawn(hw.build(bp.ModelSpec("tiny", "decoder", (layers,), heads=(bp.OutputHeadSpec("tokens", TOKENS),)), seed=1))
+    return drawn(
+        hw.build(bp.ModelSpec("tiny", "decoder", (layers,), heads=(bp.OutputHeadSpec("tokens", TOKENS),)), seed=1)
+    )
 
 
 def plain(**said: object) -> hw.AttentionSpec:
@@ -141,7 +148,7 @@ def test_logits_are_those_of_one_pass(name: str, monkeypatch: pytest.MonkeyPatch
         seen.extend((list(ids), row) for ids, row in zip(past, logits, strict=True))
         return hw.models.generating.pick(logits, past, **how)
 
-    monkeypatch.setattr(stepping, "pick", watched)
+    monkeypatch.setattr(model_runner, "pick", watched)
     engine = hw.Engine(net, budget=ROOMY, batching=hw.Batching(rows=3, page=4, chunk=7))
     asked = [([n * n % 5 for n in range(length)], count) for length, count in ((9, 5), (3, 7), (17, 3), (5, 4), (9, 2))]
     streams = [engine.submit(prompt, max_new_tokens=count) for prompt, count in asked]
@@ -193,7 +200,9 @@ def test_what_is_shared_is_in_memory_once():
         engine.submit([*begin, n], max_new_tokens=4)
     engine.step()
     engine.step()
-    rows = hw.RequestBatch.from_lengths([50, 49, 49, 49, 49], shared=48)  # the first has said two tokens, and reads the first of them
+    rows = hw.RequestBatch.from_lengths(
+        [50, 49, 49, 49, 49], shared=48
+    )  # the first has said two tokens, and reads the first of them
     assert engine.room.used == hw.kv_cache_bytes(spec, rows, "paged(4)", "fp32")
 
 
@@ -219,7 +228,9 @@ def translator(form: str) -> hw.Transformer:
         bp.StackSpec.from_blocks("encoder", MODEL, [first] * 2, embedding=bp.EmbeddingSpec(TOKENS)),
         bp.StackSpec.from_blocks("decoder", MODEL, [second] * 2, embedding=bp.EmbeddingSpec(TOKENS, table="encoder")),
     )
-    described = bp.ModelSpec("tiny", "encoder-decoder", stacks, heads=(bp.OutputHeadSpec("tokens", TOKENS, table="encoder"),))
+    described = bp.ModelSpec(
+        "tiny", "encoder-decoder", stacks, heads=(bp.OutputHeadSpec("tokens", TOKENS, table="encoder"),)
+    )
     net = drawn(hw.build(described, seed=1))
     net.usage = hw.ProcessorSpec(begin=(1, 2), end=(0,))
     return net

@@ -28,10 +28,10 @@ from foreign import (
     transformers,
 )
 from headwise import families
-from headwise.counting.pricing import estimate_cost
-from headwise.hub.finding import find_attention
-from headwise.hub.forwards import hook_sites
-from headwise.hub.watching import AttentionCall
+from headwise.costs.cost_report import estimate_cost
+from headwise.inspect.attention_sites import find_attention
+from headwise.inspect.hooks import AttentionCall
+from headwise.inspect.site_hooks import hook_sites
 from test_kept_models import measured, profile
 
 FLAT = {key: value for key, value in LLAMA.items() if key != "head_dim"}
@@ -188,7 +188,7 @@ KINDS: dict[str, Kind] = {
 }  # fmt: skip
 
 
-def read(kind: Kind) -> hw.blueprint.ModelSpec:
+def read(kind: Kind) -> hw.model_spec.ModelSpec:
     """What its config says."""
     return families.read_model_spec(kind.made.to_dict() | {"architectures": [kind.model]})
 
@@ -199,7 +199,7 @@ def test_as_many_numbers_as_there(name: str):
     kind = KINDS[name]
     with torch.device("meta"):
         theirs = getattr(transformers, kind.model)._from_config(kind.made)
-    assert hw.counting.count_parameters(read(kind)) == sum(p.numel() for p in theirs.parameters() if p.requires_grad)
+    assert hw.costs.count_parameters(read(kind)) == sum(p.numel() for p in theirs.parameters() if p.requires_grad)
 
 
 # --- attention: the layer that our spec builds, with their weights, says what theirs says ----------------------------
@@ -343,7 +343,12 @@ def test_the_mask_is_theirs(name: str):
     """As their own function is told it, at every site that the interface shows; windows as the modules keep them."""
     kind = KINDS[name]._replace(reads="pixels") if "projected" in name else KINDS[name]
     model = kind.build(attn_implementation="eager", **EXPERTS.get(name, {}))
-    specs = {site.name: spec for site in hw.sites(model) for spec in [dict(read(kind).attention_specs()).get(site.name)] if spec}
+    specs = {
+        site.name: spec
+        for site in hw.sites(model)
+        for spec in [dict(read(kind).attention_specs()).get(site.name)]
+        if spec
+    }
     with watched(model) as passing:
         model(**kind.inputs())
     for site, spec in specs.items():
@@ -447,12 +452,12 @@ def test_what_is_beyond_words_is_counted_said_and_not_built():
     (sound,) = described.beyond
     assert sum(w.numel for w in sound.weights()) == 32 * 16 * 3 + 32 + 32 * 32 * 3 + 32
     assert any("two convolutions" in note for note in estimate_cost(described, hw.Workload(1, 5)).notes)
-    assert "two convolutions" in str(hw.blueprint.ModelTable(described))
+    assert "two convolutions" in str(hw.model_spec.ModelTable(described))
     for name, words in {"whisper": "two convolutions", "albert": "weights of the first", "dinov2": "channel"}.items():
         with pytest.raises(hw.SpecError, match=f"cannot be built: .*{words}.*; "):
             hw.build(read(KINDS[name]))
     with pytest.raises(hw.SpecError, match="write its stack, its place and its name"):
-        hw.blueprint.UnsupportedPart("bends", (("decoder", 3),))
+        hw.model_spec.UnsupportedPart("bends", (("decoder", 3),))
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -501,7 +506,10 @@ def test_what_old_files_leave_out_is_the_usual():
     assert (_turn(old).dims, _turn(old).base) == (48, 500.0)
     old = {"model_type": "gemma3_text", "rope_theta": 700.0, "rope_local_base_freq": 30.0}
     old |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
-    bent = {spec.pattern.text: _turn(old, depth) for depth, (_, spec) in enumerate(families.read_model_spec(old).attention_specs())}
+    bent = {
+        spec.pattern.text: _turn(old, depth)
+        for depth, (_, spec) in enumerate(families.read_model_spec(old).attention_specs())
+    }
     assert (bent["window(4096)"].base, bent["window(4096)"].scaling) == (30.0, hw.Plain())
     assert (bent["causal()"].base, bent["causal()"].scaling) == (700.0, hw.PI(8.0))
 
@@ -512,7 +520,7 @@ def _turn(config: dict[str, Any], depth: int = 0) -> hw.Rotary:
 
 
 def _plainly(said: dict[str, Any]) -> dict[str, Any]:
-    told = hw.blueprint.to_dict(families.read_model_spec(said))
+    told = hw.model_spec.to_dict(families.read_model_spec(said))
     told.pop("notes", None)
     return told
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
-from headwise.blueprint import FeedForwardSpec, NormSpec
-from headwise.kernels import attend_paged, few, multiply_small_batch
-from headwise.kernels.orders import can_skip_dispatcher
-from headwise.models.feeds import Feed, Normed
-from headwise.parts.rotary import Rotary
+from headwise.kernels import attend_paged, multiply_small_batch, small_batch_ops
+from headwise.kernels.autograd_guards import can_skip_dispatcher
+from headwise.model_spec import FeedForwardSpec, NormSpec
+from headwise.models.feed_forward import Feed, Normed
+from headwise.parts.rotary_embedding import Rotary
 
 EPS = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -41,15 +40,15 @@ def test_a_norm_divides_by_the_root_of_the_mean_square(rows, lanes, single, weig
     scale = torch.ones(16 * lanes).double() if w is None else w.double() + offset
     exact = x.double()
     truth = exact / (exact.square().mean(-1, keepdim=True) + 0.5).sqrt() * scale
-    check_near(few.rms_norm(x, w, 0.5, offset), truth)
+    check_near(small_batch_ops.rms_norm(x, w, 0.5, offset), truth)
 
 
 def test_a_norm_reads_rows_that_lie_apart_and_keeps_what_is_no_number():
     x = drawn(0, 3, 4, 96)[..., 16:48]
-    torch.testing.assert_close(few.rms_norm(x, None, 1e-6), F.rms_norm(x, (32,), eps=1e-6))
+    torch.testing.assert_close(small_batch_ops.rms_norm(x, None, 1e-6), F.rms_norm(x, (32,), eps=1e-6))
     x = x.clone()
     x[1, 2, 5], x[0, 0, 0] = torch.nan, 0.0
-    y = few.rms_norm(x, None, 0.0)
+    y = small_batch_ops.rms_norm(x, None, 0.0)
     assert y[1, 2].isnan().all()
     assert y.isnan().sum() == 32
 
@@ -67,7 +66,7 @@ def test_pairs_turn_by_their_angles(batch, tokens, heads, lanes, rest, single):
         a, b, left = x.double().split([pairs, pairs, 16 * rest], -1)
         cos, sin = angle.cos() * 1.25, angle.sin() * 1.25
         truth = torch.cat([a * cos - b * sin, a * sin + b * cos, left], -1)
-        check_near(few.apply_rotary(x, position, frequency, 1.25), truth, 2 * x.double().abs().amax())
+        check_near(small_batch_ops.apply_rotary(x, position, frequency, 1.25), truth, 2 * x.double().abs().amax())
 
 
 @settings(max_examples=30, deadline=None)
@@ -77,13 +76,13 @@ def test_gates_open_as_they_are_defined(batch, tokens, lanes, single):
     gate, up = (drawn(0, batch, tokens, 2 * width, dtype=dtype) * 9).split(width, -1)
     exact = gate.double()
     truth = exact / (1 + (-exact).exp()) * up.double()
-    check_near(few.silu_and_multiply(gate, up).view(gate.shape), truth, 1e-5)
+    check_near(small_batch_ops.silu_and_multiply(gate, up).view(gate.shape), truth, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gates_are_open_closed_or_no_number(dtype):
     gate = torch.tensor([0.0, -87.0, -100.0, -1e30, 100.0, 1e30, torch.inf, torch.nan] * 2, dtype=dtype)[None]
-    y = few.silu_and_multiply(gate, torch.full_like(gate, 2.0))[0, :8]
+    y = small_batch_ops.silu_and_multiply(gate, torch.full_like(gate, 2.0))[0, :8]
     wanted = torch.tensor([0.0, 0.0, 0.0, 0.0, 200.0, 2e30, torch.inf, torch.nan], dtype=dtype)
     torch.testing.assert_close(y, wanted, equal_nan=True, rtol=1e-2, atol=1e-6)
 
@@ -93,8 +92,8 @@ def test_gates_are_open_closed_or_no_number(dtype):
 
 def called(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
     """Every call of one of them from now on."""
-    calls, run = [], getattr(few, name)
-    monkeypatch.setattr(few, name, lambda *told: (calls.append(name), run(*told))[1])
+    calls, run = [], getattr(small_batch_ops, name)
+    monkeypatch.setattr(small_batch_ops, name, lambda *told: (calls.append(name), run(*told))[1])
     return calls
 
 
@@ -147,14 +146,20 @@ def test_a_gated_feed_of_a_few_tokens_gates_in_one_call(monkeypatch):
 
 @pytest.mark.parametrize(
     "x",
-    [drawn(0, 1, few.MAX_SMALL_NUMEL + 16), drawn(0, 1, 24), drawn(0, 1, 32).double(), drawn(0, 32, 16).T, drawn(0, 0, 32)],
+    [
+        drawn(0, 1, small_batch_ops.MAX_SMALL_NUMEL + 16),
+        drawn(0, 1, 24),
+        drawn(0, 1, 32).double(),
+        drawn(0, 32, 16).T,
+        drawn(0, 0, 32),
+    ],
     ids=["many", "width", "double", "turned", "none"],
 )
 def test_what_else_there_is_is_for_torch(x):
     with torch.no_grad():
-        assert not few.is_small_batch(x)
-        assert few.is_small_batch(drawn(0, 1, few.MAX_SMALL_NUMEL))
-        assert not few.is_small_batch(drawn(0, 1, 32), drawn(0, 32).double())
+        assert not small_batch_ops.is_small_batch(x)
+        assert small_batch_ops.is_small_batch(drawn(0, 1, small_batch_ops.MAX_SMALL_NUMEL))
+        assert not small_batch_ops.is_small_batch(drawn(0, 1, 32), drawn(0, 32).double())
 
 
 def test_who_follows_an_operation_is_told_of_it():

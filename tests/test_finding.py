@@ -427,7 +427,7 @@ def test_patterns_of_local_and_global_layers_are_what_they_read(name: str):
     with torch.no_grad():
         grids = model(ids, output_attentions=True).attentions
     for grid, text in zip(grids, patterns, strict=True):
-        pattern = hw.pattern.parse_pattern(text)
+        pattern = hw.masking.patterns.parse_pattern(text)
         allowed = torch.tensor([[bool(pattern.allows(t, s)) for s in range(12)] for t in range(12)])
         assert torch.equal(grid[0, 0] > 0, allowed)
 

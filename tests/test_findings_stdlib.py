@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.heads.measuring import MeasureOptions, measure_heads
+from headwise.head_analysis.head_measurement import MeasureOptions, measure_heads
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("seen", "curves", "page")

@@ -22,15 +22,19 @@ from torch import Tensor
 
 import headwise as hw
 from foreign import ZOO, run, transformers
-from headwise import axes
-from headwise.blueprint.records import RECORD_FILE
-from headwise.hub.living import copy_live_model
+from headwise.hub.model_import import copy_live_model
+from headwise.model_spec.serialization import RECORD_FILE
 from headwise.models import Transformer, build
+from headwise.nn import head_axis_ops
 from headwise.parts.alibi import Alibi
-from headwise.surgery import folders, folders_resized, folders_trying
-from headwise.surgery.folders_form import to_canonical_form, replace_specs
-from headwise.surgery.rebuilding import AttentionChange, replace_attentions, get_attention_parameters
-from headwise.surgery.removing import remove_heads
+from headwise.surgery.attention_replacement import (
+    AttentionChange,
+    get_attention_parameters,
+    remove_heads,
+    replace_attentions,
+)
+from headwise.surgery.hf_export import load_check, model_folder, resized_modules
+from headwise.surgery.hf_export.shard_rewrite import replace_specs, to_canonical_form
 
 WEIGHTS, CONFIG, INDEX = "model.safetensors", "config.json", "model.safetensors.index.json"
 OWN, NEXT = "decoder.0.attention", "decoder.1.attention"
@@ -41,24 +45,24 @@ transformers.utils.logging.disable_progress_bar()
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Folders are tried in this process: one of their own takes seconds to begin."""
 
-    def asked(command: list[str]) -> folders_trying.LoadCheck:
+    def asked(command: list[str]) -> load_check.LoadCheck:
         program, said = command[4].replace('sys.modules["headwise"] = None', ""), io.StringIO()
         with monkeypatch.context() as patch, contextlib.redirect_stdout(said):
             patch.setattr(sys, "argv", ["-c", *command[5:]])
             exec(compile(program, "driver", "exec"), {})
         return judged(command, said.getvalue())
 
-    judged = _judging(folders_trying._run_loader)
-    monkeypatch.setattr(folders_trying, "_run_loader", asked)
+    judged = _judging(load_check._run_loader)
+    monkeypatch.setattr(load_check, "_run_loader", asked)
 
 
-def _judging(asked: Callable[[list[str]], folders_trying.LoadCheck]) -> Callable[[list[str], str], folders_trying.LoadCheck]:
+def _judging(asked: Callable[[list[str]], load_check.LoadCheck]) -> Callable[[list[str], str], load_check.LoadCheck]:
     """What is made of the output of a process, without one."""
 
-    def judged(command: list[str], said: str) -> folders_trying.LoadCheck:
+    def judged(command: list[str], said: str) -> load_check.LoadCheck:
         with pytest.MonkeyPatch.context() as patch:
             done = subprocess.CompletedProcess(command, 0, said, "")
-            patch.setattr(folders_trying.subprocess, "run", lambda *_, **__: done)
+            patch.setattr(load_check.subprocess, "run", lambda *_, **__: done)
             return asked(command)
 
     return judged
@@ -123,7 +127,10 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 def shared(net: Transformer, groups: list[list[int]]) -> Transformer:
-    changes = {site: AttentionChange(*axes.share_kv_heads(spec, get_attention_parameters(net, site), groups)) for site, spec in net.described.attention_specs()}
+    changes = {
+        site: AttentionChange(*head_axis_ops.share_kv_heads(spec, get_attention_parameters(net, site), groups))
+        for site, spec in net.described.attention_specs()
+    }
     return replace_attentions(net, changes)
 
 
@@ -150,7 +157,7 @@ UNIFORM: dict[str, tuple[str, dict[str, Any], Callable[[Transformer], Transforme
 def test_layers_alike_are_a_plain_checkpoint(case: str, tmp_path: Path, here: None):
     name, keys, change, wanted = UNIFORM[case]
     net = change(source(name, tmp_path / "source", **keys))
-    told = folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    told = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     assert told.kind == "transformers", told.summary
     assert told.summary.startswith("A transformers checkpoint: ")
     check_same(loaded(tmp_path / "cut"), net)
@@ -169,7 +176,7 @@ def test_shards_dtypes_and_what_the_map_ignores_stay(tmp_path: Path, here: None)
     one.save_pretrained(tmp_path / "source", max_shard_size="12KB")
     besides(tmp_path / "source")
     net = remove_heads(hw.load(tmp_path / "source"), {OWN: (2, 3), NEXT: (0, 1)})
-    told = folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    told = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     assert told.kind == "transformers", told.summary
     where = [json.loads((tmp_path / folder / INDEX).read_text()) for folder in ("source", "cut")]
     assert where[0]["weight_map"] == where[1]["weight_map"]
@@ -237,7 +244,7 @@ def cut(case: str, folder: Path) -> Transformer:
 def test_what_no_config_says_comes_with_a_loader(case: str, tmp_path: Path, here: None):
     """Our reading, the loader's, and the model agree; transformers alone refuses, and does not make numbers up."""
     net = cut(case, tmp_path / "source")
-    told = folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: [0]}})
+    told = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: [0]}})
     assert told.kind == "resized", told.summary
     assert told.summary.startswith("Not a plain transformers checkpoint, because ")
     assert told.summary.endswith("; load it with headwise.load or load_model.py.")
@@ -254,7 +261,7 @@ def test_what_no_config_says_comes_with_a_loader(case: str, tmp_path: Path, here
 @pytest.mark.parametrize("case", ["llama without the first", "t5 without the first", "bart", "gpt2 without one"])
 def test_a_layer_without_heads_counts_tokens(case: str, tmp_path: Path, here: None):
     """With a cache and without one a text goes on alike, though nothing is remembered in some layers."""
-    folders.write_model_folder(cut(case, tmp_path / "source"), tmp_path / "source", tmp_path / "cut", {})
+    model_folder.write_model_folder(cut(case, tmp_path / "source"), tmp_path / "source", tmp_path / "cut", {})
     model = own(tmp_path / "cut")
     ids = torch.randint(3, 67, (2, 6), generator=torch.Generator().manual_seed(2))
     how = {"max_new_tokens": 7, "do_sample": False, "attention_mask": torch.ones_like(ids), "eos_token_id": None}
@@ -271,21 +278,21 @@ def test_folders_are_cut_again(tmp_path: Path, here: None):
     """What was cut and is not plain may be cut once more, and be plain again."""
     net = source("llama", tmp_path / "source", **ALONE)
     once = remove_heads(net, {OWN: (0, 1)})
-    assert folders.write_model_folder(once, tmp_path / "source", tmp_path / "once", {}).kind == "resized"
+    assert model_folder.write_model_folder(once, tmp_path / "source", tmp_path / "once", {}).kind == "resized"
     twice = remove_heads(hw.load(tmp_path / "once"), {NEXT: (2, 3)})
-    assert folders.write_model_folder(twice, tmp_path / "once", tmp_path / "twice", {}).kind == "transformers"
+    assert model_folder.write_model_folder(twice, tmp_path / "once", tmp_path / "twice", {}).kind == "transformers"
     check_same(loaded(tmp_path / "twice"), remove_heads(net, {OWN: (0, 1), NEXT: (2, 3)}))
     gone = remove_heads(hw.load(tmp_path / "once"), {OWN: (), NEXT: (2,)})
-    assert folders.write_model_folder(gone, tmp_path / "once", tmp_path / "gone", {}).kind == "resized"
+    assert model_folder.write_model_folder(gone, tmp_path / "once", tmp_path / "gone", {}).kind == "resized"
     check_same(own(tmp_path / "gone"), gone)
 
 
 def test_a_layer_that_went_before_stays_away(tmp_path: Path, here: None):
     """Its empty tensors travel on, and what other layers keep may change."""
     first = remove_heads(source("bert", tmp_path / "source"), {"encoder.0.attention": (), "encoder.1.attention": C})
-    folders.write_model_folder(first, tmp_path / "source", tmp_path / "first", {})
+    model_folder.write_model_folder(first, tmp_path / "source", tmp_path / "first", {})
     second = remove_heads(hw.load(tmp_path / "first"), {"encoder.1.attention": (0, 2)})
-    assert folders.write_model_folder(second, tmp_path / "first", tmp_path / "second", {}).kind == "resized"
+    assert model_folder.write_model_folder(second, tmp_path / "first", tmp_path / "second", {}).kind == "resized"
     check_same(own(tmp_path / "second"), second)
     assert torch.allclose(said(hw.load(tmp_path / "second"))[1], said(second)[1], atol=1e-6)
 
@@ -293,17 +300,24 @@ def test_a_layer_that_went_before_stays_away(tmp_path: Path, here: None):
 def test_a_vector_that_was_folded_in_before_stays(tmp_path: Path, here: None):
     """Llama's files have no such bias; it is read back, written again, and loaded by whoever has no headwise."""
     first = remove_heads(source("llama", tmp_path / "source", **ALONE), {OWN: C}, {OWN: torch.linspace(-1, 1, 32)})
-    folders.write_model_folder(first, tmp_path / "source", tmp_path / "first", {})
+    model_folder.write_model_folder(first, tmp_path / "source", tmp_path / "first", {})
     second = remove_heads(hw.load(tmp_path / "first"), {NEXT: A})
-    assert folders.write_model_folder(second, tmp_path / "first", tmp_path / "second", {}).kind == "resized"
+    assert model_folder.write_model_folder(second, tmp_path / "first", tmp_path / "second", {}).kind == "resized"
     check_same(own(tmp_path / "second"), second)
 
 
 def test_keys_shared_in_one_layer_alone(tmp_path: Path, here: None):
     net = source("llama", tmp_path / "source", **ALONE)
     spec = dict(net.described.attention_specs())[NEXT]
-    small = replace_attentions(net, {NEXT: AttentionChange(*axes.share_kv_heads(spec, get_attention_parameters(net, NEXT), [[3, 0], [1, 2]]))})
-    assert folders.write_model_folder(small, tmp_path / "source", tmp_path / "cut", {}).kind == "resized"
+    small = replace_attentions(
+        net,
+        {
+            NEXT: AttentionChange(
+                *head_axis_ops.share_kv_heads(spec, get_attention_parameters(net, NEXT), [[3, 0], [1, 2]])
+            )
+        },
+    )
+    assert model_folder.write_model_folder(small, tmp_path / "source", tmp_path / "cut", {}).kind == "resized"
     check_same(own(tmp_path / "cut"), small)
     assert record(tmp_path / "cut")["modules"]["model.layers.1.self_attn"]["set"] == {"num_key_value_groups": 2}
 
@@ -332,7 +346,7 @@ def test_both_kinds_load_where_headwise_is_not(tmp_path: Path, request: pytest.F
     ids = said(net)[0]["input_ids"]
     safetensors.torch.save_file({"ids": ids}, tmp_path / "in.safetensors")
     for name, one in nets.items():
-        folders.write_model_folder(one, tmp_path / "source", tmp_path / name, {})
+        model_folder.write_model_folder(one, tmp_path / "source", tmp_path / name, {})
         assert record(tmp_path / name)["checked"].startswith("loaded without headwise, it differs from headwise by ")
         request.getfixturevalue("here")
     asked = [sys.executable, "-I", "-B", "-c", CLEAN, *(str(tmp_path / name) for name in nets), str(tmp_path)]
@@ -351,7 +365,9 @@ def test_other_sources_give_our_folder(tmp_path: Path):
     hw.save(net, tmp_path / "ours")
     small = remove_heads(net, {OWN: (0, 1)})
     for n, where in enumerate((tmp_path / "ours", None)):
-        told = folders.write_model_folder(small, where, tmp_path / f"cut{n}", {"kept": {}}, extra_files={"PROOF.md": b"seen"})
+        told = model_folder.write_model_folder(
+            small, where, tmp_path / f"cut{n}", {"kept": {}}, extra_files={"PROOF.md": b"seen"}
+        )
         assert told.kind == "ours"
         assert set(told.files) == {"README.md", "headwise.toml", RECORD_FILE, WEIGHTS, "PROOF.md"}
         assert torch.equal(said(hw.load(tmp_path / f"cut{n}"))[1], said(small)[1])
@@ -367,18 +383,25 @@ def test_other_sources_give_our_folder(tmp_path: Path):
 )
 def test_what_no_loader_can_is_our_folder(name: str, keep: Mapping[str, Any], why: str, tmp_path: Path, here: None):
     net = remove_heads(source(name, tmp_path / "source"), keep)
-    told = folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    told = model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     assert told.kind == "ours"
     assert why in told.summary
-    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == ["README.md", RECORD_FILE, "headwise.toml", WEIGHTS]
+    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == [
+        "README.md",
+        RECORD_FILE,
+        "headwise.toml",
+        WEIGHTS,
+    ]
     assert torch.equal(said(hw.load(tmp_path / "cut"))[1], said(net)[1])
 
 
 def test_a_loader_that_says_something_else_is_not_given(tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch):
-    text = folders_resized.LOADER_SOURCE.read_text().replace("torch.zeros_like(x) + bias", "torch.zeros_like(x) - bias")
+    text = resized_modules.LOADER_SOURCE.read_text().replace("torch.zeros_like(x) + bias", "torch.zeros_like(x) - bias")
     (tmp_path / "wrong.txt").write_text(text)
-    monkeypatch.setattr(folders_resized, "LOADER_SOURCE", tmp_path / "wrong.txt")
-    told = folders.write_model_folder(cut("llama without the first", tmp_path / "source"), tmp_path / "source", tmp_path / "cut", {})
+    monkeypatch.setattr(resized_modules, "LOADER_SOURCE", tmp_path / "wrong.txt")
+    told = model_folder.write_model_folder(
+        cut("llama without the first", tmp_path / "source"), tmp_path / "source", tmp_path / "cut", {}
+    )
     assert told.kind == "ours"
     assert "what it says differs by" in told.summary
 
@@ -387,11 +410,13 @@ def test_without_transformers_nothing_is_claimed(tmp_path: Path, monkeypatch: py
     net = source("llama", tmp_path / "source", **ALONE)
     for module in ("folders_trying", "folders_resized", "folders_config"):
         monkeypatch.setattr(f"headwise.surgery.{module}.find_spec", lambda _: None)
-    plainly = folders.write_model_folder(remove_heads(net, everywhere(net, A)), tmp_path / "source", tmp_path / "a", {})
+    plainly = model_folder.write_model_folder(
+        remove_heads(net, everywhere(net, A)), tmp_path / "source", tmp_path / "a", {}
+    )
     assert (plainly.kind, "not tried with transformers, which is not installed" in plainly.summary) == (
         "transformers", True
     )  # fmt: skip
-    other = folders.write_model_folder(remove_heads(net, {OWN: A}), tmp_path / "source", tmp_path / "b", {})
+    other = model_folder.write_model_folder(remove_heads(net, {OWN: A}), tmp_path / "source", tmp_path / "b", {})
     assert (other.kind, "load_model.py" in other.files) == ("resized", False)
     assert "because layer 1 keeps 4 heads and layer 0 2; " in other.summary
     assert "so that no loader could be tried" in other.summary
@@ -403,7 +428,7 @@ def test_without_transformers_nothing_is_claimed(tmp_path: Path, monkeypatch: py
 
 def test_the_record_says_what_was_done_and_to_what(tmp_path: Path, here: None):
     net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
-    folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: list(A)}})
+    model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {"kept": {OWN: list(A)}})
     said_there = record(tmp_path / "cut")
     assert (said_there["format"], said_there["done"]) == (1, {"kept": {OWN: [0, 2]}})
     for folder, named in (("source", "source"), ("cut", "files")):
@@ -411,12 +436,12 @@ def test_the_record_says_what_was_done_and_to_what(tmp_path: Path, here: None):
         assert sums == said_there[named]
     assert set(said_there["source"]) == {CONFIG, WEIGHTS}
     assert said_there["loader"] == {"name": "load_model.py", "sha256": said_there["files"]["load_model.py"]}
-    plan = folders.read_record(tmp_path / "cut")
-    assert folders.read_record(tmp_path / "cut" / RECORD_FILE) == plan
-    folders.check_record(plan, tmp_path / "source")
+    plan = model_folder.read_record(tmp_path / "cut")
+    assert model_folder.read_record(tmp_path / "cut" / RECORD_FILE) == plan
+    model_folder.check_record(plan, tmp_path / "source")
     source("gpt2", tmp_path / "other", initializer_range=0.1)
     with pytest.raises(hw.SpecError, match=r"made for another checkpoint: config\.json differs from .*other"):
-        folders.check_record(plan, tmp_path / "other")
+        model_folder.check_record(plan, tmp_path / "other")
 
 
 def harmed(name: str, change: Callable[[str], str]) -> Callable[[Path], object]:
@@ -439,7 +464,7 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
 
 def test_a_harmed_folder_is_refused_in_one_line(tmp_path: Path, here: None):
     net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
-    folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     whole = {path: path.read_bytes() for path in (tmp_path / "cut").iterdir()}
     for harm, words in HARM.values():
         harm(tmp_path / "cut")
@@ -460,16 +485,19 @@ def test_a_place_that_holds_something_is_left_alone(tmp_path: Path):
     (tmp_path / "file").write_text("c")
     net = source("gpt2", tmp_path / "source")
     for name, words in (("full", "holds a; give a new folder"), ("file", "is a file; give a new folder")):
-        for call in (folders.check_folder_empty, lambda place: folders.write_model_folder(net, None, place, {})):
+        for call in (
+            model_folder.check_folder_empty,
+            lambda place: model_folder.write_model_folder(net, None, place, {}),
+        ):
             with pytest.raises(hw.SpecError, match=words):
                 call(tmp_path / name)
     (tmp_path / "empty").mkdir()
-    folders.write_model_folder(net, None, tmp_path / "empty", {})
+    model_folder.write_model_folder(net, None, tmp_path / "empty", {})
 
 
 def failing(call: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name = call.split(".")
-    place = {"os": os, "folders_shards": folders.write_shards.__globals__, "shutil": folders.shutil}[owner]
+    place = {"os": os, "folders_shards": model_folder.write_shards.__globals__, "shutil": model_folder.shutil}[owner]
     real, count = (place[name] if isinstance(place, dict) else getattr(place, name)), [0]
 
     def fails(*args: Any, **kwargs: Any) -> Any:
@@ -495,10 +523,10 @@ def test_a_disk_that_fails_leaves_nothing(
     with monkeypatch.context() as patch:
         failing(call, after, patch)
         with pytest.raises(OSError, match=r"cut cannot be written: .*; give another place") as refused:
-            folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+            model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     assert "\n" not in str(refused.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
-    folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
 
 
 def test_who_is_killed_leaves_no_folder(tmp_path: Path, here: None):
@@ -516,11 +544,11 @@ def test_who_is_killed_leaves_no_folder(tmp_path: Path, here: None):
 
             os.fsync = dies
             with contextlib.suppress(BaseException):
-                folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+                model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
         assert not (tmp_path / "cut").exists()
-    folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     hw.load(tmp_path / "cut")
 
 
@@ -528,7 +556,7 @@ def test_a_half_written_source_is_refused(tmp_path: Path):
     net = remove_heads(source("gpt2", tmp_path / "source"), {OWN: A})
     (tmp_path / "source" / WEIGHTS).write_bytes((tmp_path / "source" / WEIGHTS).read_bytes()[:-7])
     with pytest.raises(hw.SpecError, match="cut short or no safetensors"):
-        folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+        model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
@@ -539,7 +567,10 @@ def test_the_plain_form_is_the_same_function(tmp_path: Path):
     """Heads in another order, columns of a shared table, and words that follow by themselves; in float32 this net, of
     logits up to 14, is up to 8e-5 away from float64."""
     net = remove_heads(source("t5", tmp_path), {s: (1, 3) if s.startswith("e") else (0, 1, 2) for s in sites("t5")})
-    specs = {site: axes.transform_axes(spec, get_attention_parameters(net, site), turned(spec)) for site, spec in net.described.attention_specs()}
+    specs = {
+        site: head_axis_ops.transform_axes(spec, get_attention_parameters(net, site), turned(spec))
+        for site, spec in net.described.attention_specs()
+    }
     odd = build(net.described)
     odd.load_state_dict({
         name: specs.get(".".join(name.split(".")[:3]), {}).get(".".join(name.split(".")[3:]), tensor)
@@ -561,7 +592,7 @@ def sites(name: str) -> list[str]:
 
 
 def turned(spec: hw.AttentionSpec) -> dict[str, Any]:
-    back = axes.select_heads(range(spec.heads.q - 1, -1, -1))
+    back = head_axis_ops.select_heads(range(spec.heads.q - 1, -1, -1))
     return {"q": back, "out": back, "kv": back}
 
 
@@ -569,8 +600,10 @@ def test_groups_in_any_order_are_made_regular():
     """Every head still reads what it read: checked against the layer computed as it was given."""
     spec = hw.design(model=7, heads=6, kv=3, dim=5, modifiers=(hw.QKNorm(), Alibi()), bias="qkvo")
     spec = spec.with_heads(reads=(2, 0, 1, 0, 1, 2))
-    stack = hw.blueprint.StackSpec.from_blocks("decoder", 7, [hw.blueprint.BlockSpec(spec)], embedding=hw.blueprint.EmbeddingSpec(67))
-    net = build(hw.blueprint.ModelSpec("x", "decoder", (stack,)), seed=3).eval()
+    stack = hw.model_spec.StackSpec.from_blocks(
+        "decoder", 7, [hw.model_spec.BlockSpec(spec)], embedding=hw.model_spec.EmbeddingSpec(67)
+    )
+    net = build(hw.model_spec.ModelSpec("x", "decoder", (stack,)), seed=3).eval()
     form = to_canonical_form(net)
     assert dict(form.model_spec.attention_specs())[OWN].heads == hw.Heads.grouped(q=6, kv=3, dim=5)
     same = build(form.model_spec)
@@ -580,7 +613,9 @@ def test_groups_in_any_order_are_made_regular():
 
 
 def test_specs_change_places():
-    net = hw.build(hw.families.read_model_spec({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 5}))
+    net = hw.build(
+        hw.families.read_model_spec({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 5})
+    )
     specs = dict(net.described.attention_specs())
     other = replace_specs(net.described, specs | {NEXT: replace(specs[NEXT], pattern=hw.Full())})
     assert [block.attention.pattern for block in other.stacks[0].layers] == [specs[OWN].pattern, hw.Full()]
@@ -614,14 +649,14 @@ def test_what_cannot_be_copied_is_refused():
 def test_numbers_of_modules_are_understood_by_what_they_follow(tmp_path: Path, here: None):
     """BERT's number of heads and their width together, from a model in which neither is its own width."""
     net = remove_heads(source("bert", tmp_path / "source"), {"encoder.0.attention": C})
-    folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
+    model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {})
     found = record(tmp_path / "cut")["modules"]["encoder.layer.0.attention.self"]["set"]
     assert found == {"num_attention_heads": 3, "all_head_size": 24}
 
 
 def test_the_loader_is_text_for_others():
     """Short, of torch, transformers and the standard library alone; nothing in headwise runs it."""
-    text = folders_resized.LOADER_SOURCE.read_text()
+    text = resized_modules.LOADER_SOURCE.read_text()
     assert len(text.splitlines()) < 150
     assert "headwise" not in text.split('"""')[2]
     names = {line.split()[1].partition(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
@@ -641,4 +676,4 @@ def test_every_kind_in_a_process_of_its_own(case: str, tmp_path: Path):
         net, kind = change(source(name, tmp_path / "source", **keys)), "transformers"
     else:
         net, kind = cut(case, tmp_path / "source"), "resized"
-    assert folders.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {}).kind == kind
+    assert model_folder.write_model_folder(net, tmp_path / "source", tmp_path / "cut", {}).kind == kind

@@ -6,15 +6,13 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 import headwise as hw
 from cases import base, check_close
 from headwise.backends import dense
-from headwise.kernels import composed as mixing
-from headwise.kernels import rows
+from headwise.kernels import head_mixing as mixing, row_normalisers
 
 
 def numbers(*shape: int) -> Tensor:
@@ -31,7 +29,7 @@ def alphas(s: Tensor, alpha: float) -> Tensor:
 
 def entmax(s: Tensor, seen: Tensor, alpha: float) -> Tensor:
     """The weights of the kernel."""
-    return rows.masked_entmax(s, seen, alphas(s, alpha), None, [])[0]
+    return row_normalisers.masked_entmax(s, seen, alphas(s, alpha), None, [])[0]
 
 
 # --- heads mixed ---------------------------------------------------------------------------------------
@@ -98,7 +96,10 @@ def test_threads_change_no_number():
         torch.set_num_threads(threads)
         made = mixed.kernel()
         found.append([made, *torch.autograd.grad(made, mixed.tensors, grad)])
-        found[-1] += [rows.masked_softmax(scores, seen), *rows.masked_entmax(scores, seen, alphas(scores, 1.5), None, [])]
+        found[-1] += [
+            row_normalisers.masked_softmax(scores, seen),
+            *row_normalisers.masked_entmax(scores, seen, alphas(scores, 1.5), None, []),
+        ]
     torch.set_num_threads(1)
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
@@ -134,7 +135,7 @@ def test_rows_are_softmax_over_what_is_allowed(keys, dtype):
     for seen in (full, full[:1], full[:, :, :1], full[:1, :, :1]):
         below = s.double().masked_fill(~seen, -torch.inf)
         expected = below.on_softmax(-1).nan_to_num(0.0)
-        ours = rows.masked_softmax(s, seen)
+        ours = row_normalisers.masked_softmax(s, seen)
         check_close(ours, expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-7)
         mine = torch.autograd.grad(ours, s, grad)[0]
         w = expected.detach()
@@ -147,7 +148,7 @@ def test_far_scores_are_numbers(dtype):
     s = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4], [1e4, 1e4, -1e4]], dtype=dtype)[None, None].requires_grad_()
     seen = torch.ones(1, 1, 1, 3, dtype=torch.bool)
     expected = torch.tensor([[1, 0, 0], [1 / 3] * 3, [0.5, 0.5, 0]], dtype=dtype)[None, None]
-    for made in (rows.masked_softmax(s, seen), *(entmax(s, seen, alpha) for alpha in ALPHAS)):
+    for made in (row_normalisers.masked_softmax(s, seen), *(entmax(s, seen, alpha) for alpha in ALPHAS)):
         check_close(made, expected, rtol=1e-6)
         assert torch.autograd.grad(made.square().sum(), s)[0].isfinite().all()
 
@@ -156,22 +157,22 @@ def test_far_scores_are_numbers(dtype):
 def test_what_is_no_number_is_seen(keys):
     s, seen = numbers(1, 2, 3, keys), torch.ones(1, 1, 1, keys, dtype=torch.bool)
     s[0, 0, 1, -1] = torch.nan
-    for made in (rows.masked_softmax(s, seen), *(entmax(s, seen, alpha) for alpha in ALPHAS)):
+    for made in (row_normalisers.masked_softmax(s, seen), *(entmax(s, seen, alpha) for alpha in ALPHAS)):
         assert made[0, 0, 1].isnan().all()
         assert made.isnan().sum() == keys
-    assert not rows.masked_softmax(s, seen.index_fill(3, torch.tensor(keys - 1), False)).isnan().any()
+    assert not row_normalisers.masked_softmax(s, seen.index_fill(3, torch.tensor(keys - 1), False)).isnan().any()
 
 
 def test_softmax_errs_no_more_than_twice_as_torchs():
     s = torch.randn(1, 4, 64, 1021) * 5
     truth = s.double().on_softmax(-1)
-    ours = rows.masked_softmax(s, torch.ones(1, 1, 1, 1021, dtype=torch.bool))
+    ours = row_normalisers.masked_softmax(s, torch.ones(1, 1, 1, 1021, dtype=torch.bool))
     assert (ours - truth).abs().max() <= 2 * (s.on_softmax(-1) - truth).abs().max()
 
 
 def test_nothing_is_no_row():
     seen = torch.ones(1, 1, 1, 5, dtype=torch.bool)
-    assert rows.masked_softmax(torch.zeros(0, 2, 3, 5), seen).shape == (0, 2, 3, 5)
+    assert row_normalisers.masked_softmax(torch.zeros(0, 2, 3, 5), seen).shape == (0, 2, 3, 5)
     assert entmax(torch.zeros(2, 2, 0, 5), seen, 1.5).shape == (2, 2, 0, 5)
 
 
@@ -326,8 +327,11 @@ def test_torch_knows_the_operations():
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     found = torch.library.opcheck(mixing.mix_heads_by_factors, (a, mixed.own, mixed.each, factors), test_utils=checks)
     s, seen = numbers(2, 3, 5, 7).requires_grad_(), torch.ones(1, 1, 5, 7, dtype=torch.bool)
-    found |= {f"softmax {k}": v for k, v in torch.library.opcheck(rows.masked_softmax, (s, seen), test_utils=checks).items()}
+    found |= {
+        f"softmax {k}": v
+        for k, v in torch.library.opcheck(row_normalisers.masked_softmax, (s, seen), test_utils=checks).items()
+    }
     for held in ((None, []), (numbers(2, 2, 7, 5).requires_grad_(), [0, 1, 1])):
         given = (s, seen, alphas(s, 1.3).requires_grad_(), *held)
-        more = torch.library.opcheck(rows.masked_entmax, given, test_utils=checks)
+        more = torch.library.opcheck(row_normalisers.masked_entmax, given, test_utils=checks)
         assert {*found.values(), *more.values()} == {"SUCCESS"}

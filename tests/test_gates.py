@@ -11,16 +11,28 @@ import torch
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.heads.objectives import choose_objective
-from headwise.heads.scene import Example
+from headwise.head_analysis.annotated_examples import Example
+from headwise.head_analysis.objectives import choose_objective
 from headwise.models import Transformer
 from headwise.presets import with_gates
-from headwise.surgery.course import RetrainingPoint
-from headwise.surgery.gates import GateTrainingResult, GateTrainingOptions, GateCountConstraint, get_open_probabilities, train_gates, select_most_open, select_attentions, list_gate_units
-from headwise.surgery.learning import DistillationLoader
-from headwise.surgery.lessons import DistillationTexts
-from headwise.surgery.rebuilding import AttentionChange, replace_attentions, get_attention_parameters
-from headwise.surgery.removing import remove_heads
+from headwise.surgery.attention_replacement import (
+    AttentionChange,
+    get_attention_parameters,
+    remove_heads,
+    replace_attentions,
+)
+from headwise.surgery.distillation import DistillationLoader, RetrainingPoint
+from headwise.surgery.distillation_data import DistillationTexts
+from headwise.surgery.l0_gates import (
+    GateCountConstraint,
+    GateTrainingOptions,
+    GateTrainingResult,
+    get_open_probabilities,
+    list_gate_units,
+    select_attentions,
+    select_most_open,
+    train_gates,
+)
 from weighed import LLAMA, WORDS, built, loud, scenes, translator
 
 NEEDLESS = {"decoder.0.attention": (1, 2), "decoder.1.attention": (0, 3)}
@@ -104,7 +116,7 @@ def test_the_count_of_groups_is_of_gates():
 def test_gates_of_a_group_are_drawn_once():
     spec = hw.design(model=12, heads=6, kv=2, modifiers=(hw.Concrete(per="kv"),))
     layer, x = hw.Attention(spec).train(), torch.zeros(1, 1, 12)
-    asked = hw.terms.QueryContext(x, x, 1.0, hw.SequenceInfo.from_batch(x))
+    asked = hw.interfaces.core_types.QueryContext(x, x, 1.0, hw.SequenceInfo.from_batch(x))
     torch.manual_seed(0)
     drawn = torch.stack([spec.modifiers[0].gate(asked, layer.concrete, None)[:, 0] for _ in range(40)])
     assert torch.equal(drawn[:, :3], drawn[:, :1].expand(-1, 3))
@@ -145,7 +157,10 @@ def test_what_joins_the_loss_is_the_method_of_multipliers():
     net = needy({})
     units = {site: list_gate_units(spec, "head") for site, spec in select_attentions(net).items()}
     how = GateTrainingOptions(heads=2, steps=100, ramp=0.5, strength=0.8, gates_rate=0.1)
-    made = replace_attentions(net, {site: AttentionChange(with_gates(spec), gate_of(net, site)) for site, spec in select_attentions(net).items()})
+    made = replace_attentions(
+        net,
+        {site: AttentionChange(with_gates(spec), gate_of(net, site)) for site, spec in select_attentions(net).items()},
+    )
     one, factor = GateCountConstraint(made, units, 2, how), 0.0
     for step, target in ((25, 5.0), (50, 2.0), (90, 2.0)):
         expected = sum(float(get_open_probabilities(made, site).detach().double().sum()) for site in units)
@@ -189,7 +204,9 @@ def test_seeds_repeat():
 
 def test_a_frozen_decoder_stays_and_gates_stand_where_they_are_told():
     net = translator().float()
-    found = train_gates(net, scenes(net, 20), GateTrainingOptions(heads=3, sites=("encoder",), freeze="decoder", **BRIEF))
+    found = train_gates(
+        net, scenes(net, 20), GateTrainingOptions(heads=3, sites=("encoder",), freeze="decoder", **BRIEF)
+    )
     assert list(found.keep) == ["encoder.0.attention", "encoder.1.attention"]
     moved = {
         name.split(".")[0] for name, one in found.net.state_dict().items() if not torch.equal(one, state(net)[name])
@@ -203,7 +220,9 @@ def test_a_table_that_the_decoder_reads_is_frozen_with_it():
 
     net = built(T5).float()
     assert net.described.stacks[-1].embedding.table == "encoder"
-    found = train_gates(net, scenes(net, 20), GateTrainingOptions(heads=3, sites=("encoder",), freeze="decoder", **BRIEF))
+    found = train_gates(
+        net, scenes(net, 20), GateTrainingOptions(heads=3, sites=("encoder",), freeze="decoder", **BRIEF)
+    )
     moved = {name for name, one in found.net.state_dict().items() if not torch.equal(one, state(net)[name])}
     assert moved
     assert not [name for name in moved if name.startswith(("decoder.", "head.")) or name.endswith("embedding.tokens")]
@@ -262,10 +281,17 @@ def test_models_that_gates_cannot_be_put_on_are_refused():
         train_gates(none, scenes(none, 20), GateTrainingOptions(heads=2, **BRIEF))
     net = classifier("first")
     with pytest.raises(SpecError, match="no loss of its own"):
-        train_gates(net, [Example(scene.inputs, {}) for scene in scenes(net, 20)], GateTrainingOptions(heads=2, **BRIEF))
+        train_gates(
+            net, [Example(scene.inputs, {}) for scene in scenes(net, 20)], GateTrainingOptions(heads=2, **BRIEF)
+        )
     net = needy({})
     sites = select_attentions(net)
-    twice = replace_attentions(net, {site: AttentionChange(with_gates(spec), gate_of(net, site)) for site, spec in sites.items()})
+    twice = replace_attentions(
+        net, {site: AttentionChange(with_gates(spec), gate_of(net, site)) for site, spec in sites.items()}
+    )
     with pytest.raises(SpecError, match=r"decoder\.0\.attention: its heads have learned gates already"):
         train_gates(twice, scenes(net, 20), GateTrainingOptions(heads=2, **BRIEF))
-    assert train_gates(none, scenes(none, 20), GateTrainingOptions(heads=2, **{**BRIEF, "alpha": 1.0})).curve[0].held_out < 1e-9
+    assert (
+        train_gates(none, scenes(none, 20), GateTrainingOptions(heads=2, **{**BRIEF, "alpha": 1.0})).curve[0].held_out
+        < 1e-9
+    )

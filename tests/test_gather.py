@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 import headwise as hw
 from cases import base, check_close
-from headwise.kernels import rows
+from headwise.kernels import row_normalisers
 
 OF = [1, 0, 1, 1]  # the value head that each of four heads reads
 
@@ -54,7 +53,10 @@ def test_what_is_read_and_every_gradient(sizes, alphas, spread):
     s, v = (numbers(b, h, t, keys) * 3.0**spread).requires_grad_(), numbers(b, 2, keys, wide).requires_grad_()
     alpha = torch.tensor(alphas[:h], dtype=torch.float64).requires_grad_()
     seen = torch.rand(b, 1, t, keys) < 0.7
-    ours, theirs = rows.masked_entmax(s, seen, alpha, v, OF[:h])[0], formula(s, seen, alpha, v) if t * keys else None
+    ours, theirs = (
+        row_normalisers.masked_entmax(s, seen, alpha, v, OF[:h])[0],
+        formula(s, seen, alpha, v) if t * keys else None,
+    )
     if theirs is None:
         assert torch.equal(ours, torch.zeros(b, h, t, wide, dtype=torch.float64))
         return
@@ -72,8 +74,8 @@ def test_what_is_read_is_what_its_weights_read(alpha, dtype):
     seen = torch.rand(2, 1, 9, 67) < 0.8
     seen[1, :, 3] = False
     alphas = s.new_full((4,), alpha)
-    w = rows.masked_entmax(s, seen, alphas, None, [])[0]
-    ours = rows.masked_entmax(s, seen, alphas, v, OF)[0]
+    w = row_normalisers.masked_entmax(s, seen, alphas, None, [])[0]
+    ours = row_normalisers.masked_entmax(s, seen, alphas, v, OF)[0]
     check_close(ours, w @ v[:, OF], rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-6)
     assert (ours[1, :, 3] == 0).all()
 
@@ -82,7 +84,7 @@ def test_values_of_keys_without_weight_are_not_read():
     s, v = torch.tensor([[[[4.0, 2.4, 3.9, -5.0]]]], requires_grad=True), torch.ones(1, 1, 4, 3)
     v[0, 0, 1::2] = torch.nan
     v.requires_grad_()
-    o = rows.masked_entmax(s, torch.ones(1, 1, 1, 4, dtype=torch.bool), torch.tensor([1.5]), v, [0])[0]
+    o = row_normalisers.masked_entmax(s, torch.ones(1, 1, 1, 4, dtype=torch.bool), torch.tensor([1.5]), v, [0])[0]
     check_close(o, torch.ones(1, 1, 1, 3))
     of_scores, of_values = torch.autograd.grad(o.sum(), (s, v))
     assert of_scores.isfinite().all()
@@ -95,7 +97,9 @@ def test_what_is_no_number_is_seen_in_all_that_it_touches(keys):
     s, v = numbers(1, 2, 3, keys), numbers(1, 2, keys, 5).requires_grad_()
     s[0, 0, 1, -1] = torch.nan
     s.requires_grad_()
-    o = rows.masked_entmax(s, torch.ones(1, 1, 1, keys, dtype=torch.bool), s.new_full((2,), 1.5), v, [0, 1])[0]
+    o = row_normalisers.masked_entmax(s, torch.ones(1, 1, 1, keys, dtype=torch.bool), s.new_full((2,), 1.5), v, [0, 1])[
+        0
+    ]
     assert o[0, 0, 1].isnan().all()
     assert o.isnan().sum() == 5
     of_scores, of_values = torch.autograd.grad(o.sum(), (s, v))
@@ -111,7 +115,7 @@ def test_threads_change_no_number():
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        o, kept = rows.masked_entmax(s, seen, alpha, v, OF)
+        o, kept = row_normalisers.masked_entmax(s, seen, alpha, v, OF)
         found.append([o, kept, *torch.autograd.grad(o.sin().sum(), (s, v, alpha))])
     torch.set_num_threads(1)
     for other in found[1:]:

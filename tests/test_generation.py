@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 import headwise as hw
-from headwise import blueprint as bp
-from headwise.draws import RandomStream
-from headwise.models.generating import Course, answering
-from headwise.models.generating.beams import Search, followed
-from headwise.models.generating.picking import filtered
+from headwise import model_spec as bp
+from headwise.generation import Course, answering
+from headwise.generation.beam_search import Search, followed
+from headwise.generation.sampling import filtered
+from headwise.ops.counter_rng import RandomStream
 
 MODEL, WORDS, SOURCES = 32, 11, 13
 CAUSAL = hw.design(model=MODEL, heads=4, kv=1, pattern="causal()")
@@ -27,13 +27,18 @@ FULL = hw.design(model=MODEL, heads=4)
 
 def stack(name: str, tokens: int, *blocks: bp.BlockSpec, positions: int = 0) -> bp.StackSpec:
     places = bp.PositionSpec("learned", positions) if positions else bp.PositionSpec("sinusoidal")
-    return bp.StackSpec.from_blocks(name, MODEL, blocks, embedding=bp.EmbeddingSpec(tokens, positions=places), norm=bp.NormSpec())
+    return bp.StackSpec.from_blocks(
+        name, MODEL, blocks, embedding=bp.EmbeddingSpec(tokens, positions=places), norm=bp.NormSpec()
+    )
 
 
 def decoder(spec: hw.AttentionSpec = CAUSAL, words: int = WORDS, positions: int = 0) -> bp.ModelSpec:
     block = bp.BlockSpec(spec, feed=bp.FeedForwardSpec(17))
     return bp.ModelSpec(
-        "small", "decoder", (stack("decoder", words, block, block, positions=positions),), (bp.OutputHeadSpec("tokens", words),)
+        "small",
+        "decoder",
+        (stack("decoder", words, block, block, positions=positions),),
+        (bp.OutputHeadSpec("tokens", words),),
     )
 
 
@@ -140,7 +145,9 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(name: str, temperature: fl
     expected = shares(logits.tolist(), past, temperature, how)
     rows = 1000
     said = {"temperature": temperature, "how": how}
-    found = hw.models.pick(logits.expand(rows, -1), [past] * rows, streams=[RandomStream(7, n) for n in range(rows)], **said)
+    found = hw.models.pick(
+        logits.expand(rows, -1), [past] * rows, streams=[RandomStream(7, n) for n in range(rows)], **said
+    )
     again = RandomStream(7, 1234)
     found += [hw.models.pick(logits[None], [past], streams=[again], **said)[0] for _ in range(300)]
     counts = Counter(found)

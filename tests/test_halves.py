@@ -6,14 +6,14 @@ import copy
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 import headwise as hw
 from cases import base, check_close
-from headwise import backends, inputs
-from headwise.backends import BACKENDS, CallSignature, dense, halves, packed
-from headwise.reasons import why
+from headwise import backends
+from headwise.backends import BACKENDS, CallSignature, bf16_matmul, dense, varlen
+from headwise.backends.backend_report import why
+from headwise.nn import call_validation
 from test_kept import by_layer
 
 BF16 = torch.bfloat16
@@ -22,8 +22,8 @@ BF16 = torch.bfloat16
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of four queries, and no weights kept beyond nine keys."""
-    monkeypatch.setattr(halves, "QUERY_BLOCK_SIZE", 4)
-    monkeypatch.setattr(halves, "MAX_SAVED_KEYS", 9)
+    monkeypatch.setattr(bf16_matmul, "QUERY_BLOCK_SIZE", 4)
+    monkeypatch.setattr(bf16_matmul, "MAX_SAVED_KEYS", 9)
 
 
 def pair(spec: hw.AttentionSpec, dtype: torch.dtype = torch.float64) -> tuple[hw.Attention, hw.Attention]:
@@ -56,12 +56,12 @@ def test_any_rows_give_what_plain_operations_give(lengths, kv, pattern, pad):
     ours, other = pair(hw.design(model=10, heads=6, kv=kv, dim=5, vdim=3, pattern=pattern))
     x = torch.randn(len(lengths), max(lengths), 10, dtype=torch.float64)
     told = hw.SequenceInfo.from_batch(x) if pad == "none" else hw.SequenceInfo.from_batch(x, lengths=lengths, pad=pad)
-    was = halves.QUERY_BLOCK_SIZE, halves.MAX_SAVED_KEYS
+    was = bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS
     try:
-        halves.QUERY_BLOCK_SIZE, halves.MAX_SAVED_KEYS = 4, 9
+        bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS = 4, 9
         made = gradients(ours, x, tokens=told)
     finally:
-        halves.QUERY_BLOCK_SIZE, halves.MAX_SAVED_KEYS = was
+        bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS = was
     for one, expected in zip(made, gradients(other, x, tokens=told), strict=True):
         check_close(one, expected, rtol=1e-9, atol=1e-10)
 
@@ -76,14 +76,14 @@ def test_queries_may_stand_anywhere_beside_their_keys(queries, keys, before, pat
     x, z = (torch.randn(2, count, wide, dtype=torch.float64) for count, wide in ((queries, 6), (keys, 7)))
     at = hw.SequenceInfo.contiguous(20 + before, queries, "cpu")
     made = []
-    was = halves.QUERY_BLOCK_SIZE, halves.MAX_SAVED_KEYS
+    was = bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS
     try:
-        halves.QUERY_BLOCK_SIZE, halves.MAX_SAVED_KEYS = 4, 9
+        bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS = 4, 9
         for layer in (ours, other):
             source = layer.project_source(z, sequence=hw.SequenceInfo.contiguous(20, keys, "cpu"))
             made.append(gradients(layer, x, source=source, tokens=at))
     finally:
-        halves.QUERY_BLOCK_SIZE, halves.MAX_SAVED_KEYS = was
+        bf16_matmul.QUERY_BLOCK_SIZE, bf16_matmul.MAX_SAVED_KEYS = was
     for one, expected in zip(*made, strict=True):
         check_close(one, expected, rtol=1e-9, atol=1e-10)
 
@@ -128,10 +128,10 @@ def test_sums_over_many_blocks_are_not_rounded_with_each():
     v = torch.zeros(1, 1200, 1, 2, dtype=BF16).requires_grad_()
     spec = hw.design(model=2, heads=1, pattern="full")
     at = hw.SequenceInfo.contiguous(0, 1200, "cpu")
-    asked = hw.terms.QueryContext(q, q, 1.0, at)
+    asked = hw.interfaces.core_types.QueryContext(q, q, 1.0, at)
     job = CallSignature(spec, spec.core, dtype=BF16, needs_grad=True)
     told = backends.CoreInputs(q, q, v, asked, {}, {})
-    o = halves.attend(job, hw.AttentionMask(at, at, spec.pattern), told, hw.Attention(spec).core_steps, None)
+    o = bf16_matmul.attend(job, hw.AttentionMask(at, at, spec.pattern), told, hw.Attention(spec).core_steps, None)
     o.backward(torch.ones_like(o))
     check_close(v.grad, torch.ones_like(v), rtol=0, atol=2**-8)
 
@@ -173,7 +173,7 @@ def test_what_is_kept_is_billed(count):
 def test_what_is_kept_is_not_formed_again(small):
     spec = base(pattern="causal")
     job = CallSignature(spec, spec.core)
-    told = [backends.recomputed_flops(halves, job, hw.CallSize(1, keys, keys, keys), 100) for keys in (9, 10)]
+    told = [backends.recomputed_flops(bf16_matmul, job, hw.CallSize(1, keys, keys, keys), 100) for keys in (9, 10)]
     assert told == [0, 100 * spec.core.score_dim // (spec.core.score_dim + spec.core.vdim)]
 
 
@@ -206,9 +206,9 @@ def test_numbers_of_16_bits_are_read_in_whole_products():
 def test_autocast_leaves_double_precision_alone():
     layer, x = hw.Attention(hw.design(model=8, heads=2)).double(), torch.randn(1, 5, 8, dtype=torch.float64)
     with torch.autocast("cpu", BF16):
-        assert inputs.compute_dtype(x) == torch.float64
+        assert call_validation.compute_dtype(x) == torch.float64
         assert layer(x).dtype == torch.float64
-    assert inputs.compute_dtype(x.float()) == torch.float32
+    assert call_validation.compute_dtype(x.float()) == torch.float32
 
 
 def test_an_autocast_layer_is_as_good_as_plain():
@@ -235,7 +235,7 @@ def test_an_autocast_layer_is_as_good_as_plain():
 )
 def test_it_says_what_it_cannot_do(words, state, said):
     spec = hw.design(model=12, heads=4, **words)
-    refused = halves.unsupported_reasons(CallSignature(spec, spec.core, **state))
+    refused = bf16_matmul.unsupported_reasons(CallSignature(spec, spec.core, **state))
     assert any(said in one for one in refused), refused
 
 
@@ -243,7 +243,7 @@ def test_packed_texts_stay_with_their_kernel(monkeypatch: pytest.MonkeyPatch):
     layer = hw.Attention(hw.design(model=8, heads=2, pattern="causal")).to(BF16)
     told = hw.SequenceInfo.packed([[3, 4]])
     calls = []
-    monkeypatch.setattr(packed, "attend_varlen", lambda qkv, *rest: calls.append(1) or qkv[2])
+    monkeypatch.setattr(varlen, "attend_varlen", lambda qkv, *rest: calls.append(1) or qkv[2])
     layer(torch.randn(1, 7, 8).to(BF16), tokens=told)
     assert calls == [1]
 

@@ -8,15 +8,14 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import cases
 import headwise as hw
 from cases import EVERY, base, check_close
-from headwise import axes
-from headwise.surgery import groups
-from headwise.surgery.arranging import permute_heads, make_groups_contiguous
+from headwise.nn import head_axis_ops
+from headwise.surgery import head_grouping
+from headwise.surgery.head_grouping import make_groups_contiguous, permute_heads
 
 
 def brute(score: np.ndarray, into: int) -> float:
@@ -39,10 +38,12 @@ def drawn(heads: int, seed: int) -> np.ndarray:
 def test_few_heads_are_grouped_as_well_as_can_be(sizes, seed):
     heads, into = sizes
     score = drawn(heads, seed)
-    found = groups.group_similar_heads(torch.tensor(score), into)
+    found = head_grouping.group_similar_heads(torch.tensor(score), into)
     assert sorted(head for group in found for head in group) == list(range(heads))
     assert {len(group) for group in found} == {heads // into}
-    assert groups.sum_similarity_within(torch.tensor(score), found) == pytest.approx(brute(score, into), abs=1e-12)
+    assert head_grouping.sum_similarity_within(torch.tensor(score), found) == pytest.approx(
+        brute(score, into), abs=1e-12
+    )
 
 
 @settings(deadline=None, max_examples=20)
@@ -50,26 +51,34 @@ def test_few_heads_are_grouped_as_well_as_can_be(sizes, seed):
 def test_climbing_finds_what_trying_all_finds(sizes, seed):
     heads, into = sizes
     score = torch.tensor(drawn(heads, seed))
-    every = groups.group_similar_heads(score, into)
-    assert groups.count_groupings(heads, into) <= groups.MAX_EXHAUSTIVE
-    climbed = groups.search_by_swaps(score, into, seed=seed, restarts=50)
-    assert groups.sum_similarity_within(score, climbed) == pytest.approx(groups.sum_similarity_within(score, every), abs=1e-12)
+    every = head_grouping.group_similar_heads(score, into)
+    assert head_grouping.count_groupings(heads, into) <= head_grouping.MAX_EXHAUSTIVE
+    climbed = head_grouping.search_by_swaps(score, into, seed=seed, restarts=50)
+    assert head_grouping.sum_similarity_within(score, climbed) == pytest.approx(
+        head_grouping.sum_similarity_within(score, every), abs=1e-12
+    )
 
 
 def test_many_heads_are_grouped_alike_every_time_and_never_worse_than_neighbours():
     score = torch.tensor(drawn(24, 5))
-    assert groups.count_groupings(24, 6) > groups.MAX_EXHAUSTIVE
-    once, again = (groups.group_similar_heads(score, 6, seed=2, restarts=20) for _ in range(2))
+    assert head_grouping.count_groupings(24, 6) > head_grouping.MAX_EXHAUSTIVE
+    once, again = (head_grouping.group_similar_heads(score, 6, seed=2, restarts=20) for _ in range(2))
     assert once == again
-    assert groups.sum_similarity_within(score, once) > groups.sum_similarity_within(score, groups.group_adjacent_heads(24, 6))
-    alone = groups.search_by_swaps(score, 6, seed=2, restarts=0)
-    assert groups.sum_similarity_within(score, groups.group_adjacent_heads(24, 6)) < groups.sum_similarity_within(score, alone) <= groups.sum_similarity_within(score, once)
+    assert head_grouping.sum_similarity_within(score, once) > head_grouping.sum_similarity_within(
+        score, head_grouping.group_adjacent_heads(24, 6)
+    )
+    alone = head_grouping.search_by_swaps(score, 6, seed=2, restarts=0)
+    assert (
+        head_grouping.sum_similarity_within(score, head_grouping.group_adjacent_heads(24, 6))
+        < head_grouping.sum_similarity_within(score, alone)
+        <= head_grouping.sum_similarity_within(score, once)
+    )
 
 
 def test_hidden_groups_are_found():
     owner = torch.arange(32) * 7 % 8
     score = (owner[:, None] == owner).double() + 0.3 * torch.tensor(drawn(32, 1))
-    found = groups.group_similar_heads(score, 8, seed=0, restarts=10)
+    found = head_grouping.group_similar_heads(score, 8, seed=0, restarts=10)
     assert {frozenset(group) for group in found} == {
         frozenset((owner == n).nonzero().flatten().tolist()) for n in range(8)
     }
@@ -77,8 +86,8 @@ def test_hidden_groups_are_found():
 
 def test_ways_are_counted_as_they_are_tried():
     for heads, into in ((4, 2), (6, 3), (8, 4), (9, 3)):
-        tried = list(groups._iter_groupings(tuple(range(heads)), heads // into))
-        assert len(set(tried)) == len(tried) == groups.count_groupings(heads, into)
+        tried = list(head_grouping._iter_groupings(tuple(range(heads)), heads // into))
+        assert len(set(tried)) == len(tried) == head_grouping.count_groupings(heads, into)
 
 
 def test_groups_that_do_not_come_out_are_refused():
@@ -86,10 +95,10 @@ def test_groups_that_do_not_come_out_are_refused():
         with pytest.raises(
             hw.SpecError, match=r"6 key-value heads do not make .* equal groups; use one of \[1, 2, 3, 6\]"
         ):
-            groups.group_similar_heads(torch.zeros(6, 6), into)
+            head_grouping.group_similar_heads(torch.zeros(6, 6), into)
     for score in (torch.is_full((4, 4), torch.nan), torch.zeros(3, 4), torch.zeros(4)):
         with pytest.raises(ValueError, match="no number for each pair of heads"):
-            groups.group_similar_heads(score, 2)
+            head_grouping.group_similar_heads(score, 2)
 
 
 def twin(spec, weights) -> hw.Attention:
@@ -107,7 +116,10 @@ def test_another_order_is_refused_or_the_same_layer(name):
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
     order = np.random.default_rng(1).permutation(spec.heads.q).tolist()
-    mixes = any(len(spec.required_score_heads(out)) > len(spec.score_head_of_row) // len(spec.score_head_of_output) for out in range(len(spec.score_head_of_output)))
+    mixes = any(
+        len(spec.required_score_heads(out)) > len(spec.score_head_of_row) // len(spec.score_head_of_output)
+        for out in range(len(spec.score_head_of_output))
+    )
     if mixes or spec.heads.values:
         with pytest.raises(hw.SpecError, match=r"where they stand|grouped apart"):
             permute_heads(spec, layer.state_dict(), order)
@@ -115,14 +127,17 @@ def test_another_order_is_refused_or_the_same_layer(name):
     if "Differential" in name:
         pairs = np.random.default_rng(1).permutation(spec.heads.q // 2)
         order = [2 * pair + half for pair in pairs.tolist() for half in range(2)]
-    for make in (lambda: permute_heads(spec, layer.state_dict(), order), lambda: make_groups_contiguous(spec, layer.state_dict())):
+    for make in (
+        lambda: permute_heads(spec, layer.state_dict(), order),
+        lambda: make_groups_contiguous(spec, layer.state_dict()),
+    ):
         check_close(twin(*make())(x, source=z), layer(x, source=z))
 
 
 def test_neighbours_make_what_was_shared_regular():
     for said in ({"modifiers": (hw.Alibi(), hw.HeadGate())}, {"heads": 3, "modifiers": (hw.DifferentialV2(),)}):
         spec = base(**({"heads": 6, "bias": "qkvo"} | said))
-        spec, weights = axes.share_kv_heads(
+        spec, weights = head_axis_ops.share_kv_heads(
             spec, cases.layer(spec).state_dict(), [(0, 2), (1,)] if spec.heads.kv == 3 else [(0, 4, 2), (5, 1, 3)]
         )
         x, _ = cases.tensors(spec)

@@ -10,10 +10,16 @@ import pytest
 
 import headwise as hw
 from headwise import cli
-from headwise.heads import figures, inks
-from headwise.heads.gallery import HeadPicture, draw_gallery, draw_head_overlay
-from headwise.heads.table import HeadMeasures, Measure, HeadClass, HeadTable
-from headwise.heads.telling import format_head_ranking, with_ansi_colour, format_head_table
+from headwise.head_analysis import head_figures
+from headwise.head_analysis.head_figures import (
+    HeadPicture,
+    draw_gallery,
+    draw_head_overlay,
+    format_head_ranking,
+    format_head_table,
+    with_ansi_colour,
+)
+from headwise.head_analysis.head_table import HeadClass, HeadMeasures, HeadTable, Measure
 from test_sources import ROWS, reader, rows
 from test_trace_command import written
 
@@ -153,27 +159,29 @@ def test_letters_are_of_classes():
     ]
 
 
-@pytest.mark.parametrize("paper", inks.FIGURE_THEMES)
+@pytest.mark.parametrize("paper", head_figures.FIGURE_THEMES)
 def test_drawings_are_the_same_twice(paper: str, tmp_path: Path):
     weights = np.eye(4)
     picture = HeadPicture("previous", "previous", weights, list("abcd"), ["a", "<b>", "字", "\x1b"], [(1, 2)])
     places = np.random.default_rng(0).normal(size=(4, 2))
     makers = {
-        "grid": lambda on: figures.draw_head_grid(small(), on),
-        "layers": lambda on: figures.draw_measure_by_layer(small(), on),
-        "curve": lambda on: figures.draw_importance_curve(list("abc"), [(1, 0, 2), (3, 2, 4), (0, 0, 0)], "importance", on),
-        "atlas": lambda on: figures.draw_head_map(small(), places, on),
+        "grid": lambda on: head_figures.draw_head_grid(small(), on),
+        "layers": lambda on: head_figures.draw_measure_by_layer(small(), on),
+        "curve": lambda on: head_figures.draw_importance_curve(
+            list("abc"), [(1, 0, 2), (3, 2, 4), (0, 0, 0)], "importance", on
+        ),
+        "atlas": lambda on: head_figures.draw_head_map(small(), places, on),
         "gallery": lambda on: draw_gallery([picture] * 4, "heads", on),
         "pair": lambda on: draw_head_overlay(picture, picture, on),
     }
     for name, make in makers.items():
         for again in (1, 2):
-            inks.save_figure(make, tmp_path / f"{name}{again}.svg", paper)
+            head_figures.save_figure(make, tmp_path / f"{name}{again}.svg", paper)
         assert (tmp_path / f"{name}1.svg").read_bytes() == (tmp_path / f"{name}2.svg").read_bytes()
     with pytest.raises(ValueError, match=r"ends in none of \.svg, \.png"):
-        inks.save_figure(makers["grid"], tmp_path / "a.pdf")
+        head_figures.save_figure(makers["grid"], tmp_path / "a.pdf")
     with pytest.raises(ValueError, match="there is no paper 'grey'"):
-        inks.save_figure(makers["grid"], tmp_path / "a.svg", "grey")
+        head_figures.save_figure(makers["grid"], tmp_path / "a.svg", "grey")
 
 
 def test_what_is_told_besides(

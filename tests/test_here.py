@@ -14,18 +14,18 @@ import torch
 
 import headwise as hw
 from headwise import cli
-from headwise.counting import here, intensity, timing
-from headwise.counting.devices import Device
+from headwise.costs import roofline, serving_cost
+from headwise.costs.roofline import Device
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home of its own, nothing known, and measurements that take no time."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(here, "_MEASURED_DEVICES", {})
-    monkeypatch.setattr(here, "MEASURE_SECONDS", 0.002)
-    monkeypatch.setattr(here, "MATRIX_SIZES", (16, 64))
-    monkeypatch.setattr(here, "COPY_BYTES", 2**20)
+    monkeypatch.setattr(roofline, "_MEASURED_DEVICES", {})
+    monkeypatch.setattr(roofline, "MEASURE_SECONDS", 0.002)
+    monkeypatch.setattr(roofline, "MATRIX_SIZES", (16, 64))
+    monkeypatch.setattr(roofline, "COPY_BYTES", 2**20)
     return tmp_path
 
 
@@ -43,22 +43,22 @@ def test_it_is_measured_once_and_kept(home: Path, monkeypatch: pytest.MonkeyPatc
     assert 2**28 < first.memory < 2**50
     (file,) = kept(home)
     assert file.parent == home / ".cache" / "headwise"
-    monkeypatch.setattr(here, "measure_machine", lambda machine: pytest.fail("measured again"))
+    monkeypatch.setattr(roofline, "measure_machine", lambda machine: pytest.fail("measured again"))
     assert Device.from_name("here") is first
-    here._MEASURED_DEVICES.clear()  # as another process begins
+    roofline._MEASURED_DEVICES.clear()  # as another process begins
     assert Device.from_name("here") == first
     written = json.loads(file.read_text())
     file.write_text(json.dumps(written | {"when": time.min_seconds() - 3 * 86400}))
-    here._MEASURED_DEVICES.clear()
+    roofline._MEASURED_DEVICES.clear()
     assert "measured 3 days ago" in Device.from_name("here").description
 
 
 def test_what_is_measured_is_time(monkeypatch: pytest.MonkeyPatch):
     """A product that takes a hundredth of a second: that many FLOPs a hundred times a second."""
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: time.sleep(0.01))
-    rate = here._measure_matmul_flops(torch.float32)
+    rate = roofline._measure_matmul_flops(torch.float32)
     assert 0.5 * 2 * 16**3 * 100 < rate <= 2 * 64**3 * 100
-    assert here.time_run(lambda: time.sleep(0.01), 0.0) == pytest.approx(0.01, rel=0.9)
+    assert roofline.time_run(lambda: time.sleep(0.01), 0.0) == pytest.approx(0.01, rel=0.9)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_what_is_damaged_or_of_another_machine_is_measured_anew(home: Path, word
     harm = {"bandwidth": {"bandwidth": 0.0}, "nan": {"memory": float("nan")}, "machine": {"machine": "another"}}
     harm |= {"dtype": {"flops": {"fp32": 1.0}}}
     file.write_text(json.dumps(sound | harm[words]) if words in harm else words)
-    here._MEASURED_DEVICES.clear()
+    roofline._MEASURED_DEVICES.clear()
     assert "just now" in Device.from_name("here").description
     assert json.loads(file.read_text())["machine"] == sound["machine"]
 
@@ -97,12 +97,12 @@ def test_without_a_home_it_is_measured_and_said_so(home: Path, monkeypatch: pyte
     device = Device.from_name("here")
     assert "not kept for the next time" in device.description
     assert "\n" not in device.description
-    monkeypatch.setattr(here, "measure_machine", lambda machine: pytest.fail("measured again"))
+    monkeypatch.setattr(roofline, "measure_machine", lambda machine: pytest.fail("measured again"))
     assert Device.from_name("here") is device
 
 
 def test_importing_measures_nothing(home: Path):
-    code = "import headwise.counting.devices, sys; print('headwise.counting.here' in sys.modules)"
+    code = "import headwise.costs.roofline, sys; print('headwise.costs.roofline' in sys.modules)"
     told = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
     )
@@ -111,7 +111,7 @@ def test_importing_measures_nothing(home: Path):
 
 
 def test_boxes_are_measured_here(capsys, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(timing, "TIMING_SECONDS", 0.001)
+    monkeypatch.setattr(serving_cost, "TIMING_SECONDS", 0.001)
     presets = ("mha", "gqa", "mla", "dcmha", "linear")
     code = cli.main(["cost", *presets, "--model", "256", "--context", "60", "--boxes", "--device", "here"])
     out = capsys.readouterr().out
@@ -123,16 +123,16 @@ def test_boxes_are_measured_here(capsys, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_is_too_large_is_not_measured(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(intensity, "time_products", lambda *said: pytest.fail("measured"))
-    monkeypatch.setattr(intensity, "time_core", lambda *said: pytest.fail("measured"))
-    boxed = intensity.DecodeLayer(hw.design(preset="gqa", model=2**15, heads=8), Device.from_name("h200"), 2**22)
+    monkeypatch.setattr(serving_cost, "time_products", lambda *said: pytest.fail("measured"))
+    monkeypatch.setattr(serving_cost, "time_core", lambda *said: pytest.fail("measured"))
+    boxed = serving_cost.DecodeLayer(hw.design(preset="gqa", model=2**15, heads=8), Device.from_name("h200"), 2**22)
     assert [boxed.with_measured_seconds(box).measured for box in boxed.components(64)] == [None] * 3
 
 
 def test_the_core_that_is_timed_has_the_sizes_of_the_spec(monkeypatch: pytest.MonkeyPatch):
     seen: list[tuple[int, ...]] = []
     multiply = torch.bmm
-    monkeypatch.setattr(timing, "TIMING_SECONDS", 0)
+    monkeypatch.setattr(serving_cost, "TIMING_SECONDS", 0)
     monkeypatch.setattr(torch, "bmm", lambda a, b: (seen.append((*a.shape, b.shape[-1])), multiply(a, b))[1])
     for preset, expected in {
         "gqa": [(6, 4, 64, 30), (6, 4, 30, 64)],  # 3 rows of 2 key heads, which 4 heads share
@@ -141,7 +141,7 @@ def test_the_core_that_is_timed_has_the_sizes_of_the_spec(monkeypatch: pytest.Mo
     }.items():
         seen.clear()
         spec = hw.design(preset=preset)
-        boxed = intensity.DecodeLayer(spec, Device.from_name("h200"), 30, intensity.NumberFormats("fp32"))
+        boxed = serving_cost.DecodeLayer(spec, Device.from_name("h200"), 30, serving_cost.NumberFormats("fp32"))
         assert boxed.with_measured_seconds(boxed.components(3)[1]).measured is not None
         assert seen[:2] == expected
         assert sum(2 * b * m * k * n for b, m, k, n in seen[:2]) == boxed.components(3)[1].flops

@@ -19,13 +19,11 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 import headwise as hw
-from headwise import blueprint as bp
-from headwise.families import WRITERS, write_config
-from headwise.hub.maps import WEIGHT_NAMES, get_weight_names
-from headwise.hub.plan import CheckpointPlan
-from headwise.hub.slots import TensorLocation, make_pieces
-from headwise.layout import AxisLayout
-from headwise.tasks.vocabulary import Chars
+from headwise import model_spec as bp
+from headwise.data.vocabulary import Chars
+from headwise.families import WEIGHT_NAMES, WRITERS, get_weight_names, write_config
+from headwise.families.weight_names import CheckpointPlan, TensorLocation, make_pieces
+from headwise.interfaces.axis_layout import AxisLayout
 
 TOKENS, MODEL, HEADS, KV, HIDDEN, LAYERS = 11, 24, 6, 2, 13, 2
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": TOKENS, "hidden_size": MODEL}
@@ -86,7 +84,12 @@ def test_a_place_in_a_fused_tensor_is_what_slicing_gives():
     pairs = np.arange(12 * 5.0).reshape(12, 5)
     cases: list[tuple[str, TensorLocation, NDArray[Any], NDArray[Any]]] = [
         ("(q dim) model", TensorLocation("a", "model (qkv q dim)", {"qkv": 1}, {"qkv": 3}), fused, fused[:, 12:24].T),
-        ("(q vdim) rank", TensorLocation("a", "(q [dim|vdim]) rank", {"dim|vdim": "vdim"}), both, np.r_[both[6:10], both[16:20]]),
+        (
+            "(q vdim) rank",
+            TensorLocation("a", "(q [dim|vdim]) rank", {"dim|vdim": "vdim"}),
+            both,
+            np.r_[both[6:10], both[16:20]],
+        ),
         ("model (q dim)", TensorLocation("a", "(q dim) model"), pairs, pairs.T),
         (
             "(q dim) model",
@@ -346,7 +349,9 @@ def described(spec: hw.AttentionSpec, **said: Any) -> bp.ModelSpec:
     """A Llama but for what is said."""
     feed = said.pop("feed", bp.FeedForwardSpec(HIDDEN, "silu", "gated"))
     block = bp.BlockSpec(spec, feed=feed, norm=bp.NormSpec("rms", 1e-5), **said)
-    stack = bp.StackSpec.from_blocks("decoder", MODEL, [block] * LAYERS, embedding=bp.EmbeddingSpec(TOKENS), norm=bp.NormSpec("rms", 1e-5))
+    stack = bp.StackSpec.from_blocks(
+        "decoder", MODEL, [block] * LAYERS, embedding=bp.EmbeddingSpec(TOKENS), norm=bp.NormSpec("rms", 1e-5)
+    )
     return bp.ModelSpec("mine", "decoder", (stack,), (bp.OutputHeadSpec("tokens", TOKENS),))
 
 
@@ -382,7 +387,10 @@ UNSAID: dict[str, tuple[bp.ModelSpec, str]] = {
         "has one feed-forward in every layer, and mine",
     ),
     "no feed": (described(attention(), feed=None), "has one feed-forward in every layer, and mine has not"),
-    "encoder": (hw.families.read_model_spec({"model_type": "bert", "num_hidden_layers": 1}), "kind = 'decoder', bert 'encoder'"),
+    "encoder": (
+        hw.families.read_model_spec({"model_type": "bert", "num_hidden_layers": 1}),
+        "kind = 'decoder', bert 'encoder'",
+    ),
     "classes": (
         hw.families.read_model_spec(LLAMA | {"architectures": ["LlamaForSequenceClassification"]}),
         "heads.0.name = 'tokens'",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.hub.maps import WEIGHT_NAMES
+from headwise.families import WEIGHT_NAMES
 from test_families_more import EXPERTS, KINDS, read
 
 READ = [name for name, kind in KINDS.items() if kind.made.model_type in WEIGHT_NAMES and kind.said]

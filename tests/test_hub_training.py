@@ -9,11 +9,11 @@ import torch
 from tokenizers import Tokenizer
 
 import headwise as hw
-from headwise.blueprint import ProcessorSpec
 from headwise.cli import main
+from headwise.data.language_modelling import Text
+from headwise.data.vocabulary import learned
 from headwise.files import read_lines
-from headwise.tasks.text import Text
-from headwise.tasks.vocabulary import learned
+from headwise.model_spec import ProcessorSpec
 
 SMALL = ["--steps", "1", "--batch", "4", "--lr", "0.000001", "--precision", "fp32", "--compile", "off"]
 SMALL += ["--device", "cpu", "--set", "recipe.evaluate_batches=1", "--set", "task.length=8", "--set", "task.test=0.0"]

@@ -16,17 +16,22 @@ from torch import Tensor, nn
 
 import headwise as hw
 from foreign import BART, BERT, GPT, Foreign, without_columns
-from headwise.heads.methods import LeaveOneOut, GradientTimesActivation, ShapleyValue, TimeLimitReached, make_time_check
-from headwise.heads.objectives import OutputDrift, MaskedTokenLoss
-from headwise.heads.passing import RepeatedForward, PartialForward, HeadAblationHook, make_forward
-from headwise.heads.rating import ImportanceOptions
-from headwise.heads.scene import Example
-from headwise.heads.significance import correct_p_values, sign_flip_p_values
-from headwise.heads.weighing import IMPORTANCE_METHODS, estimate_importance
-from headwise.hub.finding import find_attention
-from headwise.hub.readable import prepare_inputs
-from weighed import BERT as OUR_BERT
-from weighed import GPT2, LLAMA, built, ids, loud, scenes, translator
+from headwise.head_analysis.annotated_examples import Example
+from headwise.head_analysis.head_importance import IMPORTANCE_METHODS, estimate_importance
+from headwise.head_analysis.importance_methods import (
+    GradientTimesActivation,
+    ImportanceOptions,
+    LeaveOneOut,
+    ShapleyValue,
+    TimeLimitReached,
+    make_time_check,
+)
+from headwise.head_analysis.objectives import MaskedTokenLoss, OutputDrift
+from headwise.head_analysis.partial_forward import HeadAblationHook, PartialForward, RepeatedForward, make_forward
+from headwise.head_analysis.resampling import correct_p_values, sign_flip_p_values
+from headwise.inspect.attention_sites import find_attention
+from headwise.inspect.model_inputs import prepare_inputs
+from weighed import BERT as OUR_BERT, GPT2, LLAMA, built, ids, loud, scenes, translator
 
 MASK = 3
 THEIRS = {
@@ -184,7 +189,9 @@ def test_michels_three_are_what_masks_say(name: str):
     slopes = [torch.stack([xi.sum(0) for xi in by_masks(model, name, one, n, asked)]) for n, one in enumerate(texts)]
     sizes = [torch.stack([xi.abs().sum(0) for xi in by_masks(model, name, o, n, asked)]) for n, o in enumerate(texts)]
     lengths = [next(iter(one.inputs.values())).shape[1] for one in texts]
-    asks = [SMALL.prepare_input(model, o, n).num_targets if name == "bert" else lengths[n] - 1 for n, o in enumerate(texts)]
+    asks = [
+        SMALL.prepare_input(model, o, n).num_targets if name == "bert" else lengths[n] - 1 for n, o in enumerate(texts)
+    ]
     pairs = [(0, 1), (2, 3)]
     batched = sum(
         ((asks[a] * slopes[a] + asks[b] * slopes[b]) / (asks[a] + asks[b])).abs() for a, b in pairs
@@ -271,7 +278,9 @@ def permuted(net: Any, order: Sequence[int]) -> Any:
     return other
 
 
-@pytest.mark.parametrize("method", [name for name in IMPORTANCE_METHODS if name != "shapley"])  # which draws orders by number
+@pytest.mark.parametrize(
+    "method", [name for name in IMPORTANCE_METHODS if name != "shapley"]
+)  # which draws orders by number
 def test_heads_in_another_order_are_worth_the_same(method: str):
     net, order = built(GPT2), [2, 0, 1]
     one = GradientTimesActivation("bertology", batch_size=2) if method == "michel-bertology" else method
@@ -348,7 +357,10 @@ def test_the_interval_is_that_of_texts():
     net = built(GPT2)
     texts = scenes(net, 6)
     result = estimate_importance(net, texts)
-    one = [estimate_importance(net, [text, text], options=ImportanceOptions(num_resamples=1)).heads[0].value for text in texts]
+    one = [
+        estimate_importance(net, [text, text], options=ImportanceOptions(num_resamples=1)).heads[0].value
+        for text in texts
+    ]
     draws = np.random.default_rng(0).multinomial(6, np.is_full(6, 1 / 6), size=1000) / 6
     low, high = np.quantile(draws @ np.array(one), (0.025, 0.975))
     assert (result.heads[0].low, result.heads[0].high) == pytest.approx((low, high), abs=1e-12)
@@ -357,7 +369,9 @@ def test_the_interval_is_that_of_texts():
 
 def test_time_that_is_used_up_is_said(monkeypatch: pytest.MonkeyPatch):
     net, ticks = built(GPT2), itertools.count()
-    monkeypatch.setattr("headwise.heads.weighing.clock", lambda seconds: make_time_check(seconds, lambda: next(ticks)))
+    monkeypatch.setattr(
+        "headwise.head_analysis.head_importance.clock", lambda seconds: make_time_check(seconds, lambda: next(ticks))
+    )
     heard: list[int] = []
     result = estimate_importance(net, scenes(net, 9), options=ImportanceOptions(max_seconds=25), progress=heard.append)
     assert (result.texts, heard) == (3, [1, 2, 3])  # a text is asked before, and before each of its six heads
@@ -381,7 +395,10 @@ def test_a_sample_is_drawn_and_said():
     assert result.texts == 4
     assert "4 of 9 texts, drawn with seed 0" in result.notes
     assert estimate_importance(net, scenes(net, 9), options=ImportanceOptions(num_examples=4)) == result
-    assert estimate_importance(net, scenes(net, 9), options=ImportanceOptions(num_examples=4, seed=1)).heads != result.heads
+    assert (
+        estimate_importance(net, scenes(net, 9), options=ImportanceOptions(num_examples=4, seed=1)).heads
+        != result.heads
+    )
 
 
 def test_texts_that_ask_nothing_are_left_out_and_counted():

@@ -8,16 +8,15 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import cases
 import headwise as hw
-from headwise import blueprint as bp
-from headwise.counting import around
-from headwise.counting.nets import block_activation_memory, peak_activation_memory
+from headwise import model_spec as bp
+from headwise.costs import activations
+from headwise.costs.training_memory import block_activation_memory, peak_activation_memory
 
 BYTES = {torch.float32: 4, torch.bfloat16: 2}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -152,7 +151,9 @@ def test_blocks_of_queries_keep_what_the_core_is_handed():
     told = hw.layer_activation_memory(spec, load(b, s), "composed")
     assert told.total == by_layer(hw.Attention(spec, backend="composed"), torch.randn(b, s, 6, requires_grad=True))
     assert told == hw.layer_activation_memory(spec, load(b, s), "dense", checkpoint="core")
-    assert hw.layer_activation_memory(spec, load(b, 128), "composed") == hw.layer_activation_memory(spec, load(b, 128), "dense")  # one block
+    assert hw.layer_activation_memory(spec, load(b, 128), "composed") == hw.layer_activation_memory(
+        spec, load(b, 128), "dense"
+    )  # one block
 
 
 def test_weight_dropout_keeps_a_mask_of_the_cpu_and_one_byte_elsewhere():
@@ -197,14 +198,19 @@ def test_a_gpt_block(dtype):
     two = kept(lambda: dropped(x), *dropped.parameters()) - formula
     assert two == 2 * b * s * h * each  # of the CPU masks are as wide as numbers
     inside = 4 * b * s * h * each  # what a feed-forward of ours drops inside besides
-    assert block_activation_memory(block, h, at, hw.ActivationSettings("sdpa", dropout=0.5)).total == formula + two + inside
+    assert (
+        block_activation_memory(block, h, at, hw.ActivationSettings("sdpa", dropout=0.5)).total
+        == formula + two + inside
+    )
 
 
 def test_the_two_published_constants_fall_out():
     """Half precision, masks of one byte: 16 elements of 2 bytes and two masks are 34 b s h."""
     b, s, h, a = 3, 7, 24, 4
     block = bp.BlockSpec(hw.design(model=h, heads=a), feed=bp.FeedForwardSpec(4 * h, bias="ud"))
-    told = block_activation_memory(block, h, load(b, s, torch.bfloat16), hw.ActivationSettings("flash-cuda", dropout=0.1))
+    told = block_activation_memory(
+        block, h, load(b, s, torch.bfloat16), hw.ActivationSettings("flash-cuda", dropout=0.1)
+    )
     small = 4 * b * a * s + 4 * b * s * 4 + 4 * b * s * h  # row sums; statistics; the mask inside, which they leave out
     assert told.total == 34 * b * s * h + small
     for profile in ("paper-2022", "zhihu-624740065"):
@@ -214,7 +220,10 @@ def test_the_two_published_constants_fall_out():
         )
         core = block_activation_memory(block, h, load(b, s, torch.bfloat16), hw.ActivationSettings(profile, "core"))
         assert core.total == 34 * b * s * h
-        assert block_activation_memory(block, h, load(b, s, torch.bfloat16), hw.ActivationSettings(profile, "block")).total == 2 * b * s * h
+        assert (
+            block_activation_memory(block, h, load(b, s, torch.bfloat16), hw.ActivationSettings(profile, "block")).total
+            == 2 * b * s * h
+        )
 
 
 class Llama(nn.Module):
@@ -242,7 +251,9 @@ def test_a_llama_block(dtype):
     assert kept(lambda: plain(x), *plain.parameters()) == formula
     spec = hw.design(preset="gqa", model=d, heads=n, kv=g, dim=k)
     feed = bp.FeedForwardSpec(f, "silu", form="gated")
-    told = block_activation_memory(bp.BlockSpec(spec, feed=feed, norm=bp.NormSpec("rms")), d, load(b, s, dtype), hw.ActivationSettings("sdpa"))
+    told = block_activation_memory(
+        bp.BlockSpec(spec, feed=feed, norm=bp.NormSpec("rms")), d, load(b, s, dtype), hw.ActivationSettings("sdpa")
+    )
     turns = sum(term.value for term in told.terms if "rotary" in term.name)
     assert turns == 8 * s * k // 2  # a cosine and a sine of every pair of channels; rounded, once for either side
     assert told.total == formula + turns
@@ -287,8 +298,8 @@ def test_feed_forwards_by_activation(name, form, dropout):
         inner = act(x @ gate.T) * (x @ up.T) if form == "gated" else act(x @ up.T)
         return F.dropout(inner, dropout, True) @ down.T
 
-    at = around.ActivationContext.from_workload(load(b, s), s, "sdpa", dropout)
-    told = sum(size for _, size in around.feed_forward_bytes(bp.FeedForwardSpec(f, name, form), at.num_tokens, at))
+    at = activations.ActivationContext.from_workload(load(b, s), s, "sdpa", dropout)
+    told = sum(size for _, size in activations.feed_forward_bytes(bp.FeedForwardSpec(f, name, form), at.num_tokens, at))
     assert 4 * b * s * d + told == kept(run, up, gate, down)
 
 
@@ -301,9 +312,11 @@ def test_bounded_gates_and_parallel_blocks():
         g, u = (x @ gate.T).clamp(max=7.0), (x @ up.T).clamp(-7.0, 7.0)
         return (g * torch.sigmoid(1.702 * g) * (u + 1)) @ down.T
 
-    at = around.ActivationContext.from_workload(load(b, s), s, "sdpa", 0.0)
+    at = activations.ActivationContext.from_workload(load(b, s), s, "sdpa", 0.0)
     feed = bp.FeedForwardSpec(f, "bounded_silu(1.702, 7.0)", "gated")
-    assert 4 * b * s * d + sum(size for _, size in around.feed_forward_bytes(feed, at.num_tokens, at)) == kept(run, up, gate, down)
+    assert 4 * b * s * d + sum(size for _, size in activations.feed_forward_bytes(feed, at.num_tokens, at)) == kept(
+        run, up, gate, down
+    )
     one, two = (bp.BlockSpec(hw.design(model=d, heads=2), feed=feed, placement=place) for place in ("parallel", "pre"))
     shared = block_activation_memory(two, d, load(b, s)).total - block_activation_memory(one, d, load(b, s)).total
     assert shared == 4 * 2 * b * s * d + 2 * 4 * b * s  # one norm, whose output both read
@@ -315,7 +328,10 @@ def test_bounded_gates_and_parallel_blocks():
 def test_checkpoints_of_a_whole_model():
     gpt = hw.families.read_model_spec({"model_type": "gpt2", "n_layer": 5, "n_embd": 24, "n_head": 4, "vocab_size": 31})
     at, way = load(3, 7), hw.ActivationSettings("sdpa", "block")
-    every, stored = hw.activation_memory(gpt, at, hw.ActivationSettings("sdpa")).total, hw.activation_memory(gpt, at, way).total
+    every, stored = (
+        hw.activation_memory(gpt, at, hw.ActivationSettings("sdpa")).total,
+        hw.activation_memory(gpt, at, way).total,
+    )
     block = block_activation_memory(gpt.stacks[0].layers[0], 24, at, hw.ActivationSettings("sdpa")).total
     assert every - stored == 5 * (block - 4 * 3 * 7 * 24)
     assert peak_activation_memory(gpt, at, way) == stored + block - 4 * 3 * 7 * 24
@@ -351,7 +367,10 @@ def test_a_load_at_the_edge_of_a_pattern_or_of_a_table():
         (lambda s, at: hw.layer_activation_memory(s, at, "sdpa", checkpoint="core"), "keeps no scores"),
         (lambda s, at: hw.layer_activation_memory(s, at, source=3), "reads no source"),
         (lambda s, at: hw.layer_activation_memory(s, at, "paper-2022"), "numbers of 2 bytes"),
-        (lambda s, at: hw.layer_activation_memory(hw.design(preset="gqa"), at, "zhihu-624740065"), "plain multi-head attention"),
+        (
+            lambda s, at: hw.layer_activation_memory(hw.design(preset="gqa"), at, "zhihu-624740065"),
+            "plain multi-head attention",
+        ),
         (lambda s, at: hw.activation_memory(s, at, hw.ActivationSettings(dropout=0.1)), "a layer alone has none"),
         (lambda s, at: hw.ActivationSettings(dropout=1.0), "no rate"),
         (lambda s, at: hw.ActivationSettings(source=0), "no length of a source"),
@@ -365,7 +384,8 @@ def test_what_cannot_be_meant_is_refused(run, said):
 
 
 @pytest.mark.parametrize(
-    "change", [{"placement": "parallel"}, {"norm": bp.NormSpec("rms")}, {"feed": bp.FeedForwardSpec(30)}, {"feed": None}]
+    "change",
+    [{"placement": "parallel"}, {"norm": bp.NormSpec("rms")}, {"feed": bp.FeedForwardSpec(30)}, {"feed": None}],
 )
 def test_published_formulas_are_of_gpt_blocks_alone(change):
     block = bp.BlockSpec(**{"attention": hw.design(model=8, heads=2), "feed": bp.FeedForwardSpec(32)} | change)

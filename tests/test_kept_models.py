@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import headwise as hw
-from headwise.counting.checkpoints import recompute_flops
-from headwise.counting.keeping import fused_unsupported_reason
-from headwise.counting.watching import SavedTensorRecorder
+from headwise.costs.activations import fused_unsupported_reason
+from headwise.costs.saved_tensors import SavedTensorRecorder
+from headwise.costs.training_memory import recompute_flops
 
 pytest.importorskip("headwise.models", reason="models are not part of this build")
 
@@ -51,11 +51,11 @@ BATCH, TOKENS, SOURCE = 2, 11, 13
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def described(name: str) -> hw.blueprint.ModelSpec:
+def described(name: str) -> hw.model_spec.ModelSpec:
     return hw.families.read_model_spec({"model_type": name, **CONFIGS[name]})
 
 
-def given(stack: hw.blueprint.StackSpec, tokens: int, dtype: torch.dtype) -> Tensor:
+def given(stack: hw.model_spec.StackSpec, tokens: int, dtype: torch.dtype) -> Tensor:
     patches = stack.embedding.patches
     if patches is None:
         return torch.randint(1, stack.embedding.tokens, (BATCH, tokens))
@@ -64,7 +64,7 @@ def given(stack: hw.blueprint.StackSpec, tokens: int, dtype: torch.dtype) -> Ten
     )
 
 
-def measured(model: hw.blueprint.ModelSpec, dtype: torch.dtype, way: hw.ActivationSettings) -> int:
+def measured(model: hw.model_spec.ModelSpec, dtype: torch.dtype, way: hw.ActivationSettings) -> int:
     """Bytes that hooks see of one step of training; ids, pixels and labels are given and do not count."""
     net = hw.build(model, dropout=way.dropout, seed=0).to(dtype).train()
     net.checkpointing = way.checkpoint
@@ -76,9 +76,15 @@ def measured(model: hw.blueprint.ModelSpec, dtype: torch.dtype, way: hw.Activati
     return watch.total_bytes
 
 
-def profile(model: hw.blueprint.ModelSpec, dtype: str = "fp32") -> str:
+def profile(model: hw.model_spec.ModelSpec, dtype: str = "fp32") -> str:
     """In bfloat16 each attention has its own: the usual one."""
-    return "dense" if any(fused_unsupported_reason(spec) for _, spec in model.attention_specs()) else "" if dtype == "bf16" else "sdpa"
+    return (
+        "dense"
+        if any(fused_unsupported_reason(spec) for _, spec in model.attention_specs())
+        else ""
+        if dtype == "bf16"
+        else "sdpa"
+    )
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -86,13 +92,19 @@ def profile(model: hw.blueprint.ModelSpec, dtype: str = "fp32") -> str:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_keeps_what_its_formula_says(name, dtype, dropout):
     model, load = described(name), hw.Workload(BATCH, TOKENS, dtype, "cpu")
-    way = hw.ActivationSettings(profile(model, dtype), dropout=dropout, source=SOURCE if len(described(name).stacks) > 1 else None)
+    way = hw.ActivationSettings(
+        profile(model, dtype), dropout=dropout, source=SOURCE if len(described(name).stacks) > 1 else None
+    )
     assert hw.activation_memory(model, load, way).total == measured(model, DTYPES[dtype], way)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "deepseek_v3", "bert"])
 def test_a_model_with_checkpoints_keeps_the_inputs_of_its_blocks(name):
-    model, load, way = described(name), hw.Workload(BATCH, TOKENS, "fp32", "cpu"), hw.ActivationSettings("dense", "block")
+    model, load, way = (
+        described(name),
+        hw.Workload(BATCH, TOKENS, "fp32", "cpu"),
+        hw.ActivationSettings("dense", "block"),
+    )
     assert hw.activation_memory(model, load, way).total == measured(model, torch.float32, way)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import headwise as hw
 from headwise import cli
-from headwise.counting.checkpoints import recompute_flops
+from headwise.costs.training_memory import recompute_flops
 
 SIZES = ["--model", "64", "--heads", "4", "--context", "32", "--batch", "2"]
 
@@ -41,7 +41,11 @@ def test_the_document_has_the_same_numbers(capsys, checkpoint):
     way = hw.ActivationSettings("dense", checkpoint)
     assert code == 0
     assert (told["profile"], told["checkpoint"], told["dropout"]) == ("dense", checkpoint, 0.0)
-    assert told["kept_bytes"] == hw.activation_memory(spec, load, way).total == sum(term["value"] for term in told["terms"])
+    assert (
+        told["kept_bytes"]
+        == hw.activation_memory(spec, load, way).total
+        == sum(term["value"] for term in told["terms"])
+    )
     assert told["peak_bytes"] == hw.activation_memory(spec, load, hw.ActivationSettings("dense")).total
     assert told["recomputed_flops"] == recompute_flops(spec, load, way).total
     assert (told["recomputed_flops"] > 0) == (checkpoint != "none")

@@ -9,9 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 import headwise as hw
 from cases import check_close
-from headwise.backends.lines import RoutedWorkItems
-from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference, read, within
-from headwise.kernels.read import gathered_attention
+from headwise.backends.routed_heads import RoutedWorkItems
+from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference, flash_attention, paged_decode
+from headwise.kernels.flash_attention import gathered_attention
 
 TABLE = torch.tensor([[[0, 0, 4], [1, 0, 2]], [[2, 0, 0], [0, 0, 0]], [[3, 1, 3], [0, 2, 2]]])
 LONG = 300  # tokens, more than a block of any kernel
@@ -144,7 +144,7 @@ def test_spans_beside_the_pages_are_refused(span):
 def test_spans_of_nothing_may_name_anything():
     table = TABLE.clone()
     table[1] = torch.tensor([[9, 3, 3], [-7, 99, 4]])
-    assert within.find_invalid_span(table.transpose(0, 1), 5, 4) == -1
+    assert paged_decode.find_invalid_span(table.transpose(0, 1), 5, 4) == -1
     given = handed()
     check_close(attend_paged(*given, table, scale=0.3)[0], attend_paged(*given, TABLE, scale=0.3)[0])
 
@@ -168,15 +168,24 @@ def test_what_stands_beside_is_as_large_as_the_call(beside, said):
 def test_scales_are_one_for_each_key(scale):
     q, k, v = handed()
     with pytest.raises(ValueError, match=r"give float32 \[5, 2, 4\]"):
-        attend_paged(q.float(), k.to(torch.int8), v.to(torch.int8), TABLE, scale=0.3, options=PagedDecodeOptions(None, None, scale, scale))
+        attend_paged(
+            q.float(),
+            k.to(torch.int8),
+            v.to(torch.int8),
+            TABLE,
+            scale=0.3,
+            options=PagedDecodeOptions(None, None, scale, scale),
+        )
 
 
 def test_more_keys_than_numbers_tell_apart_are_refused():
-    most = read.MAX_INDEX_BY_DTYPE[torch.float32]
+    most = flash_attention.MAX_INDEX_BY_DTYPE[torch.float32]
     assert torch.tensor(float(most - 1)) + 1 == most
     assert torch.tensor(float(most)) + 1 == most
     q, k = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1).expand(1, most + 1, 1, 1)
-    told = RoutedWorkItems.from_open_heads(torch.ones(1, 1, 1, dtype=torch.bool), 1, torch.tensor([[[most - 3, most + 1]]]), most + 1)
+    told = RoutedWorkItems.from_open_heads(
+        torch.ones(1, 1, 1, dtype=torch.bool), 1, torch.tensor([[[most - 3, most + 1]]]), most + 1
+    )
     with pytest.raises(ValueError, match=r"16,777,217 keys are more than 16,777,216 in torch.float32"):
         gathered_attention(q, k, k, told.kernel_args, 1.0, told.num_pairs)
 
@@ -191,5 +200,5 @@ def test_numbers_of_two_kinds_are_refused():
 
 def test_spans_that_lie_apart_are_looked_at_alone():
     spans_BN3 = torch.tensor([[[1, 0, 4], [9, 0, 9], [0, 1, 3]]])
-    assert within.find_invalid_span(spans_BN3[:, ::2], pages=2, slots=4) == -1
-    assert within.find_invalid_span(spans_BN3, pages=2, slots=4) == 1
+    assert paged_decode.find_invalid_span(spans_BN3[:, ::2], pages=2, slots=4) == -1
+    assert paged_decode.find_invalid_span(spans_BN3, pages=2, slots=4) == 1

@@ -14,11 +14,11 @@ from torch import Tensor
 
 import headwise as hw
 from cases import check_close
-from headwise.backends import bands, ragged
-from headwise.hub import watching
-from headwise.hub.finding import find_attention
-from headwise.kernels import PagedDecodeOptions, attend_paged, decoding, normalising
-from headwise.products import MIN_GEMV_WEIGHTS, linear_many, linear
+from headwise.backends import block_sparse, ragged_decode
+from headwise.inspect import hooks
+from headwise.inspect.attention_sites import find_attention
+from headwise.kernels import PagedDecodeOptions, attend_paged, paged_decode_kernel, row_normalisers
+from headwise.ops.linear import MIN_GEMV_WEIGHTS, linear, linear_many
 
 TABLE = torch.tensor([[[0, 0, 4], [1, 0, 2]], [[2, 0, 0], [0, 0, 0]], [[3, 1, 3], [0, 2, 2]]])
 LLAMA = {
@@ -89,7 +89,7 @@ def test_shapes_that_do_not_meet_are_refused():
 
 
 def test_a_second_ceiling_counts(monkeypatch):
-    monkeypatch.setattr(ragged, "MIN_BYTES_BY_DTYPE", dict.fromkeys(ragged.RAGGED_DTYPES, 0))
+    monkeypatch.setattr(ragged_decode, "MIN_BYTES_BY_DTYPE", dict.fromkeys(ragged_decode.RAGGED_DTYPES, 0))
     spec = hw.design(model=16, heads=4, pattern="causal", modifiers=(hw.Softcap(0.7), hw.Softcap(0.2)))
     layer, plain = hw.Attention(spec), hw.Attention(spec, backend="dense")
     plain.load_state_dict(layer.state_dict())
@@ -162,7 +162,7 @@ def test_weights_are_computed_again_from_8_bits(small):
     for store, cache in caches.items():
         one = Weights()
         sites = find_attention(net)
-        with torch.no_grad(), watching.install_hooks({site.module: (one,) for site in sites}, sites[0].adapter.patches()):
+        with torch.no_grad(), hooks.install_hooks({site.module: (one,) for site in sites}, sites[0].adapter.patches()):
             net(last, cache=cache)
         seen[store] = one.seen
     for eight, full in zip(seen["int8"], seen[None], strict=True):
@@ -188,7 +188,7 @@ def test_a_plan_is_handed_out_though_another_thread_forgets_all(monkeypatch):
     layer = hw.Attention(hw.design(model=8, heads=2, pattern="window(5)"))
     x = torch.randn(1, 300, 8)
     y = layer(x)
-    monkeypatch.setattr(bands, "_PLAN_CACHE", Forgetful(bands._PLAN_CACHE))
+    monkeypatch.setattr(block_sparse, "_PLAN_CACHE", Forgetful(block_sparse._PLAN_CACHE))
     assert torch.equal(layer(x), y)
 
 
@@ -229,9 +229,12 @@ def test_a_cache_goes_with_its_last_use(pattern):
 def test_no_two_kernels_are_kept_under_one_name():
     made = [("plan", None), ("work", torch.float32), ("work", torch.float64)]
     for name, dtype in made:
-        decoding.PAGED_DECODE_KERNELS.function_address(name, dtype)
-    normalising.SOFTMAX_KERNELS.function_address("softmax", torch.float32)
-    kernels = [*(decoding.PAGED_DECODE_KERNELS.compiled_functions[own] for own in made), normalising.SOFTMAX_KERNELS.compiled_functions["softmax", torch.float32]]
+        paged_decode_kernel.PAGED_DECODE_KERNELS.function_address(name, dtype)
+    row_normalisers.SOFTMAX_KERNELS.function_address("softmax", torch.float32)
+    kernels = [
+        *(paged_decode_kernel.PAGED_DECODE_KERNELS.compiled_functions[own] for own in made),
+        row_normalisers.SOFTMAX_KERNELS.compiled_functions["softmax", torch.float32],
+    ]
     kept = {kernel._cache._impl.filename_base for kernel in kernels}
     assert len(kept) == len(kernels), kept
 

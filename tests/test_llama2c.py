@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 import headwise as hw
-from headwise import blueprint as bp
+from headwise import model_spec as bp
 from headwise.hub import llama2c
-from headwise.hub.sentencepieces import make_tokenizer_json
+from headwise.hub.llama2c import make_tokenizer_json
 from llama2c_pieces import FIRST, Scores, merged, packed
 
 TOKENS, MODEL, HEADS, KV, HIDDEN, LAYERS, LENGTH = 11, 24, 6, 2, 13, 2, 19

@@ -16,7 +16,8 @@ from torch import Tensor
 import cases
 import headwise as hw
 from cases import BATCH, TOKENS, base, check_close
-from headwise import counting, reference
+from headwise import costs
+from headwise.nn import reference
 
 PATTERN = "window(3, after=1) | global((0, 4))"
 KINDS = {
@@ -127,8 +128,8 @@ def test_only_global_tokens_ask_twice(kind: str):
     block.local.backend_name = block.overall.backend_name = "dense"
     x = torch.randn(BATCH, TOKENS, 10)
     merge = 2 * BATCH * len(block.positions) * 10 * len(spec.score_head_of_output) * spec.heads.vdim
-    local = counting.counted_flops(spec, hw.CallSize(BATCH, TOKENS, TOKENS, TOKENS))
-    overall = counting.counted_flops(block.overall.spec, hw.CallSize(BATCH, len(block.positions), TOKENS, TOKENS))
+    local = costs.counted_flops(spec, hw.CallSize(BATCH, TOKENS, TOKENS, TOKENS))
+    overall = costs.counted_flops(block.overall.spec, hw.CallSize(BATCH, len(block.positions), TOKENS, TOKENS))
     assert torch_counts(block, x) == local + overall - merge
 
 

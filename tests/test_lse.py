@@ -100,7 +100,9 @@ def test_slices_of_the_sequence_itself_merge():
     """Self-attention's own keys, handed over in parts."""
     layer = built(source=10, pattern="causal()", modifiers=(hw.Alibi(),), kv=2)
     x = numbers(BATCH, TOKENS, 10)
-    parts = [read(layer, x, kept) for kept in in_parts(layer, x, x, hw.SequenceInfo.contiguous(0, TOKENS, "cpu"), (3, 2, 2))]
+    parts = [
+        read(layer, x, kept) for kept in in_parts(layer, x, x, hw.SequenceInfo.contiguous(0, TOKENS, "cpu"), (3, 2, 2))
+    ]
     torch.testing.assert_close(merged(parts), layer.head_outputs(x), rtol=0, atol=1e-11)
 
 
@@ -120,7 +122,9 @@ def test_a_query_that_reads_nothing_anywhere():
     parts = [read(layer, x, kept, tokens=asks) for kept in in_parts(layer, x, z, at, (8, 9))]
     assert all((lse[1, 4:] == -torch.inf).all() for _, lse in parts)
     assert (merged(parts)[1, 4:] == 0).all()
-    torch.testing.assert_close(merged(parts), read(layer, x, layer.project_source(z), tokens=asks)[0], rtol=0, atol=1e-11)
+    torch.testing.assert_close(
+        merged(parts), read(layer, x, layer.project_source(z), tokens=asks)[0], rtol=0, atol=1e-11
+    )
 
 
 def test_slices_with_padding_merge():
@@ -133,14 +137,18 @@ def test_slices_with_padding_merge():
 
 def test_the_order_of_slices_does_not_matter():
     layer, x, z = built(modifiers=(hw.Rotary(),)), numbers(BATCH, TOKENS, 10), numbers(BATCH, SOURCE, WIDTH)
-    parts = [read(layer, x, kept) for kept in in_parts(layer, x, z, hw.SequenceInfo.contiguous(0, SOURCE, "cpu"), (5, 1, 11))]
+    parts = [
+        read(layer, x, kept) for kept in in_parts(layer, x, z, hw.SequenceInfo.contiguous(0, SOURCE, "cpu"), (5, 1, 11))
+    ]
     torch.testing.assert_close(merged(parts[::-1]), merged(parts), rtol=0, atol=1e-12)
 
 
 def test_the_mean_of_slices_is_not_the_whole():
     """What the log-sum-exp is for: without it, slices count alike however much weight they hold."""
     layer, x, z = built(), numbers(BATCH, TOKENS, 10), numbers(BATCH, SOURCE, WIDTH)
-    parts = [read(layer, x, kept)[0] for kept in in_parts(layer, x, z, hw.SequenceInfo.contiguous(0, SOURCE, "cpu"), (8, 9))]
+    parts = [
+        read(layer, x, kept)[0] for kept in in_parts(layer, x, z, hw.SequenceInfo.contiguous(0, SOURCE, "cpu"), (8, 9))
+    ]
     assert (torch.stack(parts).mean(0) - layer.head_outputs(x, source=z)).abs().max() > 1e-2
 
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import headwise as hw
+from headwise.data import IGNORED
+from headwise.distributed import Launch, Spread
+from headwise.distributed.communication_volume import traffic
 from headwise.errors import SpecError
 from headwise.files import read_lines
-from headwise.spread import Launch, Spread
-from headwise.spread.traffic import traffic
-from headwise.tasks import IGNORED
 from headwise.training import CheckpointFolder, train
 from learning import Echo, quick
 from many import PLAIN, STEPPED, steps_of, until

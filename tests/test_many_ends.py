@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from headwise.distributed import joined, launch
 from headwise.files import read_lines
-from headwise.spread import joined, launch
 from headwise.training import CheckpointFolder
 from worlds import begun, ended, environment, free_port, world
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import cases
 import headwise as hw
-from headwise.counting.matching import MATCH_QUANTITIES, with_size, list_sizes
-from headwise.counting.pricing import estimate_cost
-from headwise.counting.search import SizeSearch
+from headwise.costs.cost_report import estimate_cost
+from headwise.costs.size_matching import MATCH_QUANTITIES, SizeSearch, list_sizes, with_size
 
 MHA = hw.design(model=512, heads=8, pattern="causal")
 GQA = hw.design(model=512, heads=8, kv=2, pattern="causal")
@@ -46,7 +44,7 @@ def test_grouped_heads_as_large_as_full_ones_by_hand(free, size, reached):
     found = hw.match_size(GQA, like=MHA, free=free)
     assert (found.chosen, found.reached, found.wanted) == (size, reached, 4 * 512**2)
     assert found.spec == with_size(GQA, free, size)
-    assert hw.counting.count_parameters(found.spec) == reached
+    assert hw.costs.count_parameters(found.spec) == reached
     assert found.difference == (reached - 4 * 512**2) / (4 * 512**2)
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import headwise as hw
 from cases import BATCH, SOURCE, TOKENS, base
-from headwise import counting
-from headwise.blocks.merged import averaging_spec
-from headwise.seams import QKTransform
+from headwise import costs
+from headwise.interfaces import QKTransform
+from headwise.nn.merged_attention import averaging_spec
 
 APART = hw.Heads(q=6, kv=2, dim=4, vdim=5, values=(0, 1, 0, 1, 2, 2))
 KINDS = {
@@ -173,7 +173,7 @@ def test_what_is_kept_does_not_grow():
             block(torch.randn(BATCH, count, 10).double(), source=memory, cache=cache)
         sizes.append(cache.nbytes)
     assert sizes == [BATCH * 6 * (5 + 1) * 8] * 4  # of each head a sum of values and how many there were
-    assert counting.cache_bytes(block.average.spec, batch=BATCH, capacity=9999, bytes_per_number=8) == sizes[0]
+    assert costs.cache_bytes(block.average.spec, batch=BATCH, capacity=9999, bytes_per_number=8) == sizes[0]
 
 
 def test_rows_of_a_cache_can_be_taken():
@@ -193,7 +193,7 @@ def test_it_saves_a_whole_self_attention():
     d = 512
     block = hw.MergedAttention(hw.design(model=d, heads=8))
     assert sum(p.numel() for p in block.parameters()) == 4 * d**2
-    assert counting.count_parameters(averaging_spec(block.cross.spec)) == 2 * d**2  # of which nothing is its own
+    assert costs.count_parameters(averaging_spec(block.cross.spec)) == 2 * d**2  # of which nothing is its own
     assert not list(block.average.parameters())
     assert len({p.data_ptr() for p in block.parameters()}) == len(block.state_dict()) == 4
 

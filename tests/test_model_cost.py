@@ -8,21 +8,32 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.utils import flop_counter
 
 import headwise as hw
 import strategies
-from headwise import backends, blueprint, cli, counting, families
-from headwise.backends.blocks import split_queries, sum_block_pairs
-from headwise.blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, ExpertsSpec, OutputHeadSpec, ModelSpec, ApproximateAttention, NormSpec, PatchSpec, PositionSpec, StackSpec
-from headwise.counting.optimisers import OPTIMISERS
-from headwise.counting.pricing import CostEstimate, estimate_cost
-from headwise.counting.published import FORMULA_SOURCES, compare_formulas
-from headwise.counting.scopes import select_layer
-from headwise.counting.symbols import SymbolicInt
-from headwise.counting.whole import parameter_terms, list_components
+from headwise import backends, cli, costs, families, model_spec
+from headwise.backends.query_blocks import split_queries, sum_block_pairs
+from headwise.costs.cost_report import CostEstimate, estimate_cost
+from headwise.costs.flops import list_components, parameter_terms
+from headwise.costs.published_formulas import FORMULA_SOURCES, compare_formulas
+from headwise.costs.symbolic_int import SymbolicInt
+from headwise.costs.training_memory import OPTIMISERS
+from headwise.costs.workload import select_layer
+from headwise.model_spec import (
+    ApproximateAttention,
+    BlockSpec,
+    EmbeddingSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    ModelSpec,
+    NormSpec,
+    OutputHeadSpec,
+    PatchSpec,
+    PositionSpec,
+    StackSpec,
+)
 
 LLAMA3 = {"model_type": "llama", "hidden_size": 4096, "vocab_size": 128256, "intermediate_size": 14336}
 LLAMA3 |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -106,10 +117,15 @@ def test_a_long_generation_by_hand():
 @st.composite
 def models(draw: st.DrawFn) -> ModelSpec:
     """Tiny models of every kind: patterns layer by layer, experts, cross-attention, images, heads of all sorts."""
-    kind = draw(st.sampled_from(blueprint.MODEL_KINDS))
+    kind = draw(st.sampled_from(model_spec.MODEL_KINDS))
     back = kind in ("decoder", "encoder-decoder")
     feeds = st.sampled_from(
-        [None, FeedForwardSpec(7, bias="ud"), FeedForwardSpec(5, form="gated"), ExpertsSpec(FeedForwardSpec(3, form="gated"), 4, 2, shared=FeedForwardSpec(9))]
+        [
+            None,
+            FeedForwardSpec(7, bias="ud"),
+            FeedForwardSpec(5, form="gated"),
+            ExpertsSpec(FeedForwardSpec(3, form="gated"), 4, 2, shared=FeedForwardSpec(9)),
+        ]
     )
 
     def stack(name: str, crosses: str, forward: bool) -> StackSpec:
@@ -123,7 +139,13 @@ def models(draw: st.DrawFn) -> ModelSpec:
     stacks = [stack("encoder", "none", False)] if kind == "encoder-decoder" else []
     stacks.append(stack("last", "cross" if stacks else "none", back))
     at = st.sampled_from(["each", "first", "last", "mean"])
-    head = st.builds(OutputHeadSpec, st.just("out"), st.just(5), at=at, transform=st.none() | st.just(blueprint.HeadTransformSpec(6)))
+    head = st.builds(
+        OutputHeadSpec,
+        st.just("out"),
+        st.just(5),
+        at=at,
+        transform=st.none() | st.just(model_spec.HeadTransformSpec(6)),
+    )
     return ModelSpec("tiny", kind, tuple(stacks), tuple(draw(st.lists(head, max_size=1))))
 
 
@@ -133,7 +155,7 @@ LOADS = st.builds(hw.Workload, batch=st.integers(1, 3), context=st.integers(1, 9
 @given(models(), LOADS)
 def test_terms_add_up(model, load):
     one = estimate_cost(model, load)
-    assert one.parameters.total == counting.count_parameters(model)
+    assert one.parameters.total == costs.count_parameters(model)
     every = one.data["terms"]
     assert len({(term["bill"], term["name"], term["formula"], term["value"]) for term in every}) == len(every)
     for name, total in one.required_flops.items():
@@ -145,7 +167,9 @@ def test_terms_add_up(model, load):
     bare = [replace(stack, embedding=None) for stack in model.stacks]
     inner = estimate_cost(replace(model, stacks=tuple(bare), heads=()), load) if model.kind != "vision" else None
     if inner is not None and model.kind != "encoder-decoder":
-        assert inner.required_flops["prefill"] == sum(estimate_cost(part, load).required_flops["prefill"] for part in alone)
+        assert inner.required_flops["prefill"] == sum(
+            estimate_cost(part, load).required_flops["prefill"] for part in alone
+        )
 
 
 @given(models().filter(lambda model: "decoder" in model.kind), LOADS, st.integers(1, 6))
@@ -222,7 +246,7 @@ def test_blocks_are_summed_as_they_are(pattern, first, queries, keys):
 @pytest.mark.parametrize("said", ["window(300) | first(4)", "window(700, after=200)", "window(200) | prefix(500)",
                                   "dilated(10, 90)", "window(50) & causal()", "causal() | prefix(400)"])  # fmt: skip
 def test_many_blocks_are_summed_as_a_few(said):
-    pattern = hw.pattern.parse_pattern(said)
+    pattern = hw.masking.patterns.parse_pattern(said)
     for asks, told in (((0, 5000), 5000), ((100, 7000), 7000), ((0, 3000), 100), ((0, 3000), 9000)):
         every = split_queries(pattern, range(*asks), range(told))
         assert sum_block_pairs(pattern, range(*asks), range(told)) == sum(block.num_pairs for block in every)
@@ -230,7 +254,11 @@ def test_many_blocks_are_summed_as_a_few(said):
 
 def test_numbers_beyond_machine_words_stay_exact():
     block = BlockSpec(hw.design(model=2**20, heads=2**10, pattern="window(4096)"), feed=FeedForwardSpec(2**30))
-    model = ModelSpec("vast", "decoder", (StackSpec.from_blocks("decoder", 2**20, [block] * 3, embedding=EmbeddingSpec(tokens=2**40)),))
+    model = ModelSpec(
+        "vast",
+        "decoder",
+        (StackSpec.from_blocks("decoder", 2**20, [block] * 3, embedding=EmbeddingSpec(tokens=2**40)),),
+    )
     one = estimate_cost(model, hw.Workload(batch=2**40, context=2**50))
     pairs = 2**50 * 4096 - 4096 * 4095 // 2
     assert one.required_flops["prefill"] == 3 * 2**40 * (4 * pairs * 2**20 + 2**50 * (8 * 2**40 + 4 * 2**50))
@@ -247,7 +275,9 @@ def test_layers_that_are_equal_are_one_term():
 
 
 def test_terms_say_how():
-    told = counting.bills.CostBreakdown.from_repeated_items([("a", SymbolicInt.of(3, "x") + 1, 1), ("a", SymbolicInt.of(3, "x") + 1, 1)])
+    told = costs.bills.CostBreakdown.from_repeated_items(
+        [("a", SymbolicInt.of(3, "x") + 1, 1), ("a", SymbolicInt.of(3, "x") + 1, 1)]
+    )
     assert told.terms[0].formula == "2 · (x + 1)"
     shared = [term for term in parameter_terms(families.read_model_spec(T5)).terms if "table" in term.name]
     assert [term.formula for term in shared] == ["bucket column"] * 2
@@ -275,8 +305,13 @@ def test_a_block_is_a_model_of_one_layer():
 
 def test_what_is_only_nearly_said_is_noted():
     nearly = ApproximateAttention(hw.design(model=10, heads=2, pattern="causal()"), "it hums")
-    model = ModelSpec("m", "decoder", (StackSpec.from_blocks("decoder", 10, [BlockSpec(nearly)] * 2),), notes=("a note",))
-    assert estimate_cost(model, hw.Workload()).notes == ("a note", "decoder: nearly the attention that is priced; it hums")
+    model = ModelSpec(
+        "m", "decoder", (StackSpec.from_blocks("decoder", 10, [BlockSpec(nearly)] * 2),), notes=("a note",)
+    )
+    assert estimate_cost(model, hw.Workload()).notes == (
+        "a note",
+        "decoder: nearly the attention that is priced; it hums",
+    )
     assert "it hums" in str(hw.cost(model))
 
 
@@ -312,7 +347,9 @@ def test_the_seeds_formula_is_ours_without_biases():
     spec = hw.design(model=64, heads=4)
     (row,) = compare_formulas(estimate_cost(spec, hw.Workload()), FORMULA_SOURCES["seeds"])
     assert row.theirs == row.ours == 3 * 4 * 64 * 16 + 64**2
-    (row,) = compare_formulas(estimate_cost(hw.design(model=64, heads=4, bias="qkvo"), hw.Workload()), FORMULA_SOURCES["seeds"])
+    (row,) = compare_formulas(
+        estimate_cost(hw.design(model=64, heads=4, bias="qkvo"), hw.Workload()), FORMULA_SOURCES["seeds"]
+    )
     assert row.ours - row.theirs == 4 * 64
 
 
@@ -353,7 +390,7 @@ def test_a_config_is_priced(capsys, folder, name):
     code, out, err = run(capsys, folder / name / "config.json", "--json")
     (row,) = json.loads(out)["rows"]
     assert (code, err, row["name"]) == (0, "", name)
-    assert row["params"] == counting.count_parameters(families.read_model_spec(CONFIGS[name]))
+    assert row["params"] == costs.count_parameters(families.read_model_spec(CONFIGS[name]))
     assert {"active_params", "flops", "spent", "counted", "kv_bytes_per_token", "activation_bytes"} <= set(row)
     assert {"weights_bytes", "intensity", "bound", "seconds", "operations", "notes", "terms"} <= set(row)
     assert ("decode" in row["flops"]) == (name not in ("bert", "vit"))
@@ -465,6 +502,7 @@ def test_what_cannot_be_meant_is_refused_in_one_line(capsys, folder, argv, said)
 def test_a_backend_that_keeps_scores_forms_none_again():
     job = backends.CallSignature(hw.design(model=6, heads=2), hw.design(model=6, heads=2).core)
     told = {
-        name: backends.recomputed_flops(one, job, hw.CallSize(1, 200, 200, 200), 100) for name, one in backends.BACKENDS.items()
+        name: backends.recomputed_flops(one, job, hw.CallSize(1, 200, 200, 200), 100)
+        for name, one in backends.BACKENDS.items()
     }
     assert told == dict.fromkeys(backends.BACKENDS, 50) | {"linear": 0, "dense": 0, "halves": 0}

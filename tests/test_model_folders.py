@@ -16,11 +16,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import headwise as hw
-from headwise import blueprint as bp
-from headwise import cli, families
-from headwise.blueprint.manifest import ModelManifest
+from headwise import cli, families, model_spec as bp
+from headwise.model_spec.serialization import ModelManifest
 from headwise.models import tokenizer_of
-from headwise.models.folder import MANIFEST_FILE, PAGE, TOKENIZER_FILE, WEIGHTS_FILE
+from headwise.models.save_load import MANIFEST_FILE, PAGE, TOKENIZER_FILE, WEIGHTS_FILE
 
 WORDS = 11
 
@@ -28,7 +27,9 @@ WORDS = 11
 def described(words: int = WORDS, model: int = 12) -> bp.ModelSpec:
     spec = hw.design(model=model, heads=3, kv=1, pattern="causal()", modifiers=(hw.Alibi(),))
     blocks = [bp.BlockSpec(spec, feed=bp.ExpertsSpec(bp.FeedForwardSpec(5), 3, 1, bias="constant"))] * 2
-    stack = bp.StackSpec.from_blocks("decoder", model, blocks, embedding=bp.EmbeddingSpec(words), norm=bp.NormSpec("rms"))
+    stack = bp.StackSpec.from_blocks(
+        "decoder", model, blocks, embedding=bp.EmbeddingSpec(words), norm=bp.NormSpec("rms")
+    )
     return bp.ModelSpec("small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", words, table="decoder"),))
 
 
@@ -230,12 +231,18 @@ def edited(path: Path) -> None:
 
 
 HARM: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (lambda f: truncated(f / WEIGHTS_FILE), "model.safetensors is not what was saved: .* bytes with checksum"),
+    "truncated": (
+        lambda f: truncated(f / WEIGHTS_FILE),
+        "model.safetensors is not what was saved: .* bytes with checksum",
+    ),
     "edited": (lambda f: edited(f / WEIGHTS_FILE), "model.safetensors is not what was saved"),
     "tokenizer": (lambda f: edited(f / TOKENIZER_FILE), "tokenizer.json is not what was saved"),
     "gone": (lambda f: (f / WEIGHTS_FILE).unlink(), "model.safetensors is missing"),
     "no tokenizer": (lambda f: (f / TOKENIZER_FILE).unlink(), "tokenizer.json is missing"),
-    "no manifest": (lambda f: (f / MANIFEST_FILE).unlink(), "holds neither headwise.toml nor config.json; give a folder"),
+    "no manifest": (
+        lambda f: (f / MANIFEST_FILE).unlink(),
+        "holds neither headwise.toml nor config.json; give a folder",
+    ),
     "empty": (lambda f: (f / MANIFEST_FILE).write_text(""), "says format = None; this version reads format = 1"),
     "binary": (lambda f: (f / MANIFEST_FILE).write_bytes(b"\xff\xfe\0"), "cannot be read"),
     "no toml": (lambda f: (f / MANIFEST_FILE).write_text("model = ["), "is not TOML"),
@@ -325,7 +332,7 @@ def test_a_table_is_the_whole_model(name: str):
     assert max(map(len, text.splitlines())) <= 80
     assert text.count("\n") < 160
     assert f"{table.to_dict['parameters']:,}" in [line.split()[-1] for line in text.splitlines() if line[:5] == "total"]
-    assert table.to_dict["parameters"] == hw.counting.count_parameters(model)
+    assert table.to_dict["parameters"] == hw.costs.count_parameters(model)
 
 
 def test_headwise_spec_shows_a_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

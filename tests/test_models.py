@@ -14,11 +14,10 @@ from torch import Tensor
 
 import headwise as hw
 from anchors.test_families import FAMILIES, PUBLIC, TINY
-from headwise import blueprint as bp
-from headwise import counting, families, models
-from headwise.dropping import dropout
+from headwise import costs, families, model_spec as bp, models
 from headwise.models import STARTS, Memory, Typed
-from headwise.models.feeds import Feed, Mixture, Normed
+from headwise.models.feed_forward import Feed, Mixture, Normed
+from headwise.ops.dropout import dropout
 
 MODEL, WORDS = 12, 11
 CAUSAL = hw.design(model=MODEL, heads=3, kv=1, pattern="causal()", bias="qkvo")
@@ -30,7 +29,9 @@ def stack(*blocks: bp.BlockSpec, name: str = "decoder", **said: Any) -> bp.Stack
     return bp.StackSpec.from_blocks(name, MODEL, blocks, **(usual | said))
 
 
-def model(*blocks: bp.BlockSpec, heads: tuple[bp.OutputHeadSpec, ...] = (bp.OutputHeadSpec("tokens", WORDS),), **said: Any) -> bp.ModelSpec:
+def model(
+    *blocks: bp.BlockSpec, heads: tuple[bp.OutputHeadSpec, ...] = (bp.OutputHeadSpec("tokens", WORDS),), **said: Any
+) -> bp.ModelSpec:
     return bp.ModelSpec("small", "decoder", (stack(*blocks, **said),), heads)
 
 
@@ -39,7 +40,10 @@ DECODER = model(BLOCK, BLOCK)
 PAIR = bp.ModelSpec(
     "pair",
     "encoder-decoder",
-    (stack(bp.BlockSpec(FULL, feed=bp.FeedForwardSpec(17)), name="encoder"), stack(*[bp.BlockSpec(CAUSAL, FULL, bp.FeedForwardSpec(17))] * 2)),
+    (
+        stack(bp.BlockSpec(FULL, feed=bp.FeedForwardSpec(17)), name="encoder"),
+        stack(*[bp.BlockSpec(CAUSAL, FULL, bp.FeedForwardSpec(17))] * 2),
+    ),
     (bp.OutputHeadSpec("tokens", WORDS, table="decoder"),),
 )
 MERGING = bp.BlockSpec(cross=FULL, feed=bp.FeedForwardSpec(17), form="merged")
@@ -73,7 +77,7 @@ def test_tensors_are_those_of_the_description(name: str, task: str, draw: int):
         return
     net = hw.build(described)
     assert {key: tuple(t.shape) for key, t in net.state_dict().items()} == described.shapes_by_name()
-    assert sum(p.numel() for p in net.parameters()) == counting.count_parameters(described)
+    assert sum(p.numel() for p in net.parameters()) == costs.count_parameters(described)
     assert {key for key, _ in net.named_parameters()} == {w.name for w in described.weights() if w.trainable}
 
 
@@ -82,7 +86,7 @@ def test_public_models_are_built_with_their_numbers(name: str):
     with torch.device("meta"):
         net = hw.build(families.read_model_spec(PUBLIC[name][0]))
     numbers = sum(p.numel() for p in net.parameters())
-    assert numbers == counting.count_parameters(net.described)
+    assert numbers == costs.count_parameters(net.described)
     assert numbers == (PUBLIC[name][1] or numbers)
 
 
@@ -159,7 +163,9 @@ def test_packed_rows_are_as_if_alone(kind: str):
 
 def test_sinusoids_are_added_times_nothing():
     """The scale is that of the table alone (1706.03762, section 3.4)."""
-    net = hw.build(model(embedding=bp.EmbeddingSpec(WORDS, positions=bp.PositionSpec("sinusoidal"), scale=3.0), norm=None))
+    net = hw.build(
+        model(embedding=bp.EmbeddingSpec(WORDS, positions=bp.PositionSpec("sinusoidal"), scale=3.0), norm=None)
+    )
     codes = torch.tensor([[0.0, 1.0] * 6])
     torch.testing.assert_close(net.hidden(torch.tensor([[4]]))[0], 3 * net.decoder.embedding.tokens[4:5] + codes)
 
@@ -425,7 +431,10 @@ def test_a_seed_repeats_a_start_and_leaves_the_generator_alone():
 def wide(start: str, layers: int = 4) -> hw.Transformer:
     spec = hw.design(model=96, heads=4, pattern="causal()", bias="qkvo")
     one = bp.StackSpec.from_blocks(
-        "decoder", 96, [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(384, bias="ud"))] * layers, embedding=bp.EmbeddingSpec(99)
+        "decoder",
+        96,
+        [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(384, bias="ud"))] * layers,
+        embedding=bp.EmbeddingSpec(99),
     )
     return hw.build(bp.ModelSpec("wide", "decoder", (one,), (bp.OutputHeadSpec("tokens", 99),)), seed=0, start=start)
 
@@ -561,7 +570,10 @@ def test_generation_leaves_the_model_as_it_was():
     ("described", "words"),
     [
         ("gpt2", "give a blueprint.Model"),
-        (model(bp.BlockSpec(bp.ApproximateAttention(CAUSAL, "it bends"))), r"decoder\.0\.attention cannot be built: it bends"),
+        (
+            model(bp.BlockSpec(bp.ApproximateAttention(CAUSAL, "it bends"))),
+            r"decoder\.0\.attention cannot be built: it bends",
+        ),
         (model(bp.BlockSpec(feed=bp.FeedForwardSpec(3, "gelo"))), "no activation 'gelo'; did you mean 'gelu'"),
         (model(bp.BlockSpec(feed=bp.FeedForwardSpec(3, "bounded_silu(1.0, 2.0)"))), "give Dense\\(form='gated'\\)"),
         (model(embedding=bp.EmbeddingSpec(WORDS, first=2)), "stand before patches"),
@@ -597,7 +609,11 @@ LONG, STRANGE = torch.zeros(1, 10, dtype=torch.int64), torch.tensor([[3, WORDS]]
         (DECODER, {"x": LONG}, r"no position 9.*Positions\('learned', 10\)"),
         (DECODER, {"x": LONG[:, :5], "source": LONG}, "one stack, which reads x alone"),
         (DECODER, {"x": LONG[:, :5], "head": "token"}, "no head 'token'; did you mean 'tokens'"),
-        (DECODER, {"x": LONG[:, :5], "tokens": hw.SequenceInfo.contiguous(0, 4, "cpu")}, r"tokens are \[1, 4\].*x is \[1, 5\]"),
+        (
+            DECODER,
+            {"x": LONG[:, :5], "tokens": hw.SequenceInfo.contiguous(0, 4, "cpu")},
+            r"tokens are \[1, 4\].*x is \[1, 5\]",
+        ),
         (DECODER, {"x": Typed(LONG[:, :5], LONG[:, :5])}, "knows no types of tokens"),
         (PAIR, {"x": LONG[:, :5]}, "reads two sequences; give source="),
         (PAIR, {"x": LONG[:, :5], "source": STRANGE}, "ids hold 11"),

@@ -11,13 +11,20 @@ from torch import Tensor, nn
 
 import headwise as hw
 from foreign import BART, BERT, GPT, LLAMA, T5, WORDS, Foreign
-from headwise import blueprint as bp
-from headwise.heads.objectives import IGNORED, OBJECTIVES, OutputDrift, TargetLoss, MaskedTokenLoss, choose_objective
-from headwise.heads.saying import detect_head_objective, get_output_tensor
-from headwise.heads.scene import Example, TokenAnnotations
-from headwise.heads.weighing import estimate_importance
-from weighed import BERT as OUR_BERT
-from weighed import GPT2, built, ids, loud, translator
+from headwise import model_spec as bp
+from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
+from headwise.head_analysis.head_importance import estimate_importance
+from headwise.head_analysis.objectives import (
+    IGNORED,
+    OBJECTIVES,
+    MaskedTokenLoss,
+    OutputDrift,
+    TargetLoss,
+    choose_objective,
+    detect_head_objective,
+    get_output_tensor,
+)
+from weighed import BERT as OUR_BERT, GPT2, built, ids, loud, translator
 
 THEIRS = {
     "next-token": Foreign("GPT2LMHeadModel", "GPT2Config", GPT, ""),
@@ -44,7 +51,9 @@ def stream(count: int, *special: int) -> TokenAnnotations:
     marks = torch.zeros(count, dtype=torch.bool)
     marks[list(special)] = True
     none = torch.zeros(count, dtype=torch.bool)
-    return TokenAnnotations(torch.arange(count), ("a",) * count, marks, none, none, torch.arange(count), torch.ones(count))
+    return TokenAnnotations(
+        torch.arange(count), ("a",) * count, marks, none, none, torch.arange(count), torch.ones(count)
+    )
 
 
 # --- losses ----------------------------------------------------------------------------------------------
@@ -90,7 +99,9 @@ def test_translation_loss_is_transformers_own():
     assert value(model, TargetLoss("translation"), Example(told, {})) == pytest.approx(wanted, rel=1e-5)
     ended = torch.cat([told["decoder_input_ids"][:, 1:], torch.tensor([[2]])], 1)
     wanted = float(model(**told, labels=ended).loss.detach())
-    assert value(model, TargetLoss("translation"), Example(told | {"labels": ended}, {})) == pytest.approx(wanted, rel=1e-5)
+    assert value(model, TargetLoss("translation"), Example(told | {"labels": ended}, {})) == pytest.approx(
+        wanted, rel=1e-5
+    )
 
 
 def test_losses_of_models_of_ours_are_their_definition():

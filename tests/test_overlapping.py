@@ -38,7 +38,7 @@ def test_the_overlap_at_every_depth(schedule):
         assert placed.heads.vdim == 4 + 2 * overlap
         assert placed.at_depth(0, 9) == placed
         assert hw.from_toml(str(placed)) == placed
-        assert hw.counting.count_parameters(placed) == 4 * 240 + 2 * overlap * 6 * 10
+        assert hw.costs.count_parameters(placed) == 4 * 240 + 2 * overlap * 6 * 10
 
 
 @pytest.mark.parametrize("schedule", BY_DEPTH)
@@ -46,12 +46,12 @@ def test_a_placed_layer_runs_decodes_and_is_cut(schedule):
     spec = scheduled(schedule).at_depth(4, 6)
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
-    check_close(layer(x), hw.reference.reference_attention(layer, x))
+    check_close(layer(x), hw.nn.reference.reference_attention(layer, x))
     cache = layer.cache(batch=cases.BATCH, capacity=9)
     check_close(torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(cases.NUM_TOKENS)], 1), layer(x))
     loud = torch.tensor([0.0, 1, 0, 1, 1, 0], dtype=torch.float64)[:, None]
     silenced = layer(x, probe=hw.Probe("heads", callback=lambda _, o: o * loud))
-    small, weights = hw.axes.keep_heads(spec, layer.state_dict(), [1, 3, 4])
+    small, weights = hw.nn.head_axis_ops.keep_heads(spec, layer.state_dict(), [1, 3, 4])
     cut = hw.Attention(small).double().eval()
     cut.load_state_dict(weights)
     check_close(cut(x), silenced)
@@ -59,7 +59,7 @@ def test_a_placed_layer_runs_decodes_and_is_cut(schedule):
 
 def test_what_was_cut_is_not_placed_anew():
     spec = scheduled("l")
-    small, _ = hw.axes.keep_heads(spec, cases.layer(spec).state_dict(), [1, 3])
+    small, _ = hw.nn.head_axis_ops.keep_heads(spec, cases.layer(spec).state_dict(), [1, 3])
     assert small.placed(5, 6) == small
 
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_truth import gradients
 
 import cases
 import headwise as hw
 from cases import EXAMPLES, check_close
-from headwise import reference
-from headwise.backends import packed
-from headwise.backends.packed import MAX_KERNEL_LENGTH, MAX_DENSE_LENGTH, MAX_WASTED_PAIRS_RATIO, group_by_length, kernel_plan, group_plan
-from headwise.pattern import Full
-from headwise.tokens import AttentionMask, SequenceInfo
+from headwise.backends import varlen
+from headwise.backends.varlen import (
+    MAX_DENSE_LENGTH,
+    MAX_KERNEL_LENGTH,
+    MAX_WASTED_PAIRS_RATIO,
+    group_by_length,
+    group_plan,
+    kernel_plan,
+)
+from headwise.masking.patterns import Full
+from headwise.masking.sequence_info import AttentionMask, SequenceInfo
+from headwise.nn import reference
 
 ROWS = [[3, 1, 4, 0, 2], [5], [7, 2, 1]]
 SOURCES = [[2, 6, 0, 3, 1], [4, 3], [1, 1]]
@@ -29,7 +35,7 @@ def masked(tokens: SequenceInfo) -> SequenceInfo:
 @pytest.fixture
 def many_groups(monkeypatch):
     """Texts so small would all be one group, which is not what is to be tested."""
-    monkeypatch.setattr(packed, "FREE_PAIRS", 6)
+    monkeypatch.setattr(varlen, "FREE_PAIRS", 6)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -102,7 +108,7 @@ def test_any_lengths_give_what_texts_alone_give(rows, pattern):
 def test_little_is_formed_that_nobody_reads(sizes, spare):
     asks, keys = [one for one, _ in sizes], [other for _, other in sizes]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed, "FREE_PAIRS", spare)
+        patch.setattr(varlen, "FREE_PAIRS", spare)
         groups = list(group_by_length(asks, keys))
     assert sorted(n for group in groups for n in group) == [n for n, count in enumerate(asks) if count]
     for group in groups:
@@ -133,7 +139,12 @@ def test_who_has_no_source_reads_nothing():
     layer = cases.layer(cases.crossed(cases.base()))
     seen = hw.Probe("heads")
     x, z = torch.randn(1, 5, 10).double(), torch.randn(1, 4, cases.WIDTH).double()
-    y = layer(x, tokens=SequenceInfo.packed([[2, 3]]), source=layer.project_source(z, sequence=SequenceInfo.packed([[4]])), probe=seen)
+    y = layer(
+        x,
+        tokens=SequenceInfo.packed([[2, 3]]),
+        source=layer.project_source(z, sequence=SequenceInfo.packed([[4]])),
+        probe=seen,
+    )
     assert y.isfinite().all()
     assert not seen.tensors["heads"][0, 2:].any()
     assert seen.tensors["heads"][0, :2].all()
@@ -145,8 +156,8 @@ WAYS = {"whole": (MAX_KERNEL_LENGTH, MAX_DENSE_LENGTH), "short": (-1, MAX_DENSE_
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
     """By the kernel; in groups, short ones by plain operations; in groups, all by a fused call."""
-    monkeypatch.setattr(packed, "MAX_KERNEL_LENGTH", WAYS[request.param][0])
-    monkeypatch.setattr(packed, "MAX_DENSE_LENGTH", WAYS[request.param][1])
+    monkeypatch.setattr(varlen, "MAX_KERNEL_LENGTH", WAYS[request.param][0])
+    monkeypatch.setattr(varlen, "MAX_DENSE_LENGTH", WAYS[request.param][1])
     return request.param
 
 
@@ -176,7 +187,7 @@ def test_low_precision_errs_no_more_than_twice_as_dense(dtype, way):
 
 def runs_apart(layer, x, **call) -> bool:
     """Whether a call forms groups of texts."""
-    before = packed.VarlenRunner.attend
+    before = varlen.VarlenRunner.attend
     called = []
 
     def attend(self, *given):
@@ -184,7 +195,7 @@ def runs_apart(layer, x, **call) -> bool:
         return before(self, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed.VarlenRunner, "attend", attend)
+        patch.setattr(varlen.VarlenRunner, "attend", attend)
         layer._plans.clear()
         layer(x, **call)
     layer._plans.clear()

@@ -6,27 +6,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import headwise as hw
+from headwise.data import IGNORED, Batch
+from headwise.data.file_task import translator
+from headwise.data.translation import Corpus, Making, Pair, Pairs, Unpackable, filled, pack_batch, texts_of
+from headwise.distributed import Launch, Spread
+from headwise.distributed.parallelism import Spread as Mesh, share
+from headwise.distributed.ranks import World
+from headwise.distributed.sharded_model import Path, alone
 from headwise.errors import SpecError
-from headwise.spread import Launch, Spread
-from headwise.spread.holding import alone
-from headwise.spread.mesh import Spread as Mesh
-from headwise.spread.path import Path
-from headwise.spread.rows import share
-from headwise.spread.world import World
-from headwise.tasks import IGNORED, Batch
-from headwise.tasks.packing import Unpackable, filled, pack_batch, texts_of
-from headwise.tasks.pairs import Corpus, Making, Pair, Pairs
-from headwise.tasks.sizes import translator
-from headwise.tokens import SequenceInfo
-from headwise.training import Recipe, probing, train
-from headwise.training.choosing import StepOptions, choose_row_layout
+from headwise.masking.sequence_info import SequenceInfo
+from headwise.training import Recipe, autotune, train
+from headwise.training.autotune import StepTrial
 from headwise.training.evaluation import TaskEvaluator
-from headwise.training.probing import StepTrial
-from headwise.training.stepping import TrainStep
+from headwise.training.train_step import StepOptions, TrainStep, choose_row_layout
 from learning import Echo, Routed, quick
 
 IDS = 23
@@ -38,7 +33,10 @@ def pairs(lengths=LENGTHS) -> Batch:
     draw = torch.Generator().manual_seed(7)
     ids = [torch.randint(IDS, (len(lengths), max(each)), generator=draw) for each in zip(*lengths, strict=True)]
     source, x = ids
-    told = [SequenceInfo.from_batch(one, lengths=list(each)) for one, each in zip(ids, zip(*lengths, strict=True), strict=True)]
+    told = [
+        SequenceInfo.from_batch(one, lengths=list(each))
+        for one, each in zip(ids, zip(*lengths, strict=True), strict=True)
+    ]
     labels = torch.randint(IDS, x.shape, generator=draw).where(told[1].is_real, IGNORED)
     return Batch(x, labels, told[1], source, told[0])
 
@@ -169,7 +167,9 @@ def trial(monkeypatch, seconds, task=None, **said):
     task = task or Echo()
     batches = [task.batch(0, 8)]
     made = StepTrial(hw.build(task.model(), seed=0), quick(**({"rows": "auto"} | said)), torch.device("cpu"), batches)
-    monkeypatch.setattr(StepTrial, "_seconds", lambda self, stepper: seconds[stepper.choice.rows, stepper.choice.attention])
+    monkeypatch.setattr(
+        StepTrial, "_seconds", lambda self, stepper: seconds[stepper.choice.rows, stepper.choice.attention]
+    )
     return made.choose()
 
 
@@ -187,7 +187,7 @@ def test_rows_are_packed_where_that_is_faster(monkeypatch):
 
 
 def test_rows_without_padding_are_not_tried(monkeypatch):
-    monkeypatch.setattr(probing, "MAX_FILL_RATIO", 0.1)
+    monkeypatch.setattr(autotune, "MAX_FILL_RATIO", 0.1)
     assert trial(monkeypatch, {}, compile="off").rows == "padded"
 
 
@@ -209,7 +209,7 @@ def test_a_step_that_fails_is_no_way():
 
 
 def test_rows_divided_by_tokens_are_not_packed():
-    from headwise.training.setup import check_ranks
+    from headwise.training.run_setup import check_ranks
 
     world = World(Launch(), Mesh(), "cpu")
     world.spread = Mesh(context=2)
@@ -232,7 +232,7 @@ def test_a_packed_run_goes_on_with_the_same_bits(tmp_path):
 
 
 def stop_at(patch, step):
-    from headwise.training.run import TrainingRun
+    from headwise.training.training_run import TrainingRun
 
     before = TrainingRun.step
 

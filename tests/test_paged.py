@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import cases
 import headwise as hw
-from headwise import backends
-from headwise import blueprint as bp
-from headwise.backends import CoreInputs, CallSignature
+from headwise import backends, model_spec as bp
+from headwise.backends import CallSignature, CoreInputs
+from headwise.backends.backend_report import why
 from headwise.cache import PagePool
-from headwise.cache.reach import FullVisibility, retained_tokens
-from headwise.engine.reading import Reading
-from headwise.pattern import Causal
-from headwise.reasons import why
-from headwise.tokens import AttentionMask
+from headwise.cache.full_visibility import FullVisibility, retained_tokens
+from headwise.masking.patterns import Causal
+from headwise.masking.sequence_info import AttentionMask
+from headwise.serving.paged_layers import Reading
 
 MODEL, LONGEST = 14, 300
 FEW = settings(max_examples=max(1, settings().max_examples // 4), deadline=None)
@@ -179,7 +177,9 @@ def test_scores_that_are_huge_stay_numbers():
 def test_layers_that_remember_alike_read_what_each_may():
     """One table for both, all of which only one of them reads."""
     specs = [hw.design(model=MODEL, heads=2, dim=3, pattern=text) for text in ("causal()", "causal() & dilated(40, 3)")]
-    assert [FullVisibility(spec.pattern).sees_all(30, lambda spec=spec: retained_tokens(spec.pattern)) for spec in specs] == [True, False]
+    assert [
+        FullVisibility(spec.pattern).sees_all(30, lambda spec=spec: retained_tokens(spec.pattern)) for spec in specs
+    ] == [True, False]
     layers = [hw.Attention(spec).double() for spec in specs]
     pool = PagePool(specs, pages=20, page=4, dtype=torch.float64)
     caches = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))
@@ -207,7 +207,9 @@ def test_who_hands_on_what_was_remembered_really_does():
 
 
 def said(spec: hw.AttentionSpec, **more) -> list[str]:
-    return backends.unsupported_reasons_by_backend(CallSignature(spec, spec.core_of(spec.projection_form(one=True)), **{"one": True, "paged": True} | more))["paged"]
+    return backends.unsupported_reasons_by_backend(
+        CallSignature(spec, spec.core_of(spec.projection_form(one=True)), **{"one": True, "paged": True} | more)
+    )["paged"]
 
 
 def test_the_reasons_to_gather():
@@ -317,7 +319,7 @@ def answered(net: hw.Transformer, patch: pytest.MonkeyPatch, sizes: list[int]) -
 def test_an_engine_whose_layers_read_in_place_gathers_nothing(monkeypatch: pytest.MonkeyPatch):
     near, far = (hw.design(model=16, heads=4, kv=2, pattern=text) for text in ("window(9) | first(2)", "causal()"))
     net = language(near, far)
-    monkeypatch.setattr(hw.engine.stepping, "BESIDE", -(10**9))  # a call of its own would cost nothing
+    monkeypatch.setattr(hw.serving.stepping, "BESIDE", -(10**9))  # a call of its own would cost nothing
     engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])
     assert engine.room.reading == Reading(2, {})
     assert rows == [3] * 2
@@ -330,7 +332,7 @@ def test_an_engine_says_which_layers_gather(monkeypatch: pytest.MonkeyPatch):
     far = hw.design(model=16, heads=4, kv=2, pattern="causal()")
     net = language(far, hw.design(model=16, heads=4, pattern="causal()", normaliser=hw.Entmax()), far)
     net.stacks["decoder"].blocks[2].attentions["attention"].backend_name = "dense"
-    monkeypatch.setattr(hw.engine.stepping, "BESIDE", -(10**9))
+    monkeypatch.setattr(hw.serving.stepping, "BESIDE", -(10**9))
     engine, rows, gathered = answered(net, monkeypatch, [50, 3, 7])
     gathers = engine.room.reading.gathers
     assert gathers["decoder.1.attention"] == "it normalises by softmax, not Entmax"

@@ -6,17 +6,16 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import cases
 import headwise as hw
 import test_cache as streams
-from headwise.boxes import KeyRetention
 from headwise.cache import BlockTables, PageAllocator, PagePool
-from headwise.cache.paging import RetentionGroup, PageLayout
-from headwise.counting.allocators import CacheAllocator
+from headwise.cache.block_table import PageLayout, RetentionGroup
+from headwise.costs.kv_cache_memory import CacheAllocator
+from headwise.masking.key_intervals import KeyRetention
 
 # --- whose page it is ----------------------------------------------------------------------------------
 
@@ -60,7 +59,9 @@ def test_pages_read_are_those_of_tokens_read(memory: tuple[int, int | None], pag
     for n in range(40):
         last = n + 1 if keep.last is None else keep.last
         read = {j // page for j in range(n) if j < keep.first or n - j < last}
-        assert read <= set(keep.visible_pages(n)) <= read | {n // page}, n  # the next token goes on in a page that is not full
+        assert read <= set(keep.visible_pages(n)) <= read | {n // page}, (
+            n
+        )  # the next token goes on in a page that is not full
         for chunk in (1, 3, 8):
             most = max(
                 len(set(keep.visible_pages(start)) | set(range(start // page, -(-min(start + chunk, n) // page))))
@@ -307,7 +308,11 @@ def test_what_cannot_lie_in_pages_is_refused():
         layer(x, cache=cache)
     with torch.no_grad():
         with pytest.raises(ValueError, match="one text a row"):
-            layer(x, cache=cache, tokens=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]])))
+            layer(
+                x,
+                cache=cache,
+                tokens=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0]])),
+            )
         with pytest.raises(ValueError, match="goes on at position 0, one by one"):
             layer(x, cache=cache, tokens=hw.SequenceInfo.contiguous(1, 4, "cpu"))
         with pytest.raises(hw.CacheFull, match="4 more pages are needed and 3 of 3 are free"):

@@ -10,8 +10,7 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 from torch import Tensor, nn
 
 import cases
@@ -19,7 +18,7 @@ import headwise as hw
 import strategies
 from cases import check_close
 from foreign import FALLBACK, ZOO, Foreign, run
-from headwise import axes
+from headwise.nn import head_axis_ops
 
 PRESETS = {name: hw.design(preset=name, model=16, heads=4) for name in hw.PRESETS}
 GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 11, "n_positions": 16}
@@ -73,7 +72,7 @@ def test_a_mean_is_a_cut_and_a_constant(spec: hw.AttentionSpec, seed: int):
     with torch.no_grad(), hw.patch(layer, means):
         patched = layer(x, source=z)
     keep = [head for head in range(outs) if head not in gone]
-    small, weights = axes.keep_heads(spec, layer.state_dict(), keep)
+    small, weights = head_axis_ops.keep_heads(spec, layer.state_dict(), keep)
     cut = hw.Attention(small).double().eval()
     cut.load_state_dict(weights, strict=True)
     constant = torch.zeros(1, 1, outs, next(iter(means.values())).shape[-1], dtype=torch.float64)

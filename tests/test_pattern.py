@@ -10,12 +10,11 @@ import time
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from headwise import pattern as hp
 from headwise.errors import SpecError
-from headwise.pattern import (
+from headwise.masking import patterns as hp
+from headwise.masking.patterns import (
     PATTERNS_BY_NAME,
     And,
     BigBird,
@@ -518,7 +517,7 @@ def test_nothing_to_draw():
 
 def command(*words, encoding="utf-8"):
     environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
-    call = [sys.executable, "-W", "error", "-m", "headwise.pattern", *words]
+    call = [sys.executable, "-W", "error", "-m", "headwise.masking.patterns", *words]
     return subprocess.run(call, capture_output=True, encoding=encoding, env=environment, check=False)
 
 

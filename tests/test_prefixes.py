@@ -7,17 +7,23 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from cases import check_close
 from headwise.cache import PagePool
-from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference, team
-from headwise.kernels.decoding import PAGED_DECODE_KERNELS
-from headwise.kernels.planning import PLAN_ENTRY_BYTES
-from headwise.kernels.told import KV_BLOCK_SIZE, KV_SPLIT_SIZE, MAX_ROWS_TOGETHER, PagedDecodeArgs, plan_size, num_kv_splits
+from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference, jit
+from headwise.kernels.kv_block_attention import (
+    KV_BLOCK_SIZE,
+    KV_SPLIT_SIZE,
+    MAX_ROWS_TOGETHER,
+    PagedDecodeArgs,
+    num_kv_splits,
+    plan_size,
+)
+from headwise.kernels.paged_decode_kernel import PAGED_DECODE_KERNELS
+from headwise.kernels.split_kv_schedule import PLAN_ENTRY_BYTES
 from test_paged import MODEL, SPECS, begun, built, one_pass, pooled, step
 from test_ragged import by_hand
 
@@ -57,14 +63,23 @@ def planned(table: torch.Tensor, page: int, threads: int = 1) -> list[list[tuple
     (batch, count, _), told = table.shape, array("q", bytes(8 * len(PagedDecodeArgs)))
     most = batch * num_kv_splits(count * page)
     notes = torch.is_full((plan_size(batch, most),), -(10**6))
-    for at, value in ((PagedDecodeArgs.SPANS, table.data_ptr()), (PagedDecodeArgs.BATCH, batch), (PagedDecodeArgs.SPAN_COUNT, count), (PagedDecodeArgs.MAX_SPLITS, most)):
+    for at, value in (
+        (PagedDecodeArgs.SPANS, table.data_ptr()),
+        (PagedDecodeArgs.BATCH, batch),
+        (PagedDecodeArgs.SPAN_COUNT, count),
+        (PagedDecodeArgs.MAX_SPLITS, most),
+    ):
         told[at // 8] = value
     told[PagedDecodeArgs.PLAN // 8], told[PagedDecodeArgs.NUM_WORK_ITEMS // 8] = notes.data_ptr(), threads
-    team.run_in_threads(PAGED_DECODE_KERNELS.function_address("plan"), told.buffer_info()[0], 1)
+    jit.run_in_threads(PAGED_DECODE_KERNELS.function_address("plan"), told.buffer_info()[0], 1)
     listed = notes.tolist()
-    jobs, order = ((told[at // 8] - notes.data_ptr()) // 8 for at in (PagedDecodeArgs.WORK_ITEMS, PagedDecodeArgs.ROW_ORDER))
+    jobs, order = (
+        (told[at // 8] - notes.data_ptr()) // 8 for at in (PagedDecodeArgs.WORK_ITEMS, PagedDecodeArgs.ROW_ORDER)
+    )
     row = listed[order : order + 3 * batch : 3]
-    entries = [listed[n : n + PLAN_ENTRY_BYTES // 8] for n in range(0, 4 * most * PLAN_ENTRY_BYTES // 8, PLAN_ENTRY_BYTES // 8)]
+    entries = [
+        listed[n : n + PLAN_ENTRY_BYTES // 8] for n in range(0, 4 * most * PLAN_ENTRY_BYTES // 8, PLAN_ENTRY_BYTES // 8)
+    ]
     ends = listed[jobs : jobs + told[PagedDecodeArgs.NUM_WORK_ITEMS // 8] + 1]
     read = [(tuple(row[e[0] : e[0] + e[1]]), e[4]) for e in entries[: ends[-1]]]
     return [read[begin:end] for begin, end in pairwise(ends)]
@@ -148,7 +163,13 @@ def tailed(rows: int, shared: int, own: int, page: int = 16) -> torch.Tensor:
 
 def test_a_plan_reads_whole_pieces_together_and_then_each_row_by_itself():
     jobs = planned(tailed(3, 2 * KV_SPLIT_SIZE, 40), 16)
-    assert jobs == [[((0, 1, 2), KV_SPLIT_SIZE)], [((0, 1, 2), KV_SPLIT_SIZE)], [((0,), 40)], [((1,), 40)], [((2,), 40)]]
+    assert jobs == [
+        [((0, 1, 2), KV_SPLIT_SIZE)],
+        [((0, 1, 2), KV_SPLIT_SIZE)],
+        [((0,), 40)],
+        [((1,), 40)],
+        [((2,), 40)],
+    ]
 
 
 def test_a_piece_that_rows_begin_together_is_one_job():
@@ -193,7 +214,10 @@ def test_many_rows_read_in_teams():
 
 def test_teams_are_smaller_where_threads_would_wait():
     """Eight rows of two pieces; and of many, enough for all threads as they are."""
-    sizes = {threads: {len(job[0][0]) for job in planned(tailed(8, KV_SPLIT_SIZE, 9), 16, threads)} for threads in (1, 2, 3, 8)}
+    sizes = {
+        threads: {len(job[0][0]) for job in planned(tailed(8, KV_SPLIT_SIZE, 9), 16, threads)}
+        for threads in (1, 2, 3, 8)
+    }
     assert {threads: max(told) for threads, told in sizes.items()} == {1: 8, 2: 4, 3: 2, 8: 1}
     assert max(len(job[0][0]) for job in planned(tailed(8, 8 * KV_SPLIT_SIZE, 9), 16, 2)) == MAX_ROWS_TOGETHER
 
@@ -235,7 +259,12 @@ def test_rows_that_part_twice_in_a_piece_keep_what_they_read():
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_stands_beside_is_each_rows_own(kind):
     """Biases, a ceiling, sinks and scales of rows that part within a piece, and of several pieces."""
-    table = torch.cat([tailed(3, KV_SPLIT_SIZE + KV_BLOCK_SIZE, 50), tailed(1, 2 * KV_BLOCK_SIZE, KV_SPLIT_SIZE + KV_BLOCK_SIZE + 50 - 2 * KV_BLOCK_SIZE)])
+    table = torch.cat(
+        [
+            tailed(3, KV_SPLIT_SIZE + KV_BLOCK_SIZE, 50),
+            tailed(1, 2 * KV_BLOCK_SIZE, KV_SPLIT_SIZE + KV_BLOCK_SIZE + 50 - 2 * KV_BLOCK_SIZE),
+        ]
+    )
     q, k, v, scales = numbers(table, 16, kind, 8, 2, (16, 21))
     bias = torch.randn(4, 8, table.shape[1] * 16)
     beside = PagedDecodeOptions(bias, torch.randn(8), *scales, softcap=2.0)
@@ -245,12 +274,16 @@ def test_what_stands_beside_is_each_rows_own(kind):
     check_close(o, expected[0], **close)
     check_close(lse, expected[1], **close)
     for row in range(4):
-        assert torch.equal(o[row], attend_paged(q[[row]], k, v, table[[row]], scale=0.3, options=of_row(beside, row))[0][0])
+        assert torch.equal(
+            o[row], attend_paged(q[[row]], k, v, table[[row]], scale=0.3, options=of_row(beside, row))[0][0]
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_threads_change_no_bit(dtype):
-    table = torch.cat([tailed(5, 2 * KV_SPLIT_SIZE + KV_BLOCK_SIZE, 70), tailed(5, 2 * KV_SPLIT_SIZE + KV_BLOCK_SIZE, 70)])
+    table = torch.cat(
+        [tailed(5, 2 * KV_SPLIT_SIZE + KV_BLOCK_SIZE, 70), tailed(5, 2 * KV_SPLIT_SIZE + KV_BLOCK_SIZE, 70)]
+    )
     q, k, v, _ = numbers(table, 16, dtype, 6, 2, (32, 32))
     threads, found = torch.get_num_threads(), []
     try:

@@ -9,7 +9,8 @@ from torch import nn
 
 import headwise as hw
 from cases import check_close
-from headwise import counting, reference
+from headwise import costs
+from headwise.nn import reference
 from headwise.presets import PRESETS
 
 PUBLISHED = "mha gqa mqa mla moh dcmha mohsa collaborative talking diff entmax linear performer longformer bigbird kha"
@@ -33,7 +34,7 @@ def test_a_preset_is_a_spec_like_any_other(name):
     assert len(spec.score_head_of_output) == 8
     assert hw.from_toml(str(spec)) == spec
     layer = hw.Attention(spec)
-    assert counting.count_parameters(spec) == sum(p.numel() for p in layer.parameters())
+    assert costs.count_parameters(spec) == sum(p.numel() for p in layer.parameters())
     assert hw.design(preset=name)
 
 

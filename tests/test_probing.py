@@ -10,9 +10,15 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.heads.probing import ProbeOptions, ProbeCandidates, ProbeSentence, train_attention_probe, word_attention_maps
-from headwise.heads.scene import Example, TokenAnnotations
-from headwise.hub.finding import find_attention
+from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
+from headwise.head_analysis.dependency_syntax import (
+    ProbeCandidates,
+    ProbeOptions,
+    ProbeSentence,
+    train_attention_probe,
+    word_attention_maps,
+)
+from headwise.inspect.attention_sites import find_attention
 from weighed import BERT, built, ids, translator
 
 TEXTS = 40
@@ -22,7 +28,9 @@ def stream(words: list[int]) -> TokenAnnotations:
     """Tokens that are pieces of these words, -1 for none."""
     none = torch.zeros(len(words), dtype=torch.bool)
     word = torch.tensor(words)
-    return TokenAnnotations(torch.arange(len(words)), ("a",) * len(words), word < 0, none, none, word, torch.ones(len(words)))
+    return TokenAnnotations(
+        torch.arange(len(words)), ("a",) * len(words), word < 0, none, none, word, torch.ones(len(words))
+    )
 
 
 def own_maps(net: Any, text: torch.Tensor) -> torch.Tensor:
@@ -58,7 +66,7 @@ def test_maps_of_words_sum_what_is_read_and_average_who_reads(monkeypatch: pytes
             reads, told = ([t for t, word in enumerate(words) if word == one] for one in (i, j))
             wanted[:, i, j] = np.mean([sum(maps[:, t, s] for s in told) for t in reads], 0)
     for cells in (2**24, 3 * 7 * 2):  # all rows at once, and two at a time
-        monkeypatch.setattr("headwise.heads.looking.CELLS", cells)
+        monkeypatch.setattr("headwise.head_analysis.weight_bands.CELLS", cells)
         got = word_attention_maps(net, find_attention(net), Example({"x": text}, {"text": stream(words)}))
         np.testing.assert_allclose(torch.cat(list(got.values())), wanted, rtol=1e-5)
 
@@ -149,7 +157,10 @@ def test_what_cannot_be_probed_is_refused():
     net, scenes = built(BERT), planted(built(BERT), 4, 10)
     for texts, reason in [
         (scenes[:3], "3 texts with arcs leave 1 held out; give at least two"),
-        ([replace(scenes[0], dependencies=[(0, 9, "x")])], r"an arc joins words \(0, 9\), and the tokens have the words 0..6"),
+        (
+            [replace(scenes[0], dependencies=[(0, 9, "x")])],
+            r"an arc joins words \(0, 9\), and the tokens have the words 0..6",
+        ),
         ([replace(scenes[0], streams={"text": stream([-1] * 7)})] * 9, "and the tokens have no words"),
     ]:
         with pytest.raises(ValueError, match=reason):

@@ -10,17 +10,18 @@ import torch
 
 import headwise as hw
 from cut_models import KEEP, KINDS, attention, built, model, scenes
-from headwise import auditing
-from headwise import blueprint as bp
-from headwise.surgery.equality import OutputDifference, build_ablations, compare_reloaded, compare_ablated
-from headwise.surgery.examples import MAX_CONTINUATION_TOKENS
-from headwise.surgery.page import render_proof
-from headwise.surgery.phases import TimingOptions
-from headwise.surgery.proof import write_proof
-from headwise.surgery.proving import ProofOptions, prove
-from headwise.surgery.removing import remove_heads
-from headwise.surgery.savings import compare_cost
-from headwise.surgery.telling import render_summary
+from headwise import model_spec as bp
+from headwise.costs import formula_checks
+from headwise.surgery.attention_replacement import remove_heads
+from headwise.surgery.verification.efficiency import TimingOptions, compare_cost
+from headwise.surgery.verification.model_comparison import (
+    OutputDifference,
+    build_ablations,
+    compare_ablated,
+    compare_reloaded,
+)
+from headwise.surgery.verification.proof import MAX_CONTINUATION_TOKENS, ProofOptions, prove, write_proof
+from headwise.surgery.verification.proof_report import render_proof, render_summary
 
 QUICK = TimingOptions(length=16, steps=2, seconds=0.01)
 
@@ -28,7 +29,9 @@ QUICK = TimingOptions(length=16, steps=2, seconds=0.01)
 def two(kind):
     """A model of this kind, before and after."""
     net = built(model(kind))
-    net.usage = {"encoder": hw.ProcessorSpec(mask=1), "encoder-decoder": hw.ProcessorSpec(begin=(1,), end=(2,))}.get(kind, net.usage)
+    net.usage = {"encoder": hw.ProcessorSpec(mask=1), "encoder-decoder": hw.ProcessorSpec(begin=(1,), end=(2,))}.get(
+        kind, net.usage
+    )
     return net, remove_heads(net, KEEP[kind])
 
 
@@ -80,7 +83,9 @@ def test_where_all_heads_talk_the_proof_says_that_little_was_saved():
         bp.StackSpec.from_blocks("decoder", 24, [bp.BlockSpec(attention(kv=4, modifiers=(hw.TalkingHeads(),)), feed=bp.FeedForwardSpec(31))],
                     embedding=bp.EmbeddingSpec(23)),))  # fmt: skip
     net, keep = built(talking), {"decoder.0.attention": [2]}
-    proof = prove(net, remove_heads(net, keep), scenes("decoder"), ProofOptions("One head was kept.", keep=keep, timing=QUICK))
+    proof = prove(
+        net, remove_heads(net, keep), scenes("decoder"), ProofOptions("One head was kept.", keep=keep, timing=QUICK)
+    )
     assert proof.holds
     assert proof.savings.get_cost("cache, a token").ratio == 1.0
     assert "0 of 192 bytes of every token that is remembered (0.0%)" in proof.savings.summary
@@ -94,7 +99,7 @@ def test_flops_are_what_torch_counts_where_every_pair_is_allowed(kind):
     found, x = compare_cost(*nets, length=11), scenes(kind)[0].inputs["x"]
     x = x if kind == "vision" else torch.zeros(1, 11, dtype=torch.int64)
     for net, said in zip(nets, found.get_cost("forward")[2:], strict=True):
-        with auditing.flop_counter() as counted, torch.no_grad():
+        with formula_checks.flop_counter() as counted, torch.no_grad():
             net(x)
         assert said == counted.get_total_flops()
 
@@ -107,7 +112,7 @@ def test_a_step_and_a_cache_are_what_is_counted_and_held():
         cache = net.cache(batch=1, capacity=13)
         with torch.no_grad():
             net(torch.zeros(1, 12, dtype=torch.int64), cache=cache)
-            with auditing.flop_counter() as counted:
+            with formula_checks.flop_counter() as counted:
                 net(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
         assert flops == counted.get_total_flops()
         assert nbytes == cache.nbytes == 13 * one
@@ -131,7 +136,9 @@ def test_what_a_decoder_reads_of_a_source_is_counted_by_itself():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_proof_of_every_kind_is_whole_and_reads_well(kind, tmp_path):
     net, after = two(kind)
-    how = ProofOptions("Heads were cut.", KEEP[kind], exports={"read again": lambda: after}, timing=QUICK, command="do it | again")
+    how = ProofOptions(
+        "Heads were cut.", KEEP[kind], exports={"read again": lambda: after}, timing=QUICK, command="do it | again"
+    )
     proof = prove(net, after, scenes(kind), how)
     assert proof.holds
     assert len(proof.equal) == 3
@@ -157,7 +164,9 @@ def test_a_proof_of_every_kind_is_whole_and_reads_well(kind, tmp_path):
 def test_layers_before_the_first_cut_agree_wholly():
     net = built(model("decoder", 3))
     keep = {"decoder.1.attention": [0]}
-    proof = prove(net, remove_heads(net, keep), scenes("decoder"), ProofOptions("One head was kept.", keep, timing=QUICK))
+    proof = prove(
+        net, remove_heads(net, keep), scenes("decoder"), ProofOptions("One head was kept.", keep, timing=QUICK)
+    )
     first, second, _ = proof.agreement.layers.values()
     assert first == pytest.approx((1.0, 1.0))
     assert second.mean < 0.999
@@ -198,7 +207,9 @@ def test_an_example_goes_on_from_half_a_text_by_the_likeliest_token():
 def test_an_attention_that_is_gone_altogether_is_proven_too():
     net = built(model("decoder"))
     keep = {"decoder.0.attention": [], "decoder.1.attention": [0, 1]}
-    proof = prove(net, remove_heads(net, keep), scenes("decoder"), ProofOptions("One layer lost all.", keep, timing=QUICK))
+    proof = prove(
+        net, remove_heads(net, keep), scenes("decoder"), ProofOptions("One layer lost all.", keep, timing=QUICK)
+    )
     assert proof.holds
     assert proof.savings.sites["decoder.0.attention"][1] == (0, 0, 0, 0)
     assert "4 -> 0" in render_proof(proof)

@@ -13,16 +13,26 @@ import torch.nn.functional as F
 
 import headwise as hw
 from cut_models import KEEP, KINDS, built, model, scenes
-from headwise.heads.intervals import draw_resamples
-from headwise.heads.objectives import OutputDrift, MaskedTokenLoss
-from headwise.heads.scene import Example
-from headwise.surgery.agreement import AgreementAccumulator
-from headwise.surgery.quality import BOOTSTRAP_RESAMPLES, BOOTSTRAP_SEED, IntervalEstimate, TextCounts, measure_quality, build_metric_row, describe_significance
-from headwise.surgery.removing import remove_heads
-from headwise.surgery.sayings import OutputAndStates
-from headwise.surgery.scores import SCORING_BATCH_SIZE, TranslationPair, _bootstrap_bleu, compare_task_scores
-from headwise.tasks import task
-from headwise.tasks.published import translation_scores
+from headwise.data import task
+from headwise.data.translation import translation_scores
+from headwise.head_analysis.annotated_examples import Example
+from headwise.head_analysis.objectives import MaskedTokenLoss, OutputDrift
+from headwise.head_analysis.resampling import draw_resamples
+from headwise.surgery.attention_replacement import remove_heads
+from headwise.surgery.verification.model_comparison import AgreementAccumulator, OutputAndStates
+from headwise.surgery.verification.quality_metrics import (
+    BOOTSTRAP_RESAMPLES,
+    BOOTSTRAP_SEED,
+    SCORING_BATCH_SIZE,
+    IntervalEstimate,
+    TextCounts,
+    TranslationPair,
+    _bootstrap_bleu,
+    build_metric_row,
+    compare_task_scores,
+    describe_significance,
+    measure_quality,
+)
 
 
 def rendered(net, ids):

@@ -8,11 +8,15 @@ import torch
 import torch.nn.functional as F
 
 from cut_models import KEEP, KINDS, built, model
-from headwise.surgery import speeds as timing
-from headwise.surgery.held import measure_peak_bytes
-from headwise.surgery.phases import TimingOptions, TimedPhase
-from headwise.surgery.removing import remove_heads
-from headwise.surgery.speeds import compare_speed, summarise_rounds
+from headwise.surgery.attention_replacement import remove_heads
+from headwise.surgery.verification import efficiency as timing
+from headwise.surgery.verification.efficiency import (
+    TimedPhase,
+    TimingOptions,
+    compare_speed,
+    measure_peak_bytes,
+    summarise_rounds,
+)
 
 READ = TimedPhase("prefill", "tokens/s", 100, lambda net: lambda: None)
 
@@ -43,7 +47,9 @@ def test_medians_ratios_and_spread_are_those_of_the_rounds():
 
 
 def test_nothing_is_concluded_from_few_rounds_or_from_rounds_far_apart():
-    assert summarise_rounds(READ, np.array([[4.0, 1.0]] * 4), (0, 0)).verdict == "none: 4 rounds in the time, 5 are needed"
+    assert (
+        summarise_rounds(READ, np.array([[4.0, 1.0]] * 4), (0, 0)).verdict == "none: 4 rounds in the time, 5 are needed"
+    )
     wild = np.array([[4.0, 1.0], [6.0, 1.0], [4.0, 1.0], [6.0, 1.5], [4.0, 1.0], [6.0, 1.5]])
     assert summarise_rounds(READ, wild, (0, 0)).verdict == "no verdict: rounds spread 40%, more than 20%"
 

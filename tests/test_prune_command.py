@@ -13,8 +13,8 @@ import headwise as hw
 from commands import refused
 from foreign import ZOO
 from headwise import cli
-from headwise.tasks import task
-from headwise.tasks.vocabulary import Bytes
+from headwise.data import task
+from headwise.data.vocabulary import Bytes
 from weighed import ids
 
 # Texts of bytes that differ, eleven of them; an empty line among them.

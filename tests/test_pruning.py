@@ -10,14 +10,13 @@ import torch
 
 import headwise as hw
 from foreign import ZOO
-from headwise.heads.methods import GradientTimesActivation
+from headwise.head_analysis.importance_methods import GradientTimesActivation
 from headwise.models import Transformer
-from headwise.surgery import HeadRanking, KeepOnePerCluster, KeepTop, DropHeads, PruningPlan, Pool
-from headwise.surgery.plans import list_units
+from headwise.surgery import DropHeads, HeadRanking, KeepOnePerCluster, KeepTop, Pool, PruningPlan
+from headwise.surgery.attention_replacement import get_attention, remove_heads
+from headwise.surgery.head_selection import score_heads
 from headwise.surgery.pruning import prune
-from headwise.surgery.rebuilding import get_attention
-from headwise.surgery.removing import remove_heads
-from headwise.surgery.worths import score_heads
+from headwise.surgery.pruning_plan import list_units
 from scenes import scene
 from test_removing import noisy, said
 from weighed import GPT2, WORDS, built, ids, scenes, translator
@@ -42,7 +41,9 @@ def faint(net: Transformer, heads: list[tuple[str, int]]) -> Transformer:
 FAINT = [("decoder.0.attention", 1), ("decoder.0.attention", 4), ("decoder.1.attention", 0), ("decoder.1.attention", 3)]
 
 
-@pytest.mark.parametrize("by", [HeadRanking(objective="drift"), HeadRanking("michel"), HeadRanking("michel-code")], ids=lambda by: by.method)
+@pytest.mark.parametrize(
+    "by", [HeadRanking(objective="drift"), HeadRanking("michel"), HeadRanking("michel-code")], ids=lambda by: by.method
+)
 def test_heads_that_nobody_hears_go_first(by):
     net = faint(noisy(built(LLAMA)), FAINT)
     done = prune(net, KeepTop(4, by, unit="head"), scenes(net))

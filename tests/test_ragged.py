@@ -7,26 +7,33 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_decode import decoded
 
 import cases
 import headwise as hw
 from cases import EXAMPLES, check_close
-from headwise import counting
-from headwise.backends import BACKENDS, CallSignature, ragged
+from headwise import costs
+from headwise.backends import BACKENDS, CallSignature, ragged_decode
 from headwise.kernels import PagedDecodeOptions, attend_paged, attend_paged_reference
-from headwise.kernels.told import KV_BLOCK_SIZE, KV_SPLIT_SIZE
+from headwise.kernels.kv_block_attention import KV_BLOCK_SIZE, KV_SPLIT_SIZE
 
-ENDS = [KV_BLOCK_SIZE - 1, KV_BLOCK_SIZE, KV_BLOCK_SIZE + 1, KV_SPLIT_SIZE - 1, KV_SPLIT_SIZE, KV_SPLIT_SIZE + 1, 2 * KV_SPLIT_SIZE + 3]
+ENDS = [
+    KV_BLOCK_SIZE - 1,
+    KV_BLOCK_SIZE,
+    KV_BLOCK_SIZE + 1,
+    KV_SPLIT_SIZE - 1,
+    KV_SPLIT_SIZE,
+    KV_SPLIT_SIZE + 1,
+    2 * KV_SPLIT_SIZE + 3,
+]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch):
     """Little work goes to torch's own call: here all of it goes to the kernel."""
-    monkeypatch.setattr(ragged, "MIN_BYTES_BY_DTYPE", dict.fromkeys(ragged.RAGGED_DTYPES, 0))
+    monkeypatch.setattr(ragged_decode, "MIN_BYTES_BY_DTYPE", dict.fromkeys(ragged_decode.RAGGED_DTYPES, 0))
 
 
 def by_hand(q_HK, keys, values, scale, beside=PagedDecodeOptions()):  # noqa: B008 - it is a constant
@@ -265,7 +272,11 @@ def test_packed_documents_do_not_meet_in_a_cache():
     for only in ("dense", "ragged"):
         cache = layer.cache(batch=2, capacity=9)
         layer.backend_name = None
-        layer(x[:, :3], cache=cache, tokens=hw.SequenceInfo.from_batch(x[:, :3], segments=torch.tensor([[0, 0, 1], [0, 0, 0]])))
+        layer(
+            x[:, :3],
+            cache=cache,
+            tokens=hw.SequenceInfo.from_batch(x[:, :3], segments=torch.tensor([[0, 0, 1], [0, 0, 0]])),
+        )
         layer.backend_name = only
         at = hw.SequenceInfo(torch.tensor([[1], [3]]), torch.tensor([[1], [0]]))
         found[only] = layer(x[:, 3:], cache=cache, tokens=at)
@@ -274,20 +285,26 @@ def test_packed_documents_do_not_meet_in_a_cache():
 
 def test_a_step_is_taken_by_whoever_is_measured_to_be_faster(monkeypatch):
     spec = cases.base(kv=2, pattern="causal")
-    monkeypatch.setattr(ragged, "MIN_BYTES_BY_DTYPE", {torch.float32: 2 * 2 * 4 * 8 * 5})
+    monkeypatch.setattr(ragged_decode, "MIN_BYTES_BY_DTYPE", {torch.float32: 2 * 2 * 4 * 8 * 5})
     job = CallSignature(spec, spec.core, single_query=True)
-    assert ragged.is_small_call(job, 1, 4 // 2)
-    assert not ragged.is_small_call(job, 5, 4)
+    assert ragged_decode.is_small_call(job, 1, 4 // 2)
+    assert not ragged_decode.is_small_call(job, 5, 4)
 
 
 def test_why_it_refuses(monkeypatch):
     spec = cases.base(kv=2, pattern="causal")
     job = CallSignature(spec, spec.core, single_query=True)
     assert BACKENDS["ragged"].unsupported_reasons(job) == []
-    assert BACKENDS["ragged"].unsupported_reasons(replace(job, device="cuda")) == ["its kernel is for the CPU, not cuda"]
-    assert BACKENDS["ragged"].unsupported_reasons(replace(job, dtype=torch.float16)) == ["its kernel does not know torch.float16"]
-    assert BACKENDS["ragged"].unsupported_reasons(replace(job, single_query=False)) == ["there is more than one query per row"]
-    monkeypatch.setattr(ragged, "HAS_NUMBA", False)
+    assert BACKENDS["ragged"].unsupported_reasons(replace(job, device="cuda")) == [
+        "its kernel is for the CPU, not cuda"
+    ]
+    assert BACKENDS["ragged"].unsupported_reasons(replace(job, dtype=torch.float16)) == [
+        "its kernel does not know torch.float16"
+    ]
+    assert BACKENDS["ragged"].unsupported_reasons(replace(job, single_query=False)) == [
+        "there is more than one query per row"
+    ]
+    monkeypatch.setattr(ragged_decode, "HAS_NUMBA", False)
     assert BACKENDS["ragged"].unsupported_reasons(job) == ["Numba, which compiles its kernel, is not installed"]
     assert hw.backends.choose_backend(job) is BACKENDS["grouped"]
 
@@ -307,7 +324,7 @@ def test_a_cache_of_8_bits_is_near_and_as_large_as_counted(name):
     full, small = (layer.cache(batch=2, capacity=20, store=store) for store in (None, "int8"))
     expected, y = (decoded(layer, x, (5, 1, 2, 1), cache) for cache in (full, small))
     assert (y - expected).abs().max() <= 0.1 * expected.abs().max().clamp(min=1)
-    counted = counting.cache_bytes(spec, batch=2, capacity=20, bytes_per_number=8, storage="int8")
+    counted = costs.cache_bytes(spec, batch=2, capacity=20, bytes_per_number=8, storage="int8")
     assert small.nbytes == counted == sum(held.nbytes for held in small.entry.values())
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cases import check_close
-from headwise.backends import lines
-from headwise.backends.lines import RoutedWorkItems
-from headwise.kernels.read import gathered_attention
+from headwise.backends import routed_heads
+from headwise.backends.routed_heads import RoutedWorkItems
+from headwise.kernels.flash_attention import gathered_attention
 
 SCALE = 0.4
 
@@ -56,7 +55,7 @@ class Some:
 @pytest.fixture
 def parts(monkeypatch):
     """Keys in parts of their own, be there few or many."""
-    monkeypatch.setattr(lines, "MIN_KEYS_PER_PART", 16)
+    monkeypatch.setattr(routed_heads, "MIN_KEYS_PER_PART", 16)
 
 
 @pytest.mark.parametrize("dim", [1, 15, 16, 17, 64, 67])
@@ -89,7 +88,7 @@ def test_parts_of_keys_are_added_up(kept, parts):
 )
 def test_any_call(sizes, groups, widths, rate, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lines, "MIN_KEYS_PER_PART", 48)
+        patch.setattr(routed_heads, "MIN_KEYS_PER_PART", 48)
         Some(sizes, (*groups, *widths), seed, rate=rate).check_reading()
 
 

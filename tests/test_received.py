@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 
 import headwise as hw
-from headwise.blueprint import BlockSpec, EmbeddingSpec, OutputHeadSpec, ModelSpec, StackSpec
-from headwise.heads import looking
-from headwise.heads.looking import stream_weight_bands
-from headwise.heads.received import AttentionReceived
-from headwise.heads.scene import Example, TokenAnnotations
-from headwise.hub.finding import find_attention
+from headwise.head_analysis import weight_bands
+from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
+from headwise.head_analysis.weight_bands import AttentionReceived, stream_weight_bands
+from headwise.inspect.attention_sites import find_attention
+from headwise.model_spec import BlockSpec, EmbeddingSpec, ModelSpec, OutputHeadSpec, StackSpec
 
 
 def test_columns_are_those_of_all_weights(monkeypatch):
@@ -20,7 +19,7 @@ def test_columns_are_those_of_all_weights(monkeypatch):
     ids, none = torch.arange(13) % 17, torch.zeros(13, dtype=torch.bool)
     scene = Example(ids[None], {"text": TokenAnnotations(ids, ("",) * 13, none, none, none, torch.arange(13), ids)})
     those, received, bands = find_attention(net.eval()), AttentionReceived(), []
-    monkeypatch.setattr(looking, "MAX_CELLS", 3 * 13 * 2)
+    monkeypatch.setattr(weight_bands, "MAX_CELLS", 3 * 13 * 2)
 
     def see(site, block):
         bands.append(site)

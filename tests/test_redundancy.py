@@ -14,14 +14,35 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import headwise as hw
-from headwise.heads import redundancy as module
-from headwise.heads.folds import MAX_FOLDS, FoldedSums
-from headwise.heads.likeness import centred_kernel_alignment, jensen_shannon_divergence, smooth_weights
-from headwise.heads.mapping import cut_clusters, average_linkage, embed_in_plane
-from headwise.heads.nulls import compare_with_null, poisson_test, holm_correction, mantel_test, class_separation_test, expected_pairs_below
-from headwise.heads.redundancy import RedundancyOptions, ComparableHeads, RedundancyResult, measure_redundancy
-from headwise.heads.sampled import OutputReservoir, SampledRows, HeadLocation
-from headwise.heads.twins import make_random_baseline
+from headwise.head_analysis import head_redundancy as module
+from headwise.head_analysis.head_redundancy import (
+    ComparableHeads,
+    RedundancyOptions,
+    RedundancyResult,
+    measure_redundancy,
+)
+from headwise.head_analysis.head_similarity import (
+    HeadLocation,
+    OutputReservoir,
+    SampledRows,
+    average_linkage,
+    centred_kernel_alignment,
+    cut_clusters,
+    embed_in_plane,
+    jensen_shannon_divergence,
+    smooth_weights,
+)
+from headwise.head_analysis.random_baseline import make_random_baseline
+from headwise.head_analysis.resampling import (
+    MAX_FOLDS,
+    FoldedSums,
+    class_separation_test,
+    compare_with_null,
+    expected_pairs_below,
+    holm_correction,
+    mantel_test,
+    poisson_test,
+)
 from scenes import scene, scenes, small
 
 Array = NDArray[np.float64]
@@ -79,7 +100,7 @@ def test_every_pair_as_it_is_defined():
 def test_pairs_in_pieces_are_pairs_at_once(monkeypatch: pytest.MonkeyPatch):
     told = rows(count=11)
     whole = jensen_shannon_divergence(told)
-    monkeypatch.setattr("headwise.heads.likeness.CELLS", 40)
+    monkeypatch.setattr("headwise.head_analysis.head_similarity.CELLS", 40)
     assert torch.allclose(jensen_shannon_divergence(told), whole, atol=1e-12)
 
 
@@ -120,7 +141,9 @@ def test_distances_of_a_model_are_means_over_all_rows(smoothing: str):
 
 def test_sampled_rows_are_near_all_rows_and_inside_their_interval():
     net, texts = small(), scenes(24)
-    whole, some = (only(measure_redundancy(net, texts, options=LIGHT._replace(rows_per_text=count))) for count in (64, 5))
+    whole, some = (
+        only(measure_redundancy(net, texts, options=LIGHT._replace(rows_per_text=count))) for count in (64, 5)
+    )
     pairs = np.triu_indices(8, 1)
     held = (some.low <= whole.distances) & (whole.distances <= some.high)
     assert not np.allclose(some.distances, whole.distances)
@@ -226,14 +249,18 @@ def test_likeness_does_not_see_rotation_scale_or_a_constant(kind: str):
     x = torch.randn(2, 23, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     turn, _ = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64))
     other = torch.stack([x[0] @ turn * 7 + 3, x[1]])
-    torch.testing.assert_close(centred_kernel_alignment(other, kind), centred_kernel_alignment(x, kind), atol=1e-9, rtol=0)
+    torch.testing.assert_close(
+        centred_kernel_alignment(other, kind), centred_kernel_alignment(x, kind), atol=1e-9, rtol=0
+    )
     assert centred_kernel_alignment(torch.stack([x[0], other[0]]), kind)[0, 1].item() == pytest.approx(1.0)
 
 
 def test_without_bias_nothing_shared_is_zero_and_with_it_is_not():
     draw = torch.Generator().manual_seed(0)
     pairs = [torch.randn(2, 12, 8, generator=draw, dtype=torch.float64) for _ in range(150)]
-    linear, unbiased = (np.mean([centred_kernel_alignment(x, kind)[0, 1].item() for x in pairs]) for kind in ("linear", "unbiased"))
+    linear, unbiased = (
+        np.mean([centred_kernel_alignment(x, kind)[0, 1].item() for x in pairs]) for kind in ("linear", "unbiased")
+    )
     assert abs(unbiased) < 0.03 < 0.3 < linear
 
 
@@ -402,7 +429,10 @@ def test_heads_that_all_read_one_place_are_called_redundant():
 
 def test_beside_a_twin():
     net, texts = small(), scenes(6)
-    own, other = (measure_redundancy(each, texts, options=LIGHT, name=name) for each, name in ((net, "own"), (make_random_baseline(net), "fresh")))
+    own, other = (
+        measure_redundancy(each, texts, options=LIGHT, name=name)
+        for each, name in ((net, "own"), (make_random_baseline(net), "fresh"))
+    )
     median = np.median(only(other).distances[np.triu_indices(8, 1)])
     near = len(only(other).similar_pairs)
     assert own.compare_with(other) == (
@@ -447,10 +477,10 @@ def test_models_of_others(name: str):
 
 
 def test_weights_that_are_no_shares_are_left_out_and_said():
-    block = hw.blueprint.BlockSpec(hw.design(model=20, heads=4, pattern="causal"), feed=None)
-    raw = hw.blueprint.BlockSpec(hw.design(model=20, heads=4, pattern="causal", normaliser=hw.Sigmoid()), feed=None)
-    stack = hw.blueprint.StackSpec.from_blocks("decoder", 20, [block, raw], embedding=hw.blueprint.EmbeddingSpec(29))
-    net = hw.build(hw.blueprint.ModelSpec("odd", "decoder", (stack,)), seed=0)
+    block = hw.model_spec.BlockSpec(hw.design(model=20, heads=4, pattern="causal"), feed=None)
+    raw = hw.model_spec.BlockSpec(hw.design(model=20, heads=4, pattern="causal", normaliser=hw.Sigmoid()), feed=None)
+    stack = hw.model_spec.StackSpec.from_blocks("decoder", 20, [block, raw], embedding=hw.model_spec.EmbeddingSpec(29))
+    net = hw.build(hw.model_spec.ModelSpec("odd", "decoder", (stack,)), seed=0)
     with torch.no_grad():
         for parameter in net.get_submodule("decoder.1").parameters():
             parameter.mul_(9)
@@ -483,7 +513,7 @@ def test_little_is_held_however_long_a_text_is(monkeypatch: pytest.MonkeyPatch):
         return original(weights, others)
 
     monkeypatch.setattr(module, "jensen_shannon_divergence", spy)
-    monkeypatch.setattr("headwise.heads.sampled.HELD", 8 * 10 * 30)
+    monkeypatch.setattr("headwise.head_analysis.head_similarity.HELD", 8 * 10 * 30)
     measure_redundancy(small(), [scene([5] * 30), scene([6] * 300)], options=LIGHT)
     assert held == [10, 10, 8, 8]
 

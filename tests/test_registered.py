@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import headwise as hw
 from foreign import LLAMA, LOCAL, WORDS, ZOO, Foreign, run, transformers
-from headwise.hub import registered
-from headwise.hub.finding import find_attention
+from headwise.hub import transformers_backend
+from headwise.inspect.attention_sites import find_attention
 from test_sites import looked, own_weights
 
 LOWEST = torch.finfo(torch.float32).min
@@ -165,8 +165,8 @@ def test_it_is_its_definition(kind: str, queries: int, groups: int):
         told = {key: value for key, value in told.items() if key != "is_causal"}
     o, w = defined(q, k, v, told)
     said = {"attention_mask": None} | told
-    own, nothing = registered.attention_forward(Layer(), q, k, v, **said)
-    again, weights = registered.attention_forward(Layer(), q, k, v, **said, output_attentions=True)
+    own, nothing = transformers_backend.attention_forward(Layer(), q, k, v, **said)
+    again, weights = transformers_backend.attention_forward(Layer(), q, k, v, **said, output_attentions=True)
     assert own.is_contiguous()
     assert torch.allclose(own.double(), o, atol=1e-6)
     assert torch.allclose(again.double(), o, atol=1e-6)
@@ -231,14 +231,14 @@ def test_what_is_only_ahead_needs_no_mask(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_mask_that_was_written_to_is_read():
     q = torch.randn(1, 2, 5, 3, generator=torch.Generator().manual_seed(0))
-    made = registered.make_mask(batch_size=1, q_length=5, kv_length=5)
+    made = transformers_backend.make_mask(batch_size=1, q_length=5, kv_length=5)
     assert made is not None
-    marked, _ = registered.attention_forward(Layer(), q, q, q, made)
-    plain, _ = registered.attention_forward(Layer(), q, q, q, made.clone())
+    marked, _ = transformers_backend.attention_forward(Layer(), q, q, q, made)
+    plain, _ = transformers_backend.attention_forward(Layer(), q, q, q, made.clone())
     assert torch.allclose(marked, plain, atol=1e-6)
     made[..., 1:, 0] = LOWEST
-    written, _ = registered.attention_forward(Layer(), q, q, q, made)
-    same, _ = registered.attention_forward(Layer(), q, q, q, made.clone())
+    written, _ = transformers_backend.attention_forward(Layer(), q, q, q, made)
+    same, _ = transformers_backend.attention_forward(Layer(), q, q, q, made.clone())
     assert torch.equal(written, same)
     assert not torch.allclose(written, marked, atol=1e-3)
 
@@ -305,7 +305,7 @@ def test_what_it_cannot_know_is_refused(kind: str):
     told, why = BAD[kind]
     q, k = torch.zeros(2, 6, 4, 7), torch.zeros(2, 2, 5, 7)
     with pytest.raises(ValueError, match=why):
-        registered.attention_forward(Layer(), q, k, k, **({"attention_mask": None} | told))
+        transformers_backend.attention_forward(Layer(), q, k, k, **({"attention_mask": None} | told))
 
 
 LATER = """
@@ -334,22 +334,22 @@ def test_it_waits_until_an_import_has_come_to_its_end(tmp_path: Path, monkeypatc
     models.write_text("raise ImportError('something is missing')")
     done: list[int] = []
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registered, "MODELS_MODULE", "theirs.models_of_theirs")
-    monkeypatch.setattr(registered, "register_backend", lambda: done.append(len(done)))
+    monkeypatch.setattr(transformers_backend, "MODELS_MODULE", "theirs.models_of_theirs")
+    monkeypatch.setattr(transformers_backend, "register_backend", lambda: done.append(len(done)))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the second text is as old as the first
     for _ in range(2):
-        registered.register_on_import()
-    assert sum(isinstance(finder, registered.TransformersImportHook) for finder in sys.meta_path) == 1
+        transformers_backend.register_on_import()
+    assert sum(isinstance(finder, transformers_backend.TransformersImportHook) for finder in sys.meta_path) == 1
     with pytest.raises(ImportError, match="missing"):
         import_module("theirs.models_of_theirs")
     assert done == []
     models.write_text("said = 3")
     assert import_module("theirs.models_of_theirs").said == 3
     assert done == [0]
-    registered.register_on_import()
+    transformers_backend.register_on_import()
     assert done == [0, 1]
-    assert not any(isinstance(finder, registered.TransformersImportHook) for finder in sys.meta_path)
+    assert not any(isinstance(finder, transformers_backend.TransformersImportHook) for finder in sys.meta_path)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +361,7 @@ def test_transformers_before_5_3_is_left_alone(version: str, taken: bool, monkey
         kept = {name: held for name, held in one._global_mapping.items() if name != "headwise"}
         monkeypatch.setattr(one, "_global_mapping", kept)
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)  # which may stand there anew
-    registered.register_backend()
+    transformers_backend.register_backend()
     assert ["headwise" in one() for one in interfaces] == [taken, taken]
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headwise.hub import registered
+from headwise.hub import transformers_backend
 
 LOWEST = torch.finfo(torch.bfloat16).min
 ROWS, HEADS, GROUPS, DIM = 3, 6, 2, 16
@@ -39,7 +39,7 @@ def test_one_query_reads_what_it_reads_in_double(keys, shown):
     elif shown == "nothing":
         added = torch.is_full((ROWS, 1, 1, keys), LOWEST)
     with torch.no_grad():
-        o, w = registered.attention_forward(nn.Module(), q, k, v, added, scaling=0.3)
+        o, w = transformers_backend.attention_forward(nn.Module(), q, k, v, added, scaling=0.3)
         expected = truth(q, k, v, added if shown != "nothing" else added * 0, 0.3)
         each = HEADS // GROUPS
         theirs = F.scaled_dot_product_attention(
@@ -54,7 +54,7 @@ def test_one_query_reads_what_it_reads_in_double(keys, shown):
 def test_large_scores_leave_numbers():
     q, k, v = drawn(0, ROWS, HEADS, 1, DIM) * 100, drawn(1, ROWS, GROUPS, 9, DIM) * 100, drawn(2, ROWS, GROUPS, 9, DIM)
     with torch.no_grad():
-        o, _ = registered.attention_forward(nn.Module(), q, k, v, None, scaling=1.0)
+        o, _ = transformers_backend.attention_forward(nn.Module(), q, k, v, None, scaling=1.0)
     assert o.isfinite().all()
     assert (o.abs() <= v.abs().max()).all()
 
@@ -71,7 +71,7 @@ def test_no_key_is_repeated_and_no_fused_call_is_made(monkeypatch):
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
     q, k, v = drawn(0, ROWS, HEADS, 1, DIM), drawn(1, ROWS, GROUPS, 9, DIM), drawn(2, ROWS, GROUPS, 9, DIM)
     with torch.no_grad():
-        registered.attention_forward(nn.Module(), q, k, v)
-        registered.attention_forward(nn.Module(), q.float(), k.float(), v.float())
-    registered.attention_forward(nn.Module(), q, k, v)
+        transformers_backend.attention_forward(nn.Module(), q, k, v)
+        transformers_backend.attention_forward(nn.Module(), q.float(), k.float(), v.float())
+    transformers_backend.attention_forward(nn.Module(), q, k, v)
     assert calls == [(ROWS, GROUPS, HEADS // GROUPS, DIM)] * 2

@@ -9,18 +9,27 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise import blueprint as bp
-from headwise.heads.lrp import LayerwiseRelevance, RelevanceForward
-from headwise.heads.relevance import ALPHA, BETA, STABILISER, RelevanceNode, RelevanceTape
-from headwise.heads.scene import Example
-from headwise.heads.weighing import estimate_importance
-from headwise.hub.readable import prepare_inputs
+from headwise import model_spec as bp
+from headwise.head_analysis.annotated_examples import Example
+from headwise.head_analysis.head_importance import estimate_importance
+from headwise.head_analysis.lrp import (
+    ALPHA,
+    BETA,
+    STABILISER,
+    LayerwiseRelevance,
+    RelevanceForward,
+    RelevanceNode,
+    RelevanceTape,
+)
+from headwise.inspect.model_inputs import prepare_inputs
 from weighed import BERT, GPT2, LLAMA, WORDS, built, ids, loud, scenes, translator
 
 
 def labelled(at: str) -> Any:
     """An encoder that says one of five classes of a text."""
-    block = bp.BlockSpec(hw.design(model=12, heads=3), feed=bp.FeedForwardSpec(20, "silu", form="gated"), placement="sandwich")
+    block = bp.BlockSpec(
+        hw.design(model=12, heads=3), feed=bp.FeedForwardSpec(20, "silu", form="gated"), placement="sandwich"
+    )
     stack = bp.StackSpec.from_blocks("encoder", 12, [block] * 2, embedding=bp.EmbeddingSpec(WORDS))
     head = bp.OutputHeadSpec("class", 5, at=at, bias="learned", transform=bp.HeadTransformSpec(7), cap=3.0, scale=0.5)
     return loud(hw.build(bp.ModelSpec("small", "encoder", (stack,), (head,)), seed=0))
@@ -42,7 +51,10 @@ def divided(contributions: np.ndarray, relevance: float) -> np.ndarray:
     positive = sum(c for c in contributions if c > 0)
     negative = sum(c for c in contributions if c < 0)
     return np.array(
-        [relevance * (ALPHA * c / (positive + STABILISER) if c > 0 else BETA * c / (negative - STABILISER)) for c in contributions]
+        [
+            relevance * (ALPHA * c / (positive + STABILISER) if c > 0 else BETA * c / (negative - STABILISER))
+            for c in contributions
+        ]
     )
 
 
@@ -63,7 +75,7 @@ def test_a_linear_map_divides_as_the_rule_says(monkeypatch: pytest.MonkeyPatch):
             wanted[t] += divided(weight[o] * x[t] + bias[o] / 5, told[t, o])
     (wanted,) = scaled([wanted], told.sum())
     for cells in (10, 2**22):  # a token at a time, and all at once
-        monkeypatch.setattr("headwise.heads.relevance.CELLS", cells)
+        monkeypatch.setattr("headwise.head_analysis.lrp.CELLS", cells)
         tape, node = RelevanceTape(), RelevanceNode(torch.from_numpy(x))
         out = tape.linear(node, torch.from_numpy(weight), torch.from_numpy(bias))
         np.testing.assert_allclose(out.value, x @ weight.T + bias)
@@ -190,7 +202,9 @@ def refused(net: Any) -> str:
 
 def one_block(block: bp.BlockSpec, *heads: bp.OutputHeadSpec) -> Any:
     stack = bp.StackSpec.from_blocks("decoder", 12, [block], embedding=bp.EmbeddingSpec(WORDS))
-    return loud(hw.build(bp.ModelSpec("odd", "decoder", (stack,), heads or (bp.OutputHeadSpec("tokens", WORDS),)), seed=0))
+    return loud(
+        hw.build(bp.ModelSpec("odd", "decoder", (stack,), heads or (bp.OutputHeadSpec("tokens", WORDS),)), seed=0)
+    )
 
 
 def test_what_relevance_cannot_follow_is_refused():

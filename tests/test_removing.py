@@ -6,15 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import headwise as hw
 import strategies
-from headwise import blueprint as bp
+from headwise import model_spec as bp
 from headwise.models import Transformer
-from headwise.surgery.rebuilding import AttentionChange, get_attention, replace_attentions, get_attention_parameters
-from headwise.surgery.removing import remove_heads
+from headwise.surgery.attention_replacement import (
+    AttentionChange,
+    get_attention,
+    get_attention_parameters,
+    remove_heads,
+    replace_attentions,
+)
 from weighed import BERT, GPT2, LLAMA, WORDS, built, ids, loud, scenes, translator
 
 T5 = {
@@ -27,8 +31,12 @@ PLACEMENTS = ("pre", "post", "after", "sandwich", "parallel", "abreast")
 def stacked(spec: hw.AttentionSpec, placement: str, scale: float = 1.0, layers: int = 2) -> Transformer:
     """A model of layers with this attention."""
     block = bp.BlockSpec(spec, feed=bp.FeedForwardSpec(11), placement=placement, scale=scale)
-    stack = bp.StackSpec.from_blocks("decoder", spec.model, [block] * layers, embedding=bp.EmbeddingSpec(WORDS), norm=bp.NormSpec())
-    return loud(hw.build(bp.ModelSpec("small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", WORDS),)), seed=0), 2.0)
+    stack = bp.StackSpec.from_blocks(
+        "decoder", spec.model, [block] * layers, embedding=bp.EmbeddingSpec(WORDS), norm=bp.NormSpec()
+    )
+    return loud(
+        hw.build(bp.ModelSpec("small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", WORDS),)), seed=0), 2.0
+    )
 
 
 def noisy(net: Transformer) -> Transformer:
@@ -61,7 +69,7 @@ def check_cut(net: Transformer, keep: dict[str, Any]) -> Transformer:
         silent = said(net)
     torch.testing.assert_close(said(small), silent, rtol=1e-9, atol=1e-9)
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
-    assert sum(p.numel() for p in small.parameters()) == hw.counting.count_parameters(small.described)
+    assert sum(p.numel() for p in small.parameters()) == hw.costs.count_parameters(small.described)
     assert not {p.data_ptr() for p in small.parameters()} & {p.data_ptr() for p in net.parameters()}
     return small
 
@@ -135,7 +143,9 @@ def test_a_vector_takes_the_place_of_what_went():
     small = remove_heads(net, {"decoder.0.attention": (0, 2), "decoder.1.attention": ()}, means)
     specs = dict(small.described.attention_specs())
     assert specs["decoder.0.attention"].merge.bias == "o"
-    assert torch.equal(get_attention_parameters(small, "decoder.0.attention")["output.o_bias"], means["decoder.0.attention"])
+    assert torch.equal(
+        get_attention_parameters(small, "decoder.0.attention")["output.o_bias"], means["decoder.0.attention"]
+    )
     assert torch.equal(small.state_dict()["decoder.1.attention.constant"], means["decoder.1.attention"])
 
 

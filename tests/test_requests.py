@@ -12,11 +12,11 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
 import headwise as hw
-from headwise import blueprint as bp
+from headwise import model_spec as bp
 from headwise.cli import main
-from headwise.counting import here
-from headwise.counting.devices import Device
-from headwise.engine.report import Predicted, Spread
+from headwise.costs import roofline
+from headwise.costs.roofline import Device
+from headwise.serving.metrics import Predicted, Spread
 
 LETTERS = "<>abcdefghijk"
 
@@ -25,7 +25,7 @@ LETTERS = "<>abcdefghijk"
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine, as if it had been measured."""
     rates = {"fp32": 1e11, "bf16": 1e11, "fp16": 1e11}
-    monkeypatch.setattr(here, "get_this_machine", lambda: Device("here", "this machine", rates, 1e10, 1e10, "cpu"))
+    monkeypatch.setattr(roofline, "get_this_machine", lambda: Device("here", "this machine", rates, 1e10, 1e10, "cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +172,14 @@ def test_the_prediction_is_the_price_of_every_step(net):
     serving = hw.ServingCost(net.described, device, hw.NumberFormats("fp32"))
     report = engine.report()
     # Row one answers at lengths 17 .. 24; row two, a step later, at 17 .. 19.
-    steps = [serving.mixed_step(hw.RequestBatch.from_lengths([17]), 16), serving.mixed_step(hw.RequestBatch.from_lengths([18, 17]), 16)]
-    steps += [serving.decode_step(hw.RequestBatch.from_lengths(lengths)) for lengths in ([19, 18], [20, 19], [21], [22], [23], [24])]
+    steps = [
+        serving.mixed_step(hw.RequestBatch.from_lengths([17]), 16),
+        serving.mixed_step(hw.RequestBatch.from_lengths([18, 17]), 16),
+    ]
+    steps += [
+        serving.decode_step(hw.RequestBatch.from_lengths(lengths))
+        for lengths in ([19, 18], [20, 19], [21], [22], [23], [24])
+    ]
     assert [(step.rows, step.context) for step in report.steps] == [
         (1, 17), (2, 35), (2, 37), (2, 39), (1, 21), (1, 22), (1, 23), (1, 24)
     ]  # fmt: skip

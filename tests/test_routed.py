@@ -89,7 +89,7 @@ def test_a_grouped_layer_is_converted_without_a_weight():
     start = hw.design(model=20, heads=8, dim=6, kv=2, pattern="causal()", modifiers=(hw.Rotary(),))
     trained = cases.layer(start)
     spec = cases.normal(start, modifiers=(*start.modifiers, hw.Routed(always=4, active=2, router="norm")))
-    assert hw.counting.count_parameters(spec) == hw.counting.count_parameters(start)
+    assert hw.costs.count_parameters(spec) == hw.costs.count_parameters(start)
     layer = hw.Attention(spec).double().eval()
     missing = layer.load_state_dict(trained.state_dict(), strict=False).missing_keys
     assert sorted(missing) == ["routed.asker", "routed.slot"]
@@ -205,7 +205,7 @@ def test_a_cut_head_is_still_asked():
     """Cut the head that would win: the others are silent where it was chosen, as if it had only been silenced."""
     layer = cases.layer(base(modifiers=(hw.Routed(2, 1, router="norm"),)))
     x, _ = cases.tensors(layer.spec)
-    small, weights = hw.axes.keep_heads(layer.spec, layer.state_dict(), [1, 3, 4])
+    small, weights = hw.nn.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [1, 3, 4])
     assert small.heads.q == 6
     assert len(small.speaks) == 3
     cut = hw.Attention(small).double().eval()

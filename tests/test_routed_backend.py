@@ -7,26 +7,28 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_counts import torch_counts
 
 import cases
 import headwise as hw
 from cases import base, check_close
-from headwise import counting
-from headwise.backends import BACKENDS, CoreSteps, CoreInputs, CallSignature, lines, routed, speaking
-from headwise.terms import QueryContext, CallSize
-from headwise.tokens import AttentionMask, SequenceInfo
+from headwise import costs
+from headwise.backends import BACKENDS, CallSignature, CoreInputs, CoreSteps, routed_heads
+from headwise.interfaces.core_types import CallSize, QueryContext
+from headwise.masking.sequence_info import AttentionMask, SequenceInfo
 
 HALF = (hw.Routed(always=0, active=3),)
-WAYS = {"units": routed.COMPUTE_DTYPES, "chunks": ()}  # numbers that the kernel reads for; torch's calls read for others
+WAYS = {
+    "units": routed_heads.COMPUTE_DTYPES,
+    "chunks": (),
+}  # numbers that the kernel reads for; torch's calls read for others
 
 
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
     """Each of the two ways in which heads that speak are read."""
-    monkeypatch.setattr(routed, "COMPUTE_DTYPES", WAYS[request.param])
+    monkeypatch.setattr(routed_heads, "COMPUTE_DTYPES", WAYS[request.param])
     return request.param
 
 
@@ -42,7 +44,10 @@ class Call:
             return torch.randn(batch, count, heads, 4, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
 
         self.q, self.k, self.v = some(queries, 6), some(keys, kv), some(keys, kv)
-        self.asks, self.told = SequenceInfo.contiguous(keys - queries, queries, "cpu"), SequenceInfo.contiguous(0, keys, "cpu")
+        self.asks, self.told = (
+            SequenceInfo.contiguous(keys - queries, queries, "cpu"),
+            SequenceInfo.contiguous(0, keys, "cpu"),
+        )
         self.way = some(queries, 6).detach()
 
     def attend(self, opened: torch.Tensor) -> torch.Tensor:
@@ -52,7 +57,9 @@ class Call:
         asked = QueryContext(self.q, self.q, 0.5, self.asks)
         gate = opened.to(self.q.dtype)[..., None]
         given = CoreInputs(self.q, self.k, self.v, asked, {}, {}, (gate,))
-        return gate * routed.attend(job, AttentionMask(self.asks, self.told, self.spec.pattern), given, bound, None)
+        return gate * routed_heads.attend(
+            job, AttentionMask(self.asks, self.told, self.spec.pattern), given, bound, None
+        )
 
     def expected(self, opened: torch.Tensor) -> torch.Tensor:
         """Every pair, from the definition."""
@@ -125,7 +132,7 @@ def test_whoever_speaks_when(pattern, kind, way):
 )
 def test_any_length_and_load(queries, more, rates, kv, pattern, seed, way):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routed, "COMPUTE_DTYPES", WAYS[way])
+        patch.setattr(routed_heads, "COMPUTE_DTYPES", WAYS[way])
         Call(pattern, (1, queries, queries + more), kv).check_reading(some_open(1, queries, rates, seed))
 
 
@@ -243,7 +250,7 @@ def test_under_autocast():
 def said(modifiers, **more) -> str:
     words = {name: more.pop(name) for name in ("normaliser", "vdim", "pattern") if name in more}
     spec = base(**({"pattern": "causal()", "modifiers": modifiers} | words))
-    return "; ".join(routed.unsupported_reasons(CallSignature(spec, spec.core, **more)))
+    return "; ".join(routed_heads.unsupported_reasons(CallSignature(spec, spec.core, **more)))
 
 
 def test_it_takes_what_it_can():
@@ -278,7 +285,7 @@ def test_what_it_cannot_is_refused(modifiers, more, reason):
 
 def test_heads_that_are_joined_need_those_that_are_shut():
     spec = base(pattern="causal()", modifiers=(hw.DifferentialV2(), hw.Routed(always=1, active=1)))
-    assert "joined before the gates" in "; ".join(routed.unsupported_reasons(CallSignature(spec, spec.core)))
+    assert "joined before the gates" in "; ".join(routed_heads.unsupported_reasons(CallSignature(spec, spec.core)))
 
 
 def test_it_is_the_first_choice():
@@ -309,27 +316,31 @@ def test_it_spends_what_torch_counts(count, pattern, monkeypatch, way):
     layer = cases.layer(spec, torch.float32, "routed")
     gate = evenly(spec, count).float()[..., None]
     monkeypatch.setattr(layer, "_opened", lambda asked, probe: [gate])
-    work = counting.self_attention_work(spec, batch=1, queries=count)
+    work = costs.self_attention_work(spec, batch=1, queries=count)
     router = 2 * count * spec.model * 6
-    core = routed.executed_flops(CallSignature(spec, spec.core), work)
-    assert torch_counts(layer, torch.randn(1, count, 10)) == counting.executed_flops(spec, work, core) - router
+    core = routed_heads.executed_flops(CallSignature(spec, spec.core), work)
+    assert torch_counts(layer, torch.randn(1, count, 10)) == costs.executed_flops(spec, work, core) - router
 
 
 @pytest.mark.parametrize("routing", [(0, 3), (2, 2), (1, 1)])
 def test_what_is_spent_is_near_what_is_drawn(routing, way):
     spec = hw.design(model=10, heads=6, dim=4, pattern="causal", modifiers=(hw.Routed(*routing),))
     work = CallSize(1, 2048, 2048, 2048)
-    expected = routed.executed_flops(CallSignature(spec, spec.core), work)
+    expected = routed_heads.executed_flops(CallSignature(spec, spec.core), work)
     always, active = routing
     scores = torch.rand(1, 2048, 6, generator=torch.Generator().manual_seed(3))
     scores[..., :always] = 2.0
     opened = torch.zeros(1, 2048, 6, dtype=torch.bool).scatter(-1, scores.topk(always + active).indices, True)
     at = SequenceInfo.contiguous(0, 2048, "cpu")
-    reading = speaking.KeyVisibility(AttentionMask(at, at, spec.pattern), torch.float32)
+    reading = routed_heads.KeyVisibility(AttentionMask(at, at, spec.pattern), torch.float32)
     if way == "units":
-        formed = lines.RoutedWorkItems.from_open_heads(opened, 6, reading.key_ranges(2048), 2048).num_pairs
+        formed = routed_heads.RoutedWorkItems.from_open_heads(opened, 6, reading.key_ranges(2048), 2048).num_pairs
     else:
-        pieces = [(pack, piece) for pack in speaking.pack_open_queries(opened, 6, True) for piece in reading.forward_rectangles(pack)]
+        pieces = [
+            (pack, piece)
+            for pack in routed_heads.pack_open_queries(opened, 6, True)
+            for piece in reading.forward_rectangles(pack)
+        ]
         formed = sum(len(pack.heads) * math.prod(max(s.stop - s.start, 0) for s in piece[:2]) for pack, piece in pieces)
     made = spec.core.flops(formed) // 6
     assert 0.99 * expected <= made <= 1.2 * expected

@@ -19,10 +19,10 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 
 import headwise as hw
-from headwise import blueprint as bp
+from headwise import model_spec as bp
 from headwise.cli import main
-from headwise.tasks import published, small, task
-from headwise.tasks.vocabulary import Bytes
+from headwise.data import synthetic_task, task, translation
+from headwise.data.vocabulary import Bytes
 
 LINES = ["<zh>20 November 2026", "<iso>3 May 1999", "<en>1999-05-03", "<en>2026-11-20", "<iso>7 June 1985"]
 Run = Callable[..., tuple[int, str, str]]
@@ -53,7 +53,9 @@ def jittered(net: hw.Transformer) -> hw.Transformer:
 def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as `headwise train dates` leaves it, with less learnt."""
     torch.manual_seed(0)
-    described = small.translator("dates", task("dates").model().heads[0].outputs, small.Shape(16, 2, 1, 32))
+    described = synthetic_task.translator(
+        "dates", task("dates").model().heads[0].outputs, synthetic_task.Shape(16, 2, 1, 32)
+    )
     net, folder = jittered(hw.build(described, seed=0)), tmp_path_factory.mktemp("dates")
     net.usage = task("dates").usage
     hw.save(net, folder)
@@ -176,13 +178,13 @@ def test_translations_are_scored(run: Run, translator: Path, tmp_path: Path):
     references.write_text("\n".join([*wanted, ""]))
     lines = [LINES[0], "", LINES[2]]
     answers = [said(translator, LINES[0]), "", said(translator, LINES[2])]
-    expected = published.translation_scores(answers, wanted)
+    expected = translation.translation_scores(answers, wanted)
     code, out, err = run(translator, "--score", references, *short, stdin=lines)
     assert (code, out.splitlines()) == (0, answers)
     assert err.splitlines()[0].startswith(f"BLEU {expected.bleu:6.2f}   nrefs:1")
     assert err.splitlines()[1].startswith(f"chrF {expected.chrf:6.2f}   nrefs:1")
     code, out, _ = run(translator, "--score", references, "--json", "--score-tokenize", "zh", *short, stdin=lines)
-    told = published.translation_scores(answers, wanted, "zh")
+    told = translation.translation_scores(answers, wanted, "zh")
     assert json.loads(out)["scores"] == {name: getattr(told, name) for name in vars(told)}
     code, out, err = run(translator, "--score", references, *short, stdin=lines[:2])
     assert (code, out.splitlines()) == (2, answers[:2])
@@ -299,7 +301,9 @@ def words() -> str:
 
 def reader(folder: Path, head: bp.OutputHeadSpec, **usage: Any) -> Path:
     block = bp.BlockSpec(hw.design(model=12, heads=3), feed=bp.FeedForwardSpec(17))
-    stack = bp.StackSpec.from_blocks("encoder", 12, [block], embedding=bp.EmbeddingSpec(7, positions=bp.PositionSpec("learned", 9)))
+    stack = bp.StackSpec.from_blocks(
+        "encoder", 12, [block], embedding=bp.EmbeddingSpec(7, positions=bp.PositionSpec("learned", 9))
+    )
     net = jittered(hw.build(bp.ModelSpec("reader", "encoder", (stack,), (head,)), seed=0))
     net.usage = hw.ProcessorSpec(tokenizer=words(), **usage)
     hw.save(net, folder)

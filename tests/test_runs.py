@@ -15,13 +15,13 @@ import torch
 
 import headwise as hw
 from headwise import files
-from headwise.errors import TrainingDiverged, SpecError
+from headwise.data import Batch
+from headwise.errors import SpecError, TrainingDiverged
 from headwise.files import read_lines
 from headwise.models import load, save
-from headwise.tasks import Batch
-from headwise.training import TrainingCheckpoint, CheckpointFolder, checkpoint, train
+from headwise.training import CheckpointFolder, TrainingCheckpoint, checkpoint, train
 from headwise.training.evaluation import TaskEvaluator
-from headwise.training.interrupts import InterruptGuard
+from headwise.training.loop import InterruptGuard
 from learning import Answered, Echo, quick
 
 STOCHASTIC = {"dropout": 0.1, "accumulate": 5}  # so that what is drawn has to go on where it stood
@@ -114,7 +114,9 @@ def test_a_model_that_is_given_goes_on_from_its_weights(tmp_path: Path):
     net = hw.build(Echo().model(), seed=5)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     train(Echo(), net, quick(steps=1, keep=9), out=tmp_path)
-    check_same(checkpoint.read_checkpoint(tmp_path / "checkpoint" / "0000000000.safetensors").tensors_of_kind("model"), before)
+    check_same(
+        checkpoint.read_checkpoint(tmp_path / "checkpoint" / "0000000000.safetensors").tensors_of_kind("model"), before
+    )
 
 
 # --- going on ------------------------------------------------------------------------------------------
@@ -295,9 +297,9 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path, task: Echo, told
 
 
 def test_a_model_of_a_smaller_vocabulary_is_refused(tmp_path: Path):
-    text = hw.blueprint.to_toml(Echo().model()).replace("11", "7")
+    text = hw.model_spec.to_toml(Echo().model()).replace("11", "7")
     with pytest.raises(SpecError, match="the table of decoder has 7 rows, the task tells 11 ids apart"):
-        train(Echo(), hw.blueprint.from_toml(text), quick(), tmp_path)
+        train(Echo(), hw.model_spec.from_toml(text), quick(), tmp_path)
 
 
 class Spelt(Echo):
@@ -307,9 +309,9 @@ class Spelt(Echo):
 
 
 def test_a_model_of_a_larger_vocabulary_than_a_tokenizer_is_refused(tmp_path: Path):
-    text = hw.blueprint.to_toml(Echo().model()).replace("11", "13")
+    text = hw.model_spec.to_toml(Echo().model()).replace("11", "13")
     with pytest.raises(SpecError, match="the table of decoder has 13 rows, the task's tokenizer 11 tokens; give it 11"):
-        train(Spelt(), hw.blueprint.from_toml(text), quick(), tmp_path)
+        train(Spelt(), hw.model_spec.from_toml(text), quick(), tmp_path)
 
 
 def test_words_are_known(tmp_path: Path):

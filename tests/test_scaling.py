@@ -16,13 +16,10 @@ import torch
 
 import headwise as hw
 from headwise import backends, cli
-from headwise.benching import around, growing, scaling
-from headwise.benching.case import BenchmarkCase
-from headwise.benching.fits import SpeedCrossover, find_crossings, fastest_by_size, fit_power_law
-from headwise.benching.limits import LastLevelCache, MachineLimits
-from headwise.benching.rows import CaseTimer
-from headwise.benching.scaling import ScalingReport
-from headwise.benching.turns import TimingPace
+from headwise.bench import runner, session
+from headwise.bench.benchmark_case import BenchmarkCase, TimingPace
+from headwise.bench.runner import ScalingReport, SpeedCrossover, fastest_by_size, find_crossings, fit_power_law
+from headwise.bench.session import CaseTimer, LastLevelCache, MachineLimits
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SIZES = (64, 128, 256, 512, 1024, 2048)
@@ -85,21 +82,25 @@ class Clock:
 def faked(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> CaseTimer:
     """A machine on which everybody takes 0.1 microseconds for each pair of tokens, composed ten times as long."""
 
-    def made(kind: str, spec: hw.AttentionSpec, size: growing.CallSize, names: list[str]) -> BenchmarkCase:
+    def made(kind: str, spec: hw.AttentionSpec, size: runner.CallSize, names: list[str]) -> BenchmarkCase:
         each = 1e-7 * size.tokens**2 * size.heads * size.rows * size.layers / 8
         runs = {name: clock.run(each * (10 if name == "composed" else 1)) for name in names}
         first, *rest = names
         return BenchmarkCase(kind, runs[first], {name: runs[name] for name in rest})
 
-    monkeypatch.setattr(growing, "_scaling_case", made)
-    return CaseTimer(TimingPace(min_sample_seconds=0.0, min_samples=3, max_samples=3), MachineLimits(LastLevelCache(2**10, True)), clock)
+    monkeypatch.setattr(runner, "_scaling_case", made)
+    return CaseTimer(
+        TimingPace(min_sample_seconds=0.0, min_samples=3, max_samples=3),
+        MachineLimits(LastLevelCache(2**10, True)),
+        clock,
+    )
 
 
 def test_every_axis_grows_and_who_is_slow_is_asked_no_more(monkeypatch: pytest.MonkeyPatch):
     kind = "plain heads, causal"
-    points = list(growing.measure_scaling(faked(Clock(), monkeypatch), kind))
+    points = list(runner.measure_scaling(faked(Clock(), monkeypatch), kind))
     at = {(point["axis"], point["at"]): point["seconds"] for point in points}
-    assert {axis for axis, _ in at} == set(growing.SCALING_AXES)
+    assert {axis for axis, _ in at} == set(runner.SCALING_AXES)
     assert set(at["tokens", 64]) == {"tiled", "sdpa", "composed", "dense", "halves"}
     assert "composed" not in at["tokens", 1024]  # at 512 it took 0.26 seconds
     assert "flex" in at["tokens", 512]  # it compiles, and has three shapes
@@ -116,17 +117,17 @@ def test_every_axis_grows_and_who_is_slow_is_asked_no_more(monkeypatch: pytest.M
 
 def test_who_fails_is_named_and_asked_no_more(monkeypatch: pytest.MonkeyPatch):
     clock = Clock()
-    bench, made = faked(clock, monkeypatch), growing._scaling_case
+    bench, made = faked(clock, monkeypatch), runner._scaling_case
 
     def broken() -> Any:
         raise ValueError("too many values")
 
-    def worse(kind: str, spec: hw.AttentionSpec, size: growing.CallSize, names: list[str]) -> BenchmarkCase:
+    def worse(kind: str, spec: hw.AttentionSpec, size: runner.CallSize, names: list[str]) -> BenchmarkCase:
         case = made(kind, spec, size, names)
         return replace(case, ours=broken) if names[0] == "tiled" else case
 
-    monkeypatch.setattr(growing, "_scaling_case", worse)
-    points = list(growing.measure_scaling(bench, "plain heads, causal"))
+    monkeypatch.setattr(runner, "_scaling_case", worse)
+    points = list(runner.measure_scaling(bench, "plain heads, causal"))
     assert points[0]["absent"] == {"tiled": "ValueError: too many values"}
     assert points[0]["seconds"] == {}
     assert set(points[1]["seconds"]) == {"sdpa", "composed", "dense", "halves"}
@@ -136,19 +137,23 @@ def test_who_fails_is_named_and_asked_no_more(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_gradients_are_measured_along_tokens_alone(monkeypatch: pytest.MonkeyPatch):
-    points = list(growing.measure_scaling(faked(Clock(), monkeypatch), "plain heads, causal, with gradients"))
+    points = list(runner.measure_scaling(faked(Clock(), monkeypatch), "plain heads, causal, with gradients"))
     assert {point["axis"] for point in points} == {"tokens"}
 
 
-@pytest.mark.parametrize("kind", growing.SCALING_LAYERS)
+@pytest.mark.parametrize("kind", runner.SCALING_LAYERS)
 def test_backends_run_the_same_layer(kind: str, monkeypatch: pytest.MonkeyPatch):
     """Every backend that takes a kind of layer gives the same, gradients too; and again, when a cache begins anew."""
-    size = growing.CallSize(tokens=37, heads=4, rows=2, layers=2)
-    spec = growing.design_layer(kind, size)
-    names = [name for name, said in growing.unsupported_reasons(kind, spec).items() if not said and name != growing.COMPILED_BACKEND]
+    size = runner.CallSize(tokens=37, heads=4, rows=2, layers=2)
+    spec = runner.design_layer(kind, size)
+    names = [
+        name
+        for name, said in runner.unsupported_reasons(kind, spec).items()
+        if not said and name != runner.COMPILED_BACKEND
+    ]
     assert len(names) >= 2
-    case = growing._scaling_case(kind, spec, size, names)
-    for _ in range(2 if not growing.SCALING_LAYERS[kind].single_query else 19):
+    case = runner._scaling_case(kind, spec, size, names)
+    for _ in range(2 if not runner.SCALING_LAYERS[kind].single_query else 19):
         ours = case.ours()
         for name, peer in case.peers.items():
             theirs = peer()
@@ -158,8 +163,8 @@ def test_backends_run_the_same_layer(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_cache_begins_anew(monkeypatch: pytest.MonkeyPatch):
-    kind, size = "one query, heads in fours", growing.CallSize(tokens=32, heads=4)
-    run = growing._layer_run(growing.SCALING_LAYERS[kind], growing.design_layer(kind, size), size, "dense")
+    kind, size = "one query, heads in fours", runner.CallSize(tokens=32, heads=4)
+    run = runner._layer_run(runner.SCALING_LAYERS[kind], runner.design_layer(kind, size), size, "dense")
     said = [run() for _ in range(33)]
     assert torch.equal(said[0], said[16])
     assert torch.equal(said[0], said[32])
@@ -168,8 +173,8 @@ def test_a_cache_begins_anew(monkeypatch: pytest.MonkeyPatch):
 
 def test_every_backend_is_measured_by_some_kind():
     measured = {
-        name for kind in growing.SCALING_LAYERS
-        for name, said in growing.unsupported_reasons(kind, growing.design_layer(kind, growing.CallSize())).items() if not said
+        name for kind in runner.SCALING_LAYERS
+        for name, said in runner.unsupported_reasons(kind, runner.design_layer(kind, runner.CallSize())).items() if not said
     }  # fmt: skip
     assert measured == set(backends.BACKENDS) - {"paged"}  # it is for pages, which the bench has rows of
 
@@ -183,8 +188,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
             yield {"kind": kind, "axis": "tokens", "at": at, "seconds": {"sdpa": at / 1e6, "dense": at**2 / 1e9},
                    "spread": {}, "runs": "sdpa", "absent": {}, "differs": {}}  # fmt: skip
 
-    monkeypatch.setattr(scaling, "measure_scaling", measured)
-    monkeypatch.setattr(around, "describe_machine", lambda limits, threads: MACHINE)
+    monkeypatch.setattr(runner, "measure_scaling", measured)
+    monkeypatch.setattr(session, "describe_machine", lambda limits, threads: MACHINE)
 
 
 def test_the_command_prints_a_table_and_json(capsys, quick, tmp_path: Path):
@@ -220,8 +225,8 @@ def test_bad_input_is_one_line(capsys, quick, argv: tuple[str, ...], said: str):
 def test_kinds_of_layers_are_listed(capsys):
     assert cli.main(["bench", "--scaling", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [kind for line, kind in zip(lines, growing.SCALING_LAYERS, strict=True) if line.startswith(f"{kind}  ")] == [
-        *growing.SCALING_LAYERS
+    assert [kind for line, kind in zip(lines, runner.SCALING_LAYERS, strict=True) if line.startswith(f"{kind}  ")] == [
+        *runner.SCALING_LAYERS
     ]
     assert max(map(len, lines)) <= 80
 
@@ -231,10 +236,12 @@ def test_the_pages_say_what_was_measured(monkeypatch: pytest.MonkeyPatch, quick,
     monkeypatch.delitem(sys.modules, "bench_pages", raising=False)
     import bench_pages
 
-    scaling.run_scaling("plain", output_folder=tmp_path)
+    runner.run_scaling("plain", output_folder=tmp_path)
     monkeypatch.setattr(bench_pages, "SCALED", tmp_path / "scaling.json")
     said = bench_pages.scales()
-    assert f"Chosen: `sdpa`, `tiled` from {backends.tiled.MIN_KEYS} tokens on. Measured: `sdpa` overtakes `dense`" in said
+    assert (
+        f"Chosen: `sdpa`, `tiled` from {backends.tiled.MIN_KEYS} tokens on. Measured: `sdpa` overtakes `dense`" in said
+    )
     assert "overtakes `dense` at 1,000 tokens." in said
     assert "| 64 | 64.0 us | **4.1 us** |" in said
     for name in backends.BACKENDS:

@@ -6,22 +6,30 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import headwise as hw
 from headwise import cli
-from headwise.counting.allocators import CacheAllocator, RequestBatch, kv_cache_bytes
-from headwise.counting.asking import RequestChunk, chunk_cost, flops_by_part
-from headwise.counting.capacity import MemoryDemand, parse_bytes, max_context, max_requests
-from headwise.counting.devices import Device, NumberFormats
-from headwise.counting.intensity import DecodeLayer
-from headwise.counting.layers import AttentionGroup, WeightMatrixGroup, group_matrices
-from headwise.counting.lengths import parse_lengths
-from headwise.counting.pricing import estimate_cost
-from headwise.counting.serving import ServingCost
-from headwise.counting.throughput import ThroughputReport
-from headwise.counting.verdict import check_memory_fit
+from headwise.costs.cost_report import estimate_cost
+from headwise.costs.kv_cache_memory import (
+    AttentionGroup,
+    CacheAllocator,
+    RequestBatch,
+    WeightMatrixGroup,
+    group_matrices,
+    kv_cache_bytes,
+    parse_lengths,
+)
+from headwise.costs.roofline import Device, NumberFormats
+from headwise.costs.serving_capacity import (
+    MemoryDemand,
+    ThroughputReport,
+    check_memory_fit,
+    max_context,
+    max_requests,
+    parse_bytes,
+)
+from headwise.costs.serving_cost import DecodeLayer, RequestChunk, ServingCost, chunk_cost, flops_by_part
 from headwise.families import read_model_spec
 from test_allocators import LLAMA3, gemma_3_1b
 
@@ -68,7 +76,10 @@ def test_a_beginning_that_rows_share_is_read_once():
         assert [one.flops for one in together.core_operations] == [one.flops for one in apart.core_operations]
         assert [one.moved for one in apart.core_operations] == [32 * (29000 * each + 4 * brought)]
         assert [one.moved for one in together.core_operations] == [32 * ((29000 - 3 * once) * each + 4 * brought)]
-    assert ServingCost(LLAMA, H200).mixed_step(rows, 4, past=9).core_operations[0] == ServingCost(LLAMA, H200).decode_step(rows).core_operations[0]
+    assert (
+        ServingCost(LLAMA, H200).mixed_step(rows, 4, past=9).core_operations[0]
+        == ServingCost(LLAMA, H200).decode_step(rows).core_operations[0]
+    )
 
 
 def test_of_a_shared_beginning_only_what_windows_reach_is_read():
@@ -80,7 +91,10 @@ def test_of_a_shared_beginning_only_what_windows_reach_is_read():
     assert core.moved == held * (2 * 23 + 23 - (2 * 8 + 3) + 8) + 3 * 2 * 2 * 64
     (state,) = ServingCost(hw.design(preset="linear", model=64, heads=1), H200).decode_step(rows).core_operations
     assert (
-        state == ServingCost(hw.design(preset="linear", model=64, heads=1), H200).decode_step(replace(rows, shared_prefix=0)).core_operations[0]
+        state
+        == ServingCost(hw.design(preset="linear", model=64, heads=1), H200)
+        .decode_step(replace(rows, shared_prefix=0))
+        .core_operations[0]
     )
 
 
@@ -92,7 +106,7 @@ def test_a_mixed_step_by_hand():
     assert prompt.flops == (8 + 9 + 10) * 4 * 64
     assert prompt.moved == 10 * 2 * 16 * 2 + 2 * 3 * 2 * 64
     (projections,) = step.weight_operations
-    assert projections.flops == 2 * (3 + 3) * hw.counting.count_parameters(GQA)
+    assert projections.flops == 2 * (3 + 3) * hw.costs.count_parameters(GQA)
 
 
 def test_a_prompt_is_answered_once():
@@ -105,11 +119,17 @@ def test_a_prompt_is_answered_once():
 def test_a_prompt_that_ends_in_one_token_joins_the_decoding():
     """A call of the same kind as a row's is one more of them, and not in its place."""
     serving = ServingCost(GQA, H200)
-    assert serving.mixed_step(RequestBatch.uniform(3, 8), tokens=1, past=7) == serving.decode_step(RequestBatch.uniform(4, 8))
+    assert serving.mixed_step(RequestBatch.uniform(3, 8), tokens=1, past=7) == serving.decode_step(
+        RequestBatch.uniform(4, 8)
+    )
 
 
 PRICED = {name: hw.design(preset=name, model=256, heads=8) for name in ("gqa", "mla", "moh", "dcmha", "diff", "linear")}
-PRICED |= {"llama": LLAMA, "gpt-oss": read_model_spec({"model_type": "gpt_oss"}), "deepseek": read_model_spec({"model_type": "deepseek_v3"})}
+PRICED |= {
+    "llama": LLAMA,
+    "gpt-oss": read_model_spec({"model_type": "gpt_oss"}),
+    "deepseek": read_model_spec({"model_type": "deepseek_v3"}),
+}
 PRICED |= {"bart": read_model_spec({"model_type": "bart"}), "gpt2": read_model_spec({"model_type": "gpt2"})}
 
 
@@ -153,13 +173,17 @@ def test_a_window_and_a_state_stop_growing():
 
 
 def test_layers_and_rows_of_many_lengths_add_up():
-    one, three = (ServingCost(GQA, H200, num_layers=n).decode_step(RequestBatch.from_lengths([5, 9, 5])) for n in (1, 3))
+    one, three = (
+        ServingCost(GQA, H200, num_layers=n).decode_step(RequestBatch.from_lengths([5, 9, 5])) for n in (1, 3)
+    )
     assert three.seconds == pytest.approx(3 * one.seconds)
     assert one.core_operations[0].flops == (5 + 9 + 5) * 4 * 64
 
 
 def test_int8_weights_and_cache_are_read_as_bytes():
-    narrow = ServingCost(GQA, H200, NumberFormats(weights="int8", cache="int8")).decode_step(RequestBatch.uniform(1, 100))
+    narrow = ServingCost(GQA, H200, NumberFormats(weights="int8", cache="int8")).decode_step(
+        RequestBatch.uniform(1, 100)
+    )
     shapes = [(64, 64), (16, 64), (16, 64), (64, 64)]
     assert narrow.weight_operations[0].moved == sum(a * b + 4 * a for a, b in shapes) + 2 * 2 * 64
     assert narrow.core_operations[0].moved == 100 * 2 * (16 + 4) + 2 * 2 * 64
@@ -170,8 +194,15 @@ def test_int8_weights_and_cache_are_read_as_bytes():
 
 def test_weights_alone_wait_for_compute_from():
     """peak x bytes / (2 x bandwidth): A100 312e12 / 2.039e12, H100 989e12 / 3.35e12, H200 989e12 / 4.8e12."""
-    assert [round(Device.from_name(n).compute_bound_tokens("bf16")) for n in ("a100", "h100", "h200")] == [153, 295, 206]
-    assert Device.from_name("h100").compute_bound_tokens("bf16", "int8") == Device.from_name("h100").compute_bound_tokens("bf16") / 2
+    assert [round(Device.from_name(n).compute_bound_tokens("bf16")) for n in ("a100", "h100", "h200")] == [
+        153,
+        295,
+        206,
+    ]
+    assert (
+        Device.from_name("h100").compute_bound_tokens("bf16", "int8")
+        == Device.from_name("h100").compute_bound_tokens("bf16") / 2
+    )
 
 
 def turns(serving: ServingCost, tokens: int) -> bool:
@@ -186,7 +217,9 @@ def test_products_turn_and_cores_overtake_at_the_first_such_number():
     assert tokens == next(n for n in range(1, 1000) if turns(serving, n))
     context = serving.core_dominates_from(3)
     steps = (serving.decode_step(RequestBatch.uniform(3, n)) for n in range(1, 1000))
-    longer = (sum(o.seconds for o in step.core_operations) >= sum(o.seconds for o in step.weight_operations) for step in steps)
+    longer = (
+        sum(o.seconds for o in step.core_operations) >= sum(o.seconds for o in step.weight_operations) for step in steps
+    )
     assert context == next(n for n, holds in enumerate(longer, 1) if holds)
     assert ServingCost(GQA, replace(SMALL, bandwidth=1e-3)).compute_bound_tokens() is None
     assert ServingCost(replace(GQA, pattern=hw.Window(2)), SMALL, num_layers=2).core_dominates_from(1) is None
@@ -223,7 +256,10 @@ def test_the_core_has_two_flops_for_each_head_that_shares_a_byte():
         assert core.intensity == pytest.approx(expected, rel=1e-4)
     latent = DecodeLayer(V3, Device.from_name("a100"), 10**7)
     assert latent.components(1)[1].intensity == pytest.approx(241.8, abs=0.05)  # 2 x 128 x 1,088 / (576 x 2)
-    assert (latent.compute_bound_rows("core"), replace(latent, device=Device.from_name("h100")).compute_bound_rows("core")) == (1, None)
+    assert (
+        latent.compute_bound_rows("core"),
+        replace(latent, device=Device.from_name("h100")).compute_bound_rows("core"),
+    ) == (1, None)
 
 
 @pytest.mark.parametrize(
@@ -278,12 +314,18 @@ def test_the_longest_context_fits_and_one_token_more_does_not(allocator, batch, 
             max_context(demand)
         return
     longest, most = max_context(demand), max_requests(demand) if demand.with_uniform_requests(1, 50).fits else 0
-    assert longest is None or (demand.with_uniform_requests(batch, longest).fits, demand.with_uniform_requests(batch, longest + 1).fits) == (
+    assert longest is None or (
+        demand.with_uniform_requests(batch, longest).fits,
+        demand.with_uniform_requests(batch, longest + 1).fits,
+    ) == (
         True,
         False,
     )
     assert longest is not None or (mixed and demand.with_uniform_requests(batch, 10**9).fits)
-    assert (most == 0 or demand.with_uniform_requests(most, 50).fits, demand.with_uniform_requests(most + 1, 50).fits) == (True, False)
+    assert (
+        most == 0 or demand.with_uniform_requests(most, 50).fits,
+        demand.with_uniform_requests(most + 1, 50).fits,
+    ) == (True, False)
 
 
 def test_training_by_hand():
@@ -301,13 +343,18 @@ def test_training_by_hand():
 ASKED = {
     "llama": MemoryDemand(ServingCost(LLAMA, Device.from_name("rtx4090")), RequestBatch.uniform(4, 32768)),
     "unified": MemoryDemand(
-        ServingCost(gemma_3_1b(), replace(H200, memory=2.4e9), allocator=CacheAllocator("unified", 16)), RequestBatch.uniform(1, 32768)
+        ServingCost(gemma_3_1b(), replace(H200, memory=2.4e9), allocator=CacheAllocator("unified", 16)),
+        RequestBatch.uniform(1, 32768),
     ),
     "lengths": MemoryDemand(
-        ServingCost(GQA, replace(SMALL, memory=2**18), num_layers=4), RequestBatch.from_lengths([700, 300, 40], shared=30), chunk=8
+        ServingCost(GQA, replace(SMALL, memory=2**18), num_layers=4),
+        RequestBatch.from_lengths([700, 300, 40], shared=30),
+        chunk=8,
     ),
     "training": MemoryDemand(ServingCost(LLAMA, H200), RequestBatch.uniform(8, 8192), training_bytes_per_parameter=16),
-    "latent": MemoryDemand(ServingCost(read_model_spec({"model_type": "deepseek_v3"}), H200), RequestBatch.uniform(8, 4096)),
+    "latent": MemoryDemand(
+        ServingCost(read_model_spec({"model_type": "deepseek_v3"}), H200), RequestBatch.uniform(8, 4096)
+    ),
 }
 
 
@@ -349,11 +396,15 @@ def test_remedies_are_what_such_configs_cost():
     told = {remedy.name: remedy.demand for remedy in check_memory_fit(demand).remedies}
     fewer, keys = read_model_spec(LLAMA3 | {"num_key_value_heads": 4}), 14854
     assert (
-        told["kv=4 in every layer"].bytes_per_device == replace(demand, serving=replace(demand.serving, spec_or_model=fewer)).bytes_per_device
+        told["kv=4 in every layer"].bytes_per_device
+        == replace(demand, serving=replace(demand.serving, spec_or_model=fewer)).bytes_per_device
     )
     local = read_model_spec(LLAMA3 | {"model_type": "mistral", "sliding_window": keys})
     narrow = told[f"window({keys}) where a layer reads everything"]
-    assert narrow.bytes_per_device == replace(demand, serving=replace(demand.serving, spec_or_model=local)).bytes_per_device
+    assert (
+        narrow.bytes_per_device
+        == replace(demand, serving=replace(demand.serving, spec_or_model=local)).bytes_per_device
+    )
     wider = read_model_spec(LLAMA3 | {"model_type": "mistral", "sliding_window": keys + 1})
     assert not replace(demand, serving=replace(demand.serving, spec_or_model=wider)).fits
     assert told["2 devices that divide weights and cache"].bytes_per_device < 24 * 10**9 < demand.bytes_per_device
@@ -361,7 +412,11 @@ def test_remedies_are_what_such_configs_cost():
 
 def test_a_window_remedy_leaves_narrower_windows():
     serving = ServingCost(gemma_3_1b(), replace(H200, memory=2.2e9))
-    (found,) = [remedy for remedy in check_memory_fit(MemoryDemand(serving, RequestBatch.uniform(1, 32768))).remedies if "window" in remedy.name]
+    (found,) = [
+        remedy
+        for remedy in check_memory_fit(MemoryDemand(serving, RequestBatch.uniform(1, 32768))).remedies
+        if "window" in remedy.name
+    ]
     kept = [each.spec.pattern.retention.last for each in found.demand.serving.attentions]
     assert len(kept) == 2
     assert kept[0] == 512 < kept[1] < 32768
@@ -422,7 +477,9 @@ def test_the_page_of_serving(capsys):
 
 
 def test_the_page_of_a_model_fits_a_terminal():
-    told = ThroughputReport("gemma", MemoryDemand(ServingCost(gemma_3_1b(), H200), RequestBatch.uniform(64, 8192)), prompt=5000)
+    told = ThroughputReport(
+        "gemma", MemoryDemand(ServingCost(gemma_3_1b(), H200), RequestBatch.uniform(64, 8192)), prompt=5000
+    )
     assert max(map(len, str(told).splitlines())) <= 80
     assert "22 x core, window(512), decoding" in str(told).replace("\n", " ").replace("  ", " ")
     assert [each.name for each in group_matrices(gemma_3_1b())] == ["feed-forward", "head"]

@@ -12,7 +12,7 @@ import headwise as hw
 from commands import refused
 from foreign import ZOO
 from headwise import cli
-from headwise.tasks.vocabulary import Bytes
+from headwise.data.vocabulary import Bytes
 from test_prune_command import TEXTS
 
 FAST = ("--seconds", "0.05", "--length", "8")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise.surgery import HeadRanking, Collaborate, Merged, Pool, Route, Split
-from headwise.surgery.rebuilding import get_attention, get_attention_parameters
-from headwise.surgery.sharing import MAX_STATISTICS, convert
+from headwise.surgery import Collaborate, HeadRanking, Merged, Pool, Route, Split
+from headwise.surgery.attention_replacement import get_attention, get_attention_parameters
+from headwise.surgery.conversion import MAX_STATISTICS, convert
 from test_removing import noisy, said
 from weighed import BERT, GPT2, WORDS, built, scenes, translator
 
@@ -97,7 +97,7 @@ def test_collaborating_at_full_width_says_the_same():
     close(said(done.after), said(net))
     assert "scores are met to 0.00% of their size" in done.notes[0]
     small = convert(net, Collaborate(6))
-    assert hw.counting.count_parameters(small.after.described) < hw.counting.count_parameters(net.described)
+    assert hw.costs.count_parameters(small.after.described) < hw.costs.count_parameters(net.described)
 
 
 def test_routing_lets_those_worth_most_always_speak():
@@ -109,7 +109,9 @@ def test_routing_lets_those_worth_most_always_speak():
     first = [
         max(range(3), key=lambda head, n=layer: found.head(f"decoder.{n}.attention", head).value) for layer in (0, 1)
     ]
-    slots = [get_attention_parameters(done.after, f"decoder.{layer}.attention")["routed.slot"].tolist() for layer in (0, 1)]
+    slots = [
+        get_attention_parameters(done.after, f"decoder.{layer}.attention")["routed.slot"].tolist() for layer in (0, 1)
+    ]
     assert [slot.index(0) for slot in slots] == first
     one = convert(net, Route(1, 1), texts, ranking=HeadRanking("michel")).after
     assert not torch.allclose(said(one), said(net), atol=1e-3)
@@ -120,7 +122,7 @@ def test_texts_are_read_as_often_as_sums_need_room(monkeypatch):
     convert(net, ALIGNED, scenes(net), log=heard.append)
     assert sum("reading 5 texts" in line for line in heard) == 1
     assert MAX_STATISTICS > 2**20
-    monkeypatch.setattr("headwise.surgery.sharing.AT_ONCE", 1)
+    monkeypatch.setattr("headwise.surgery.conversion.AT_ONCE", 1)
     heard.clear()
     convert(net, ALIGNED, scenes(net), log=heard.append)
     assert sum("reading 5 texts" in line for line in heard) == 2

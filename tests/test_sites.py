@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import headwise as hw
 from foreign import FALLBACK, ZOO, run, transformers, without_columns
-from headwise.hub.finding import find_attention
-from headwise.hub.routes import interface
-from headwise.hub.watching import AttentionInputs, install_hooks
+from headwise.inspect.adapters import transformers_interface
+from headwise.inspect.attention_sites import find_attention
+from headwise.inspect.hooks import AttentionInputs, install_hooks
 
 
 class Keep:
@@ -46,7 +46,7 @@ def looked(model):
 def own_weights(monkeypatch: pytest.MonkeyPatch):
     """What eager functions of the interface give as weights, by module."""
     given: dict[torch.nn.Module, Tensor] = {}
-    original = interface._call_with_hooks
+    original = transformers_interface._call_with_hooks
 
     def noting(function, kind, module, *said, **more):
         def also(*a, **k):
@@ -57,7 +57,7 @@ def own_weights(monkeypatch: pytest.MonkeyPatch):
         return original(also, kind, module, *said, **more)
 
     with monkeypatch.context() as patched:
-        patched.setattr(interface, "_call_with_hooks", noting)
+        patched.setattr(transformers_interface, "_call_with_hooks", noting)
         yield given
 
 

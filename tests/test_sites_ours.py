@@ -13,7 +13,8 @@ from torch import Tensor
 import cases
 import headwise as hw
 from cases import check_close
-from headwise import axes, cli
+from headwise import cli
+from headwise.nn import head_axis_ops
 from test_sites import looked
 
 PRESETS = {name: hw.design(preset=name, model=16, heads=4) for name in hw.PRESETS}
@@ -31,7 +32,9 @@ def test_silenced_is_cut(name: str):
     quiet = [0, outs - 1] if outs > 2 else [0]
     with torch.no_grad(), hw.ablate(layer, [(0, head) for head in quiet]):
         silenced = layer(x, source=z)
-    small, weights = axes.keep_heads(spec, layer.state_dict(), [head for head in range(outs) if head not in quiet])
+    small, weights = head_axis_ops.keep_heads(
+        spec, layer.state_dict(), [head for head in range(outs) if head not in quiet]
+    )
     cut = hw.Attention(small).double().eval()
     cut.load_state_dict(weights, strict=True)
     with torch.no_grad():

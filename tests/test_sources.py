@@ -10,8 +10,16 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.heads.conllu import ParsedSentence, read_conllu
-from headwise.heads.sources import ExampleReader, read_lines, parse_alignment_links, examples_from_lines, examples_from_pairs, examples_from_sentences
+from headwise.head_analysis.annotated_examples import (
+    ExampleReader,
+    ParsedSentence,
+    examples_from_lines,
+    examples_from_pairs,
+    examples_from_sentences,
+    parse_alignment_links,
+    read_conllu,
+    read_lines,
+)
 
 WORDS = ["[UNK]", "[CLS]", "[SEP]", "the", "dog", "don", "'", "t", "bark", "##s", ".", "a", "b"]
 ROWS = """# text = The dogs don't bark.
@@ -132,7 +140,9 @@ def test_pairs_and_links():
               "max_position_embeddings": 16}  # fmt: skip
     net = hw.build(hw.families.read_model_spec(config), seed=0).eval()
     net.usage = hw.ProcessorSpec(tokenizer=reader().usage.tokenizer, begin=(1,), end=(2,))
-    (scene,) = examples_from_pairs(net, [("the dog", "a b bark")], [parse_alignment_links("0-0 1?2", 1)]).examples_with_frequencies()
+    (scene,) = examples_from_pairs(
+        net, [("the dog", "a b bark")], [parse_alignment_links("0-0 1?2", 1)]
+    ).examples_with_frequencies()
     assert scene.alignment_links == ((0, 0, True), (1, 2, False))
     assert scene.streams["text"].words == ("[CLS]", "a", "b", "bark")
     assert scene.streams["source"].words == ("the", "dog")
@@ -164,7 +174,7 @@ def test_a_file_that_is_no_text(tmp_path: Path):
 
 
 def test_examples_of_a_task_and_their_links():
-    from headwise.tasks import task
+    from headwise.data import task
 
     dates = task("dates")
     net = hw.build(dates.model(), seed=0).eval()
@@ -174,7 +184,8 @@ def test_examples_of_a_task_and_their_links():
     for number, scene in enumerate(sources.examples_with_frequencies()):
         gold = dates.batch(number, 1, "valid").gold[0]
         words = {
-            name: dict(zip(tokens.word_index.tolist(), tokens.words, strict=True)) for name, tokens in scene.streams.items()
+            name: dict(zip(tokens.word_index.tolist(), tokens.words, strict=True))
+            for name, tokens in scene.streams.items()
         }
         assert len(scene.alignment_links) == len(gold.links)
         for source, text, _ in scene.alignment_links:

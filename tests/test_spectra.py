@@ -12,8 +12,13 @@ from numpy.typing import NDArray
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.heads.ranks import effective_rank, measure_score_ranks, stable_rank
-from headwise.heads.spectra import count_dims, measure_qk_spectra
+from headwise.head_analysis.rank_analysis import (
+    count_dims,
+    effective_rank,
+    measure_qk_spectra,
+    measure_score_ranks,
+    stable_rank,
+)
 from scenes import scenes, small
 
 Array = NDArray[np.float64]
@@ -130,7 +135,7 @@ def test_scores_and_weights_of_a_model():
 
 
 def test_mixing_heads_lifts_the_rank_of_scores():
-    from headwise.blueprint import BlockSpec, EmbeddingSpec, OutputHeadSpec, ModelSpec, StackSpec
+    from headwise.model_spec import BlockSpec, EmbeddingSpec, ModelSpec, OutputHeadSpec, StackSpec
 
     spec = hw.design(model=20, heads=5, dim=2, modifiers=(hw.TalkingHeads(),))
     stack = StackSpec.from_blocks("encoder", 20, [BlockSpec(spec, feed=None)], embedding=EmbeddingSpec(29))

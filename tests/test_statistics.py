@@ -11,12 +11,23 @@ import pytest
 import torch
 
 import maps
-from headwise.heads.block import MIN_NON_SINK_WEIGHT, WeightBand
-from headwise.heads.intervals import confidence_interval, ratio_of_sums, resampled_ratios, draw_resamples
-from headwise.heads.measuring import UNIFORM, MetricSums, MeasureOptions, measure_heads
-from headwise.heads.published import CLARK_METRICS, ALL_METRICS, LITERATURE_METRICS, VOITA_METRICS
-from headwise.heads.statistics import MAX_DISTANCE, MASS_TOLERANCE, MAX_OFFSET, HEAD_METRICS, variance_explained_by_offset
-from headwise.heads.words import WordBandMerger, number_words, merge_annotations
+from headwise.head_analysis.head_measurement import UNIFORM, MeasureOptions, MetricSums, measure_heads
+from headwise.head_analysis.head_metrics import (
+    HEAD_METRICS,
+    MASS_TOLERANCE,
+    MAX_DISTANCE,
+    MAX_OFFSET,
+    variance_explained_by_offset,
+)
+from headwise.head_analysis.literature_metrics import ALL_METRICS, CLARK_METRICS, LITERATURE_METRICS, VOITA_METRICS
+from headwise.head_analysis.resampling import confidence_interval, draw_resamples, ratio_of_sums, resampled_ratios
+from headwise.head_analysis.weight_bands import (
+    MIN_NON_SINK_WEIGHT,
+    WeightBand,
+    WordBandMerger,
+    merge_annotations,
+    number_words,
+)
 
 KINDS = ("full", "causal", "holes", "each")
 CASES = [(kind, seed) for kind in KINDS for seed in range(2)]
@@ -130,7 +141,9 @@ def rows_of(block: WeightBand, name: str, head: int) -> list[Row]:
 def own(block: WeightBand, name: str) -> WeightBand:
     """What a statistic is given, by the way that measuring takes."""
     adding, given = (
-        MetricSums([replace(HEAD_METRICS[name], compute_sums=lambda one: (given.append(one), one.w_HTS[:, 0, 0])[1:] * 2)]),
+        MetricSums(
+            [replace(HEAD_METRICS[name], compute_sums=lambda one: (given.append(one), one.w_HTS[:, 0, 0])[1:] * 2)]
+        ),
         [],
     )
     adding.add_band("site", block)
@@ -247,7 +260,10 @@ def test_rows_of_long_texts_that_are_sorted_are_spread_and_the_same_in_any_bands
 def test_permuting_heads_permutes_what_is_measured(kind: str):
     block = maps.block(kind, 5)
     order = [2, 0, 1]
-    told, other = added(tuple(ALL_METRICS), block, 17), added(tuple(ALL_METRICS), replace(block, w_HTS=block.w_HTS[order]), 17)
+    told, other = (
+        added(tuple(ALL_METRICS), block, 17),
+        added(tuple(ALL_METRICS), replace(block, w_HTS=block.w_HTS[order]), 17),
+    )
     for key, (sums, numbers) in told.items():
         own = key[2] == "own"
         assert np.allclose(other[key][0], sums[order] if own else sums)

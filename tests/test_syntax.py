@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import maps
-from headwise.heads.block import WeightBand
-from headwise.heads.intervals import draw_resamples
-from headwise.heads.scene import Example, TokenAnnotations
-from headwise.heads.syntax import DependencyScores, is_relation_measure
-from headwise.heads.words import WordBandMerger
+from headwise.head_analysis.annotated_examples import Example, TokenAnnotations
+from headwise.head_analysis.dependency_syntax import DependencyScores, is_relation_measure
+from headwise.head_analysis.resampling import draw_resamples
+from headwise.head_analysis.weight_bands import WeightBand, WordBandMerger
 
 RELATIONS = ("nsubj", "obj", "poss")
 SITE = "encoder.0.attention"

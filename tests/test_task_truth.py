@@ -14,10 +14,9 @@ import pytest
 import torch
 from sympy.combinatorics.named_groups import AlternatingGroup, SymmetricGroup
 
-from headwise.tasks import IGNORED, Batch, Task, task
-from headwise.tasks.group import table_of
-from headwise.tasks.listops import SYMBOLS, ListOps
-from headwise.tasks.trees import lengths
+from headwise.data import IGNORED, Batch, Task, task
+from headwise.data.group_product import table_of
+from headwise.data.listops import SYMBOLS, ListOps, lengths
 
 Row = tuple[list[int], list[int]]
 
@@ -374,7 +373,10 @@ def test_how_long_trees_are_is_known():
 
 def test_graph_wants_how_far_the_nearest_source_is():
     one = task("graph", nodes=17, chords=4, sources=3, reach=2)
-    near = {node: {b for a, b in one.boundary_lengths if a == node} | {a for a, b in one.boundary_lengths if b == node} for node in range(17)}
+    near = {
+        node: {b for a, b in one.boundary_lengths if a == node} | {a for a, b in one.boundary_lengths if b == node}
+        for node in range(17)
+    }
     assert sum(map(len, near.values())) == 2 * (17 + 4)
     assert not any(node in others for node, others in near.items())
     for (x, labels), gold in zip(examples(one), one.batch(0, 200).gold, strict=True):

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise import blueprint as bp
-from headwise.draws import RandomStreams, philox
-from headwise.tasks import SPLITS, TASKS, Batch, Task, task
-from headwise.tasks.generated import marks, options, splits, tallied, up_to
+from headwise import model_spec as bp
+from headwise.data import SPLITS, TASKS, Batch, Task, task
+from headwise.data.synthetic_task import marks, options, splits, tallied, up_to
+from headwise.ops.counter_rng import RandomStreams, philox
 
 SMALL: dict[str, Task] = {
     "recall": task("recall", vocabulary=21, length=(26, 34), pairs=(2, 5)),

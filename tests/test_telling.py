@@ -9,19 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordLevel, WordPiece
 
 import headwise as hw
-from headwise import blueprint as bp
-from headwise.models.filling import fill
-from headwise.models.generating import Telling, Words
-from headwise.models.generating.answers import Answer
-from headwise.models.labelling import classify
-from headwise.tasks import task
-from headwise.tasks.vocabulary import Bytes, learned
+from headwise import model_spec as bp
+from headwise.data import task
+from headwise.data.vocabulary import Bytes, learned
+from headwise.generation import Telling, Words
+from headwise.generation.classification import classify
+from headwise.generation.fill_mask import fill
+from headwise.generation.text_output import Answer
 
 TEXT = "low lower lowest 你好 naïve 😀 — new newer newest"
 
@@ -151,7 +150,9 @@ def test_what_may_become_a_stop_is_withheld_no_longer_than_that():
 def decoder(words: int, positions: int = 0) -> bp.ModelSpec:
     block = bp.BlockSpec(hw.design(model=12, heads=3, pattern="causal()"), feed=bp.FeedForwardSpec(17))
     places = bp.PositionSpec("learned", positions) if positions else bp.PositionSpec("sinusoidal")
-    stack = bp.StackSpec.from_blocks("decoder", 12, [block], embedding=bp.EmbeddingSpec(words, positions=places), norm=bp.NormSpec())
+    stack = bp.StackSpec.from_blocks(
+        "decoder", 12, [block], embedding=bp.EmbeddingSpec(words, positions=places), norm=bp.NormSpec()
+    )
     return bp.ModelSpec("small", "decoder", (stack,), (bp.OutputHeadSpec("tokens", words),))
 
 
@@ -317,7 +318,9 @@ def test_tasks_say_how_they_are_spoken_to(tmp_path: Path):
 def encoder(head: bp.OutputHeadSpec, words: int = 12) -> bp.ModelSpec:
     block = bp.BlockSpec(hw.design(model=12, heads=3), feed=bp.FeedForwardSpec(17))
     embedding = bp.EmbeddingSpec(words, positions=bp.PositionSpec("sinusoidal"))
-    return bp.ModelSpec("reader", "encoder", (bp.StackSpec.from_blocks("encoder", 12, [block], embedding=embedding),), (head,))
+    return bp.ModelSpec(
+        "reader", "encoder", (bp.StackSpec.from_blocks("encoder", 12, [block], embedding=embedding),), (head,)
+    )
 
 
 AROUND = {"before": (1,), "behind": (2,), "tokenizer": wordpiece()}
@@ -366,7 +369,9 @@ def test_a_source_is_read_with_its_own_words():
     """And the answer is written with those of the target."""
     spec, full = hw.design(model=12, heads=3, pattern="causal()"), hw.design(model=12, heads=3)
     first = bp.StackSpec.from_blocks("encoder", 12, [bp.BlockSpec(full)], embedding=bp.EmbeddingSpec(256))
-    second = bp.StackSpec.from_blocks("decoder", 12, [bp.BlockSpec(spec, full, bp.FeedForwardSpec(17))], embedding=bp.EmbeddingSpec(12))
+    second = bp.StackSpec.from_blocks(
+        "decoder", 12, [bp.BlockSpec(spec, full, bp.FeedForwardSpec(17))], embedding=bp.EmbeddingSpec(12)
+    )
     described = bp.ModelSpec("pair", "encoder-decoder", (first, second), (bp.OutputHeadSpec("tokens", 12),))
     usage = {"tokenizer": wordpiece(), "source_tokenizer": DOCUMENTS["bytes"], "begin": (1,), "behind": (0,)}
     net = drawn(described, **usage)

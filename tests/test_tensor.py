@@ -8,8 +8,8 @@ import headwise as hw
 import tensor_cases
 from checked import asked, check_found, found_by
 from divided import KINDS, described
+from headwise.distributed.head_partition import portions
 from headwise.presets import PRESETS
-from headwise.spread.portions import portions
 
 
 @pytest.fixture(scope="module")

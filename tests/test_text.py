@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 import headwise as hw
-from headwise import text
+from headwise.spec.attention_spec import serialization
 from strategies import base, examples, heads, modifier_lists, patterns, specs
 
 EXAMPLES = examples()
@@ -22,8 +22,8 @@ SMALL = "model = 10\nheads = {q = 6, dim = 4}\n"
 
 def check_comes_back(spec: hw.AttentionSpec) -> None:
     """Every written form of a spec reads as that spec, and a second writing is the same text."""
-    said = text.to_dict(spec)
-    assert text.from_dict(said) == spec
+    said = serialization.to_dict(spec)
+    assert serialization.from_dict(said) == spec
     assert hw.from_toml(hw.to_toml(spec)) == spec
     assert hw.from_json(hw.to_json(spec)) == spec
     assert hw.to_toml(hw.from_toml(hw.to_toml(spec))) == hw.to_toml(spec)
@@ -46,7 +46,7 @@ def test_every_legal_spec_comes_back(spec: hw.AttentionSpec):
 @given(specs())
 def test_the_forms_say_the_same(spec: hw.AttentionSpec):
     """TOML and JSON are two spellings of one dictionary, made of plain values only."""
-    assert tomllib.loads(hw.to_toml(spec)) == json.loads(hw.to_json(spec)) == text.to_dict(spec)
+    assert tomllib.loads(hw.to_toml(spec)) == json.loads(hw.to_json(spec)) == serialization.to_dict(spec)
 
 
 @given(heads())
@@ -59,12 +59,12 @@ def test_heads_come_back(drawn: hw.Heads):
 @given(patterns())
 def test_patterns_come_back(pattern: hw.Pattern):
     assert eval(repr(pattern), vars(hw)) == pattern
-    assert hw.pattern.parse_pattern(pattern.text) == pattern
+    assert hw.masking.patterns.parse_pattern(pattern.text) == pattern
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(modifier_lists())
-def test_modifiers_are_sorted_by_phase_and_stay(modifiers: tuple[hw.seams.Modifier, ...]):
+def test_modifiers_are_sorted_by_phase_and_stay(modifiers: tuple[hw.interfaces.Modifier, ...]):
     spec = base(modifiers=modifiers)
     phases = [modifier.phase for modifier in spec.modifiers]
     assert phases == sorted(phases)
@@ -134,7 +134,7 @@ def test_what_is_usual_need_not_be_said():
 def test_without_the_usual_every_slot_must_be_said():
     said = {"model": 10, "heads": {"q": 6, "dim": 4}}
     with pytest.raises(hw.SpecError, match="says nothing of project, similarity, pattern, normaliser, merge"):
-        text.from_dict(said)
+        serialization.from_dict(said)
 
 
 def test_values_that_look_alike_stay_apart():
@@ -193,6 +193,6 @@ def test_with_heads_keeps_values_as_wide_as_keys_only_where_they_were():
 @given(specs())
 def test_the_strategies_draw_what_can_be_built(spec: hw.AttentionSpec):
     """Every parameter of a drawn spec has a shape, every slot a part, and the sizes are the declared ones."""
-    assert all(isinstance(getattr(spec, slot), kind) for slot, kind in text.SLOTS.items())
+    assert all(isinstance(getattr(spec, slot), kind) for slot, kind in serialization.SLOTS.items())
     assert {f.name for f in fields(spec)} >= set(SLOTS)
     assert all(size > 0 for shape in spec.shapes().values() for size in shape)

@@ -6,15 +6,14 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from cases import check_close
-from headwise.backends import packed
-from headwise.kernels.texts import attend_varlen
-from headwise.tokens import SequenceInfo
+from headwise.backends import varlen
+from headwise.kernels.varlen_attention import attend_varlen
+from headwise.masking.sequence_info import SequenceInfo
 
 SIZES = [(4, 4, 32, 32), (6, 2, 5, 7), (3, 1, 16, 48), (2, 2, 31, 17)]  # heads, key heads, dim, vdim
 LENGTHS = st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), min_size=1, max_size=6)
@@ -135,13 +134,13 @@ def test_shapes_are_known_without_numbers():
 
 def called(layer, x, tokens, monkeypatch) -> bool:
     """Whether a call runs the kernel."""
-    before, seen = packed.attend_varlen, []
+    before, seen = varlen.attend_varlen, []
 
     def told(*given):
         seen.append(given)
         return before(*given)
 
-    monkeypatch.setattr(packed, "attend_varlen", told)
+    monkeypatch.setattr(varlen, "attend_varlen", told)
     layer._plans.clear()
     layer(x, tokens=tokens)
     return bool(seen)
@@ -165,7 +164,7 @@ def test_the_kernel_takes_what_is_plain_and_short(monkeypatch):
     layer = of()
     layer.backend_name = "sdpa"
     assert not called(layer, x, told, monkeypatch)
-    for longest, whole in ((packed.MAX_KERNEL_LENGTH, True), (packed.MAX_KERNEL_LENGTH + 1, False)):
+    for longest, whole in ((varlen.MAX_KERNEL_LENGTH, True), (varlen.MAX_KERNEL_LENGTH + 1, False)):
         row = SequenceInfo.packed([[longest, 2]])
         assert called(of(), torch.randn(1, row.count, 8), row, monkeypatch) == whole
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_counts import torch_counts
 from torch.utils.flop_counter import FlopCounterMode
 
 import cases
 import headwise as hw
 from cases import base, check_close
-from headwise import counting
-from headwise.backends import BACKENDS, CallSignature, tiled
-from headwise.kernels import every
-from headwise.kernels.every import FlashAttentionShape, count_executed_pairs, attend_key_ranges
+from headwise import costs
+from headwise.backends import BACKENDS, CallSignature, flash_cpu
+from headwise.kernels import flash_attention
+from headwise.kernels.flash_attention import FlashAttentionShape, attend_key_ranges, count_executed_pairs
 
 SCALE = 0.4
 
@@ -81,13 +80,13 @@ def test_any_width(dim, vdim):
 
 @pytest.mark.parametrize("kept", [1, 2, 7, 14])
 def test_parts_of_keys_are_added_up(kept, monkeypatch):
-    monkeypatch.setattr(every, "MIN_KEYS_PER_PART", 16)
+    monkeypatch.setattr(flash_attention, "MIN_KEYS_PER_PART", 16)
     call = Call((1, 80, 201), (14, kept, 5, 3), 121)
-    every._PLAN_CACHE.clear()
+    flash_attention._PLAN_CACHE.clear()
     call.check_reading()
-    (plan,) = every._PLAN_CACHE.values()
+    (plan,) = flash_attention._PLAN_CACHE.values()
     assert plan.num_key_parts == {1: 4, 2: 4, 7: 2, 14: 1}[kept]
-    every._PLAN_CACHE.clear()
+    flash_attention._PLAN_CACHE.clear()
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -128,21 +127,25 @@ def formed(call: Call) -> int:
 def test_pairs_are_counted_without_counting(heads):
     for queries, keys, ahead in [(1, 1, 0), (63, 63, 0), (200, 200, 0), (200, 333, 133), (200, 150, 0), (90, 400, 7)]:
         call = Call((2, queries, keys), (heads, 1, 1, 1), ahead)
-        assert count_executed_pairs(FlashAttentionShape.from_tensors(call.q, call.k), None, ahead) == formed(call), (queries, keys, ahead)
+        assert count_executed_pairs(FlashAttentionShape.from_tensors(call.q, call.k), None, ahead) == formed(call), (
+            queries,
+            keys,
+            ahead,
+        )
     million = FlashAttentionShape(1, 10**12, heads, 10**12, 1)
     assert count_executed_pairs(million, None, 0) == pytest.approx(heads * 10**24 / 2, rel=1e-6)
 
 
 def test_threads_change_nothing(monkeypatch):
-    monkeypatch.setattr(every, "MIN_KEYS_PER_PART", 64)
-    every._PLAN_CACHE.clear()
+    monkeypatch.setattr(flash_attention, "MIN_KEYS_PER_PART", 64)
+    flash_attention._PLAN_CACHE.clear()
     call, found = Call((1, 300, 300), (6, 3, 20, 20), 0, torch.float32), []
     before = torch.get_num_threads()
     for count in (1, 2):
         torch.set_num_threads(count)
         found.append(call.both(call.read()))
     torch.set_num_threads(before)
-    every._PLAN_CACHE.clear()
+    flash_attention._PLAN_CACHE.clear()
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
 
 
@@ -192,19 +195,19 @@ def test_a_plan_is_of_one_kind_of_call():
 
 def test_units_with_most_keys_begin():
     call = Call((2, 200, 200), (4, 2, 6, 6), 0)
-    every._PLAN_CACHE.clear()
+    flash_attention._PLAN_CACHE.clear()
     call.read()
-    (plan,) = every._PLAN_CACHE.values()
+    (plan,) = flash_attention._PLAN_CACHE.values()
     units = plan.pinned_tensors[2]
     assert (units[:, 1] % 400).unique_consecutive().tolist() == [384, 320, 256, 192, 128, 64, 0]
     assert units[:, 2].sum() == 2 * 200 * 4
 
 
 def test_plans_are_few():
-    every._PLAN_CACHE.clear()
-    for count in range(1, 2 * every.MAX_CACHED_PLANS):
+    flash_attention._PLAN_CACHE.clear()
+    for count in range(1, 2 * flash_attention.MAX_CACHED_PLANS):
         Call((1, count, count), (2, 2, 3, 3), 0).read()
-    assert 0 < len(every._PLAN_CACHE) <= every.MAX_CACHED_PLANS
+    assert 0 < len(flash_attention._PLAN_CACHE) <= flash_attention.MAX_CACHED_PLANS
 
 
 @pytest.mark.parametrize("between", [False, True])
@@ -214,9 +217,11 @@ def test_it_is_an_operation_of_torch(between):
         call.between(0, False)
     looks, qkv = ("test_schema", "test_faketensor"), [t.detach() for t in (call.q, call.k, call.v)]
     how = (call.ends, None if between else 0, SCALE)
-    assert set(torch.library.opcheck(every.FLASH_FORWARD_OP, (*qkv, *how), test_utils=looks).values()) == {"SUCCESS"}
-    back = (call.way, [*qkv, *every.FLASH_FORWARD_OP(*qkv, *how)], *how)
-    assert set(torch.library.opcheck(every.FLASH_BACKWARD_OP, back, test_utils=looks).values()) == {"SUCCESS"}
+    assert set(torch.library.opcheck(flash_attention.FLASH_FORWARD_OP, (*qkv, *how), test_utils=looks).values()) == {
+        "SUCCESS"
+    }
+    back = (call.way, [*qkv, *flash_attention.FLASH_FORWARD_OP(*qkv, *how)], *how)
+    assert set(torch.library.opcheck(flash_attention.FLASH_BACKWARD_OP, back, test_utils=looks).values()) == {"SUCCESS"}
 
 
 # --- layers ------------------------------------------------------------------------------------------------
@@ -235,7 +240,9 @@ def tokens_of(kind: str, x: torch.Tensor) -> hw.SequenceInfo:
         "left": lambda: hw.SequenceInfo.from_batch(x, lengths=[x.shape[1], 40], pad="left"),
         "right": lambda: hw.SequenceInfo.from_batch(x, lengths=[x.shape[1], 40]),
         "segments": lambda: hw.SequenceInfo.from_batch(x, segments=segments),
-        "torn": lambda: hw.SequenceInfo(torn, torn // 7 % 2),  # keys that a token may not read lie between those that it may
+        "torn": lambda: hw.SequenceInfo(
+            torn, torn // 7 % 2
+        ),  # keys that a token may not read lie between those that it may
     }[kind]()
 
 
@@ -259,7 +266,7 @@ def test_a_long_prompt_behind_what_is_cached(monkeypatch):
     layer.backend_name = "dense"
     expected = layer(x)
     layer.backend_name, seen = None, []
-    monkeypatch.setattr(tiled, "attend_key_ranges", lambda *told: seen.append(told[4]) or attend_key_ranges(*told))
+    monkeypatch.setattr(flash_cpu, "attend_key_ranges", lambda *told: seen.append(told[4]) or attend_key_ranges(*told))
     with torch.no_grad():
         cache = layer.cache(batch=2, capacity=320)
         check_close(torch.cat([layer(part, cache=cache) for part in x.split([100, 1, 199], 1)], 1), expected)
@@ -281,7 +288,7 @@ def test_under_autocast_it_refuses():
 
 def said(job: dict | None = None, **words) -> str:
     spec = base(**({"pattern": "causal()"} | words))
-    return "; ".join(tiled.unsupported_reasons(CallSignature(spec, spec.core, **(job or {}))))
+    return "; ".join(flash_cpu.unsupported_reasons(CallSignature(spec, spec.core, **(job or {}))))
 
 
 @pytest.mark.parametrize("job", [{}, {"grad": True}, {"training": True}, {"compiled": True}, {"dtype": torch.float64}])
@@ -305,7 +312,7 @@ def test_it_takes_plain_heads(job, words):
         ({}, {"dtype": torch.bfloat16}, "bfloat16"),
         ({}, {"wants": frozenset({"lse"})}, "log-sum-exp"),
         ({}, {"wants": frozenset({"weights"})}, "cannot show weights"),
-        ({}, {"keys": tiled.MIN_KEYS - 1}, f"begins at {tiled.MIN_KEYS}"),
+        ({}, {"keys": flash_cpu.MIN_KEYS - 1}, f"begins at {flash_cpu.MIN_KEYS}"),
     ],
     ids=repr,
 )
@@ -322,8 +329,8 @@ def test_it_spends_what_torch_counts(words, count):
     x, z = torch.randn(2, count, 10), torch.randn(2, 77, 13) if "source" in words else None
     keys = count if z is None else 77
     work = hw.CallSize(2, count, keys, keys)
-    core = tiled.executed_flops(CallSignature(layer.spec, layer.spec.core), work)
-    assert torch_counts(layer, x, source=z) == counting.executed_flops(layer.spec, work, core)
+    core = flash_cpu.executed_flops(CallSignature(layer.spec, layer.spec.core), work)
+    assert torch_counts(layer, x, source=z) == costs.executed_flops(layer.spec, work, core)
 
 
 def test_what_a_backward_pass_spends():
@@ -353,8 +360,8 @@ def test_it_is_preferred():
     spec = base(pattern="causal()")
     order = [*BACKENDS]
     assert order.index("tiled") == order.index("sdpa") - 1
-    assert hw.why(spec, tokens=tiled.MIN_KEYS).backend == hw.why(spec, when=["grad", "training"]).backend == "tiled"
-    assert hw.why(spec, tokens=tiled.MIN_KEYS - 1).backend == hw.why(spec, dtype="bf16").backend == "sdpa"
+    assert hw.why(spec, tokens=flash_cpu.MIN_KEYS).backend == hw.why(spec, when=["grad", "training"]).backend == "tiled"
+    assert hw.why(spec, tokens=flash_cpu.MIN_KEYS - 1).backend == hw.why(spec, dtype="bf16").backend == "sdpa"
 
 
 @pytest.mark.compile

@@ -12,7 +12,7 @@ import torch
 import headwise as hw
 from foreign import ZOO
 from headwise import cli
-from headwise.tasks.vocabulary import Bytes
+from headwise.data.vocabulary import Bytes
 
 GPT = {"model_type": "gpt2", "n_embd": 12, "n_head": 3, "n_layer": 2, "vocab_size": 256, "n_positions": 24}
 

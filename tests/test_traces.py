@@ -10,16 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
 
 import headwise as hw
 from headwise.errors import SpecError
-from headwise.traces import AttentionCallRecord, PackedMask, AttentionRecord, TokenRow, Trace, trace_from_weights
-from headwise.traces.file import CHECKSUM_KEY, DOCUMENT_KEY
-from headwise.traces.telling import escape_token
-from headwise.traces.views import max_pool_weights
+from headwise.traces import AttentionCallRecord, AttentionRecord, PackedMask, TokenRow, Trace, trace_from_weights
+from headwise.traces.attention_trace import escape_token, max_pool_weights
+from headwise.traces.trace_file import CHECKSUM_KEY, DOCUMENT_KEY
 
 HOSTILE = ("\x1b[31m", "</script>", "\ud800", "\u202eabc", "a\nb", '"', "=1+1", "", "字")
 SIZES = st.tuples(*[st.integers(1, 3)] * 2, *[st.integers(1, 9)] * 2)
@@ -86,7 +84,9 @@ def random_trace(words: tuple[str, ...] = ("a", "b", "c")) -> Trace:
     )
     sinks = np.array([0.3, -1.0], np.float32)
     told = {"q": q, "k": k, "v": v, "sinks": sinks}
-    layer = AttentionRecord("decoder.0.attention", "decoder", 0, "attention", "h.0", 2, (0, 0), "text", "text", calls, told)
+    layer = AttentionRecord(
+        "decoder.0.attention", "decoder", 0, "attention", "h.0", 2, (0, 0), "text", "text", calls, told
+    )
     row = TokenRow(tuple(range(len(words))), words, tuple((n, n + 1) for n in range(len(words))), "abc")
     grid = PackedMask.pack(np.array([[[[1, 0, 1], [1, 1, 1]]]], bool))
     return Trace({"name": "small"}, {"text": (row,)}, (layer,), (grid,), {"decoder.1.attention": "it was not called"})
@@ -178,10 +178,10 @@ def test_another_schema_and_what_speaks_of_more_than_there_is(tmp_path: Path):
     tensors = load_file(tmp_path / "a.trace")
 
     def again(name: str, other: dict) -> str:
-        from headwise.traces import file
+        from headwise.traces import trace_file
 
         document = json.dumps(other)
-        checksum = file._compute_checksum(document, tensors)
+        checksum = trace_file._compute_checksum(document, tensors)
         save_file(tensors, tmp_path / name, {DOCUMENT_KEY: document, CHECKSUM_KEY: checksum})
         with pytest.raises(SpecError) as told:
             hw.load_trace(tmp_path / name)
@@ -225,7 +225,9 @@ def test_weights_of_others():
 
     own = torch.rand(2, 3, 4, 4, requires_grad=True).on_softmax(-1)
     cross = torch.rand(2, 3, 4, 5).on_softmax(-1)
-    trace = trace_from_weights([own], [list("abcd")] * 2, cross_attention=[cross.bfloat16()], source=[list("vwxyz")] * 2)
+    trace = trace_from_weights(
+        [own], [list("abcd")] * 2, cross_attention=[cross.bfloat16()], source=[list("vwxyz")] * 2
+    )
     np.testing.assert_array_equal(trace.head_weights("decoder.0.attention", 2, row=1), own[1, 2].detach().numpy())
     np.testing.assert_array_equal(trace.head_weights("decoder.0.cross", 0), cross[0, 0].bfloat16().float().numpy())
     assert trace.streams["source"][1].words == tuple("vwxyz")

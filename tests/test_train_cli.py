@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from headwise.cli import main
+from headwise.data import task
 from headwise.files import read_lines
 from headwise.models import load
-from headwise.tasks import task
 from headwise.training import ConsoleLogger
-from headwise.training.variants import replace_self_attention
+from headwise.training.run_setup import replace_self_attention
 
 SMALL = ["--steps", "2", "--batch", "4", "--precision", "fp32", "--compile", "off", "--device", "cpu"]
 SMALL += ["--set", "recipe.evaluate_batches=1"]

@@ -10,17 +10,16 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise.blueprint import WeightSpec
+from headwise.data import IGNORED, Batch
 from headwise.errors import SpecError
-from headwise.layout import AxisLayout
-from headwise.tasks import IGNORED, Batch
-from headwise.terms import AuxLosses
-from headwise.training import Recipe, loss, optimiser
-from headwise.training import recipe as recipes
-from headwise.training.choosing import StepOptions, choose_fastest, decide_compile, decide_compile_trial
+from headwise.interfaces.axis_layout import AxisLayout
+from headwise.interfaces.core_types import AuxLosses
+from headwise.model_spec import WeightSpec
+from headwise.training import Recipe, loss, optimiser, recipe as recipes
 from headwise.training.evaluation import average_tallies
-from headwise.training.schedules import SCHEDULES
-from headwise.training.work import count_step_flops, count_batch_tokens
+from headwise.training.lr_schedules import SCHEDULES
+from headwise.training.train_step import StepOptions, choose_fastest, decide_compile, decide_compile_trial
+from headwise.training.training_run import count_batch_tokens, count_step_flops
 from learning import IDS, Echo, Routed, quick, stepper
 
 # --- schedules -----------------------------------------------------------------------------------------

@@ -10,17 +10,15 @@ import pytest
 import torch
 
 import headwise as hw
-from headwise import blueprint as bp
-from headwise.errors import TrainingDiverged, SpecError
-from headwise.heads.objectives import MaskedTokenLoss, choose_objective
-from headwise.heads.scene import Example
+from headwise import model_spec as bp
+from headwise.data import IGNORED
+from headwise.errors import SpecError, TrainingDiverged
+from headwise.head_analysis.annotated_examples import Example
+from headwise.head_analysis.objectives import MaskedTokenLoss, choose_objective
+from headwise.masking.sequence_info import SequenceInfo
 from headwise.models import Transformer
-from headwise.surgery.course import RetrainingPoint
-from headwise.surgery.learning import DistillationLoader, Student
-from headwise.surgery.lessons import DistillationBatch, DistillationTexts
-from headwise.surgery.uptraining import UptrainingOptions, uptrain
-from headwise.tasks import IGNORED
-from headwise.tokens import SequenceInfo
+from headwise.surgery.distillation import DistillationLoader, RetrainingPoint, Student, UptrainingOptions, uptrain
+from headwise.surgery.distillation_data import DistillationBatch, DistillationTexts
 from weighed import BERT, GPT2, LLAMA, WORDS, built, ids, loud, scenes, translator
 
 T5 = {
@@ -43,7 +41,9 @@ def listener() -> Transformer:
     embedding = bp.EmbeddingSpec(patches=bp.PatchSpec(rows=6, columns=1, high=2, wide=3, channels=1), first=1)
     block = bp.BlockSpec(hw.design(model=12, heads=3), feed=bp.FeedForwardSpec(20))
     stack = bp.StackSpec.from_blocks("encoder", 12, [block], embedding=embedding, norm=bp.NormSpec())
-    return loud(hw.build(bp.ModelSpec("small", "encoder", (stack,), (bp.OutputHeadSpec("labels", 5, at="mean"),)), seed=0))
+    return loud(
+        hw.build(bp.ModelSpec("small", "encoder", (stack,), (bp.OutputHeadSpec("labels", 5, at="mean"),)), seed=0)
+    )
 
 
 def headless() -> Transformer:
@@ -67,7 +67,10 @@ def heard(count: int = 5) -> list[Example]:
 def placed(net: Transformer, count: int = 5) -> list[Example]:
     """Texts that say where their tokens stand."""
     told = scenes(net, count)
-    return [Example({**one.inputs, "tokens": SequenceInfo.contiguous(2, one.inputs["x"].shape[1], "cpu")}, {}) for one in told]
+    return [
+        Example({**one.inputs, "tokens": SequenceInfo.contiguous(2, one.inputs["x"].shape[1], "cpu")}, {})
+        for one in told
+    ]
 
 
 MODELS: dict[str, Any] = {
@@ -174,7 +177,7 @@ def test_texts_that_ask_nothing_are_left_out_and_told():
 
 def other(net: Transformer, noise: float = 0.05) -> Transformer:
     """The same with a little of everything changed."""
-    from headwise.surgery.rebuilding import replace_attentions
+    from headwise.surgery.attention_replacement import replace_attentions
 
     made, draw = replace_attentions(net, {}), torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -282,7 +285,9 @@ def test_the_same_seed_teaches_the_same_and_torchs_own_numbers_go_on():
     torch.manual_seed(11)
     wanted = torch.rand(3)
     torch.manual_seed(11)
-    nets = [uptrain(student, teacher, scenes(teacher, 20), UptrainingOptions(**BRIEF, seed=seed)).net for seed in (4, 4, 5)]
+    nets = [
+        uptrain(student, teacher, scenes(teacher, 20), UptrainingOptions(**BRIEF, seed=seed)).net for seed in (4, 4, 5)
+    ]
     assert torch.equal(torch.rand(3), wanted)
     assert same(nets[0], nets[1].state_dict())
     assert not same(nets[0], nets[2].state_dict())
@@ -333,7 +338,9 @@ def test_what_cannot_be_taught_is_refused_before_anything_is_learned():
         Example({"x": ids(n, words=11)}, {}) for n in range(9)
     ])  # fmt: skip
     wrong = classifier("mean")
-    check_refused("a label of text 8 is 7", wrong, None, [*labelled(wrong, 8), Example({"x": ids(1), "labels": [7]}, {})])
+    check_refused(
+        "a label of text 8 is 7", wrong, None, [*labelled(wrong, 8), Example({"x": ids(1), "labels": [7]}, {})]
+    )
     twice = [*labelled(wrong, 8), Example({"x": ids(1), "labels": [1, 2]}, {})]
     check_refused("the model says 1 places of text 8 and 2 labels", wrong, None, twice)
     check_refused("told with 'head'", net, None, [Example({"x": ids(n), "head": "tokens"}, {}) for n in range(9)])

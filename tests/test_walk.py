@@ -9,7 +9,7 @@ import torch
 
 import cases
 import headwise as hw
-from headwise.steps import walk
+from headwise.nn.op_trace import walk
 
 # d = 512, h = 8, batch 5, 10 tokens: the steps of multi-head attention as they are usually taught, of one stream.
 TAUGHT = [

@@ -14,10 +14,10 @@ import torch
 import headwise as hw
 from headwise.errors import SpecError
 from headwise.files import read_lines
-from headwise.training import ConsoleLogger, probing, screen, train
-from headwise.training.choosing import StepOptions
-from headwise.training.probing import StepTrial
-from headwise.training.sinks import JsonlLogger, create_logger
+from headwise.training import ConsoleLogger, autotune, loggers, train
+from headwise.training.autotune import StepTrial
+from headwise.training.loggers import JsonlLogger, create_logger
+from headwise.training.train_step import StepOptions
 from learning import Echo, quick, stepper
 
 CONFIG = {"event": "run", "step": 0, "task": {"name": "echo"}, "recipe": {"steps": 6, "lr": 0.1}, "parameters": 1234}
@@ -117,12 +117,12 @@ def test_the_journal_goes_on_behind_the_checkpoint(tmp_path: Path):
 
 def test_a_pipe_gets_plain_lines_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
-    monkeypatch.setattr(screen.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(loggers.time, "monotonic", lambda: now[0])
     out = io.StringIO()
     one = ConsoleLogger(out)
     one.open(tmp_path, CONFIG)
     one.write(STEP)
-    now[0] += screen.LINE_INTERVAL + 1
+    now[0] += loggers.LINE_INTERVAL + 1
     one.write(STEP)
     one.write(HELD)
     one.write({"event": "end", "step": 6, "metrics": {"loss": 0.5}, "seconds": 61, "split": "test"})
@@ -162,7 +162,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, seconds: dict, **said: object) -> tu
     """What is chosen when steps take so long, and what was tried on the way; an error in the place of a time fails."""
     tried = []
 
-    def measured(self: StepTrial, stepper: probing.TrainStep) -> float:
+    def measured(self: StepTrial, stepper: autotune.TrainStep) -> float:
         way = (stepper.options.precision, stepper.options.compile)
         if stepper.options.attention == "plain":
             way = (*way, "plain")
@@ -190,7 +190,7 @@ def test_attention_is_tried_both_ways_where_rows_are_short(monkeypatch: pytest.M
     assert (choice.precision, choice.attention) == ("bf16", "plain")
     assert tried == [("fp32", "off"), ("fp32", "off", "plain"), ("bf16", "off"), ("bf16", "off", "plain")]
     assert choice.reasons[0].startswith("bf16 with plain attention: 0.1500 s a step, fp32 0.4000")
-    monkeypatch.setattr(probing, "MAX_PLAIN_LENGTH", 1)
+    monkeypatch.setattr(autotune, "MAX_PLAIN_LENGTH", 1)
     assert chosen(monkeypatch, SECONDS, precision="fp32", compile="off", attention="auto")[1] == []
 
 

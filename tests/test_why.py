@@ -11,9 +11,9 @@ import torch
 
 import cases
 import headwise as hw
-from headwise import backends, counting
-from headwise.counting.pricing import estimate_cost
-from headwise.reasons import why
+from headwise import backends, costs
+from headwise.backends.backend_report import why
+from headwise.costs.cost_report import estimate_cost
 
 
 @pytest.fixture
@@ -182,8 +182,8 @@ def test_a_length_that_is_told_is_said():
 @pytest.mark.parametrize("context", [300, 500])
 def test_what_is_spent_is_of_the_backend_that_runs(context):
     spec = hw.design(model=12, heads=3, **LONG["banded"])
-    work, job = counting.self_attention_work(spec, batch=1, queries=context), backends.CallSignature(spec, spec.core)
+    work, job = costs.self_attention_work(spec, batch=1, queries=context), backends.CallSignature(spec, spec.core)
     runs = backends.BACKENDS[str(why(spec, tokens=context).backend)]
     assert runs is (backends.sdpa if context == 300 else backends.banded)
     told = estimate_cost(spec, hw.Workload(context=context, dtype="fp32", device="cpu"))
-    assert told.executed_flops["prefill"] == counting.executed_flops(spec, work, runs.executed_flops(job, work))
+    assert told.executed_flops["prefill"] == costs.executed_flops(spec, work, runs.executed_flops(job, work))

@@ -10,12 +10,12 @@ from torch import nn
 
 import headwise as hw
 from cut_models import built, model
-from headwise import blueprint as bp
+from headwise import model_spec as bp
 from headwise.__main__ import main
-from headwise.hub.wording import attach_tokenizer
-from headwise.models.generating import read, words_of
-from headwise.surgery.phases import TimingOptions
-from headwise.surgery.proving import ProofOptions, prove
+from headwise.generation import read, words_of
+from headwise.hub.tokenizer_files import attach_tokenizer
+from headwise.surgery.verification.efficiency import TimingOptions
+from headwise.surgery.verification.proof import ProofOptions, prove
 from llama2c_pieces import FIRST, merged, packed
 
 QUICK = TimingOptions(length=8, steps=2, seconds=0.01)
@@ -87,10 +87,12 @@ def test_examples_are_shown_in_words_and_a_long_text_is_split():
     first = replace(described.stacks[0], embedding=bp.EmbeddingSpec(256, positions=bp.PositionSpec("learned", 20)))
     net = built(replace(described, stacks=(first,)))
     attach_tokenizer(net, "bytes")
-    from headwise.heads.sources import examples_from_lines
+    from headwise.head_analysis.annotated_examples import examples_from_lines
 
     sources = examples_from_lines(net, ["The cat sat.", "A dog ran over all there."])
-    proof = prove(net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK, notes=sources.notes))
+    proof = prove(
+        net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK, notes=sources.notes)
+    )
     assert {one.read + one.wanted for one in proof.examples} == {"The cat sat.", "A dog ran", "over all there."}
     assert proof.notes == ("1 lines split, for the model takes no more tokens at once",)
     assert proof.savings.length == 20
@@ -109,6 +111,8 @@ def test_translations_are_held_to_what_stands_beside_their_sources():
     assert bleu.change.value == 0.0
     assert 0 <= bleu.after.value < 20
     assert {one.wanted for one in proof.examples} == {"eine Katze", "zwei Hunde", "ein Vogel"}
-    own = prove(net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK, target_source="own"))
+    own = prove(
+        net, net, sources.examples_with_frequencies(), ProofOptions("Nothing.", timing=QUICK, target_source="own")
+    )
     assert "BLEU" not in [row.name for row in own.quality.rows]
     assert "the model before wrote" in own.notes[0]

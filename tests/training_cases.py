@@ -11,16 +11,14 @@ from typing import Any, ClassVar
 import torch
 
 import headwise as hw
-from headwise import blueprint as bp
-from headwise.spread import Launch, Spread, joined
-from headwise.spread.holding import hold
-from headwise.spread.inside import Rows
-from headwise.spread.traffic import Meter, traffic
-from headwise.spread.world import World
-from headwise.tasks import Batch, Task
+from headwise import model_spec as bp
+from headwise.data import Batch, Task
+from headwise.distributed import Launch, Spread, joined
+from headwise.distributed.communication_volume import Meter, Rows, traffic
+from headwise.distributed.ranks import World
+from headwise.distributed.sharded_model import hold
 from headwise.training import train
-from headwise.training.choosing import StepOptions
-from headwise.training.stepping import TrainStep
+from headwise.training.train_step import StepOptions, TrainStep
 from learning import IDS, Answered, Echo, quick
 from many import STEPPED, Interrupted, Odd, stepped, steps_of, until
 
@@ -163,7 +161,9 @@ class Pictures(Echo):
 
 def of(spec: hw.AttentionSpec) -> bp.ModelSpec:
     """One layer of a decoder."""
-    stack = bp.StackSpec.from_blocks("decoder", 8, [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(6))], embedding=bp.EmbeddingSpec(IDS))
+    stack = bp.StackSpec.from_blocks(
+        "decoder", 8, [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(6))], embedding=bp.EmbeddingSpec(IDS)
+    )
     return bp.ModelSpec("one", "decoder", (stack,), (bp.OutputHeadSpec("tokens", IDS),))
 
 
@@ -177,6 +177,9 @@ class Pooled(Echo):
     def model(self) -> bp.ModelSpec:
         spec = hw.design(model=8, heads=4, kv=1, modifiers=(hw.QKNorm(),))
         stack = bp.StackSpec.from_blocks(
-            "encoder", 8, [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(13, bias="d"))] * 2, embedding=bp.EmbeddingSpec(IDS)
+            "encoder",
+            8,
+            [bp.BlockSpec(spec, feed=bp.FeedForwardSpec(13, bias="d"))] * 2,
+            embedding=bp.EmbeddingSpec(IDS),
         )
         return bp.ModelSpec("pooled", "encoder", (stack,), (bp.OutputHeadSpec("class", IDS, at="mean"),))

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import headwise as hw
-from headwise import blueprint as bp
-from headwise.heads.scene import Example
+from headwise import model_spec as bp
+from headwise.head_analysis.annotated_examples import Example
 from headwise.models import Transformer
 
 WORDS = 13
@@ -40,7 +40,9 @@ def built(config: dict[str, Any], seed: int = 0) -> Transformer:
 
 def translator(seed: int = 0, placement: str = "pre") -> Transformer:
     """A model of two stacks."""
-    own = bp.BlockSpec(hw.design(model=12, heads=3, bias="qkvo"), feed=bp.FeedForwardSpec(20, bias="ud"), placement=placement)
+    own = bp.BlockSpec(
+        hw.design(model=12, heads=3, bias="qkvo"), feed=bp.FeedForwardSpec(20, bias="ud"), placement=placement
+    )
     both = bp.BlockSpec(
         hw.design(model=12, heads=3, pattern="causal"), cross=hw.design(model=12, heads=2, bias="v"),
         feed=bp.FeedForwardSpec(20, "relu"), placement=placement,

@@ -10,191 +10,95 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers and editors see; at run time a name is imported when it is first used
-    from .auditing import check_formulas as check_formulas
-    from .benching.running import run_benchmarks as run_benchmarks
-    from .blocks import (
-        LongformerAttention as LongformerAttention,
-    )
-    from .blocks import (
-        MergedAttention as MergedAttention,
-    )
-    from .blocks import (
-        depth_scaled_init as depth_scaled_init,
-    )
-    from .blueprint import ProcessorSpec as ProcessorSpec
-    from .cache import KVCache as KVCache
-    from .counting.allocators import RequestBatch as RequestBatch
-    from .counting.allocators import kv_cache_bytes as kv_cache_bytes
-    from .counting.breakeven import find_crossovers as find_crossovers
-    from .counting.capacity import MemoryDemand as MemoryDemand
-    from .counting.costs import cost as cost
-    from .counting.devices import Device as Device
-    from .counting.devices import NumberFormats as NumberFormats
-    from .counting.keeping import layer_activation_memory as layer_activation_memory
-    from .counting.matching import match_size as match_size
-    from .counting.nets import ActivationSettings as ActivationSettings
-    from .counting.nets import activation_memory as activation_memory
-    from .counting.pricing import Workload as Workload
-    from .counting.serving import ServingCost as ServingCost
-    from .counting.verdict import check_memory_fit as check_memory_fit
-    from .engine import Batching as Batching
-    from .engine import Engine as Engine
-    from .errors import CacheFull as CacheFull
-    from .errors import TrainingDiverged as TrainingDiverged
-    from .errors import NoBackend as NoBackend
-    from .errors import SpecError as SpecError
-    from .folding import fold_bias as fold_bias
-    from .folding import fold_qk_transforms as fold_qk_transforms
-    from .grouping import Heads as Heads
-    from .heads.circuits import get_circuits as get_circuits
-    from .heads.classes import classify_heads as classify_heads
-    from .heads.measuring import measure_heads as measure_heads
-    from .heads.redundancy import measure_redundancy as measure_redundancy
-    from .heads.scene import Example as Example
-    from .heads.sources import ExampleReader as ExampleReader
-    from .heads.spectra import measure_qk_spectra as measure_qk_spectra
-    from .heads.twins import make_random_baseline as make_random_baseline
-    from .heads.weighing import estimate_importance as estimate_importance
-    from .hub import export as export
-    from .hub import load as load
-    from .hub.capturing import trace as trace
-    from .hub.editing import patch as patch
-    from .hub.editing import ablate as ablate
-    from .hub.finding import sites as sites
-    from .hub.keeping import Capture as Capture
-    from .hub.means import head_means as head_means
-    from .hub.means import head_noise as head_noise
-    from .hub.means import head_outputs as head_outputs
-    from .hub.offsets import offset_means as offset_means
-    from .hub.patches import Noise as Noise
-    from .hub.patches import Resample as Resample
-    from .hub.routes.projection import declare as declare
-    from .models import (
-        Decoding as Decoding,
-    )
-    from .models import (
-        Transformer as Transformer,
-    )
-    from .models import (
-        build as build,
-    )
-    from .models import (
-        generate as generate,
-    )
-    from .models import (
-        greedy as greedy,
-    )
-    from .models import (
-        save as save,
-    )
-    from .models import (
-        stream as stream,
-    )
-    from .module import Attention as Attention
-    from .parts import REGISTRY as REGISTRY
-    from .parts.additive import Additive as Additive
-    from .parts.alibi import Alibi as Alibi
-    from .parts.average import Average as Average
-    from .parts.collaborative import Collaborative as Collaborative
-    from .parts.collaborative import convert_to_collaborative as convert_to_collaborative
-    from .parts.concat import Concat as Concat
-    from .parts.concrete import Concrete as Concrete
-    from .parts.differential import Differential as Differential
-    from .parts.differential import DifferentialV2 as DifferentialV2
-    from .parts.direct import Direct as Direct
-    from .parts.dot import Dot as Dot
-    from .parts.dynamic import Dynamic as Dynamic
-    from .parts.entmax import Entmax as Entmax
-    from .parts.feature_map import FeatureMap as FeatureMap
-    from .parts.gaussian import Gaussian as Gaussian
-    from .parts.head_gate import HeadGate as HeadGate
-    from .parts.head_norm import HeadNorm as HeadNorm
-    from .parts.knocking import Knocking as Knocking
-    from .parts.latent import Latent as Latent
-    from .parts.latent import convert_to_latent as convert_to_latent
-    from .parts.learned import Learned as Learned
-    from .parts.output_gate import OutputGate as OutputGate
-    from .parts.overlapping import Overlapping as Overlapping
-    from .parts.qk_norm import QKNorm as QKNorm
-    from .parts.rotary import Rotary as Rotary
-    from .parts.rotary_scaling import NTK as NTK
-    from .parts.rotary_scaling import PI as PI
-    from .parts.rotary_scaling import Llama3 as Llama3
-    from .parts.rotary_scaling import Plain as Plain
-    from .parts.rotary_scaling import YaRN as YaRN
-    from .parts.routed import Routed as Routed
-    from .parts.routed import convert_to_mixture_of_heads as convert_to_mixture_of_heads
-    from .parts.shaw import Shaw as Shaw
-    from .parts.shaw import ShawValues as ShawValues
-    from .parts.sigmoid import Sigmoid as Sigmoid
-    from .parts.sink_softmax import SinkSoftmax as SinkSoftmax
-    from .parts.softcap import Softcap as Softcap
-    from .parts.softmax import Softmax as Softmax
-    from .parts.sum import Sum as Sum
-    from .parts.sum_heads import SumHeads as SumHeads
-    from .parts.t5_bias import T5Bias as T5Bias
-    from .parts.talking_heads import TalkingHeads as TalkingHeads
-    from .parts.values import Values as Values
-    from .parts.weight_dropout import WeightDropout as WeightDropout
-    from .pattern import (
-        BigBird as BigBird,
-    )
-    from .pattern import (
-        Blocks as Blocks,
-    )
-    from .pattern import (
-        Causal as Causal,
-    )
-    from .pattern import (
-        Dilated as Dilated,
-    )
-    from .pattern import (
-        Edges as Edges,
-    )
-    from .pattern import (
-        First as First,
-    )
-    from .pattern import (
-        Full as Full,
-    )
-    from .pattern import (
-        Global as Global,
-    )
-    from .pattern import (
-        Pattern as Pattern,
-    )
-    from .pattern import (
-        Prefix as Prefix,
-    )
-    from .pattern import (
-        Window as Window,
-    )
-    from .positions import LearnedPositions as LearnedPositions
-    from .positions import SinusoidalPositions as SinusoidalPositions
-    from .presets import PRESETS as PRESETS
-    from .presets import design as design
-    from .presets import from_json as from_json
-    from .presets import from_toml as from_toml
-    from .probe import Probe as Probe
-    from .reasons import why as why
-    from .spec import AttentionSpec as AttentionSpec
-    from .spread import Spread as Spread
-    from .steps import walk as walk
-    from .surgery.proving import prove as prove
-    from .surgery.pruning import prune as prune
-    from .surgery.sharing import convert as convert
-    from .surgery.uptraining import uptrain as uptrain
-    from .terms import AuxLosses as AuxLosses
-    from .terms import CallSize as CallSize
-    from .text import to_json as to_json
-    from .text import to_toml as to_toml
-    from .tokens import AttentionMask as AttentionMask
-    from .tokens import SequenceInfo as SequenceInfo
-    from .traces import Trace as Trace
-    from .traces import load_trace as load_trace
-    from .training import Recipe as Recipe
-    from .training import TrainingResult as TrainingResult
-    from .training import train as train
+    from .backends.backend_report import why
+    from .bench.runner import run_benchmarks
+    from .cache import KVCache
+    from .costs.activations import layer_activation_memory
+    from .costs.cost_report import Workload, cost
+    from .costs.cost_vs_length import find_crossovers
+    from .costs.formula_checks import check_formulas
+    from .costs.kv_cache_memory import RequestBatch, kv_cache_bytes
+    from .costs.roofline import Device, NumberFormats
+    from .costs.serving_capacity import MemoryDemand, check_memory_fit
+    from .costs.serving_cost import ServingCost
+    from .costs.size_matching import match_size
+    from .costs.training_memory import ActivationSettings, activation_memory
+    from .distributed import Spread
+    from .errors import CacheFull, NoBackend, SpecError, TrainingDiverged
+    from .generation.decoding_config import Decoding
+    from .generation.generate import generate, stream
+    from .generation.greedy_decoding import greedy
+    from .head_analysis.annotated_examples import Example, ExampleReader
+    from .head_analysis.head_circuits import get_circuits
+    from .head_analysis.head_classes import classify_heads
+    from .head_analysis.head_importance import estimate_importance
+    from .head_analysis.head_measurement import measure_heads
+    from .head_analysis.head_redundancy import measure_redundancy
+    from .head_analysis.random_baseline import make_random_baseline
+    from .head_analysis.rank_analysis import measure_qk_spectra
+    from .hub import export, load
+    from .inspect.ablation import Noise, Resample, ablate, patch
+    from .inspect.adapters.output_projection import declare
+    from .inspect.attention_sites import sites
+    from .inspect.dataset_means import head_means, head_noise, head_outputs, offset_means
+    from .inspect.trace_capture import Capture, trace
+    from .interfaces.core_types import AuxLosses, CallSize
+    from .interfaces.probe import Probe
+    from .interfaces.registry import REGISTRY
+    from .masking.patterns import BigBird, Blocks, Causal, Dilated, Edges, First, Full, Global, Pattern, Prefix, Window
+    from .masking.sequence_info import AttentionMask, SequenceInfo
+    from .model_spec import ProcessorSpec
+    from .models import Transformer, build, save
+    from .nn import LongformerAttention, MergedAttention, depth_scaled_init
+    from .nn.attention import Attention
+    from .nn.op_trace import walk
+    from .nn.position_embeddings import LearnedPositions, SinusoidalPositions
+    from .parts.additive_attention import Additive
+    from .parts.alibi import Alibi
+    from .parts.collaborative import Collaborative, convert_to_collaborative
+    from .parts.concat import Concat
+    from .parts.differential import Differential, DifferentialV2
+    from .parts.dot_product import Dot
+    from .parts.dynamic_composition import Dynamic
+    from .parts.entmax import Entmax
+    from .parts.feature_map import FeatureMap
+    from .parts.gated_attention import HeadGate, OutputGate
+    from .parts.gaussian_kernel import Gaussian
+    from .parts.hard_concrete_gate import Concrete
+    from .parts.head_norm import HeadNorm
+    from .parts.knocking_heads import Knocking
+    from .parts.latent_attention import Latent, convert_to_latent
+    from .parts.linear_projection import Direct
+    from .parts.mean_attention import Average
+    from .parts.mixture_of_heads import Routed, convert_to_mixture_of_heads
+    from .parts.overlapping_heads import Overlapping
+    from .parts.qk_norm import QKNorm
+    from .parts.rotary_embedding import Rotary
+    from .parts.rotary_scaling import NTK, PI, Llama3, Plain, YaRN
+    from .parts.shaw_relative_position import Shaw, ShawValues
+    from .parts.sigmoid import Sigmoid
+    from .parts.sink_softmax import SinkSoftmax
+    from .parts.softcap import Softcap
+    from .parts.softmax import Softmax
+    from .parts.sum_heads import SumHeads
+    from .parts.sum_normaliser import Sum
+    from .parts.synthesizer import Learned
+    from .parts.t5_bias import T5Bias
+    from .parts.talking_heads import TalkingHeads
+    from .parts.value_projection import Values
+    from .parts.weight_dropout import WeightDropout
+    from .presets import PRESETS, design, from_json, from_toml
+    from .serving import Batching, Engine
+    from .spec.attention_spec import AttentionSpec
+    from .spec.heads import Heads
+    from .spec.serialization import to_json, to_toml
+    from .surgery.conversion import convert
+    from .surgery.distillation import uptrain
+    from .surgery.pruning import prune
+    from .surgery.verification.proof import prove
+    from .surgery.weight_folding import fold_bias, fold_qk_transforms
+    from .traces import Trace, load_trace
+    from .training import Recipe, TrainingResult, train
 
 __version__ = "0.1.0"
 
@@ -204,127 +108,127 @@ _HOMES = {
     "TrainingDiverged": "errors",
     "NoBackend": "errors",
     "SpecError": "errors",
-    "Heads": "grouping",
-    "BigBird": "pattern",
-    "Blocks": "pattern",
-    "Causal": "pattern",
-    "Dilated": "pattern",
-    "Edges": "pattern",
-    "First": "pattern",
-    "Full": "pattern",
-    "Global": "pattern",
-    "Pattern": "pattern",
-    "Prefix": "pattern",
-    "Window": "pattern",
-    "AuxLosses": "terms",
-    "CallSize": "terms",
-    "AttentionSpec": "spec",
-    "AttentionMask": "tokens",
-    "SequenceInfo": "tokens",
+    "Heads": "spec.heads",
+    "BigBird": "masking.patterns",
+    "Blocks": "masking.patterns",
+    "Causal": "masking.patterns",
+    "Dilated": "masking.patterns",
+    "Edges": "masking.patterns",
+    "First": "masking.patterns",
+    "Full": "masking.patterns",
+    "Global": "masking.patterns",
+    "Pattern": "masking.patterns",
+    "Prefix": "masking.patterns",
+    "Window": "masking.patterns",
+    "AuxLosses": "interfaces.core_types",
+    "CallSize": "interfaces.core_types",
+    "AttentionSpec": "spec.attention_spec",
+    "AttentionMask": "masking.sequence_info",
+    "SequenceInfo": "masking.sequence_info",
     "KVCache": "cache",
-    "Probe": "probe",
+    "Probe": "interfaces.probe",
     "PRESETS": "presets",
     "design": "presets",
     "from_json": "presets",
     "from_toml": "presets",
-    "to_json": "text",
-    "to_toml": "text",
-    "Attention": "module",
-    "LongformerAttention": "blocks",
-    "MergedAttention": "blocks",
-    "depth_scaled_init": "blocks",
+    "to_json": "spec.serialization",
+    "to_toml": "spec.serialization",
+    "Attention": "nn.attention",
+    "LongformerAttention": "nn",
+    "MergedAttention": "nn",
+    "depth_scaled_init": "nn",
     "build": "models",
-    "Decoding": "models",
-    "ProcessorSpec": "blueprint",
-    "generate": "models",
-    "stream": "models",
-    "greedy": "models",
+    "Decoding": "generation.decoding_config",
+    "ProcessorSpec": "model_spec",
+    "generate": "generation.generate",
+    "stream": "generation.generate",
+    "greedy": "generation.greedy_decoding",
     "export": "hub",
-    "sites": "hub.finding",
-    "declare": "hub.routes.projection",
-    "ablate": "hub.editing",
-    "patch": "hub.editing",
-    "Resample": "hub.patches",
-    "Noise": "hub.patches",
-    "head_means": "hub.means",
-    "head_noise": "hub.means",
-    "head_outputs": "hub.means",
-    "offset_means": "hub.offsets",
+    "sites": "inspect.attention_sites",
+    "declare": "inspect.adapters.output_projection",
+    "ablate": "inspect.ablation",
+    "patch": "inspect.ablation",
+    "Resample": "inspect.ablation",
+    "Noise": "inspect.ablation",
+    "head_means": "inspect.dataset_means",
+    "head_noise": "inspect.dataset_means",
+    "head_outputs": "inspect.dataset_means",
+    "offset_means": "inspect.dataset_means",
     "load": "hub",
-    "trace": "hub.capturing",
-    "Capture": "hub.keeping",
+    "trace": "inspect.trace_capture",
+    "Capture": "inspect.trace_capture",
     "Trace": "traces",
-    "ExampleReader": "heads.sources",
-    "Example": "heads.scene",
-    "measure_heads": "heads.measuring",
-    "classify_heads": "heads.classes",
-    "estimate_importance": "heads.weighing",
-    "measure_redundancy": "heads.redundancy",
-    "get_circuits": "heads.circuits",
-    "measure_qk_spectra": "heads.spectra",
-    "make_random_baseline": "heads.twins",
+    "ExampleReader": "head_analysis.annotated_examples",
+    "Example": "head_analysis.annotated_examples",
+    "measure_heads": "head_analysis.head_measurement",
+    "classify_heads": "head_analysis.head_classes",
+    "estimate_importance": "head_analysis.head_importance",
+    "measure_redundancy": "head_analysis.head_redundancy",
+    "get_circuits": "head_analysis.head_circuits",
+    "measure_qk_spectra": "head_analysis.rank_analysis",
+    "make_random_baseline": "head_analysis.random_baseline",
     "prune": "surgery.pruning",
-    "prove": "surgery.proving",
-    "convert": "surgery.sharing",
-    "uptrain": "surgery.uptraining",
-    "convert_to_latent": "parts.latent",
-    "convert_to_mixture_of_heads": "parts.routed",
+    "prove": "surgery.verification.proof",
+    "convert": "surgery.conversion",
+    "uptrain": "surgery.distillation",
+    "convert_to_latent": "parts.latent_attention",
+    "convert_to_mixture_of_heads": "parts.mixture_of_heads",
     "load_trace": "traces",
     "save": "models",
     "Transformer": "models",
-    "Batching": "engine",
-    "Engine": "engine",
+    "Batching": "serving",
+    "Engine": "serving",
     "convert_to_collaborative": "parts.collaborative",
-    "Workload": "counting.pricing",
-    "cost": "counting.costs",
-    "find_crossovers": "counting.breakeven",
-    "match_size": "counting.matching",
-    "Device": "counting.devices",
-    "NumberFormats": "counting.devices",
-    "RequestBatch": "counting.allocators",
-    "kv_cache_bytes": "counting.allocators",
-    "ServingCost": "counting.serving",
-    "MemoryDemand": "counting.capacity",
-    "check_memory_fit": "counting.verdict",
-    "ActivationSettings": "counting.nets",
-    "layer_activation_memory": "counting.keeping",
-    "activation_memory": "counting.nets",
-    "check_formulas": "auditing",
-    "fold_bias": "folding",
-    "fold_qk_transforms": "folding",
-    "LearnedPositions": "positions",
-    "SinusoidalPositions": "positions",
+    "Workload": "costs.cost_report",
+    "cost": "costs.cost_report",
+    "find_crossovers": "costs.cost_vs_length",
+    "match_size": "costs.size_matching",
+    "Device": "costs.roofline",
+    "NumberFormats": "costs.roofline",
+    "RequestBatch": "costs.kv_cache_memory",
+    "kv_cache_bytes": "costs.kv_cache_memory",
+    "ServingCost": "costs.serving_cost",
+    "MemoryDemand": "costs.serving_capacity",
+    "check_memory_fit": "costs.serving_capacity",
+    "ActivationSettings": "costs.training_memory",
+    "layer_activation_memory": "costs.activations",
+    "activation_memory": "costs.training_memory",
+    "check_formulas": "costs.formula_checks",
+    "fold_bias": "surgery.weight_folding",
+    "fold_qk_transforms": "surgery.weight_folding",
+    "LearnedPositions": "nn.position_embeddings",
+    "SinusoidalPositions": "nn.position_embeddings",
     "Recipe": "training",
     "TrainingResult": "training",
     "train": "training",
-    "Spread": "spread",
-    "walk": "steps",
-    "run_benchmarks": "benching.running",
-    "why": "reasons",
-    "REGISTRY": "parts",
+    "Spread": "distributed",
+    "walk": "nn.op_trace",
+    "run_benchmarks": "bench.runner",
+    "why": "backends.backend_report",
+    "REGISTRY": "interfaces.registry",
 }
 # What the repr of a spec is made of, besides parts.
 _SPOKEN = {name: home for name, home in _HOMES.items() if home in ("grouping", "pattern", "spec")}
 _MODULES = (
-    "axes",
+    "nn.head_axis_ops",
     "backends",
-    "blocks",
-    "blueprint",
-    "counting",
+    "nn",
+    "model_spec",
+    "costs",
     "errors",
     "families",
-    "heads",
+    "head_analysis",
     "surgery",
     "hub",
-    "layout",
+    "interfaces.axis_layout",
     "models",
     "parts",
-    "pattern",
+    "masking.patterns",
     "presets",
-    "reference",
-    "seams",
-    "spread",
-    "tasks",
+    "nn.reference",
+    "interfaces",
+    "distributed",
+    "data",
     "traces",
 )
 

@@ -7,33 +7,32 @@ from dataclasses import replace
 from typing import Any
 
 from .errors import SpecError, suggest
-from .grouping import Heads
-from .parts.average import Average
+from .interfaces import Merge, Modifier, Part, Project
+from .interfaces.registry import field_defaults
+from .masking.patterns import Full, parse_pattern
 from .parts.collaborative import Collaborative
 from .parts.concat import Concat
-from .parts.concrete import Concrete
 from .parts.differential import Differential, DifferentialV2
-from .parts.direct import Direct
-from .parts.dot import Dot
-from .parts.dynamic import Dynamic
+from .parts.dot_product import Dot
+from .parts.dynamic_composition import Dynamic
 from .parts.entmax import Entmax
 from .parts.feature_map import FeatureMap
-from .parts.knocking import Knocking
-from .parts.latent import Latent
-from .parts.overlapping import Overlapping
+from .parts.hard_concrete_gate import Concrete
+from .parts.knocking_heads import Knocking
+from .parts.latent_attention import Latent
+from .parts.linear_projection import Direct
+from .parts.mean_attention import Average
+from .parts.mixture_of_heads import Routed
+from .parts.overlapping_heads import Overlapping
 from .parts.qk_norm import QKNorm
-from .parts.rotary import Rotary
-from .parts.routed import Routed
+from .parts.rotary_embedding import Rotary
 from .parts.softmax import Softmax
-from .parts.sum import Sum
+from .parts.sum_normaliser import Sum
 from .parts.talking_heads import TalkingHeads
-from .parts.values import Values
-from .pattern import Full, parse_pattern
-from .registry import field_defaults
-from .seams import Merge, Modifier, Part, Project
-from .spec import AttentionSpec
-from .text import from_json as _from_json
-from .text import from_toml as _from_toml
+from .parts.value_projection import Values
+from .spec.attention_spec import AttentionSpec
+from .spec.heads import Heads
+from .spec.serialization import from_json as _from_json, from_toml as _from_toml
 
 # What a spec that does not choose is given.
 DEFAULT_CHOICES: dict[str, Any] = {

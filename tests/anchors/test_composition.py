@@ -9,7 +9,7 @@ import torch
 import cases
 import headwise as hw
 from cases import base, check_close
-from headwise import counting
+from headwise import costs
 
 
 def arrays(layer) -> dict[str, np.ndarray]:
@@ -40,7 +40,7 @@ def test_rectangular_talking_heads(causal):
     weights = np.on_einsum("bgts,gh->bhts", softmax(mixed), w["talking_heads_2.mixing"])
     o = np.on_einsum("bhts,bhsv->bthv", weights, v).reshape(3, 7, 15)
     check_close(layer(x), torch.from_numpy(o @ w["output.o"].T))
-    assert counting.count_parameters(spec) == 2 * 24 * 10 + 15 * 10 + 6 * 7 + 7 * 5 + 10 * 15
+    assert costs.count_parameters(spec) == 2 * 24 * 10 + 15 * 10 + 6 * 7 + 7 * 5 + 10 * 15
 
 
 def test_another_number_of_heads_starts_as_the_first_ones_alone():
@@ -78,7 +78,7 @@ def test_average_attention_is_a_running_mean():
     w, (x, _) = arrays(layer), cases.tensors(spec)
     running = np.cumsum(x.numpy() @ w["project.v"].T, 1) / np.arange(1, 8)[None, :, None]
     check_close(layer(x), torch.from_numpy(running @ w["output.o"].T))
-    assert counting.count_parameters(spec) == 2 * 24 * 10
+    assert costs.count_parameters(spec) == 2 * 24 * 10
     cache = layer.cache(batch=3, capacity=10**6)
     layer(x, cache=cache)
     assert cache.nbytes == 3 * (24 + 6) * 8
@@ -86,9 +86,12 @@ def test_average_attention_is_a_running_mean():
 
 def test_a_state_is_kept_in_constant_memory_and_at_linear_cost():
     spec = base(similarity=hw.FeatureMap(), normaliser=hw.Sum(), pattern="causal")
-    sizes = {counting.cache_bytes(spec, batch=2, capacity=c) for c in (1, 1000, 10**9)}
+    sizes = {costs.cache_bytes(spec, batch=2, capacity=c) for c in (1, 1000, 10**9)}
     assert len(sizes) == 1
-    from headwise.backends import CallSignature, linear
+    from headwise.backends import CallSignature, linear_attention
 
-    spent = [linear.executed_flops(CallSignature(spec, spec.core), hw.CallSize(1, n, n, n)) for n in (2**10, 2**11, 2**12)]
+    spent = [
+        linear_attention.executed_flops(CallSignature(spec, spec.core), hw.CallSize(1, n, n, n))
+        for n in (2**10, 2**11, 2**12)
+    ]
     assert spent[2] - spent[1] == 2 * (spent[1] - spent[0])

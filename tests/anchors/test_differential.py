@@ -64,8 +64,8 @@ def test_version_2_that_takes_all_away_of_equal_heads_says_nothing():
 
 def test_version_2_costs_a_second_query_and_a_number_a_head():
     twice, usual = (hw.design(model=512, heads=8, kv=2, modifiers=m) for m in ((hw.DifferentialV2(),), ()))
-    assert hw.counting.count_parameters(twice) - hw.counting.count_parameters(usual) == 512**2 + 512 * 8
-    assert hw.counting.cached_numbers_per_token(twice) == hw.counting.cached_numbers_per_token(usual)
+    assert hw.costs.count_parameters(twice) - hw.costs.count_parameters(usual) == 512**2 + 512 * 8
+    assert hw.costs.cached_numbers_per_token(twice) == hw.costs.cached_numbers_per_token(usual)
 
 
 @pytest.mark.parametrize(("tokens", "runs"), [("many", "tiled"), ("one", "ragged")])
@@ -140,7 +140,7 @@ def test_version_1_of_pairs_that_share_a_key_is_version_2_and_a_norm():
 @pytest.mark.parametrize("keep", [[0], [1], [2], [0, 2]])
 def test_groups_of_three_heads_hold_no_whole_pairs(pairs: hw.Modifier, keep: list[int]):
     layer = cases.layer(base(heads=3, dim=2, modifiers=(hw.Dynamic(groups=2), pairs)))
-    small, weights = hw.axes.keep_heads(layer.spec, layer.state_dict(), keep)
+    small, weights = hw.nn.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), keep)
     cut = hw.Attention(small).double().eval()
     cut.load_state_dict(weights)
     assert far(cut.head_outputs(X), layer.head_outputs(X)[:, :, keep].detach().numpy()) < EXACT

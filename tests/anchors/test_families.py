@@ -22,8 +22,8 @@ import transformers as tf
 import headwise as hw
 from anchors import hf_models, test_transformers
 from anchors.hf import projections
-from headwise import counting, families
-from headwise.blueprint import ModelSpec
+from headwise import costs, families
+from headwise.model_spec import ModelSpec
 
 Group = tuple[str, int | None, str]
 
@@ -327,7 +327,7 @@ def check_groups(folder: Path) -> ModelSpec:
     """Every group has as many numbers as there."""
     ours, model = families.read_model_spec(folder), built(folder)
     assert groups_of_ours(ours) == +groups_of_theirs(model, ours)
-    assert counting.count_parameters(ours) == sum(p.numel() for p in model.parameters())
+    assert costs.count_parameters(ours) == sum(p.numel() for p in model.parameters())
     return ours
 
 
@@ -335,7 +335,7 @@ def check_groups(folder: Path) -> ModelSpec:
 def test_public_models_have_the_numbers_they_are_known_for(name: str, tmp_path: Path):
     said, known = PUBLIC[name]
     ours = check_groups(folder_of(tmp_path, said))
-    assert known is None or counting.count_parameters(ours) == known
+    assert known is None or costs.count_parameters(ours) == known
 
 
 @pytest.mark.parametrize(("family", "architecture", "draw"), TINY, ids=[f"{a}-{n}" for _, a, n in TINY])
@@ -397,7 +397,9 @@ def test_attention_of_bart_and_vit_computes_the_same():
     """Neither stands among the models above; both are Vaswani's attention."""
     said = {"d_model": 42, "encoder_attention_heads": 2, "decoder_attention_heads": 3, "encoder_layers": 1}
     said |= {"decoder_layers": 1, "vocab_size": 11}
-    specs = dict(families.read_model_spec(said | {"model_type": "bart", "architectures": ["BartModel"]}).attention_specs())
+    specs = dict(
+        families.read_model_spec(said | {"model_type": "bart", "architectures": ["BartModel"]}).attention_specs()
+    )
     bart = tf.BartModel(tf.BartConfig(**said, attn_implementation="eager"))
     check_computes(bart.encoder.layers[0].self_attn, specs["encoder.0.attention"], "out_proj")
     source = torch.randn(2, 7, 42, dtype=torch.float64)
@@ -419,12 +421,14 @@ REMEMBERED = {"llama-3-8b": 131_072, "deepseek-v3": 70_272, "llama-2-7b": 524_28
 def test_bytes_remembered_of_a_token(name: str):
     """At two bytes a number, over all layers; that of V2-Lite is 27 x 576 x 2."""
     model = families.read_model_spec(PUBLIC[name][0])
-    assert 2 * sum(counting.cached_numbers_per_token(spec) for _, spec in model.attention_specs()) == REMEMBERED[name]
+    assert 2 * sum(costs.cached_numbers_per_token(spec) for _, spec in model.attention_specs()) == REMEMBERED[name]
 
 
 @pytest.mark.parametrize(("name", "numbers"), [("deepseek-v3", 187_107_328), ("deepseek-v2-lite", 13_763_072)])
 def test_latent_attention_has_the_published_numbers(name: str, numbers: int):
-    assert {counting.count_parameters(spec) for _, spec in families.read_model_spec(PUBLIC[name][0]).attention_specs()} == {numbers}
+    assert {
+        costs.count_parameters(spec) for _, spec in families.read_model_spec(PUBLIC[name][0]).attention_specs()
+    } == {numbers}
 
 
 # --- windows, layer by layer ---------------------------------------------------------------------------
@@ -445,5 +449,7 @@ def test_windows_begin_where_qwen_says():
     theirs = tf.Qwen2Model(tf.Qwen2Config(**said, attn_implementation="eager")).eval()
     ours = [spec.pattern for _, spec in families.read_model_spec(said | {"model_type": "qwen2"}).attention_specs()]
     for pattern, seen in zip(ours, seen_by_transformers(theirs, 9), strict=True):
-        assert torch.equal(seen, hw.AttentionMask(*[hw.SequenceInfo.from_batch(torch.zeros(1, 9))] * 2, pattern).allowed[0, 0])
+        assert torch.equal(
+            seen, hw.AttentionMask(*[hw.SequenceInfo.from_batch(torch.zeros(1, 9))] * 2, pattern).allowed[0, 0]
+        )
     assert ours == [hw.Causal()] * 2 + [hw.Window(3)] * 3

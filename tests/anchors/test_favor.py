@@ -10,7 +10,8 @@ from test_decode import decoded
 import cases
 import headwise as hw
 from cases import base, check_close
-from headwise import counting, reference
+from headwise import costs
+from headwise.nn import reference
 from headwise.parts.feature_map import sample_orthogonal_gaussian
 
 
@@ -79,7 +80,8 @@ def _products(kind, seed, q, k):
     """What is lifted, with the factor of each query that it goes without; of short keys nothing is taken off."""
     w = sample_orthogonal_gaussian(seed, (kind.draws, 8))
     asks, tells = (
-        kind.feature_map(torch.from_numpy(x)[None, None], side, {"directions": w})[0, 0] for side, x in (("q", q), ("k", k))
+        kind.feature_map(torch.from_numpy(x)[None, None], side, {"directions": w})[0, 0]
+        for side, x in (("q", q), ("k", k))
     )
     told = q * 8**-0.25
     return (asks * tells).sum(-1).numpy() * np.exp((told @ w.numpy().T).max(-1) - (told**2).sum(-1) / 2)
@@ -180,7 +182,7 @@ def test_parallel_chunked_and_recurrent_are_one_function(kind):
     features = spec.similarity.num_state_features(spec.core)
     assert features == (8 if kind == "favor" else 4)
     assert cache.nbytes == 2 * 6 * features * (5 + 1) * 8
-    assert cache.nbytes == counting.cache_bytes(spec, batch=2, capacity=1, bytes_per_number=8)
+    assert cache.nbytes == costs.cache_bytes(spec, batch=2, capacity=1, bytes_per_number=8)
 
 
 def test_a_query_that_meets_no_channel_reads_zero():
@@ -205,9 +207,9 @@ def test_what_lifting_costs():
     work = hw.CallSize(3, 7, 7, 7)
     lifted = 2 * 3 * 7 * (6 + 2) * 9 * 4
     wider = 2 * 3 * 49 * 6 * (9 - 4)
-    assert counting.counted_flops(spec, work) - counting.counted_flops(plain, work) == lifted + wider
-    assert counting.count_parameters(spec) == counting.count_parameters(plain)
-    assert counting.count_constants(spec) == 9 * 4
+    assert costs.counted_flops(spec, work) - costs.counted_flops(plain, work) == lifted + wider
+    assert costs.count_parameters(spec) == costs.count_parameters(plain)
+    assert costs.count_constants(spec) == 9 * 4
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from transformers.generation import logits_process as theirs_
 
 import headwise as hw
 from anchors.hf_whole import VOCABULARY, made
-from headwise.models.generating.picking import filtered, penalised
-from headwise.models.generating.prompts import taken
-from headwise.models.generating.saying import Asked
+from headwise.generation.generate import Asked
+from headwise.generation.prompts import taken
+from headwise.generation.sampling import filtered, penalised
 
 ROWS, WORDS = 40, 23
 END, START = 2, 3

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import headwise as hw
 from anchors.hf import drawn
 from anchors.hf_whole import BERT, GATED, LATENT, MODELS, VOCABULARY
-from headwise import blueprint as bp
-from headwise.hub.sentencepieces import make_tokenizer_json
-from headwise.tasks.vocabulary import learned
+from headwise import model_spec as bp
+from headwise.data.vocabulary import learned
+from headwise.hub.llama2c import make_tokenizer_json
 from llama2c_pieces import FIRST, merged, packed
 
 B, T, S = 2, 11, 13
@@ -178,7 +178,11 @@ def ours(form: str) -> bp.ModelSpec:
     """A model of our own that a format can say, sizes all different."""
     if form == "gpt2":
         spec = hw.design(model=21, heads=3, pattern="causal()", bias="qkvo")
-        feed, norm, positions = bp.FeedForwardSpec(29, "relu", bias="ud"), bp.NormSpec("layer", 1e-3), bp.PositionSpec("learned", 23)
+        feed, norm, positions = (
+            bp.FeedForwardSpec(29, "relu", bias="ud"),
+            bp.NormSpec("layer", 1e-3),
+            bp.PositionSpec("learned", 23),
+        )
     else:
         turns = (hw.Rotary(base=300.0, scaling=hw.YaRN(2.0, original=16, ramp="exact", swelling=1.25)),)
         own = {"model": 42 if form == "llama" else 21, "bias": "qkvo" if form == "llama" else ""}

@@ -8,7 +8,8 @@ import torch
 import cases
 import headwise as hw
 from cases import base, check_close
-from headwise import axes, counting
+from headwise import costs
+from headwise.nn import head_axis_ops
 
 
 def plain(layer: hw.Attention, spec, **renamed: str) -> hw.Attention:
@@ -158,7 +159,7 @@ def test_routing_leaves_padding_out_of_its_balance():
 @pytest.mark.parametrize("kv", [1, 2, 3])
 def test_grouped_heads_are_repeated_ones(kv):
     layer = cases.layer(base(kv=kv, vdim=5, pattern="causal()", modifiers=(hw.Rotary(),)))
-    wide, weights = axes.split_kv_heads(layer.spec, layer.state_dict())
+    wide, weights = head_axis_ops.split_kv_heads(layer.spec, layer.state_dict())
     twin = hw.Attention(wide).double()
     twin.load_state_dict(weights)
     check_close(twin(X), layer(X))
@@ -217,7 +218,7 @@ SIZES = {
 @pytest.mark.parametrize("name", SIZES)
 def test_published_sizes(name):
     size, made = SIZES[name]
-    assert counting.count_parameters(made()) == size
+    assert costs.count_parameters(made()) == size
 
 
 CACHES = {
@@ -234,4 +235,4 @@ CACHES = {
 @pytest.mark.parametrize("name", CACHES)
 def test_published_caches(name):
     size, made = CACHES[name]
-    assert counting.cached_numbers_per_token(made()) == size
+    assert costs.cached_numbers_per_token(made()) == size

@@ -12,7 +12,7 @@ import cases
 import headwise as hw
 from anchors import written
 from anchors.written import far
-from headwise import counting
+from headwise import costs
 
 X = torch.linspace(-2, 2, 3 * 7 * 10, dtype=torch.float64).sin().view(3, 7, 10)
 EXACT = 1e-13
@@ -50,12 +50,14 @@ def test_the_mlp_as_published():
 @pytest.mark.parametrize(("knocking", "matrices"), [(hw.Knocking(sides="qkv"), 3), (hw.Knocking(kind="mlp"), 3)])
 def test_published_sizes(knocking: hw.Knocking, matrices: int):
     spec = hw.design(model=512, heads=8, modifiers=(knocking,))
-    assert hw.counting.count_parameters(spec) - hw.counting.count_parameters(hw.design(model=512, heads=8)) == matrices * 64**2
+    assert (
+        hw.costs.count_parameters(spec) - hw.costs.count_parameters(hw.design(model=512, heads=8)) == matrices * 64**2
+    )
 
 
 def test_cutting_heads_leaves_the_matrix_alone():
     layer = cases.layer(cases.base(modifiers=(hw.Knocking(sides="qkv"),), kv=2, vdim=5))
-    _, weights = hw.axes.keep_heads(layer.spec, layer.state_dict(), [0, 4])
+    _, weights = hw.nn.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [0, 4])
     assert all(torch.equal(weights[f"knocking.{side}"], layer.knocking[side]) for side in "qkv")
 
 
@@ -107,7 +109,7 @@ def test_folded_is_unfolded(case: str, bias: str):
     twin = hw.Attention(folded.spec).double()
     twin.load_state_dict(folded.weights)
     assert far(twin(X), layer(X).detach().numpy()) < 1e-12
-    cut = hw.axes.keep_heads(*folded[:2], [1])
+    cut = hw.nn.head_axis_ops.keep_heads(*folded[:2], [1])
     assert cut[0].modifiers == left
 
 
@@ -124,7 +126,10 @@ def test_a_bias_behind_a_folded_matrix_can_go_too():
     before = hw.fold_bias(layer.spec, layer.state_dict())
     assert before.reasons_kept == {"v": "knocking turns v after its bias"}
     bare = hw.fold_bias(*hw.fold_qk_transforms(layer.spec, layer.state_dict())[:2])
-    assert (bare.spec, bare.reasons_kept) == (cases.base(vdim=5, project=hw.Direct(bias="q"), merge=hw.Concat(bias="o")), {})
+    assert (bare.spec, bare.reasons_kept) == (
+        cases.base(vdim=5, project=hw.Direct(bias="q"), merge=hw.Concat(bias="o")),
+        {},
+    )
     twin = hw.Attention(bare.spec).double()
     twin.load_state_dict(bare.weights)
     assert far(twin(X), layer(X).detach().numpy()) < 1e-12
@@ -138,7 +143,7 @@ def test_values_are_knocked_whatever_compares(project: hw.Project):
     held = layer.state_dict()
     plain.load_state_dict({name: weight for name, weight in held.items() if "knocking" not in name})
     assert far(layer.head_outputs(X), (plain.head_outputs(X) @ held["knocking.v"].T).detach().numpy()) < EXACT
-    assert torch_counts(layer, X) == counting.counted_flops(layer.spec, hw.CallSize(3, 7, 7, 7))
+    assert torch_counts(layer, X) == costs.counted_flops(layer.spec, hw.CallSize(3, 7, 7, 7))
 
 
 # --- what cannot be ------------------------------------------------------------------------------------

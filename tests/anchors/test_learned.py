@@ -12,8 +12,8 @@ from test_decode import decoded
 import cases
 import headwise as hw
 from cases import base, check_close
-from headwise import counting
-from headwise.inputs import PositionLimit
+from headwise import costs
+from headwise.nn.call_validation import PositionLimit
 
 KINDS = {
     "random": hw.Learned(length=9),
@@ -70,7 +70,7 @@ def test_a_table_breaks_even_with_queries_and_keys():
     plain = hw.design(model=18, heads=5, dim=4)
     for length, cheaper in ((11, True), (12, None), (13, False)):
         table = hw.design(model=18, heads=5, dim=4, project=hw.Values(), modifiers=(hw.Learned(length=length),))
-        difference = counting.count_parameters(plain) - counting.count_parameters(table)
+        difference = costs.count_parameters(plain) - costs.count_parameters(table)
         assert difference == 2 * 18 * 5 * 4 - 5 * length**2
         assert (difference == 0) if cheaper is None else ((difference > 0) == cheaper)
 
@@ -80,7 +80,7 @@ def test_the_papers_sizes():
     sizes = {"random": 2 * 9**2, "factorised": 2 * 2 * 9 * 3, "dense": 10**2 + 10 * 9 + 10 + 2 * 9}
     for kind, size in sizes.items():
         spec = hw.design(model=10, heads=2, modifiers=(KINDS[kind],))
-        assert counting.count_parameters(spec) - counting.count_parameters(hw.design(model=10, heads=2)) == size
+        assert costs.count_parameters(spec) - costs.count_parameters(hw.design(model=10, heads=2)) == size
 
 
 # --- what it does not know -----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import headwise as hw
 from headwise import families
-from headwise.counting.pricing import CostEstimate, estimate_cost
+from headwise.costs.cost_report import CostEstimate, estimate_cost
 
 BATCH, TOKENS, SOURCE, WRITTEN = 2, 7, 9, 5
 EAGER: dict[str, Any] = {"vocab_size": 37, "attn_implementation": "eager"}
@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 WRITERS = [name for name in MODELS if name not in ("bert", "bert-classifier", "vit", "t5-gated", "deepseek_v3")]
 
 
-def made(name: str) -> tuple[Any, hw.blueprint.ModelSpec]:
+def made(name: str) -> tuple[Any, hw.model_spec.ModelSpec]:
     """Their model, and ours off its config."""
     stem, task, sizes = MODELS[name]
     torch.manual_seed(0)
@@ -73,7 +73,7 @@ def told(net: Any) -> dict[str, Any]:
     return (both if net.config.is_encoder_decoder else {"input_ids": draw(TOKENS)}) | {"use_cache": False}
 
 
-def priced(model: hw.blueprint.ModelSpec, **load: int) -> CostEstimate:
+def priced(model: hw.model_spec.ModelSpec, **load: int) -> CostEstimate:
     return estimate_cost(model, hw.Workload(**({"batch": BATCH, "context": TOKENS, "source": SOURCE} | load)))
 
 

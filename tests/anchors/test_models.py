@@ -13,7 +13,15 @@ from torch import Tensor, nn
 import headwise as hw
 from anchors.hf import drawn
 from anchors.hf_whole import MODELS, ROTARY, VOCABULARY, made, mapped
-from headwise.blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, ModelSpec, NormSpec, StackSpec
+from headwise.model_spec import (
+    BlockSpec,
+    EmbeddingSpec,
+    FeedForwardSpec,
+    ModelSpec,
+    NormSpec,
+    OutputHeadSpec,
+    StackSpec,
+)
 
 B, T, S = 3, 11, 13
 LENGTHS = {T: [T, 4, 7], S: [5, S, 9]}
@@ -151,7 +159,11 @@ def test_layers_of_torch_agree(placement: str):
     said |= {"batch_first": True, "norm_first": NORM_FIRST[placement], "layer_norm_eps": 1e-3}
     theirs = [drawn(nn.TransformerEncoderLayer(**said)), drawn(nn.TransformerDecoderLayer(**said))]
     every, past = (hw.design(model=15, heads=3, bias="qkvo", pattern=pattern) for pattern in ("full()", "causal()"))
-    rest: dict[str, Any] = {"feed": FeedForwardSpec(19, "gelu", bias="ud"), "norm": NormSpec(eps=1e-3), "placement": placement}
+    rest: dict[str, Any] = {
+        "feed": FeedForwardSpec(19, "gelu", bias="ud"),
+        "norm": NormSpec(eps=1e-3),
+        "placement": placement,
+    }
     stacks = (
         StackSpec.from_blocks("encoder", 15, [BlockSpec(every, **rest)]),
         StackSpec.from_blocks("decoder", 15, [BlockSpec(past, every, **rest)]),

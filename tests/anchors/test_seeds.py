@@ -67,7 +67,7 @@ def test_projections(qkv_bias: bool):
     for letter, wanted in zip("qkv", theirs(x), strict=True):
         check_close(probe.tensors[letter].flatten(2), wanted)
     counted = sum(parameter.numel() for parameter in theirs.parameters())
-    assert hw.counting.count_parameters(spec) - MODEL * HEADS * 5 == counted
+    assert hw.costs.count_parameters(spec) - MODEL * HEADS * 5 == counted
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -12,8 +12,8 @@ from torch import nn
 import cases
 import headwise as hw
 from cases import base, check_close
-from headwise import counting
-from headwise.parts import additive, gaussian
+from headwise import costs
+from headwise.parts import additive_attention, gaussian_kernel
 
 KEYS, VALUES, QUERY = (51.0, 56.0, 58.0), (40.0, 43.0, 48.0), 57.0
 READ = {0.5: 45.5, 1.0: 45.49999993, 2.0: 45.465599, 5.0: 44.406018, 10.0: 43.873980}  # by width
@@ -61,7 +61,7 @@ def test_one_additive_head_has_the_papers_parameters():
     assert sum(ours) == hidden * state + hidden * annotations + hidden + hidden
     work = hw.CallSize(1, 3, 11, 11)
     assert spec.core.flops(work.pairs) == 2 * 33 * (hidden + spec.heads.vdim)
-    assert counting.count_parameters(spec) == sum(map(np.prod, spec.shapes().values()))
+    assert costs.count_parameters(spec) == sum(map(np.prod, spec.shapes().values()))
 
 
 class Translator(nn.Module):
@@ -121,7 +121,7 @@ def test_blocks_of_additive_queries_are_one_pass(numbers, monkeypatch):
     layer = cases.layer(base(similarity=hw.Additive(), kv=2, pattern="causal"))
     x = torch.randn(2, 11, 10, dtype=torch.float64)
     expected = layer(x)
-    monkeypatch.setattr(additive, "MAX_HIDDEN_NUMEL", numbers)
+    monkeypatch.setattr(additive_attention, "MAX_HIDDEN_NUMEL", numbers)
     check_close(layer(x), expected)
 
 
@@ -230,7 +230,7 @@ def test_blocks_of_gaussian_queries_are_one_pass(numbers, monkeypatch):
     layer = cases.layer(base(similarity=hw.Gaussian(width=1.3), kv=2, pattern="causal"))
     x = torch.randn(2, 11, 10, dtype=torch.float64)
     expected = layer(x)
-    monkeypatch.setattr(gaussian, "MAX_DIFFERENCE_NUMEL", numbers)
+    monkeypatch.setattr(gaussian_kernel, "MAX_DIFFERENCE_NUMEL", numbers)
     check_close(layer(x), expected)
 
 

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 
 import headwise as hw
 from headwise.cli import main
-from headwise.hub.sentencepieces import read_pieces
-from headwise.tasks.text import Text
+from headwise.data.language_modelling import Text
+from headwise.hub.llama2c import read_pieces
 from llama2c_pieces import merged
 
 PROMPT = 16  # the golden logits are those after so many ids

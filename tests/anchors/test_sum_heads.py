@@ -95,7 +95,7 @@ def test_an_unprojected_sum_does_not_know_which_head_said_it():
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 12])
 def test_the_number_of_heads_costs_no_parameters_at_one_width(heads: int):
     spec = hw.design(model=12, heads=heads)
-    assert sum(p.numel() for p in hw.Attention(spec).parameters()) == hw.counting.count_parameters(spec) == 4 * 12**2
+    assert sum(p.numel() for p in hw.Attention(spec).parameters()) == hw.costs.count_parameters(spec) == 4 * 12**2
 
 
 # --- a mean, and what is cut ---------------------------------------------------------------------------
@@ -103,13 +103,13 @@ def test_the_number_of_heads_costs_no_parameters_at_one_width(heads: int):
 
 def test_a_mean_is_of_the_heads_that_were_there():
     layer = cases.layer(base(merge=hw.SumHeads(of="mean")))
-    small, weights = hw.axes.keep_heads(layer.spec, layer.state_dict(), [0, 2])
+    small, weights = hw.nn.head_axis_ops.keep_heads(layer.spec, layer.state_dict(), [0, 2])
     assert small.merge == hw.SumHeads(of="mean", heads=6)
     cut = hw.Attention(small).double()
     cut.load_state_dict(weights)
     o = layer.head_outputs(X)[:, :, [0, 2]].detach().numpy()
     assert far(cut(X), o.sum(2) / 6 @ weights["output.o"].numpy().T) < EXACT
-    assert hw.axes.keep_heads(base(merge=hw.SumHeads()), layer.state_dict(), [0])[0].merge == hw.SumHeads()
+    assert hw.nn.head_axis_ops.keep_heads(base(merge=hw.SumHeads()), layer.state_dict(), [0])[0].merge == hw.SumHeads()
 
 
 # --- five ways -----------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ ARMS = {
 def test_every_arm_has_the_parameters_it_says_and_learns_with_all(arm: str):
     spec, size = ARMS[arm]
     layer = hw.Attention(spec)
-    assert hw.counting.count_parameters(spec) == sum(p.numel() for p in layer.parameters()) == size
+    assert hw.costs.count_parameters(spec) == sum(p.numel() for p in layer.parameters()) == size
     layer(torch.randn(2, 7, 30)).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
 
@@ -143,8 +143,8 @@ def test_equal_parameters_are_as_equal_as_widths_allow():
         {"model": 7, "heads": 7, "bias": "qkvo"},
     ):
         added, usual = hw.design(merge=hw.SumHeads(), **said), hw.design(**said)
-        wanted = hw.counting.count_parameters(usual)
-        off = [abs(hw.counting.count_parameters(added.with_heads(vdim=v)) - wanted) for v in range(1, 100)]
+        wanted = hw.costs.count_parameters(usual)
+        off = [abs(hw.costs.count_parameters(added.with_heads(vdim=v)) - wanted) for v in range(1, 100)]
         assert hw.match_size(added, like=usual, free="vdim").chosen == 1 + off.index(min(off))
     assert hw.match_size(hw.design(**SAID), like=hw.design(**SAID), free="vdim").chosen == 6
 
@@ -154,7 +154,7 @@ def test_equal_parameters_are_as_equal_as_widths_allow():
 
 @pytest.mark.parametrize("merge", [hw.Concat(output="fixed", bias="o"), hw.SumHeads(output="fixed", bias="o")], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_a_fixed_projection_runs_in_every_precision_and_keeps_its_own(merge: hw.seams.Merge, dtype: torch.dtype):
+def test_a_fixed_projection_runs_in_every_precision_and_keeps_its_own(merge: hw.interfaces.Merge, dtype: torch.dtype):
     layer = hw.Attention(base(merge=merge, vdim=V))
     before = layer.output["o"].clone()
     layer = layer.to(dtype)

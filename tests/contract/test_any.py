@@ -15,8 +15,9 @@ import cases
 import headwise as hw
 import strategies
 from cases import check_close
-from headwise import axes, counting, reference
+from headwise import costs
 from headwise.backends import BACKENDS, CallSignature
+from headwise.nn import head_axis_ops, reference
 
 pytestmark = pytest.mark.lengthy
 
@@ -48,7 +49,7 @@ def test_any_spec_decodes(spec):
     for chunks in [(1,) * 7, (3, 1, 3)]:
         cache = layer.cache(batch=cases.BATCH, capacity=9)
         check_close(decoded(layer, x, chunks, cache), expected)
-        assert cache.nbytes == counting.cache_bytes(spec, batch=cases.BATCH, capacity=9, bytes_per_number=8)
+        assert cache.nbytes == costs.cache_bytes(spec, batch=cases.BATCH, capacity=9, bytes_per_number=8)
 
 
 @given(spec=strategies.specs())
@@ -60,14 +61,16 @@ def test_any_spec_is_cut_and_counted(spec):
     loud = torch.zeros(outs, 1, dtype=x.dtype)
     loud[keep] = 1
     silenced = layer(x, source=z, probe=hw.Probe("heads", callback=lambda _, o: o * loud))
-    small, weights = axes.keep_heads(spec, layer.state_dict(), keep)
+    small, weights = head_axis_ops.keep_heads(spec, layer.state_dict(), keep)
     cut = hw.Attention(small).double().eval()
     cut.load_state_dict(weights)
     check_close(cut(x, source=z), silenced)
-    assert counting.count_parameters(small) == sum(p.numel() for p in cut.parameters())
+    assert costs.count_parameters(small) == sum(p.numel() for p in cut.parameters())
     assert hw.from_json(hw.to_json(small)) == small
     keys = cases.NUM_TOKENS if z is None else cases.SOURCE
     work = hw.CallSize(cases.BATCH, cases.NUM_TOKENS, keys, keys)
     layer.backend_name = "dense"
-    assert torch_counts(layer, x, source=z) == counting.counted_flops(spec, work)
-    assert BACKENDS["dense"].executed_flops(CallSignature(spec, spec.core), work) == spec.core.flops(work.batch * work.pairs)
+    assert torch_counts(layer, x, source=z) == costs.counted_flops(spec, work)
+    assert BACKENDS["dense"].executed_flops(CallSignature(spec, spec.core), work) == spec.core.flops(
+        work.batch * work.pairs
+    )

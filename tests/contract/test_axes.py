@@ -8,7 +8,7 @@ import torch
 import cases
 import headwise as hw
 from cases import EVERY, check_close
-from headwise import axes
+from headwise.nn import head_axis_ops
 
 KEPT = [(0,), (1, 3, 4), (5, 0), (0, 1, 2, 3, 4)]
 
@@ -30,12 +30,12 @@ def test_cutting_is_silencing(name):
         loud = torch.zeros(outs, 1, dtype=x.dtype)
         loud[list(keep)] = 1
         silenced = layer(x, source=z, probe=hw.Probe("heads", callback=lambda _, o, loud=loud: o * loud))
-        small, weights = axes.keep_heads(spec, layer.state_dict(), keep)
+        small, weights = head_axis_ops.keep_heads(spec, layer.state_dict(), keep)
         assert len(small.score_head_of_output) == len(keep)
         cut = rebuilt(small, weights)
         check_close(cut(x, source=z), silenced)
         assert sum(p.numel() for p in cut.parameters()) <= sum(p.numel() for p in layer.parameters())
-        again, twice = axes.keep_heads(small, weights, [0])
+        again, twice = head_axis_ops.keep_heads(small, weights, [0])
         loud[list(keep[1:])] = 0
         silenced = layer(x, source=z, probe=hw.Probe("heads", callback=lambda _, o, loud=loud: o * loud))
         check_close(rebuilt(again, twice)(x, source=z), silenced)
@@ -46,7 +46,7 @@ def test_a_cut_layer_decodes_and_round_trips(name):
     spec = cases.causal(EVERY[name])
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
-    small, weights = axes.keep_heads(spec, layer.state_dict(), [1, len(spec.score_head_of_output) - 1])
+    small, weights = head_axis_ops.keep_heads(spec, layer.state_dict(), [1, len(spec.score_head_of_output) - 1])
     cut = rebuilt(small, weights)
     cache = cut.cache(batch=cases.BATCH, capacity=9)
     steps = torch.cat([cut(x[:, t : t + 1], cache=cache) for t in range(cases.NUM_TOKENS)], 1)
@@ -63,13 +63,13 @@ def test_sharing_equal_heads_changes_nothing(name):
     if spec.heads.values:
         pytest.skip("keys and values are grouped apart")
     try:
-        wide, weights = axes.split_kv_heads(spec, layer.state_dict())
+        wide, weights = head_axis_ops.split_kv_heads(spec, layer.state_dict())
     except hw.SpecError as reason:
         pytest.skip(f"its heads cannot be split: {reason}")
     expected = layer(x, source=z)
     check_close(rebuilt(wide, weights)(x, source=z), expected)
     groups = [[h for h, read in enumerate(spec.heads.reads) if read == g] for g in range(spec.heads.kv)]
-    back, shared = axes.share_kv_heads(wide, weights, groups)
+    back, shared = head_axis_ops.share_kv_heads(wide, weights, groups)
     assert back.heads == spec.heads
     check_close(rebuilt(back, shared)(x, source=z), expected)
 
@@ -91,7 +91,7 @@ def test_uneven_groups_under_a_norm_over_all_keys_are_refused():
     spec = cases.base(kv=3, modifiers=(hw.QKNorm(scope="full"),))
     weights = cases.layer(spec).state_dict()
     with pytest.raises(hw.SpecError, match="equal ones"):
-        axes.share_kv_heads(spec, weights, [[0, 1], [2]])
+        head_axis_ops.share_kv_heads(spec, weights, [[0, 1], [2]])
     uneven = cases.normal(spec, heads=hw.Heads(q=6, kv=3, dim=4, reads=(0, 0, 0, 1, 1, 2)))
     with pytest.raises(hw.SpecError, match="equal ones"):
-        axes.split_kv_heads(uneven, weights)
+        head_axis_ops.split_kv_heads(uneven, weights)

@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import cases
 import headwise as hw
 from cases import EVERY, EXAMPLES
-from headwise import counting
-from headwise.counting import bills
-from headwise.counting.symbols import SymbolicInt, formula, name_sizes
+from headwise import costs
+from headwise.costs import flops
+from headwise.costs.symbolic_int import SymbolicInt, formula, name_sizes
 
 
 def worth(text: str, sizes: dict[str, int]) -> float:
@@ -33,14 +33,14 @@ def work_of(spec) -> hw.CallSize:
 def test_bills_add_up(name):
     spec = EVERY[name]
     assert name_sizes(spec) == spec
-    assert bills.attention_parameters(spec).total == counting.count_parameters(spec)
-    assert bills.forward_flops(spec, work_of(spec)).total == counting.counted_flops(spec, work_of(spec))
+    assert flops.attention_parameters(spec).total == costs.count_parameters(spec)
+    assert flops.forward_flops(spec, work_of(spec)).total == costs.counted_flops(spec, work_of(spec))
     if not spec.is_recurrent:
-        assert bills.cached_numbers(spec).total == counting.cached_numbers_per_token(spec)
+        assert flops.cached_numbers(spec).total == costs.cached_numbers_per_token(spec)
     else:
-        assert 8 * bills.cached_numbers(spec).total == counting.cache_bytes(spec, batch=1, capacity=9, bytes_per_number=8)
+        assert 8 * flops.cached_numbers(spec).total == costs.cache_bytes(spec, batch=1, capacity=9, bytes_per_number=8)
     one = hw.CallSize(2, 1, 1, 9)
-    assert bills.forward_flops(spec, one).total == counting.required_flops(spec, one)
+    assert flops.forward_flops(spec, one).total == costs.required_flops(spec, one)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -55,7 +55,7 @@ def test_gradients_are_counted_as_torch_counts_them(name):
         y = layer(x, source=z)
         made = counter.get_total_flops()
         y.sum().backward()
-    assert counter.get_total_flops() - made == bills.backward_flops(spec, work_of(spec)).total
+    assert counter.get_total_flops() - made == flops.backward_flops(spec, work_of(spec)).total
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -63,7 +63,7 @@ def test_a_formula_is_worth_its_number(name):
     spec, work = EXAMPLES[name], work_of(EXAMPLES[name])
     letters = {"b": work.batch, "s": work.queries, "r": work.new_tokens, "t": work.keys, "pairs": work.pairs}
     parts = {"normaliser": spec.normaliser, "merge": spec.merge, **dict(spec.parts())}
-    for bill in (bills.attention_parameters(spec), bills.forward_flops(spec, work), bills.cached_numbers(spec)):
+    for bill in (flops.attention_parameters(spec), flops.forward_flops(spec, work), flops.cached_numbers(spec)):
         for term in bill.terms:
             part = parts.get(re.split(r"[. ]", term.name)[0], spec.project)
             said = re.sub(r"(\w+)\.(\w+)", lambda told: str(getattr(parts[told[1]], told[2])), term.formula)

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop
 import cases
 import headwise as hw
 from cases import EVERY, EXAMPLES
-from headwise import counting
+from headwise import costs
 from headwise.backends import BACKENDS, CallSignature
 
 
@@ -32,8 +32,8 @@ def torch_counts(layer, x, **call) -> int:
 def test_parameters_are_counted_as_made(name):
     spec = EVERY[name]
     layer = hw.Attention(spec)
-    assert counting.count_parameters(spec) == sum(p.numel() for p in layer.parameters())
-    assert counting.count_constants(spec) == sum(b.numel() for b in layer.buffers())
+    assert costs.count_parameters(spec) == sum(p.numel() for p in layer.parameters())
+    assert costs.count_constants(spec) == sum(b.numel() for b in layer.buffers())
     assert {k: tuple(v.shape) for k, v in layer.state_dict().items()} == spec.shapes()
 
 
@@ -48,9 +48,11 @@ def test_products_are_counted_as_torch_counts_them(name, backend):
     keys = cases.NUM_TOKENS if z is None else cases.SOURCE
     work = hw.CallSize(cases.BATCH, cases.NUM_TOKENS, keys, keys)
     made = torch_counts(layer, x, source=z)
-    assert made == counting.executed_flops(spec, work, BACKENDS[backend].executed_flops(CallSignature(spec, spec.core), work))
+    assert made == costs.executed_flops(
+        spec, work, BACKENDS[backend].executed_flops(CallSignature(spec, spec.core), work)
+    )
     if backend == "dense":
-        assert made == counting.counted_flops(spec, work)
+        assert made == costs.counted_flops(spec, work)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -65,7 +67,7 @@ def test_a_step_is_counted_as_torch_counts_it(name):
     made = torch_counts(layer, x[:, :1], cache=cache)
     reads_all = spec.pattern.pairs(range(7, 8), range(8)) == (cache.slots if cache.slots < 8 else 8)
     slots = min(8, cache.slots) if reads_all else cache.slots
-    assert made == counting.counted_flops(spec, hw.CallSize(cases.BATCH, 1, 1, slots))
+    assert made == costs.counted_flops(spec, hw.CallSize(cases.BATCH, 1, 1, slots))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -75,8 +77,8 @@ def test_what_is_asked_is_what_is_allowed(name):
     if z is not None:
         pytest.skip("pairs of a source are its rectangle, counted above")
     sight = hw.AttentionMask(hw.SequenceInfo.from_batch(x), hw.SequenceInfo.from_batch(x), spec.pattern)
-    work = counting.self_attention_work(spec, batch=cases.BATCH, queries=cases.NUM_TOKENS)
+    work = costs.self_attention_work(spec, batch=cases.BATCH, queries=cases.NUM_TOKENS)
     assert work.pairs == int(sight.allowed.expand(1, 1, cases.NUM_TOKENS, cases.NUM_TOKENS).sum())
     full = hw.CallSize(cases.BATCH, cases.NUM_TOKENS, cases.NUM_TOKENS, cases.NUM_TOKENS)
-    saved = counting.counted_flops(spec, full) - counting.required_flops(spec, work)
+    saved = costs.counted_flops(spec, full) - costs.required_flops(spec, work)
     assert saved == 0 if work.pairs == full.pairs else saved > 0

@@ -10,7 +10,8 @@ import torch
 import cases
 import headwise as hw
 from cases import EVERY, EXAMPLES, check_close
-from headwise import counting, reference
+from headwise import costs
+from headwise.nn import reference
 
 CHUNKINGS = [(7,), (1,) * 7, (3, 1, 3), (2, 5)]
 
@@ -48,7 +49,7 @@ def test_a_ring_forgets_only_what_nobody_reads(name):
     for chunks in [(17,), (1,) * 17, (5, 1, 1, 9, 1), (1, 13, 3)]:
         cache = layer.cache(batch=cases.BATCH, capacity=100)
         check_close(decoded(layer, x, chunks, cache), expected)
-        assert cache.nbytes == counting.cache_bytes(spec, batch=cases.BATCH, capacity=100, bytes_per_number=8)
+        assert cache.nbytes == costs.cache_bytes(spec, batch=cases.BATCH, capacity=100, bytes_per_number=8)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -87,7 +88,7 @@ def test_what_is_held_is_what_is_counted(name):
     for t in range(cases.NUM_TOKENS):
         layer(x[:, t : t + 1], cache=cache)
     assert len(shapes) == 1, "a step of one token changed a shape"
-    assert cache.nbytes == counting.cache_bytes(spec, batch=cases.BATCH, capacity=9, bytes_per_number=8)
+    assert cache.nbytes == costs.cache_bytes(spec, batch=cases.BATCH, capacity=9, bytes_per_number=8)
     held = [*cache.state.values()] or [*cache.entry.values()]
     assert cache.nbytes == sum(tensor.untyped_storage().nbytes() for tensor in held)
 

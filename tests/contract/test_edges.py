@@ -13,9 +13,9 @@ from test_truth import gradients
 import cases
 import headwise as hw
 from cases import EXAMPLES, check_close
-from headwise import counting
+from headwise import costs
 from headwise.backends import BACKENDS, CallSignature
-from headwise.inputs import PositionLimit
+from headwise.nn.call_validation import PositionLimit
 
 BLOCKED = {name: backend.boundary_lengths() for name, backend in BACKENDS.items() if hasattr(backend, "edges")}
 
@@ -67,10 +67,12 @@ def test_blocks_are_counted_as_torch_counts_them(name, backend):
     layer = cases.layer(spec, torch.float32, backend)
     for count in lengths(spec, backend):
         x = torch.randn(2, count, spec.model)
-        work, job = counting.self_attention_work(spec, batch=2, queries=count), CallSignature(spec, spec.core)
+        work, job = costs.self_attention_work(spec, batch=2, queries=count), CallSignature(spec, spec.core)
         if hasattr(BACKENDS[backend], "formed"):
             work = replace(work, pairs=BACKENDS[backend].num_pairs(job, work))
-        assert torch_counts(layer, x) == counting.executed_flops(spec, work, BACKENDS[backend].executed_flops(job, work)), count
+        assert torch_counts(layer, x) == costs.executed_flops(
+            spec, work, BACKENDS[backend].executed_flops(job, work)
+        ), count
 
 
 SPARSE = [

@@ -10,8 +10,8 @@ import torch
 import cases
 import headwise as hw
 from cases import EXAMPLES
-from headwise import reference
 from headwise.backends import BACKENDS, CallSignature
+from headwise.nn import reference
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ import cases
 import headwise as hw
 from cases import EXAMPLES, check_close
 from headwise.backends import BACKENDS
-from headwise.terms import Phase
+from headwise.interfaces.core_types import Phase
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -28,7 +28,12 @@ def test_a_probe_sees_every_place(name):
     assert seen.tensors["scores"].shape == (cases.BATCH, mixed, cases.NUM_TOKENS, keys)
     assert seen.tensors["weights"].shape == (cases.BATCH, rows, cases.NUM_TOKENS, keys)
     assert seen.tensors["lse"].shape == (cases.BATCH, mixed, cases.NUM_TOKENS)
-    assert seen.tensors["heads"].shape == (cases.BATCH, cases.NUM_TOKENS, len(spec.score_head_of_output), layer.spec.heads.vdim)
+    assert seen.tensors["heads"].shape == (
+        cases.BATCH,
+        cases.NUM_TOKENS,
+        len(spec.score_head_of_output),
+        layer.spec.heads.vdim,
+    )
     assert seen.tensors["q"].shape[:3] == (cases.BATCH, cases.NUM_TOKENS, spec.heads.q)
     check_close(layer.merge_heads(seen.tensors["heads"]), y)
 
@@ -144,7 +149,7 @@ def test_flex_keeps_the_numbers_at_its_block_edges_on_the_cpu(tokens):
 @pytest.mark.parametrize("pattern", ["causal()", "window(3) | first(2)"])
 @pytest.mark.parametrize("name", ["Direct1", "Rotary0", "Latent0", "Dynamic0", "Alibi1"])
 def test_one_graph_holds_a_cached_step(name, pattern):
-    spec = cases.normal(cases.causal(EXAMPLES[name]), pattern=hw.pattern.parse_pattern(pattern))
+    spec = cases.normal(cases.causal(EXAMPLES[name]), pattern=hw.masking.patterns.parse_pattern(pattern))
     layer = cases.layer(spec)
     x = torch.randn(cases.BATCH, 11, spec.model, dtype=torch.float64)
     expected = layer(x)

@@ -10,9 +10,9 @@ import torch
 import cases
 import headwise as hw
 from cases import EVERY, EXAMPLES, check_close
-from headwise import reference
-from headwise.inputs import PositionLimit
-from headwise.seams import ScoreStep
+from headwise.interfaces import ScoreStep
+from headwise.nn import reference
+from headwise.nn.call_validation import PositionLimit
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -122,7 +122,9 @@ def test_packed_documents_do_not_meet(name):
         pytest.skip("a source is another sequence; packing is tested within one")
     layer = cases.layer(spec)
     x, _ = cases.tensors(spec)
-    together = layer(x, tokens=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * cases.BATCH)))
+    together = layer(
+        x, tokens=hw.SequenceInfo.from_batch(x, segments=torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * cases.BATCH))
+    )
     apart = torch.cat([layer(x[:, :3]), layer(x[:, 3:])], 1)
     check_close(together, apart)
 

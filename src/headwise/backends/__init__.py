@@ -8,35 +8,48 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import NoBackend, suggest
-from ..terms import CallSize
-from . import banded, composed, dense, flex, grouped, halves, linear, packed, paged, ragged, routed, sdpa, tiled
-from .blocks import QUERY_BLOCK_SIZE
-from .bound import CoreSteps
-from .job import CoreInputs, CallSignature
-from .linear import values_per_row
-from .paged import gather_pages
+from ..interfaces.core_types import CallSize
+from . import (
+    bf16_matmul,
+    block_sparse,
+    chunked_attention,
+    dense,
+    flash_cpu,
+    flex,
+    grouped_decode,
+    linear_attention,
+    paged_decode,
+    ragged_decode,
+    routed_heads,
+    sdpa,
+    varlen,
+)
+from .core_interface import CallSignature, CoreInputs, CoreSteps
+from .linear_attention import values_per_row
+from .paged_decode import gather_pages
+from .query_blocks import QUERY_BLOCK_SIZE
 from .sdpa import is_plain_softmax, softmax_args
 
 AttendFunction = Callable[..., Any]
 
 # In the order of preference (see `order`): the first that does not refuse runs.
 BACKENDS: dict[str, ModuleType] = {
-    "paged": paged,
-    "ragged": ragged,
-    "routed": routed,
-    "grouped": grouped,
-    "banded": banded,
-    "halves": halves,
-    "tiled": tiled,
+    "paged": paged_decode,
+    "ragged": ragged_decode,
+    "routed": routed_heads,
+    "grouped": grouped_decode,
+    "banded": block_sparse,
+    "halves": bf16_matmul,
+    "tiled": flash_cpu,
     "sdpa": sdpa,
-    "linear": linear,
+    "linear": linear_attention,
     "flex": flex,
-    "composed": composed,
+    "composed": chunked_attention,
     "dense": dense,
 }
 
 PREFERENCE_LENGTHS = tuple(
-    sorted({module.MIN_KEYS for module in (banded, linear, routed, tiled)})
+    sorted({module.MIN_KEYS for module in (block_sparse, linear_attention, routed_heads, flash_cpu)})
 )  # keys at which another is preferred
 
 
@@ -51,7 +64,9 @@ def choose_backend(signature: CallSignature, backend_name: str | None = None) ->
             return BACKENDS[name]
         refusals[name] = reasons
     said = "; ".join(f"{name}: {', '.join(reasons)}" for name, reasons in refusals.items())
-    raise NoBackend(f"the backend asked for refuses this call: {said}" if backend_name else f"nothing can run this: {said}")
+    raise NoBackend(
+        f"the backend asked for refuses this call: {said}" if backend_name else f"nothing can run this: {said}"
+    )
 
 
 def recomputed_flops(backend: ModuleType, job: CallSignature, work: CallSize, core_flops: int) -> int:
@@ -59,9 +74,9 @@ def recomputed_flops(backend: ModuleType, job: CallSignature, work: CallSize, co
 
     Kernels that are fused keep none (2205.14135), `composed` none of a call that it cut into blocks.
     """
-    if backend in (dense, linear) or (backend is composed and work.queries <= QUERY_BLOCK_SIZE):
+    if backend in (dense, linear_attention) or (backend is chunked_attention and work.queries <= QUERY_BLOCK_SIZE):
         return 0
-    if backend is halves and halves.saves_weights_for_backward(work.keys):
+    if backend is bf16_matmul and bf16_matmul.saves_weights_for_backward(work.keys):
         return 0
     scores, values = job.core.score_dim * len(job.core.keys), job.core.vdim * len(job.core.value_head_of_row)
     return core_flops * scores // (scores + values)
@@ -75,7 +90,7 @@ def check_backend_name(only: str | None) -> None:
 
 def backend_notes(name: str, job: CallSignature) -> list[str]:
     """What a backend does with a job that it takes, beyond what it does with every one."""
-    return composed.notes(job) if BACKENDS[name] is composed else []
+    return chunked_attention.notes(job) if BACKENDS[name] is chunked_attention else []
 
 
 def preference_order(job: CallSignature) -> list[str]:
@@ -85,7 +100,7 @@ def preference_order(job: CallSignature) -> list[str]:
 
 def reads_quantized_cache(backend: ModuleType, job: CallSignature) -> bool:
     """Whether it reads keys and values as a cache keeps them; others are handed numbers in full."""
-    return backend is paged or (backend is ragged and ragged.reads_quantized_cache(job))
+    return backend is paged_decode or (backend is ragged_decode and ragged_decode.reads_quantized_cache(job))
 
 
 def preference_length(keys: int) -> int:
@@ -113,7 +128,7 @@ def _is_last_resort(name: str, job: CallSignature) -> bool:
     """Whether even dense goes before it."""
     if name == "flex":  # on the CPU it compiles for seconds and then forms every score
         return job.device == "cpu"
-    return name == "halves" and not halves.is_preferred(job)
+    return name == "halves" and not bf16_matmul.is_preferred(job)
 
 
 def _unique_reasons(name: str, job: CallSignature) -> list[str]:
@@ -121,5 +136,24 @@ def _unique_reasons(name: str, job: CallSignature) -> list[str]:
     return list(dict.fromkeys(BACKENDS[name].unsupported_reasons(job)))
 
 
-__all__ = ["BACKENDS", "AttendFunction", "CoreSteps", "CoreInputs", "CallSignature", "choose_backend", "recomputed_flops", "gather_pages", "values_per_row"]
-__all__ += ["is_plain_softmax", "backend_notes", "packed", "softmax_args", "reads_quantized_cache", "preference_length", "backends_by_length", "unsupported_reasons_by_backend"]
+__all__ = [
+    "BACKENDS",
+    "AttendFunction",
+    "CallSignature",
+    "CoreInputs",
+    "CoreSteps",
+    "choose_backend",
+    "gather_pages",
+    "recomputed_flops",
+    "values_per_row",
+]
+__all__ += [
+    "backend_notes",
+    "backends_by_length",
+    "is_plain_softmax",
+    "packed",
+    "preference_length",
+    "reads_quantized_cache",
+    "softmax_args",
+    "unsupported_reasons_by_backend",
+]

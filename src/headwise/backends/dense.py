@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.orders import is_under_functorch
-from ..probe import Probe
-from ..terms import CallSize
-from ..tokens import AttentionMask
-from .bound import CoreSteps, rows_to_heads, heads_to_rows, expand_kv_heads
-from .job import CoreInputs, CallSignature
+from ..interfaces.core_types import CallSize
+from ..interfaces.probe import Probe
+from ..kernels.autograd_guards import is_under_functorch
+from ..masking.sequence_info import AttentionMask
+from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads, heads_to_rows, rows_to_heads
 
 
 def unsupported_reasons(job: CallSignature) -> list[str]:
@@ -23,7 +22,9 @@ def executed_flops(job: CallSignature, work: CallSize) -> int:
     return job.core.flops(work.batch * work.queries * work.keys)
 
 
-def attend(job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None) -> Tensor:
+def attend(
+    job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None
+) -> Tensor:
     """Per-head outputs o_BTHV, one head for each row of weights that reads values."""
     s_BHTS = _scores(job, inputs, bound)
     exact = torch.promote_types(s_BHTS.dtype, torch.float32)
@@ -35,8 +36,14 @@ def attend(job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: 
         s_BHTS = probe("scores", s_BHTS)
         if "lse" in probe.points:
             probe("lse", s_BHTS.masked_fill(~allowed, -torch.inf).logsumexp(-1))
-    if bound.gather_values is not None and bound.normaliser.prefers_gather(s_BHTS.device.type, inputs.v.dtype) and not is_under_functorch():
-        return bound.gather_values(s_BHTS, allowed, inputs.v, job.core.value_head_of_row, bound.normaliser_p).transpose(1, 2)
+    if (
+        bound.gather_values is not None
+        and bound.normaliser.prefers_gather(s_BHTS.device.type, inputs.v.dtype)
+        and not is_under_functorch()
+    ):
+        return bound.gather_values(s_BHTS, allowed, inputs.v, job.core.value_head_of_row, bound.normaliser_p).transpose(
+            1, 2
+        )
     w_BHTS = bound.normalise(s_BHTS, allowed, bound.normaliser_p)
     for act in bound.weights:
         w_BHTS = act(w_BHTS, sight, inputs)
@@ -61,8 +68,12 @@ def _scores(job: CallSignature, inputs: CoreInputs, bound: CoreSteps) -> Tensor:
 
 
 def _weighted_values(w_BHTS: Tensor, v_BSGV: Tensor, job: CallSignature) -> Tensor:
-    every = v_BSGV.shape[2] == max(job.core.value_head_of_row) + 1  # behind a mixing, a cut may leave values that nobody reads
+    every = (
+        v_BSGV.shape[2] == max(job.core.value_head_of_row) + 1
+    )  # behind a mixing, a cut may leave values that nobody reads
     each = job.group_size if every else 0
     if each <= 1:
-        return torch.on_matmul(w_BHTS, v_BSGV.transpose(1, 2) if each else expand_kv_heads(v_BSGV, job.core.value_head_of_row))
+        return torch.on_matmul(
+            w_BHTS, v_BSGV.transpose(1, 2) if each else expand_kv_heads(v_BSGV, job.core.value_head_of_row)
+        )
     return rows_to_heads(torch.on_matmul(heads_to_rows(w_BHTS, each), v_BSGV.transpose(1, 2)), each)

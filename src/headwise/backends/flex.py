@@ -8,15 +8,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..parts.dot import Dot
+from ..interfaces import Mix, ValueStep
+from ..interfaces.core_types import CallSize
+from ..interfaces.probe import Probe
+from ..masking.sequence_info import AttentionMask
+from ..parts.dot_product import Dot
 from ..parts.softmax import Softmax
 from ..parts.weight_dropout import WeightDropout
-from ..probe import Probe
-from ..seams import Mix, ValueStep
-from ..terms import CallSize
-from ..tokens import AttentionMask
-from .bound import CoreSteps
-from .job import CoreInputs, CallSignature
+from .core_interface import CallSignature, CoreInputs, CoreSteps
 
 FLEX_BLOCK_LENGTHS = (127, 128, 129)  # lengths around the block of its kernels, where a mistake would show
 
@@ -79,7 +78,9 @@ class _FlexPair:
         return factors[b, t, h, index]
 
 
-def attend(job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None) -> Tensor:
+def attend(
+    job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None
+) -> Tensor:
     """Per-head outputs o_BTHV."""
     from torch.nn.attention.flex_attention import create_block_mask
 

@@ -9,17 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..parts.dot import Dot
+from ..interfaces import Mix, ScoreStep, ValueStep
+from ..interfaces.core_types import CallSize
+from ..interfaces.probe import Probe
+from ..masking.patterns import Causal, Full
+from ..masking.sequence_info import AttentionMask
+from ..parts.dot_product import Dot
 from ..parts.sink_softmax import SinkSoftmax
 from ..parts.softmax import Softmax
 from ..parts.weight_dropout import WeightDropout
-from ..pattern import Causal, Full
-from ..probe import Probe
-from ..seams import Mix, ScoreStep, ValueStep
-from ..terms import CallSize
-from ..tokens import AttentionMask
-from .bound import CoreSteps, expand_kv_heads
-from .job import CoreInputs, CallSignature
+from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads
 
 
 def unsupported_reasons(job: CallSignature) -> list[str]:
@@ -88,7 +87,9 @@ def num_sink_columns(job: CallSignature) -> int:
     return int(isinstance(job.spec.normaliser, SinkSoftmax))
 
 
-def attend(job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None) -> Tensor:
+def attend(
+    job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None
+) -> Tensor:
     """Per-head outputs o_BTHV."""
     q_BHTK = inputs.q.transpose(1, 2)
     grouped = job.group_size > 0
@@ -113,7 +114,9 @@ def attend(job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: 
     return o_BHTV.transpose(1, 2)
 
 
-def attend_with_lse(q: Tensor, k: Tensor, v: Tensor, mask_args: tuple[Tensor | None, bool, float]) -> tuple[Tensor, Tensor]:
+def attend_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, mask_args: tuple[Tensor | None, bool, float]
+) -> tuple[Tensor, Tensor]:
     """The CPU's fused kernel with the log-sum-exp it has anyway; -inf where a query may read nothing."""
     bias, triangle, scale = mask_args
     if bias is not None and bias.dtype == torch.bool:
@@ -151,7 +154,11 @@ def is_plain_softmax(job: CallSignature) -> bool:
 
 def softmax_args(sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps) -> SoftmaxArgs:
     """All that such a call works with, told apart."""
-    sinks = bound.normaliser_p.broadcast_over_scores()["sink"].flatten() if isinstance(bound.normaliser, SinkSoftmax) else None
+    sinks = (
+        bound.normaliser_p.broadcast_over_scores()["sink"].flatten()
+        if isinstance(bound.normaliser, SinkSoftmax)
+        else None
+    )
     bias = bound.additive_bias(sight, inputs) if bound.scores else None
     return SoftmaxArgs(sight.allowed if sight.shape == "any" else None, sight.shape == "triangle", bias, sinks)
 

@@ -1,22 +1,21 @@
 """What is remembered of past tokens; made and owned by the caller."""
 
-from .base import KVCache, KVEntry, ProjectedSource
-from .paged import PagedCache, PagePool
-from .pages import PageAllocator
-from .paging import BlockTables, PagedSequence
-from .slots import ContiguousCache, RingCache
-from .state import RecurrentStateCache
+from .block_table import BlockTables, PageAllocator, PagedSequence
+from .contiguous import ContiguousCache, RingCache
+from .kv_cache import KVCache, KVEntry, ProjectedSource
+from .paged_cache import PagedCache, PagePool
+from .recurrent_state import RecurrentStateCache
 
 __all__ = [
     "BlockTables",
+    "ContiguousCache",
     "KVCache",
     "KVEntry",
-    "PagedCache",
     "PageAllocator",
-    "ContiguousCache",
     "PagePool",
-    "ProjectedSource",
-    "RingCache",
+    "PagedCache",
     "PagedSequence",
+    "ProjectedSource",
     "RecurrentStateCache",
+    "RingCache",
 ]

@@ -12,7 +12,7 @@ from importlib import import_module
 
 from .. import __version__
 from ..errors import NoBackend, suggest
-from .screen import BAD_INPUT, UsageError, prepare_output
+from .arguments import BAD_INPUT, UsageError, prepare_output
 
 # In the order of the help: what each verb does, in a few words.
 VERBS = {

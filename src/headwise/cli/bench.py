@@ -7,11 +7,11 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from .screen import CommandParser, UsageError, to_json, print_page, add_json_argument
+from .arguments import CommandParser, UsageError, add_json_argument, print_page, to_json
 
 if TYPE_CHECKING:
-    from ..benching.report import BenchmarkReport
-    from ..benching.scaling import ScalingReport
+    from ..bench.benchmark_report import BenchmarkReport
+    from ..bench.runner import ScalingReport
 
 INTERRUPTED = 130
 
@@ -35,18 +35,20 @@ def _print_cases(given: argparse.Namespace) -> Mapping[str, str]:
     """What can be named, with a few words on each."""
     if given.names:
         raise UsageError(f"--list says all there is; leave out {given.names[0]!r}")
-    from ..benching import growing, running
+    from ..bench import runner
 
-    return growing.list_layers() if given.scaling else running.list_cases()
+    return runner.list_layers() if given.scaling else runner.list_cases()
 
 
 def _run_suite(given: argparse.Namespace) -> BenchmarkReport | ScalingReport:
     """Every row that is named, or what every backend costs as calls grow."""
     if not given.scaling:
-        from ..benching.running import run_benchmarks
+        from ..bench.runner import run_benchmarks
 
-        return run_benchmarks(*given.names, quick=given.quick, threads=given.threads, output_folder=given.out, progress=_report_progress)
-    from ..benching.scaling import run_scaling
+        return run_benchmarks(
+            *given.names, quick=given.quick, threads=given.threads, output_folder=given.out, progress=_report_progress
+        )
+    from ..bench.runner import run_scaling
 
     if given.quick:
         raise UsageError("--scaling is as quick as it can be; leave out --quick")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..files import FolderLock
-from .screen import CommandParser, to_json, print_page, add_json_argument, print_title
+from .arguments import CommandParser, add_json_argument, print_page, print_title, to_json
 
 
 def main(argv: list[str]) -> int:
@@ -29,7 +29,9 @@ def main(argv: list[str]) -> int:
     out = None if given.quick else Path(given.out)
     recipe = None if given.quick or given.steps is None else demo.recipe_with_steps(given.steps)
     if out is not None:
-        with FolderLock(out):  # a folder that nobody can write, or that another run has, is refused before the first page
+        with FolderLock(
+            out
+        ):  # a folder that nobody can write, or that another run has, is refused before the first page
             pass
     if given.json:
         print_page(to_json(demo.demo_data(out, recipe)))

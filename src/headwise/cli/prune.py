@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .screen import CommandParser, UsageError
-from .smaller import CompressionRun, add_compression_arguments
+from .arguments import CommandParser, UsageError, print_page, to_json
+from .compression_arguments import CompressionRun, add_compression_arguments, add_model_arguments
 
 if TYPE_CHECKING:
     from ..models import Transformer
     from ..surgery import HeadRanking, HeadSelection
+    from ..surgery.l0_gates import GateTrainingOptions
+    from ..surgery.sweep.pruning_curves import SweepOptions
 
 SELECTION_OPTIONS = ("keep", "heads", "drop", "clusters", "budget", "plan")
 
@@ -20,18 +24,18 @@ SELECTION_OPTIONS = ("keep", "heads", "drop", "clusters", "budget", "plan")
 def main(argv: list[str]) -> int:
     """Choose heads, cut them, write what is left, and prove it."""
     if "--sweep" in argv:
-        from .sweep import sweep_main as sweep
-
-        return sweep(argv)
+        return sweep_main(argv)
     given = _parser().parse_args(argv)
     _check_selection(given)
     work = CompressionRun.from_args(given)
-    from ..surgery.marks import fingerprint_model
     from ..surgery.pruning import prune
+    from ..surgery.pruning_plan import fingerprint_model
 
     done = prune(work.net, _selection(given, work), work.selection_examples, fold=given.fold, log=work.report_progress)
     record = done.data | {"model": fingerprint_model(work.net)}
-    return work.write_and_verify(done.after, done.plan.summary, record, keep=dict(done.plan.changed_sites), said=dict(done.head_constants))
+    return work.write_and_verify(
+        done.after, done.plan.summary, record, keep=dict(done.plan.changed_sites), said=dict(done.head_constants)
+    )
 
 
 def _parser() -> CommandParser:
@@ -82,15 +86,27 @@ def _check_selection(given: argparse.Namespace) -> None:
 
 def _selection(given: argparse.Namespace, work: CompressionRun) -> HeadSelection:
     """What the command line says, as the library has it."""
-    from ..surgery import HeadRanking, DropClasses, KeepOnePerCluster, KeepOpenGates, GateTrainingOptions, KeepTop, DropHeads
+    from ..surgery import (
+        DropClasses,
+        DropHeads,
+        GateTrainingOptions,
+        HeadRanking,
+        KeepOnePerCluster,
+        KeepOpenGates,
+        KeepTop,
+    )
 
     if given.gates is not None:
         how = {} if given.rate is None else {"rate": given.rate}
         unit = "kv" if given.unit == "group" else "head"
-        return KeepOpenGates(GateTrainingOptions(heads=_parse_fraction(given.keep), steps=given.gates, unit=unit, seed=given.seed, **how))
+        return KeepOpenGates(
+            GateTrainingOptions(heads=_parse_fraction(given.keep), steps=given.gates, unit=unit, seed=given.seed, **how)
+        )
     by = HeadRanking(given.by, given.objective, num_examples=given.sample, seed=given.seed)
     if given.keep:
-        return KeepTop(_parse_fraction(given.keep), by, given.per, given.unit, 1 if given.least is None else given.least)
+        return KeepTop(
+            _parse_fraction(given.keep), by, given.per, given.unit, 1 if given.least is None else given.least
+        )
     if given.heads:
         return DropHeads(tuple(_parse_heads(work.net, given.heads)))
     if given.drop:
@@ -101,7 +117,7 @@ def _selection(given: argparse.Namespace, work: CompressionRun) -> HeadSelection
 
 
 def _stopping_budget(given: argparse.Namespace, by: HeadRanking) -> HeadSelection:
-    from ..surgery import PruningBudget, PruneToBudget
+    from ..surgery import PruneToBudget, PruningBudget
 
     kind, _, limit = given.budget.partition("=")
     try:
@@ -115,9 +131,8 @@ def _stopping_budget(given: argparse.Namespace, by: HeadRanking) -> HeadSelectio
 def _load_plan(given: argparse.Namespace, work: CompressionRun) -> HeadSelection:
     """What heads.json of another folder says, if that was made of this very model."""
     from ..surgery import DropHeads
-    from ..surgery.folders import read_record
-    from ..surgery.marks import fingerprint_model
-    from ..surgery.plans import PruningPlan
+    from ..surgery.hf_export.model_folder import read_record
+    from ..surgery.pruning_plan import PruningPlan, fingerprint_model
 
     done = read_record(given.plan).done
     if done.get("done") != "prune":
@@ -138,7 +153,7 @@ def _parse_fraction(said: str) -> float | int:
 
 def _parse_heads(net: Transformer, said: list[str]) -> list[tuple[str, int]]:
     """The heads that were named, LAYER:HEADS each."""
-    from ..hub.finding import sites
+    from ..inspect.attention_sites import sites
 
     known, found = sites(net), list[tuple[str, int]]()
     for one in said:
@@ -148,3 +163,91 @@ def _parse_heads(net: Transformer, said: list[str]) -> list[tuple[str, int]]:
         site = known.find(int(where) if where.isdecimal() else where).name
         found += [(site, int(head)) for head in heads.split(",")]
     return found
+
+
+# SECTION: `headwise prune MODEL --sweep`: quality against heads left in several orders, as numbers, figures and a page.
+
+GATE_BATCH_SIZE = 16  # texts that gates learn from at once
+
+
+def sweep_main(argv: list[str]) -> int:
+    """Take heads away in every order, hear what is left, and say what it shows; no model is written."""
+    given = _sweep_parser().parse_args(argv)
+    points = _parse_fractions(given.points)
+    work = CompressionRun.from_args(given)
+    from ..surgery.sweep.curve_report import render_terminal, to_report_data, write_report
+    from ..surgery.sweep.pruning_curves import run_sweep
+
+    curves = run_sweep(
+        work.net, work.selection_examples, work.proof_examples, _sweep_config(given, work, points), work.report_progress
+    )
+    command = shlex.join(["headwise", "prune", *argv])
+    curves = replace(curves, notes=(*work.notes, *curves.notes), command=command)
+    work.report_progress("drawing")
+    write_report(curves, Path(given.out))
+    work.report_progress("")
+    if given.json:
+        print_page(to_json(to_report_data(curves)))
+    else:
+        print_page(
+            f"{render_terminal(curves)}\n\n{given.out}\n  CURVES.md in it says all of this and more, beside figures."
+        )
+    return 0
+
+
+def _sweep_parser() -> CommandParser:
+    parser = CommandParser(
+        "prune --sweep",
+        "Heads are taken out of a model, ever more of them, in several orders; how well it speaks with those that are "
+        "left is written into a new folder as numbers, figures and a page. Nothing is trained, no model is written.",
+        "headwise prune path/to/model --sweep --data texts.txt --out curves",
+    )
+    add_model_arguments(parser)
+    how = parser.add_argument_group("what is swept")
+    how.add_argument("--sweep", action="store_true", help="quality against heads left, and no model")
+    how.add_argument("--by", nargs="+", default=[], metavar="ORDER",
+                     help="methods of importance, random, gates; the first is ours")  # fmt: skip
+    how.add_argument("--points", default="", metavar="SHARES", help="shares of heads that stay, as in 0.75,0.5,0.25")
+    how.add_argument("--parts", nargs="+", default=[], metavar="PART", help="of all, encoder, decoder, cross")
+    how.add_argument("--draws", type=int, default=5, metavar="COUNT", help="of the random order (5)")
+    how.add_argument("--gates", type=int, metavar="STEPS", help="an order by gates too, which learn so long")
+    how.add_argument("--answers", nargs="+", default=[], metavar="ORDER",
+                     help="orders whose models also answer freely: BLEU, or what a task scores")  # fmt: skip
+    how.add_argument("--sample", type=int, metavar="COUNT", help="texts that importance reads")
+    how.add_argument("--unit", default="auto", metavar="KIND", help="head, group (of one key head), or auto")
+    how.add_argument("--least", type=int, default=0, metavar="COUNT", help="heads that stay in every attention (0)")
+    how.add_argument("--allowed", type=float, default=0.1, metavar="LOSS", help="by which a loss may grow (0.1)")
+    return parser
+
+
+def _parse_fractions(said: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(one) for one in said.split(",")) if said else ()
+    except ValueError:
+        raise UsageError(f"--points {said} are no shares of heads; write them as in 0.75,0.5,0.25") from None
+
+
+def _sweep_config(given: argparse.Namespace, work: CompressionRun, points: tuple[float, ...]) -> SweepOptions:
+    """What the command line says, as the library has it."""
+    from ..surgery.sweep.pruning_curves import DEFAULT_SHARES, OrderingOptions, SweepOptions
+
+    gates = None if given.gates is None else _gate_training(given, work)
+    ordering = OrderingOptions(given.objective, given.sample, gates, given.seed)
+    return SweepOptions(
+        ordering, tuple(given.by), points or DEFAULT_SHARES, tuple(given.parts), given.draws, tuple(given.answers), given.unit,
+        given.least, given.allowed, work.task,
+    )  # fmt: skip
+
+
+def _gate_training(given: argparse.Namespace, work: CompressionRun) -> GateTrainingOptions:
+    """Gates learn on the model as it is: half are to stay, and those likeliest to be open are worth most."""
+    from ..head_analysis.objectives import choose_objective
+    from ..surgery.l0_gates import GateTrainingOptions
+
+    texts = len(work.selection_examples)
+    loss = choose_objective(work.net, given.objective, work.selection_examples[0])[0]
+    batch = max(1, min(GATE_BATCH_SIZE, texts - max(1, round(0.1 * texts))))
+    return GateTrainingOptions(
+        heads=0.5, steps=given.gates, batch=batch, freeze="model", objective=given.objective,
+        alpha=0.0 if loss.has_gradient else 1.0, seed=given.seed,
+    )  # fmt: skip

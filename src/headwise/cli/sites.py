@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .screen import CommandParser, to_json, print_page, add_json_argument
+from .arguments import CommandParser, add_json_argument, print_page, to_json
 
 
 def main(argv: list[str]) -> int:
@@ -16,8 +16,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("model", metavar="MODEL", help="a folder of headwise, or one of transformers")
     add_json_argument(parser)
     given = parser.parse_args(argv)
-    from ..hub.finding import sites
-    from ..hub.opening import load_original
+    from ..hub.model_import import load_original
+    from ..inspect.attention_sites import sites
 
     found = sites(load_original(given.model))
     print_page(to_json(found.to_dict) if given.json else str(found))

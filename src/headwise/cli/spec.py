@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .model import load_model_description
-from .model import print_model_page as model_page
-from .screen import CommandParser, to_json, print_page, parse_spec, add_json_argument, add_spec_arguments
+from .arguments import (
+    CommandParser,
+    add_json_argument,
+    add_spec_arguments,
+    load_model_description,
+    parse_spec,
+    print_model_page as model_page,
+    print_page,
+    to_json,
+)
 
 if TYPE_CHECKING:
-    from ..spec import AttentionSpec
+    from ..spec.attention_spec import AttentionSpec
 
 MASK_TOKENS = 16  # a mask of this many tokens shows every pattern's shape and leaves room on the screen
 
@@ -23,7 +30,9 @@ def main(argv: list[str]) -> int:
         "headwise spec gqa --set heads.kv=4 --set pattern='window(5) | first(2)'",
     )
     add_spec_arguments(parser)
-    parser.add_argument("--tokens", type=int, default=MASK_TOKENS, help=f"tokens of the mask and of the counts ({MASK_TOKENS})")
+    parser.add_argument(
+        "--tokens", type=int, default=MASK_TOKENS, help=f"tokens of the mask and of the counts ({MASK_TOKENS})"
+    )
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--toml", action="store_true", help="the spec alone, as a file that every verb reads")
     add_json_argument(forms)
@@ -32,7 +41,7 @@ def main(argv: list[str]) -> int:
         print_page(model_page(model, given))
         return 0
     spec = parse_spec(given)
-    from ..text import to_toml
+    from ..spec.serialization import to_toml
 
     if given.toml:
         print_page(to_toml(spec))
@@ -45,12 +54,12 @@ def main(argv: list[str]) -> int:
 
 def spec_to_dict(spec: AttentionSpec, tokens: int) -> dict[str, Any]:
     """Everything about a spec as plain values; counts are of one row of `tokens` tokens."""
-    from .. import counting
-    from ..text import to_dict
+    from .. import costs
+    from ..spec.serialization import to_dict
 
     shapes = spec.shapes()
-    work = counting.self_attention_work(spec, batch=1, queries=tokens)
-    numbers = counting.cached_numbers_per_token(spec)
+    work = costs.self_attention_work(spec, batch=1, queries=tokens)
+    numbers = costs.cached_numbers_per_token(spec)
     first, last = spec.pattern.retention
     return {
         "spec": to_dict(spec),
@@ -59,28 +68,33 @@ def spec_to_dict(spec: AttentionSpec, tokens: int) -> dict[str, Any]:
             for name, param in spec.params().items()
         ],
         "counts": {
-            "parameters": counting.count_parameters(spec),
-            "constants": counting.count_constants(spec),
+            "parameters": costs.count_parameters(spec),
+            "constants": costs.count_constants(spec),
             "tokens": tokens,
             "pairs": work.pairs,
-            "flops_asked": counting.required_flops(spec, work),
-            "flops_counted": counting.counted_flops(spec, work),
+            "flops_asked": costs.required_flops(spec, work),
+            "flops_counted": costs.counted_flops(spec, work),
         },
         "cache": {
             "entry": {name: list(shape) for name, shape in spec.kv_entry_shapes().items()},
             "numbers_per_token": numbers,
             "bytes_per_token": {"float32": 4 * numbers, "bfloat16": 2 * numbers},
-            "bytes_of_state": counting.cache_bytes(spec, batch=1, capacity=1) if spec.recurrent_part else 0,
+            "bytes_of_state": costs.cache_bytes(spec, batch=1, capacity=1) if spec.recurrent_part else 0,
             "keeps": {"first": first, "last": last},
         },
-        "heads": {"score": spec.heads.q, "key": spec.heads.kv, "value": spec.heads.num_value_heads, "out": len(spec.score_head_of_output)},
+        "heads": {
+            "score": spec.heads.q,
+            "key": spec.heads.kv,
+            "value": spec.heads.num_value_heads,
+            "out": len(spec.score_head_of_output),
+        },
     }
 
 
 def format_spec(spec: AttentionSpec, tokens: int) -> str:
     """The same to be read."""
-    from ..pattern import draw_pattern
-    from ..text import to_toml
+    from ..masking.patterns import draw_pattern
+    from ..spec.serialization import to_toml
 
     told = spec_to_dict(spec, tokens)
     counts = told["counts"]
@@ -90,7 +104,10 @@ def format_spec(spec: AttentionSpec, tokens: int) -> str:
         ("parameters", f"{counts['parameters']:,}{constants}"),
         (f"flops, {tokens} tokens", f"{counts['flops_asked']:,} asked, {counts['flops_counted']:,} counted"),
         ("cache", _format_cache(told["cache"])),
-        ("keeps", _format_saved(told["cache"]["keeps"]) if told["cache"]["numbers_per_token"] else "one state, no tokens"),
+        (
+            "keeps",
+            _format_saved(told["cache"]["keeps"]) if told["cache"]["numbers_per_token"] else "one state, no tokens",
+        ),
     ]
     lines += [f"{name:<18}{what}" for name, what in rows]
     return "\n".join([*lines, "", draw_pattern(spec.pattern, tokens, tokens)])

@@ -7,14 +7,26 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .screen import CommandParser, UsageError, to_json, print_page, add_json_argument
+from .arguments import CommandParser, UsageError, add_json_argument, print_page, to_json
 
 if TYPE_CHECKING:
     from ..traces import Trace
 
 TRACE_SUFFIX = ".trace"
 MAX_NEW_TOKENS = 64  # tokens that a model of two stacks writes, unless said
-CAPTURE_OPTIONS = ("text", "data", "out", "new_tokens", "also", "sites", "budget", "numbers", "tokenizer", "limit", "thumbnails")
+CAPTURE_OPTIONS = (
+    "text",
+    "data",
+    "out",
+    "new_tokens",
+    "also",
+    "sites",
+    "budget",
+    "numbers",
+    "tokenizer",
+    "limit",
+    "thumbnails",
+)
 
 
 def main(argv: list[str]) -> int:
@@ -74,9 +86,8 @@ def _capture_trace(given: argparse.Namespace) -> Trace:
     for path in filter(None, (given.out, given.export_weights)):
         if not Path(path).absolute().parent.is_dir():
             raise UsageError(f"{path} lies in no folder that is there; make it first")
-    from ..counting.capacity import parse_bytes
-    from ..hub.capturing import trace
-    from ..hub.keeping import Capture
+    from ..costs.serving_capacity import parse_bytes
+    from ..inspect.trace_capture import Capture, trace
 
     names = {"budget": parse_bytes(given.budget)} if given.budget else {}
     sites = tuple(int(one) if one.isdigit() else one for one in given.sites.split(",") if one)
@@ -90,8 +101,8 @@ def _capture_trace(given: argparse.Namespace) -> Trace:
 
 def _capture_inputs(given: argparse.Namespace) -> tuple[Any, Any, int]:
     """The model, what it reads, and how many tokens it says then."""
-    from ..hub.opening import load_original
-    from ..hub.readable import is_encoder_decoder
+    from ..hub.model_import import load_original
+    from ..inspect.model_inputs import is_encoder_decoder
     from ..models import Transformer
 
     model = load_original(given.model).eval()

@@ -9,15 +9,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..distributed import joined
 from ..errors import suggest
-from ..spread import joined
-from .screen import BAD_INPUT, PRESETS, CommandParser, UsageError, to_json, print_page, add_json_argument, parse_value
+from .arguments import (
+    BAD_INPUT,
+    PRESETS,
+    CommandParser,
+    UsageError,
+    add_json_argument,
+    parse_value,
+    print_page,
+    to_json,
+)
 
 if TYPE_CHECKING:
-    from ..blueprint import ModelSpec
+    from ..data import Task
+    from ..distributed import Launch
+    from ..model_spec import ModelSpec
     from ..models import Transformer
-    from ..spread import Launch
-    from ..tasks import Task
     from ..training import Recipe
 
 # Options that are words of the recipe, with the kind of their values and what they say.
@@ -46,7 +55,10 @@ def main(argv: list[str]) -> int:
             if not launch.speaks():
                 raise SystemExit(BAD_INPUT) from None
             if isinstance(error, KeyboardInterrupt):
-                print(f"headwise: {error or 'interrupted; the run is as it was last kept'}; {RESUME_HINT}", file=sys.stderr)
+                print(
+                    f"headwise: {error or 'interrupted; the run is as it was last kept'}; {RESUME_HINT}",
+                    file=sys.stderr,
+                )
             raise
     return 0
 
@@ -127,8 +139,8 @@ def _read_text(name: str) -> str:
 
 def _make_task(what: str | None, data: str | None, changes: Mapping[str, Any]) -> Task:
     """The task of this name, or what reads this data."""
-    from ..tasks import TASKS, open_data, task
-    from ..tasks.brought import Brought
+    from ..data import TASKS, open_data, task
+    from ..data.file_task import Brought
 
     said = {key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()}
     made = [name for name, kind in TASKS.items() if not issubclass(kind, Brought)]
@@ -145,8 +157,8 @@ def _make_task(what: str | None, data: str | None, changes: Mapping[str, Any]) -
 
 def _with_model_tokenizer(task: Task, model: str) -> Task:
     """The task, a text in the tokens of the model that goes on with it."""
-    from ..blueprint.manifest import TOKENIZER_FILE
-    from ..tasks.text import Text
+    from ..data.language_modelling import Text
+    from ..model_spec.serialization import TOKENIZER_FILE
 
     path = Path(model) / TOKENIZER_FILE
     return replace(task, tokens=str(path)) if isinstance(task, Text) and path.is_file() else task
@@ -155,7 +167,7 @@ def _with_model_tokenizer(task: Task, model: str) -> Task:
 def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transformer:
     """What a folder, a file or a preset says is to be trained."""
     if name in PRESETS:
-        from ..training.variants import replace_self_attention
+        from ..training.run_setup import replace_self_attention
 
         return replace_self_attention(task.model(), name)
     path = Path(name)
@@ -168,8 +180,8 @@ def _make_model(name: str, task: Task, recipe: Recipe) -> ModelSpec | Transforme
 
 def _load_weights(path: Path, task: Task, recipe: Recipe) -> Transformer:
     """What a folder or a file holds, to go on from; weights of 16 bits are too coarse to be changed a little."""
+    from ..data.language_modelling import TOKENS, Text
     from ..hub import load
-    from ..tasks.text import TOKENS, Text
 
     net = load(path, dropout=recipe.dropout)
     if path.is_file() and net.usage.tokenizer and isinstance(task, Text) and task.tokens in TOKENS:

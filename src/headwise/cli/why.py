@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .screen import CommandParser, to_json, print_page, parse_spec, add_json_argument, add_spec_arguments
+from .arguments import CommandParser, add_json_argument, add_spec_arguments, parse_spec, print_page, to_json
 
 
 def main(argv: list[str]) -> int:
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     add_json_argument(parser)
     given = parser.parse_args(argv)
     spec = parse_spec(given)
-    from ..reasons import why
+    from ..backends.backend_report import why
 
     said = why(
         spec,

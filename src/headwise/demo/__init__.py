@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .. import counting, pattern
-from ..module import Attention
+from .. import costs
+from ..backends.backend_report import why
+from ..masking import patterns
+from ..nn.attention import Attention
+from ..nn.op_trace import walk
 from ..presets import from_toml
-from ..reasons import why
-from ..spec import AttentionSpec
-from ..steps import walk
-from . import lookup
+from ..spec.attention_spec import AttentionSpec
+from . import soft_lookup
 
 if TYPE_CHECKING:
     from ..training import Recipe
-    from .story import TrainingDemo
+    from .translator_compression import TrainingDemo
 
 # Every layer is described like this; what it does not say is the usual choice.
 SPEC_TOML = """\
@@ -68,7 +69,9 @@ def check_cached_decode(dtype: torch.dtype, tokens: int = 40) -> CacheProof:
         steps = [layer(x_BTD[:, t : t + 1], cache=cache) for t in range(tokens)]
         whole = layer(x_BTD)
     largest = (torch.cat(steps, 1) - whole).abs().max().item()
-    return CacheProof(str(dtype).removeprefix("torch."), tokens, num_cache_slots(layer.spec), largest, whole.abs().max().item())
+    return CacheProof(
+        str(dtype).removeprefix("torch."), tokens, num_cache_slots(layer.spec), largest, whole.abs().max().item()
+    )
 
 
 def format_spec() -> str:
@@ -80,7 +83,7 @@ def format_costs() -> str:
     """What the spec costs, each number with the product it comes from."""
     one, tokens = demo_spec(), TOKENS
     shapes, core, heads = one.shapes(), one.core, one.heads
-    work = counting.self_attention_work(one, batch=1, queries=tokens)
+    work = costs.self_attention_work(one, batch=1, queries=tokens)
     lines = [
         f"{name:<18}{param.layout!s:<18}{' x '.join(map(str, shapes[name])):<12}"
         + ("" if param.trainable else "  constant")
@@ -88,16 +91,16 @@ def format_costs() -> str:
     ]
     inner = f"({len(core.keys)} x {core.dim} + {len(core.value_head_of_row)} x {core.vdim})"
     entry = " + ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in one.kv_entry_shapes().items())
-    numbers, kept = counting.cached_numbers_per_token(one), num_cache_slots(one)
+    numbers, kept = costs.cached_numbers_per_token(one), num_cache_slots(one)
     core_flops = core.flops(work.pairs)
     return "\n".join(
         [
             *(line.rstrip() for line in lines),
             "",
-            f"parameters      {counting.count_parameters(one):>12,}  all of the above but constants",
+            f"parameters      {costs.count_parameters(one):>12,}  all of the above but constants",
             f"flops, core     {core_flops:>12,}  2 x {work.pairs} pairs x {inner}",
-            f"flops, asked    {counting.required_flops(one, work):>12,}  the core, and 2 x parameters x {tokens} tokens",
-            f"flops, counted  {counting.counted_flops(one, work):>12,}  as if all {tokens} x {tokens} pairs were allowed",
+            f"flops, asked    {costs.required_flops(one, work):>12,}  the core, and 2 x parameters x {tokens} tokens",
+            f"flops, counted  {costs.counted_flops(one, work):>12,}  as if all {tokens} x {tokens} pairs were allowed",
             f"cache           {4 * numbers:>12,}  bytes a token, float32: 4 x ({entry})",
             f"cache, at most  {4 * numbers * kept:>12,}  bytes a row: the pattern keeps {kept} tokens",
             f"as plain heads  {8 * heads.q * heads.dim:>12,}  bytes a token, had each head keys of its own",
@@ -117,10 +120,10 @@ def format_cache_checks() -> str:
 
 def list_pages(training_demo: TrainingDemo | None = None) -> Iterator[tuple[str, Callable[[], str]]]:
     """The pages in order: a title, and what makes the page in its turn; without a `story` nothing is trained."""
-    yield "Soft look-up", lookup.format_lookup
+    yield "Soft look-up", soft_lookup.format_lookup
     yield "One layer, described", format_spec
     yield "What it costs", format_costs
-    yield "Who may read whom", lambda: pattern.draw_pattern(demo_spec().pattern, TOKENS, TOKENS)
+    yield "Who may read whom", lambda: patterns.draw_pattern(demo_spec().pattern, TOKENS, TOKENS)
     yield "Every step it takes", lambda: str(walk(demo_spec(), batch=5, tokens=10))
     yield "What runs it", lambda: str(why(demo_spec()))
     yield "A proof in passing", format_cache_checks
@@ -130,7 +133,7 @@ def list_pages(training_demo: TrainingDemo | None = None) -> Iterator[tuple[str,
 
 def _make_training_demo(out: Path | None, recipe: Recipe | None) -> TrainingDemo | None:
     """What is trained in the folder `out`, if there is one."""
-    from .story import TrainingDemo
+    from .translator_compression import TrainingDemo
 
     return None if out is None else TrainingDemo(out, recipe)
 
@@ -161,16 +164,16 @@ def run_demo(
 def demo_data(out: Path | None = None, recipe: Recipe | None = None) -> dict[str, Any]:
     """All numbers of the demo as plain values."""
     one = demo_spec()
-    work = counting.self_attention_work(one, batch=1, queries=TOKENS)
+    work = costs.self_attention_work(one, batch=1, queries=TOKENS)
     story = _make_training_demo(out, recipe)
     return ({} if story is None else story.data) | {
-        "lookup": [asdict(found) for found in lookup.look_up_by_all_methods()],
+        "lookup": [asdict(found) for found in soft_lookup.look_up_by_all_methods()],
         "spec": SPEC_TOML,
         "counts": {
-            "parameters": counting.count_parameters(one),
-            "flops_asked": counting.required_flops(one, work),
-            "flops_counted": counting.counted_flops(one, work),
-            "cache_bytes_per_token": 4 * counting.cached_numbers_per_token(one),
+            "parameters": costs.count_parameters(one),
+            "flops_asked": costs.required_flops(one, work),
+            "flops_counted": costs.counted_flops(one, work),
+            "cache_bytes_per_token": 4 * costs.cached_numbers_per_token(one),
         },
         "walk": walk(one).to_dict,
         "why": why(one).data,

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..models import Transformer, greedy
-from ..probe import Probe
-from ..tasks import IGNORED, Batch
-from ..tasks.dates import END, VOCABULARY, Dates, Translated
-from ..training import Recipe, TrainingResult, ConsoleLogger, train
+from ..data import IGNORED, Batch
+from ..data.date_translation import END, VOCABULARY, Dates, Translated
+from ..generation.greedy_decoding import greedy
+from ..interfaces.probe import Probe
+from ..models import Transformer
+from ..training import ConsoleLogger, Recipe, TrainingResult, train
 
 RECIPE = Recipe(steps=800, batch=128, lr=3e-3, evaluate_every=200, checkpoint_every=200, compile="off")
 NUM_EVALUATED, TERMINAL_WIDTH = 64, 80  # examples that heads are judged by; columns of a terminal
@@ -63,7 +64,9 @@ class AlignmentMap:
         lines = [" " * side + "".join(_pad_to_width(t, w) for t, w in zip(source, columns, strict=True))]
         for row, (token, weights) in enumerate(zip(target, self.weights, strict=True)):
             cells = [_shade_cell(w, (s, row) in self.gold.links) for s, w in enumerate(weights)]
-            lines.append(_pad_to_width(token, side) + "".join(_pad_to_width(c, w) for c, w in zip(cells, columns, strict=True)))
+            lines.append(
+                _pad_to_width(token, side) + "".join(_pad_to_width(c, w) for c, w in zip(cells, columns, strict=True))
+            )
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -80,7 +83,9 @@ class Translator:
     def result(self) -> TrainingResult:
         """Trained, or gone on with where an earlier run into the folder ended."""
         if self._result is None:
-            self._result = train(self.task, recipe=self.recipe, out=self.folder, resume="allowed", loggers=[ConsoleLogger()])
+            self._result = train(
+                self.task, recipe=self.recipe, out=self.folder, resume="allowed", loggers=[ConsoleLogger()]
+            )
         return self._result
 
     @property
@@ -161,7 +166,11 @@ def cross_attention_weights(net: Transformer, batch: Batch) -> dict[int, Tensor]
 def count_correct_links(w_BTS: Tensor, batch: Batch) -> tuple[int, int]:
     """How many linked tokens read one that they translate more than any other, and how many there are."""
     most = w_BTS.argmax(-1).tolist()
-    linked = [(row, t, {s for s, at in one.links if at == t}) for row, one in enumerate(batch.gold) for t in _linked_positions(one)]
+    linked = [
+        (row, t, {s for s, at in one.links if at == t})
+        for row, one in enumerate(batch.gold)
+        for t in _linked_positions(one)
+    ]
     return sum(most[row][t] in wanted for row, t, wanted in linked), len(linked)
 
 

@@ -9,19 +9,21 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, cast
 
-from ..blueprint import ModelSpec
-from ..blueprint.manifest import MANIFEST_FILE, read_model_toml
-from ..blueprint.records import find_record
 from ..errors import SpecError
+from ..model_spec import ModelSpec
+from ..model_spec.serialization import MANIFEST_FILE, find_record, read_model_toml
 from ..presets import DEFAULT_CHOICES
-from .config import TransformersConfig
-from .registry import FAMILIES, WRITERS, read_config
-from .writing import write_config
+from .config_reader import FAMILIES, WRITERS, TransformersConfig, read_config
+from .config_writer import write_config
+from .weight_names import WeightNames
 
+WEIGHT_NAMES: dict[str, WeightNames] = {}
 for _module in iter_modules(__path__):
-    import_module(f"{__name__}.{_module.name}")
+    for _table in vars(import_module(f"{__name__}.{_module.name}")).values():
+        if isinstance(_table, WeightNames):
+            WEIGHT_NAMES |= dict.fromkeys(_table.families, _table)
 
-__all__ = ["FAMILIES", "WRITERS", "write_config", "read_model_spec"]
+__all__ = ["FAMILIES", "WRITERS", "read_model_spec", "write_config"]
 
 
 def read_model_spec(source: str | Path | Mapping[str, Any]) -> ModelSpec:
@@ -60,3 +62,14 @@ def _read_json(path: Path, text: str) -> Mapping[str, Any]:
     if not isinstance(said, dict):
         raise SpecError(f"{path} holds a {type(said).__name__}, not keys; give a config.json as transformers writes it")
     return cast("dict[str, Any]", said)
+
+
+def get_weight_names(family: str) -> WeightNames:
+    """The names in files of a family.
+
+    >>> get_weight_names("qwen3") is get_weight_names("llama")
+    True
+    """
+    if family not in WEIGHT_NAMES:
+        raise SpecError(f"weights of {family!r} are not read yet; those of {', '.join(sorted(WEIGHT_NAMES))} are")
+    return WEIGHT_NAMES[family]

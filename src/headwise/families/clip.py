@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..blueprint import UnsupportedPart, BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, ModelSpec, NormSpec, PatchSpec, PositionSpec, StackSpec
+from ..model_spec import (
+    BlockSpec,
+    EmbeddingSpec,
+    FeedForwardSpec,
+    ModelSpec,
+    NormSpec,
+    OutputHeadSpec,
+    PatchSpec,
+    PositionSpec,
+    StackSpec,
+    UnsupportedPart,
+)
 from ..presets import design
-from .config import TransformersConfig
-from .registry import select_heads, register_family
+from .config_reader import TransformersConfig, register_family, select_heads
 
 
 class ClipTower(NamedTuple):
@@ -40,7 +50,9 @@ def read_clip_text(config: TransformersConfig, task: str) -> ModelSpec:
     positions = PositionSpec("learned", config.read_int("max_position_embeddings", default=77))
     table = EmbeddingSpec(config.read_int("vocab_size", default=49408), positions=positions)
     stack = StackSpec.from_blocks("encoder", tower.model, tower.blocks, embedding=table, norm=tower.norm)
-    return ModelSpec(config.family_name, "encoder", (stack,), select_heads(config, task, {"Model": []}), tuple(config.notes))
+    return ModelSpec(
+        config.family_name, "encoder", (stack,), select_heads(config, task, {"Model": []}), tuple(config.notes)
+    )
 
 
 @register_family("clip_vision_model", "CLIPVision", default_task="Model")
@@ -78,7 +90,9 @@ def read_siglip_vision(config: TransformersConfig, task: str) -> ModelSpec:
         sizes = {"probe": d, "attention": 4 * d * d + 4 * d, "norm": 2 * d, "feed": 2 * d * hidden + hidden + d}
         why = "one learned query reads all patches, through layers of its own, which no word says"
         beyond = (UnsupportedPart(why, tuple((f"head.pooler.{name}", size) for name, size in sizes.items())),)
-    return ModelSpec(config.family_name, "vision", (stack,), select_heads(config, task, {"Model": []}), tuple(config.notes), beyond)
+    return ModelSpec(
+        config.family_name, "vision", (stack,), select_heads(config, task, {"Model": []}), tuple(config.notes), beyond
+    )
 
 
 def _read_tower(config: TransformersConfig, usual: ClipDefaults, pattern: str) -> ClipTower:
@@ -89,10 +103,14 @@ def _read_tower(config: TransformersConfig, usual: ClipDefaults, pattern: str) -
     hidden = config.read_int("intermediate_size", default=usual.hidden)
     feed = FeedForwardSpec(hidden, config.read_activation("hidden_act", usual.activation), bias="ud")
     spec = design(model=wide, heads=asked, pattern=pattern, bias="qkvo")
-    return ClipTower(wide, [BlockSpec(spec, feed=feed, norm=norm)] * config.read_num_layers("num_hidden_layers", default=12), norm)
+    return ClipTower(
+        wide, [BlockSpec(spec, feed=feed, norm=norm)] * config.read_num_layers("num_hidden_layers", default=12), norm
+    )
 
 
-def _make_patch_embedding(config: TransformersConfig, image: int, patch: int, first: int, norm: NormSpec | None = None) -> EmbeddingSpec:
+def _make_patch_embedding(
+    config: TransformersConfig, image: int, patch: int, first: int, norm: NormSpec | None = None
+) -> EmbeddingSpec:
     """An image as patches; pixels that fill no whole one are left out."""
     whole, part = config.read_pair("image_size", image), config.read_pair("patch_size", patch)
     rows, columns = (side // piece for side, piece in zip(whole, part, strict=True))
@@ -100,4 +118,6 @@ def _make_patch_embedding(config: TransformersConfig, image: int, patch: int, fi
         config.fail(f"patch_size = {part} is larger than image_size = {whole}", "give a smaller patch_size")
     bias = "none" if first else "learned"
     patches = PatchSpec(rows, columns, *part, channels=config.read_int("num_channels", default=3), bias=bias)
-    return EmbeddingSpec(patches=patches, first=first, positions=PositionSpec("learned", patches.num_patches + first), norm=norm)
+    return EmbeddingSpec(
+        patches=patches, first=first, positions=PositionSpec("learned", patches.num_patches + first), norm=norm
+    )

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from ..blueprint import UnsupportedPart, EmbeddingSpec, OutputHeadSpec, ModelSpec, ApproximateAttention, PositionSpec, HeadTransformSpec
+from ..model_spec import (
+    ApproximateAttention,
+    EmbeddingSpec,
+    HeadTransformSpec,
+    ModelSpec,
+    OutputHeadSpec,
+    PositionSpec,
+    UnsupportedPart,
+)
 from ..presets import design
-from . import reading
-from .config import TransformersConfig
-from .registry import register_family, read_tied_stack
-from .trunk import LayerAttention
+from . import model_builders
+from .config_reader import TransformersConfig, read_tied_stack, register_family
+from .model_builders import LayerAttention
 
 DISENTANGLED_REASON = "scores add what queries make of distances and distances of keys, from one table for all layers"
 
-DEBERTA_DEFAULTS = reading.EncoderDefaults(1536, 24, 24, 128100, 6144, eps=1e-7)
+DEBERTA_DEFAULTS = model_builders.EncoderDefaults(1536, 24, 24, 128100, 6144, eps=1e-7)
 
 
 @register_family("deberta-v2", "DebertaV2", default_task="ForMaskedLM")
 def read_deberta(config: TransformersConfig, task: str) -> ModelSpec:
     """Without relative_attention it is BERT."""
-    sizes = reading.read_encoder_sizes(config, DEBERTA_DEFAULTS)
+    sizes = model_builders.read_encoder_sizes(config, DEBERTA_DEFAULTS)
     config.require_default("embedding_size", sizes.model, "is a table of another width, which is not described")
     config.require_default("legacy", True, "has another head over tokens, which is not described")
     length = config.read_int("max_position_embeddings", default=512)
     placed = PositionSpec("learned", length) if config.read_bool("position_biased_input", True) else None
     types = config.read_int("type_vocab_size", default=0, minimum=0)
     table = EmbeddingSpec(sizes.vocab_size, positions=placed, types=types, norm=sizes.norm)
-    body = reading.make_encoder_stack(sizes, [_make_attention(config, sizes)] * sizes.layers, table)
+    body = model_builders.make_encoder_stack(sizes, [_make_attention(config, sizes)] * sizes.layers, table)
     masked = OutputHeadSpec(
         "tokens",
         sizes.vocab_size,
@@ -34,16 +41,24 @@ def read_deberta(config: TransformersConfig, task: str) -> ModelSpec:
     )
     wide = config.read_int("pooler_hidden_size", default=sizes.model)
     pool = HeadTransformSpec(wide, config.read_activation("pooler_hidden_act", "gelu"))
-    return reading.build_encoder(config, task, body, reading.EncoderHeads(pool, masked, pools_base_model=False), _unsupported_parts(config, sizes, length))
+    return model_builders.build_encoder(
+        config,
+        task,
+        body,
+        model_builders.EncoderHeads(pool, masked, pools_base_model=False),
+        _unsupported_parts(config, sizes, length),
+    )
 
 
-def _make_attention(config: TransformersConfig, sizes: reading.EncoderSizes) -> LayerAttention:
+def _make_attention(config: TransformersConfig, sizes: model_builders.EncoderSizes) -> LayerAttention:
     spec = design(model=sizes.model, heads=sizes.heads, bias="qkvo")
     if not config.read_bool("relative_attention", False):
         return spec
     sides = {"c2p": "pos_key", "p2c": "pos_query"}
     asked = (
-        [] if config.read_bool("share_att_key", False) else [name for kind, name in sides.items() if kind in _read_score_types(config)]
+        []
+        if config.read_bool("share_att_key", False)
+        else [name for kind, name in sides.items() if kind in _read_score_types(config)]
     )
     more = [(f"{name}.weight", sizes.model**2) for name in asked] + [(f"{name}.bias", sizes.model) for name in asked]
     return ApproximateAttention(spec, DISENTANGLED_REASON, tuple(more))
@@ -55,7 +70,9 @@ def _read_score_types(config: TransformersConfig) -> list[str]:
     return [kind.strip() for kind in told.lower().split("|")] if isinstance(told, str) else list(told or [])
 
 
-def _unsupported_parts(config: TransformersConfig, sizes: reading.EncoderSizes, length: int) -> tuple[UnsupportedPart, ...]:
+def _unsupported_parts(
+    config: TransformersConfig, sizes: model_builders.EncoderSizes, length: int
+) -> tuple[UnsupportedPart, ...]:
     """The table of distances, its norm, and a convolution beside the first layer."""
     found = list[UnsupportedPart]()
     if config.read_bool("relative_attention", False):

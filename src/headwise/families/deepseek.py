@@ -5,13 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, ExpertsSpec, OutputHeadSpec, ModelSpec, ApproximateAttention, NormSpec, StackSpec
-from ..parts.latent import Latent
+from ..model_spec import (
+    ApproximateAttention,
+    BlockSpec,
+    EmbeddingSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    ModelSpec,
+    NormSpec,
+    OutputHeadSpec,
+    StackSpec,
+)
+from ..parts.latent_attention import Latent
 from ..presets import design
-from ..spec import AttentionSpec
-from .attention import RopeConfig, make_dot
-from .config import TransformersConfig
-from .registry import make_decoder_model, register_family, read_tied_stack
+from ..spec.attention_spec import AttentionSpec
+from .attention_config import RopeConfig, make_dot
+from .config_reader import TransformersConfig, make_decoder_model, read_tied_stack, register_family
+from .llama import LLAMA_WEIGHTS as LLAMA
+from .weight_names import TensorLocation
 
 
 class DeepseekDefaults(NamedTuple):
@@ -31,7 +42,9 @@ class DeepseekDefaults(NamedTuple):
 
 
 V2_DEFAULTS = DeepseekDefaults(102400, 4096, 11008, 32, 32, 2048, dense=0, experts=64, active=6, expert=1407, shared=2)
-V3_DEFAULTS = DeepseekDefaults(129280, 7168, 18432, 61, 128, 4096, dense=3, experts=256, active=8, expert=2048, shared=1)
+V3_DEFAULTS = DeepseekDefaults(
+    129280, 7168, 18432, 61, 128, 4096, dense=3, experts=256, active=8, expert=2048, shared=1
+)
 
 
 @register_family("deepseek_v2", "DeepseekV2")
@@ -52,7 +65,9 @@ def read_deepseek_v3(config: TransformersConfig, task: str) -> ModelSpec:
     return _build_deepseek(config, task, V3_DEFAULTS, pairs, routing)
 
 
-def _build_deepseek(config: TransformersConfig, task: str, usual: DeepseekDefaults, pairs: str, routing: dict[str, Any]) -> ModelSpec:
+def _build_deepseek(
+    config: TransformersConfig, task: str, usual: DeepseekDefaults, pairs: str, routing: dict[str, Any]
+) -> ModelSpec:
     model = config.read_int("hidden_size", default=usual.model)
     layers = config.read_num_layers("num_hidden_layers", default=usual.layers)
     dense = config.read_int("first_k_dense_replace", default=usual.dense, minimum=0)
@@ -75,10 +90,14 @@ def _build_deepseek(config: TransformersConfig, task: str, usual: DeepseekDefaul
 
     tokens = config.read_int("vocab_size", default=usual.vocab_size)
     stack = StackSpec.from_blocks("decoder", model, blocks, embedding=EmbeddingSpec(tokens), norm=norm)
-    return make_decoder_model(config, task, stack, OutputHeadSpec("tokens", tokens, table=read_tied_stack(config, "decoder", False)))
+    return make_decoder_model(
+        config, task, stack, OutputHeadSpec("tokens", tokens, table=read_tied_stack(config, "decoder", False))
+    )
 
 
-def _make_latent_attention(config: TransformersConfig, model: int, usual: DeepseekDefaults, pairs: str) -> AttentionSpec | ApproximateAttention:
+def _make_latent_attention(
+    config: TransformersConfig, model: int, usual: DeepseekDefaults, pairs: str
+) -> AttentionSpec | ApproximateAttention:
     heads = config.read_num_heads("num_attention_heads", default=usual.heads)
     if config.read_num_kv_heads(heads) != heads:
         config.fail("num_key_value_heads differs from num_attention_heads", "give both alike: every head has its keys")
@@ -108,3 +127,35 @@ def _make_latent_attention(config: TransformersConfig, model: int, usual: Deepse
     ranks = (("project.q_down_bias", project.query_rank or 0), ("project.kv_down_bias", project.rank + turned))
     more = tuple((name, size) for name, size in ranks if size)
     return ApproximateAttention(spec, "attention_bias adds one to the latent vectors, which Latent has not", more)
+
+
+# SECTION: DeepSeek-V2 and V3, and others whose experts have tensors of their own: keys and values of a head lie together.
+
+OWN_LAYER, FILE_ATTENTION = "decoder.{layer}", ".layers.{layer}.self_attn"
+FILE_EXPERT, FILE_SHARED_EXPERT = ".layers.{layer}.mlp.experts.{expert}", ".layers.{layer}.mlp.shared_experts"
+FILE_KV_UP, FUSED_KV_LAYOUT = f"{FILE_ATTENTION}.kv_b_proj.weight", "(kv [dim|vdim]) rank"
+
+DEEPSEEK_WEIGHTS = LLAMA._replace(
+    families=("deepseek_v2", "deepseek_v3", "qwen3_moe", "olmoe"),
+    locations={
+        **LLAMA.locations,
+        f"{OWN_LAYER}.attention.project.q_down": f"{FILE_ATTENTION}.q_a_proj.weight",
+        f"{OWN_LAYER}.attention.project.q_norm": f"{FILE_ATTENTION}.q_a_layernorm.weight",
+        f"{OWN_LAYER}.attention.project.q_up": f"{FILE_ATTENTION}.q_b_proj.weight",
+        f"{OWN_LAYER}.attention.project.kv_down": f"{FILE_ATTENTION}.kv_a_proj_with_mqa.weight",
+        f"{OWN_LAYER}.attention.project.kv_norm": f"{FILE_ATTENTION}.kv_a_layernorm.weight",
+        f"{OWN_LAYER}.attention.project.k_up": TensorLocation(FILE_KV_UP, FUSED_KV_LAYOUT, {"dim|vdim": "dim"}),
+        f"{OWN_LAYER}.attention.project.v_up": TensorLocation(FILE_KV_UP, FUSED_KV_LAYOUT, {"dim|vdim": "vdim"}),
+        f"{OWN_LAYER}.feed.router": ".layers.{layer}.mlp.gate.weight",
+        f"{OWN_LAYER}.feed.router_bias": ".layers.{layer}.mlp.gate.e_score_correction_bias",
+        f"{OWN_LAYER}.feed.each.gate": TensorLocation(f"{FILE_EXPERT}.gate_proj.weight", "hidden model"),
+        f"{OWN_LAYER}.feed.each.up": TensorLocation(f"{FILE_EXPERT}.up_proj.weight", "hidden model"),
+        f"{OWN_LAYER}.feed.each.down": TensorLocation(f"{FILE_EXPERT}.down_proj.weight", "model hidden"),
+        f"{OWN_LAYER}.feed.shared.gate": f"{FILE_SHARED_EXPERT}.gate_proj.weight",
+        f"{OWN_LAYER}.feed.shared.up": f"{FILE_SHARED_EXPERT}.up_proj.weight",
+        f"{OWN_LAYER}.feed.shared.down": f"{FILE_SHARED_EXPERT}.down_proj.weight",
+        f"{OWN_LAYER}.feed.shared.gate_bias": f"{FILE_SHARED_EXPERT}.gate_proj.bias",
+        f"{OWN_LAYER}.feed.shared.up_bias": f"{FILE_SHARED_EXPERT}.up_proj.bias",
+        f"{OWN_LAYER}.feed.shared.down_bias": f"{FILE_SHARED_EXPERT}.down_proj.bias",
+    },
+)

@@ -4,39 +4,54 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..blueprint import FeedForwardSpec, ModelSpec, NormSpec
+from ..model_spec import BlockSpec, EmbeddingSpec, FeedForwardSpec, ModelSpec, NormSpec, OutputHeadSpec, StackSpec
 from ..parts.qk_norm import QKNorm
 from ..parts.softcap import Softcap
 from ..presets import design
-from . import trunk
-from .attention import FULL_ATTENTION, SLIDING_ATTENTION, RopeConfig, read_ropes_by_layer_type, read_layer_types, make_dot
-from .config import TransformersConfig
-from .registry import register_family
+from . import model_builders
+from .attention_config import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    RopeConfig,
+    alternate_layer_types,
+    make_dot,
+    read_layer_patterns,
+    read_layer_types,
+    read_ropes_by_layer_type,
+)
+from .config_reader import TransformersConfig, make_decoder_model, read_tied_stack, register_family
+from .llama import LLAMA_WEIGHTS as LLAMA
 
 
 @register_family("gemma", "Gemma")
 def read_gemma(config: TransformersConfig, task: str) -> ModelSpec:
     """As Llama, but for norms, activation and table (2403.08295)."""
-    sizes = trunk.read_decoder_sizes(config, model=3072, heads=16, kv=16, dim=256)
+    sizes = model_builders.read_decoder_sizes(config, model=3072, heads=16, kv=16, dim=256)
     config.require_default("use_bidirectional_attention", False, "reads ahead, which is not described")
-    rope = RopeConfig(config, trunk.read_max_length(config, 8192))
-    spec = design(**sizes.design_args, pattern="causal()", bias=_read_bias(config), modifiers=(rope.make_rotary(sizes.dim),))
+    rope = RopeConfig(config, model_builders.read_max_length(config, 8192))
+    spec = design(
+        **sizes.design_args, pattern="causal()", bias=_read_bias(config), modifiers=(rope.make_rotary(sizes.dim),)
+    )
     norm = NormSpec("offset", config.read_float("rms_norm_eps", default=1e-6))
     act = config.read_activation("hidden_act", "gelu_pytorch_tanh")
-    feed = _read_feed_forward(config, "gelu_tanh" if act == "gelu" else act, 24576)  # transformers reads the exact one as this
-    blocks = trunk.make_blocks([rope.attention_with_limits(spec)] * trunk.read_num_layers(config, 28), feed, norm)
+    feed = _read_feed_forward(
+        config, "gelu_tanh" if act == "gelu" else act, 24576
+    )  # transformers reads the exact one as this
+    blocks = model_builders.make_blocks(
+        [rope.attention_with_limits(spec)] * model_builders.read_num_layers(config, 28), feed, norm
+    )
     return _build_gemma(config, task, blocks, norm, 256000)
 
 
 @register_family("gemma3_text", "Gemma3")
 def read_gemma3_text(config: TransformersConfig, task: str) -> ModelSpec:
     """Five layers with a window to one without, angles of two bases, queries and keys normalised (2503.19786)."""
-    sizes = trunk.read_decoder_sizes(config, model=2304, heads=8, kv=4, dim=256)
-    layers, every = trunk.read_num_layers(config, 26), config.read_int("sliding_window_pattern", default=6)
+    sizes = model_builders.read_decoder_sizes(config, model=2304, heads=8, kv=4, dim=256)
+    layers, every = model_builders.read_num_layers(config, 26), config.read_int("sliding_window_pattern", default=6)
     config.require_default("use_bidirectional_attention", False, "reads ahead, which is not described")
     thetas = {FULL_ATTENTION: config.read_float("rope_theta", default=1_000_000.0)}
     thetas |= {SLIDING_ATTENTION: config.read_float("rope_local_base_freq", default=10_000.0)}
-    ropes = read_ropes_by_layer_type(config, trunk.read_max_length(config, 131072), thetas)
+    ropes = read_ropes_by_layer_type(config, model_builders.read_max_length(config, 131072), thetas)
     window = config.read_optional_int("sliding_window", default=4096)
     usual = [FULL_ATTENTION if (layer + 1) % every == 0 else SLIDING_ATTENTION for layer in range(layers)]
 
@@ -45,14 +60,14 @@ def read_gemma3_text(config: TransformersConfig, task: str) -> ModelSpec:
     said: dict[str, Any] = {**sizes.design_args, "bias": _read_bias(config), "similarity": scale}
     caps = () if config.read_optional_float("attn_logit_softcapping") is None else (_make_softcap(config),)
 
-    def attention(kind: str) -> trunk.LayerAttention:
+    def attention(kind: str) -> model_builders.LayerAttention:
         turns = (QKNorm("offset", eps=norm.eps), ropes[kind].make_rotary(sizes.dim), *caps)
         pattern = f"window({window})" if kind == SLIDING_ATTENTION else "causal()"
         return ropes[kind].attention_with_limits(design(**said, pattern=pattern, modifiers=turns))
 
     feed = _read_feed_forward(config, config.read_activation("hidden_activation", "gelu_pytorch_tanh"), 9216)
-    attentions = trunk.make_attentions(read_layer_types(config, layers, usual, window), attention)
-    blocks = trunk.make_blocks(attentions, feed, norm, placement="sandwich")
+    attentions = model_builders.make_attentions(read_layer_types(config, layers, usual, window), attention)
+    blocks = model_builders.make_blocks(attentions, feed, norm, placement="sandwich")
     return _build_gemma(config, task, blocks, norm, 262208)
 
 
@@ -81,4 +96,67 @@ def _build_gemma(config: TransformersConfig, task: str, blocks: list[Any], norm:
     """A table of tokens times the root of its width, the same at the end."""
     (wide,) = {spec.model for spec in blocks[0].specs.values()}
     count, cap = config.read_int("vocab_size", default=tokens), config.read_optional_float("final_logit_softcapping")
-    return trunk.build_decoder(config, task, blocks, norm, trunk.DecoderEnds(count, True, embedding_scale=wide**0.5, logit_softcap=cap))
+    return model_builders.build_decoder(
+        config,
+        task,
+        blocks,
+        norm,
+        model_builders.DecoderEnds(count, True, embedding_scale=wide**0.5, logit_softcap=cap),
+    )
+
+
+# SECTION: Gemma 2: a norm on either side of every sublayer, windows in every other layer, scores and logits bent.
+
+
+@register_family("gemma2", "Gemma2")
+def read_gemma2(config: TransformersConfig, task: str) -> ModelSpec:
+    """The scale of scores follows a number of its own, not the width of a head (2408.00118)."""
+    model = config.read_int("hidden_size", default=2304)
+    heads = config.read_num_heads("num_attention_heads", default=8)
+    layers = config.read_num_layers("num_hidden_layers", default=26)
+    dim = config.resolve_head_dim(model, heads, "head_dim", default=256)
+    rope = RopeConfig(config, config.read_int("max_position_embeddings", default=8192))
+    caps = {
+        key: _read_softcap(config, f"{key}_logit_softcapping", usual)
+        for key, usual in (("attn", 50.0), ("final", 30.0))
+    }
+    config.require_default("use_bidirectional_attention", False, "reads ahead, which is not described")
+
+    said: dict[str, Any] = {
+        "model": model,
+        "heads": heads,
+        "kv": config.read_num_kv_heads(heads, default=4),
+        "dim": dim,
+    }
+    said |= {"bias": "qkvo" if config.read_bool("attention_bias", False) else ""}
+    said |= {"similarity": make_dot(config.read_float("query_pre_attn_scalar", default=256) ** -0.5, dim**-0.5)}
+    said |= {"modifiers": (rope.make_rotary(dim), *((Softcap(caps["attn"]),) if caps["attn"] else ()))}
+    norm = NormSpec("offset", config.read_float("rms_norm_eps", default=1e-6))
+    act = config.read_activation("hidden_activation", "gelu_pytorch_tanh")
+    feed = FeedForwardSpec(config.read_int("intermediate_size", default=9216), act, "gated")
+    each = read_layer_patterns(
+        config, layers, alternate_layer_types(layers), config.read_optional_int("sliding_window", default=4096)
+    )
+    specs = {pattern: rope.attention_with_limits(design(**said, pattern=pattern)) for pattern in set(each)}
+    blocks = [BlockSpec(specs[pattern], feed=feed, norm=norm, placement="sandwich") for pattern in each]
+
+    tokens = config.read_int("vocab_size", default=256000)
+    stack = StackSpec.from_blocks(
+        "decoder", model, blocks, embedding=EmbeddingSpec(tokens, scale=model**0.5), norm=norm
+    )
+    head = OutputHeadSpec("tokens", tokens, table=read_tied_stack(config, "decoder", True), cap=caps["final"])
+    return make_decoder_model(config, task, stack, head)
+
+
+def _read_softcap(config: TransformersConfig, name: str, usual: float) -> float | None:
+    return None if config.find_key([name], usual)[1] is None else config.read_float(name, default=usual)
+
+
+# SECTION: Gemma 2 and 3: a norm on either side of every sublayer.
+
+GEMMA2_NORMS = {
+    "decoder.{layer}.attention_norm_after.weight": ".layers.{layer}.post_attention_layernorm.weight",
+    "decoder.{layer}.feed_norm.weight": ".layers.{layer}.pre_feedforward_layernorm.weight",
+    "decoder.{layer}.feed_norm_after.weight": ".layers.{layer}.post_feedforward_layernorm.weight",
+}
+GEMMA2_WEIGHTS = LLAMA._replace(families=("gemma2", "gemma3_text"), locations={**LLAMA.locations, **GEMMA2_NORMS})

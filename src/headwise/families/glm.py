@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from ..blueprint import FeedForwardSpec, ModelSpec, NormSpec
+from ..model_spec import FeedForwardSpec, ModelSpec, NormSpec
 from ..presets import design
-from . import trunk
-from .attention import RopeConfig
-from .config import TransformersConfig
-from .registry import register_family
+from . import model_builders
+from .attention_config import RopeConfig
+from .config_reader import TransformersConfig, register_family
+from .llama import LLAMA_WEIGHTS as LLAMA
+from .phi import FUSED_GATE_UP_NAMES
 
 
 @register_family("glm", "Glm")
@@ -23,13 +24,22 @@ def read_glm4(config: TransformersConfig, task: str) -> ModelSpec:
 
 
 def _build_glm(config: TransformersConfig, task: str, placement: str) -> ModelSpec:
-    sizes = trunk.read_decoder_sizes(config, model=4096, heads=32, kv=2, dim=128)
-    rope = RopeConfig(config, trunk.read_max_length(config, 131072), rotary_fraction=0.5)
+    sizes = model_builders.read_decoder_sizes(config, model=4096, heads=32, kv=2, dim=128)
+    rope = RopeConfig(config, model_builders.read_max_length(config, 131072), rotary_fraction=0.5)
     bias = "qkv" if config.read_bool("attention_bias", True) else ""
     turns = (rope.make_rotary(sizes.dim, "interleaved"),)
     spec = design(**sizes.design_args, pattern="causal()", bias=bias, modifiers=turns)
     act = config.read_activation("hidden_act", "silu")
     feed = FeedForwardSpec(config.read_int("intermediate_size", default=13696), act, "gated")
     norm = NormSpec("rms", config.read_float("rms_norm_eps", default=1.5625e-7))
-    blocks = trunk.make_blocks([rope.attention_with_limits(spec)] * trunk.read_num_layers(config, 40), feed, norm, placement=placement)
-    return trunk.build_decoder(config, task, blocks, norm, trunk.DecoderEnds(config.read_int("vocab_size", default=151552)))
+    blocks = model_builders.make_blocks(
+        [rope.attention_with_limits(spec)] * model_builders.read_num_layers(config, 40), feed, norm, placement=placement
+    )
+    return model_builders.build_decoder(
+        config, task, blocks, norm, model_builders.DecoderEnds(config.read_int("vocab_size", default=151552))
+    )
+
+
+# SECTION: GLM-4: gates and ups lie in one matrix; the newer has norms on either side.
+
+GLM_WEIGHTS = LLAMA._replace(families=("glm",), locations={**LLAMA.locations, **FUSED_GATE_UP_NAMES})

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, ModelSpec, NormSpec, PositionSpec, StackSpec
-from ..parts.dot import Dot
+from ..model_spec import (
+    BlockSpec,
+    EmbeddingSpec,
+    FeedForwardSpec,
+    ModelSpec,
+    NormSpec,
+    OutputHeadSpec,
+    PositionSpec,
+    StackSpec,
+)
+from ..parts.dot_product import Dot
 from ..presets import design
-from ..spec import AttentionSpec
-from .attention import make_dot
-from .config import TransformersConfig
-from .registry import make_decoder_model, register_family, read_tied_stack, register_writer
-from .writing import activation_to_config, get_first_layer
+from ..spec.attention_spec import AttentionSpec
+from .attention_config import make_dot
+from .config_reader import TransformersConfig, make_decoder_model, read_tied_stack, register_family, register_writer
+from .config_writer import activation_to_config, get_first_layer
+from .weight_names import TensorLocation, WeightNames
 
 
 @register_family("gpt2", "GPT2", default_task="LMHeadModel")
@@ -34,8 +43,12 @@ def read_gpt2(config: TransformersConfig, task: str) -> ModelSpec:
     blocks = [BlockSpec(design(**said, similarity=similarity), feed=feed, norm=norm) for similarity in scales]
 
     positions = PositionSpec("learned", config.read_int("n_positions", "max_position_embeddings", default=1024))
-    stack = StackSpec.from_blocks("decoder", model, blocks, embedding=EmbeddingSpec(tokens, positions=positions), norm=norm)
-    return make_decoder_model(config, task, stack, OutputHeadSpec("tokens", tokens, table=read_tied_stack(config, "decoder", True)))
+    stack = StackSpec.from_blocks(
+        "decoder", model, blocks, embedding=EmbeddingSpec(tokens, positions=positions), norm=norm
+    )
+    return make_decoder_model(
+        config, task, stack, OutputHeadSpec("tokens", tokens, table=read_tied_stack(config, "decoder", True))
+    )
 
 
 @register_writer("gpt2")
@@ -51,3 +64,43 @@ def write_gpt2_config(model: ModelSpec, name: str) -> dict[str, Any]:
     keys |= {"scale_attn_by_inverse_layer_idx": len(set(scales)) > 1, "scale_attn_weights": scales[0] != Dot(scale=1.0)}
     keys |= {"tie_word_embeddings": any(head.table for head in model.heads)}
     return keys | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+
+
+# SECTION: GPT-2: matrices lie as (in, out), and those of queries, keys and values side by side.
+
+FUSED_QKV, FUSED_QKV_BIAS = ".h.{layer}.attn.c_attn.weight", ".h.{layer}.attn.c_attn.bias"
+QKV_AXIS = {"qkv": 3}
+
+GPT2_WEIGHTS = WeightNames(
+    families=("gpt2",),
+    prefixes=("transformer", ""),
+    locations={
+        "decoder.embedding.tokens": ".wte.weight",
+        "decoder.embedding.positions": ".wpe.weight",
+        "decoder.{layer}.attention_norm.weight": ".h.{layer}.ln_1.weight",
+        "decoder.{layer}.attention_norm.bias": ".h.{layer}.ln_1.bias",
+        "decoder.{layer}.attention.project.q": TensorLocation(FUSED_QKV, "model (qkv q dim)", {"qkv": 0}, QKV_AXIS),
+        "decoder.{layer}.attention.project.k": TensorLocation(FUSED_QKV, "source (qkv kv dim)", {"qkv": 1}, QKV_AXIS),
+        "decoder.{layer}.attention.project.v": TensorLocation(FUSED_QKV, "source (qkv kv vdim)", {"qkv": 2}, QKV_AXIS),
+        "decoder.{layer}.attention.project.q_bias": TensorLocation(FUSED_QKV_BIAS, "(qkv q dim)", {"qkv": 0}, QKV_AXIS),
+        "decoder.{layer}.attention.project.k_bias": TensorLocation(
+            FUSED_QKV_BIAS, "(qkv kv dim)", {"qkv": 1}, QKV_AXIS
+        ),
+        "decoder.{layer}.attention.project.v_bias": TensorLocation(
+            FUSED_QKV_BIAS, "(qkv kv vdim)", {"qkv": 2}, QKV_AXIS
+        ),
+        "decoder.{layer}.attention.output.o": TensorLocation(".h.{layer}.attn.c_proj.weight", "(out vdim) model"),
+        "decoder.{layer}.attention.output.o_bias": ".h.{layer}.attn.c_proj.bias",
+        "decoder.{layer}.feed_norm.weight": ".h.{layer}.ln_2.weight",
+        "decoder.{layer}.feed_norm.bias": ".h.{layer}.ln_2.bias",
+        "decoder.{layer}.feed.up": TensorLocation(".h.{layer}.mlp.c_fc.weight", "model hidden"),
+        "decoder.{layer}.feed.up_bias": ".h.{layer}.mlp.c_fc.bias",
+        "decoder.{layer}.feed.down": TensorLocation(".h.{layer}.mlp.c_proj.weight", "hidden model"),
+        "decoder.{layer}.feed.down_bias": ".h.{layer}.mlp.c_proj.bias",
+        "decoder.norm.weight": ".ln_f.weight",
+        "decoder.norm.bias": ".ln_f.bias",
+        "head.tokens.weight": "lm_head.weight",
+        "head.classes.weight": "score.weight",
+    },
+    ignored=(r"(^|\.)attn\.(bias|masked_bias)$",),
+)

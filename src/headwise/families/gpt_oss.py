@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, ExpertsSpec, OutputHeadSpec, ModelSpec, NormSpec, StackSpec
+from ..model_spec import (
+    BlockSpec,
+    EmbeddingSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    ModelSpec,
+    NormSpec,
+    OutputHeadSpec,
+    StackSpec,
+)
 from ..parts.sink_softmax import SinkSoftmax
 from ..presets import design
-from .attention import RopeConfig, alternate_layer_types, read_layer_patterns
-from .config import TransformersConfig
-from .registry import make_decoder_model, register_family, read_tied_stack
+from .attention_config import RopeConfig, alternate_layer_types, read_layer_patterns
+from .config_reader import TransformersConfig, make_decoder_model, read_tied_stack, register_family
+from .llama import LLAMA_WEIGHTS as LLAMA
+from .weight_names import TensorLocation
 
 DEFAULT_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
@@ -21,11 +31,20 @@ def read_gpt_oss(config: TransformersConfig, task: str) -> ModelSpec:
     heads = config.read_num_heads("num_attention_heads", default=64)
     layers = config.read_num_layers("num_hidden_layers", default=36)
     dim = config.resolve_head_dim(model, heads, "head_dim", default=64)
-    rope = RopeConfig(config, config.read_int("max_position_embeddings", default=131072), theta=150_000.0, default=DEFAULT_YARN)
+    rope = RopeConfig(
+        config, config.read_int("max_position_embeddings", default=131072), theta=150_000.0, default=DEFAULT_YARN
+    )
 
-    said: dict[str, Any] = {"model": model, "heads": heads, "kv": config.read_num_kv_heads(heads, default=8), "dim": dim}
+    said: dict[str, Any] = {
+        "model": model,
+        "heads": heads,
+        "kv": config.read_num_kv_heads(heads, default=8),
+        "dim": dim,
+    }
     said |= {"bias": "qkvo" if config.read_bool("attention_bias", True) else "", "modifiers": (rope.make_rotary(dim),)}
-    each = read_layer_patterns(config, layers, alternate_layer_types(layers), config.read_optional_int("sliding_window", default=128))
+    each = read_layer_patterns(
+        config, layers, alternate_layer_types(layers), config.read_optional_int("sliding_window", default=128)
+    )
     specs = {p: rope.attention_with_limits(design(**said, normaliser=SinkSoftmax(), pattern=p)) for p in set(each)}
     gain, limit = config.read_float("swiglu_alpha", default=1.702), config.read_float("swiglu_limit", default=7.0)
     config.require_default("hidden_act", "silu", "is not what its experts apply")
@@ -39,4 +58,29 @@ def read_gpt_oss(config: TransformersConfig, task: str) -> ModelSpec:
 
     tokens = config.read_int("vocab_size", default=201088)
     stack = StackSpec.from_blocks("decoder", model, blocks, embedding=EmbeddingSpec(tokens), norm=norm)
-    return make_decoder_model(config, task, stack, OutputHeadSpec("tokens", tokens, table=read_tied_stack(config, "decoder", False)))
+    return make_decoder_model(
+        config, task, stack, OutputHeadSpec("tokens", tokens, table=read_tied_stack(config, "decoder", False))
+    )
+
+
+# SECTION: gpt-oss: matrices of experts lie as (in, out), rows of gates and of ups in turn.
+
+FILE_EXPERTS = ".layers.{layer}.mlp.experts"
+FILE_GATE_UP, FILE_GATE_UP_BIAS = f"{FILE_EXPERTS}.gate_up_proj", f"{FILE_EXPERTS}.gate_up_proj_bias"
+GATE_ROWS, UP_ROWS = ({"side": 0}, {"side": 2}), ({"side": 1}, {"side": 2})
+
+GPT_OSS_WEIGHTS = LLAMA._replace(
+    families=("gpt_oss",),
+    locations={
+        **LLAMA.locations,
+        "decoder.{layer}.attention.normaliser.sink": ".layers.{layer}.self_attn.sinks",
+        "decoder.{layer}.feed.router": ".layers.{layer}.mlp.router.weight",
+        "decoder.{layer}.feed.router_bias": ".layers.{layer}.mlp.router.bias",
+        "decoder.{layer}.feed.each.gate": TensorLocation(FILE_GATE_UP, "expert model (hidden side)", *GATE_ROWS),
+        "decoder.{layer}.feed.each.up": TensorLocation(FILE_GATE_UP, "expert model (hidden side)", *UP_ROWS),
+        "decoder.{layer}.feed.each.down": TensorLocation(f"{FILE_EXPERTS}.down_proj", "expert hidden model"),
+        "decoder.{layer}.feed.each.gate_bias": TensorLocation(FILE_GATE_UP_BIAS, "expert (hidden side)", *GATE_ROWS),
+        "decoder.{layer}.feed.each.up_bias": TensorLocation(FILE_GATE_UP_BIAS, "expert (hidden side)", *UP_ROWS),
+        "decoder.{layer}.feed.each.down_bias": f"{FILE_EXPERTS}.down_proj_bias",
+    },
+)

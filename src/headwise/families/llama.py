@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..blueprint import BlockSpec, FeedForwardSpec, EmbeddingSpec, OutputHeadSpec, ModelSpec, NormSpec, StackSpec
 from ..errors import SpecError
+from ..masking.patterns import Window
+from ..model_spec import BlockSpec, EmbeddingSpec, FeedForwardSpec, ModelSpec, NormSpec, OutputHeadSpec, StackSpec
 from ..parts.qk_norm import QKNorm
-from ..pattern import Window
 from ..presets import design
-from ..spec import AttentionSpec
-from .attention import FULL_ATTENTION, SLIDING_ATTENTION, RopeConfig, read_layer_patterns, rope_to_config
-from .config import TransformersConfig
-from .registry import make_decoder_model, register_family, read_tied_stack, register_writer
-from .writing import activation_to_config, get_first_layer
+from ..spec.attention_spec import AttentionSpec
+from . import model_builders
+from .attention_config import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    RopeConfig,
+    make_dot,
+    read_layer_patterns,
+    read_layer_types,
+    rope_to_config,
+)
+from .config_reader import TransformersConfig, make_decoder_model, read_tied_stack, register_family, register_writer
+from .config_writer import activation_to_config, get_first_layer
+from .weight_names import TensorLocation, WeightNames
 
 
 class LlamaDefaults(NamedTuple):
@@ -29,7 +38,13 @@ class LlamaDefaults(NamedTuple):
 @register_family("llama", "Llama")
 def read_llama(config: TransformersConfig, task: str) -> ModelSpec:
     """Biases everywhere or nowhere (2302.13971)."""
-    return build_llama_like(config, task, LlamaDefaults(32000, 11008, 2048), ["causal()"] * read_llama_depth(config), bias=read_attention_bias(config))
+    return build_llama_like(
+        config,
+        task,
+        LlamaDefaults(32000, 11008, 2048),
+        ["causal()"] * read_llama_depth(config),
+        bias=read_attention_bias(config),
+    )
 
 
 @register_family("mistral", "Mistral")
@@ -37,13 +52,17 @@ def read_mistral(config: TransformersConfig, task: str) -> ModelSpec:
     """Every layer reads one window, or everything where it is null (2310.06825)."""
     window = config.read_optional_int("sliding_window", default=4096)
     pattern = "causal()" if window is None else f"window({window})"
-    return build_llama_like(config, task, LlamaDefaults(32000, 14336, 131072, kv=8), [pattern] * read_llama_depth(config))
+    return build_llama_like(
+        config, task, LlamaDefaults(32000, 14336, 131072, kv=8), [pattern] * read_llama_depth(config)
+    )
 
 
 @register_family("qwen2", "Qwen2")
 def read_qwen2(config: TransformersConfig, task: str) -> ModelSpec:
     """Biases on queries, keys and values (2407.10671)."""
-    return build_llama_like(config, task, LlamaDefaults(151936, 22016, 32768, kv=32), read_qwen_patterns(config), bias="qkv")
+    return build_llama_like(
+        config, task, LlamaDefaults(151936, 22016, 32768, kv=32), read_qwen_patterns(config), bias="qkv"
+    )
 
 
 @register_family("qwen3", "Qwen3")
@@ -51,7 +70,9 @@ def read_qwen3(config: TransformersConfig, task: str) -> ModelSpec:
     """Queries and keys normalised before they turn; heads of 128 unless said (2505.09388)."""
     norms = (QKNorm(eps=config.read_float("rms_norm_eps", default=1e-6)),)
     usual = LlamaDefaults(151936, 22016, 32768, kv=32, dim=128)
-    return build_llama_like(config, task, usual, read_qwen_patterns(config), bias=read_attention_bias(config), modifiers=norms)
+    return build_llama_like(
+        config, task, usual, read_qwen_patterns(config), bias=read_attention_bias(config), modifiers=norms
+    )
 
 
 def read_llama_depth(config: TransformersConfig, default: int = 32) -> int:
@@ -66,14 +87,20 @@ def read_attention_bias(config: TransformersConfig) -> str:
 
 def read_qwen_patterns(config: TransformersConfig, default: int = 32) -> list[str]:
     """Qwen's rule: where windows are used at all, the first layers still read everything."""
-    window = config.read_optional_int("sliding_window", default=4096) if config.read_bool("use_sliding_window", False) else None
+    window = (
+        config.read_optional_int("sliding_window", default=4096)
+        if config.read_bool("use_sliding_window", False)
+        else None
+    )
     first = config.read_int("max_window_layers", default=28, minimum=0)
     layers = read_llama_depth(config, default)
     types = [SLIDING_ATTENTION if window and layer >= first else FULL_ATTENTION for layer in range(layers)]
     return read_layer_patterns(config, layers, types, window)
 
 
-def build_llama_like(config: TransformersConfig, task: str, defaults: LlamaDefaults, patterns: list[str], **said: Any) -> ModelSpec:
+def build_llama_like(
+    config: TransformersConfig, task: str, defaults: LlamaDefaults, patterns: list[str], **said: Any
+) -> ModelSpec:
     """A decoder whose layers have these patterns; `said` are words of `design`, its modifiers act before the turn."""
     model = config.read_int("hidden_size", default=4096)
     heads = config.read_num_heads("num_attention_heads", default=32)
@@ -86,12 +113,17 @@ def build_llama_like(config: TransformersConfig, task: str, defaults: LlamaDefau
     hidden = config.read_int("intermediate_size", default=defaults.hidden)
     bias = "ugd" if config.read_bool("mlp_bias", False) and config.family_name == "llama" else ""
     feed = FeedForwardSpec(hidden, config.read_activation("hidden_act", "silu"), "gated", bias)
-    specs = {p: rope.attention_with_limits(design(model=model, heads=heads, kv=kv, dim=dim, pattern=p, **said)) for p in set(patterns)}
+    specs = {
+        p: rope.attention_with_limits(design(model=model, heads=heads, kv=kv, dim=dim, pattern=p, **said))
+        for p in set(patterns)
+    }
     blocks = [BlockSpec(specs[pattern], feed=feed, norm=norm) for pattern in patterns]
 
     tokens = config.read_int("vocab_size", default=defaults.vocab_size)
     stack = StackSpec.from_blocks("decoder", model, blocks, embedding=EmbeddingSpec(tokens), norm=norm)
-    return make_decoder_model(config, task, stack, OutputHeadSpec("tokens", tokens, table=read_tied_stack(config, "decoder", False)))
+    return make_decoder_model(
+        config, task, stack, OutputHeadSpec("tokens", tokens, table=read_tied_stack(config, "decoder", False))
+    )
 
 
 @register_writer("llama", "mistral", "qwen2", "qwen3")
@@ -119,3 +151,142 @@ def _write_windows(stack: StackSpec, name: str) -> dict[str, Any]:
         return {"sliding_window": window}
     types = [FULL_ATTENTION if size is None else SLIDING_ATTENTION for size in sizes]
     return {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": types}
+
+
+# SECTION: Llama, and those whose files are named like its own.
+
+LLAMA_WEIGHTS = WeightNames(
+    families=("llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "smollm3", "olmo"),
+    prefixes=("model", "transformer", ""),
+    locations={
+        "decoder.embedding.tokens": ".embed_tokens.weight",
+        "decoder.{layer}.attention.project.q": ".layers.{layer}.self_attn.q_proj.weight",
+        "decoder.{layer}.attention.project.k": ".layers.{layer}.self_attn.k_proj.weight",
+        "decoder.{layer}.attention.project.v": ".layers.{layer}.self_attn.v_proj.weight",
+        "decoder.{layer}.attention.project.q_bias": ".layers.{layer}.self_attn.q_proj.bias",
+        "decoder.{layer}.attention.project.k_bias": ".layers.{layer}.self_attn.k_proj.bias",
+        "decoder.{layer}.attention.project.v_bias": ".layers.{layer}.self_attn.v_proj.bias",
+        "decoder.{layer}.attention.qk_norm.q": ".layers.{layer}.self_attn.q_norm.weight",
+        "decoder.{layer}.attention.qk_norm.k": ".layers.{layer}.self_attn.k_norm.weight",
+        "decoder.{layer}.attention.output.o": ".layers.{layer}.self_attn.o_proj.weight",
+        "decoder.{layer}.attention.output.o_bias": ".layers.{layer}.self_attn.o_proj.bias",
+        "decoder.{layer}.attention_norm.weight": ".layers.{layer}.input_layernorm.weight",
+        "decoder.{layer}.feed.gate": ".layers.{layer}.mlp.gate_proj.weight",
+        "decoder.{layer}.feed.up": ".layers.{layer}.mlp.up_proj.weight",
+        "decoder.{layer}.feed.down": ".layers.{layer}.mlp.down_proj.weight",
+        "decoder.{layer}.feed.gate_bias": ".layers.{layer}.mlp.gate_proj.bias",
+        "decoder.{layer}.feed.up_bias": ".layers.{layer}.mlp.up_proj.bias",
+        "decoder.{layer}.feed.down_bias": ".layers.{layer}.mlp.down_proj.bias",
+        "decoder.{layer}.feed_norm.weight": ".layers.{layer}.post_attention_layernorm.weight",
+        "decoder.norm.weight": ".norm.weight",
+        "head.tokens.weight": "lm_head.weight",
+        "head.classes.weight": "score.weight",
+        "head.classes.bias": "score.bias",
+        "head.span.weight": "qa_outputs.weight",
+        "head.span.bias": "qa_outputs.bias",
+    },
+    ignored=(r"rotary_emb\.inv_freq$",),
+)
+
+# SECTION: Granite: Llama with a number for each of its four sums and products (2405.04324).
+
+
+@register_family("granite", "Granite")
+def read_granite(config: TransformersConfig, task: str) -> ModelSpec:
+    """What is scaled: the table of tokens, scores, what every sublayer adds, and logits."""
+    sizes = model_builders.read_decoder_sizes(config, model=4096, heads=32)
+    rope = RopeConfig(config, model_builders.read_max_length(config, 2048))
+    scores = make_dot(config.read_float("attention_multiplier", default=1.0), sizes.dim**-0.5)
+    bias = "qkvo" if config.read_bool("attention_bias", False) else ""
+    spec = design(
+        **sizes.design_args, pattern="causal()", bias=bias, similarity=scores, modifiers=(rope.make_rotary(sizes.dim),)
+    )
+    wide = "ugd" if config.read_bool("mlp_bias", False) else ""
+    act = config.read_activation("hidden_act", "silu")
+    feed = FeedForwardSpec(config.read_int("intermediate_size", default=11008), act, "gated", wide)
+    norm = NormSpec("rms", config.read_float("rms_norm_eps", default=1e-6))
+    adds = config.read_float("residual_multiplier", default=1.0)
+    blocks = model_builders.make_blocks(
+        [rope.attention_with_limits(spec)] * model_builders.read_num_layers(config, 32), feed, norm, scale=adds
+    )
+    ends = model_builders.DecoderEnds(
+        config.read_int("vocab_size", default=32000),
+        embedding_scale=config.read_float("embedding_multiplier", default=1.0),
+        logit_scale=1 / config.read_float("logits_scaling", default=1.0),
+    )
+    return model_builders.build_decoder(config, task, blocks, norm, ends)
+
+
+# SECTION: SmolLM3: Llama whose every fourth layer turns nothing.
+
+
+@register_family("smollm3", "SmolLM3")
+def read_smollm3(config: TransformersConfig, task: str) -> ModelSpec:
+    """Layers without positions, after 2305.19466."""
+    sizes, layers = (
+        model_builders.read_decoder_sizes(config, model=2048, heads=16, kv=4),
+        model_builders.read_num_layers(config, 36),
+    )
+    rope = RopeConfig(config, model_builders.read_max_length(config, 32768), theta=2_000_000.0)
+    turned = _read_rope_layers(config, layers)
+    window = config.read_optional_int("sliding_window") if config.read_bool("use_sliding_window", False) else None
+    usual = [SLIDING_ATTENTION if window and not turn else FULL_ATTENTION for turn in turned]
+    types = read_layer_types(config, layers, usual, window or 1)
+    bias = "qkvo" if config.read_bool("attention_bias", False) else ""
+
+    def attention(kind: tuple[str, int]) -> model_builders.LayerAttention:
+        pattern = f"window({window})" if window and kind[0] == SLIDING_ATTENTION else "causal()"
+        spec = design(
+            **sizes.design_args, pattern=pattern, bias=bias, modifiers=(rope.make_rotary(sizes.dim),) if kind[1] else ()
+        )
+        return rope.attention_with_limits(spec) if kind[1] else spec
+
+    act = config.read_activation("hidden_act", "silu")
+    wide = "ugd" if config.read_bool("mlp_bias", False) else ""
+    feed = FeedForwardSpec(config.read_int("intermediate_size", default=11008), act, "gated", wide)
+    norm = NormSpec("rms", config.read_float("rms_norm_eps", default=1e-6))
+    blocks = model_builders.make_blocks(
+        model_builders.make_attentions(zip(types, turned, strict=True), attention), feed, norm
+    )
+    return model_builders.build_decoder(
+        config, task, blocks, norm, model_builders.DecoderEnds(config.read_int("vocab_size", default=128256), True)
+    )
+
+
+def _read_rope_layers(config: TransformersConfig, layers: int) -> list[int]:
+    """Of each layer, 1 if it turns queries and keys."""
+    every = config.read_int("no_rope_layer_interval", default=4)
+    told = config.read_list("no_rope_layers")
+    if told is None:
+        return [int((layer + 1) % every != 0) for layer in range(layers)]
+    if len(told) != layers or any(turn not in (0, 1) for turn in told):
+        config.fail(f"no_rope_layers = {told!r} does not say 0 or 1 of {layers} layers", "list one for each")
+    return told
+
+
+# SECTION: llama2.c: Llama's tensors under short names, where a pair that turns together lies in neighbouring rows.
+
+ROPE_PAIR_AXIS = {"side": 2}
+
+LLAMA2C_WEIGHTS = WeightNames(
+    families=("llama2.c",),
+    locations={
+        "decoder.embedding.tokens": "tokens",
+        "decoder.{layer}.attention_norm.weight": "{layer}.rms_att",
+        "decoder.{layer}.attention.project.q": TensorLocation(
+            "{layer}.wq", "(q pair side) model", extra_axes=ROPE_PAIR_AXIS, own_layout="(q side pair) model"
+        ),
+        "decoder.{layer}.attention.project.k": TensorLocation(
+            "{layer}.wk", "(kv pair side) source", extra_axes=ROPE_PAIR_AXIS, own_layout="(kv side pair) source"
+        ),
+        "decoder.{layer}.attention.project.v": "{layer}.wv",
+        "decoder.{layer}.attention.output.o": "{layer}.wo",
+        "decoder.{layer}.feed_norm.weight": "{layer}.rms_ffn",
+        "decoder.{layer}.feed.gate": "{layer}.w1",
+        "decoder.{layer}.feed.down": "{layer}.w2",
+        "decoder.{layer}.feed.up": "{layer}.w3",
+        "decoder.norm.weight": "rms_final",
+        "head.tokens.weight": "wcls",
+    },
+    ignored=(r"^angles_",),
+)

@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
-from ..blueprint import FeedForwardSpec, ModelSpec, ApproximateAttention, NormSpec
+from ..model_spec import ApproximateAttention, FeedForwardSpec, ModelSpec, NormSpec
 from ..presets import design
-from . import trunk
-from .attention import RopeConfig
-from .config import TransformersConfig
-from .registry import register_family
+from . import model_builders
+from .attention_config import RopeConfig
+from .cohere_stablelm import FILE_LAYER, OWN_LAYER, STABLELM_WEIGHTS as STABLELM
+from .config_reader import TransformersConfig, register_family
+from .llama import LLAMA_WEIGHTS as LLAMA
+from .weight_names import TensorLocation
 
 
 @register_family("phi", "Phi")
 def read_phi(config: TransformersConfig, task: str) -> ModelSpec:
     """One norm for attention and feed-forward, biases everywhere (2306.11644)."""
-    sizes = trunk.read_decoder_sizes(config, model=2048, heads=32)
-    rope = RopeConfig(config, trunk.read_max_length(config, 2048), rotary_fraction=0.5)
+    sizes = model_builders.read_decoder_sizes(config, model=2048, heads=32)
+    rope = RopeConfig(config, model_builders.read_max_length(config, 2048), rotary_fraction=0.5)
     spec = design(**sizes.design_args, pattern="causal()", bias="qkvo", modifiers=(rope.make_rotary(sizes.dim),))
     attention = rope.attention_with_limits(spec)
     if config.read_bool("qk_layernorm", False):
         norms = tuple((f"{side}_norm.{name}", sizes.dim) for side in "qk" for name in ("weight", "bias"))
-        attention = ApproximateAttention(spec, "qk_layernorm takes the mean off every query and key, which QKNorm does not", norms)
-    feed = FeedForwardSpec(config.read_int("intermediate_size", default=8192), config.read_activation("hidden_act", "gelu_new"), bias="ud")
+        attention = ApproximateAttention(
+            spec, "qk_layernorm takes the mean off every query and key, which QKNorm does not", norms
+        )
+    feed = FeedForwardSpec(
+        config.read_int("intermediate_size", default=8192), config.read_activation("hidden_act", "gelu_new"), bias="ud"
+    )
     norm = NormSpec("layer", config.read_float("layer_norm_eps", default=1e-5))
-    blocks = trunk.make_blocks([attention] * trunk.read_num_layers(config, 24), feed, norm, placement="parallel")
-    ends = trunk.DecoderEnds(config.read_int("vocab_size", default=51200), head_bias="learned")
-    return trunk.build_decoder(config, task, blocks, norm, ends)
+    blocks = model_builders.make_blocks(
+        [attention] * model_builders.read_num_layers(config, 24), feed, norm, placement="parallel"
+    )
+    ends = model_builders.DecoderEnds(config.read_int("vocab_size", default=51200), head_bias="learned")
+    return model_builders.build_decoder(config, task, blocks, norm, ends)
 
 
 @register_family("phi3", "Phi3")
 def read_phi3(config: TransformersConfig, task: str) -> ModelSpec:
     """Queries, keys and values lie in one matrix, gates and ups in another (2404.14219)."""
-    sizes = trunk.read_decoder_sizes(config, model=3072, heads=32)
+    sizes = model_builders.read_decoder_sizes(config, model=3072, heads=32)
     usual = config.read_int("original_max_position_embeddings", default=4096)
     rope = RopeConfig(config, usual)
     if rope.rope_type == "yarn":
@@ -41,5 +49,48 @@ def read_phi3(config: TransformersConfig, task: str) -> ModelSpec:
     act = config.read_activation("hidden_act", "silu")
     feed = FeedForwardSpec(config.read_int("intermediate_size", default=8192), act, "gated")
     norm = NormSpec("rms", config.read_float("rms_norm_eps", default=1e-5))
-    blocks = trunk.make_blocks([rope.attention_with_limits(spec)] * trunk.read_num_layers(config, 32), feed, norm)
-    return trunk.build_decoder(config, task, blocks, norm, trunk.DecoderEnds(config.read_int("vocab_size", default=32064)))
+    blocks = model_builders.make_blocks(
+        [rope.attention_with_limits(spec)] * model_builders.read_num_layers(config, 32), feed, norm
+    )
+    return model_builders.build_decoder(
+        config, task, blocks, norm, model_builders.DecoderEnds(config.read_int("vocab_size", default=32064))
+    )
+
+
+# SECTION: Phi: one norm for both sublayers, and a head with a bias.
+
+PHI_NAMES = {
+    f"{OWN_LAYER}.attention.output.o": f"{FILE_LAYER}.self_attn.dense.weight",
+    f"{OWN_LAYER}.attention.output.o_bias": f"{FILE_LAYER}.self_attn.dense.bias",
+    f"{OWN_LAYER}.feed.up": f"{FILE_LAYER}.mlp.fc1.weight",
+    f"{OWN_LAYER}.feed.up_bias": f"{FILE_LAYER}.mlp.fc1.bias",
+    f"{OWN_LAYER}.feed.down": f"{FILE_LAYER}.mlp.fc2.weight",
+    f"{OWN_LAYER}.feed.down_bias": f"{FILE_LAYER}.mlp.fc2.bias",
+    "decoder.norm.weight": ".final_layernorm.weight",
+    "decoder.norm.bias": ".final_layernorm.bias",
+    "head.tokens.bias": "lm_head.bias",
+}
+PHI_WEIGHTS = STABLELM._replace(families=("phi",), locations={**STABLELM.locations, **PHI_NAMES})
+
+# SECTION: Phi-3: queries, keys and values end to end in one matrix, gates and ups in another.
+
+PHI3_QKV, PHI3_PROJECTION = ".layers.{layer}.self_attn.qkv_proj.weight", "decoder.{layer}.attention.project"
+FUSED_QKV_LAYOUT, FUSED_GATE_UP_LAYOUT = "([q|kv|v] dim) model", "(side hidden) model"
+PHI3_GATE_UP = ".layers.{layer}.mlp.gate_up_proj.weight"
+
+FUSED_GATE_UP_NAMES = {
+    "decoder.{layer}.feed.gate": TensorLocation(PHI3_GATE_UP, FUSED_GATE_UP_LAYOUT, {"side": 0}, {"side": 2}),
+    "decoder.{layer}.feed.up": TensorLocation(PHI3_GATE_UP, FUSED_GATE_UP_LAYOUT, {"side": 1}, {"side": 2}),
+}
+PHI3_WEIGHTS = LLAMA._replace(
+    families=("phi3",),
+    locations={
+        **LLAMA.locations,
+        **FUSED_GATE_UP_NAMES,
+        f"{PHI3_PROJECTION}.q": TensorLocation(PHI3_QKV, FUSED_QKV_LAYOUT, {"q|kv|v": "q"}, own_layout="(q dim) model"),
+        f"{PHI3_PROJECTION}.k": TensorLocation(
+            PHI3_QKV, FUSED_QKV_LAYOUT, {"q|kv|v": "kv"}, own_layout="(kv dim) model"
+        ),
+        f"{PHI3_PROJECTION}.v": TensorLocation(PHI3_QKV, FUSED_QKV_LAYOUT, {"q|kv|v": "v"}, own_layout="(v dim) model"),
+    },
+)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..blueprint import EmbeddingSpec, OutputHeadSpec, ModelSpec, HeadTransformSpec
+from ..model_spec import ApproximateAttention, EmbeddingSpec, HeadTransformSpec, ModelSpec, OutputHeadSpec
 from ..presets import design
-from . import reading
-from .config import TransformersConfig
-from .registry import register_family, read_tied_stack
+from . import model_builders
+from .bert import BERT_WEIGHTS as BERT
+from .config_reader import TransformersConfig, read_tied_stack, register_family
 
 
 @register_family("xlm-roberta", "XLMRoberta", default_task="ForMaskedLM")
@@ -14,12 +14,104 @@ from .registry import register_family, read_tied_stack
 @register_family("roberta", "Roberta", default_task="ForMaskedLM")
 def read_roberta(config: TransformersConfig, task: str) -> ModelSpec:
     """The exact gelu stands in the head over tokens, whatever layers apply."""
-    sizes = reading.read_encoder_sizes(config, reading.EncoderDefaults(vocab_size=50265 if config.family_name == "roberta" else 30522))
+    sizes = model_builders.read_encoder_sizes(
+        config, model_builders.EncoderDefaults(vocab_size=50265 if config.family_name == "roberta" else 30522)
+    )
     pattern = "causal()" if config.read_bool("is_decoder", False) else "full()"
     attention = design(model=sizes.model, heads=sizes.heads, pattern=pattern, bias="qkvo")
     types = config.read_int("type_vocab_size", default=2, minimum=0)
-    table = EmbeddingSpec(sizes.vocab_size, positions=reading.make_offset_positions(config), types=types, norm=sizes.norm)
-    body = reading.make_encoder_stack(sizes, [attention] * sizes.layers, table)
+    table = EmbeddingSpec(
+        sizes.vocab_size, positions=model_builders.make_offset_positions(config), types=types, norm=sizes.norm
+    )
+    body = model_builders.make_encoder_stack(sizes, [attention] * sizes.layers, table)
     inner = HeadTransformSpec(sizes.model, "gelu", sizes.norm)
-    masked = OutputHeadSpec("tokens", sizes.vocab_size, transform=inner, bias="learned", table=read_tied_stack(config, "encoder", True))
-    return reading.build_encoder(config, task, body, reading.EncoderHeads(HeadTransformSpec(sizes.model), masked))
+    masked = OutputHeadSpec(
+        "tokens", sizes.vocab_size, transform=inner, bias="learned", table=read_tied_stack(config, "encoder", True)
+    )
+    return model_builders.build_encoder(
+        config, task, body, model_builders.EncoderHeads(HeadTransformSpec(sizes.model), masked)
+    )
+
+
+# SECTION: RoBERTa and its kin: BERT's layers under a name of their own, other heads.
+
+ROBERTA_LM_HEAD, ROBERTA_CLASSIFIER = "lm_head", "classifier"
+ROBERTA_LAYERS = {name: path for name, path in BERT.locations.items() if not name.startswith("head.")}
+
+ROBERTA_WEIGHTS = BERT._replace(
+    families=("roberta", "xlm-roberta", "camembert"),
+    prefixes=("roberta", ""),
+    locations={
+        **ROBERTA_LAYERS,
+        "head.tokens.transform": f"{ROBERTA_LM_HEAD}.dense.weight",
+        "head.tokens.transform_bias": f"{ROBERTA_LM_HEAD}.dense.bias",
+        "head.tokens.transform_norm.weight": f"{ROBERTA_LM_HEAD}.layer_norm.weight",
+        "head.tokens.transform_norm.bias": f"{ROBERTA_LM_HEAD}.layer_norm.bias",
+        "head.tokens.weight": f"{ROBERTA_LM_HEAD}.decoder.weight",
+        "head.tokens.bias": f"{ROBERTA_LM_HEAD}.bias",
+        "head.pooler.transform": ".pooler.dense.weight",
+        "head.pooler.transform_bias": ".pooler.dense.bias",
+        "head.classes.transform": f"{ROBERTA_CLASSIFIER}.dense.weight",
+        "head.classes.transform_bias": f"{ROBERTA_CLASSIFIER}.dense.bias",
+        "head.classes.weight": f"{ROBERTA_CLASSIFIER}.out_proj.weight",
+        "head.classes.bias": f"{ROBERTA_CLASSIFIER}.out_proj.bias",
+        "head.choice.transform": ".pooler.dense.weight",
+        "head.choice.transform_bias": ".pooler.dense.bias",
+        "head.choice.weight": f"{ROBERTA_CLASSIFIER}.out_proj.weight",
+        "head.choice.bias": f"{ROBERTA_CLASSIFIER}.out_proj.bias",
+        "head.span.weight": "qa_outputs.weight",
+        "head.span.bias": "qa_outputs.bias",
+    },
+    tied_names={f"{ROBERTA_LM_HEAD}.decoder.bias": f"{ROBERTA_LM_HEAD}.bias"},
+    suffix_aliases={
+        **BERT.suffix_aliases,
+        **{f"{ROBERTA_CLASSIFIER}.{name}": f"{ROBERTA_CLASSIFIER}.out_proj.{name}" for name in ("weight", "bias")},
+    },
+    ignored=(r"embeddings\.position_ids$", r"^(roberta\.)?pooler\.", r"^lm_head\."),
+)
+
+# SECTION: Longformer: RoBERTa that reads a window, with tokens that read and are read by all (2004.05150).
+
+GLOBAL_TOKENS_REASON = (
+    "global tokens are chosen in every call and have queries, keys and values of their own; without any it is this"
+)
+
+
+@register_family("longformer", "Longformer", default_task="ForMaskedLM")
+def read_longformer(config: TransformersConfig, task: str) -> ModelSpec:
+    """hw.LongformerAttention runs such a layer; one spec is not enough for it."""
+    sizes = model_builders.read_encoder_sizes(config)
+    sides = [f"{side}_global" for side in ("query", "key", "value")]
+    more = [(f"{side}.weight", sizes.model**2) for side in sides] + [(f"{side}.bias", sizes.model) for side in sides]
+
+    def attention(window: int) -> ApproximateAttention:
+        pattern = f"window({window + 1}, after={window // 2})"
+        return ApproximateAttention(
+            design(model=sizes.model, heads=sizes.heads, pattern=pattern, bias="qkvo"),
+            GLOBAL_TOKENS_REASON,
+            tuple(more),
+        )
+
+    types = config.read_int("type_vocab_size", default=2, minimum=0)
+    table = EmbeddingSpec(
+        sizes.vocab_size, positions=model_builders.make_offset_positions(config), types=types, norm=sizes.norm
+    )
+    body = model_builders.make_encoder_stack(
+        sizes, [attention(window) for window in _windows(config, sizes.layers)], table
+    )
+    inner = HeadTransformSpec(sizes.model, "gelu", sizes.norm)
+    masked = OutputHeadSpec(
+        "tokens", sizes.vocab_size, transform=inner, bias="learned", table=read_tied_stack(config, "encoder", True)
+    )
+    return model_builders.build_encoder(
+        config, task, body, model_builders.EncoderHeads(HeadTransformSpec(sizes.model), masked)
+    )
+
+
+def _windows(config: TransformersConfig, layers: int) -> list[int]:
+    """How many neighbours each layer reads on both sides together."""
+    told = config.values.get("attention_window", 512)
+    each = (config.read_list("attention_window") or []) if isinstance(told, (list, tuple)) else [told] * layers
+    if len(each) != layers or any(type(one) is not int or one < 2 or one % 2 for one in each):
+        config.fail(f"attention_window = {told!r} is no even number for each of {layers} layers", "give 512, say")
+    return each

@@ -3,9 +3,9 @@
 Importing it lets transformers run its own models on headwise (`registered`).
 """
 
-from .exporting import export
-from .loading import load
-from .registered import register_on_import
+from .model_export import export
+from .model_import import load
+from .transformers_backend import register_on_import
 
 __all__ = ["export", "load"]
 

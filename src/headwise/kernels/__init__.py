@@ -3,7 +3,7 @@
 Importing this package compiles nothing; each operation does when it first runs.
 """
 
-from .decode import PagedDecodeOptions, attend_paged, attend_paged_reference
-from .thin import multiply_small_batch
+from .paged_decode import PagedDecodeOptions, attend_paged, attend_paged_reference
+from .small_batch_ops import multiply_small_batch
 
 __all__ = ["PagedDecodeOptions", "attend_paged", "attend_paged_reference", "multiply_small_batch"]

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..blocks import MergedAttention
-from ..blueprint import BlockSpec, ExpertsSpec, ApproximateAttention, StackSpec
 from ..cache import KVCache, ProjectedSource
-from ..dropping import dropout
 from ..errors import SpecError
-from ..module import Attention
-from ..probe import Probe
-from ..spec import AttentionSpec
-from ..tokens import SequenceInfo
-from ..weights import PartWeights
-from .ends import Embed, Typed
-from .feeds import Feed, Mixture, Normed
+from ..interfaces.probe import Probe
+from ..masking.sequence_info import SequenceInfo
+from ..model_spec import ApproximateAttention, BlockSpec, ExpertsSpec, StackSpec
+from ..nn import MergedAttention
+from ..nn.attention import Attention
+from ..nn.part_weights import PartWeights
+from ..ops.dropout import dropout
+from ..spec.attention_spec import AttentionSpec
+from .embeddings_heads import Embed, Typed
+from .feed_forward import Feed, Mixture, Normed
 
 # Who owns what layers of a stack hold in common, by role, name and shape.
 Owners = dict[tuple[str, tuple[int, ...]], PartWeights]

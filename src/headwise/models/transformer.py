@@ -9,14 +9,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ..blueprint import ModelSpec, ProcessorSpec
 from ..errors import SpecError, suggest
-from ..probe import Probe
-from ..tokens import SequenceInfo
+from ..interfaces.probe import Probe
+from ..masking.sequence_info import SequenceInfo
+from ..model_spec import ModelSpec, ProcessorSpec
 from .block import Call, Layers
-from .caches import Caches, Memory
-from .ends import Reading, Typed
-from .starts import begin
+from .embeddings_heads import Reading, Typed
+from .initialisation import begin
+from .model_cache import Caches, Memory
 
 CHECKPOINTING = ("none", "block")
 
@@ -187,7 +187,9 @@ class Transformer(nn.Module):
             raise ValueError(f"{self.described.name} reads two sequences; give source= as ids, or as net.encode(ids)")
         return self._encoded(first, source, tokens)
 
-    def _encoded(self, first: Layers, source: Tensor | Typed, tokens: SequenceInfo | None) -> tuple[Tensor, SequenceInfo]:
+    def _encoded(
+        self, first: Layers, source: Tensor | Typed, tokens: SequenceInfo | None
+    ) -> tuple[Tensor, SequenceInfo]:
         h, types = first.embed(source)
         told = placed(h, tokens, None)
         calls = repeat(Call(told, None, None, None, self._probes), first.depth)

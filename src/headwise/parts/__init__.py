@@ -3,7 +3,7 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from ..registry import REGISTRY
+from ..interfaces.registry import REGISTRY
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

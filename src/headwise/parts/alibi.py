@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..layout import AxisLayout
-from ..registry import part
-from ..seams import ScoreStep
-from ..spec import AttentionSpec
-from ..terms import SpecFactory, ScorePosition, Param
-from .start import fixed_values
+from ..interfaces import ScoreStep
+from ..interfaces.axis_layout import AxisLayout
+from ..interfaces.core_types import Param, ScorePosition, SpecFactory
+from ..interfaces.registry import part
+from ..spec.attention_spec import AttentionSpec
+from .initialisers import fixed_values
 
 
 @part

@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..grouping import Heads
-from ..layout import AxisLayout
-from ..registry import part
-from ..seams import OutputStep
-from ..spec import AttentionSpec
-from ..terms import SpecFactory, SymmetryGroup, Param, PartParams
-from .start import normal_with_std, ones_init, xavier_uniform
+from ..interfaces import OutputStep
+from ..interfaces.axis_layout import AxisLayout
+from ..interfaces.core_types import Param, PartParams, SpecFactory, SymmetryGroup
+from ..interfaces.registry import part
+from ..spec.attention_spec import AttentionSpec
+from ..spec.heads import Heads
+from .initialisers import normal_with_std, ones_init, xavier_uniform
 
 
 class HeadPairs(OutputStep):

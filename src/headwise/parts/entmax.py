@@ -9,17 +9,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..kernels import rows
-from ..layout import AxisLayout
-from ..registry import part
-from ..seams import Normaliser
-from ..spec import AttentionSpec
-from ..terms import SpecFactory, Param, PartParams
-from .start import constant_value
+from ..interfaces import Normaliser
+from ..interfaces.axis_layout import AxisLayout
+from ..interfaces.core_types import Param, PartParams, SpecFactory
+from ..interfaces.registry import part
+from ..kernels import row_normalisers
+from ..spec.attention_spec import AttentionSpec
+from .initialisers import constant_value
 
 MIN_ALPHA = 1.01  # nearer to 1 the gradient in alpha, a difference over (alpha - 1)^2, is lost to rounding
 MAX_ALPHA = 4.0  # the root of a root: beyond it float32 keeps too few digits of what is left
-MIN_GATHER_ALPHA = 1.5  # from here on few keys are read, and values in bfloat16, whose products are fast, are gathered as well
+MIN_GATHER_ALPHA = (
+    1.5  # from here on few keys are read, and values in bfloat16, whose products are fast, are gathered as well
+)
 MAX_NEWTON_ALPHA = 2 - 1e-6  # a sigmoid may round to 1, and powers of zero would be one
 
 
@@ -72,24 +74,30 @@ class Entmax(Normaliser):
         if s_BHTS.shape[-1] == 0:
             return s_BHTS
         exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
-        alpha = _alpha_of_parameter(p.broadcast_over_scores()["a"].to(exact.dtype)) if self.kind == "learned" else self.alpha
+        alpha = (
+            _alpha_of_parameter(p.broadcast_over_scores()["a"].to(exact.dtype))
+            if self.kind == "learned"
+            else self.alpha
+        )
         w_BHTS: Any = _EntmaxFunction.apply(exact, allowed, alpha)
         return w_BHTS.to(s_BHTS.dtype)
 
     def fused_normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
         exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
-        if not rows.has_row_kernels(exact):
+        if not row_normalisers.has_row_kernels(exact):
             return self.normalise(s_BHTS, allowed, p)
-        return rows.masked_entmax(exact, allowed, self._alphas(exact, p), None, [])[0].to(s_BHTS.dtype)
+        return row_normalisers.masked_entmax(exact, allowed, self._alphas(exact, p), None, [])[0].to(s_BHTS.dtype)
 
     def prefers_gather(self, device: str, dtype: torch.dtype) -> bool:
         few = self.kind == "fixed" and self.alpha >= MIN_GATHER_ALPHA
-        return device == "cpu" and (dtype in rows.COMPUTE_DTYPES or (dtype == torch.bfloat16 and few))
+        return device == "cpu" and (dtype in row_normalisers.COMPUTE_DTYPES or (dtype == torch.bfloat16 and few))
 
-    def gather_values(self, s_BHTS: Tensor, allowed: Tensor, v_BSGV: Tensor, of: tuple[int, ...], p: PartParams) -> Tensor:
+    def gather_values(
+        self, s_BHTS: Tensor, allowed: Tensor, v_BSGV: Tensor, of: tuple[int, ...], p: PartParams
+    ) -> Tensor:
         exact = s_BHTS.to(torch.promote_types(s_BHTS.dtype, torch.float32))
         v_BGSV = v_BSGV.transpose(1, 2).to(exact.dtype)
-        return rows.masked_entmax(exact, allowed, self._alphas(exact, p), v_BGSV, of)[0].to(v_BSGV.dtype)
+        return row_normalisers.masked_entmax(exact, allowed, self._alphas(exact, p), v_BGSV, of)[0].to(v_BSGV.dtype)
 
     def _alphas(self, s_BHTS: Tensor, p: PartParams) -> Tensor:
         """Each head's, in the numbers of the scores."""
@@ -168,7 +176,11 @@ class _EntmaxFunction(torch.autograd.Function):
         # The highest score goes first, so that no product can overflow; where nothing is allowed it is a number.
         top = s_BHTS.amax(-1, keepdim=True).clamp(min=torch.finfo(s_BHTS.dtype).min)
         x_BHTS = (s_BHTS - top).mul_(alpha - 1)
-        tau = _solve_tau_newton(x_BHTS, alpha) if isinstance(alpha, Tensor) or alpha <= 2 else _solve_tau_bisection(x_BHTS, alpha)
+        tau = (
+            _solve_tau_newton(x_BHTS, alpha)
+            if isinstance(alpha, Tensor) or alpha <= 2
+            else _solve_tau_bisection(x_BHTS, alpha)
+        )
         w_BHTS = x_BHTS.sub_(tau).clamp_(min=0) ** (1 / (alpha - 1))
         return w_BHTS / _safe_row_sum(w_BHTS.sum(-1, keepdim=True))
 

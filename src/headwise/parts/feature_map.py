@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layout import AxisLayout
-from ..registry import part
-from ..seams import Similarity
-from ..spec import AttentionSpec
-from ..terms import SpecFactory, CoreShape, Param, Phase, PartParams, CallSize
-from .exact import without_autocast, to_at_least_float32
-from .start import fixed_values
+from ..interfaces import Similarity
+from ..interfaces.axis_layout import AxisLayout
+from ..interfaces.core_types import CallSize, CoreShape, Param, PartParams, Phase, SpecFactory
+from ..interfaces.registry import part
+from ..spec.attention_spec import AttentionSpec
+from .initialisers import fixed_values
+from .precision import to_at_least_float32, without_autocast
 
 FEATURE_MAP_KINDS = ("elu", "relu", "favor")
 MAX_EXPONENT = 64.0  # exponent of a key's feature: float32 ends at 88, and sums over keys times values need the rest
@@ -92,7 +92,11 @@ class FeatureMap(Similarity):
     def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
         if self.kind != "favor":
             return {}
-        return {"directions": Param(AxisLayout.parse("feature dim"), partial(sample_orthogonal_gaussian, self.seed), trainable=False)}
+        return {
+            "directions": Param(
+                AxisLayout.parse("feature dim"), partial(sample_orthogonal_gaussian, self.seed), trainable=False
+            )
+        }
 
     def flops(self, spec: AttentionSpec, work: CallSize) -> int:
         if self.kind != "favor":
@@ -156,7 +160,7 @@ class FeatureMap(Similarity):
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
-        from .sum import Sum
+        from .sum_normaliser import Sum
 
         yield base(similarity=cls(), normaliser=Sum(), kv=2, vdim=5)
         yield base(similarity=cls(kind="relu"), normaliser=Sum(), pattern="window(4)", kv=3)

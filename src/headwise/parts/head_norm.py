@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layout import AxisLayout
-from ..registry import part
-from ..seams import OutputStep
-from ..spec import AttentionSpec
-from ..terms import SpecFactory, SymmetryGroup, Param, PartParams
-from .start import ones_init
+from ..interfaces import OutputStep
+from ..interfaces.axis_layout import AxisLayout
+from ..interfaces.core_types import Param, PartParams, SpecFactory, SymmetryGroup
+from ..interfaces.registry import part
+from ..spec.attention_spec import AttentionSpec
+from .initialisers import ones_init
 
 
 @part

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layout import AxisLayout
-from ..registry import part
-from ..seams import QKTransform
-from ..spec import AttentionSpec
-from ..terms import SpecFactory, SymmetryGroup, Param, PartParams
-from .start import constant_value, ones_init, zeros_init
+from ..interfaces import QKTransform
+from ..interfaces.axis_layout import AxisLayout
+from ..interfaces.core_types import Param, PartParams, SpecFactory, SymmetryGroup
+from ..interfaces.registry import part
+from ..spec.attention_spec import AttentionSpec
+from .initialisers import constant_value, ones_init, zeros_init
 
 
 @part
@@ -85,7 +85,7 @@ class QKNorm(QKTransform):
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
-        from .dot import Dot
+        from .dot_product import Dot
 
         yield base(modifiers=(cls(),), kv=2)
         yield base(modifiers=(cls(scope="full", eps=1e-5),), kv=2)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from ..errors import SpecError
-from ..registry import CheckedDataclass, part
+from ..interfaces.registry import CheckedDataclass, part
 
 
 @dataclass(frozen=True, repr=False)

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ..registry import part
-from ..seams import Normaliser
-from ..spec import AttentionSpec
-from ..terms import SpecFactory, PartParams
+from ..interfaces import Normaliser
+from ..interfaces.core_types import PartParams, SpecFactory
+from ..interfaces.registry import part
+from ..spec.attention_spec import AttentionSpec
 
 
 @part

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ..layout import AxisLayout
-from ..registry import part
-from ..seams import Normaliser
-from ..spec import AttentionSpec
-from ..terms import SpecFactory, Param, PartParams
-from .start import zeros_init
+from ..interfaces import Normaliser
+from ..interfaces.axis_layout import AxisLayout
+from ..interfaces.core_types import Param, PartParams, SpecFactory
+from ..interfaces.registry import part
+from ..spec.attention_spec import AttentionSpec
+from .initialisers import zeros_init
 
 
 @part

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..registry import part
-from ..seams import ScoreStep
-from ..spec import AttentionSpec
-from ..terms import SpecFactory, ScorePosition
+from ..interfaces import ScoreStep
+from ..interfaces.core_types import ScorePosition, SpecFactory
+from ..interfaces.registry import part
+from ..spec.attention_spec import AttentionSpec
 
 
 @part

@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..kernels import rows
-from ..registry import part
-from ..seams import Normaliser
-from ..spec import AttentionSpec
-from ..terms import SpecFactory, PartParams
+from ..interfaces import Normaliser
+from ..interfaces.core_types import PartParams, SpecFactory
+from ..interfaces.registry import part
+from ..kernels import row_normalisers
+from ..spec.attention_spec import AttentionSpec
 
 
 @part
@@ -36,7 +36,11 @@ class Softmax(Normaliser):
         return s_BHTS.masked_fill(~allowed, lowest).on_softmax(-1).masked_fill(~allowed, 0.0)
 
     def fused_normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
-        return rows.masked_softmax(s_BHTS, allowed) if rows.has_row_kernels(s_BHTS) else self.normalise(s_BHTS, allowed, p)
+        return (
+            row_normalisers.masked_softmax(s_BHTS, allowed)
+            if row_normalisers.has_row_kernels(s_BHTS)
+            else self.normalise(s_BHTS, allowed, p)
+        )
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

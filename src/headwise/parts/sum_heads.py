@@ -9,12 +9,12 @@ from typing import Self
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layout import AxisLayout
-from ..registry import part
-from ..seams import Merge
-from ..spec import AttentionSpec
-from ..terms import SpecFactory, Param, PartParams
-from .start import xavier_uniform, zeros_init
+from ..interfaces import Merge
+from ..interfaces.axis_layout import AxisLayout
+from ..interfaces.core_types import Param, PartParams, SpecFactory
+from ..interfaces.registry import part
+from ..spec.attention_spec import AttentionSpec
+from .initialisers import xavier_uniform, zeros_init
 
 
 @part

@@ -10,12 +10,12 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from ..layout import AxisLayout
-from ..registry import part
-from ..seams import ScoreStep
-from ..spec import AttentionSpec
-from ..terms import SpecFactory, ScorePosition, Param
-from .start import fixed_values, normal_with_std
+from ..interfaces import ScoreStep
+from ..interfaces.axis_layout import AxisLayout
+from ..interfaces.core_types import Param, ScorePosition, SpecFactory
+from ..interfaces.registry import part
+from ..spec.attention_spec import AttentionSpec
+from .initialisers import fixed_values, normal_with_std
 
 
 @part
@@ -85,7 +85,7 @@ class T5Bias(ScoreStep):
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
-        from .dot import Dot
+        from .dot_product import Dot
 
         yield base(modifiers=(cls(buckets=8, reach=9),), similarity=Dot(scale=1.0))
         yield base(modifiers=(cls(buckets=4, reach=5, looking="back"),), pattern="causal", kv=3)

@@ -8,13 +8,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..grouping import Heads
-from ..layout import AxisLayout
-from ..registry import part
-from ..seams import Mix, ScoreStep
-from ..spec import AttentionSpec
-from ..terms import SpecFactory, Param, Phase, PartParams, CallSize
-from .start import identity_init
+from ..interfaces import Mix, ScoreStep
+from ..interfaces.axis_layout import AxisLayout
+from ..interfaces.core_types import CallSize, Param, PartParams, Phase, SpecFactory
+from ..interfaces.registry import part
+from ..spec.attention_spec import AttentionSpec
+from ..spec.heads import Heads
+from .initialisers import identity_init
 
 
 @part

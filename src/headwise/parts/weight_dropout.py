@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from ..dropping import dropout
-from ..registry import part
-from ..seams import WeightStep
-from ..spec import AttentionSpec
-from ..terms import SpecFactory, PartParams
+from ..interfaces import WeightStep
+from ..interfaces.core_types import PartParams, SpecFactory
+from ..interfaces.registry import part
+from ..ops.dropout import dropout
+from ..spec.attention_spec import AttentionSpec
 
 
 @part

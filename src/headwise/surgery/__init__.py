@@ -1,13 +1,31 @@
 """Heads cut and shared, and what is left proven to work."""
 
-from .budgets import PruningBudget, PruneToBudget
-from .choices import HeadSelection, DropClasses, KeepOnePerCluster, KeepTop, DropHeads
-from .gates import GateTrainingOptions
-from .learned import KeepOpenGates
-from .plans import PruningPlan
-from .uptraining import UptrainingOptions
-from .ways import Collaborate, Merged, Pool, Route, Split, AttentionConversion
-from .worths import HeadRanking
+from .conversion import AttentionConversion, Collaborate, Merged, Pool, Route, Split
+from .distillation import UptrainingOptions
+from .head_selection import (
+    DropClasses,
+    DropHeads,
+    HeadRanking,
+    HeadSelection,
+    KeepOnePerCluster,
+    KeepTop,
+    PruneToBudget,
+    PruningBudget,
+)
+from .l0_gates import GateTrainingOptions, KeepOpenGates
+from .pruning_plan import PruningPlan
 
-__all__ = ["PruningBudget", "HeadRanking", "HeadSelection", "DropClasses", "KeepOnePerCluster", "Collaborate", "KeepOpenGates", "GateTrainingOptions", "KeepTop", "Merged", "DropHeads"]
-__all__ += ["PruningPlan", "Pool", "Route", "Split", "PruneToBudget", "UptrainingOptions", "AttentionConversion"]
+__all__ = [
+    "Collaborate",
+    "DropClasses",
+    "DropHeads",
+    "GateTrainingOptions",
+    "HeadRanking",
+    "HeadSelection",
+    "KeepOnePerCluster",
+    "KeepOpenGates",
+    "KeepTop",
+    "Merged",
+    "PruningBudget",
+]
+__all__ += ["AttentionConversion", "Pool", "PruneToBudget", "PruningPlan", "Route", "Split", "UptrainingOptions"]

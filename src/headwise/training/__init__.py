@@ -1,10 +1,19 @@
 """Training: a recipe, a loop that can be killed at any moment, and what it leaves behind."""
 
-from .checkpoint import TrainingCheckpoint, CheckpointFolder
+from .checkpoint import CheckpointFolder, TrainingCheckpoint
+from .loggers import LOGGERS, ConsoleLogger, MetricLogger
 from .loop import TrainingResult, train
+from .lr_schedules import SCHEDULES
 from .recipe import Recipe
-from .schedules import SCHEDULES
-from .screen import ConsoleLogger
-from .sinks import LOGGERS, MetricLogger
 
-__all__ = ["SCHEDULES", "LOGGERS", "TrainingCheckpoint", "CheckpointFolder", "Recipe", "TrainingResult", "ConsoleLogger", "MetricLogger", "train"]
+__all__ = [
+    "LOGGERS",
+    "SCHEDULES",
+    "CheckpointFolder",
+    "ConsoleLogger",
+    "MetricLogger",
+    "Recipe",
+    "TrainingCheckpoint",
+    "TrainingResult",
+    "train",
+]

@@ -14,9 +14,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from ..distributed.config_consistency import difference
 from ..errors import SpecError
 from ..files import write_atomically
-from ..spread.alike import difference
 
 CHECKPOINT_FORMAT = 1
 CHECKPOINT_SUFFIX = ".safetensors"
@@ -113,7 +113,9 @@ def read_checkpoint(path: Path) -> TrainingCheckpoint:
         raise DamagedCheckpoint(f"{path.name} was changed after it was written, its checksum is another")
     state = json.loads(told["state"])
     if state["format"] != CHECKPOINT_FORMAT:
-        raise SpecError(f"{path} has format {state['format']}, this is {CHECKPOINT_FORMAT}; resume with the version that wrote it")
+        raise SpecError(
+            f"{path} has format {state['format']}, this is {CHECKPOINT_FORMAT}; resume with the version that wrote it"
+        )
     return TrainingCheckpoint(state["step"], tensors, state)
 
 

@@ -8,18 +8,18 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from ..data import Batch, Tally, Task
+from ..data.translation import pack_batch
+from ..distributed.parallel_attention import whole_rows
+from ..distributed.parallelism import Share
+from ..distributed.ranks import World
+from ..distributed.sharded_model import Path
 from ..errors import SpecError
-from ..models import Transformer, greedy
-from ..spread.path import Path
-from ..spread.ranks import whole_rows
-from ..spread.rows import Share
-from ..spread.world import World
-from ..tasks import Batch, Tally, Task
-from ..tasks.packing import pack_batch
-from .choosing import StepOptions
+from ..generation.greedy_decoding import greedy
+from ..models import Transformer
 from .loss import count_labels, cross_entropy
 from .recipe import Recipe
-from .stepping import autocast, check_label_shape
+from .train_step import StepOptions, autocast, check_label_shape
 
 
 class TaskEvaluator:

@@ -1,32 +1,107 @@
-"""The loop: from a task and a recipe to a folder that holds a model, whatever happens on the way."""
+"""Ctrl-C and a request to end, put off until a step is whole."""
 
 from __future__ import annotations
 
 import json
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Self
 
 import torch
 
-from ..blueprint import ModelSpec
-from ..blueprint.manifest import MANIFEST_FILE
+from ..data import Task
+from ..distributed import joined
+from ..distributed.sharded_model import Path as Way
 from ..errors import SpecError, suggest
 from ..files import FolderLock, remove_temporary_files, write_atomically
+from ..model_spec import ModelSpec
+from ..model_spec.serialization import MANIFEST_FILE
 from ..models import Transformer, save
-from ..spread import joined
-from ..spread.path import Path as Way
-from ..tasks import Task
-from .checkpoint import TrainingCheckpoint, CheckpointFolder
-from .interrupts import InterruptGuard
-from .pages import render_training_card
+from ..spec.serialization import format_toml
+from .checkpoint import CheckpointFolder, TrainingCheckpoint
+from .loggers import JsonlLogger, MetricLogger, create_logger, format_duration
 from .recipe import Recipe
-from .run import CHECKPOINT_FOLDER, TrainingRun
-from .setup import TrainingSetup, describe_environment, omit_model
-from .sinks import JsonlLogger, MetricLogger, create_logger
+from .run_setup import TrainingSetup, describe_environment, omit_model
+from .training_run import CHECKPOINT_FOLDER, TrainingRun
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class InterruptGuard:
+    """Inside, the first Ctrl-C or SIGTERM only sets `asked`; the second ends at once, as outside.
+
+    Only a main thread hears signals; in another one nothing changes.
+
+    >>> with InterruptGuard() as interrupts:
+    ...     signal.raise_signal(signal.SIGINT)
+    ...     interrupts.asked
+    True
+    """
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle_signal) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.is_requested:
+            raise KeyboardInterrupt
+        self.is_requested = True
+
+
+# SECTION: What the page of a trained model says of how it was trained, and of its scores.
+
+SPLIT_DESCRIPTIONS = {"valid": "held-out examples", "test": "the test split, looked at once, after training"}
+
+
+def render_training_card(run: TrainingRun, metrics: Mapping[str, float], split: str) -> str:
+    """Markdown: the task, the recipe as far as it is not the usual one, and every measure beside its chance level."""
+    task, chance, choice = run.task, run.task.chance, run.train_step.options
+    knobs = ", ".join(f"{f.name}={getattr(task, f.name)!r}" for f in fields(task))
+    usual, own = vars(Recipe()), vars(run.recipe)
+    said = [f"{name} = {format_toml(_to_plain(value))}" for name, value in own.items() if value != usual[name]]
+    lines = ["## Training", "", f"The task is {task.name} ({knobs})."]
+    lines += [
+        f"{run.progress.step} steps of {run.recipe.batch} examples in {choice.precision}, "
+        f"{format_duration(run.progress.seconds)} in all, from the seed {run.recipe.seed}."
+    ]
+    lines += ["", "What its recipe says besides the usual:", "", "```toml", *said, "```"] if said else []
+    lines += [
+        "",
+        "## Scores",
+        "",
+        f"On {SPLIT_DESCRIPTIONS[split]}.",
+        "",
+        "| measure | value | by chance |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {name} | {value:.4f} | {_format_chance(chance, name)} |" for name, value in metrics.items()]
+    return "\n".join(lines)
+
+
+def _to_plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _format_chance(chance: Mapping[str, float], name: str) -> str:
+    return f"{chance[name]:.4f}" if name in chance else ""
+
+
+# SECTION: The loop: from a task and a recipe to a folder that holds a model, whatever happens on the way.
 
 RESUME_MODES = ("never", "allowed")
 FINAL_FILE = "final.json"

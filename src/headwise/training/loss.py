@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from ..blueprint import ModelSpec, StackSpec
+from ..data import IGNORED, Batch, Task
 from ..errors import SpecError
-from ..tasks import IGNORED, Batch, Task
-from ..terms import AuxLosses
+from ..interfaces.core_types import AuxLosses
+from ..model_spec import ModelSpec, StackSpec
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -37,7 +37,9 @@ def count_labels(batch: Batch) -> int:
 def compute_aux_loss(aux_losses: AuxLosses, weights: Sequence[tuple[str, float]]) -> Tensor | float:
     """The terms of a ledger, each summed over layers and times its factor.
 
-    >>> compute_aux_loss(AuxLosses({("0", "balance"): torch.tensor(2.0), ("1", "balance"): torch.tensor(3.0)}), [("balance", 0.1)])
+    >>> compute_aux_loss(
+    ...     AuxLosses({("0", "balance"): torch.tensor(2.0), ("1", "balance"): torch.tensor(3.0)}), [("balance", 0.1)]
+    ... )
     tensor(0.5000)
     """
     known = {name for _, name in aux_losses.terms}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..blueprint import ModelSpec, WeightSpec
+from ..model_spec import ModelSpec, WeightSpec
 from .recipe import Recipe
 
 ParameterGroups = dict[str, dict[str, nn.Parameter]]
@@ -19,7 +19,7 @@ def has_weight_decay(weight: WeightSpec, rule: str) -> bool:
 
     That there is one for each expert makes no matrix. rule="maps" leaves out tables of tokens and positions.
 
-    >>> from headwise.blueprint import Dense
+    >>> from headwise.model_spec import Dense
     >>> {w.name: has_weight_decay(w, "matrices") for w in Dense(7, bias="ud").weights(5, experts=3)}
     {'up': True, 'up_bias': False, 'down': True, 'down_bias': False}
     """

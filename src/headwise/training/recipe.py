@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ..distributed.parallelism import AUTO, Spread
 from ..errors import SpecError, suggest
-from ..registry import CheckedDataclass
-from ..spread.mesh import AUTO, Spread
-from ..text import format_toml
-from .schedules import SCHEDULES, ScheduleStep
+from ..interfaces.registry import CheckedDataclass
+from ..spec.serialization import format_toml
+from .lr_schedules import SCHEDULES, ScheduleStep
 
 RECIPE_CHOICES = {
     "schedule": tuple(SCHEDULES),

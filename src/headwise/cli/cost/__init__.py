@@ -7,14 +7,24 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...errors import SpecError
-from ..described import resolve_target, list_spec_keys, short_name
-from ..screen import PRESETS, CommandParser, UsageError, to_json, print_page, add_set_argument, add_json_argument
-from . import beside, comparing, drawing, intensity, kept, serving, states, verdict
+from ..arguments import (
+    PRESETS,
+    CommandParser,
+    UsageError,
+    add_json_argument,
+    add_set_argument,
+    list_spec_keys,
+    print_page,
+    resolve_target,
+    short_name,
+    to_json,
+)
+from . import comparison_options, serving_options, training_options
 
 if TYPE_CHECKING:
-    from ...auditing import FormulaCheck
-    from ...counting.costs import CostReport
-    from ...counting.whole import SpecOrModel
+    from ...costs.cost_report import CostReport
+    from ...costs.flops import SpecOrModel
+    from ...costs.formula_checks import FormulaCheck
 
 
 class CostView(Protocol):
@@ -38,18 +48,27 @@ class CostOptions(Protocol):
         ...
 
 
-OPTION_GROUPS: tuple[CostOptions, ...] = (beside, states, kept, serving, verdict, intensity, comparing, drawing)
+OPTION_GROUPS: tuple[CostOptions, ...] = (
+    comparison_options,
+    training_options,
+    training_options,
+    serving_options,
+    serving_options,
+    serving_options,
+    comparison_options,
+    comparison_options,
+)
 DEFAULT_CONTEXT = 2048  # tokens of a row, where nothing says how many and nothing knows fewer
 
 
 def main(argv: list[str]) -> int:
     """Price everything that is named."""
     given = _parse_arguments(_parser(), argv)
-    costs, views = comparing.match_sizes(given, estimate_costs(given))
+    costs, views = comparison_options.match_sizes(given, estimate_costs(given))
     checks = verify_formulas(costs) if given.verify else {}
     views |= {name: view for page in OPTION_GROUPS for name, view in page.make_views(given, costs).items()}
     if given.csv:
-        print(drawing.csv_of_costs(given, costs, views), end="")
+        print(comparison_options.csv_of_costs(given, costs, views), end="")
     elif given.json:
         told = {name: [{**check._asdict(), "holds": check.holds} for check in each] for name, each in checks.items()}
         more = {name: view.data for name, view in views.items()}
@@ -79,7 +98,9 @@ def _parser() -> CommandParser:
     parser.add_argument("--heads", type=int, metavar="COUNT", help="how many heads the presets have")
     add_set_argument(parser)
     parser.add_argument("--layer", metavar="PLACE", help="of models one block, 3 or encoder.3, or 3.attention")
-    parser.add_argument("--context", type=int, metavar="TOKENS", help=f"tokens of a row ({DEFAULT_CONTEXT}, or all positions)")
+    parser.add_argument(
+        "--context", type=int, metavar="TOKENS", help=f"tokens of a row ({DEFAULT_CONTEXT}, or all positions)"
+    )
     parser.add_argument("--source", type=int, metavar="TOKENS", help="tokens that cross-attention reads (as many)")
     parser.add_argument("--generate", type=int, default=0, metavar="TOKENS", help="how many are written behind them")
     parser.add_argument("--batch", type=int, default=1, metavar="ROWS", help="rows (1)")
@@ -115,7 +136,7 @@ def _parse_arguments(parser: CommandParser, argv: list[str]) -> argparse.Namespa
 
 def verify_formulas(costs: CostReport) -> dict[str, list[FormulaCheck]]:
     """Every formula against a small layer of each attention."""
-    from ...auditing import check_formulas
+    from ...costs.formula_checks import check_formulas
 
     places = [(price.name, place, spec) for price in costs for place, spec in price.attention_specs.items()]
     return {name if place == name else f"{name}: {place}": check_formulas(spec) for name, place, spec in places}
@@ -134,10 +155,8 @@ def estimate_costs(given: argparse.Namespace) -> CostReport:
         raise UsageError("name at least one spec or model: a file, a model's folder, or a preset such as gqa")
     if strange := [name for name in given.preset if name not in PRESETS]:
         raise UsageError(f"there is no preset {strange[0]!r}; use one of {', '.join(PRESETS)}")
-    from ...counting.calls import Workload
-    from ...counting.costs import CostReport
-    from ...counting.pricing import estimate_cost
-    from ...counting.scopes import max_lengths
+    from ...costs.cost_report import CostReport, estimate_cost
+    from ...costs.workload import Workload, max_lengths
 
     found = [load_target(name, given, given.changed_sites) for name in names]
     known = [own - max(given.generate - 1, 0) for own, _ in map(max_lengths, found) if own is not None]
@@ -151,8 +170,8 @@ def estimate_costs(given: argparse.Namespace) -> CostReport:
 
 def load_target(name: str, given: argparse.Namespace, changes: list[str]) -> SpecOrModel:
     """What one name stands for, or the layer of it that is asked for."""
-    from ...blueprint import ModelSpec
-    from ...counting.scopes import select_layer
+    from ...costs.workload import select_layer
+    from ...model_spec import ModelSpec
 
     sizes = {size: told for size in ("model", "heads") if (told := getattr(given, size)) is not None}
     found = resolve_target(name, sizes, changes)

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..screen import CommandParser, UsageError, add_json_argument
+from ..arguments import CommandParser, UsageError, add_json_argument
 
 if TYPE_CHECKING:
     from ...models import Transformer
@@ -98,7 +98,7 @@ def _load_model(given: argparse.Namespace) -> Transformer:
     """The model, on its device, with the tokenizer that was said."""
     import headwise as hw
 
-    from ...training.setup import resolve_device
+    from ...training.run_setup import resolve_device
 
     device = resolve_device(given.device)
     net = hw.load(given.model)
@@ -119,7 +119,7 @@ def attach_tokenizer(net: Transformer, name: str) -> None:
 
 def _tokenizer_document(name: str) -> str:
     """What a file says of a tokenizer, or what makes every byte a token."""
-    from ...tasks.vocabulary import Bytes
+    from ...data.vocabulary import Bytes
 
     if name == "bytes":
         return Bytes().document
@@ -134,4 +134,6 @@ def _check_unused(given: argparse.Namespace, parser: argparse.ArgumentParser, ne
     for name, value in vars(given).items():
         if name not in COMMON_OPTIONS and value != parser.get_default(name):
             says = {"classes": "tells classes", "masks": "fills in masks"}[kind]
-            raise UsageError(f"--{name.replace('_', '-')} is for answers that are written, and {net.described.name} {says}")
+            raise UsageError(
+                f"--{name.replace('_', '-')} is for answers that are written, and {net.described.name} {says}"
+            )

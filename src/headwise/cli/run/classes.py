@@ -6,11 +6,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from ...generation.classification import Guess, check_labels, classify
 from ...models import Transformer
-from ...models.labelling import Guess, check_labels, classify
-from ..screen import UsageError, to_json, print_page
-from .inputs import make_input_reader
-from .lines import InputLine, InputLines
+from ..arguments import UsageError, print_page, to_json
+from .inputs import InputLine, InputLines, make_input_reader
 
 MAX_CLASSES_SHOWN = 5  # classes of one input; of a line the likeliest alone
 BAR_WIDTH = 40  # columns of a bar that stands for all
@@ -24,7 +23,9 @@ def answer(net: Transformer, given: argparse.Namespace) -> int:
     inputs, told = make_input_reader(net), list[InputLine[Any]]()
     if given.text is not None:
         own = classify(net, *inputs.collate([inputs.read(given.text)]))[0][: given.top_k or MAX_CLASSES_SHOWN]
-        print_page(to_json(_classes_to_dict(net, [InputLine(1, given.text, own)])) if given.json else _format_classes(own))
+        print_page(
+            to_json(_classes_to_dict(net, [InputLine(1, given.text, own)])) if given.json else _format_classes(own)
+        )
         return 0
     lines = InputLines(given.batch)
     for some in lines:

@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from ...generation.fill_mask import Filled, fill
 from ...models import Transformer
-from ...models.filling import Filled, fill
-from ..screen import to_json, print_page
-from .lines import InputLine, InputLines
+from ..arguments import print_page, to_json
+from .inputs import InputLine, InputLines
 
 MAX_TOKENS_SHOWN = 5  # tokens for each mask
 

@@ -11,17 +11,18 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...counting.capacity import parse_bytes
-from ...counting.devices import Device
-from ...draws import RandomStream as Numbers
-from ...engine import Batching, Engine, Predicted, Stream
-from ...engine.report import DTYPES
+from ...costs.roofline import Device
+from ...costs.serving_capacity import parse_bytes
 from ...errors import suggest
-from ...models import Decoding, Transformer
-from ...models.generating import streams_of
-from ...models.generating.compiling import TOGETHER
-from ..screen import UsageError, to_json, print_page
-from .lines import MAX_LINE_BYTES
+from ...generation import streams_of
+from ...generation.compiled_step import TOGETHER
+from ...generation.decoding_config import Decoding
+from ...models import Transformer
+from ...ops.counter_rng import RandomStream as Numbers
+from ...serving import Batching, Engine, Predicted, Stream
+from ...serving.metrics import DTYPES
+from ..arguments import UsageError, print_page, to_json
+from .inputs import MAX_LINE_BYTES
 from .texts import CompileNotices, parse_decoding, parse_length
 
 DEFAULT_MEMORY = "1 GiB"
@@ -31,7 +32,9 @@ UNSUPPORTED_OPTIONS = ("beams", "best", "length_penalty", "end", "compile")
 
 def answer(net: Transformer, given: argparse.Namespace) -> int:
     """Answer every line; 2 at the end if one could not be."""
-    usual = RequestDefaults(parse_length(given), given.temperature or 0.0, streams_of(given.seed, 1)[0].seed, parse_decoding(given))
+    usual = RequestDefaults(
+        parse_length(given), given.temperature or 0.0, streams_of(given.seed, 1)[0].seed, parse_decoding(given)
+    )
     _check_request_options(given, usual)
     batching = Batching(**{name: said for name in ("rows", "chunk") if (said := getattr(given, name)) is not None})
     engine = Engine(net, budget=parse_bytes(given.budget or DEFAULT_MEMORY), batching=batching)
@@ -121,9 +124,13 @@ def _check_request_options(given: argparse.Namespace, usual: RequestDefaults) ->
         what = "TEXT" if given.text is not None else "--score"
         raise UsageError(f"{what} and --requests cannot be meant together; give one of them")
     if usual.decoding.beams > 1:
-        raise UsageError(f"--beams {usual.decoding.beams} follows one text at a time; leave out --requests, or give --beams 1")
+        raise UsageError(
+            f"--beams {usual.decoding.beams} follows one text at a time; leave out --requests, or give --beams 1"
+        )
     if usual.decoding.compile == "on":
-        raise UsageError("--compile on is for rows that are alike, and requests are not; leave out --requests, or --compile")
+        raise UsageError(
+            "--compile on is for rows that are alike, and requests are not; leave out --requests, or --compile"
+        )
     if given.compile is not None:
         CompileNotices().print_once(TOGETHER)
 

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...tasks.published import Published, translation_scores
-from ..screen import UsageError
+from ...data.translation import Published, translation_scores
+from ..arguments import UsageError
 
 DEFAULT_BLEU_TOKENIZER = "13a"  # how sacreBLEU cuts a line into words
 

@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ...draws import RandomStream
-from ...models import Decoding, Said, Transformer
-from ...models.generating import Asked, Given, row_of
-from ...models.generating.compiling import Choice, unheard
-from ..screen import to_json, print_page
+from ...generation import Asked, Given, row_of
+from ...generation.compiled_step import Choice, unheard
+from ...generation.decoding_config import Decoding
+from ...generation.generate import Said
+from ...models import Transformer
+from ...ops.counter_rng import RandomStream
+from ..arguments import print_page, to_json
 from . import DECODING_OPTIONS
-from .lines import InputLine, InputLines
+from .inputs import InputLine, InputLines
 from .scores import TranslationScores
 
 DEFAULT_NEW_TOKENS = 64  # tokens of an answer, unless said
@@ -110,7 +112,11 @@ class AnswerWriter:
             seed = {"seed": self.seed} if self.generation.temperature else {}
             scores = {"scores": self.scores.data} if self.scores and whole else {}
             steps = {"steps": self.compile_notices.messages} if self.compile_notices.messages else {}
-            print_page(to_json({"model": self.generation.net.described.name, **seed, **steps, "answers": self.documents, **scores}))
+            print_page(
+                to_json(
+                    {"model": self.generation.net.described.name, **seed, **steps, "answers": self.documents, **scores}
+                )
+            )
         if self.scores and not whole:
             print(self.scores, file=sys.stderr)
 

@@ -1,0 +1,231 @@
+"""What a backend is told before it decides, and what it is handed when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from ..interfaces import Mix, Normaliser, Part, RecurrentPart, ScoreStep, Similarity, ValueStep, WeightStep
+from ..interfaces.core_types import CoreShape, PartParams, Phase, QueryContext
+from ..masking.sequence_info import AttentionMask
+from ..spec.attention_spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """One kind of call. Everything in it is known without looking at the device."""
+
+    spec: AttentionSpec
+    core: CoreShape
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    needs_grad: bool = False
+    single_query: bool = False  # a single query per row
+    has_recurrent_state: bool = False  # past tokens are a state
+    has_paged_cache: bool = False  # they lie in pages that rows may share
+    has_caller_mask: bool = False  # the caller hands a mask of their own
+    training: bool = False
+    probed_tensors: frozenset[str] = field(default_factory=frozenset)
+    is_compiling: bool = False  # traced into a graph, which cannot ask the data
+    cache_format: str | None = None  # the form in which past tokens are kept, where it is not `dtype`
+    num_keys: int | None = None  # how many keys a row has at least, where who is asked shall be chosen by it
+
+    heads_in_order: bool = field(init=False)  # every score head reads values for itself, in order
+    group_size: int = field(init=False)  # score heads to a key head when all groups are equal neighbours, else 0
+
+    def __post_init__(self) -> None:
+        keys = self.core.keys
+        each = len(keys) // (max(keys) + 1)
+        even = keys == self.core.value_head_of_row and keys == tuple(h // each for h in range(each * (max(keys) + 1)))
+        object.__setattr__(self, "groups", each if even else 0)
+        object.__setattr__(self, "straight", self.spec.score_head_of_row == tuple(range(self.spec.heads.q)))
+
+    def slower_than(self, min_keys: int, faster_backends: str) -> list[str]:
+        """Why a call is left to others that could run here: with so few keys these were measured to be faster.
+
+        That is a preference and no ability: nothing is said of calls whose keys are not told, on devices where nobody
+        measured, or of past tokens that are a state.
+        """
+        if self.num_keys is None or self.num_keys >= min_keys or self.device != "cpu" or self.has_recurrent_state:
+            return []
+        return [
+            f"for {self.num_keys:,} keys {faster_backends}: it begins at {min_keys:,}, or where it is asked for by name"
+        ]
+
+
+class CoreInputs(NamedTuple):
+    """The tensors of one call: q_BTHK, k_BSGK, v_BSGV, what queries bring, and what was remembered beside.
+
+    `gates` are those of the spec in their order, [B, T, O, V] or broadcast to it: outputs are multiplied with them.
+    Where the keys of a call were not gathered from pages (`Tokens.spans`), k and v have a row for each page.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    query_context: QueryContext
+    kv_entry: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
+    gates: Sequence[Tensor] = ()
+
+
+# SECTION: The parts that run inside the core, each with its weights, in the order in which they act.
+
+GatherFunction = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], PartParams], Tensor]
+CORE_PART_TYPES = (Similarity, Normaliser, ScoreStep, Mix, WeightStep, ValueStep)
+
+
+@runtime_checkable
+class ScoreTransform(Protocol):
+    """One change of a tensor [B, H, T, S] of scores or weights."""
+
+    def __call__(self, a_BHTS: Tensor, sight: AttentionMask, inputs: CoreInputs, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class CoreSteps:
+    """What a backend runs between q, k, v and the per-head outputs."""
+
+    similarity: Similarity
+    similarity_p: PartParams
+    recurrent_part: tuple[RecurrentPart, PartParams] | None  # what can keep past tokens as sums
+    scores: Sequence[ScoreTransform]
+    normaliser: Normaliser
+    normaliser_p: PartParams
+    normalise: Callable[[Tensor, Tensor, PartParams], Tensor]
+    gather_values: GatherFunction | None  # in one with the reading of values
+    weights: Sequence[ScoreTransform]
+    values: Sequence[tuple[ValueStep, PartParams]]
+    elementwise: Sequence[tuple[ScoreStep, PartParams]]
+    selected_rows: tuple[int, ...] | None  # the rows of weights that read values, when some do not
+    part_weights: Sequence[PartParams]  # of every part in here
+    weights_unmodified: bool  # whether values are read with weights just as they were normalised
+    pattern_text: str  # who reads whom, as text: what a kernel that torch knows by name can be told
+
+    @staticmethod
+    def from_spec(spec: AttentionSpec, p: Mapping[str, PartParams]) -> CoreSteps:
+        """Bind the parts of a spec to their weights."""
+        acts = {
+            phase: [
+                _make_transform(spec, name, part, p[name])
+                for name, part in spec.parts()
+                if isinstance(part, (ScoreStep, Mix, WeightStep)) and part.phase is phase
+            ]
+            for phase in (Phase.SCORES, Phase.WEIGHTS)
+        }
+        mixed = any(isinstance(part, Mix) and part.phase is Phase.WEIGHTS for _, part in spec.parts())
+        every = mixed or spec.score_head_of_row == tuple(range(spec.heads.rows))
+        return CoreSteps(
+            similarity=spec.similarity,
+            similarity_p=p["similarity"],
+            recurrent_part=spec.recurrent_part and (spec.recurrent_part[1], p[spec.recurrent_part[0]]),
+            scores=acts[Phase.SCORES],
+            normaliser=spec.normaliser,
+            normaliser_p=p["normaliser"],
+            normalise=spec.normaliser.normalise,
+            gather_values=None,
+            weights_unmodified=has_unmodified_weights(spec),
+            weights=acts[Phase.WEIGHTS],
+            values=[(step, p[name]) for name, step in spec.parts_of(ValueStep)],
+            elementwise=[(step, p[name]) for name, step in spec.parts_of(ScoreStep)],
+            selected_rows=None if every else spec.score_head_of_row,
+            part_weights=[p[name] for name, part in spec.parts() if isinstance(part, CORE_PART_TYPES)],
+            pattern_text=spec.pattern.text,
+        )
+
+    def with_fused_kernels(self) -> CoreSteps:
+        """The same with heads mixed, and scores normalised, by kernels where parts have some."""
+        acts = {phase: [*map(_use_fused_kernel, getattr(self, phase))] for phase in ("scores", "weights")}
+        gather = self.normaliser.gather_values if self.weights_unmodified else None
+        return replace(self, **acts, normalise=self.normaliser.fused_normalise, gather_values=gather)
+
+    @property
+    def trainable_parameters(self) -> list[Tensor]:
+        """Every parameter that is read in here."""
+        return [t for p in self.part_weights for t in p.trainable()]
+
+    def additive_bias(self, sight: AttentionMask, inputs: CoreInputs) -> Tensor:
+        """What additive score steps add, as scores over which they were run on zero."""
+        zero = inputs.q.new_zeros(1, 1, sight.queries.count, sight.keys.count)
+        for act in self.scores:
+            zero = act(zero, sight, inputs)
+        return zero
+
+
+class PairPositions:
+    """All pairs of a call at once: positions [B, 1, T, 1] and [B, 1, 1, S]."""
+
+    def __init__(self, sight: AttentionMask) -> None:
+        self.i, self.j = sight.i, sight.j
+
+    def take(self, factors: Tensor, index: Tensor) -> Tensor:
+        """factors [B, T, H, R] at index [B, 1, T, S], as [B, H, T, S]."""
+        by_head = factors.transpose(1, 2)
+        return by_head.gather(-1, index.expand(*by_head.shape[:3], index.shape[-1]))
+
+
+def has_unmodified_weights(spec: AttentionSpec) -> bool:
+    """Whether every row of weights reads values just as it was normalised."""
+    acts = (part for part in spec.modifiers if part.phase is Phase.WEIGHTS or isinstance(part, ValueStep))
+    return spec.score_head_of_row == tuple(range(spec.heads.rows)) and not any(acts)
+
+
+def _make_transform(spec: AttentionSpec, name: str, part: Part, p: PartParams) -> ScoreTransform:
+    # Partials and not closures: a copy of a layer must act with its own weights, and only these are copied.
+    if isinstance(part, Mix):
+        return partial(_apply_mix, part, p, {key: f"{name}.{key}" for key in part.kv_entry_layouts(spec)})
+    if isinstance(part, ScoreStep):
+        return partial(_apply_score_step, part, p)
+    assert isinstance(part, WeightStep)
+    return partial(_apply_weight_step, part, p)
+
+
+def _use_fused_kernel(act: ScoreTransform) -> ScoreTransform:
+    return partial(_apply_mix_fused, *act.args) if isinstance(act, partial) and act.func is _apply_mix else act
+
+
+def _apply_mix_fused(
+    part: Mix, p: PartParams, names: Mapping[str, str], a: Tensor, sight: AttentionMask, inputs: CoreInputs
+) -> Tensor:
+    kept = {key: inputs.kv_entry[name] for key, name in names.items()}
+    return part.fused_mix(a, part.query_factors(inputs.query_context.x_BTD, p), kept, p)
+
+
+def _apply_mix(
+    part: Mix, p: PartParams, names: Mapping[str, str], a: Tensor, sight: AttentionMask, inputs: CoreInputs
+) -> Tensor:
+    kept = {key: inputs.kv_entry[name] for key, name in names.items()}
+    return part.mix(a, part.query_factors(inputs.query_context.x_BTD, p), kept, p)
+
+
+def _apply_score_step(part: ScoreStep, p: PartParams, s: Tensor, sight: AttentionMask, inputs: CoreInputs) -> Tensor:
+    return part.score(s, PairPositions(sight), part.query_factors(inputs.query_context, p), p.broadcast_over_scores())
+
+
+def _apply_weight_step(part: WeightStep, p: PartParams, w: Tensor, sight: AttentionMask, inputs: CoreInputs) -> Tensor:
+    return part.transform_weights(w, p)
+
+
+def expand_kv_heads(x_BSGK: Tensor, heads: tuple[int, ...]) -> Tensor:
+    """x_BHSK: for each reader the head it reads; a view when every head has its own or all read one."""
+    x_BGSK = x_BSGK.transpose(1, 2)
+    if heads == tuple(range(x_BGSK.shape[1])):
+        return x_BGSK
+    if x_BGSK.shape[1] == 1:
+        return x_BGSK.expand(-1, len(heads), -1, -1)
+    return x_BGSK.index_select(1, torch.tensor(heads, device=x_BGSK.device))
+
+
+def heads_to_rows(x_BHTK: Tensor, group_size: int) -> Tensor:
+    """[B, heads / each, each x T, K]: the heads of one group as rows of one product, so that no key is repeated."""
+    return x_BHTK.unflatten(1, (-1, group_size)).flatten(2, 3)
+
+
+def rows_to_heads(rows: Tensor, group_size: int) -> Tensor:
+    """The same rows as heads again."""
+    return rows.unflatten(2, (group_size, -1)).flatten(1, 2)

@@ -1,0 +1,49 @@
+"""One query per row: the heads that share a key head become the rows of one call, and no key is repeated."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..interfaces.core_types import CallSize
+from ..interfaces.probe import Probe
+from ..masking.sequence_info import AttentionMask
+from ..parts.sink_softmax import SinkSoftmax
+from .core_interface import CallSignature, CoreInputs, CoreSteps
+from .sdpa import attend_with_lse, fused_call_conflicts, mask_or_bias
+
+
+def unsupported_reasons(job: CallSignature) -> list[str]:
+    """Why this job cannot run here."""
+    reasons = fused_call_conflicts(job)
+    if not job.single_query:
+        reasons.append("there is more than one query per row")
+    if job.group_size <= 1:
+        reasons.append("no equal groups of heads share a key head")
+    if isinstance(job.spec.normaliser, SinkSoftmax):
+        reasons.append("it has no column for a sink")
+    return reasons
+
+
+def executed_flops(job: CallSignature, work: CallSize) -> int:
+    """The products of the full rectangle, allowed or not."""
+    return job.core.flops(work.batch * work.queries * work.keys)
+
+
+def attend(
+    job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None
+) -> Tensor:
+    """Per-head outputs o_B1HV."""
+    batch, _, heads, dim = inputs.q.shape
+    kept = inputs.k.shape[2]
+    rows_BGRK = inputs.q.reshape(batch, kept, heads // kept, dim)
+    _, bias = mask_or_bias(sight, inputs, bound)
+    if bias is not None and bias.shape[1] > 1:
+        bias = bias.reshape(bias.shape[0], kept, heads // kept, bias.shape[-1])
+    k, v, scale = inputs.k.transpose(1, 2), inputs.v.transpose(1, 2), inputs.query_context.scale
+    if probe is not None and "lse" in probe.points:
+        o_BGRV, lse_BGR = attend_with_lse(rows_BGRK, k, v, (bias, False, scale))
+        probe("lse", lse_BGR.reshape(batch, heads, 1))
+    else:
+        o_BGRV = F.scaled_dot_product_attention(rows_BGRK, k, v, bias, scale=scale)
+    return o_BGRV.reshape(batch, 1, heads, o_BGRV.shape[-1])

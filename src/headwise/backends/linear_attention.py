@@ -1,0 +1,150 @@
+"""Sums over tokens in the place of scores: a state while decoding, and linear cost in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..interfaces.core_types import CallSize
+from ..interfaces.probe import Probe
+from ..masking.patterns import Causal, Full
+from ..masking.sequence_info import AttentionMask
+from ..spec.attention_spec import AttentionSpec
+from .core_interface import CallSignature, CoreInputs, CoreSteps, expand_kv_heads
+
+MIN_KEYS = 266  # keys from which on it was measured to be faster: docs/backends.md
+CHUNK_SIZE = 128  # queries that form scores among themselves before they become part of the state
+
+
+def boundary_lengths() -> tuple[int, ...]:
+    """The lengths at which a chunk more is begun."""
+    return CHUNK_SIZE - 1, CHUNK_SIZE, CHUNK_SIZE + 1, 2 * CHUNK_SIZE + 3
+
+
+def unsupported_reasons(job: CallSignature) -> list[str]:
+    """Why this job cannot run here."""
+    spec, reasons = job.spec, []
+    if spec.recurrent_part is None:
+        reasons.append("no part of it can keep tokens as sums")
+    if not job.has_recurrent_state and spec.pattern not in (Causal(), Full()):
+        reasons.append(f"sums cannot forget tokens, as {spec.pattern.text} must")
+    if job.has_caller_mask:
+        reasons.append("a sum cannot be masked")
+    if unseen := sorted(job.probed_tensors & {"scores", "weights", "lse"}):
+        reasons.append(f"it cannot show {', '.join(unseen)}")
+    return reasons or job.slower_than(MIN_KEYS, "every score takes less time")
+
+
+def executed_flops(job: CallSignature, work: CallSize) -> int:
+    """Scores of each chunk among itself, the folding of chunks, and a reading of the state for each query."""
+    assert job.spec.recurrent_part is not None
+    rows, features, vdim = (
+        len(job.core.value_head_of_row),
+        job.spec.recurrent_part[1].num_state_features(job.core),
+        job.core.vdim,
+    )
+    queries, keys = work.queries, work.keys
+    if job.has_recurrent_state:
+        own, folded, readers = queries * queries, 0, queries
+    elif job.spec.pattern == Full() or queries == keys == 1:
+        own, folded, readers = 0, keys, queries
+    elif job.spec.source is not None:  # whose tokens come before whose is for the data to say
+        own, folded, readers = queries * keys, 0, 0
+    else:
+        full, rest = divmod(queries, CHUNK_SIZE)
+        own = full * CHUNK_SIZE**2 + rest**2
+        readers = max(queries - CHUNK_SIZE, 0)
+        folded = max(queries - 1, 0) // CHUNK_SIZE * CHUNK_SIZE
+    each = own * (features + vdim) + folded * features * vdim + readers * features * (vdim + 1)
+    return 2 * work.batch * rows * each
+
+
+def empty_state(spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """The state of no tokens; sums of thousands keep at least float32."""
+    assert spec.recurrent_part is not None
+    part, exact = spec.recurrent_part[1], torch.promote_types(dtype, torch.float32)
+    sizes = spec.sizes_of(part)
+    return {
+        name: torch.zeros(batch, *layout.unmerged_shape(sizes), dtype=exact, device=device)
+        for name, layout in part.state_layouts(spec).items()
+    }
+
+
+def values_per_row(inputs: CoreInputs, job: CallSignature) -> tuple[Tensor, Tensor]:
+    """The key and the value that each voice reads."""
+    keys = tuple(job.core.keys[own] for own in job.spec.score_head_of_row)
+    return expand_kv_heads(inputs.k, keys), expand_kv_heads(inputs.v, job.core.value_head_of_row)
+
+
+def attend(
+    job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None
+) -> Tensor:
+    """Per-head outputs o_BTHV: (what the state gives + what keys beside it give) / (the total of their shares)."""
+    q_BHTK = inputs.q.transpose(1, 2)
+    if bound.selected_rows is not None:
+        q_BHTK = q_BHTK.index_select(1, torch.tensor(bound.selected_rows, device=q_BHTK.device))
+    k_BHSK, v_BHSV = values_per_row(inputs, job)
+    reading = _StateReader(bound, inputs.query_context.scale, v_BHSV.dtype)
+    if job.has_recurrent_state:
+        o_BHTV = reading.read_state_and_keys(q_BHTK, k_BHSK, v_BHSV, sight.allowed, inputs.state, sight.queries.is_real)
+    elif sight.shape == "any":  # who may be summed up with whom depends on the data: one chunk, without a state
+        o_BHTV = reading.read_state_and_keys(q_BHTK, k_BHSK, v_BHSV, sight.allowed)
+    else:
+        nothing = empty_state(job.spec, q_BHTK.shape[0], q_BHTK.dtype, q_BHTK.device)
+        passed = reading.read_all_keys if sight.shape == "full" else reading.read_causal_chunks
+        o_BHTV = passed(q_BHTK, k_BHSK, v_BHSV, nothing)
+    return o_BHTV.transpose(1, 2)
+
+
+class _StateReader:
+    """The ways in which queries read sums."""
+
+    def __init__(self, bound: CoreSteps, scale: float, dtype: torch.dtype) -> None:
+        assert bound.recurrent_part is not None
+        (self.folder, self.p), self.scale, self.dtype = bound.recurrent_part, scale, dtype
+
+    def read_state_and_keys(
+        self,
+        q_BHTK: Tensor,
+        k_BHSK: Tensor,
+        v_BHSV: Tensor,
+        allowed: Tensor,
+        state: Mapping[str, Tensor] | None = None,
+        live_BT: Tensor | None = None,
+    ) -> Tensor:
+        """o_BHTV of queries that read a state, when there is one, and these keys where allowed."""
+        share_BHTS = self.folder.unnormalised_weights(q_BHTK, k_BHSK, self.scale, self.p).masked_fill(~allowed, 0.0)
+        share_BHTS = share_BHTS.to(torch.promote_types(share_BHTS.dtype, torch.float32))  # sums of thousands
+        value_BHTV, total = torch.on_matmul(share_BHTS, v_BHSV.to(share_BHTS.dtype)), share_BHTS.sum(-1)
+        if state is not None:
+            past_BHTV, weight = self.folder.read_state(q_BHTK, state, self.p)
+            if live_BT is not None:
+                live = live_BT[:, None, :]
+                past_BHTV, weight = past_BHTV.masked_fill(~live[..., None], 0.0), weight.masked_fill(~live, 0.0)
+            value_BHTV, total = value_BHTV + past_BHTV, total + weight
+        return self._over(value_BHTV, total)
+
+    def read_all_keys(self, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """o_BHTV of queries that read every key."""
+        state = self._folded(state, k_BHSK, v_BHSV)
+        return self._over(*self.folder.read_state(q_BHTK, state, self.p))
+
+    def read_causal_chunks(self, q_BHTK: Tensor, k_BHSK: Tensor, v_BHSV: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+        """o_BHTV of queries that read the keys up to their own, chunk by chunk."""
+        chunks: list[Tensor] = []
+        for start in range(0, q_BHTK.shape[2], CHUNK_SIZE):
+            q, k, v = (t[:, :, start : start + CHUNK_SIZE] for t in (q_BHTK, k_BHSK, v_BHSV))
+            square = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+            chunks.append(self.read_state_and_keys(q, k, v, square, state if start else None))
+            if start + CHUNK_SIZE < q_BHTK.shape[2]:
+                state = self._folded(state, k, v)
+        return torch.cat(chunks, 2) if chunks else torch.zeros_like(v_BHSV)
+
+    def _folded(self, state: Mapping[str, Tensor], k_BHSK: Tensor, v_BHSV: Tensor) -> dict[str, Tensor]:
+        live_BS = torch.ones(k_BHSK.shape[0], k_BHSK.shape[2], dtype=torch.bool, device=k_BHSK.device)
+        return self.folder.update_state(state, k_BHSK, v_BHSV, live_BS, self.p)
+
+    def _over(self, value_BHTV: Tensor, total: Tensor) -> Tensor:
+        return (value_BHTV / total.masked_fill(total == 0, 1.0)[..., None]).to(self.dtype)

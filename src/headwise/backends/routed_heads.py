@@ -1,0 +1,504 @@
+"""Queries that speak, packed for each key head in the order of tokens, and the rectangles in which they read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..interfaces import Gate, OutputStep, ScoreStep
+from ..interfaces.core_types import CallSize
+from ..interfaces.probe import Probe
+from ..kernels.autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward, is_under_functorch
+from ..kernels.flash_attention import gathered_attention
+from ..kernels.flash_attention_kernel import QUERY_TILE_ROWS
+from ..kernels.jit import COMPUTE_DTYPES
+from ..masking.patterns import Causal, Full
+from ..masking.sequence_info import AttentionMask
+from ..parts.softmax import Softmax
+from . import sdpa
+from .core_interface import CallSignature, CoreInputs, CoreSteps
+
+QUERIES_PER_CHUNK = 64  # about so many queries of a key head read at once what only some of them may
+UNMASKED_CHUNKS_PER_CALL = 4  # and so many times as many what all of them may
+BACKWARD_KEYS_PER_CALL = 256  # keys whose gradients are formed at once
+MIN_FILL_RATIO = 0.8  # heads packed together are filled up to the longest: each has at least this share of it
+
+
+class PackedQueries(NamedTuple):
+    """The queries of some key heads that speak, [B, heads, rows], in chunks of equal length.
+
+    All heads have as many chunks, each an equal share of its queries, so that chunks of one number are about the same
+    tokens. `line` is where each row stands among all (b, t, h) in one line, `place` its t. What fills up is not `live`:
+    it stands behind the line, and reads as the row before it does. `spans` is the first and last t of every chunk.
+    `whole` says that the rows are all tokens, as they come.
+    """
+
+    heads: tuple[int, ...]
+    flat_index: Tensor
+    position_BGR: Tensor
+    is_valid_BGR: Tensor
+    chunk_spans: tuple[tuple[int, int], ...]
+    is_complete: bool
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of each head."""
+        return self.position_BGR.shape[2]
+
+
+def pack_open_queries(open_BTH: Tensor, num_kv_heads: int, is_plain_mask: bool) -> list[PackedQueries]:
+    """What speaks, packed for so many key heads; heads that have about as many rows stand together.
+
+    In a `plain` call tokens read all keys, or of as many keys those that are not later: what is whole is one chunk.
+    """
+    batch, queries, heads = open_BTH.shape
+    each = heads // num_kv_heads
+    open_BGX = open_BTH.view(batch, queries, num_kv_heads, each).transpose(1, 2).flatten(2)
+    loads: list[int] = open_BGX.sum(-1).amax(0).tolist()
+    return [
+        _pack_group(open_BGX[:, list(group)], group, (heads, each), is_plain_mask)
+        for group in group_heads_by_load(loads)
+    ]
+
+
+def group_heads_by_load(loads: Sequence[int]) -> list[tuple[int, ...]]:
+    """Heads with about equal numbers of rows, without those that have none.
+
+    >>> group_heads_by_load([1024, 300, 0, 990, 310])
+    [(0, 3), (1, 4)]
+    """
+    groups: list[list[int]] = []
+    for head in sorted(range(len(loads)), key=lambda head: -loads[head]):
+        if groups and loads[head] >= MIN_FILL_RATIO * loads[groups[-1][0]]:
+            groups[-1].append(head)
+        elif loads[head]:
+            groups.append([head])
+    return [tuple(sorted(group)) for group in groups if loads[group[0]]]
+
+
+def _pack_group(open_BGX: Tensor, group: tuple[int, ...], sizes: tuple[int, int], plain: bool) -> PackedQueries:
+    heads, each = sizes
+    batch, kept, queries = open_BGX.shape[0], len(group), open_BGX.shape[2] // each
+    rank_BGX = open_BGX.cumsum(-1)
+    counts_BG = rank_BGX[..., -1]
+    most = int(counts_BG.max())
+    b, g, x = open_BGX.nonzero(as_tuple=True)
+    whole = plain and each == 1 and len(x) == open_BGX.numel()
+    count = 1 if whole else num_chunks(most)
+    rows = -(-most // count)
+    rank, own = rank_BGX[b, g, x], counts_BG[b, g]
+    chunk = (rank * count - 1) // own  # rank is counted from 1
+    slot = ((b * kept + g) * count + chunk) * rows + rank - 1 - chunk * own // count
+    head = torch.tensor(group, device=x.device)[g] * each + x % each
+    line = torch.is_full((batch * kept * count * rows,), batch * queries * heads, device=x.device)
+    line[slot] = (b * queries + x // each) * heads + head
+    place = torch.full_like(line, -1)
+    place[slot] = x // each
+    place_BGCR = place.view(batch, kept, count, rows)
+    firsts = place_BGCR.masked_fill(place_BGCR < 0, queries).amin((0, 1, 3))
+    spans = tuple(zip(firsts.tolist(), place_BGCR.amax((0, 1, 3)).tolist(), strict=True))
+    place_BGR = place_BGCR.flatten(2)
+    return PackedQueries(group, line, place_BGR.cummax(-1).values.clamp_(min=0), place_BGR >= 0, spans, whole)
+
+
+def num_chunks(rows: int) -> int:
+    """How many chunks so many rows make."""
+    return max(1, round(rows / QUERIES_PER_CHUNK))
+
+
+class MaskedRectangle(NamedTuple):
+    """Rows and keys that meet in one call, whether some of these pairs are barred, and whether it is the `first` of its
+    rows; a `triangle` bars keys that are later than a row, without a table."""
+
+    rows: slice
+    keys: slice
+    is_masked: bool
+    is_first_of_rows: bool = False
+    is_causal_square: bool = False
+
+
+class KeyVisibility:
+    """Who reads whom in a call, in places among its queries and places among its keys: all keys, those that are not
+    later, or whom the tokens let."""
+
+    def __init__(self, sight: AttentionMask, dtype: torch.dtype) -> None:
+        asks, told = sight.queries.start, sight.keys.start
+        self.sight, self.dtype, self.keys = sight, dtype, sight.keys.count
+        self.query_offset = (
+            -1 if asks is None or told is None else asks - told
+        )  # how many keys the first query has before it
+        self.is_full = sight.shape == "full"
+        self.is_full_or_causal = self.is_full or sight.shape == "triangle"
+        self.is_causal = not self.is_full and self.query_offset >= 0 and sight.pattern == Causal()
+        self._extents: tuple[Tensor, Tensor] | None = None
+
+    def forward_rectangles(self, pack: PackedQueries) -> Iterator[MaskedRectangle]:
+        """The pieces that give what rows read; of several for some rows, the first bars none of these from all keys."""
+        if self._once(pack):
+            yield MaskedRectangle(slice(0, pack.num_rows), slice(0, self.keys), False, True, not self.is_full)
+            return
+        each, before = pack.num_rows // len(pack.chunk_spans), 0
+        for n, (first, last) in enumerate(pack.chunk_spans):
+            rows = slice(n * each, (n + 1) * each)
+            if not self.is_causal:
+                yield MaskedRectangle(rows, self.key_slice(first, last), True, True)
+                continue
+            own = min(
+                first + self.query_offset, self.keys - 1
+            )  # every row may read what is before; its own key is behind
+            before = before if n % UNMASKED_CHUNKS_PER_CALL else own
+            yield MaskedRectangle(rows, slice(own, min(last + self.query_offset + 1, self.keys)), True, True)
+            yield MaskedRectangle(rows, slice(before, own), False)
+            if n % UNMASKED_CHUNKS_PER_CALL == UNMASKED_CHUNKS_PER_CALL - 1 or n == len(pack.chunk_spans) - 1:
+                yield MaskedRectangle(
+                    slice(n // UNMASKED_CHUNKS_PER_CALL * UNMASKED_CHUNKS_PER_CALL * each, rows.stop),
+                    slice(0, before),
+                    False,
+                )
+
+    def _once(self, pack: PackedQueries) -> bool:
+        """Whether one call does for all rows."""
+        return self.is_full or pack.is_complete
+
+    def backward_rectangles(self, pack: PackedQueries) -> Iterator[MaskedRectangle]:
+        """The pieces that give gradients: few keys with many rows, so that little has to be added up for keys."""
+        if self._once(pack) or not self.is_causal:
+            yield from self.forward_rectangles(pack)
+            return
+        ends = [*range(0, self.keys, BACKWARD_KEYS_PER_CALL), self.keys]
+        asked = torch.tensor([end - self.query_offset for end in ends], device=pack.position_BGR.device)
+        asked = asked.expand(*pack.position_BGR.shape[:2], -1).contiguous()
+        least: list[int] = torch.searchsorted(pack.position_BGR, asked).amin((0, 1)).tolist()
+        most: list[int] = torch.searchsorted(pack.position_BGR, asked - 1).amax((0, 1)).tolist()
+        for (start, stop), some, every in zip(pairwise(ends), least, most[1:], strict=False):
+            yield MaskedRectangle(slice(some, every), slice(start, stop), True)
+            yield MaskedRectangle(slice(every, pack.num_rows), slice(start, stop), False)
+
+    def key_ranges(self, queries: int) -> Tensor | None:
+        """The first key that each token reads and the one behind its last, [1 or B, T, 2]; None where some in between
+        are not for it."""
+        device = self.sight.keys.position.device
+        if self.is_full or self.is_causal:
+            last = torch.is_full((queries,), self.keys, device=device)
+            if not self.is_full:
+                last = (torch.arange(queries, device=device) + self.query_offset + 1).clamp_(max=self.keys)
+            return torch.stack([torch.zeros_like(last), last], -1)[None]
+        allowed_BTS = self.sight.allowed[:, 0]
+        count, first = allowed_BTS.sum(-1), allowed_BTS.to(torch.uint8).argmax(-1)
+        last = self.keys - allowed_BTS.flip(-1).to(torch.uint8).argmax(-1)
+        last = torch.where(count > 0, last, first)
+        return torch.stack([first, last], -1) if bool((last - first == count).all()) else None
+
+    def key_slice(self, first: int, last: int) -> slice:
+        """Keys outside of which no query from the first to the last place reads."""
+        if self._extents is None:
+            some_TS = self.sight.allowed[:, 0].any(0)
+            place = torch.arange(self.keys, device=some_TS.device)
+            low, high = torch.where(some_TS, place, self.keys).amin(-1), torch.where(some_TS, place + 1, 0).amax(-1)
+            self._extents = low, high
+        low, high = (extent[first : last + 1] for extent in self._extents)
+        start, stop = int(low.min()), int(high.max())
+        return slice(start, max(start, stop))
+
+    def mask_bias(self, place_BGR: Tensor, keys: slice) -> Tensor:
+        """0 where a query at this place may read a key and -inf elsewhere, [B, G, R, S]."""
+        if self.is_causal:
+            return self._triangle(place_BGR + self.query_offset + 1 - keys.start, keys.stop - keys.start)
+        allowed = self._rows(place_BGR)[..., keys]
+        return torch.zeros(allowed.shape, dtype=self.dtype, device=allowed.device).masked_fill_(~allowed, -torch.inf)
+
+    def _triangle(self, count_BGR: Tensor, wide: int) -> Tensor:
+        """Rows whose first so many keys may be read: windows into a line of zeros followed by -inf."""
+        line = torch.zeros(2 * wide, dtype=self.dtype, device=count_BGR.device)
+        line[wide:] = -torch.inf
+        starts = wide - count_BGR.clamp(0, wide)
+        rows = line.as_strided((wide + 1, wide), (1, 1)).contiguous().index_select(0, starts.flatten())
+        return rows.view(*count_BGR.shape, wide)
+
+    def _rows(self, place_BGR: Tensor) -> Tensor:
+        """Which keys each may read, from all pairs."""
+        allowed_BTS = self.sight.allowed[:, 0]
+        row = torch.arange(place_BGR.shape[0], device=place_BGR.device) % allowed_BTS.shape[0]
+        flat = (row[:, None, None] * allowed_BTS.shape[1] + place_BGR).flatten()
+        return allowed_BTS.flatten(0, 1).index_select(0, flat).view(*place_BGR.shape, self.keys)
+
+
+# SECTION: Queries that speak, one behind the other for each key head, and the units of work of the kernel that reads them.
+
+MIN_KEYS_PER_PART = 512  # whose gradients are a part at least
+MAX_KEY_PARTS, TARGET_WORK_ITEMS = 4, 16  # parts there may be at most, so that there are so many units
+
+
+class RoutedWorkItems(NamedTuple):
+    """What `kernels.read.read_lines` is told: lines, ends and units, and how many pairs it forms."""
+
+    kernel_args: list[Tensor]
+    num_pairs: int
+
+    @staticmethod
+    def from_open_heads(open_BTH: Tensor, kept: int, ends: Tensor, keys: int) -> RoutedWorkItems:
+        """Those that are open, for so many key heads; those with most keys begin, and no thread waits at the end."""
+        batch, queries, heads = open_BTH.shape
+        by_key = open_BTH.view(batch, queries, kept, heads // kept).transpose(1, 2)
+        b, g, t, h = by_key.nonzero(as_tuple=True)
+        lines = (b * queries + t) * heads + g * (heads // kept) + h
+        counts = by_key.sum((2, 3)).flatten()
+        whose, first, rows = _make_forward_items(counts)
+        last = first + rows - 1
+        token = b % len(ends) * queries + t
+        low, high = (ends.view(-1, 2)[token[n], side] for n, side in ((first, 0), (last, 1)))
+        forth = torch.stack([whose, first, rows, 0 * rows, 0 * rows + keys, 0 * rows], 1)
+        forth = forth[torch.argsort(high - low, descending=True)]
+        formed = QUERY_TILE_ROWS * int((high - low).sum())
+        return RoutedWorkItems(
+            [lines, ends.contiguous(), forth.contiguous(), _make_backward_items(counts, keys)], formed
+        )
+
+
+def _make_forward_items(counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Units of as many lines as lie side by side: whose they are, the first of them, and how many."""
+    units = (counts + QUERY_TILE_ROWS - 1).div(QUERY_TILE_ROWS, rounding_mode="floor")
+    whose = torch.arange(len(counts), device=counts.device).repeat_interleave(units)
+    number = torch.arange(len(whose), device=counts.device) - (units.cumsum(0) - units)[whose]
+    first = (counts.cumsum(0) - counts)[whose] + QUERY_TILE_ROWS * number
+    return whose, first, (counts[whose] - QUERY_TILE_ROWS * number).clamp(max=QUERY_TILE_ROWS)
+
+
+def _make_backward_items(counts: Tensor, keys: int) -> Tensor:
+    """Backwards: all lines of each key head with a part of the keys; those of the first keys have most to read."""
+    parts = max(1, min(MAX_KEY_PARTS, TARGET_WORK_ITEMS // len(counts), keys // MIN_KEYS_PER_PART))
+    # At fours, which the kernel writes at once.
+    cuts = [*(keys * part // parts // 4 * 4 for part in range(parts)), keys]
+    order = torch.argsort(counts, descending=True)
+    first = (counts.cumsum(0) - counts)[order]
+    some = [
+        torch.stack([order, first, counts[order], *(torch.full_like(order, n) for n in (cuts[p], cuts[p + 1], p))], 1)
+        for p in range(parts)
+    ]
+    return torch.cat(some).contiguous()
+
+
+# SECTION: Heads that do not speak for a token are not asked: its query is left out of what they compute, both ways.
+
+MIN_KEYS = 1024  # keys from which on it was measured to be faster: docs/backends.md
+
+
+def boundary_lengths() -> tuple[int, ...]:
+    """The lengths at which units are full, and at which chunks and blocks of keys end."""
+    return QUERY_TILE_ROWS - 1, QUERY_TILE_ROWS, QUERY_TILE_ROWS + 1, 259
+
+
+def unsupported_reasons(job: CallSignature) -> list[str]:
+    """Why this job cannot run here."""
+    spec, reasons = job.spec, sdpa.fused_call_conflicts(job)
+    if not any(gate.open_fractions(spec) for _, gate in spec.parts_of(Gate)):
+        reasons.append("no gate promises that heads are shut")
+    elif not any(_open_shares(job)):
+        reasons.append("gradients pass the gates of heads that are shut, so what these read is needed")
+    if any(isinstance(part, ScoreStep) for _, part in spec.parts()) or not isinstance(spec.normaliser, Softmax):
+        reasons.append("it reads by a plain softmax over products, with nothing added")
+    if any(
+        step.combines_rows or step.required_score_heads(spec, frozenset({0})) != {0}
+        for _, step in spec.parts_of(OutputStep)
+    ):
+        reasons.append("outputs of several heads are joined before the gates")
+    if spec.pattern not in (Full(), Causal()):
+        reasons.append(f"{spec.pattern.text} leaves keys out, which saves as much without packing")
+    if job.single_query:
+        reasons.append("a single query of all heads is answered sooner than one of some")
+    if job.is_compiling:
+        reasons.append("how many queries a head has is for the data to say, which a compiled graph cannot ask")
+    if "lse" in job.probed_tensors:
+        reasons.append("it has a log-sum-exp for heads that speak only")
+    return [*reasons, *_unsupported_kernel_reasons(job)] or job.slower_than(MIN_KEYS, "all heads take less time")
+
+
+def _unsupported_kernel_reasons(job: CallSignature) -> list[str]:
+    reasons = []
+    if job.device != "cpu":
+        reasons.append(f"it works with the CPU's kernel, not on {job.device}")
+    if job.core.dim != job.core.vdim:
+        reasons.append("its kernel wants keys and values of one width")
+    if not job.group_size:
+        reasons.append("its groups of heads must be equal")
+    return reasons
+
+
+def _open_shares(job: CallSignature) -> list[tuple[Fraction, ...] | None]:
+    """Of each gate how often heads speak, if where it is zero nobody needs to know what they read."""
+    gates = (gate for _, gate in job.spec.parts_of(Gate))
+    return [
+        gate.open_fractions(job.spec) if gate.blocks_gradient_when_closed() or not job.needs_grad else None
+        for gate in gates
+    ]
+
+
+def executed_flops(job: CallSignature, work: CallSize) -> int:
+    """The products that are formed if every head speaks as often as its gate tells, and evenly."""
+    shares, causal = min(filter(None, _open_shares(job)), key=sum), job.spec.pattern == Causal()
+    formed = _pairs_of_work_items if _has_kernel(job) else _pairs_of_chunks
+    pairs = sum(formed(share * job.group_size, work, causal) for share in _share_per_kv_head(shares, job.group_size))
+    return int(job.core.flops(work.batch) * pairs / len(job.core.keys))
+
+
+def _has_kernel(job: CallSignature) -> bool:
+    """Whether there is a kernel for its numbers; torch's own call reads for others, chunk by chunk."""
+    return job.device == "cpu" and job.dtype in COMPUTE_DTYPES
+
+
+def _share_per_kv_head(shares: tuple[Fraction, ...], each: int) -> list[Fraction]:
+    """The mean share of the heads that read one key head."""
+    return [sum(shares[n : n + each], Fraction(0)) / each for n in range(0, len(shares), each)]
+
+
+def _pairs_of_work_items(rate: Fraction, work: CallSize, causal: bool) -> Fraction:
+    """Pairs of a key head for which so many rows speak at each token: whole units, each with the keys of its last."""
+    units = -(-math.ceil(rate * work.queries) // QUERY_TILE_ROWS)
+    if not causal or not units:
+        return Fraction(QUERY_TILE_ROWS * units * work.keys)
+    own = QUERY_TILE_ROWS * Fraction(units * (units - 1), 2) / rate + work.queries
+    return QUERY_TILE_ROWS * (own + units * (work.keys - work.queries))
+
+
+def _pairs_of_chunks(rate: Fraction, work: CallSize, causal: bool) -> Fraction:
+    """The same of chunks."""
+    rows = rate * work.queries
+    if not causal or not rows or (rate == 1 and work.keys == work.queries):
+        return rows * work.keys
+    count = num_chunks(math.ceil(rows))
+    each = Fraction(math.ceil(rows / count))
+    return each * (count * (work.keys - work.queries) + Fraction(work.queries * (count + 1), 2))
+
+
+def attend(
+    job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None
+) -> Tensor:
+    """Per-head outputs o_BTHV, zero for heads that are shut."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if not q.numel() or not k.numel() or is_under_functorch():
+        return sdpa.attend(job, sight, inputs, bound, probe)
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
+    with torch.no_grad():
+        reading, opened = KeyVisibility(sight, q.dtype), _open_heads(job, inputs)
+        ends = reading.key_ranges(q.shape[1]) if q.dtype in COMPUTE_DTYPES else None
+        lines = None if ends is None else RoutedWorkItems.from_open_heads(opened, k.shape[2], ends, k.shape[1])
+        packed = pack_open_queries(opened, k.shape[2], reading.is_full_or_causal) if lines is None else []
+    if lines is not None:
+        return gathered_attention(q, k, v, lines.kernel_args, inputs.query_context.scale, lines.num_pairs)[0]
+    o_BTHV: Tensor = _RoutedAttention.apply(q, k, v, packed, (reading, inputs.query_context.scale))
+    return o_BTHV
+
+
+def _open_heads(job: CallSignature, inputs: CoreInputs) -> Tensor:
+    """Which heads speak for which token, [B, T, H]: no gate that promises to shut some is zero there."""
+    opened = torch.ones(inputs.q.shape[:3], dtype=torch.bool, device=inputs.q.device)
+    for shares, gate in zip(_open_shares(job), inputs.gates, strict=True):
+        if shares is not None:
+            opened &= gate[..., 0] != 0
+    return opened
+
+
+class _RoutedAttention(torch.autograd.Function):
+    """Packed attention; backwards the scores are formed once more, from the log-sum-exp of each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, packed: list[PackedQueries], how: tuple[KeyVisibility, float]
+    ) -> Tensor:
+        batch, queries, heads = q.shape[:3]
+        line = v.new_zeros(batch * queries * heads + 1, v.shape[-1])
+        kept = []
+        for pack in packed:
+            call = _PackedCall(pack, q, k, v, how)
+            o_BGRV, lse_BGR = call.forward()
+            line.index_copy_(0, pack.flat_index, o_BGRV.view(-1, v.shape[-1]))
+            kept += [o_BGRV, lse_BGR]
+        ctx.packed, ctx.how = packed, how
+        ctx.save_for_backward(q, k, v, *kept)
+        return line[:-1].view(batch, queries, heads, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
+        q, k, v, *kept = ctx.saved_tensors
+        dq = q.new_zeros(q.shape[:3].numel() + 1, q.shape[-1])
+        dk, dv = (t.new_zeros(t.transpose(1, 2).shape) for t in (k, v))
+        for n, pack in enumerate(ctx.packed):
+            call = _PackedCall(pack, q, k, v, ctx.how)
+            dq_BGRK, dk_BGSK, dv_BGSV = call.backward(grads[0], kept[2 * n], kept[2 * n + 1])
+            dq.index_copy_(0, pack.line, dq_BGRK.view(-1, q.shape[-1]).to(q.dtype))
+            dk[:, pack.heads], dv[:, pack.heads] = dk_BGSK.to(k.dtype), dv_BGSV.to(v.dtype)
+        return dq[:-1].view(q.shape), dk.transpose(1, 2), dv.transpose(1, 2), None, None
+
+
+class _PackedCall:
+    """The rows of one pack with their keys and values, and what is made of them piece by piece."""
+
+    def __init__(self, pack: PackedQueries, q: Tensor, k: Tensor, v: Tensor, how: tuple[KeyVisibility, float]) -> None:
+        self.pack, (self.reading, self.scale) = pack, how
+        self.q_BGRK = self._packed(q)
+        self.k_BGSK, self.v_BGSV = (_select_heads(t.transpose(1, 2), pack.heads) for t in (k, v))
+
+    def _packed(self, x_BTHK: Tensor) -> Tensor:
+        if self.pack.is_complete:
+            return _select_heads(x_BTHK.transpose(1, 2), self.pack.heads)
+        line = x_BTHK.reshape(-1, x_BTHK.shape[-1])
+        rows = line.index_select(0, self.pack.flat_index.clamp(max=len(line) - 1))
+        return rows.view(*self.pack.position_BGR.shape, -1)
+
+    def _bars(self, piece: MaskedRectangle) -> Tensor | None:
+        return self.reading.mask_bias(self.pack.position_BGR[..., piece.rows], piece.keys) if piece.is_masked else None
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """What rows read, and the log-sum-exp of their scores."""
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        exact = torch.promote_types(self.q_BGRK.dtype, torch.float32)
+        o_BGRV = self.v_BGSV.new_zeros(*self.pack.position_BGR.shape, self.v_BGSV.shape[-1])
+        lse_BGR = o_BGRV.new_zeros(o_BGRV.shape[:-1], dtype=exact)
+        for piece in self.reading.forward_rectangles(self.pack):
+            if piece.keys.start >= piece.keys.stop:
+                continue
+            q, k, v = self.q_BGRK[:, :, piece.rows], self.k_BGSK[:, :, piece.keys], self.v_BGSV[:, :, piece.keys]
+            o, lse = kernel(q, k, v, 0.0, piece.is_causal_square, attn_mask=self._bars(piece), scale=self.scale)
+            if not piece.is_first_of_rows:
+                before, o = o_BGRV[:, :, piece.rows].to(exact), o.to(exact)
+                apart = lse - lse_BGR[:, :, piece.rows]
+                o = torch.lerp(before, o, torch.sigmoid(apart)[..., None])
+                lse = torch.logaddexp(lse, lse_BGR[:, :, piece.rows])
+            o_BGRV[:, :, piece.rows], lse_BGR[:, :, piece.rows] = o, lse
+        return o_BGRV, lse_BGR.masked_fill_(~self.pack.is_valid_BGR, torch.inf)  # what fills up has no weight backwards
+
+    def backward(self, grad_BTHV: Tensor, o_BGRV: Tensor, lse_BGR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of rows, keys and values."""
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        exact = torch.promote_types(self.q_BGRK.dtype, torch.float32)
+        to_BGRV = self._packed(grad_BTHV)
+        dq, dk, dv = (t.new_zeros(t.shape, dtype=exact) for t in (self.q_BGRK, self.k_BGSK, self.v_BGSV))
+        for piece in self.reading.backward_rectangles(self.pack):
+            rows, keys = piece.rows, piece.keys
+            if rows.start >= rows.stop or keys.start == keys.stop:
+                continue
+            q, o, lse, to = (t[:, :, rows] for t in (self.q_BGRK, o_BGRV, lse_BGR, to_BGRV))
+            k, v = self.k_BGSK[:, :, keys], self.v_BGSV[:, :, keys]
+            found = kernel(
+                to, q, k, v, o, lse, 0.0, piece.is_causal_square, attn_mask=self._bars(piece), scale=self.scale
+            )
+            for total, some, part in zip((dq, dk, dv), (rows, keys, keys), found, strict=True):
+                total[:, :, some] += part
+        return dq, dk, dv
+
+
+def _select_heads(x_BGSK: Tensor, heads: Sequence[int]) -> Tensor:
+    """These heads: a view where they stand at equal distances."""
+    step = heads[1] - heads[0] if len(heads) > 1 else 1
+    regular = range(heads[0], heads[-1] + 1, step)
+    if list(heads) == list(regular):
+        return x_BGSK[:, regular.start : regular.stop : step]
+    return x_BGSK[:, list(heads)]

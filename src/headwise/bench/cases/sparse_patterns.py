@@ -1,0 +1,171 @@
+"""Patterns that leave most pairs out, at 8k tokens: the core alone, forward, and forward with backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ... import backends
+from ...backends import CallSignature, CoreInputs, CoreSteps
+from ...interfaces.core_types import QueryContext
+from ...masking.patterns import Dilated, parse_pattern
+from ...masking.sequence_info import AttentionMask, SequenceInfo
+from ...nn.attention import Attention
+from ...presets import design
+from ..benchmark_case import BenchmarkCase, MissingPeer, RequiredWork, SpeedTarget, TimedCall, make_peer
+
+TITLE = "Windows and sparse patterns, 8,192 tokens"
+NUM_TOKENS, NUM_HEADS, HEAD_DIM = 8192, 8, 64
+WINDOW = "window(256)"
+MASKED_SDPA = "masked SDPA"
+LENGTHS = (2048, 4096, 8192, 16384)
+HeadOutputs = Callable[[Tensor, Tensor, Tensor], Tensor]  # of q, k, v [1, T, 8, 64] the same of what was read
+
+
+@dataclass(frozen=True)
+class _PatternCore:
+    """The core of a layer with this pattern at so many tokens: ours, and what it works on."""
+
+    pattern: str
+    tokens: int = NUM_TOKENS
+
+    def qkv(self) -> list[Tensor]:
+        """Numbers that follow from the seed."""
+        drawn = torch.Generator().manual_seed(0)
+        return [torch.randn(1, self.tokens, NUM_HEADS, HEAD_DIM, generator=drawn) for _ in "qkv"]
+
+    def headwise(self, backward: bool) -> HeadOutputs:
+        """The backend that a layer of this pattern would choose, as the layer calls it."""
+        spec = design(model=NUM_HEADS * HEAD_DIM, heads=NUM_HEADS, pattern=self.pattern)
+        layer, job = Attention(spec), CallSignature(spec, spec.core, needs_grad=backward, training=backward)
+        bound, attend = CoreSteps.from_spec(spec, layer.weights), backends.choose_backend(job).attend
+        tokens = SequenceInfo.contiguous(0, self.tokens, "cpu")
+        x = torch.zeros(1, self.tokens, 1)
+
+        def heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            asked = QueryContext(x, q, HEAD_DIM**-0.5, tokens)
+            return attend(
+                job, AttentionMask(tokens, tokens, spec.pattern), CoreInputs(q, k, v, asked, {}, {}), bound, None
+            )
+
+        return heads
+
+    def masked_sdpa(self) -> HeadOutputs:
+        """torch's fused call with the pattern as a mask, made beforehand."""
+        place = torch.arange(self.tokens)
+        mask = parse_pattern(self.pattern).allows(place[:, None], place)
+
+        def heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
+
+        return heads
+
+    def required_work(self, backward: bool) -> RequiredWork:
+        """Products of allowed pairs; backwards twice as many, and the scores, which nobody kept, once more."""
+        every = range(self.tokens)
+        forward = 4 * parse_pattern(self.pattern).pairs(every, every) * NUM_HEADS * HEAD_DIM
+        return RequiredWork(flops=7 * forward // 2 if backward else forward)
+
+
+def cases(quick: bool) -> Iterator[BenchmarkCase]:
+    """A window with everybody who has one, then other patterns against the mask."""
+    for backward in (False, True):
+        core, how = _PatternCore(WINDOW), _backward if backward else _forward
+        others = {
+            "local-attention": make_peer(
+                "local_attention", lambda library, how=how, core=core: how(_local_attention(library), core)
+            ),
+            "FlexAttention, compiled": MissingPeer("it has no backward pass on the CPU")
+            if backward
+            else how(_flex_attention(core), core),
+        }
+        yield _case("window of 256", core, backward, others, (SpeedTarget(MASKED_SDPA, 15.0),))
+    for name, pattern in (
+        ("first 4 keys and a window of 256", "first(4) | window(256)"),
+        ("64 keys, every 4th", Dilated(64, rate=4).text),
+        ("BigBird, blocks of 64", f"bigbird({NUM_TOKENS})"),
+    ):
+        for backward in (False,) if quick else (False, True):
+            yield _case(name, _PatternCore(pattern), backward, {}, ())
+
+
+def _case(
+    name: str,
+    core: _PatternCore,
+    backward: bool,
+    others: dict[str, TimedCall | MissingPeer],
+    aims: tuple[SpeedTarget, ...],
+) -> BenchmarkCase:
+    how = _backward if backward else _forward
+    peers = {MASKED_SDPA: how(core.masked_sdpa(), core), **others}
+    title = f"{name}, {'forward and backward' if backward else 'forward'}"
+    ours = how(core.headwise(backward), core)
+    return BenchmarkCase(
+        title, ours, peers, aims, core.required_work(backward), notes=_measure_growth(core.pattern, backward)
+    )
+
+
+def _forward(heads: HeadOutputs, core: _PatternCore) -> TimedCall:
+    q, k, v = core.qkv()
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            return heads(q, k, v)
+
+    return run
+
+
+def _backward(heads: HeadOutputs, core: _PatternCore) -> TimedCall:
+    q, k, v = (x.requires_grad_() for x in core.qkv())
+    back = torch.randn(q.shape, generator=torch.Generator().manual_seed(1))
+    return lambda: torch.autograd.grad(heads(q, k, v), (q, k, v), back)
+
+
+def _measure_growth(pattern: str, backward: bool) -> dict[str, str]:
+    """How our time grows with length: the slope of its logarithm, by least squares."""
+    if pattern != WINDOW:
+        return {}
+    seconds = [_seconds(_PatternCore(pattern, tokens), backward) for tokens in LENGTHS]
+    x, y = ([math.log(one) for one in each] for each in (LENGTHS, seconds))
+    middle = sum(x) / len(x)
+    slope = sum((a - middle) * b for a, b in zip(x, y, strict=True)) / sum((a - middle) ** 2 for a in x)
+    return {"growth": f"time grows as length^{slope:.2f} from {LENGTHS[0]:,} to {LENGTHS[-1]:,} tokens"}
+
+
+def _seconds(core: _PatternCore, backward: bool) -> float:
+    run = (_backward if backward else _forward)(core.headwise(backward), core)
+    run()
+    took = list[float]()
+    for _ in range(3):
+        start = perf_counter()
+        run()
+        took.append(perf_counter() - start)
+    return median(took)
+
+
+def _local_attention(library: Any) -> HeadOutputs:
+    """Windows of 85 that look 3 back, held to their exact width: the 255 keys before a query, and its own."""
+    theirs = library.LocalAttention(
+        85, causal=True, look_backward=3, exact_windowsize=True, autopad=True, use_rotary_pos_emb=False
+    )
+    return lambda q, k, v: theirs(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+def _flex_attention(core: _PatternCore) -> HeadOutputs:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    pattern = parse_pattern(core.pattern)
+    mask = create_block_mask(
+        lambda b, h, i, j: pattern.allows(i, j), None, None, core.tokens, core.tokens, device="cpu"
+    )
+    flex: Any = torch.compile(flex_attention)
+    return lambda q, k, v: flex(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask).transpose(1, 2)

@@ -1,0 +1,224 @@
+"""Caches of tokens: every one in a slot of its own, or a ring of those the pattern can still read."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import CacheFull
+from ..masking.patterns import Causal, First, Pattern, Window
+from ..masking.sequence_info import SequenceInfo
+from ..spec.attention_spec import AttentionSpec
+from .full_visibility import FullVisibility
+from .int8_quantization import dequantise, quantise
+from .kv_cache import KVCache, KVEntry
+
+
+class StorageFormat(NamedTuple):
+    """As what entries are kept: in a layer's own dtype on its device, or in another form that is `opened` again."""
+
+    dtype: torch.dtype
+    device: torch.device
+    store: str | None = None
+
+
+class SlotCache(KVCache):
+    """Tokens in a fixed number of slots; a slot that holds nothing is of segment -1."""
+
+    def __init__(self, spec: AttentionSpec, shape: tuple[int, int], kept: StorageFormat) -> None:
+        (batch, slots), (dtype, device, store) = shape, kept
+        super().__init__(spec, batch, dtype, device)
+        self.slots, self._store = slots, store
+        self._names = [*spec.project.kv_entry_layouts(spec)] if store else []
+        shapes = spec.kv_entry_shapes().items()
+        nothing = {n: torch.zeros(batch, 0, *s, dtype=dtype, device=device) for n, s in shapes}
+        kinds = quantise(nothing, self._names)
+        self.entry: KVEntry = {n: kind.new_zeros(batch, slots, *kind.shape[2:]) for n, kind in kinds.items()}
+        empty = torch.is_full((batch, slots), -1, dtype=torch.int64, device=device)
+        self.tokens = SequenceInfo(torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True)
+        self._reach = self._every = FullVisibility(spec.pattern, slots)
+
+    @abstractmethod
+    def _retained_positions(self) -> Pattern:
+        """Which of all tokens so far are still in a slot."""
+
+    def _stored_tokens(self) -> SequenceInfo:
+        """All slots; and when the newest token of every row may read whatever is held, that too is said."""
+        if not (self.uniform and self._reads_all):
+            if self.uniform:
+                self._write_pending_positions(self.used)
+            return self.tokens
+        filled = min(self.used, self.slots)
+        return SequenceInfo(self.tokens.position, self.tokens.segment, checked=True, num_visible=filled)
+
+    @property
+    def _reads_all(self) -> bool:
+        """Whether the pattern allows exactly what is held, found by counting pairs, ahead of need."""
+        return self._every.sees_all(self.used, self._retained_positions)
+
+    @property
+    def storage_format(self) -> str | None:
+        return self._store
+
+    def dequantised(self, entry: KVEntry) -> KVEntry:
+        return dequantise(entry, self._names, self.dtype) if self._names else entry
+
+    def select_rows(self, index: Tensor) -> None:
+        self._take(index)
+        self.entry = {name: held[index] for name, held in self.entry.items()}
+        self.tokens = SequenceInfo(self.tokens.position[index], self.tokens.segment[index], checked=True)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(held.nbytes for held in self.entry.values())
+
+    def _write(self, entry: KVEntry, at: SequenceInfo, slot_BT: Tensor) -> None:
+        """Put each token into its slot; those whose slot is `slots` go nowhere."""
+        keep = slot_BT < self.slots
+        row = torch.arange(self.batch, device=self.device)[:, None].expand_as(slot_BT)[keep]
+        slot = slot_BT[keep]
+        for name, new in self._to_storage(entry).items():
+            self.entry[name][row, slot] = new[keep].to(self.entry[name].dtype)  # autocast projects in one of its own
+        for held, new in ((self.tokens.position, at.position), (self.tokens.segment, at.segment)):
+            held[row, slot] = new.expand(self.batch, -1)[keep]
+
+    def _write_entry(self, entry: KVEntry, first: int, count: int) -> None:
+        """Put tokens into neighbouring slots of all rows at once."""
+        for name, new in self._to_storage(entry).items():
+            self.entry[name][:, first : first + count] = new
+
+    def _to_storage(self, entry: KVEntry) -> KVEntry:
+        return quantise(entry, self._names) if self._names else entry
+
+    @abstractmethod
+    def _write_pending_positions(self, used: int) -> None:
+        """Write down what was clear so far of the first tokens of rows that run alike."""
+
+
+class ContiguousCache(SlotCache):
+    """Every token has a slot of its own, until there are no more."""
+
+    def __init__(self, spec: AttentionSpec, shape: tuple[int, int], kept: StorageFormat) -> None:
+        super().__init__(spec, shape, kept)
+        self._filled = torch.zeros(self.batch, dtype=torch.int64, device=self.device)
+        self._bound = 0  # no row has filled more slots than this
+
+    def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+        self._check_capacity(at)
+        was_run, alone, first = self.uniform, self.used == 0, self.used
+        self._advance(at)
+        if self.uniform:
+            self._write_entry(entry, first, at.count)
+        else:
+            if was_run:
+                self._write_pending_positions(first)
+                self._filled = torch.full_like(self._filled, first)
+            self._write(entry, at, self._slot(at))
+            self._filled = self._filled + at.is_real.expand(self.batch, -1).sum(1)
+        self._bound += at.count
+        if at.count == 1:
+            return self.entry, self._stored_tokens() if self.uniform else self._per_row_lengths(at)
+        if alone:
+            return entry, at
+        if self.uniform:
+            self._write_pending_positions(self.used)
+        filled = self.dequantised({name: held[:, : self._bound] for name, held in self.entry.items()})
+        position, segment = self.tokens.position[:, : self._bound], self.tokens.segment[:, : self._bound]
+        return filled, SequenceInfo(position, segment, 0 if self.uniform else None, checked=True)
+
+    def _per_row_lengths(self, at: SequenceInfo) -> SequenceInfo:
+        """All slots of rows that differ; and how many the newest token of each reads, where that is all it holds."""
+        if not (self.single and self._reads_all):
+            return self.tokens
+        held = torch.where(at.is_real.expand(self.batch, -1)[:, 0], self._filled, 0)
+        return SequenceInfo(self.tokens.position, self.tokens.segment, checked=True, visible_per_row=held)
+
+    def _write_pending_positions(self, used: int) -> None:
+        # While all rows run alike a slot's position is its index and its segment 0; nobody needs that written
+        # before somebody looks.
+        self.tokens.segment[:, :used] = 0
+
+    def _retained_positions(self) -> Pattern:
+        return Causal()
+
+    def _slot(self, at: SequenceInfo) -> Tensor:
+        live = at.is_real.expand(self.batch, -1)
+        return torch.where(live, self._filled[:, None] + live.cumsum(1) - 1, self.slots)
+
+    def _check_capacity(self, at: SequenceInfo) -> None:
+        if self._bound + at.count <= self.slots:
+            return
+        longest = self._bound + at.count
+        if not (self.uniform and at.start is not None) and self.batch:
+            # The bound counts padding; only now is it worth asking the device for the truth.
+            filled = self._filled if not self.uniform else torch.full_like(self._filled, self.used)
+            longest = int((filled + at.is_real.expand(self.batch, -1).sum(1)).max())
+        if longest > self.slots:
+            raise CacheFull(
+                f"{longest} tokens do not fit in {self.slots} slots; make the cache with capacity={longest} or more"
+            )
+        self._bound = longest - at.count
+
+    def select_rows(self, index: Tensor) -> None:
+        super().select_rows(index)
+        self._filled = self._filled[index]
+
+
+class RingCache(SlotCache):
+    """The first tokens of a segment for ever, and of the others the latest: what the pattern can still read."""
+
+    def __init__(self, spec: AttentionSpec, shape: tuple[int, int, int], kept: StorageFormat) -> None:
+        batch, first, last = shape
+        super().__init__(spec, (batch, first + last), kept)
+        self.first, self.last = first, last
+        self._settles = self.slots  # from then on every token takes the place of another
+
+    def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+        alone, old_entry, old = self.used == 0, self.entry, self.tokens
+        told, where = entry, at
+        if at.count != 1 and not alone:
+            order, start = self._slots_in_order(at)
+            past = self.dequantised({name: held[:, order] for name, held in old_entry.items()})
+            told = {name: torch.cat([held, entry[name]], 1) for name, held in past.items()}
+            position, segment = (
+                torch.cat([held[:, order], new.expand(self.batch, -1)], 1)
+                for held, new in ((old.position, at.position), (old.segment, at.segment))
+            )
+            where = SequenceInfo(position, segment, start, checked=True)
+        before = self.used
+        self._advance(at)
+        if self.uniform and at.count == 1:
+            slot = before if before < self.first else self.first + (before - self.first) % self.last
+            self._write_entry(entry, slot, 1)
+            self.tokens.position[:, slot : slot + 1] = at.position
+            self.tokens.segment[:, slot : slot + 1] = 0
+        else:
+            self._write(entry, at, self._slot(at))
+        return (self.entry, self._stored_tokens()) if at.count == 1 else (told, where)
+
+    def _slots_in_order(self, at: SequenceInfo) -> tuple[Tensor | slice, int | None]:
+        """The slots in which to hand over what is held, and the position of the first, where all rows run alike."""
+        if self.first or not self.uniform or at.start != self.used:
+            return slice(None), None
+        start = max(0, self.used - self.last)
+        return torch.arange(start, self.used, device=self.device) % self.last, start
+
+    def _write_pending_positions(self, used: int) -> None:
+        """A ring writes every position as it comes: slots come round again."""
+
+    def _retained_positions(self) -> Pattern:
+        return Window(self.last) | First(self.first) if self.first else Window(self.last)
+
+    def _slot(self, at: SequenceInfo) -> Tensor:
+        position = at.position.expand(self.batch, -1)
+        ring = self.first + (position - self.first) % self.last
+        slot = torch.where(position < self.first, position, ring)
+        slot = torch.where(at.is_real.expand(self.batch, -1), slot, self.slots)
+        # Of several new tokens that want one slot the latest stays; index_put would pick any.
+        order = torch.arange(at.count, device=self.device).expand_as(slot)
+        winner = torch.is_full((self.batch, self.slots + 1), -1, device=self.device)
+        winner = winner.scatter_reduce(1, slot, order, "amax")
+        return torch.where(winner.gather(1, slot) == order, slot, self.slots)

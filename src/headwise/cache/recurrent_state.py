@@ -1,0 +1,43 @@
+"""A cache without tokens: one state per head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..backends.linear_attention import empty_state
+from ..masking.sequence_info import SequenceInfo
+from ..spec.attention_spec import AttentionSpec
+from .kv_cache import KVCache, KVEntry
+
+
+class RecurrentStateCache(KVCache):
+    """No tokens at all: one state per head, folded up as tokens pass."""
+
+    def __init__(self, spec: AttentionSpec, batch: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(spec, batch, dtype, device)
+        self._state = empty_state(spec, batch, dtype, device)
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        return self._state
+
+    def set_state(self, state: dict[str, Tensor]) -> None:
+        """The state after the tokens just appended."""
+        self._state = state
+
+    def append(self, entry: KVEntry, at: SequenceInfo) -> tuple[KVEntry, SequenceInfo]:
+        if at.start is None and bool((at.is_real & (at.segment != 0)).any()):
+            raise ValueError("a state cannot tell segments apart; give each packed document a cache of its own")
+        self._advance(at)
+        return entry, at
+
+    def select_rows(self, index: Tensor) -> None:
+        self._take(index)
+        self._state = {name: held[index] for name, held in self._state.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(held.nbytes for held in self._state.values())

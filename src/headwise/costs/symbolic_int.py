@@ -1,0 +1,128 @@
+"""Whole numbers that remember how they came about, so that a formula and its value cannot disagree."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any, Self, TypeVar
+
+from ..interfaces import Modifier, Part
+from ..spec.attention_spec import SLOTS, AttentionSpec
+
+P = TypeVar("P", bound=Part)
+
+
+class SymbolicInt(int):
+    """An int with the formula it was computed by: products, sums and powers of names.
+
+    >>> q, dim = SymbolicInt.of(8, "q"), SymbolicInt.of(64, "dim")
+    >>> cost = 2 * q * dim * (dim + 1)
+    >>> cost, cost.formula
+    (66560, '2 q dim (dim + 1)')
+    """
+
+    factor: int
+    text: str
+    loose: bool  # a sum, which needs brackets inside a product
+
+    @classmethod
+    def of(cls, value: int, text: str, factor: int = 1, *, loose: str = "") -> Self:
+        """A number under a name; `factor` is the part of it that the name leaves out."""
+        made = super().__new__(cls, value)
+        made.factor, made.text, made.loose = factor, text, bool(loose)
+        return made
+
+    @property
+    def formula(self) -> str:
+        """How it came about."""
+        return self.text if self.factor == 1 else f"{self.factor} {self.name_as_factor}"
+
+    @property
+    def name_as_factor(self) -> str:
+        """Its name as one factor of a product."""
+        return f"({self.text})" if self.loose else self.text
+
+    @property
+    def formula_as_factor(self) -> str:
+        """Its formula as one factor of a product."""
+        return f"({self.formula})" if self.loose else self.formula
+
+    def __mul__(self, other: Any) -> Any:
+        if not isinstance(other, int):
+            return other * int(self)  # a width in a square root, a tuple repeated: no count any more
+        if not isinstance(other, SymbolicInt):
+            return SymbolicInt.of(int(self) * other, self.text, self.factor * other, loose="sum" if self.loose else "")
+        text = f"{self.name_as_factor} {other.name_as_factor}"
+        return SymbolicInt.of(int(self) * int(other), text, self.factor * other.factor)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self * other
+
+    def __add__(self, other: int) -> int:
+        if isinstance(other, SymbolicInt) and other.text == self.text:
+            return SymbolicInt.of(
+                int(self) + int(other), self.text, self.factor + other.factor, loose="sum" * self.loose
+            )
+        return self._sum(other, "+") if other else self
+
+    def __radd__(self, other: int) -> int:
+        return SymbolicInt.of(int(self) + other, f"{other} + {self.formula}", loose="sum") if other else self
+
+    def __sub__(self, other: int) -> int:
+        return self._sum(other, "-") if other else self
+
+    def __pow__(self, power: Any, mod: Any = None) -> Any:
+        if isinstance(power, int) and power > 0 and mod is None:
+            return SymbolicInt.of(int(self) ** power, f"{self.name_as_factor}^{power}", self.factor**power)
+        return int(self) ** power
+
+    def __floordiv__(self, other: int) -> int:
+        below = other.name_as_factor if isinstance(other, SymbolicInt) else str(other)
+        return SymbolicInt.of(int(self) // int(other), f"floor({self.formula_as_factor} / {below})")
+
+    def _sum(self, other: int, sign: str) -> int:
+        told = (
+            (other.name_as_factor if sign == "-" else other.formula) if isinstance(other, SymbolicInt) else str(other)
+        )
+        value = int(self) + int(other) if sign == "+" else int(self) - int(other)
+        return SymbolicInt.of(value, f"{self.formula} {sign} {told}", loose="sum")
+
+
+def formula(value: int) -> str:
+    """How a number came about, or the number itself."""
+    return value.formula if isinstance(value, SymbolicInt) else f"{value}"
+
+
+def formula_as_factor(value: int) -> str:
+    """How a number came about, as one factor of a product."""
+    return value.formula_as_factor if isinstance(value, SymbolicInt) else f"{value}"
+
+
+def name_sizes(spec: AttentionSpec) -> AttentionSpec:
+    """The same spec, its sizes under their names: whatever is computed of it says how.
+
+    >>> import headwise as hw
+    >>> spec = name_sizes(hw.design(model=8, heads=2))
+    >>> (spec.model * spec.heads.q).formula, spec == hw.design(model=8, heads=2)
+    ('model q', True)
+    """
+    heads = spec.heads
+    sizes = {name: SymbolicInt.of(getattr(heads, name), name) for name in ("q", "kv", "dim", "vdim")}
+    slots = {slot: _name_part_sizes(getattr(spec, slot), slot) for slot in SLOTS if slot != "pattern"}
+    source = None if spec.source is None else SymbolicInt.of(spec.source, "source")
+    return replace(
+        spec,
+        model=SymbolicInt.of(spec.model, "model"),
+        source=source,
+        heads=replace(heads, **sizes),
+        modifiers=tuple(_name_part_sizes(modifier, name) for name, modifier in spec.parts_of(Modifier)),
+        **slots,
+    )
+
+
+def _name_part_sizes(part: P, owner: str) -> P:
+    """A part with its whole numbers above 1 under their names: dynamic.rank, project.overlap."""
+    told = {field.name: getattr(part, field.name) for field in fields(part)}
+    sizes = {
+        name: SymbolicInt.of(size, f"{owner}.{name}") for name, size in told.items() if type(size) is int and size > 1
+    }
+    return replace(part, **sizes)

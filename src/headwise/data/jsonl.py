@@ -1,0 +1,169 @@
+"""One JSON object a line: texts, translations, or texts with a label, by the names of their fields."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import SpecError, suggest
+from ..masking.sequence_info import SequenceInfo
+from ..model_spec import EmbeddingSpec, ModelSpec, ProcessorSpec
+from .example_order import HELD, Numbers, divided, shares
+from .file_task import Brought, Data, classifier
+from .labelled_examples import Inputs, Labelled, numbered
+from .language_modelling import Span, Stream, ranges
+from .text_files import lines, of_splits, there
+from .translation import Corpus, Making, Pair, Pairs, plain
+from .vocabulary import Ids, Pieces, learned
+
+END = "<|end|>"
+SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+
+Rows = list[list[str]]  # what the wanted fields of each object say
+
+
+@dataclass(frozen=True, repr=False)
+class Jsonl(Brought):
+    """Lines of JSON objects: texts one after the other, each with an end; with `source_field` and `target_field`
+    translations; with `label_field` the class of each text.
+
+    `path` is a file, of which `valid` and `test` are held out (of texts the last ones, else drawn by what is read), or
+    a folder with train.jsonl, valid.jsonl and perhaps test.jsonl. `vocab` pieces are learnt from the train split.
+    `length` is how many tokens are read at once: texts with a label are cut there, longer pairs are left out.
+    """
+
+    name: ClassVar[str] = "jsonl"
+    path: str
+    text_field: str = "text"
+    label_field: str = ""
+    source_field: str = ""
+    target_field: str = ""
+    valid: float = HELD
+    test: float = HELD
+    vocab: int = 4096
+    length: int = 128
+
+    def check(self) -> None:
+        shares(self.valid, self.test)
+        if bool(self.source_field) != bool(self.target_field):
+            raise SpecError("a translation has two sides; give both source_field= and target_field=")
+        if self.source_field and self.label_field:
+            raise SpecError("a translation has no label; leave out label_field=, or source_field= and target_field=")
+        if self.length < 2:
+            raise SpecError(f"Jsonl(length={self.length}) is no number of tokens; give length=64, say")
+
+    def _paths(self) -> dict[str, Path]:
+        path = there(self.path)
+        if not path.is_dir():
+            return {"train": path}
+        if len(found := of_splits(path, SUFFIXES)) < 2:
+            raise SpecError(f"{path} has no train.jsonl with a valid.jsonl; name them so, or give one file")
+        return found
+
+    def files(self) -> Sequence[Path]:
+        return list(self._paths().values())
+
+    def read(self) -> Data:
+        if self.source_field:
+            both = {split: self._rows(path, "source_field", "target_field") for split, path in self._paths().items()}
+            pairs = {split: [Pair(*row) for row in rows] for split, rows in both.items()}
+            making = Making(self.vocab, longest=self.length)
+            return Pairs(Corpus.of(pairs.pop("train"), (self.valid, self.test), pairs), making)
+        if self.label_field:
+            paths = self._paths().items()
+            return self._labelled({split: list(self._rows(path, "text_field", "label_field")) for split, path in paths})
+        return self._stream()
+
+    def _rows(self, path: Path, *names: str) -> Iterator[list[str]]:
+        """What these fields say in each object, one object after the other."""
+        wanted, empty = [(name, getattr(self, name)) for name in names], True
+        for n, line in enumerate(lines(path), 1):
+            if line.strip():
+                row, empty = _object(line, n, path), False
+                yield [_value(row, *field, n, path) for field in wanted]
+        if empty:
+            raise SpecError(f"{path} is empty; give one JSON object a line")
+
+    def _stream(self) -> Stream:
+        """The ids of all texts; of the texts themselves there are only ever a few in memory."""
+        paths = self._paths()
+        counts = {split: sum(1 for _ in self._texts(path)) for split, path in paths.items()}
+        told = ranges(counts, (self.valid, self.test))
+        vocabulary = learned(islice(self._texts(paths["train"]), told["train"][2]), self.vocab, (END,))
+        end = np.array([vocabulary.special(END)], vocabulary.dtype)
+        coded = {split: vocabulary.encode(self._texts(path)) for split, path in paths.items()}
+        spans: dict[str, Span] = {}
+        for split, (owner, start, stop) in told.items():
+            ids = np.concatenate([end[:0], *(one for text in coded[owner][start:stop] for one in (text, end))])
+            spans[split] = Span(ids, 0, len(ids))
+        widths, stop = vocabulary.widths, vocabulary.special(END)
+        return Stream(spans, self.length, vocabulary.size, vocabulary=vocabulary, widths=widths, end=stop)
+
+    def _texts(self, path: Path) -> Iterator[str]:
+        return (row[0] for row in self._rows(path, "text_field"))
+
+    def _labelled(self, found: Mapping[str, Rows]) -> Labelled:
+        rows = [row for own in found.values() for row in own]
+        counts = {split: len(own) for split, own in found.items()}
+        splits = divided(counts, [plain(text) for text, _ in rows], self.valid, self.test)
+        texts = [text for text, _ in rows]
+        vocabulary = learned([texts[n] for n in splits["train"]], self.vocab, (END,))
+        labels, names = numbered([label for _, label in rows])
+        coded = vocabulary.encode(texts)
+        data = Labelled(Texts(coded, vocabulary, self.length), labels, names, splits)
+        if long := sum(len(ids) >= self.length for ids in coded):
+            data.notes = (f"cut, for they have more than length={self.length} tokens: {long} of {len(texts)} texts",)
+        return data
+
+
+class Texts(Inputs):
+    """Texts as ids, each with an end, so that none is without a token."""
+
+    def __init__(self, coded: list[Ids], vocabulary: Pieces, length: int) -> None:
+        self.vocabulary, self.size, self.end = vocabulary, vocabulary.size, vocabulary.special(END)
+        self.document = vocabulary.document
+        self.coded, self.length = coded, length
+
+    def take(self, chosen: Numbers) -> tuple[Tensor, SequenceInfo | None]:
+        rows = [[*self.coded[n][: self.length - 1], self.end] for n in chosen]
+        ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
+        for place, row in zip(ids, rows, strict=True):
+            place[: len(row)] = row
+        x = torch.from_numpy(ids)
+        return x, SequenceInfo.from_batch(x, lengths=[len(row) for row in rows])
+
+    @property
+    def usage(self) -> ProcessorSpec:
+        return ProcessorSpec(behind=(self.end,), tokenizer=self.document)
+
+    def model(self, classes: int, at: str) -> ModelSpec:
+        return classifier("reader", EmbeddingSpec(self.size), classes, at)
+
+
+def _object(line: str, n: int, path: Path) -> dict[str, Any]:
+    try:
+        found: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"line {n} of {path} is no JSON: {error}; give one object a line") from None
+    if not isinstance(found, dict):
+        raise SpecError(f"line {n} of {path} holds {type(found).__name__}; give one object a line")
+    return found
+
+
+def _value(row: dict[str, Any], name: str, field: str, n: int, path: Path) -> str:
+    if field not in row:
+        raise SpecError(f"line {n} of {path} has no {field!r}; {suggest(field, row)}, as {name}=")
+    value = row[field]
+    kinds = {str: "text", int: "a whole number", bool: "true or false"} if name == "label_field" else {str: "text"}
+    if type(value) not in kinds:
+        fact = f"{field!r} in line {n} of {path} is of type {type(value).__name__}"
+        raise SpecError(f"{fact}; give {', '.join(kinds.values())}")
+    return str(value).strip() if name in ("source_field", "target_field") else str(value)

@@ -1,0 +1,206 @@
+"""What each of several ranks holds of a model whose heads they divide: a smaller model, and pieces of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..errors import SpecError
+from ..interfaces.axis_layout import AxisLayout
+from ..model_spec import BlockSpec, ExpertsSpec, FeedForwardSpec, ModelSpec, WeightSpec
+from ..model_spec.model import group_blocks
+from ..nn.head_axis_ops import KeptHeads, select_heads
+from ..spec.attention_spec import AttentionSpec
+
+INSIDE = ("attention", "cross", "feed")  # roles of what is divided; all else every rank does alike
+
+ByAxis = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a smaller tensor lies in a whole one: `kept` are the places along each axis that was cut.
+
+    >>> piece = Piece(AxisLayout.parse("(q dim) model"), {"q": 3, "dim": 2, "model": 1}, {"q": (0, 2)})
+    >>> piece.of(torch.arange(6.0)[:, None]).flatten().tolist()
+    [0.0, 1.0, 4.0, 5.0]
+    """
+
+    layout: AxisLayout
+    sizes: Mapping[str, int]
+    kept: ByAxis
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the smaller one, as stored."""
+        return self.layout.shape(self._own)
+
+    @property
+    def opened(self) -> tuple[int, ...]:
+        """The same with one dimension per axis."""
+        return self.layout.unmerged_shape(self._own)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The smaller tensor, in memory of its own."""
+        opened = whole.reshape(self.layout.unmerged_shape(self.sizes))
+        for axis, places in self.kept.items():
+            opened = select_heads(places)(opened, self.layout.axes.index(axis))
+        return opened.reshape(self.shape).clone()
+
+    def put(self, own: Tensor, whole: Tensor) -> None:
+        """Write the smaller one to where it lies in the whole."""
+        whole.view(self.layout.unmerged_shape(self.sizes))[self._places] = own.reshape(self.opened)
+
+    @property
+    def cut_places(self) -> tuple[Tensor, ...]:
+        """An index of each axis, of those that are not cut the first place alone."""
+        return _meeting([self.kept.get(axis, (0,)) for axis in self.layout.axes])
+
+    @property
+    def _own(self) -> dict[str, int]:
+        return {**self.sizes, **{axis: len(places) for axis, places in self.kept.items()}}
+
+    @property
+    def _places(self) -> tuple[Tensor, ...]:
+        opened = self.layout.unmerged_shape(self.sizes)
+        return _meeting([self.kept.get(axis, range(size)) for axis, size in zip(self.layout.axes, opened, strict=True)])
+
+
+def _meeting(rows: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+    """Indices shaped so that each meets all of the others."""
+    return tuple(torch.tensor(list(row)).view(-1, *[1] * (len(rows) - n - 1)) for n, row in enumerate(rows))
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What one rank holds: a model of fewer heads and narrower feed-forwards, and a piece of each tensor."""
+
+    described: ModelSpec
+    pieces: Mapping[str, Piece]
+
+
+def portions(described: ModelSpec, count: int) -> tuple[Portion, ...]:
+    """A model divided among `count` ranks: output heads with all that they need, and what feed-forwards hold inside.
+
+    What has no axis of these is with every rank. Where a number does not divide, some have one more than others.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 6, "num_attention_heads": 4}
+    >>> config |= {"num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 11}
+    >>> first, second = portions(hw.families.read(config), 2)
+    >>> first.described.stacks[0].layers[0].attention.heads
+    Heads.grouped(q=2, kv=1, dim=2)
+    >>> second.pieces["decoder.0.attention.project.k"].kept
+    {'kv': (1,)}
+    """
+    cuts = {name: divided(name, spec, count) for name, spec in described.attention_specs()}
+    by_rank = [{name: cut[rank] for name, cut in cuts.items()} for rank in range(count)]
+    return tuple(_portion(described, rank, count, own) for rank, own in enumerate(by_rank))
+
+
+def divided(name: str, spec: AttentionSpec, count: int) -> list[KeptHeads]:
+    """A layer cut for each of `count` ranks, none of which needs a score head of another."""
+    groups = groups_of(spec)
+    if len(groups) < count:
+        raise SpecError(f"{name}: {_too_few(spec, len(groups), count)}")
+    runs = [_run(len(groups), rank, count) for rank in range(count)]
+    return [KeptHeads.of(spec, [out for n in run for out in groups[n]]) for run in runs]
+
+
+def groups_of(spec: AttentionSpec) -> list[list[int]]:
+    """Output heads in groups that share no score head: what can be computed apart.
+
+    >>> import headwise as hw
+    >>> groups_of(hw.design(model=8, heads=4, modifiers=(hw.Dynamic(groups=2),)))
+    [[0, 1], [2, 3]]
+    """
+    groups: list[tuple[list[int], frozenset[int]]] = []
+    for out in range(len(spec.score_head_of_output)):
+        needs = spec.required_score_heads(out)
+        met = [group for group in groups if group[1] & needs]
+        groups = [group for group in groups if not group[1] & needs]
+        outs = sorted([out, *(own for outs, _ in met for own in outs)])
+        groups.append((outs, needs.union(*(needed for _, needed in met))))
+    return sorted(outs for outs, _ in groups)
+
+
+def _too_few(spec: AttentionSpec, groups: int, count: int) -> str:
+    outs, every = len(spec.score_head_of_output), range(spec.heads.q)
+    if groups == outs:
+        return f"{outs} heads cannot be divided among {count} ranks; use tensor={outs} or less"
+    joins = [
+        name
+        for name, part in spec.parts()
+        if any(len(part.required_score_heads(spec, frozenset([h]))) > 1 for h in every)
+    ]
+    said = f"{' and '.join(joins)} join{'s' * (len(joins) == 1)} the scores of {outs} heads"
+    if groups == 1:
+        return f"{said}, so that none can be computed without the others; use data= or context= in the place of tensor="
+    return f"{said} in {groups} groups, which cannot be divided among {count} ranks; use tensor={groups} or less"
+
+
+def _portion(described: ModelSpec, rank: int, count: int, cuts: Mapping[str, KeptHeads]) -> Portion:
+    stacks = []
+    for stack in described.stacks:
+        blocks = [_block(block, f"{stack.name}.{depth}", rank, count, cuts) for depth, block in enumerate(stack.layers)]
+        stacks.append(replace(stack, runs=group_blocks(blocks)))
+    pieces = {w.name: Piece(w.layout, w.axis_sizes, _kept(w, rank, count, cuts)) for w in described.weights()}
+    return Portion(replace(described, stacks=tuple(stacks)), pieces)
+
+
+def _block(block: BlockSpec, name: str, rank: int, count: int, cuts: Mapping[str, KeptHeads]) -> BlockSpec:
+    own = {role: cuts[f"{name}.{role}"].spec for role in block.attention_specs}
+    feed = block.feed
+    if isinstance(feed, ExpertsSpec):
+        shared = feed.shared and _narrower(feed.shared, name, rank, count)
+        feed = replace(feed, each=_narrower(feed.each, name, rank, count), shared=shared)
+    elif feed is not None:
+        feed = _narrower(feed, name, rank, count)
+    return replace(block, **own, feed=feed)
+
+
+def _narrower(feed: FeedForwardSpec, name: str, rank: int, count: int) -> FeedForwardSpec:
+    if feed.hidden < count:
+        fact = f"{name}.feed: {feed.hidden} hidden units cannot be divided among {count} ranks"
+        raise SpecError(f"{fact}; use tensor={feed.hidden} or less")
+    return replace(feed, hidden=len(_run(feed.hidden, rank, count)))
+
+
+def _run(size: int, rank: int, count: int) -> tuple[int, ...]:
+    return tuple(range(rank * size // count, (rank + 1) * size // count))
+
+
+def _kept(w: WeightSpec, rank: int, count: int, cuts: Mapping[str, KeptHeads]) -> dict[str, tuple[int, ...]]:
+    """Which places of a tensor a rank holds, along each axis that is cut."""
+    sublayer = ".".join(w.name.split(".")[:3])
+    by_axis: ByAxis = cuts[sublayer].by_axis if sublayer in cuts else {}
+    if w.role == "feed":
+        by_axis = {"hidden": _run(w.axis_sizes["hidden"], rank, count)} if "hidden" in w.layout.axes else {}
+    return {axis: places for axis, places in by_axis.items() if axis in w.layout.axes}
+
+
+def copied(described: ModelSpec, every: Sequence[Portion]) -> dict[str, Tensor]:
+    """Tensors of divided layers of which several ranks hold something, with how many hold each number."""
+    inside = [
+        name for name, weight in described.weights_by_name().items() if weight.role in INSIDE and weight.trainable
+    ]
+    held = {name: holders([portion.pieces[name] for portion in every]) for name in inside}
+    return {name: count for name, count in held.items() if int(count.max()) > 1}
+
+
+def holders(pieces: Sequence[Piece]) -> Tensor:
+    """How many ranks hold each number of a tensor, by the axes that are cut; the others are 1 wide.
+
+    >>> both = AxisLayout.parse("kv model"), {"kv": 2, "model": 5}
+    >>> holders([Piece(*both, {"kv": (0,)}), Piece(*both, {"kv": (0, 1)})]).tolist()
+    [[2], [1]]
+    """
+    layout, sizes, cut = pieces[0].layout, pieces[0].sizes, pieces[0].kept
+    wide = [size if axis in cut else 1 for axis, size in zip(layout.axes, layout.unmerged_shape(sizes), strict=True)]
+    held = torch.zeros(wide, dtype=torch.int64)
+    for piece in pieces:
+        held[piece.cut_places] += 1
+    return held

@@ -1,0 +1,172 @@
+"""A world: the ranks of one training, what they divide, and what they tell each other."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..data import Batch
+from ..errors import SpecError
+from .launch import Launch
+from .parallelism import WAYS, Share, Spread, share
+
+T = TypeVar("T")
+Failures = (ValueError, OSError, RuntimeError)  # what is said to the others; anything else ends the process
+
+# Ranks of these ways work on something else each; those of "tensor" work on the same rows and tokens.
+WORK = ("data", "context", "shards")
+
+
+class World:
+    """Which rank this is, of a spread over so many, on which device. Of one rank, all that follows is a formality.
+
+    What is said here every rank must say, in the same order.
+
+    >>> world = World(Launch(), Spread())
+    >>> world.leads, world.every("here"), world.any(True), world.sum(torch.ones(2)).tolist()
+    (True, ['here'], True, [1.0, 1.0])
+    """
+
+    def __init__(self, launch: Launch, spread: Spread, device: torch.device | str = "cpu") -> None:
+        self.rank, self.size, self.spread, self.device = launch.rank, launch.size, spread, torch.device(device)
+        self.place = spread.place(launch.rank)
+        self._groups: dict[tuple[str, ...], dist.ProcessGroup] = {}
+        self._mesh: DeviceMesh | None = None
+        self._check_device(launch)
+
+    def _check_device(self, launch: Launch) -> None:
+        if self.size == 1 or self.device.type != "cuda":
+            return
+        cards = torch.cuda.device_count()
+        if self.device.index is not None or launch.local >= cards:
+            said = f"device={str(self.device)!r} for every rank" if self.device.index is not None else f"{cards} cards"
+            raise SpecError(f"{said} cannot serve {self.size} ranks; give device='cuda' and a card to each, or 'cpu'")
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the one that writes and prints."""
+        return self.rank == 0
+
+    @property
+    def worker(self) -> int:
+        """Which of those that work on something else each: its number among them, the same for ranks of one head."""
+        return self._number(WORK)[0]
+
+    @property
+    def workers(self) -> int:
+        """How many work on something else each."""
+        return self.size // self.spread.tensor
+
+    @property
+    def takers(self) -> int:
+        """How many learn from rows of their own: those of one context learn from the same."""
+        return self.workers // self.spread.context
+
+    def _number(self, ways: Sequence[str]) -> tuple[int, int]:
+        """Its number among ranks that differ in these ways, and how many they are."""
+        found, count = 0, 1
+        for way in ways:
+            found, count = found * getattr(self.spread, way) + self.place[way], count * getattr(self.spread, way)
+        return found, count
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """All ranks as torch's mesh, its dimensions named as WAYS are."""
+        if self._mesh is None:
+            self._mesh = init_device_mesh(self.device.type, self.spread.shape, mesh_dim_names=WAYS)
+        return self._mesh
+
+    def group(self, *ways: str) -> dist.ProcessGroup:
+        """The ranks that differ from this one in nothing but these ways."""
+        if ways not in self._groups:
+            circles = self.spread.circles(*ways)
+            self._groups[ways] = cast(dist.ProcessGroup, dist.new_subgroups_by_enumeration(circles)[0])
+        return self._groups[ways]
+
+    def every(self, value: T) -> list[T]:
+        """What each rank says, in their order."""
+        if self.size == 1:
+            return [value]
+        said: list[Any] = [None] * self.size
+        dist.all_gather_object(said, value)
+        return said
+
+    def told(self, work: Callable[[], T]) -> T:
+        """What the leader's work gives, told to all; if it fails, they all fail."""
+        if self.size == 1:
+            return work()
+        said: list[Any] = [_outcome(work) if self.leads else None]
+        dist.broadcast_object_list(said)
+        value, failure = said[0]
+        if failure is not None:
+            raise failure
+        return value
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What its own work gives each rank; if that of one fails, they all fail, and for its reason."""
+        if self.size == 1:
+            return work()
+        value, failure = _outcome(work)
+        failures = self.every(failure)
+        if failure is not None and all(str(other) == str(failure) for other in failures):
+            raise failure
+        for rank, other in enumerate(failures):
+            if other is not None:
+                raise SpecError(f"rank {rank} of {self.size}: {other}")
+        return value  # pyright: ignore[reportReturnType] - no failure, so there is one
+
+    def first(self, value: T | None) -> tuple[T, str] | None:
+        """What the first rank has that has anything, and where that is; None if none has."""
+        for rank, said in enumerate(self.every(value)):
+            if said is not None:
+                return said, f" on rank {rank}" if self.size > 1 else ""
+        return None
+
+    def any(self, said: bool) -> bool:
+        """Whether any rank says so."""
+        if self.size == 1:
+            return said
+        flag = torch.tensor(float(said), device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def sum(self, own: Tensor) -> Tensor:
+        """The sum over all that work on something else, in place of what is given."""
+        if self.workers > 1:
+            dist.all_reduce(own, group=self.group(*WORK))
+        return own
+
+    def share(self, batch: Batch, *ways: str) -> Share:
+        """What this rank takes of a batch that all of them have, where ranks of these ways take rows of their own."""
+        index, count = self._number(ways or WORK)
+        return share(batch, index, count)
+
+    @contextmanager
+    def leading(self, manager: AbstractContextManager[Any]) -> Iterator[None]:
+        """The leader inside this, and the others with it."""
+        with ExitStack() as stack:
+            self.told(lambda: stack.enter_context(manager) and None)
+            yield
+
+
+def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What a work gives, or how it fails; nothing else may end it, for others are waiting."""
+    try:
+        return work(), None
+    except Failures as error:
+        return None, _sendable(error)
+
+
+def _sendable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever it cannot be sent for
+        return RuntimeError(str(error))
+    return error

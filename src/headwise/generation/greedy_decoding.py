@@ -1,0 +1,52 @@
+"""Generation by the likeliest token at every step, of a batch that stands as it is."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..masking.sequence_info import SequenceInfo
+from ..models.model_cache import Memory
+from ..models.transformer import Transformer
+from . import Course, answering, check_says, pick, steps
+from .text_output import Answer
+
+
+def greedy(
+    net: Transformer,
+    prompt: Tensor,
+    *,
+    count: int,
+    tokens: SequenceInfo | None = None,
+    end: int | None = None,
+    memory: Memory | None = None,
+) -> list[list[int]]:
+    """Up to `count` new ids behind each row of a prompt [B, P], each the likeliest; a row stops before `end`.
+
+    Rows of several lengths are padded, which `tokens` says: Tokens.of(prompt, lengths=..., pad="left"). `memory` is
+    what `net.encode(source)` returned. Past tokens are remembered, and computed once.
+
+    >>> import torch, headwise as hw
+    >>> described = hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11})
+    >>> net = hw.build(described, seed=0)
+    >>> first, second = greedy(net, torch.tensor([[3, 1], [4, 1]]), count=5)
+    >>> len(first), first == greedy(net, torch.tensor([[3, 1]]), count=5)[0]
+    (5, True)
+    """
+    _check(net, prompt, count, tokens)
+    answers = [Answer(() if end is None else (end,)) for _ in range(len(prompt))]
+    with answering(net):
+        course = Course(net, prompt, count=count, tokens=tokens, memory=memory)
+        for _ in steps(course, pick, answers, count):
+            pass
+    return [answer.ids for answer in answers]
+
+
+def _check(net: Transformer, prompt: Tensor, count: int, tokens: SequenceInfo | None) -> None:
+    check_says(net.described)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"count={count!r} new tokens cannot be; give a whole number of at least 1")
+    if not isinstance(prompt, Tensor) or prompt.dim() != 2 or not prompt.numel():
+        told = list(prompt.shape) if isinstance(prompt, Tensor) else type(prompt).__name__
+        raise ValueError(f"prompt is {told}; give ids [rows, tokens] with at least one token in each row")
+    if tokens is not None and not bool(tokens.is_real.any(1).all()):
+        raise ValueError("a row of the prompt is all padding; begin each with one token at least")

@@ -1,0 +1,106 @@
+"""torch's own nn.MultiheadAttention, alone and inside nn.Transformer.
+
+Its forward hands the output projection to one function as a plain tensor, so a hook on that projection never runs; and
+a whole encoder layer may go by a fast path that calls no forward at all. While somebody watches, the function is given
+an identity in the projection's place, what heads say is looked at, and then projected; the fast path is off meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..hooks import MethodPatch, SharedPatch, SiteAdapter, SiteModule, WeightsOnlyCall, get_hooks, run_output_hooks
+from .module_attributes import UNKNOWN_PATTERN, HeadSizes, make_site
+from .module_tracer import hook_ability
+
+
+class TorchMHAAdapter(SiteAdapter):
+    """Every nn.MultiheadAttention."""
+
+    def find_sites(self, model: nn.Module) -> Iterator[SiteModule]:
+        for path, module in model.named_modules(remove_duplicate=False):
+            if isinstance(module, nn.MultiheadAttention):
+                own = HeadSizes(module.num_heads, module.num_heads, module.head_dim)
+                able = hook_ability(module)
+                yield SiteModule(
+                    make_site(path, module, own, pattern=UNKNOWN_PATTERN, see=able, silence=able), module, self
+                )
+
+    def patches(self) -> list[SharedPatch]:
+        return [FORWARD_PATCH, FAST_PATH_SWITCH]
+
+
+class FastPathSwitch(SharedPatch):
+    """torch's fast path for whole encoder layers is off while somebody watches."""
+
+    was_enabled = True
+
+    def apply(self) -> None:
+        self.was_enabled = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+
+    def revert(self) -> None:
+        torch.backends.mha.set_fastpath_enabled(self.was_enabled)
+
+
+def _wrap_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(
+        self: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        those = get_hooks(self)
+        if not those:
+            return original(self, query, key, value, *rest, **more)
+        names = ("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
+        said = dict(zip(names, rest, strict=False)) | more
+        z, weights = _compute_head_outputs(self, (query, key, value), said)
+        for watcher in those:
+            if watcher.needs_call:
+                watcher.on_call(WeightsOnlyCall(weights if weights.dim() == 4 else weights[None]))
+        y = F.linear(_run_hooks(self, those, z), self.out_proj.weight, self.out_proj.bias)
+        return y, _format_weights(weights, said)
+
+    return forward
+
+
+FORWARD_PATCH, FAST_PATH_SWITCH = MethodPatch(nn.MultiheadAttention, "forward", _wrap_forward), FastPathSwitch()
+
+
+def _compute_head_outputs(
+    self: nn.MultiheadAttention, told: tuple[Tensor, Tensor, Tensor], said: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """What heads say side by side, shaped as the output, and the weights of each."""
+    flip = self.batch_first and told[0].dim() == 3
+    query, key, value = (x.transpose(0, 1) if flip else x for x in told)
+    one = torch.eye(self.embed_dim, dtype=query.dtype, device=query.device)
+    separate = {} if self._qkv_same_embed_dim else {
+        "use_separate_proj_weight": True, "q_proj_weight": self.q_proj_weight,
+        "k_proj_weight": self.k_proj_weight, "v_proj_weight": self.v_proj_weight,
+    }  # fmt: skip
+    z, weights = F.multi_head_attention_forward(
+        query, key, value, self.embed_dim, self.num_heads, cast(Tensor, self.in_proj_weight), self.in_proj_bias,
+        self.bias_k, self.bias_v, self.add_zero_attn, self.dropout, one, None, training=self.training,
+        key_padding_mask=said.get("key_padding_mask"), need_weights=True, attn_mask=said.get("attn_mask"),
+        average_attn_weights=False, is_causal=said.get("is_causal", False), **separate,
+    )  # fmt: skip
+    return z.transpose(0, 1) if flip else z, cast(Tensor, weights)
+
+
+def _run_hooks(self: nn.MultiheadAttention, those: Any, z: Tensor) -> Tensor:
+    """[B, T, heads, width] is what watchers know."""
+    by_head = z.unflatten(-1, (self.num_heads, self.head_dim))
+    if z.dim() == 2:
+        return run_output_hooks(those, by_head[None])[0].flatten(-2)
+    if self.batch_first:
+        return run_output_hooks(those, by_head).flatten(-2)
+    return run_output_hooks(those, by_head.transpose(0, 1)).transpose(0, 1).flatten(-2)
+
+
+def _format_weights(weights: Tensor, said: dict[str, Any]) -> Tensor | None:
+    if not said.get("need_weights", True):
+        return None
+    return weights.mean(-3) if said.get("average_attn_weights", True) else weights

@@ -1,0 +1,426 @@
+"""Queries from anywhere that read the keys from a first to a last of their own, as an operation of torch with a
+gradient of its own."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from math import gcd
+from struct import pack
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
+from .flash_attention_kernel import (
+    FLASH_ATTENTION_KERNELS,
+    GEMM_ROW_PADDING,
+    QUERY_TILE_ROWS,
+    FlashAttentionArgs,
+    flash_scratch_size,
+)
+from .jit import FIRST_KERNEL_ARG, NUM_ITEMS_ARG
+from .simd import round_up_to_simd
+
+KernelTable = array
+TENSOR_ARGS = tuple(
+    map(
+        int,
+        (
+            FlashAttentionArgs.Q,
+            FlashAttentionArgs.K,
+            FlashAttentionArgs.V,
+            FlashAttentionArgs.OUT,
+            FlashAttentionArgs.LSE,
+            FlashAttentionArgs.GRAD,
+            FlashAttentionArgs.D_Q,
+            FlashAttentionArgs.D_K,
+            FlashAttentionArgs.D_V,
+        ),
+    )
+)
+MAX_INDEX_BY_DTYPE = {torch.float32: 2**24, torch.float64: 2**53}  # keys whose numbers are known exactly
+
+
+@torch.library.custom_op("headwise::read_lines", mutates_args=(), device_types="cpu")
+def gathered_attention(q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float, formed: int) -> list[Tensor]:
+    """What some of the queries q [B, T, H, dim] read of k and v [B, S, G, dim or vdim], zeros for others, and the
+    log-sum-exp of their scores, [B, T, H].
+
+    `told` are all int64: the lines, where those queries stand among all (b, t, h), by row and key head; the ends
+    [1 or B, T, 2], the first key that a token reads and the one behind its last; and the units of work forth and back,
+    as `reading.At.TOLD` says. `formed` is how many pairs are formed, for whoever counts.
+    """
+    return [*run_forward(q, k, v, told, scale, q.new_zeros)]
+
+
+@torch.library.custom_op("headwise::read_lines_backward", mutates_args=(), device_types="cpu")
+def gathered_attention_backward(
+    grad: Tensor, given: list[Tensor], told: list[Tensor], scale: float, formed: int
+) -> list[Tensor]:
+    """The gradients of q, k and v; `given` are these, what was read, and the log-sum-exp."""
+    return [*run_backward(grad, given, told, scale, given[0].new_zeros)]
+
+
+def run_forward(
+    q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float, make: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor]:
+    """What queries read, and the log-sum-exp of their scores, where `make` makes room for these."""
+    q, k, v = make_contiguous(q, k, v)
+    o, lse = make(*q.shape[:3], v.shape[-1]), make(q.shape[:3])
+    lines, ends, units, _ = told
+    launch_flash_kernel("forward", make_kernel_table(q, k, v, (units, lines, ends), scale), q, k, v, o, lse)
+    return o, lse
+
+
+def run_backward(
+    grad: Tensor, given: list[Tensor], told: list[Tensor], scale: float, make: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, where `make` makes room for those of queries."""
+    q, k, v, o, lse = given
+    q, k, v = make_contiguous(q, k, v)
+    lines, ends, _, units = told
+    grads = allocate_gradients(q, k, v, len(units) // (len(k) * k.shape[2]), make)
+    known = make_kernel_table(q, k, v, (units, lines, ends), scale)
+    launch_flash_kernel("backward", known, q, k, v, o, lse, grad.contiguous(), *grads)
+    return reduce_gradients(grads, k, v)
+
+
+def make_contiguous(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries that lie one behind the other, keys and values with the numbers of a head side by side."""
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    return q.contiguous(), k, v
+
+
+def make_kernel_table(q: Tensor, k: Tensor, v: Tensor, told: tuple[Tensor, ...], scale: float) -> KernelTable:
+    """What the kernel is told of a call, but where its tensors lie."""
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give all in one")
+    if k.shape[1] > MAX_INDEX_BY_DTYPE[q.dtype]:
+        raise ValueError(
+            f"{k.shape[1]:,} keys are more than {MAX_INDEX_BY_DTYPE[q.dtype]:,} in {q.dtype}; use another backend"
+        )
+    units, lines, ends = told
+    numbers, size = array("q", [0] * (len(FlashAttentionArgs) + FIRST_KERNEL_ARG)), q.element_size()
+    sizes = [*q.shape[1:3], *k.shape[1:3], q.shape[3], v.shape[3]]
+    strides = [step * size for t in (k, v) for step in t.stride()[:3]]
+    numbers[NUM_ITEMS_ARG], numbers[NUM_ITEMS_ARG + 2] = len(units), flash_scratch_size(q.shape[3], v.shape[3]) * size
+    lie = [units.data_ptr(), lines.data_ptr(), ends.data_ptr(), len(ends)]
+    numbers[FlashAttentionArgs.WORK_ITEMS : FlashAttentionArgs.NUM_KEY_RANGE_ROWS + 1] = array("q", lie)
+    numbers[FlashAttentionArgs.SCALE : FlashAttentionArgs.SCALE + 1] = array(
+        "q", pack("d" if size == 8 else "f4x", scale)
+    )
+    numbers[FlashAttentionArgs.T : FlashAttentionArgs.V_HEAD_STRIDE + 1] = array("q", sizes + strides)
+    numbers[FlashAttentionArgs.NUM_QUERY_ROWS], numbers[FlashAttentionArgs.PADDED_KEYS] = (
+        q.shape[:3].numel(),
+        k.shape[1] + GEMM_ROW_PADDING,
+    )
+    return numbers
+
+
+def launch_flash_kernel(which: str, known: KernelTable, *tensors: Tensor) -> None:
+    """Tell the kernel where q, k, v, what is read and its log-sum-exp lie, backwards also gradients, and run it.
+
+    All of these are held until it is done: some of them nobody else may hold.
+    """
+    for at, tensor in zip(TENSOR_ARGS, tensors, strict=False):
+        known[at] = tensor.data_ptr()
+    FLASH_ATTENTION_KERNELS.launch_table(which, tensors[0].dtype, known)
+
+
+def allocate_gradients(
+    q: Tensor, k: Tensor, v: Tensor, parts: int, make: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the gradients of queries, once for each part of the keys, and for those of keys and values."""
+    batch, keys, groups, _ = k.shape
+    d_k, d_v = (t.new_empty(batch, groups, keys + GEMM_ROW_PADDING, round_up_to_simd(t.shape[3])) for t in (k, v))
+    return make(parts, *q.shape), d_k, d_v
+
+
+def reduce_gradients(grads: tuple[Tensor, Tensor, Tensor], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries added up over parts, those of keys and values as the caller's lie."""
+    d_q, *others = grads
+    d_k, d_v = (d[:, :, : t.shape[1], : t.shape[3]].transpose(1, 2) for d, t in zip(others, (k, v), strict=True))
+    return d_q.sum(0) if len(d_q) > 1 else d_q[0], d_k, d_v
+
+
+@gathered_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, told: list[Tensor], scale: float, formed: int) -> list[Tensor]:
+    return [q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3])]
+
+
+@gathered_attention_backward.register_fake
+def _(grad: Tensor, given: list[Tensor], told: list[Tensor], scale: float, formed: int) -> list[Tensor]:
+    q, k, v, *_ = given
+    return [*reduce_gradients(allocate_gradients(q, k, v, 1, q.new_empty), k, v)]
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    q, k, v, told, ctx.scale, ctx.num_pairs = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output, *told)
+
+
+def _gathered_attention_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
+    saved = list(ctx.saved_tensors)  # asked once: a checkpoint hands each out no second time
+    told = saved[5:]
+    d_q, d_k, d_v = gathered_attention_backward(grads[0], saved[:5], told, ctx.scale, ctx.num_pairs)
+    return d_q, d_k, d_v, [None] * len(told), None, None
+
+
+gathered_attention.register_autograd(_gathered_attention_backward, setup_context=_save_for_backward)
+
+
+@register_flop_formula(torch.ops.headwise.read_lines)
+def _gathered_attention_flops(q: Any, k: Any, v: Any, told: Any, scale: float, formed: int, **said: Any) -> int:
+    return 2 * formed * (q[3] + v[3])
+
+
+@register_flop_formula(torch.ops.headwise.read_lines_backward)
+def _gathered_attention_backward_flops(grad: Any, given: Any, told: Any, scale: float, formed: int, **said: Any) -> int:
+    """The scores once more, and of both products the gradients of both."""
+    q, _, v, *_ = given
+    return 2 * formed * (3 * q[3] + 2 * v[3])
+
+
+# SECTION: Every query reads the keys from a first to a last of its own, as an operation of torch with a gradient of its own.
+
+MIN_KEYS_PER_PART = 512  # whose gradients are a part at least
+MAX_KEY_PARTS, TARGET_WORK_ITEMS = 4, 16  # parts there may be at most, so that there are so many units
+MAX_CACHED_PLANS = 16  # plans that are kept: more kinds of calls than this are forgotten
+
+
+class FlashAttentionShape(NamedTuple):
+    """Rows, queries, heads of a call, keys, and heads of these."""
+
+    batch: int
+    queries: int
+    heads: int
+    keys: int
+    num_kv_heads: int
+
+    @staticmethod
+    def from_tensors(q: Tensor, k: Tensor) -> FlashAttentionShape:
+        """That of queries [B, T, H, dim] and keys [B, S, G, dim]."""
+        return FlashAttentionShape(*q.shape[:3], *k.shape[1:3])
+
+    @property
+    def group_size(self) -> int:
+        """Heads that read one key head."""
+        return self.heads // self.num_kv_heads
+
+
+class FlashAttentionPlan(NamedTuple):
+    """What the kernel is told of one kind of call, forth and back, and the tensors whose places stand in there."""
+
+    forward_table: KernelTable
+    backward_table: KernelTable
+    num_key_parts: int
+    pinned_tensors: list[Tensor]
+
+    @staticmethod
+    def from_tensors(q: Tensor, k: Tensor, v: Tensor, ahead: int | None, scale: float) -> FlashAttentionPlan:
+        """That of these, kept for the next of their kind: to make it takes longer than a short call."""
+        kinds = q.dtype, k.dtype, v.dtype
+        key = q.shape, k.shape, v.shape, k.stride(), v.stride(), kinds, ahead, scale
+        found = _PLAN_CACHE.get(key)  # once: another thread may forget all plans at any time
+        if found is None:
+            if len(_PLAN_CACHE) >= MAX_CACHED_PLANS:
+                _PLAN_CACHE.clear()
+            size = FlashAttentionShape.from_tensors(q, k)
+            lines, ends, *units = held = [
+                torch.from_numpy(np.ascontiguousarray(t)) for t in _make_work_items(size, ahead)
+            ]
+            forth, back = (make_kernel_table(q, k, v, (some, lines, ends), scale) for some in units)
+            found = _PLAN_CACHE[key] = FlashAttentionPlan(
+                forth, back, len(units[1]) // (size.batch * size.num_kv_heads), held
+            )
+        return found
+
+
+def _with_key_ranges(known: KernelTable, ends: Tensor | None) -> KernelTable:
+    """A copy, with the caller's own ends if there are some."""
+    known = known[:]
+    if ends is not None:
+        known[FlashAttentionArgs.KEY_RANGES], known[FlashAttentionArgs.NUM_KEY_RANGE_ROWS] = ends.data_ptr(), len(ends)
+    return known
+
+
+_PLAN_CACHE: dict[tuple[Any, ...], FlashAttentionPlan] = {}
+
+
+def _make_work_items(size: FlashAttentionShape, ahead: int | None) -> list[Any]:
+    batch, queries, heads, keys, kept = size
+    lines = np.arange(batch * queries * heads).reshape(batch, queries, kept, size.group_size).swapaxes(1, 2).ravel()
+    last = np.minimum(np.arange(queries) + (keys if ahead is None else ahead) + 1, keys)
+    return [lines, np.stack([0 * last, last], 1)[None], _forward_work_items(size), _backward_work_items(size)]
+
+
+def _forward_work_items(size: FlashAttentionShape) -> Any:
+    """Units of as many queries as lie side by side; the last, which have most keys, begin."""
+    rows, whose = size.queries * size.group_size, np.arange(size.batch * size.num_kv_heads)
+    first = np.arange(0, rows, QUERY_TILE_ROWS)[::-1]
+    units = np.zeros((len(first), len(whose), 6), np.int64)
+    units[..., 0], units[..., 1] = whose, whose * rows + first[:, None]
+    units[..., 2], units[..., 4] = np.minimum(rows - first, QUERY_TILE_ROWS)[:, None], size.keys
+    return units.reshape(-1, 6)
+
+
+def _backward_work_items(size: FlashAttentionShape) -> Any:
+    """All queries of each key head with a part of the keys; those of the first keys have most to read."""
+    rows, whose = size.queries * size.group_size, np.arange(size.batch * size.num_kv_heads)
+    parts = max(1, min(MAX_KEY_PARTS, TARGET_WORK_ITEMS // len(whose), size.keys // MIN_KEYS_PER_PART))
+    cuts = np.array([*(size.keys * part // parts // 4 * 4 for part in range(parts)), size.keys])  # the kernel's fours
+    units = np.zeros((parts, len(whose), 6), np.int64)
+    units[..., 0], units[..., 1], units[..., 2] = whose, whose * rows, rows
+    units[..., 3], units[..., 4], units[..., 5] = cuts[:-1, None], cuts[1:, None], np.arange(parts)[:, None]
+    return units.reshape(-1, 6)
+
+
+# Defined without `custom_op`, whose two functions around each call take as long as a short call itself.
+_LIBRARY = torch.library.Library("headwise", "FRAGMENT")
+_LIBRARY.define(
+    "read_every(Tensor q, Tensor k, Tensor v, Tensor? ends, SymInt? ahead, float scale) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_LIBRARY.define(
+    "read_every_backward(Tensor grad, Tensor[] given, Tensor? ends, SymInt? ahead, float scale)"
+    " -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+FLASH_FORWARD_OP, FLASH_BACKWARD_OP = (
+    torch.ops.headwise.read_every.default,
+    torch.ops.headwise.read_every_backward.default,
+)
+
+
+def attend_key_ranges(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, ahead: int | None, scale: float) -> Tensor:
+    """What the queries q [B, T, H, dim] read of k and v [B, S, G, dim or vdim].
+
+    `ends`, int64 [1 or B, T, 2], are the first key that a token reads and the one behind its last; without them token t
+    reads keys up to t + ahead, or all where that is not said.
+
+    >>> q, k = torch.zeros(1, 3, 1, 2), torch.zeros(1, 3, 1, 2)
+    >>> attend_key_ranges(q, k, torch.arange(3.0).view(1, 3, 1, 1), None, 0, 1.0).flatten().tolist()
+    [0.0, 0.5, 1.0]
+    """
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        read: Tensor = _FlashAttention.apply(q, k, v, ends, ahead, scale)
+        return read
+    return FLASH_FORWARD_OP(q, k, v, ends, ahead, scale)[0]
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Backwards the scores are formed once more, from the log-sum-exp of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        o, lse = FLASH_FORWARD_OP(q, k, v, *how)
+        ctx.save_for_backward(q, k, v, o, lse, how[0])
+        ctx.how = how[1:]
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
+        *given, ends = ctx.saved_tensors
+        return *FLASH_BACKWARD_OP(grads[0], given, ends, *ctx.how), None, None, None
+
+
+@torch.library.impl(_LIBRARY, "read_every", "CPU")
+def _flash_forward_op(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, ahead: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What is read, and the log-sum-exp of the scores, [B, T, H]."""
+    q, k, v = make_contiguous(q, k, v)
+    o, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3])
+    plan = FlashAttentionPlan.from_tensors(q, k, v, ahead, scale)
+    launch_flash_kernel("forward", _with_key_ranges(plan.forward_table, ends), q, k, v, o, lse)
+    return o, lse
+
+
+@torch.library.impl(_LIBRARY, "read_every_backward", "CPU")
+def _flash_backward_op(
+    grad: Tensor, given: list[Tensor], ends: Tensor | None, ahead: int | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v; `given` are these, what was read, and the log-sum-exp."""
+    q, k, v, o, lse = given
+    q, k, v = make_contiguous(q, k, v)
+    plan = FlashAttentionPlan.from_tensors(q, k, v, ahead, scale)
+    # Who reads nothing of a part writes nothing.
+    make = q.new_empty if ends is None and plan.num_key_parts == 1 else q.new_zeros
+    grads = allocate_gradients(q, k, v, plan.num_key_parts, make)
+    launch_flash_kernel(
+        "backward", _with_key_ranges(plan.backward_table, ends), q, k, v, o, lse, grad.contiguous(), *grads
+    )
+    return reduce_gradients(grads, k, v)
+
+
+@torch.library.register_fake("headwise::read_every")
+def _(q: Tensor, k: Tensor, v: Tensor, ends: Any, ahead: Any, scale: float) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3])
+
+
+@torch.library.register_fake("headwise::read_every_backward")
+def _(grad: Tensor, given: list[Tensor], ends: Any, ahead: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, *_ = given
+    return reduce_gradients(allocate_gradients(q, k, v, 1, q.new_empty), k, v)
+
+
+def count_executed_pairs(size: FlashAttentionShape, ends: Tensor | None, ahead: int | None) -> int:
+    """How many pairs are formed: whole units, each with the keys from the first to the last that one of its rows reads.
+
+    >>> (
+    ...     count_executed_pairs(FlashAttentionShape(1, 128, 1, 128, 1), None, 0),
+    ...     count_executed_pairs(FlashAttentionShape(1, 128, 1, 128, 1), None, None),
+    ... )
+    (12288, 16384)
+    """
+    if ends is not None:
+        return _count_pairs_in_ranges(size, ends)
+    each, units = size.group_size, -(-size.queries * size.group_size // QUERY_TILE_ROWS)
+    if ahead is None:
+        return QUERY_TILE_ROWS * size.batch * size.num_kv_heads * units * size.keys
+    inner = max(
+        0, min(units - 1, (size.keys - ahead) * each // QUERY_TILE_ROWS)
+    )  # units whose last row is not stopped by the end
+    keys = _last_tokens(inner, each) + inner * (ahead + 1) + (units - 1 - inner) * size.keys
+    return QUERY_TILE_ROWS * size.batch * size.num_kv_heads * (keys + min(size.queries + ahead, size.keys))
+
+
+def _last_tokens(units: int, each: int) -> int:
+    """The sum over so many units of the token of the last row of each, which rises evenly from period to period."""
+    period = each // gcd(each, QUERY_TILE_ROWS)
+    first, (times, rest) = [(QUERY_TILE_ROWS * (n + 1) - 1) // each for n in range(period)], divmod(units, period)
+    rise = QUERY_TILE_ROWS * period // each
+    every = times * sum(first) + period * rise * times * (times - 1) // 2
+    return every + sum(first[:rest]) + rest * rise * times
+
+
+def _count_pairs_in_ranges(size: FlashAttentionShape, ends: Tensor) -> int:
+    rows = ends.repeat_interleave(size.group_size, 1)
+    rows = torch.cat([rows, rows[:, -1:].expand(-1, -rows.shape[1] % QUERY_TILE_ROWS, -1)], 1).unflatten(
+        1, (-1, QUERY_TILE_ROWS)
+    )
+    keys = (rows[..., 1].amax(-1) - rows[..., 0].amin(-1)).clamp(min=0).sum()
+    return QUERY_TILE_ROWS * size.num_kv_heads * int(keys) * (size.batch // len(ends))
+
+
+@register_flop_formula(torch.ops.headwise.read_every, get_raw=True)
+def _flash_attention_flops(q: Tensor, k: Tensor, v: Tensor, ends: Any, ahead: Any, scale: float, **said: Any) -> int:
+    return 2 * count_executed_pairs(FlashAttentionShape.from_tensors(q, k), ends, ahead) * (q.shape[3] + v.shape[3])
+
+
+@register_flop_formula(torch.ops.headwise.read_every_backward, get_raw=True)
+def _flash_attention_backward_flops(grad: Any, given: Any, ends: Any, ahead: Any, scale: float, **said: Any) -> int:
+    """The scores once more, and of both products the gradients of both."""
+    q, k, v, *_ = given
+    return (
+        2
+        * count_executed_pairs(FlashAttentionShape.from_tensors(q, k), ends, ahead)
+        * (3 * q.shape[3] + 2 * v.shape[3])
+    )

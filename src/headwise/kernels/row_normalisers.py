@@ -1,0 +1,653 @@
+"""Rows of scores as weights: softmax, and what all kernels of rows have alike.
+
+A thread takes a few rows at a time and lays each on its desk, which fits the nearest cache, before it goes over it as
+often as it has to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import IntEnum, auto
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from numba import extending, njit
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from . import simd
+from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward, is_under_functorch
+from .jit import COMPUTE_DTYPES, FIRST_KERNEL_ARG, ParallelKernelSet
+from .simd import (
+    SIMD_WIDTH,
+    compress_store,
+    fma,
+    is_byte_set,
+    load_arg,
+    load_int32,
+    load_int64,
+    load_masked,
+    load_scalar,
+    load_vector,
+    reduce_max,
+    reduce_sum,
+    round_up_to_simd,
+    select_below,
+    splat,
+    store_value,
+    vec_add,
+    vec_div,
+    vec_exp,
+    vec_log,
+    vec_max,
+    vec_mul,
+    vec_sub,
+)
+
+ROWS_PER_ITEM = 8  # that a thread takes at a time
+
+
+class RowNormaliserArgs(IntEnum):
+    """Where each number lies in what a kernel is told: an array of int64. Addresses count bytes, sizes numbers."""
+
+    SCORES = FIRST_KERNEL_ARG  # [B, H, T, S]: scores
+    OUTPUT = auto()  # forward weights, or what is read with them, [B, H, T, V]; backward the gradient of scores
+    MASK = auto()  # [1 or B, 1, 1 or T, S], a byte each; 0 where all are
+    MASK_ROW_STRIDE = auto()  # numbers to the next row of the batch, and to the next query
+    MASK_QUERY_STRIDE = auto()
+    H = auto()
+    T = auto()
+    S = auto()
+    NUM_ROWS = auto()  # rows in all
+    KEY_INDICES = auto()  # 0, 1, 2 ..., an int32 for each key: from here on for entmax alone
+    ALPHA = auto()  # [H]
+    ROW_STATE = auto()  # [B, H, T, 2]: how a row is formed again
+    VALUES = auto()  # [B, G, S, V], V in whole vectors; 0 where weights themselves are asked for
+    VALUE_HEAD_OF_HEAD = auto()  # [H], int64: the value head that each head reads
+    G = auto()
+    V = auto()
+    GRAD = auto()  # backward, of what was made
+    D_VALUES = auto()
+    D_ALPHA = auto()  # [B, H, T]
+
+
+@njit
+def load_row(form, table, row, desk):
+    """Lay the scores of a row on the desk, -inf where none is allowed and behind the end; the largest, or NaN."""
+    size, S, T = simd.compute_itemsize(form), load_arg(table, RowNormaliserArgs.S), load_arg(table, RowNormaliserArgs.T)
+    low = simd.as_compute_scalar(form, -math.inf)
+    high, zero = splat(simd.as_compute_scalar(form, math.inf)), splat(simd.as_compute_scalar(form, 0))
+    odd, nan = zero, splat(simd.as_compute_scalar(form, math.nan))
+    source, top, end = (
+        load_arg(table, RowNormaliserArgs.SCORES) + size * row * S,
+        splat(low),
+        S // SIMD_WIDTH * SIMD_WIDTH,
+    )
+    seen = load_arg(table, RowNormaliserArgs.MASK)
+    if seen:
+        batch = row // (load_arg(table, RowNormaliserArgs.H) * T)
+        seen += batch * load_arg(table, RowNormaliserArgs.MASK_ROW_STRIDE) + row % T * load_arg(
+            table, RowNormaliserArgs.MASK_QUERY_STRIDE
+        )
+    for c in range(0, end, SIMD_WIDTH):
+        x = load_vector(form, source + size * c)
+        if seen:
+            x = load_masked(form, seen + c, x, splat(low))
+        store_value(desk + size * c, x)
+        top, odd = vec_max(top, x), vec_add(odd, select_below(x, high, zero, nan))
+    if end < S:
+        store_value(desk + size * end, splat(low))
+        for c in range(end, S):
+            if seen == 0 or is_byte_set(seen + c):
+                store_value(desk + size * c, load_scalar(form, source + size * c))
+        x = load_vector(form, desk + size * end)
+        top, odd = vec_max(top, x), vec_add(odd, select_below(x, high, zero, nan))
+    return reduce_max(top) + reduce_sum(odd)
+
+
+@njit
+def store_row_scaled(form, table, row, desk, factor):
+    """Bring a row from the desk to where it belongs, times a factor."""
+    size, S = simd.compute_itemsize(form), load_arg(table, RowNormaliserArgs.S)
+    to, end = load_arg(table, RowNormaliserArgs.OUTPUT) + size * row * S, S // SIMD_WIDTH * SIMD_WIDTH
+    for c in range(0, end, SIMD_WIDTH):
+        store_value(to + size * c, vec_mul(load_vector(form, desk + size * c), splat(factor)))
+    for c in range(end, S):
+        store_value(to + size * c, load_scalar(form, desk + size * c) * factor)
+
+
+@njit
+def softmax_of_row(form, table, row, desk):
+    """exp(s - top) over their sum; nothing where nothing is allowed."""
+    size, S = simd.compute_itemsize(form), load_arg(table, RowNormaliserArgs.S)
+    top = load_row(form, table, row, desk)
+    zero, one = simd.as_compute_scalar(form, 0), simd.as_compute_scalar(form, 1)
+    if top == simd.as_compute_scalar(form, -math.inf):
+        for c in range(0, S, SIMD_WIDTH):
+            store_value(desk + size * c, splat(zero))
+        store_row_scaled(form, table, row, desk, one)
+        return
+    sums = splat(zero)
+    for c in range(0, S, SIMD_WIDTH):
+        e = vec_exp(vec_sub(load_vector(form, desk + size * c), splat(top)))
+        store_value(desk + size * c, e)
+        sums = vec_add(sums, e)
+    store_row_scaled(form, table, row, desk, one / reduce_sum(sums))
+
+
+@extending.register_jitable
+def softmax_kernel(form, table, unit, desk):
+    """A few rows."""
+    for row in range(
+        unit * ROWS_PER_ITEM, min(unit * ROWS_PER_ITEM + ROWS_PER_ITEM, load_arg(table, RowNormaliserArgs.NUM_ROWS))
+    ):
+        softmax_of_row(form, table, row, desk)
+
+
+SOFTMAX_KERNELS = ParallelKernelSet(COMPUTE_DTYPES, softmax=softmax_kernel)
+
+# SECTION: The few scores of a row that can have weight by entmax, side by side, and their weights (1905.05702, 1909.00015).
+
+NUM_ROW_LISTS = 5  # on a desk: the row, the few scores that count, slopes, gradients, and where they stand
+MAX_SOLVER_STEPS = 200  # steps; Newton takes 5 to 12, halving as many as a number has digits
+SUM_BLOCK_SIZE = (
+    16 * SIMD_WIDTH
+)  # numbers that are summed up before they are added to the others, or equal ones would drift
+
+
+@njit
+def row_list_addresses(form, table, desk):
+    """The lists of a desk: the row, the few, their slopes, their gradients, where they stand."""
+    each = simd.compute_itemsize(form) * (round_up_to_simd(load_arg(table, RowNormaliserArgs.S)) + SIMD_WIDTH)
+    return desk, desk + each, desk + 2 * each, desk + 3 * each, desk + 4 * each
+
+
+@njit
+def collect_candidates(form, given, count, least, to):
+    """Lay those of so many numbers that are above `least` side by side, -inf behind them; how many they are.
+
+    `given` and `to` are addresses of numbers, and of where they stand.
+    """
+    (source, stood), (few, places) = given, to
+    size, found = simd.compute_itemsize(form), 0
+    for c in range(0, count, SIMD_WIDTH):
+        x = load_vector(form, source + size * c)
+        found += compress_store(x, splat(least), stood + 4 * c, few + size * found, places + 4 * found)
+    found = min(found, count)  # of what is no number, what fills up passes as well
+    store_value(few + size * found, splat(simd.as_compute_scalar(form, -math.inf)))
+    return found
+
+
+@njit
+def entmax_power(form, r, alpha):
+    """r^(1 / (alpha - 1)), and that over r; both zero where r is."""
+    zero, one = splat(simd.as_compute_scalar(form, 0)), simd.as_compute_scalar(form, 1)
+    if alpha == simd.as_compute_scalar(form, 1.5):
+        return vec_mul(r, r), r
+    if alpha == simd.as_compute_scalar(form, 2):
+        return r, select_below(zero, r, splat(one), zero)
+    w = select_below(zero, r, vec_exp(vec_mul(vec_log(r), splat(one / (alpha - one)))), zero)
+    return w, select_below(zero, r, vec_div(w, r), zero)
+
+
+@njit
+def entmax_sum_and_slope(form, few, count, tau, alpha):
+    """The sum of [x - tau]_+ ^ (1 / (alpha - 1)), and how fast it falls."""
+    size, zero = simd.compute_itemsize(form), splat(simd.as_compute_scalar(form, 0))
+    falls, all_ = zero, zero
+    for begin in range(0, count, SUM_BLOCK_SIZE):
+        fall, part = zero, zero
+        for c in range(begin, min(begin + SUM_BLOCK_SIZE, count), SIMD_WIDTH):
+            w, slope = entmax_power(form, vec_max(vec_sub(load_vector(form, few + size * c), splat(tau)), zero), alpha)
+            fall, part = vec_add(fall, slope), vec_add(part, w)
+        falls, all_ = vec_add(falls, fall), vec_add(all_, part)
+    return reduce_sum(all_), reduce_sum(falls)
+
+
+@njit
+def solve_tau(form, few, count, alpha):
+    """tau for which that sum is one, by Newton's method on the norm of order 1 / (alpha - 1), from tau = -1.
+
+    Up to alpha = 2 a norm is convex, and steps come from below. Beyond, they may go astray: then, and where a step is
+    not half as long as the one before, what is left between too low and too high is halved.
+    """
+    one, half = simd.as_compute_scalar(form, 1), simd.as_compute_scalar(form, 0.5)
+    low, high, tau, last = -one, simd.as_compute_scalar(form, 0), -one, one
+    for _ in range(MAX_SOLVER_STEPS):
+        sum_, fall = entmax_sum_and_slope(form, few, count, tau, alpha)
+        if sum_ >= one:
+            low = tau
+        else:
+            high = tau
+        before, tau = tau, tau + (sum_ - simd.as_compute_scalar(form, sum_ ** (one + one - alpha))) / fall
+        if tau == before:
+            break
+        if not low < tau < high or (alpha > one + one and abs(tau - before) > half * last):
+            tau = low + half * (high - low)
+            if not low < tau < high:
+                break
+        last = abs(tau - before)
+    return tau
+
+
+@njit
+def compute_entmax_weights(form, lists, count, tau, alpha):
+    """Weights in the place of the few, and their slopes beside. Without a tau there are none."""
+    size, zero = simd.compute_itemsize(form), splat(simd.as_compute_scalar(form, 0))
+    few, slopes = lists
+    all_ = zero
+    for begin in range(0, count, SUM_BLOCK_SIZE):
+        part = zero
+        for c in range(begin, min(begin + SUM_BLOCK_SIZE, count), SIMD_WIDTH):
+            w, slope = entmax_power(form, vec_max(vec_sub(load_vector(form, few + size * c), splat(tau)), zero), alpha)
+            if tau != tau:
+                w, slope = splat(tau), splat(tau)
+            store_value(few + size * c, w)
+            store_value(slopes + size * c, slope)
+            part = vec_add(part, w)
+        all_ = vec_add(all_, part)
+    sum_ = splat(reduce_sum(all_))
+    for c in range(0, count, SIMD_WIDTH):
+        store_value(few + size * c, vec_div(load_vector(form, few + size * c), sum_))
+
+
+@njit
+def scale_scores(form, desk, S, top, alpha):
+    """(alpha - 1) (s - top) in the place of scores."""
+    size, by = simd.compute_itemsize(form), alpha - simd.as_compute_scalar(form, 1)
+    for c in range(0, S, SIMD_WIDTH):
+        store_value(desk + size * c, vec_mul(vec_sub(load_vector(form, desk + size * c), splat(top)), splat(by)))
+
+
+# SECTION: Entmax of rows of scores, and values read with it: only keys that get weight are touched (1905.05702, 1909.00015).
+
+ROW_STATE_SIZE = 2  # numbers of a row from which it is formed again: the highest score and tau
+VALUE_STRIP_WIDTH = 4 * SIMD_WIDTH  # channels of a value that are read at once
+
+
+@njit
+def scatter_row(form, to, S, given, count):
+    """A row of zeros, but for the few where they stand."""
+    size, zero, (few, places) = simd.compute_itemsize(form), simd.as_compute_scalar(form, 0), given
+    end = S // SIMD_WIDTH * SIMD_WIDTH
+    for c in range(0, end, SIMD_WIDTH):
+        store_value(to + size * c, splat(zero))
+    for c in range(end, S):
+        store_value(to + size * c, zero)
+    for n in range(count):
+        store_value(to + size * load_int32(places + 4 * n), load_scalar(form, few + size * n))
+
+
+@njit
+def gather_weighted_values(form, values, width, to, given, count):
+    """The sum of values by the few as weights."""
+    size, zero, (few, places) = simd.compute_itemsize(form), splat(simd.as_compute_scalar(form, 0)), given
+    by = size * SIMD_WIDTH
+    for c in range(0, width // VALUE_STRIP_WIDTH * VALUE_STRIP_WIDTH, VALUE_STRIP_WIDTH):
+        a0, a1, a2, a3 = zero, zero, zero, zero
+        for n in range(count):
+            w, v = splat(load_scalar(form, few + size * n)), values + size * (load_int32(places + 4 * n) * width + c)
+            a0, a1 = fma(w, load_vector(form, v), a0), fma(w, load_vector(form, v + by), a1)
+            a2, a3 = fma(w, load_vector(form, v + 2 * by), a2), fma(w, load_vector(form, v + 3 * by), a3)
+        store_value(to + size * c, a0)
+        store_value(to + size * c + by, a1)
+        store_value(to + size * c + 2 * by, a2)
+        store_value(to + size * c + 3 * by, a3)
+    for c in range(width // VALUE_STRIP_WIDTH * VALUE_STRIP_WIDTH, width, SIMD_WIDTH):
+        a = zero
+        for n in range(count):
+            v = values + size * (load_int32(places + 4 * n) * width + c)
+            a = fma(splat(load_scalar(form, few + size * n)), load_vector(form, v), a)
+        store_value(to + size * c, a)
+
+
+@njit
+def head_of_row(table, row):
+    """The head of a row."""
+    return row // load_arg(table, RowNormaliserArgs.T) % load_arg(table, RowNormaliserArgs.H)
+
+
+@njit
+def value_address(form, table, row, at):
+    """Where the values that a row reads lie, or their gradients."""
+    batch = row // (load_arg(table, RowNormaliserArgs.H) * load_arg(table, RowNormaliserArgs.T))
+    head = batch * load_arg(table, RowNormaliserArgs.G) + load_int64(
+        load_arg(table, RowNormaliserArgs.VALUE_HEAD_OF_HEAD) + 8 * head_of_row(table, row)
+    )
+    return load_arg(table, at) + simd.compute_itemsize(form) * head * load_arg(table, RowNormaliserArgs.S) * load_arg(
+        table, RowNormaliserArgs.V
+    )
+
+
+@njit
+def entmax_forward_row(form, table, row, desk):
+    """The weights of a row, or what it reads with them."""
+    size, S, V = simd.compute_itemsize(form), load_arg(table, RowNormaliserArgs.S), load_arg(table, RowNormaliserArgs.V)
+    line, few, slopes, _, places = row_list_addresses(form, table, desk)
+    top, alpha = (
+        load_row(form, table, row, line),
+        load_scalar(form, load_arg(table, RowNormaliserArgs.ALPHA) + size * head_of_row(table, row)),
+    )
+    zero, one = simd.as_compute_scalar(form, 0), simd.as_compute_scalar(form, 1)
+    tau, count = zero, 0
+    if top != simd.as_compute_scalar(form, -math.inf):
+        scale_scores(form, line, S, top, alpha)
+        count = collect_candidates(form, (line, load_arg(table, RowNormaliserArgs.KEY_INDICES)), S, -one, (few, places))
+        tau = solve_tau(form, few, count, alpha) if top == top else top
+        count = collect_candidates(form, (few, places), count, tau, (few, places))
+        compute_entmax_weights(form, (few, slopes), count, tau, alpha)
+    kept = load_arg(table, RowNormaliserArgs.ROW_STATE) + size * ROW_STATE_SIZE * row
+    store_value(kept, top)
+    store_value(kept + size, tau)
+    if load_arg(table, RowNormaliserArgs.VALUES):
+        values = value_address(form, table, row, RowNormaliserArgs.VALUES)
+        gather_weighted_values(
+            form, values, V, load_arg(table, RowNormaliserArgs.OUTPUT) + size * V * row, (few, places), count
+        )
+    else:
+        scatter_row(form, load_arg(table, RowNormaliserArgs.OUTPUT) + size * S * row, S, (few, places), count)
+
+
+@njit
+def grad_of_weights(form, table, row, lists, count):
+    """The gradients of the few weights; where these read values, theirs are added up."""
+    size, (few, heard, places) = simd.compute_itemsize(form), lists
+    store_value(heard + size * (count // SIMD_WIDTH * SIMD_WIDTH), splat(simd.as_compute_scalar(form, 0)))
+    if load_arg(table, RowNormaliserArgs.VALUES) == 0:
+        grad = load_arg(table, RowNormaliserArgs.GRAD) + size * load_arg(table, RowNormaliserArgs.S) * row
+        for n in range(count):
+            store_value(heard + size * n, load_scalar(form, grad + size * load_int32(places + 4 * n)))
+        return
+    width = load_arg(table, RowNormaliserArgs.V)
+    grad = load_arg(table, RowNormaliserArgs.GRAD) + size * width * row
+    values, d_values = (
+        value_address(form, table, row, RowNormaliserArgs.VALUES),
+        value_address(form, table, row, RowNormaliserArgs.D_VALUES),
+    )
+    for n in range(count):
+        at = size * load_int32(places + 4 * n) * width
+        w, sum_ = splat(load_scalar(form, few + size * n)), splat(simd.as_compute_scalar(form, 0))
+        for c in range(0, size * width, size * SIMD_WIDTH):
+            g = load_vector(form, grad + c)
+            sum_ = fma(g, load_vector(form, values + at + c), sum_)
+            store_value(d_values + at + c, fma(w, g, load_vector(form, d_values + at + c)))
+        store_value(heard + size * n, reduce_sum(sum_))
+
+
+@njit
+def entmax_backward_row(form, table, row, desk):
+    """The gradient of a row of scores: slope (g - the mean of g by slopes); and its share of that of alpha."""
+    size, S = simd.compute_itemsize(form), load_arg(table, RowNormaliserArgs.S)
+    line, few, slopes, grads, places = row_list_addresses(form, table, desk)
+    kept, alpha = (
+        load_arg(table, RowNormaliserArgs.ROW_STATE) + size * ROW_STATE_SIZE * row,
+        load_arg(table, RowNormaliserArgs.ALPHA) + size * head_of_row(table, row),
+    )
+    alpha, top, tau = load_scalar(form, alpha), load_scalar(form, kept), load_scalar(form, kept + size)
+    zero, count, mean, by_alpha = (
+        splat(simd.as_compute_scalar(form, 0)),
+        0,
+        simd.as_compute_scalar(form, 0),
+        simd.as_compute_scalar(form, 0),
+    )
+    if top != simd.as_compute_scalar(form, -math.inf):
+        load_row(form, table, row, line)
+        scale_scores(form, line, S, top, alpha)
+        count = collect_candidates(form, (line, load_arg(table, RowNormaliserArgs.KEY_INDICES)), S, tau, (few, places))
+        compute_entmax_weights(form, (few, slopes), count, tau, alpha)
+        grad_of_weights(form, table, row, (few, grads, places), count)
+        falls, all_ = zero, zero
+        for c in range(0, count, SIMD_WIDTH):
+            slope = load_vector(form, slopes + size * c)
+            falls, all_ = vec_add(falls, slope), fma(slope, load_vector(form, grads + size * c), all_)
+        fall = reduce_sum(falls)
+        mean = reduce_sum(all_) / fall
+        by_alpha = grad_alpha_of_row(form, (few, grads), count, alpha, mean)
+    for c in range(0, count, SIMD_WIDTH):
+        store_value(
+            grads + size * c,
+            vec_mul(load_vector(form, slopes + size * c), vec_sub(load_vector(form, grads + size * c), splat(mean))),
+        )
+    scatter_row(form, load_arg(table, RowNormaliserArgs.OUTPUT) + size * S * row, S, (grads, places), count)
+    store_value(load_arg(table, RowNormaliserArgs.D_ALPHA) + size * row, by_alpha)
+
+
+@njit
+def grad_alpha_of_row(form, lists, count, alpha, mean):
+    """The gradient in alpha (1909.00015, proposition 1) of one row."""
+    size, zero, one, (few, grads) = (
+        simd.compute_itemsize(form),
+        simd.as_compute_scalar(form, 0),
+        simd.as_compute_scalar(form, 1),
+        lists,
+    )
+    straight, bent, spreads = splat(zero), splat(zero), splat(zero)
+    for c in range(0, count, SIMD_WIDTH):
+        w, g = load_vector(form, few + size * c), load_vector(form, grads + size * c)
+        bits = select_below(splat(zero), w, vec_mul(w, vec_log(w)), splat(zero))
+        straight, bent, spreads = fma(w, g, straight), fma(bits, g, bent), vec_add(spreads, bits)
+    straight, bent, spreads = reduce_sum(straight), reduce_sum(bent), reduce_sum(spreads)
+    return ((straight - mean) / (alpha - one) - bent + mean * spreads) / (alpha - one)
+
+
+@extending.register_jitable
+def entmax_forward_kernel(form, table, unit, desk):
+    """A few rows."""
+    for row in range(
+        unit * ROWS_PER_ITEM, min(unit * ROWS_PER_ITEM + ROWS_PER_ITEM, load_arg(table, RowNormaliserArgs.NUM_ROWS))
+    ):
+        entmax_forward_row(form, table, row, desk)
+
+
+@njit
+def entmax_backward_head(form, table, unit, desk):
+    """All rows that read one head of values, so that nobody else adds to its gradients."""
+    H, T, G = (
+        load_arg(table, RowNormaliserArgs.H),
+        load_arg(table, RowNormaliserArgs.T),
+        load_arg(table, RowNormaliserArgs.G),
+    )
+    for h in range(H):
+        if load_int64(load_arg(table, RowNormaliserArgs.VALUE_HEAD_OF_HEAD) + 8 * h) == unit % G:
+            for t in range(T):
+                entmax_backward_row(form, table, (unit // G * H + h) * T + t, desk)
+
+
+@extending.register_jitable
+def entmax_backward_kernel(form, table, unit, desk):
+    """A few rows; where values are read, those of a head of these."""
+    if load_arg(table, RowNormaliserArgs.VALUES):
+        entmax_backward_head(form, table, unit, desk)
+    else:
+        for row in range(
+            unit * ROWS_PER_ITEM, min(unit * ROWS_PER_ITEM + ROWS_PER_ITEM, load_arg(table, RowNormaliserArgs.NUM_ROWS))
+        ):
+            entmax_backward_row(form, table, row, desk)
+
+
+ENTMAX_KERNELS = ParallelKernelSet(COMPUTE_DTYPES, forward=entmax_forward_kernel, backward=entmax_backward_kernel)
+
+# SECTION: Rows of scores as weights, each way as an operation of torch with a gradient of its own.
+
+
+def has_row_kernels(s_BHTS: Tensor) -> bool:
+    """Whether there are kernels for these: float32 or float64 on the CPU."""
+    return s_BHTS.device.type == "cpu" and s_BHTS.dtype in COMPUTE_DTYPES and not is_under_functorch()
+
+
+@torch.library.custom_op("headwise::softmax", mutates_args=(), device_types="cpu")
+def masked_softmax(s: Tensor, allowed: Tensor) -> Tensor:
+    """Softmax over the keys of s [B, H, T, S] that are allowed [1 or B, 1, 1 or T, S]; where none is, no weight."""
+    told, made = _score_args(s, allowed), s.new_empty(s.shape)
+    _launch_rows(SOFTMAX_KERNELS, "softmax", told | {RowNormaliserArgs.OUTPUT: made}, (_num_items(s), 1))
+    return made
+
+
+@torch.library.custom_op("headwise::softmax_backward", mutates_args=(), device_types="cpu")
+def masked_softmax_backward(grad: Tensor, w: Tensor) -> Tensor:
+    """The gradient of the scores; where nothing was allowed all weights are zero, and so is it."""
+    return torch.ops.aten._softmax_backward_data(grad, w, -1, w.dtype)
+
+
+@torch.library.custom_op("headwise::entmax", mutates_args=(), device_types="cpu")
+def masked_entmax(
+    s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, of: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Entmax, with an alpha for each head, over the keys of s [B, H, T, S] that are allowed [1 or B, 1, 1 or T, S].
+
+    With values v [B, G, S, V] it is what each row reads of v[of[h]], [B, H, T, V]. The second, [B, H, T, 2], is all
+    that the way back needs to form rows again.
+    """
+    held = [] if v is None else [_pad_channels(v), torch.tensor(of)]
+    told, kept = _entmax_args(s, allowed, alpha, held), s.new_empty(*s.shape[:3], ROW_STATE_SIZE)
+    made = s.new_empty(*s.shape[:3], held[0].shape[3] if held else s.shape[3])
+    _launch_rows(
+        ENTMAX_KERNELS,
+        "forward",
+        told | {RowNormaliserArgs.OUTPUT: made, RowNormaliserArgs.ROW_STATE: kept},
+        (_num_items(s), NUM_ROW_LISTS),
+    )
+    return made if v is None else _unpad_channels(made, v), kept
+
+
+@torch.library.custom_op("headwise::entmax_backward", mutates_args=(), device_types="cpu")
+def masked_entmax_backward(grad: Tensor, given: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
+    """The gradients of the scores, of alpha, and of the values where there are some (1905.05702, 1909.00015).
+
+    Given are scores, what is allowed, alphas, what was kept, and values.
+    """
+    s, allowed, alpha, kept, *values = given
+    held = [] if not values else [_pad_channels(values[0]), torch.tensor(of)]
+    made, of_alpha, of_values = s.new_empty(s.shape), s.new_empty(s.shape[:3]), [torch.zeros_like(t) for t in held[:1]]
+    told = _entmax_args(s, allowed, alpha, held) | {
+        RowNormaliserArgs.OUTPUT: made,
+        RowNormaliserArgs.ROW_STATE: kept.contiguous(),
+        RowNormaliserArgs.D_ALPHA: of_alpha,
+    }
+    told |= {
+        RowNormaliserArgs.GRAD: _pad_channels(grad) if held else grad.contiguous(),
+        RowNormaliserArgs.D_VALUES: of_values[0] if held else 0,
+    }
+    units = len(s) * held[0].shape[1] if held else _num_items(s)
+    _launch_rows(ENTMAX_KERNELS, "backward", told, (units, NUM_ROW_LISTS))
+    return [made, of_alpha.sum((0, 2)), *map(_unpad_channels, of_values, values)]
+
+
+KernelArgs = dict[RowNormaliserArgs, Tensor | int]
+
+
+def _score_args(s: Tensor, allowed: Tensor) -> KernelArgs:
+    batch, heads, queries, keys = s.shape
+    seen, count = allowed.expand(*allowed.shape[:3], keys).contiguous(), batch * heads * queries
+    told: KernelArgs = {
+        RowNormaliserArgs.SCORES: s.contiguous(),
+        RowNormaliserArgs.MASK: seen,
+        RowNormaliserArgs.H: heads,
+        RowNormaliserArgs.T: queries,
+        RowNormaliserArgs.S: keys,
+        RowNormaliserArgs.NUM_ROWS: count,
+    }
+    told[RowNormaliserArgs.MASK_ROW_STRIDE] = keys * seen.shape[2] * (len(seen) > 1)
+    return told | {RowNormaliserArgs.MASK_QUERY_STRIDE: keys * (seen.shape[2] > 1)}
+
+
+def _entmax_args(s: Tensor, allowed: Tensor, alpha: Tensor, held: Sequence[Tensor]) -> KernelArgs:
+    told = _score_args(s, allowed)
+    told |= {
+        RowNormaliserArgs.KEY_INDICES: torch.arange(s.shape[3] + SIMD_WIDTH, dtype=torch.int32),
+        RowNormaliserArgs.ALPHA: alpha.contiguous(),
+    }
+    if held:
+        told |= {
+            RowNormaliserArgs.VALUES: held[0],
+            RowNormaliserArgs.VALUE_HEAD_OF_HEAD: held[1],
+            RowNormaliserArgs.G: held[0].shape[1],
+            RowNormaliserArgs.V: held[0].shape[3],
+        }
+    return told
+
+
+def _num_items(s: Tensor) -> int:
+    """Units of a few rows each."""
+    return -(-s.shape[:3].numel() // ROWS_PER_ITEM)
+
+
+def _launch_rows(kernels: ParallelKernelSet, name: str, told: KernelArgs, work: tuple[int, int]) -> None:
+    """Do so many units, each with so many rows on its desk."""
+    given, (units, rows) = told[RowNormaliserArgs.SCORES], work
+    assert isinstance(given, Tensor)
+    desk = rows * (given.shape[3] // SIMD_WIDTH + 2) * SIMD_WIDTH
+    kernels.launch(name, given.dtype, (units, desk), *(told.get(at, 0) for at in RowNormaliserArgs))
+
+
+def _pad_channels(v: Tensor) -> Tensor:
+    """Channels in whole vectors."""
+    lacking = -v.shape[-1] % SIMD_WIDTH
+    return (F.pad(v, (0, lacking)) if lacking else v).contiguous()  # padding keeps strides of other orders
+
+
+def _unpad_channels(t: Tensor, v: Tensor) -> Tensor:
+    return t if t.shape[-1] == v.shape[-1] else t[..., : v.shape[-1]].contiguous()
+
+
+@masked_softmax.register_fake
+def _(s: Tensor, allowed: Tensor) -> Tensor:
+    return torch.empty_like(s, memory_format=torch.contiguous_format)
+
+
+@masked_entmax.register_fake
+def _(s: Tensor, allowed: Tensor, alpha: Tensor, v: Tensor | None, of: Sequence[int]) -> tuple[Tensor, Tensor]:
+    width = s.shape[3] if v is None else v.shape[3]
+    return s.new_empty(*s.shape[:3], width), s.new_empty(*s.shape[:3], ROW_STATE_SIZE)
+
+
+@masked_softmax_backward.register_fake
+def _(grad: Tensor, w: Tensor) -> Tensor:
+    return torch.empty_like(w, memory_format=torch.contiguous_format)
+
+
+@masked_entmax_backward.register_fake
+def _(grad: Tensor, given: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
+    s, values = given[0], given[4:]
+    made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (s, *values)]
+    return [made[0], s.new_empty(s.shape[1]), *made[1:]]
+
+
+def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+
+
+def _softmax_autograd_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
+    return masked_softmax_backward(grad, ctx.saved_tensors[0]), None
+
+
+def _save_entmax(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.of = inputs
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _entmax_autograd_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
+    s, allowed, alpha, v, kept = ctx.saved_tensors
+    given = [s, allowed, alpha, kept] if v is None else [s, allowed, alpha, kept, v]
+    of_scores, of_alpha, *of_values = masked_entmax_backward(grad, given, ctx.of)
+    return of_scores, None, of_alpha, of_values[0] if of_values else None, None
+
+
+masked_softmax.register_autograd(_softmax_autograd_backward, setup_context=_save_softmax)
+masked_entmax.register_autograd(_entmax_autograd_backward, setup_context=_save_entmax)
+
+
+@register_flop_formula(torch.ops.headwise.entmax)
+def _entmax_flops(s: Any, allowed: Any, alpha: Any, v: Any, of: Any, **said: Any) -> int:
+    """The product of all weights with values: which are zero is not known beforehand."""
+    return 0 if v is None else 2 * s[0] * s[1] * s[2] * s[3] * v[3]
+
+
+@register_flop_formula(torch.ops.headwise.entmax_backward)
+def _entmax_backward_flops(grad: Any, given: Any, of: Any, **said: Any) -> int:
+    s, values = given[0], given[4:]
+    return 4 * s[0] * s[1] * s[2] * s[3] * values[0][3] if values else 0

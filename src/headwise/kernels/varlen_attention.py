@@ -1,0 +1,413 @@
+"""Texts that lie one behind the other, each of which reads itself or a source of its own: the kernel.
+
+A thread takes all queries and keys of one text and one key head at a time, which fit the nearest caches, and reads and
+writes rows where they lie: texts are neither put into groups nor filled up. Scores are formed whole, and once more on
+the way back. Every sum over channels, keys or queries is the same small product of matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum, auto
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from numba import extending, njit
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from . import simd
+from .autograd_guards import NO_DOUBLE_BACKWARD_REMEDY, forbid_double_backward
+from .jit import COMPUTE_DTYPES, FIRST_KERNEL_ARG, ParallelKernelSet
+from .simd import (
+    SIMD_WIDTH,
+    fma,
+    load_arg,
+    load_int64,
+    load_scalar,
+    load_vector,
+    reduce_max,
+    reduce_sum,
+    round_up_to_simd,
+    select_below,
+    splat,
+    store_value,
+    vec_add,
+    vec_exp,
+    vec_max,
+    vec_mul,
+    vec_sub,
+)
+
+
+class VarlenArgs(IntEnum):
+    """Where each number lies in what a kernel is told: an array of int64. Addresses and steps count bytes."""
+
+    SEQUENCES = FIRST_KERNEL_ARG  # [texts, 4]: the first query of each, how many there are, its first key, how many
+    Q = auto()  # [tokens, groups x each, DIM], with the step to the next token and to the next head
+    Q_TOKEN_STRIDE = auto()
+    Q_HEAD_STRIDE = auto()
+    K = auto()  # [tokens, groups, DIM]
+    K_TOKEN_STRIDE = auto()
+    K_HEAD_STRIDE = auto()
+    V = auto()  # [tokens, groups, VDIM]
+    V_TOKEN_STRIDE = auto()
+    V_HEAD_STRIDE = auto()
+    GROUPS = auto()
+    GROUP_SIZE = auto()  # heads that read one key head
+    DIM = auto()
+    VDIM = auto()
+    SCALE = auto()  # one number
+    CAUSAL = auto()  # 1 where no key is read that is later than the query
+    OUTPUT = auto()  # [tokens, heads, VDIM] forward, the gradient of the queries backward
+    GRAD = auto()  # [tokens, heads, VDIM]
+    D_K = auto()  # [tokens, groups, DIM]
+    D_V = auto()  # [tokens, groups, VDIM]
+
+
+def varlen_scratch_size(longest: int, dim: int, vdim: int) -> int:
+    """How many numbers a unit writes on: places, keys and values by channel, weights and their gradients."""
+    across = -(-longest // SIMD_WIDTH) * SIMD_WIDTH
+    return SIMD_WIDTH + across * (dim + vdim + 2 * longest)
+
+
+@njit
+def init_sum(form, at, more):
+    """What a sum begins with: what lies there, if more is added to it."""
+    if more:
+        return load_vector(form, at)
+    return splat(simd.as_compute_scalar(form, 0))
+
+
+@njit
+def gemm_4_rows(form, to, a, b, sizes):
+    """Four rows of a product, sixteen columns at a time."""
+    (to, row), (a, apart, step), (b, along), (inner, width, more) = to, a, b, sizes
+    for c in range(0, simd.compute_itemsize(form) * width, simd.compute_itemsize(form) * SIMD_WIDTH):
+        x0, x1 = init_sum(form, to + c, more), init_sum(form, to + row + c, more)
+        x2, x3 = init_sum(form, to + 2 * row + c, more), init_sum(form, to + 3 * row + c, more)
+        for i in range(inner):
+            y, at = load_vector(form, b + along * i + c), a + step * i
+            x0 = fma(y, splat(load_scalar(form, at)), x0)
+            x1 = fma(y, splat(load_scalar(form, at + apart)), x1)
+            x2 = fma(y, splat(load_scalar(form, at + 2 * apart)), x2)
+            x3 = fma(y, splat(load_scalar(form, at + 3 * apart)), x3)
+        store_value(to + c, x0)
+        store_value(to + row + c, x1)
+        store_value(to + 2 * row + c, x2)
+        store_value(to + 3 * row + c, x3)
+
+
+@njit
+def gemm_1_row(form, to, a, b, sizes):
+    """One row of a product."""
+    (a, _, step), (b, along), (inner, width, more) = a, b, sizes
+    for c in range(0, simd.compute_itemsize(form) * width, simd.compute_itemsize(form) * SIMD_WIDTH):
+        x = init_sum(form, to[0] + c, more)
+        for i in range(inner):
+            x = fma(load_vector(form, b + along * i + c), splat(load_scalar(form, a + step * i)), x)
+        store_value(to[0] + c, x)
+
+
+@njit
+def gemm(form, to, a, b, rows, sizes):
+    """to[r] = sum_i a[r, i] b[i], or so much more; of `to` and b the step to the next row, of a to the next r and i."""
+    (to, row), (a, apart, step) = to, a
+    r = 0
+    while r + 4 <= rows:
+        gemm_4_rows(form, (to + row * r, row), (a + apart * r, apart, step), b, sizes)
+        r += 4
+    while r < rows:
+        gemm_1_row(form, (to + row * r, row), (a + apart * r, apart, step), b, sizes)
+        r += 1
+
+
+@njit
+def transpose_rows(form, to, source, step, rows, width):
+    """Rows as columns, and zeros behind the last of them."""
+    size, across = simd.compute_itemsize(form), simd.compute_itemsize(form) * round_up_to_simd(rows)
+    for c in range(width if rows else 0):
+        store_value(to + across * (c + 1) - size * SIMD_WIDTH, splat(simd.as_compute_scalar(form, 0)))
+        for n in range(rows):
+            store_value(to + across * c + size * n, load_scalar(form, source + step * n + size * c))
+
+
+@njit
+def softmax_scores(form, table, x, places, queries, keys):
+    """Products to weights: exp(scale x - top) over their sum, of keys that may be read."""
+    size, across = simd.compute_itemsize(form), round_up_to_simd(keys)
+    low, scale = simd.as_compute_scalar(form, -math.inf), splat(load_scalar(form, load_arg(table, VarlenArgs.SCALE)))
+    place = load_vector(form, places)
+    for t in range(queries):
+        count = min(t + 1, keys) if load_arg(table, VarlenArgs.CAUSAL) else keys
+        top, sums = splat(low), splat(simd.as_compute_scalar(form, 0))
+        for c in range(0, across, SIMD_WIDTH):
+            left = splat(simd.as_compute_scalar(form, count - c))
+            s = select_below(place, left, vec_mul(load_vector(form, x + size * c), scale), splat(low))
+            store_value(x + size * c, s)
+            top = vec_max(top, s)
+        highest = reduce_max(top)
+        for c in range(0, across, SIMD_WIDTH):
+            e = vec_exp(vec_sub(load_vector(form, x + size * c), splat(highest)))
+            store_value(x + size * c, e)
+            sums = vec_add(sums, e)
+        sum_ = reduce_sum(sums)
+        factor = splat(simd.as_compute_scalar(form, 1) / sum_ if sum_ != 0 else simd.as_compute_scalar(form, math.nan))
+        for c in range(0, across, SIMD_WIDTH):
+            store_value(x + size * c, vec_mul(load_vector(form, x + size * c), factor))
+        x += size * across
+
+
+@njit
+def softmax_backward(form, table, w, d, queries, keys):
+    """Gradients of weights to those of products: scale w (d - sum w d)."""
+    size, across = simd.compute_itemsize(form), round_up_to_simd(keys)
+    scale = splat(load_scalar(form, load_arg(table, VarlenArgs.SCALE)))
+    for n in range(queries):
+        mean, at = splat(simd.as_compute_scalar(form, 0)), size * across * n
+        for c in range(at, at + size * across, size * SIMD_WIDTH):
+            mean = fma(load_vector(form, w + c), load_vector(form, d + c), mean)
+        mean = splat(reduce_sum(mean))
+        for c in range(at, at + size * across, size * SIMD_WIDTH):
+            store_value(
+                d + c, vec_mul(vec_mul(load_vector(form, w + c), scale), vec_sub(load_vector(form, d + c), mean))
+            )
+
+
+@njit
+def sequence_of_item(table, unit):
+    """The text and the key head of a unit: the first query, how many, the first key, how many, the head."""
+    groups = load_arg(table, VarlenArgs.GROUPS)
+    text = load_arg(table, VarlenArgs.SEQUENCES) + 32 * (unit // groups)
+    return load_int64(text), load_int64(text + 8), load_int64(text + 16), load_int64(text + 24), unit % groups
+
+
+@njit
+def recompute_weights(form, table, q, desk, text):
+    """The weights of all pairs of a text and one head, on the desk."""
+    places, keys, w = desk
+    _, queries, _, count, _ = text
+    size, dim, across = simd.compute_itemsize(form), load_arg(table, VarlenArgs.DIM), round_up_to_simd(count)
+    a = (q, load_arg(table, VarlenArgs.Q_TOKEN_STRIDE), size)
+    gemm(form, (w, size * across), a, (keys, size * across), queries, (dim, across, 0))
+    softmax_scores(form, table, w, places, queries, count)
+
+
+@extending.register_jitable
+def varlen_forward(form, table, unit, places):
+    """One text and the heads of one key head: compare, weigh, read."""
+    size, dim, vdim = simd.compute_itemsize(form), load_arg(table, VarlenArgs.DIM), load_arg(table, VarlenArgs.VDIM)
+    each, made = (
+        load_arg(table, VarlenArgs.GROUP_SIZE),
+        size * vdim * load_arg(table, VarlenArgs.GROUPS) * load_arg(table, VarlenArgs.GROUP_SIZE),
+    )
+    fill_indices(form, places)
+    text = sequence_of_item(table, unit)
+    first, queries, begin, count, g = text
+    keys, row = places + size * SIMD_WIDTH, size * round_up_to_simd(count)
+    w = keys + row * dim
+    k = (
+        load_arg(table, VarlenArgs.K)
+        + load_arg(table, VarlenArgs.K_TOKEN_STRIDE) * begin
+        + load_arg(table, VarlenArgs.K_HEAD_STRIDE) * g
+    )
+    v = (
+        load_arg(table, VarlenArgs.V)
+        + load_arg(table, VarlenArgs.V_TOKEN_STRIDE) * begin
+        + load_arg(table, VarlenArgs.V_HEAD_STRIDE) * g
+    )
+    transpose_rows(form, keys, k, load_arg(table, VarlenArgs.K_TOKEN_STRIDE), count, dim)
+    for h in range(g * each, (g + 1) * each if count else 0):
+        q = (
+            load_arg(table, VarlenArgs.Q)
+            + load_arg(table, VarlenArgs.Q_TOKEN_STRIDE) * first
+            + load_arg(table, VarlenArgs.Q_HEAD_STRIDE) * h
+        )
+        to = load_arg(table, VarlenArgs.OUTPUT) + made * first + size * vdim * h
+        recompute_weights(form, table, q, (places, keys, w), text)
+        gemm(
+            form, (to, made), (w, row, size), (v, load_arg(table, VarlenArgs.V_TOKEN_STRIDE)), queries, (count, vdim, 0)
+        )
+
+
+@njit
+def fill_indices(form, places):
+    """The numbers from 0 on, of which each key of a vector has one."""
+    for n in range(SIMD_WIDTH):
+        store_value(places + simd.compute_itemsize(form) * n, simd.as_compute_scalar(form, n))
+
+
+@njit
+def backward_head(form, table, h, desk, text):
+    """The gradients of one head of a text."""
+    size, dim, vdim = simd.compute_itemsize(form), load_arg(table, VarlenArgs.DIM), load_arg(table, VarlenArgs.VDIM)
+    places, keys, values = desk
+    first, queries, begin, count, g = text
+    row, groups, each = (
+        size * round_up_to_simd(count),
+        load_arg(table, VarlenArgs.GROUPS),
+        load_arg(table, VarlenArgs.GROUP_SIZE),
+    )
+    w = values + row * vdim
+    d, more = w + row * queries, int(h > g * each)
+    q = (
+        load_arg(table, VarlenArgs.Q)
+        + load_arg(table, VarlenArgs.Q_TOKEN_STRIDE) * first
+        + load_arg(table, VarlenArgs.Q_HEAD_STRIDE) * h
+    )
+    k = (
+        load_arg(table, VarlenArgs.K)
+        + load_arg(table, VarlenArgs.K_TOKEN_STRIDE) * begin
+        + load_arg(table, VarlenArgs.K_HEAD_STRIDE) * g
+    )
+    step = size * vdim * groups * each
+    grad = load_arg(table, VarlenArgs.GRAD) + step * first + size * vdim * h
+    recompute_weights(form, table, q, (places, keys, w), text)
+    gemm(form, (d, row), (grad, step, size), (values, row), queries, (vdim, round_up_to_simd(count), 0))
+    to = load_arg(table, VarlenArgs.D_V) + size * vdim * (groups * begin + g)
+    gemm(form, (to, size * vdim * groups), (w, size, row), (grad, step), count, (queries, vdim, more))
+    softmax_backward(form, table, w, d, queries, count)
+    made = size * dim * groups * each
+    to = load_arg(table, VarlenArgs.OUTPUT) + made * first + size * dim * h
+    gemm(form, (to, made), (d, row, size), (k, load_arg(table, VarlenArgs.K_TOKEN_STRIDE)), queries, (count, dim, 0))
+    to = load_arg(table, VarlenArgs.D_K) + size * dim * (groups * begin + g)
+    gemm(
+        form,
+        (to, size * dim * groups),
+        (d, size, row),
+        (q, load_arg(table, VarlenArgs.Q_TOKEN_STRIDE)),
+        count,
+        (queries, dim, more),
+    )
+
+
+@extending.register_jitable
+def varlen_backward(form, table, unit, places):
+    """One text and the heads of one key head: the weights once more, and all gradients."""
+    size, dim, vdim = simd.compute_itemsize(form), load_arg(table, VarlenArgs.DIM), load_arg(table, VarlenArgs.VDIM)
+    each = load_arg(table, VarlenArgs.GROUP_SIZE)
+    fill_indices(form, places)
+    text = sequence_of_item(table, unit)
+    _, _, begin, count, g = text
+    keys = places + size * SIMD_WIDTH
+    values = keys + size * round_up_to_simd(count) * dim
+    k = (
+        load_arg(table, VarlenArgs.K)
+        + load_arg(table, VarlenArgs.K_TOKEN_STRIDE) * begin
+        + load_arg(table, VarlenArgs.K_HEAD_STRIDE) * g
+    )
+    v = (
+        load_arg(table, VarlenArgs.V)
+        + load_arg(table, VarlenArgs.V_TOKEN_STRIDE) * begin
+        + load_arg(table, VarlenArgs.V_HEAD_STRIDE) * g
+    )
+    transpose_rows(form, keys, k, load_arg(table, VarlenArgs.K_TOKEN_STRIDE), count, dim)
+    transpose_rows(form, values, v, load_arg(table, VarlenArgs.V_TOKEN_STRIDE), count, vdim)
+    for h in range(g * each, (g + 1) * each if count else 0):
+        backward_head(form, table, h, (places, keys, values), text)
+
+
+VARLEN_KERNELS = ParallelKernelSet(COMPUTE_DTYPES, forward=varlen_forward, backward=varlen_backward)
+
+# SECTION: Texts that lie one behind the other, each read by itself, as an operation of torch with a gradient of its own.
+
+HAS_NUMBA = find_spec("numba") is not None
+PADDING_WIDTH = 16  # numbers that are computed with at once: rows are filled up to a multiple of them
+SequenceTable = tuple[Tensor, int]
+
+
+@torch.library.custom_op("headwise::texts", mutates_args=(), device_types="cpu")
+def attend_varlen(qkv: list[Tensor], where: Tensor, longest: int, causal: bool, scale: float) -> Tensor:
+    """o [N, H, V] of q [N, H, K], k [M, G, K] and v [M, G, V]: softmax(scale q k^T) v of each text by itself.
+
+    `where` [texts, 4] says of each text its first query, how many there are, its first key and how many; none of these
+    numbers is above `longest`. Causal queries read no key that is later than they are in their text.
+
+    >>> ones = torch.ones(3, 1, 16)
+    >>> attend_varlen([ones, ones, ones.cumsum(0)], torch.tensor([[0, 1, 0, 1], [1, 2, 1, 2]]), 2, True, 1.0)[
+    ...     :, 0, 0
+    ... ].tolist()
+    [1.0, 2.0, 2.5]
+    """
+    (q, _, v), wide = qkv, [_pad_rows(t) for t in qkv]
+    o = v.new_zeros(*q.shape[:2], wide[2].shape[2])
+    _launch_varlen("forward", wide, (where, longest), (causal, scale), o)
+    return o if o.shape[2] == v.shape[2] else o[..., : v.shape[2]].contiguous()
+
+
+@torch.library.custom_op("headwise::texts_backward", mutates_args=(), device_types="cpu")
+def attend_varlen_backward(
+    grad: Tensor, qkv: list[Tensor], where: Tensor, longest: int, causal: bool, scale: float
+) -> list[Tensor]:
+    """The gradients of q, k and v."""
+    wide = [_pad_rows(t) for t in qkv]
+    made = [t.new_zeros(t.shape) for t in wide]
+    back = _pad_rows(grad).contiguous()
+    _launch_varlen("backward", wide, (where, longest), (causal, scale), made[0], back, *made[1:])
+    return [
+        t if t.shape == own.shape else t[..., : own.shape[2]].contiguous() for t, own in zip(made, qkv, strict=True)
+    ]
+
+
+def _pad_rows(t: Tensor) -> Tensor:
+    """Rows of whole vectors, each of which lies in one piece."""
+    lacking = -t.shape[2] % PADDING_WIDTH
+    t = F.pad(t, (0, lacking)) if lacking else t
+    return t if t.stride(2) == 1 else t.contiguous()
+
+
+def _launch_varlen(
+    which: str, given: list[Tensor], where: SequenceTable, how: tuple[bool, float], *made: Tensor
+) -> None:
+
+    (table, longest), (causal, scale), (q, k, v) = where, how, given
+    groups, scales = k.shape[1], torch.is_full((1,), scale, dtype=q.dtype)
+    work = len(table) * groups, varlen_scratch_size(longest, k.shape[2], v.shape[2])
+    lies = [told for t in given for told in (t, *(step * t.itemsize for step in t.stride()[:2]))]
+    sizes = (groups, q.shape[1] // groups, k.shape[2], v.shape[2], scales, int(causal))
+    VARLEN_KERNELS.launch(which, q.dtype, work, table, *lies, *sizes, *made)
+
+
+@attend_varlen.register_fake
+def _(qkv: list[Tensor], where: Tensor, longest: int, causal: bool, scale: float) -> Tensor:
+    return qkv[2].new_empty(*qkv[0].shape[:2], qkv[2].shape[2])
+
+
+@attend_varlen_backward.register_fake
+def _(grad: Tensor, qkv: list[Tensor], where: Tensor, longest: int, causal: bool, scale: float) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in qkv]
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    qkv, where, *ctx.how = inputs
+    ctx.save_for_backward(where, *qkv)
+
+
+def _varlen_autograd_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    forbid_double_backward(NO_DOUBLE_BACKWARD_REMEDY)
+    where, *qkv = ctx.saved_tensors
+    return attend_varlen_backward(grad, qkv, where, *ctx.how), None, None, None, None
+
+
+attend_varlen.register_autograd(_varlen_autograd_backward, setup_context=_save_for_backward)
+
+
+def _count_products(qkv: list[Tensor], where: Tensor) -> tuple[int, int, int]:
+    """Products of one number each: of pairs and heads with channels of a query, and of a value."""
+    pairs = int((where[:, 1] * where[:, 3]).sum()) * qkv[0].shape[1]
+    return 2 * pairs, qkv[0].shape[2], qkv[2].shape[2]
+
+
+@register_flop_formula(torch.ops.headwise.texts, get_raw=True)
+def _varlen_flops(qkv: Any, where: Any, *rest: Any, **said: Any) -> int:
+    pairs, dim, vdim = _count_products(qkv, where)
+    return pairs * (dim + vdim)
+
+
+@register_flop_formula(torch.ops.headwise.texts_backward, get_raw=True)
+def _varlen_backward_flops(grad: Any, qkv: Any, where: Any, *rest: Any, **said: Any) -> int:
+    """Scores once more, and the gradients of both factors of each product."""
+    pairs, dim, vdim = _count_products(qkv, where)
+    return pairs * (3 * dim + 2 * vdim)

@@ -1,0 +1,91 @@
+"""What a whole model remembers while it decodes: the past, layer by layer, and what it reads of another stack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..cache import KVCache, ProjectedSource
+from ..masking.sequence_info import SequenceInfo
+
+
+@dataclass(eq=False)
+class Caches:
+    """The caches of every layer, made by `net.cache(...)` and handed over as `cache=`.
+
+    >>> import headwise as hw, torch
+    >>> from headwise import blueprint as bp
+    >>> block = bp.Block(hw.design(model=8, heads=2, kv=1, pattern="window(3)"), feed=bp.Dense(16))
+    >>> net = hw.build(
+    ...     bp.Model("small", "decoder", (bp.Stack.of("decoder", 8, [block] * 2, embedding=bp.Embedding(11)),))
+    ... )
+    >>> cache = net.cache(batch=1, capacity=100)
+    >>> _ = net(torch.tensor([[3, 1, 4, 1, 5]]), cache=cache)
+    >>> cache.used, cache.nbytes  # 2 layers of 3 tokens of 8 numbers of 4 bytes
+    (5, 192)
+    """
+
+    layers: Sequence[Mapping[str, KVCache]]
+
+    def _each(self) -> Iterator[KVCache]:
+        return (cache for layer in self.layers for cache in layer.values())
+
+    @property
+    def one(self) -> KVCache:
+        """Any of them: all have seen the same tokens."""
+        return next(self._each())
+
+    @property
+    def used(self) -> int:
+        """How many tokens they have seen, padding included."""
+        return self.one.used
+
+    @property
+    def batch(self) -> int:
+        """How many rows they hold."""
+        return self.one.batch
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes held for remembered tokens."""
+        return sum(cache.nbytes for cache in self._each())
+
+    @property
+    def foreseen(self) -> bool:
+        """Whether the next token of every row does only what those before it did."""
+        return all(cache.is_predictable for cache in self._each())
+
+    def next(self, count: int) -> SequenceInfo:
+        """Where the next tokens stand when nobody says otherwise."""
+        return self.one.next_positions(count)
+
+    def rows(self, index: Tensor) -> None:
+        """Keep these rows of the batch, in this order; a row may be taken twice."""
+        for cache in self._each():
+            cache.select_rows(index)
+
+
+class Memory(NamedTuple):
+    """What an encoder made of a source, and what every layer of the decoder reads of it, projected once."""
+
+    states: Tensor
+    tokens: SequenceInfo
+    layers: tuple[ProjectedSource | None, ...]
+
+    def rows(self, index: Tensor) -> Memory:
+        """These rows of the batch, in this order; a row may be taken twice."""
+        tokens = _rows(self.tokens, index)
+        layers = tuple(
+            held and ProjectedSource({name: entry[index] for name, entry in held.entry.items()}, tokens, held.spec)
+            for held in self.layers
+        )
+        return Memory(self.states[index], tokens, layers)
+
+
+def _rows(tokens: SequenceInfo, index: Tensor) -> SequenceInfo:
+    if tokens.position.shape[0] == 1:
+        return tokens
+    return SequenceInfo(tokens.position[index], tokens.segment[index], checked=True)

@@ -1,0 +1,167 @@
+"""What a layer is handed is looked at once, at the door: fact, values, remedy."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..cache import KVCache, ProjectedSource
+from ..interfaces.core_types import Phase
+from ..interfaces.probe import Probe
+from ..masking.patterns import Full
+from ..masking.sequence_info import SequenceInfo
+from ..spec.attention_spec import AttentionSpec
+
+
+def check_call(
+    spec: AttentionSpec,
+    x: Tensor,
+    source: Tensor | ProjectedSource | None,
+    cache: KVCache | None,
+    tokens: SequenceInfo | None,
+    like: Tensor,
+) -> None:
+    """Refuse a call that cannot be meant."""
+    _check_tensor("x", x, spec.model, like)
+    if source is not None:
+        _check_dtype("source", source, Tensor, ProjectedSource)
+        _check_source_or_cache(spec, x, source, cache)
+    elif spec.source is not None and spec.source != spec.model:
+        raise ValueError(f"this layer reads a source of width {spec.source}; hand it over as source=z")
+    if cache is not None:
+        _check_dtype("cache", cache, KVCache)
+        cache.check_input(spec, x)
+    if tokens is not None:
+        _check_sequence("x", x, tokens)
+
+
+def check_source(spec: AttentionSpec, z: Tensor, tokens: SequenceInfo | None, like: Tensor) -> None:
+    """Refuse a source that this layer cannot read."""
+    _check_tensor("source", z, spec.source or spec.model, like)
+    if tokens is not None:
+        _check_sequence("source", z, tokens)
+
+
+class PositionLimit(NamedTuple):
+    """How many positions a layer knows, and the part that knows no more."""
+
+    max_positions: int
+    part: str
+
+    @staticmethod
+    def of(spec: AttentionSpec) -> PositionLimit | None:
+        """The closest one, in words made here: making them cannot be traced."""
+        known = [(part.max_positions(spec), repr(part)) for _, part in spec.parts()]
+        return min((PositionLimit(longest, part) for longest, part in known if longest is not None), default=None)
+
+
+def check_positions(limit: PositionLimit, at: SequenceInfo) -> None:
+    """Refuse tokens beyond; a compiled call refuses what is known of them without asking the device."""
+    if at.start is not None:
+        last = at.start + at.count - 1
+    elif at.position.numel() == 0 or torch.compiler.is_compiling():
+        return
+    else:
+        last = int(at.position.masked_fill(~at.is_real, -1).max())
+    if last >= limit.max_positions:
+        raise ValueError(
+            f"{limit.part} knows no position {last}, its last one is {limit.max_positions - 1}; "
+            f"give it a length of {last + 1}, or give shorter input"
+        )
+
+
+def check_mask(
+    spec: AttentionSpec,
+    mask: Tensor,
+    x: Tensor,
+    source: Tensor | ProjectedSource | None,
+    cache: KVCache | None,
+    spans: int,
+) -> None:
+    """Refuse a mask of the caller's own that cannot be meant; a row's keys come from `spans` ranks."""
+    _check_dtype("mask", mask, Tensor)
+    if cache is not None:
+        raise ValueError("a mask cannot follow the slots of a cache; say with tokens=Tokens.of(x, ...) who is padding")
+    own = x if source is None else source
+    keys = own.sequence.count if isinstance(own, ProjectedSource) else own.shape[1] * spans
+    wanted = (x.shape[0], spec.num_heads_after(Phase.SCORES), x.shape[1], keys)
+    fits = mask.dim() == 4 and all(have in (1, want) for have, want in zip(mask.shape, wanted, strict=True))
+    if mask.dtype != torch.bool or not fits or mask.device != x.device:
+        raise ValueError(
+            f"mask is {mask.dtype} {tuple(mask.shape)} on {mask.device}; give True where a key may be read, as "
+            f"torch.bool [{wanted[0]} or 1, {wanted[1]} or 1, {wanted[2]} or 1, {wanted[3]} or 1] on {x.device}"
+        )
+
+
+def _check_dtype(name: str, told: object, *kinds: type) -> None:
+    if not isinstance(told, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"{name}={told!r} is of type {type(told).__name__}; give a {wanted}")
+
+
+def check_probe(probe: Probe) -> Probe:
+    """The probe, unless it is none."""
+    _check_dtype("probe", probe, Probe)
+    return probe
+
+
+def _check_source_or_cache(
+    spec: AttentionSpec, x: Tensor, source: Tensor | ProjectedSource, cache: KVCache | None
+) -> None:
+    if cache is not None:
+        raise ValueError("a source is remembered by layer.remember(z), not in a cache; pass one or the other")
+    if spec.source is None and spec.positional:
+        by = [spec.pattern.text] * (spec.pattern != Full())
+        by += [type(part).__name__ for _, part in spec.parts() if part.positional]
+        raise ValueError(
+            f"{' and '.join(by)} compare{'s' * (len(by) == 1)} positions of x with those of a source, which this "
+            "spec does not foresee; "
+            f"give the spec source=width ({spec.model}) if that is meant, else do without: pattern full()"
+        )
+    if isinstance(source, Tensor):
+        batch = source.shape[0] if source.dim() else 0
+    elif source.spec is spec or source.spec == spec:
+        held = next(iter(source.entry.values()))
+        batch = held.shape[0]
+        if held.device != x.device or (held.dtype != x.dtype and not _autocasts(x)):
+            raise ValueError(
+                f"source was remembered in {held.dtype} on {held.device} but x is {x.dtype} on {x.device}; do it anew"
+            )
+    else:
+        raise ValueError("this source was remembered by a layer of another spec; use this layer's own remember(z)")
+    if batch != x.shape[0]:
+        raise ValueError(f"source has {batch} rows but x has {x.shape[0]}; give one source row for each row of x")
+
+
+def _check_tensor(name: str, x: Tensor, width: int, like: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is a {type(x).__name__}; give a tensor [batch, tokens, {width}]")
+    if x.dim() != 3 or x.shape[-1] != width:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; give [batch, tokens, {width}]")
+    if not x.is_floating_point():
+        raise ValueError(f"{name} is {x.dtype}; give floating-point numbers, {like.dtype} as the layer's weights")
+    if x.device != like.device:
+        raise ValueError(f"{name} is on {x.device} but the layer is on {like.device}; move one of them")
+    if x.dtype != like.dtype and not _autocasts(x):
+        raise ValueError(f"{name} is {x.dtype} but the layer is {like.dtype}; convert one, or use autocast")
+
+
+def _autocasts(x: Tensor) -> bool:
+    """Whether products bring what they are given to one dtype."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The numbers that x is multiplied in."""
+    return torch.get_autocast_dtype(x.device.type) if x.dtype != torch.float64 and _autocasts(x) else x.dtype
+
+
+def _check_sequence(name: str, x: Tensor, tokens: SequenceInfo) -> None:
+    _check_dtype("tokens", tokens, SequenceInfo)
+    shape = tuple(tokens.position.shape)
+    if shape[0] not in (1, x.shape[0]) or shape[1] != x.shape[1]:
+        raise ValueError(f"tokens are {list(shape)} but {name} is {list(x.shape[:2])}; give Tokens.of({name}, ...)")
+    if tokens.position.device != x.device:
+        raise ValueError(f"tokens are on {tokens.position.device} but {name} is on {x.device}; move one of them")

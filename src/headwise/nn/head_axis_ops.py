@@ -1,0 +1,144 @@
+"""Cut, share and repeat heads along their named axes, knowing no layer by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..errors import SpecError
+from ..interfaces.axis_layout import AxisLayout
+from ..spec.attention_spec import SLOTS, AttentionSpec
+from ..spec.heads import Heads
+
+WeightTensors = Mapping[str, Tensor]
+
+
+def select_heads(keep: Sequence[int]) -> Callable[[Tensor, int], Tensor]:
+    """Keep these, in this order."""
+    return lambda t, axis: t.index_select(axis, torch.tensor(list(keep), dtype=torch.int64, device=t.device))
+
+
+def average_groups(groups: Sequence[Sequence[int]]) -> Callable[[Tensor, int], Tensor]:
+    """The mean of each group."""
+    return lambda t, axis: torch.stack([select_heads(group)(t, axis).mean(axis) for group in groups], axis)
+
+
+def repeat_for_queries(reads: Sequence[int]) -> Callable[[Tensor, int], Tensor]:
+    """One copy for every reader, of what it reads."""
+    return select_heads(reads)
+
+
+def transform_axes(
+    spec: AttentionSpec, weights: WeightTensors, moves: Mapping[str, Callable[[Tensor, int], Tensor]]
+) -> dict[str, Tensor]:
+    """Every weight of a spec, changed along the axes that `moves` names."""
+    return {
+        f"{name}.{key}": _transform_tensor(weights[f"{name}.{key}"], param.layout, spec.sizes_of(part), moves)
+        for name, part in spec.parts()
+        for key, param in part.params(spec).items()
+    }
+
+
+def _transform_tensor(
+    tensor: Tensor, layout: AxisLayout, sizes: dict[str, int], moves: Mapping[str, Callable[[Tensor, int], Tensor]]
+) -> Tensor:
+    opened = tensor.reshape(layout.unmerged_shape(sizes))
+    for where, axis in enumerate(layout.axes):
+        if axis in moves:
+            opened = moves[axis](opened, where)
+            sizes = {**sizes, axis: opened.shape[where]}
+    return opened.reshape(layout.shape(sizes)).clone()
+
+
+def keep_heads(
+    spec: AttentionSpec, weights: WeightTensors, keep: Iterable[int]
+) -> tuple[AttentionSpec, dict[str, Tensor]]:
+    """The layer with only these output heads, which equals silencing all others, exactly.
+
+    Kept besides are the score heads that a kept head needs and the key and value heads that somebody still
+    reads; when all talk to all, that is every one of them and nothing but the output side gets smaller.
+    """
+    kept = KeptHeads.of(spec, keep)
+    return kept.spec, transform_axes(spec, weights, {axis: select_heads(heads) for axis, heads in kept.by_axis.items()})
+
+
+@dataclass(frozen=True)
+class KeptHeads:
+    """What a cut keeps of a layer: the spec that is left, and which heads of each axis it holds, in order.
+
+    >>> import headwise as hw
+    >>> KeptHeads.of(hw.design(model=8, heads=8, kv=2), [2, 3]).by_axis
+    {'out': (2, 3), 'q': (2, 3), 'kv': (0,)}
+    """
+
+    spec: AttentionSpec
+    by_axis: Mapping[str, tuple[int, ...]]
+
+    @staticmethod
+    def of(spec: AttentionSpec, keep: Iterable[int]) -> KeptHeads:
+        """What `cut` keeps with these output heads."""
+        outs = tuple(sorted(set(keep)))
+        if not outs or outs[0] < 0 or outs[-1] >= len(spec.score_head_of_output):
+            there = len(spec.score_head_of_output)
+            raise SpecError(f"heads {list(outs)} cannot be kept of {there}; name at least one of 0..{there - 1}")
+        heads = spec.heads
+        q = tuple(sorted(frozenset[int]().union(*(spec.required_score_heads(out) for out in outs))))
+        rows = q if heads.rows == heads.q else tuple(range(heads.rows))  # a mixing's own rows stay as they are
+        read_k = {heads.reads[h] for h in q}
+        read_v = {heads.value_head_of_row[row] for row in rows}
+        kv, v = tuple(sorted(read_k if heads.values else read_k | read_v)), tuple(sorted(read_v))
+        smaller = Heads(
+            q=len(q),
+            kv=len(kv),
+            dim=heads.dim,
+            vdim=heads.vdim,
+            reads=tuple(kv.index(heads.reads[h]) for h in q),
+            values=tuple(v.index(heads.values[row]) for row in rows) if heads.values else (),
+            speaks=tuple(rows.index(spec.score_head_of_output[out]) for out in outs),
+        )
+        by_axis = {"out": outs, "q": q, "kv": kv} | ({"v": v} if heads.values else {})
+        return KeptHeads(_with(spec, smaller), by_axis)
+
+
+def share_kv_heads(
+    spec: AttentionSpec, weights: WeightTensors, groups: Sequence[Sequence[int]]
+) -> tuple[AttentionSpec, dict[str, Tensor]]:
+    """The layer whose key-value heads are the means of these groups; equal heads lose nothing."""
+    heads = spec.heads
+    if heads.values:
+        raise SpecError(f"keys and values are grouped apart here ({heads}); share them by hand")
+    if sorted(head for group in groups for head in group) != list(range(heads.kv)):
+        raise SpecError(f"groups {groups} must hold each of {heads.kv} key-value heads once")
+    _check_even(spec, [len(group) for group in groups])
+    owner = {head: n for n, group in enumerate(groups) for head in group}
+    fewer = replace(heads, kv=len(groups), reads=tuple(owner[r] for r in heads.reads))
+    return _with(spec, fewer), transform_axes(spec, weights, {"kv": average_groups(groups)})
+
+
+def split_kv_heads(spec: AttentionSpec, weights: WeightTensors) -> tuple[AttentionSpec, dict[str, Tensor]]:
+    """The layer in which every query head has a copy of the key-value head it read: the same function."""
+    heads = spec.heads
+    if heads.values:
+        raise SpecError(f"keys and values are grouped apart here ({heads}); give every head its own by hand")
+    _check_even(spec, [heads.reads.count(head) for head in range(heads.kv)])
+    own = replace(heads, kv=heads.q, reads=tuple(range(heads.q)))
+    return _with(spec, own), transform_axes(spec, weights, {"kv": repeat_for_queries(heads.reads)})
+
+
+def _check_even(spec: AttentionSpec, sizes: Sequence[int]) -> None:
+    """A mean over all key heads stays what it was only if each is repeated, or shared, equally often."""
+    joint = [name for name, part in spec.parts() if part.concatenates_key_heads()]
+    if joint and len(set(sizes)) > 1:
+        raise SpecError(
+            f"{joint[0]} takes all key heads as one, so groups of {list(sizes)} would change it; use equal ones"
+        )
+
+
+def _with(spec: AttentionSpec, heads: Heads) -> AttentionSpec:
+    """The same parts, with sizes that followed from the number of heads written out, around other heads."""
+    slots = {slot: getattr(spec, slot).settled(spec) for slot in SLOTS if slot != "pattern"}
+    heads = replace(heads, speaks=() if heads.speaks == spec.default_score_heads(heads.rows) else heads.speaks)
+    return replace(spec, heads=heads, **slots, modifiers=tuple(m.with_fixed_sizes(spec) for m in spec.modifiers))

@@ -1,0 +1,106 @@
+"""Cross attention and average attention as one sub-layer of a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from ..cache import KVCache, ProjectedSource
+from ..errors import SpecError
+from ..interfaces import OutputStep, QKTransform
+from ..interfaces.probe import Probe
+from ..masking.sequence_info import SequenceInfo
+from ..presets import design
+from ..spec.attention_spec import AttentionSpec
+from . import call_validation
+from .attention import Attention
+from .part_weights import NO_SHARED, PartWeights
+
+
+class MergedAttention(nn.Module):
+    """y_t = (concat_h softmax(q_h k_h^T / sqrt dim) v_h + mean over t' <= t of x_t' W_V) W_O: MAtt (1908.11365).
+
+    It stands in the place of a decoder's self-attention and cross-attention. `spec` is that of the cross-attention,
+    whose keys and values come from the memory; the mean runs over the decoder's own tokens and is read through the
+    same W_V and W_O, which are there, saved and trained once. Paper and code agree. Modifiers act on the cross
+    branch alone, and so does a `backend` asked for by name. A decoder keeps one sum per row, however long it gets;
+    rows padded on the left, which the released code cannot have, come out as if alone.
+
+    >>> import headwise as hw, torch
+    >>> block = MergedAttention(hw.design(model=8, heads=2))
+    >>> sum(p.numel() for p in block.parameters()), [name for name in block.state_dict()]  # 4 d^2
+    (256, ['cross.project.q', 'cross.project.k', 'cross.project.v', 'cross.output.o'])
+    >>> memory, x = block.remember(torch.randn(1, 7, 8)), torch.randn(1, 5, 8)
+    >>> cache = block.cache(batch=1, capacity=5)
+    >>> steps = [block(x[:, t : t + 1], source=memory, cache=cache) for t in range(5)]
+    >>> torch.allclose(torch.cat(steps, 1), block(x, source=memory), atol=1e-6)
+    True
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, *, backend: str | None = None, shared: Mapping[str, PartWeights] = NO_SHARED
+    ) -> None:
+        super().__init__()
+        self.cross = Attention(spec, backend=backend, shared=shared)
+        if reasons := list(_conflicts(spec)):
+            raise SpecError("; ".join(reasons))
+        held = self.cross.weights
+        self.average = Attention(averaging_spec(spec), shared={name: held[name] for name in ("project", "output")})
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        source: Tensor | ProjectedSource,
+        cache: KVCache | None = None,
+        sequence: SequenceInfo | None = None,
+        probe: Probe | None = None,
+    ) -> Tensor:
+        """y [B, T, model]; `cache` keeps the sum of x for later calls, `probe` looks into the cross branch."""
+        call_validation.check_call(
+            self.average.spec, x, None, cache, sequence, self.cross.weights["project"].first_parameter
+        )
+        at = cache.next_positions(x.shape[1]) if sequence is None and cache is not None else sequence
+        read_BTOV = self.cross.head_outputs(x, source=source, sequence=at, probe=probe)
+        mean_BTOV = self.average.head_outputs(x, cache=cache, sequence=at)
+        return self.cross.merge_heads(read_BTOV + mean_BTOV)
+
+    def project_source(self, z: Tensor, *, sequence: SequenceInfo | None = None) -> ProjectedSource:
+        """The memory, projected once: hand it over as `source` at every step."""
+        return self.cross.project_source(z, sequence=sequence)
+
+    def cache(self, *, batch: int, capacity: int) -> KVCache:
+        """A fresh sum for each row; its size does not depend on the capacity."""
+        return self.average.cache(batch=batch, capacity=capacity)
+
+
+def averaging_spec(spec: AttentionSpec) -> AttentionSpec:
+    """The mean that is read through the value map and the merge of this cross-attention.
+
+    >>> import headwise as hw
+    >>> hw.select_counted.params(averaging_spec(hw.design(model=8, heads=2)))  # W_V and W_O
+    128
+    """
+    bias = "v" if "v_bias" in spec.project.params(spec) else ""
+    mean = design(preset="average", model=spec.model, heads=spec.heads.q, dim=spec.heads.dim, bias=bias)
+    return replace(mean, heads=spec.heads, merge=spec.merge)
+
+
+def _conflicts(spec: AttentionSpec) -> Iterator[str]:
+    if spec.source not in (None, spec.model):
+        yield (
+            f"W_V reads the memory and x alike, but these are {spec.source} and {spec.model} wide; "
+            f"use source={spec.model}, with a map of the memory before it"
+        )
+    if not spec.project.uses_head_dims or "v" not in spec.project.params(spec):
+        yield f"{type(spec.project).__name__} has no W_V that gives values as they are read; use project Direct()"
+    for name, turn in spec.parts_of(QKTransform):
+        if "v" in turn.transformed_sides(spec):
+            yield f"{name} turns values, so the mean would be one of others; leave it out"
+    if spec.heads.rows != spec.heads.q:
+        yield f"{spec.heads.q} score heads become {spec.heads.rows} rows, but the mean has no mixing; keep their number"
+    for name, step in spec.parts_of(OutputStep):
+        if step.combines_rows:
+            yield f"{name} joins rows into fewer heads than the mean has; leave it out"

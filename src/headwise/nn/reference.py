@@ -1,0 +1,167 @@
+"""The definition: one query at a time, over its list of allowed keys, in float64. Slow, and the judge.
+
+It never masks and never works on many positions at once: the scores of a pair are a vector over heads, mixing
+is the part's `pair`, and each head's row is normalised by the part's `row`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..interfaces import Gate, Mix, Modifier, OutputStep, QKTransform, ScoreStep, ValueStep
+from ..interfaces.core_types import PartParams, Phase, QueryContext
+from ..masking.sequence_info import SequenceInfo
+from ..spec.attention_spec import AttentionSpec
+from .attention import Attention
+
+
+class QueryKeyPair(NamedTuple):
+    """One query and one key, by position."""
+
+    i: Tensor
+    j: Tensor
+
+    def take(self, factors: Tensor, index: Tensor) -> Tensor:
+        """This query's factors [H, R] at an index."""
+        return factors[:, index]
+
+
+def reference_attention(
+    layer: Attention,
+    x_BTD: Tensor,
+    *,
+    source: Tensor | None = None,
+    tokens: SequenceInfo | None = None,
+    source_tokens: SequenceInfo | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """y_BTD, from the definition; a mask is one for all heads."""
+    if mask is not None and mask.shape[1] != 1:
+        raise ValueError(
+            f"mask has {mask.shape[1]} heads; the definition reads one list of keys for all, give [B, 1, T, S]"
+        )
+    spec, p = layer.spec, layer.weights
+    at = tokens or SequenceInfo.contiguous(0, x_BTD.shape[1], x_BTD.device)
+    z_BSE = x_BTD if source is None else source
+    told = source_tokens or (at if source is None else SequenceInfo.contiguous(0, z_BSE.shape[1], x_BTD.device))
+    asks, tells = _ReferenceTransforms(spec, p, at), _ReferenceTransforms(spec, p, told)
+    q = spec.project.project_query(x_BTD, asks, p["project"])
+    k, v = spec.project.expand_kv(spec.project.project_kv(z_BSE, tells, p["project"]), tells, p["project"])
+    asked = QueryContext(x_BTD, q, spec.similarity.score_scale(spec.core), at)
+    query = _QueryReader(spec, p, asked, z_BSE)
+    rows = [
+        query.read(b, t, _visible_keys(layer, b, t, at, told, mask), k[b], v[b], (_row_of(at, b), _row_of(told, b)))
+        for b in range(x_BTD.shape[0])
+        for t in range(x_BTD.shape[1])
+    ]
+    shape = (*x_BTD.shape[:2], len(spec.core.value_head_of_row), spec.core.vdim)
+    o_BTOV = spec.project.project_heads(
+        torch.stack(rows).view(shape) if rows else v.new_zeros(shape), spec.score_head_of_row, p["project"]
+    )
+    for name, step in spec.parts_of(OutputStep):
+        o_BTOV = step.transform_outputs(o_BTOV, x_BTD, p[name])
+    for name, gate in spec.parts_of(Gate):
+        o_BTOV = o_BTOV * gate.gate(asked, p[name], None)
+    return spec.merge.merge(o_BTOV, p["output"])
+
+
+class _ReferenceTransforms:
+    """Every turn of the spec, at the positions of these tokens."""
+
+    def __init__(self, spec: AttentionSpec, p: Mapping[str, PartParams], at: SequenceInfo) -> None:
+        self.turns = [(turn, turn.transformed_sides(spec), p[name]) for name, turn in spec.parts_of(QKTransform)]
+        self.at = at
+
+    def __call__(self, x_BTHK: Tensor, side: str) -> Tensor:
+        for turn, sides, p in self.turns:
+            placed = turn.precompute(self.at.position, x_BTHK.dtype, p)
+            x_BTHK = turn.transform(x_BTHK, side, placed, p) if side in sides else x_BTHK
+        return x_BTHK
+
+
+def _visible_keys(
+    layer: Attention, b: int, t: int, at: SequenceInfo, told: SequenceInfo, mask: Tensor | None
+) -> list[int]:
+    """The indices of the keys that this query may read: same segment, allowed by the pattern, and not masked."""
+    asks, tells = _row_of(at, b), _row_of(told, b)
+    mine = int(asks.segment[t])
+    return [
+        s
+        for s in range(told.count)
+        if mine >= 0
+        and int(tells.segment[s]) == mine
+        and bool(layer.spec.pattern.allows(int(asks.position[t]), int(tells.position[s])))
+        and (mask is None or bool(mask[b % mask.shape[0], 0, t % mask.shape[2], s % mask.shape[3]]))
+    ]
+
+
+class _SequenceRow(NamedTuple):
+    position: Tensor
+    segment: Tensor
+
+
+def _row_of(tokens: SequenceInfo, b: int) -> _SequenceRow:
+    row = b if tokens.position.shape[0] > 1 else 0
+    return _SequenceRow(tokens.position[row], tokens.segment[row])
+
+
+class _QueryReader:
+    """Reads one query's keys, head by head, with everything that acts between scores and outputs."""
+
+    def __init__(self, spec: AttentionSpec, p: Mapping[str, PartParams], asked: QueryContext, z_BSE: Tensor) -> None:
+        self.spec, self.core, self.p, self.asked = spec, spec.core, p, asked
+        self.factors = {name: step.query_factors(asked, p[name]) for name, step in spec.parts_of(ScoreStep)}
+        self.mixes = {
+            name: (m.query_factors(asked.x_BTD, p[name]), m.key_factors(z_BSE, p[name]))
+            for name, m in spec.parts_of(Mix)
+        }
+
+    def read(
+        self, b: int, t: int, keys: Sequence[int], k: Tensor, v: Tensor, where: tuple[_SequenceRow, _SequenceRow]
+    ) -> Tensor:
+        """o_RV: what the rows of this query's weights read."""
+        if not keys:
+            return v.new_zeros(len(self.core.value_head_of_row), v.shape[-1])
+        pairs = [(s, QueryKeyPair(where[0].position[t], where[1].position[s])) for s in keys]
+        s_NH = torch.stack([self._score(b, t, s, pair, k) for s, pair in pairs])
+        normaliser, p = self.spec.normaliser, self.p["normaliser"]
+        w_NH = torch.stack([normaliser.normalise_row(s_NH[:, h], p.head(h)) for h in range(s_NH.shape[1])], 1)
+        steps = self._steps(Phase.WEIGHTS)
+        mixes = [(name, step) for name, step in steps if isinstance(step, Mix)]
+        for name, mix in mixes:
+            w_NH = torch.stack([self._mixed(name, mix, w_NH[n], b, t, s) for n, s in enumerate(keys)])
+        w_NR = w_NH if mixes else w_NH[:, list(self.spec.score_head_of_row)]
+        read = [w_R[:, None] * self._value(s, pair, v) for w_R, (s, pair) in zip(w_NR, pairs, strict=True)]
+        return torch.stack(read).sum(0)
+
+    def _score(self, b: int, t: int, s: int, pair: QueryKeyPair, k: Tensor) -> Tensor:
+        pair_of = self.spec.similarity.pair
+        heads = enumerate(zip(self.asked.q_BTHK[b, t], k[s, list(self.core.keys)], strict=True))
+        s_H = torch.stack([pair_of(q, k, self.asked.scale, self.p["similarity"].head(h)) for h, (q, k) in heads])
+        for name, step in self._steps(Phase.SCORES):
+            if isinstance(step, Mix):
+                s_H = self._mixed(name, step, s_H, b, t, s)
+            elif isinstance(step, ScoreStep):
+                factors, p = self.factors[name], self.p[name]
+                mine = None if factors is None else factors[b, t]
+                s_H = step.score(s_H, pair, mine, {key: p[key] for key in step.params(self.spec)})
+        return s_H
+
+    def _mixed(self, name: str, mix: Mix, a_H: Tensor, b: int, t: int, s: int) -> Tensor:
+        asked, kept = self.mixes[name]
+        mine = {key: factor[b, t] for key, factor in asked.items()}
+        its = {key: factor[b, s] for key, factor in kept.items()}
+        return mix.mix_pair(a_H, mine, its, self.p[name])
+
+    def _value(self, s: int, pair: QueryKeyPair, v: Tensor) -> Tensor:
+        v_RV = v[s, list(self.core.value_head_of_row)]
+        for name, step in self.spec.parts_of(ValueStep):
+            v_RV = v_RV + step.pair_value(int(pair.i), int(pair.j), self.p[name])
+        return v_RV
+
+    def _steps(self, phase: Phase) -> list[tuple[str, Modifier]]:
+        return [(name, step) for name, step in self.spec.parts_of(Modifier) if step.phase is phase]

@@ -1,0 +1,81 @@
+"""Products of tokens with matrices: torch's, or a kernel's where a few tokens meet much that has to be read.
+
+Of one token in each of a few rows a product takes as long as reading its matrix does, and torch's own reads a third of
+what memory can bring (bfloat16, 2 cores). The kernel reads matrices as they lie: nothing is laid out anew when they
+change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.autograd_guards import is_under_functorch
+from ..kernels.simd import SIMD_WIDTH
+from ..kernels.small_batch_ops import GEMV_DTYPES, multiply_small_batch
+
+MAX_GEMV_TOKENS = 4  # tokens at most, beyond which torch's product is as fast
+MIN_GEMV_WEIGHTS = 3 * 2**18  # bytes that are read at least: what is smaller torch has read before a kernel is called
+PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)
+HAS_NUMBA = find_spec("numba") is not None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b, of x [..., K] and W [N, K].
+
+    >>> linear(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])).item()
+    11.0
+    """
+    if bias is None and uses_gemv_kernel(x, (weight,)):
+        return multiply_small_batch(x.reshape(-1, x.shape[-1]), [weight]).view(*x.shape[:-1], weight.shape[0])
+    return F.linear(x, weight, bias)
+
+
+def linear_many(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """x W^T with each of several matrices that x meets.
+
+    >>> [y.item() for y in linear_many(torch.tensor([[1.0, 2.0]]), [torch.tensor([[3.0, 4.0]]), torch.ones(1, 2)])]
+    [11.0, 3.0]
+    """
+    rows = [weight.shape[0] for weight in weights]
+    if uses_gemv_kernel(x, weights):
+        return multiply_small_batch(x.reshape(-1, x.shape[-1]), list(weights)).view(*x.shape[:-1], -1).split(rows, -1)
+    if should_concatenate(x, weights):
+        return F.linear(x, torch.cat(list(weights))).split(rows, -1)
+    return [F.linear(x, weight) for weight in weights]
+
+
+def should_concatenate(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether one product of all is faster, though the matrices are laid end to end for it at every call: in training
+    on a CPU in mixed precision, where each would be converted anyway. In single precision nothing is gained.
+    """
+    return (
+        torch.is_grad_enabled()
+        and x.device.type == "cpu"
+        and torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+        and all(type(w) in PLAIN_TENSOR_TYPES and w.requires_grad for w in weights)
+    )
+
+
+def uses_gemv_kernel(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether the kernel takes these: a few tokens, much to read, no gradient asked."""
+    if torch.is_grad_enabled() or sum([w.numel() for w in weights]) * x.dtype.itemsize < MIN_GEMV_WEIGHTS:
+        return False
+    width = x.shape[-1]
+    return (
+        HAS_NUMBA
+        and 0 < x.numel() <= MAX_GEMV_TOKENS * width
+        and x.dtype in GEMV_DTYPES
+        and x.device.type == "cpu"
+        and type(x) is Tensor
+        and width % SIMD_WIDTH == 0
+        and all(type(w) in PLAIN_TENSOR_TYPES and w.dtype == x.dtype and w.is_contiguous() for w in weights)
+        and all(w.is_cpu and w.shape[1] == width for w in weights)
+        and not torch.is_autocast_enabled("cpu")
+        and not is_under_functorch()
+    )

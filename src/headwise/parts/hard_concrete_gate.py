@@ -1,0 +1,140 @@
+"""A gate per head that learns to be shut: pruning as training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from ..interfaces import Gate
+from ..interfaces.axis_layout import AxisLayout
+from ..interfaces.core_types import AuxLosses, Param, PartParams, QueryContext, SpecFactory
+from ..interfaces.registry import part
+from ..spec.attention_spec import AttentionSpec
+from .initialisers import constant_value, fixed_values
+
+CLAMP_EPS = 1e-6  # how near to 0 and 1 the uniform number and the probability may come, as released
+
+
+@part
+class Concrete(Gate):
+    """o_h g_h, g = clip(low + (high - low) sigmoid((logit u + log_a_h) / temperature), 0, 1), u uniform (1905.09418).
+
+    A hard-concrete gate (1712.01312), one number log_a for each output head. While training, u is drawn once for
+    each head and call; sample="hard" rounds g to 0 or 1 and lets the gradient pass as if it had not. Otherwise
+    nothing is drawn: evaluation="code" is clip(low + (high - low) sigmoid(log_a), 0, 1), without the temperature, as
+    released, and evaluation="hard" the likelier of 0 and 1, as published; in doubt a head speaks.
+
+    The term "l0" in the ledger is the sum over heads of P(g != 0) = sigmoid(log_a - temperature log(-low / high)).
+    The ledger adds up layers: regulariser="sum", as published, is that over all heads, and "mean", as released, the
+    mean over the `layers` that have gates. To drop a head with probability r at first, start=log((1 - r) / r).
+    per="kv" is one gate for all heads that read the same key-value head; `gates` is how many there were before any cut.
+
+    >>> round(Concrete().chance(torch.tensor(0.0)).item(), 3)  # 1 / (1 + 11 ** -0.33)
+    0.688
+    """
+
+    paper = "1905.09418"
+    unrestricted_sides: ClassVar[str] = "kv"
+    disagreements: ClassVar[tuple[str, ...]] = (
+        "The paper sums the cost over all heads, its code takes the mean over layers of the sum in each: regulariser.",
+        "At test time gates are 0 or 1 in the paper, and sigmoid(log_a) without temperature in its code: evaluation.",
+        "log_a starts near 0 in this code, from a drop rate in Louizos': start.",
+    )
+    temperature: float = 0.33
+    low: float = -0.1
+    high: float = 1.1
+    start: float = 0.0
+    sample: str = "soft"
+    evaluation: str = "code"
+    regulariser: str = "sum"
+    layers: int = 1
+    per: str = "head"
+    gates: int = 0
+
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
+        if not self.temperature > 0:
+            yield f"Concrete(temperature={self.temperature!r}) must be positive; 0.33 is usual"
+        if not self.low < 0:
+            yield f"Concrete(low={self.low!r}) would never shut a head; use a number below 0, -0.1 is usual"
+        if not self.high > 1:
+            yield f"Concrete(high={self.high!r}) would never open a head; use a number above 1, 1.1 is usual"
+        if self.sample not in ("soft", "hard"):
+            yield f"Concrete(sample={self.sample!r}) is unknown; use 'soft' or 'hard'"
+        if self.evaluation not in ("code", "hard"):
+            yield f"Concrete(evaluation={self.evaluation!r}) is unknown; use 'code' or 'hard'"
+        if self.regulariser not in ("sum", "mean"):
+            yield f"Concrete(regulariser={self.regulariser!r}) is unknown; use 'sum' or 'mean'"
+        if self.per not in ("head", "kv"):
+            yield f"Concrete(per={self.per!r}) is unknown; use 'head' or 'kv'"
+        if self.gates and (self.per == "head" or self.gates <= max(spec.kv_head_of_output)):
+            yield f"Concrete(gates={self.gates}) is no number of groups here; leave gates out"
+        if self.layers < 1:
+            yield f"Concrete(layers={self.layers}) is no number of layers; use at least 1"
+        if self.layers > 1 and self.regulariser == "sum":
+            yield f"Concrete(layers={self.layers}) is for a mean over layers; use regulariser='mean', or leave it out"
+        if sum(isinstance(modifier, Concrete) for modifier in spec.modifiers) > 1:
+            yield "two Concrete gates in a layer would set one term of the ledger; keep one"
+
+    def at_depth(self, layer: int, layers: int) -> Self:
+        return replace(self, layers=layers) if self.regulariser == "mean" else self
+
+    def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
+        return {"gate": self.gates or max(spec.kv_head_of_output) + 1} if self.per == "kv" else {}
+
+    def with_fixed_sizes(self, spec: AttentionSpec) -> Self:
+        return replace(self, gates=self.sizes(spec).get("gate", 0))
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        if self.per == "head":
+            return {"log_a": Param(AxisLayout.parse("out"), constant_value(self.start))}
+        own = Param(AxisLayout.parse("out"), fixed_values(spec.kv_head_of_output), trainable=False)
+        return {"log_a": Param(AxisLayout.parse("gate"), constant_value(self.start)), "own": own}
+
+    def gate(self, asked: QueryContext, p: PartParams, aux_losses: AuxLosses | None) -> Tensor:
+        log_a = p["log_a"].to(torch.promote_types(asked.x_BTD.dtype, torch.float32))
+        if aux_losses is not None:
+            aux_losses.set(
+                "l0",
+                aux_losses.sum_over(self._by_head(self.probability_nonzero(log_a), p).sum(), "heads") / self.layers,
+            )
+        gate = self._by_head(self._sample_gate(log_a) if p.training else self._deterministic_gate(log_a), p)
+        return gate.to(asked.x_BTD.dtype)[:, None]
+
+    def open_probabilities(self, p: PartParams) -> Tensor:
+        return self._by_head(self.probability_nonzero(p["log_a"]), p)
+
+    def _by_head(self, gates: Tensor, p: PartParams) -> Tensor:
+        """What each output head has of its gate."""
+        return gates if self.per == "head" else gates[p["own"]]
+
+    def probability_nonzero(self, log_a: Tensor) -> Tensor:
+        """P(g != 0): how likely a head is to speak."""
+        return torch.sigmoid(log_a - self.temperature * math.log(-self.low / self.high)).clamp(CLAMP_EPS, 1 - CLAMP_EPS)
+
+    def _sample_gate(self, log_a: Tensor) -> Tensor:
+        u = CLAMP_EPS + (1 - 2 * CLAMP_EPS) * torch.rand(log_a.shape, dtype=log_a.dtype, device=log_a.device)
+        soft = self._stretch_and_clip((torch.logit(u) + log_a) / self.temperature)
+        return soft if self.sample == "soft" else (soft > 0.5).to(soft.dtype) + (soft - soft.detach())
+
+    def _deterministic_gate(self, log_a: Tensor) -> Tensor:
+        if self.evaluation == "code":
+            return self._stretch_and_clip(log_a)
+        # P(g = 0) = sigmoid(t log(-low / high) - log_a), P(g = 1) = sigmoid(log_a - t log((1 - low) / (high - 1)))
+        even = self.temperature / 2 * (math.log(-self.low / self.high) + math.log((1 - self.low) / (self.high - 1)))
+        return (log_a >= even).to(log_a.dtype)
+
+    def _stretch_and_clip(self, logit: Tensor) -> Tensor:
+        return (self.low + (self.high - self.low) * torch.sigmoid(logit)).clamp(0, 1)
+
+    @classmethod
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
+        yield base(modifiers=(cls(),), kv=2, vdim=5)
+        yield base(modifiers=(cls(temperature=0.7, low=-0.2, high=1.4, start=1.5, sample="hard"),), pattern="causal")
+        yield base(modifiers=(cls(evaluation="hard"),))
+        yield base(modifiers=(cls(regulariser="mean", layers=5),))
+        yield base(modifiers=(cls(per="kv"),), kv=2)

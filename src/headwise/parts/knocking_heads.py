@@ -1,0 +1,93 @@
+"""Heads that knock on each other: one small matrix that all of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..interfaces import QKTransform
+from ..interfaces.axis_layout import AxisLayout
+from ..interfaces.core_types import CallSize, Param, PartParams, SpecFactory
+from ..interfaces.registry import part
+from ..spec.attention_spec import AttentionSpec
+from .initialisers import identity_init, zeros_init
+
+
+@part
+class Knocking(QKTransform):
+    """x_h -> x_h T, with one T for all heads of a side and another for each of `sides`, q, k, v (2510.23052).
+
+    T starts as the identity. kind="mlp", for values alone: v_h -> 2 (v_h W_up * sigmoid(v_h W_gate)) W_down, with
+    W_up and W_down the identity and W_gate zero at the start, so that either kind begins as plain attention. The
+    paper finds values to be what matters. A linear one is gone after `fold_turns`.
+
+    >>> shears = {"v": torch.tensor([[1.0, 2.0], [0.0, 1.0]])}  # rows are what comes out
+    >>> Knocking().transform(torch.tensor([[[[3.0, 4.0]]]]), "v", None, shears).tolist()
+    [[[[11.0, 4.0]]]]
+    """
+
+    paper = "2510.23052"
+    kind: str = "linear"
+    sides: str = "v"
+
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
+        if self.kind not in ("linear", "mlp"):
+            yield f"Knocking(kind={self.kind!r}) is unknown; use 'linear' or 'mlp'"
+        if not self.sides or set(self.sides) - set("qkv") or len(set(self.sides)) != len(self.sides):
+            yield f"Knocking(sides={self.sides!r}) is no choice of sides; name each of q, k and v at most once"
+        elif self.kind == "mlp" and self.sides != "v":
+            yield f"Knocking(kind='mlp', sides={self.sides!r}) is defined for values alone; use sides='v'"
+        values = AxisLayout.parse(f"{spec.heads.value_axis} vdim")
+        alone = self.sides == "v" and spec.project.kv_entry_layouts(spec).get("v") == values
+        if not (spec.project.uses_head_dims or alone):
+            name = type(spec.project).__name__
+            yield f"Knocking's matrices are as wide as a head, but not all that {name} turns is; use project Direct()"
+
+    def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
+        return {"knocked": spec.heads.dim, "vknocked": spec.heads.vdim}
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        if self.kind == "mlp":
+            inner = AxisLayout.parse("vknocked vdim")
+            down = Param(AxisLayout.parse("vdim vknocked"), identity_init)
+            return {"up": Param(inner, identity_init), "gate": Param(inner, zeros_init), "down": down}
+        axes = {"q": "knocked dim", "k": "knocked dim", "v": "vknocked vdim"}
+        return {side: Param(AxisLayout.parse(axes[side]), identity_init) for side in self.sides}
+
+    def flops(self, spec: AttentionSpec, work: CallSize) -> int:
+        heads, matrices = spec.heads, 3 if self.kind == "mlp" else 1
+        each = {
+            "q": work.queries * heads.q * heads.dim**2,
+            "k": work.new_tokens * heads.kv * heads.dim**2,
+            "v": work.new_tokens * heads.num_value_heads * heads.vdim**2,
+        }
+        return 2 * work.batch * matrices * sum(each[side] for side in self.sides)
+
+    def transformed_sides(self, spec: AttentionSpec) -> frozenset[str]:
+        return frozenset(self.sides)
+
+    def transform(self, x_BTHK: Tensor, side: str, placed: None, p: PartParams) -> Tensor:
+        if self.kind == "linear":
+            return F.linear(x_BTHK, p[side])
+        open_BTHK = torch.sigmoid(F.linear(x_BTHK, p["gate"]))
+        return F.linear(2 * F.linear(x_BTHK, p["up"]) * open_BTHK, p["down"])
+
+    def as_matrix(self, side: str, p: Mapping[str, Tensor]) -> Tensor | None:
+        return p[side] if self.kind == "linear" else None
+
+    def without_sides(self, sides: frozenset[str]) -> Self | None:
+        left = "".join(side for side in self.sides if side not in sides)
+        return replace(self, sides=left) if left else None
+
+    @classmethod
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
+        from .rotary_embedding import Rotary
+
+        yield base(modifiers=(cls(),), kv=2, vdim=5, bias="qkvo")
+        yield base(modifiers=(cls(sides="qkv"), Rotary()), pattern="causal", kv=2)
+        yield base(modifiers=(cls(kind="mlp"),), pattern="causal", vdim=5)

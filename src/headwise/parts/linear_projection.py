@@ -1,0 +1,127 @@
+"""Queries, keys and values as three linear maps of the input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from ..interfaces import Project
+from ..interfaces.axis_layout import AxisLayout
+from ..interfaces.core_types import CoreShape, Param, PartParams, SpecFactory, TransformsQK
+from ..interfaces.registry import part
+from ..ops.linear import linear, linear_many, should_concatenate, uses_gemv_kernel
+from ..spec.attention_spec import AttentionSpec
+from .initialisers import xavier_uniform, zeros_init
+
+
+@part
+class Direct(Project):
+    """q = x W_Q + b_Q, k = z W_K + b_K, v = z W_V + b_V; keys and values are what is remembered.
+
+    `bias` says which of the three have one: "qkv", "q", "". With 8 query heads of 64 on 2 key-value heads
+    a token costs 256 remembered numbers:
+
+    >>> import headwise as hw
+    >>> hw.select_counted.cache_numbers(hw.design(model=512, heads=8, kv=2))
+    256
+    """
+
+    paper = "1706.03762"
+    uses_head_dims: ClassVar[bool] = True
+    caches_keys_and_values: ClassVar[bool] = True
+    bias: str = ""
+
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
+        if set(self.bias) - set("qkv") or len(set(self.bias)) != len(self.bias):
+            yield f"Direct(bias={self.bias!r}) asks for unknown biases; name each of q, k and v at most once"
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        axis = spec.heads.value_axis
+        weights = {
+            "q": Param(AxisLayout.parse("(q dim) model"), xavier_uniform, "query"),
+            "k": Param(AxisLayout.parse("(kv dim) source"), xavier_uniform, "source"),
+            "v": Param(AxisLayout.parse(f"({axis} vdim) source"), xavier_uniform, "source"),
+        }
+        wide = {"q": "(q dim)", "k": "(kv dim)", "v": f"({axis} vdim)"}
+        return weights | {f"{side}_bias": Param(AxisLayout.parse(wide[side]), zeros_init) for side in self.bias}
+
+    def kv_entry_layouts(self, spec: AttentionSpec) -> Mapping[str, AxisLayout]:
+        return {"k": AxisLayout.parse("kv dim"), "v": AxisLayout.parse(f"{spec.heads.value_axis} vdim")}
+
+    def constant_biases(self, spec: AttentionSpec, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        heads = spec.heads
+        shapes = {"k": (heads.kv, heads.dim), "v": (heads.num_value_heads, heads.vdim)}
+        shifts = {
+            side: weights[f"project.{side}_bias"].view(shape) for side, shape in shapes.items() if side in self.bias
+        }
+        reads = [heads.value_head_of_row[voice] for voice in spec.score_head_of_row]
+        return shifts | {"v": shifts["v"][reads]} if "v" in shifts else shifts
+
+    def without_biases(self, biases: frozenset[str]) -> Self:
+        return replace(self, bias="".join(side for side in self.bias if side not in biases))
+
+    def absorb_matrix(
+        self, spec: AttentionSpec, weights: Mapping[str, Tensor], side: str, matrix: Tensor
+    ) -> Mapping[str, Tensor]:
+        return absorb_matrix_per_head(
+            weights, [key for key in (side, f"{side}_bias") if key in self.params(spec)], matrix
+        )
+
+    def core(self, spec: AttentionSpec) -> CoreShape:
+        heads = spec.heads
+        values = tuple(heads.value_head_of_row[row] for row in spec.score_head_of_row)
+        return CoreShape(heads.reads, values, heads.dim, heads.vdim, heads.dim**-0.5)
+
+    def project_query(self, x_BTD: Tensor, turn: TransformsQK, p: PartParams) -> Tensor:
+        return turn(self._project(x_BTD, "q", ("q", "dim"), p), "q")
+
+    def project_kv(self, z_BSE: Tensor, turn: TransformsQK, p: PartParams) -> dict[str, Tensor]:
+        axes = {"k": ("kv", "dim"), "v": ("v", "vdim")}
+        if set(self.bias) & set("kv"):
+            told = [self._project(z_BSE, side, axes[side], p) for side in axes]
+        else:  # both are read in one go
+            flat = linear_many(z_BSE, (p["k"], p["v"]))
+            told = [_by_head(y, axes[side], p) for side, y in zip(axes, flat, strict=True)]
+        return {side: turn(y, side) for side, y in zip(axes, told, strict=True)}
+
+    def project_qkv(self, x_BTD: Tensor, turn: TransformsQK, p: PartParams) -> tuple[Tensor, dict[str, Tensor]] | None:
+        weights = p["q"], p["k"], p["v"]
+        if self.bias or not (should_concatenate(x_BTD, weights) or uses_gemv_kernel(x_BTD, weights)):
+            return None
+        q, k, v = linear_many(x_BTD, weights)
+        k_BSGK = _by_head(k, ("kv", "dim"), p)
+        turned = turn(k_BSGK, "k")
+        if turned is not k_BSGK and v.requires_grad:
+            v = v.clone()  # all three lie in one piece, which it would keep until the way back
+        entry = {"k": turned, "v": turn(_by_head(v, ("v", "vdim"), p), "v")}
+        return turn(_by_head(q, ("q", "dim"), p), "q"), entry
+
+    def expand_kv(self, entry: Mapping[str, Tensor], turn: TransformsQK, p: PartParams) -> tuple[Tensor, Tensor]:
+        return entry["k"], entry["v"]
+
+    def _project(self, x: Tensor, side: str, axes: tuple[str, str], p: PartParams) -> Tensor:
+        bias = p[f"{side}_bias"] if side in self.bias else None
+        return _by_head(linear(x, p[side], bias), axes, p)
+
+    @classmethod
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
+        yield base()
+        yield base(kv=2, vdim=5, bias="qkvo")
+        yield base(kv=3, project=cls(bias="v"))
+        yield base(kv=1, source=13, project=cls(bias="q"))
+
+
+def _by_head(y: Tensor, axes: tuple[str, str], p: PartParams) -> Tensor:
+    return y.view(y.shape[0], y.shape[1], p.sizes[axes[0]], p.sizes[axes[1]])
+
+
+def absorb_matrix_per_head(weights: Mapping[str, Tensor], names: Iterable[str], matrix: Tensor) -> dict[str, Tensor]:
+    """These weights of a project, whose rows are channels of heads, behind which a matrix met each head."""
+    width = matrix.shape[-1]
+    held = {f"project.{name}": weights[f"project.{name}"] for name in names}
+    by_head = {name: rows.reshape(rows.shape[0] // width, width, -1) for name, rows in held.items()}
+    return {name: torch.on_matmul(matrix, heads).reshape(held[name].shape) for name, heads in by_head.items()}

@@ -1,0 +1,98 @@
+"""Relative position representations: a vector per clipped distance, met by queries and added to values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..interfaces import ScoreStep, ValueStep
+from ..interfaces.axis_layout import AxisLayout
+from ..interfaces.core_types import Param, PartParams, QueryContext, ScorePosition, SpecFactory
+from ..interfaces.registry import part
+from ..spec.attention_spec import AttentionSpec
+from .initialisers import xavier_uniform
+
+
+@part
+class Shaw(ScoreStep):
+    """s + scale q.a[clip(j - i, -reach, reach)]: one table of 2 reach + 1 vectors for all heads (1803.02155).
+
+    >>> import headwise as hw
+    >>> Shaw(reach=2).params(hw.design(model=8, heads=2))["table"].layout
+    Layout(dims=(('place',), ('dim',)))
+    """
+
+    paper = "1803.02155"
+    positional: ClassVar[bool] = True
+    additive: ClassVar[bool] = True
+    per_head: ClassVar[bool] = True
+    reach: int = 16
+
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
+        if self.reach < 1:
+            yield f"Shaw(reach={self.reach}) sees no distance; use at least 1"
+        if not spec.project.uses_head_dims:
+            name = type(spec.project).__name__
+            yield f"Shaw's vectors meet queries as wide as a head, but {name} asks with others; use project Direct()"
+
+    def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
+        return {"place": 2 * self.reach + 1}
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        return {"table": Param(AxisLayout.parse("place dim"), xavier_uniform)}
+
+    def flops(self, spec: AttentionSpec, work) -> int:
+        return 2 * work.batch * work.queries * spec.heads.q * (2 * self.reach + 1) * spec.heads.dim
+
+    def query_factors(self, asked: QueryContext, p: PartParams) -> Tensor | None:
+        return torch.on_matmul(asked.q_BTHK * asked.scale, p["table"].T)
+
+    def score(self, s: Tensor, cell: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
+        assert factors is not None
+        return s + cell.take(factors, (cell.j - cell.i).clamp(-self.reach, self.reach) + self.reach)
+
+    @classmethod
+    def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:
+        yield base(modifiers=(cls(reach=2), ShawValues(reach=3)), pattern="causal", kv=2)
+        yield base(modifiers=(cls(reach=4),), vdim=5)
+
+
+@part
+class ShawValues(ValueStep):
+    """o + sum over keys of w a[clip(j - i, -reach, reach)]: the values' half of Shaw et al. (1803.02155).
+
+    >>> import headwise as hw
+    >>> ShawValues(reach=2).params(hw.design(model=8, heads=2))["table"].layout.axes
+    ('place_of_value', 'vdim')
+    """
+
+    paper = "1803.02155"
+    positional: ClassVar[bool] = True
+    reach: int = 16
+
+    def conflicts(self, spec: AttentionSpec) -> Iterable[str]:
+        if self.reach < 1:
+            yield f"ShawValues(reach={self.reach}) sees no distance; use at least 1"
+        if not spec.project.uses_head_dims:
+            name = type(spec.project).__name__
+            yield f"ShawValues adds to values as they are read, but {name} reads something else first; use Direct()"
+
+    def sizes(self, spec: AttentionSpec) -> Mapping[str, int]:
+        return {"place_of_value": 2 * self.reach + 1}
+
+    def params(self, spec: AttentionSpec) -> Mapping[str, Param]:
+        return {"table": Param(AxisLayout.parse("place_of_value vdim"), xavier_uniform)}
+
+    def flops(self, spec: AttentionSpec, work) -> int:
+        return 2 * work.batch * work.queries * len(spec.score_head_of_row) * (2 * self.reach + 1) * spec.heads.vdim
+
+    def pair_value(self, i: int, j: int, p: PartParams) -> Tensor:
+        return p["table"][min(max(j - i, -self.reach), self.reach) + self.reach]
+
+    def weighted_values(self, w_BHTS: Tensor, i: Tensor, j: Tensor, p: PartParams) -> Tensor:
+        place = ((j - i).clamp(-self.reach, self.reach) + self.reach).expand(w_BHTS.shape)
+        by_place = w_BHTS.new_zeros(*w_BHTS.shape[:3], 2 * self.reach + 1).scatter_add(-1, place, w_BHTS)
+        return torch.on_matmul(by_place, p["table"].to(w_BHTS.dtype))

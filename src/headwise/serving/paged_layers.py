@@ -1,0 +1,52 @@
+"""Which layers read pages where they lie, and why others have them gathered."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .. import backends
+from ..backends import CallSignature
+from ..models import Transformer
+from ..nn.attention import Attention
+
+
+class Reading(NamedTuple):
+    """How many layers keep pages, and for which of these a step of one token a row gathers them: why, by their paths.
+
+    >>> import headwise as hw
+    >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
+    >>> Reading.of(hw.build(hw.families.read(config | {"num_hidden_layers": 2, "vocab_size": 11})))
+    Reading(layers=2, gathers={})
+    """
+
+    layers: int
+    gathers: dict[str, str]
+
+    @staticmethod
+    def of(net: Transformer) -> Reading:
+        """Of the stack that answers."""
+        name, stack = list(net.stacks.items())[-1]
+        found: dict[str, str] = {}
+        layers = 0
+        for number, block in enumerate(stack.blocks):
+            layer = block.attentions.get("attention")
+            if layer is not None and not layer.spec.is_recurrent:
+                layers += 1
+                if why := _why(layer):
+                    found[f"{name}.{number}.attention"] = why
+        return Reading(layers, found)
+
+
+def _why(layer: Attention) -> str:
+    if layer.backend_name not in (None, "paged"):
+        return f"the layer asks for {layer.backend_name}"
+    spec, like = layer.spec, layer.weights["project"].first_parameter
+    job = CallSignature(
+        spec,
+        spec.core_of(spec.projection_form(one=True)),
+        like.device.type,
+        like.dtype,
+        single_query=True,
+        has_paged_cache=True,
+    )
+    return "; ".join(backends.unsupported_reasons_by_backend(job)["paged"])

@@ -1,0 +1,57 @@
+"""Who is next: of those that wait, of prompts that are read, and of rows that are answered in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from .kv_memory import Batching
+from .requests import Request
+
+
+def first(waiting: Sequence[Request], batching: Batching) -> Request:
+    """Who is let in next; whoever came first and was overtaken often enough comes before all."""
+    oldest = waiting[0]
+    if batching.order == "arrival" or oldest.overtaken >= batching.patience:
+        return oldest
+    return min(waiting, key=lambda request: request.tokens)
+
+
+def overtake(waiting: Sequence[Request], chosen: Request) -> None:
+    """Count those that came before who is let in."""
+    for request in waiting:
+        if request.number < chosen.number:
+            request.overtaken += 1
+
+
+def chunked(pending: Iterable[int], chunk: int, opening: int = 0) -> Iterator[int]:
+    """How many tokens of each prompt a step takes, in order, until they are `chunk`.
+
+    The first `opening` tokens of a prompt must come together, and wait for a step that has room for them, or is theirs.
+
+    >>> list(chunked([100, 3, 5], 64)), list(chunked([5, 3, 70], 64)), list(chunked([5, 3, 70], 64, opening=60))
+    ([64], [5, 3, 56], [5, 3])
+    """
+    left = chunk
+    for number, count in enumerate(pending):
+        least = min(count, opening)
+        taken = max(min(count, left), 0 if number else least)
+        if taken < max(least, 1):
+            return
+        left -= taken
+        yield taken
+
+
+def divided(sizes: Sequence[int], worth: float) -> list[int]:
+    """How many rows share each call, of rows by their sizes, the largest first.
+
+    Those of one call take as long as if all were as large as the first of them. They are divided where that saves more
+    than a call is `worth`.
+
+    >>> divided([40, 39, 2, 2, 2, 1], worth=100), divided([40, 39, 2], worth=100)
+    ([2, 4], [3])
+    """
+    count = len(sizes)
+    if count < 2:
+        return [count] * count
+    saved, at = max(((sizes[0] - sizes[n]) * (count - n), n) for n in range(1, count))
+    return [count] if saved <= worth else divided(sizes[:at], worth) + divided(sizes[at:], worth)

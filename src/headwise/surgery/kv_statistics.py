@@ -1,0 +1,106 @@
+"""What key and value heads of a model say over data, before turns, as sums of products: what sharing them asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SpecError, suggest
+from ..inspect.attention_sites import find_attention
+from ..inspect.hooks import AttentionCall, MethodPatch, get_hooks, install_hooks
+from ..masking.sequence_info import SequenceInfo
+from ..nn.attention import Attention
+from .head_alignment import CrossProducts, compute_kv_features
+
+
+def collect_kv_statistics(
+    model: nn.Module, batches: Iterable[Any], sites: Iterable[str] | None = None
+) -> dict[str, dict[str, CrossProducts]]:
+    """Products of keys ("k") and values ("v") for each attention of ours, or those of these names, over a data set.
+
+    A batch is a tensor, or a mapping of what the model is called with; padding among its tokens does not count. Nothing
+    is kept but the sums, of (heads x width)^2 numbers a site and side.
+
+    >>> import headwise as hw
+    >>> net = hw.build(
+    ...     hw.families.read({"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 11}), seed=0
+    ... ).eval()
+    >>> told = collect_kv_statistics(net, [torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5]])])
+    >>> [(site, side, said.rows) for site, sides in told.items() for side, said in sides.items()]
+    [('decoder.0.attention', 'k', 5), ('decoder.0.attention', 'v', 5)]
+    """
+    named = _select_attentions(model, sites)
+    if any(module.training for module in model.modules()):
+        raise ValueError(f"{type(model).__name__} is in train mode, where heads say what dropout leaves; call .eval()")
+    if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+        raise ValueError(f"batches are of type {type(batches).__name__}; give several, or one as [batch]")
+    gatherers = {site: KVStatisticsCollector(attention) for site, attention in named.items()}
+    with torch.no_grad(), install_hooks({one.attention: (one,) for one in gatherers.values()}, METHOD_PATCHES):
+        for batch in batches:
+            model(**batch) if isinstance(batch, Mapping) else model(batch)
+    if silent := [site for site, one in gatherers.items() if not one.told]:
+        raise ValueError(f"nothing was gathered of {silent[0]}; give at least one batch that the model reads there")
+    return {site: one.told for site, one in gatherers.items()}
+
+
+def _select_attentions(model: nn.Module, sites: Iterable[str] | None) -> dict[str, Attention]:
+    ours = {one.site.name: one.module for one in find_attention(model) if isinstance(one.module, Attention)}
+    for site in sites or ():
+        if site not in ours:
+            raise SpecError(f"the model has no attention {site!r} of ours; {suggest(site, ours)}")
+    return ours if sites is None else {site: ours[site] for site in sites}
+
+
+class KVStatisticsCollector:
+    """Adds up what the heads of one attention make of each input that it remembers."""
+
+    wants_core = False
+
+    def __init__(self, attention: Attention) -> None:
+        self.attention = attention
+        self.told: dict[str, CrossProducts] = {}
+
+    def core(self, seen: AttentionCall) -> None:
+        """It does not look there."""
+
+    def heads(self, z: Tensor) -> None:
+        """Nor there."""
+
+    def add(self, z_BSE: Tensor, tokens: SequenceInfo | None) -> None:
+        """Take one input, its padding left out."""
+        for side, said in compute_kv_features(self.attention, z_BSE).items():
+            live = said if tokens is None else said[tokens.is_real.expand(said.shape[:2])]
+            own = CrossProducts.from_features(live)
+            self.told[side] = self.told[side] + own if side in self.told else own
+
+
+def _notify_collectors(attention: Attention, z_BSE: Tensor, tokens: SequenceInfo | None) -> None:
+    for watcher in get_hooks(attention):
+        if isinstance(watcher, KVStatisticsCollector):
+            watcher.add(z_BSE, tokens)
+
+
+def _wrap_project_kv(original: Callable[..., Any]) -> Callable[..., Any]:
+    def remember(self: Attention, z: Tensor, *, tokens: SequenceInfo | None = None) -> Any:
+        _notify_collectors(self, z, tokens)
+        return original(self, z, tokens=tokens)
+
+    return remember
+
+
+def _wrap_attention_kv(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _remembered(self: Attention, x_BTD: Tensor, at: SequenceInfo, turning: Any, source: Any, cache: Any) -> Any:
+        if source is None:
+            _notify_collectors(self, x_BTD, at)
+        return original(self, x_BTD, at, turning, source, cache)
+
+    return _remembered
+
+
+METHOD_PATCHES = (
+    MethodPatch(Attention, "project_source", _wrap_project_kv),
+    MethodPatch(Attention, "_remembered", _wrap_attention_kv),
+)
