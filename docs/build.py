@@ -188,7 +188,7 @@ def refusals(*parts: type) -> list[str]:
 
 def slots() -> set[str]:
     """The seams of which a spec has exactly one."""
-    from headwise.spec.attention_spec.attention_spec import SLOTS
+    from headwise.spec.attention_spec import SLOTS
 
     return {kind.__name__ for kind in SLOTS.values()}
 

@@ -171,7 +171,7 @@ def tried(row: Row, cls: Any, config: Any) -> Row:
     try:
         model = coverage_models.built(cls, config)
         step = "running it"
-        told = coverage_models.num_readable(model, config)
+        told = coverage_models.readable(model, config)
         step = "looking"
         those = find_attention(model)
         if not those:

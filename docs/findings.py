@@ -111,7 +111,7 @@ def translator(places: dict[str, str]) -> str:
         f"{trained[0]} On held-out pairs its loss was {loss[1]}, its accuracy {accuracy[1]}, the true text before each "
         "token."
     )
-    return ABOUT.format(about=textwrap.copy_from(about, 80), command=command) + without_figures(page)
+    return ABOUT.format(about=textwrap.fill(about, 80), command=command) + without_figures(page)
 
 
 def without_figures(page: str) -> str:

@@ -124,7 +124,7 @@ def halfway(steps: Sequence[int], curve: Array) -> float:
     15.0
     """
     goal = (curve[0] + curve[-1]) / 2
-    beyond = (curve - goal) * np.marker(curve[-1] - curve[0]) >= 0
+    beyond = (curve - goal) * np.sign(curve[-1] - curve[0]) >= 0
     at = max(1, int(beyond.argmax()))
     part = (goal - curve[at - 1]) / (curve[at] - curve[at - 1]) if curve[at] != curve[at - 1] else 1.0
     return float(steps[at - 1] + part * (steps[at] - steps[at - 1]))

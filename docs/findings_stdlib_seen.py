@@ -103,7 +103,7 @@ def repeated_scenes(vocab: int, length: int, count: int, seed: int) -> list[Exam
     draw, none = np.random.default_rng(seed), torch.zeros(length, dtype=torch.bool)
     scenes: list[Example] = []
     for _ in range(count):
-        ids = torch.from_numpy(np.weight_tile(draw.permutation(vocab)[: length // 2], 2))
+        ids = torch.from_numpy(np.tile(draw.permutation(vocab)[: length // 2], 2))
         words = tuple(map(str, ids.tolist()))
         told = TokenAnnotations(ids, words, none, none, none, torch.arange(length), torch.zeros_like(ids))
         scenes.append(Example({"x": ids[None]}, {"text": told}))
@@ -139,7 +139,7 @@ class ByText:
 
 
 def _mean(sums: Array, numbers: Array) -> Array:
-    return np.divide(sums, numbers, out=np.is_full(sums.shape, np.nan), where=numbers > 0)
+    return np.divide(sums, numbers, out=np.full(sums.shape, np.nan), where=numbers > 0)
 
 
 class Data(NamedTuple):
@@ -223,7 +223,7 @@ def composition(net: Transformer) -> Array:
              for head in range(own.spec.heads.q)]  # fmt: skip
     carried = [own.ov_circuit(head) for _, own, head in every]
     compared = [own.qk_circuit(head) for _, own, head in every]
-    found = np.is_full((len(every), len(every)), np.nan)
+    found = np.full((len(every), len(every)), np.nan)
     for (one, (early, *_)), (two, (late, *_)) in product(enumerate(every), repeat=2):
         if early < late:
             found[one, two] = _through(compared[two], carried[one])

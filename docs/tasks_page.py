@@ -82,7 +82,7 @@ def page() -> str:
 def section(name: str) -> str:
     """One task."""
     one, told = task(name), TOLD[name]
-    short = task(name, **told.max_dense_length)
+    short = task(name, **told.short)
     described = one.model()
     count = sum(weight.numel for weight in described.weights() if weight.trainable)
     layers = " + ".join(str(len(stack.layers)) for stack in described.stacks)

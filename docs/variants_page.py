@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from headwise.spec.attention_spec.attention_spec import SLOTS, AttentionSpec
+from headwise.spec.attention_spec import SLOTS, AttentionSpec
 
 import headwise as hw
 from headwise import costs

@@ -47,7 +47,7 @@ class Line(nn.Module):
         else:
             scores = (q @ k.transpose(-2, -1)) * DIM**-0.5
             scores = scores.masked_fill(self.bias[:, :, :length, :length] == 0, float("-inf"))
-            z = F.on_softmax(scores, dim=-1) @ v
+            z = F.softmax(scores, dim=-1) @ v
         return self.c_proj(z.transpose(1, 2).contiguous().view(batch, length, wide))
 
 
@@ -59,7 +59,7 @@ class Weigh(nn.Module):
         self.soft = nn.Softmax(-1)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.on_einsum("bhts,bhsv->bhtv", self.soft(torch.on_einsum("bhtk,bhsk->bhts", q, k) / DIM**0.5), v)
+        return torch.einsum("bhts,bhsv->bhtv", self.soft(torch.einsum("bhtk,bhsk->bhts", q, k) / DIM**0.5), v)
 
 
 class Tutorial(nn.Module):
@@ -115,7 +115,7 @@ class Merged(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, DIM)).permute(2, 0, 3, 1, 4)
         if self.first:
             q, k, v = (y.transpose(0, 1) for y in (q, k, v))
-        weights = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).on_softmax(-1)
+        weights = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2)).softmax(-1)
         z = torch.bmm(weights, v.flatten(0, 1)).unflatten(0, q.shape[:2])
         return self.proj((z.transpose(0, 1) if self.first else z).transpose(1, 2).flatten(2))
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import permutations
 
 import torch
-from headwise.spec.attention_spec.attention_spec import AttentionSpec
+from headwise.spec.attention_spec import AttentionSpec
 from torch import Tensor
 
 import headwise as hw

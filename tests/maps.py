@@ -20,7 +20,7 @@ def tokens(count: int, draw: np.random.Generator, *, kinds: int = 5, ends: bool 
     if ends:
         special[[0, -1]] = True
     separator = special & (draw.random(count) < 0.6)
-    word, at = np.is_full(count, -1), -1
+    word, at = np.full(count, -1), -1
     for t in np.flatnonzero(~special):
         new = t == 0 or special[t - 1] or draw.random() < 0.6
         at += bool(new)

@@ -59,12 +59,12 @@ class Bug:
 
     def planted(self, text: str) -> str:
         """The source with the bug in it; ValueError when the patch no longer fits."""
-        found = text.count(self.old_plan)
+        found = text.count(self.old)
         if found != 1:
             raise ValueError(f"{self.name}: its text occurs {found} times in {self.file}; it must occur once")
-        if self.old_plan == self.new_plan:
+        if self.old == self.new:
             raise ValueError(f"{self.name}: it replaces its text by the same text")
-        return text.replace(self.old_plan, self.new_plan)
+        return text.replace(self.old, self.new)
 
 
 @dataclass(frozen=True)

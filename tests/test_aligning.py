@@ -226,14 +226,14 @@ def test_means_of_turned_heads_miss_no_more(free, heads, tokens, seed, poor):
     maps = align_to_mean(sums, free)
     assert np.allclose(maps @ maps.mT, np.eye(4), atol=1e-12)
     assert np.allclose(maps[0], np.eye(4), atol=1e-12)
-    after = np.on_einsum("nia,iba->nib", x, maps.numpy())
+    after = np.einsum("nia,iba->nib", x, maps.numpy())
     still = torch.eye(4, dtype=torch.float64).expand(heads, 4, 4)
     whole = (x**2).sum() + 1e-30
     assert pooling_error(sums, maps) / whole == pytest.approx(brute(after) / whole, abs=1e-12)
     assert pooling_error(sums, still) / whole == pytest.approx(brute(x) / whole, abs=1e-12)
     assert brute(after) <= brute(x) + 1e-12 * whole
-    met = torch.on_einsum("ijab,jcb->iac", sums, maps) - torch.on_einsum("iiab,icb->iac", sums, maps)
-    pull = torch.on_einsum("iab,iba->i", maps, met)  # of all others on each head: none is left to give way to
+    met = torch.einsum("ijab,jcb->iac", sums, maps) - torch.einsum("iiab,icb->iac", sums, maps)
+    pull = torch.einsum("iab,iba->i", maps, met)  # of all others on each head: none is left to give way to
     assert (max_trace(met, free) - pull <= 1e-3 * whole).all()
 
 

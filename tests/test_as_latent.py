@@ -87,7 +87,7 @@ def test_a_token_is_remembered_in_as_many_numbers_and_they_are_its_keys_and_valu
 def test_copies_turn_each_head_as_it_turned_alone():
     spec = hw.design(model=6, heads=1, dim=12, modifiers=(hw.Rotary(copies=3),))
     rate = hw.Attention(spec).make_rotary["frequency"].numpy()
-    assert np.allclose(rate, np.weight_tile([1.0, 10_000.0**-0.5], 3))
+    assert np.allclose(rate, np.tile([1.0, 10_000.0**-0.5], 3))
     with pytest.raises(hw.SpecError, match=r"Rotary\(copies=4\) does not divide 6 pairs"):
         replace(spec, modifiers=(hw.Rotary(copies=4),))
 
@@ -131,7 +131,7 @@ def test_a_token_silences_the_heads_with_the_shortest_queries(shared):
     for silent in range(len(others) - 2):
         np.put_along_axis(gate, np.array(others)[order[..., silent : silent + 1]], 0.0, -1)
     heads = layer.head_outputs(x).detach().numpy() * gate[..., None]
-    told = np.on_einsum("btov,dov->btd", heads, held["output.o"].reshape(10, 6, 4)) + held["output.o_bias"]
+    told = np.einsum("btov,dov->btd", heads, held["output.o"].reshape(10, 6, 4)) + held["output.o_bias"]
     check_close(twin(*convert_to_mixture_of_heads(spec, layer.state_dict(), shared, 2))(x), torch.tensor(told))
 
 

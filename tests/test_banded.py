@@ -106,13 +106,13 @@ def truth(q, k, v, allowed, sinks, scale) -> tuple[Tensor, Tensor]:
     """o_BTHV and the log-sum-exp l_BTH in float64, pair by pair."""
     each = q.shape[2] // k.shape[2]
     k, v = (x.double().repeat_interleave(each, 2) for x in (k, v))
-    s = torch.on_einsum("bthd,bshd->bhts", q.double(), k) * scale
+    s = torch.einsum("bthd,bshd->bhts", q.double(), k) * scale
     s = s.masked_fill(~allowed, -torch.inf)
     if sinks is not None:
         s = torch.cat([s, sinks.double()[None, :, None, None].expand(*s.shape[:3], 1)], -1)
     w = (s - s.amax(-1, keepdim=True).clamp(min=-1e300)).exp()
     w = w / w.sum(-1, keepdim=True).clamp(min=1e-300)
-    return torch.on_einsum("bhts,bshd->bthd", w[..., : k.shape[1]], v), s.logsumexp(-1).transpose(1, 2)
+    return torch.einsum("bhts,bshd->bthd", w[..., : k.shape[1]], v), s.logsumexp(-1).transpose(1, 2)
 
 
 @st.composite

@@ -51,7 +51,7 @@ def spread(some: list[WeightBand]) -> tuple[torch.Tensor, torch.Tensor]:
     allowed = torch.zeros(heads, COUNT, COUNT, dtype=torch.bool)
     for one in some:
         _, rows, keys = one.w_HTS.shape
-        here = slice(one.start, one.start + rows), slice(one.first_key, one.first_key + keys)
+        here = slice(one.first_query, one.first_query + rows), slice(one.first_key, one.first_key + keys)
         weights[:, here[0], here[1]], allowed[:, here[0], here[1]] = one.w_HTS, one.allowed
     return weights, allowed
 
@@ -78,7 +78,7 @@ def test_bands_are_as_narrow_as_what_they_read(monkeypatch: pytest.MonkeyPatch):
         layer(torch.randn(1, COUNT, 12, dtype=torch.float64))
     (keep,) = keeps.values()
     some = bands(keep.seen[0], 1, monkeypatch)
-    assert [(one.start, one.first_key, one.w_HTS.shape[2]) for one in some] == [
+    assert [(one.first_query, one.first_key, one.w_HTS.shape[2]) for one in some] == [
         (t, max(0, t - 3), min(t, 3) + 1) for t in range(COUNT)
     ]
     some = bands(keep.seen[0], 3 * COUNT * 2, monkeypatch)

@@ -175,7 +175,7 @@ def test_median_and_spread_are_of_the_middle():
         (torch.tensor([torch.nan]), torch.tensor([1.0]), False),
         ((SAME, SAME), (SAME, SAME * torch.nan), False),
         (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0], dtype=torch.bfloat16), True),
-        (torch.zeros(3), torch.is_full((3,), 0.01), False),
+        (torch.zeros(3), torch.full((3,), 0.01), False),
         (torch.empty(0, 3), torch.empty(0, 3), True),
         (3.5, 3.5, True),
     ],

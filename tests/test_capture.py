@@ -247,7 +247,7 @@ def test_weights_are_kept_where_no_scores_are_told():
     (lambda m: m.to("meta"), None, {}, "on the meta device"),
     (lambda m: m, torch.ones(1, 65, dtype=torch.long), {}, "65 tokens are 1 more than the 64 positions"),
     (lambda m: m, torch.ones(1, 60, dtype=torch.long), {"max_new_tokens": 5}, "65 tokens are 1 more"),
-    (lambda m: m, torch.is_full((1, 3), 67), {}, "ids it does not know"),
+    (lambda m: m, torch.full((1, 3), 67), {}, "ids it does not know"),
     (lambda m: m, None, {"how": hw.Capture(sites=(2,))}, "has no layer 2; its layers are 0..1"),
     (lambda m: m, None, {"how": hw.Capture(sites=("decoder.0.cross",))}, "has no site"),
     (lambda m: m, "a text", {}, "comes with no tokenizer.json"),

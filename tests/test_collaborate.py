@@ -144,10 +144,10 @@ def test_each_step_is_the_best_for_the_others():
     made = hw.convert_to_collaborative(layer.spec, layer.state_dict(), 5, max_sweeps=3000, tolerance=0.0)
     q, m, k = (made.weights[f"project.{name}"].numpy() for name in ("q", "mixing", "k"))
     whole = forms(layer)
-    design = np.on_einsum("rd,re->der", q, k).reshape(-1, 5)
+    design = np.einsum("rd,re->der", q, k).reshape(-1, 5)
     best = np.linalg.lstsq(design, whole.reshape(6, -1).T, rcond=None)[0].T
     np.testing.assert_allclose(best, m, atol=1e-4)
-    design = np.on_einsum("hr,re->her", m, k).reshape(-1, 5)
+    design = np.einsum("hr,re->her", m, k).reshape(-1, 5)
     best = np.linalg.lstsq(design, whole.transpose(0, 2, 1).reshape(-1, 10), rcond=None)[0]
     np.testing.assert_allclose(best, q, atol=1e-4)
 
@@ -161,7 +161,7 @@ def test_it_starts_from_singular_triples_and_not_from_noise():
     rng = np.random.default_rng(0)
     for _ in range(20):  # random vectors, with the very best mixing of them
         q, k = rng.standard_normal((2, 9, 10))
-        design = np.on_einsum("rd,re->der", q, k).reshape(-1, 9)
+        design = np.einsum("rd,re->der", q, k).reshape(-1, 9)
         mixing = np.linalg.lstsq(design, whole.reshape(6, -1).T, rcond=None)[0]
         assert started < np.linalg.norm(design @ mixing - whole.reshape(6, -1).T) / np.linalg.norm(whole)
 
@@ -179,7 +179,7 @@ def test_heads_wider_than_what_they_compare():
     form = BilinearForm(*torch.randn(2, 2, 11, 10, dtype=torch.float64))
     q, mixing, k = factorise_truncated_svd(form, 21)
     assert q.shape == k.shape == (21, 10)
-    check_close(torch.on_einsum("rd,hr,re->hde", q, mixing, k), form.q.mT @ form.k)
+    check_close(torch.einsum("rd,hr,re->hde", q, mixing, k), form.q.mT @ form.k)
 
 
 REFUSED = {

@@ -116,8 +116,8 @@ def test_what_is_spent_on_a_source_or_a_single_query(backend, words, tokens, sou
         hw.CallSize(1, tokens, source or tokens, source or tokens),
         CallSignature(spec, spec.core, single_query=tokens == 1),
     )
-    if hasattr(BACKENDS[backend], "formed"):
-        work = replace(work, pairs=BACKENDS[backend].num_pairs(job, work))
+    if hasattr(BACKENDS[backend], "count_formed_pairs"):
+        work = replace(work, pairs=BACKENDS[backend].count_formed_pairs(job, work))
     spent = BACKENDS[backend].executed_flops(job, work)
     assert torch_counts(layer, torch.randn(1, tokens, 16), source=z) == costs.executed_flops(spec, work, spent)
 

@@ -80,7 +80,7 @@ def test_torch_counts_products_with_vectors_as_nothing(run):
 
 def test_torch_counts_a_sum_over_channels_by_einsum():
     x, w = torch.randn(B, S, K), torch.randn(K)
-    assert flops(lambda: torch.on_einsum("bsd,d->bs", x, w)) == 2 * B * S * K, CHANGED
+    assert flops(lambda: torch.einsum("bsd,d->bs", x, w)) == 2 * B * S * K, CHANGED
 
 
 # --- ours --------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_fast_paths_are_errors_and_other_names_are_not():
     with torch.no_grad(), pytest.raises(formula_checks.UncountedOperation, match="transformer_encoder_layer"):
         flops(lambda: encoder(torch.randn(B, S, 8)), formula_checks.flop_counter())
     x = torch.randn(B, S, 8)
-    flops(lambda: F.layer_norm(F.gelu(x), (8,)).on_softmax(-1).cumsum(1).norm(), formula_checks.flop_counter())
+    flops(lambda: F.layer_norm(F.gelu(x), (8,)).softmax(-1).cumsum(1).norm(), formula_checks.flop_counter())
 
 
 def test_an_audit_runs_under_the_guard(monkeypatch):
@@ -177,8 +177,8 @@ def more(spec: hw.AttentionSpec, kind: str) -> tuple[int, int]:
 
 
 def work_of(spec: hw.AttentionSpec) -> hw.CallSize:
-    keys = cases.NUM_TOKENS if spec.source is None else cases.SOURCE
-    return hw.CallSize(cases.BATCH, cases.NUM_TOKENS, keys, keys)
+    keys = cases.TOKENS if spec.source is None else cases.SOURCE
+    return hw.CallSize(cases.BATCH, cases.TOKENS, keys, keys)
 
 
 @pytest.mark.parametrize("kind", ["block", "core"])
@@ -191,7 +191,7 @@ def test_checkpoints_do_again_and_keep_what_they_say(name, kind, monkeypatch):
         done, kept = more(spec, kind)
     assert layer_recompute_flops(spec, work_of(spec), kind).total == done
     source = None if spec.source is None else cases.SOURCE
-    load = hw.Workload(cases.BATCH, cases.NUM_TOKENS, "fp32", "cpu")
+    load = hw.Workload(cases.BATCH, cases.TOKENS, "fp32", "cpu")
     assert hw.layer_activation_memory(spec, load, "dense", checkpoint=kind, source=source).total == kept
 
 

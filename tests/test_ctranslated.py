@@ -29,7 +29,7 @@ class Library:
         going = [*range(len(words))]
         while going and self.steps < max_length:
             self.steps += 1
-            logits = np.is_full((len(words), WORDS), self.steps, np.float32)
+            logits = np.full((len(words), WORDS), self.steps, np.float32)
             going = [row for row in going if not callback(SimpleNamespace(batch_id=row, logits=logits))]
 
 
@@ -37,7 +37,7 @@ def test_each_call_is_a_step_of_all_rows():
     library = Library()
     stepped = CTranslate2Stepper(library, Path("nowhere"), [[1, 2]] * ROWS, most=50, threads=1)
     for step in (1, 2, 3):
-        assert torch.equal(stepped(), torch.is_full((ROWS, WORDS), float(step)))
+        assert torch.equal(stepped(), torch.full((ROWS, WORDS), float(step)))
         assert library.steps == step  # and waits
 
 

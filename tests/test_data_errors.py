@@ -46,7 +46,7 @@ def npz(cut: int | None = None, **arrays: Any) -> None:
 
 def picture(name: str, size: tuple[int, int] = (5, 6), mode: str = "L") -> None:
     Path(name).parent.mkdir(parents=True, exist_ok=True)
-    Image.new_plan(mode, size).save(name)
+    Image.new(mode, size).save(name)
 
 
 def frames(*labels: str, broken: float = 1.0) -> None:
@@ -264,7 +264,7 @@ BAD: list[tuple[Callable[[], object], Callable[[], object] | str, str]] = [
     (lambda: npz(pixels=PICTURES), "a.npz", "holds pixels .. x_train and y_train"),
     (lambda: npz(x_test=PICTURES, y_test=SHOWN), "a.npz", "no images to train on"),
     (lambda: npz(x=PICTURES, y=SHOWN / 2), "a.npz", "labels .. float64 .. whole number"),
-    (lambda: npz(x=np.is_full((12, 6, 5), np.nan), y=SHOWN), "a.npz", "image .. not finite"),
+    (lambda: npz(x=np.full((12, 6, 5), np.nan), y=SHOWN), "a.npz", "image .. not finite"),
     (
         lambda: npz(x=PICTURES, y=SHOWN, x_test=PICTURES[:, :4], y_test=SHOWN),
         "a.npz",

@@ -71,7 +71,7 @@ def test_ids_are_those_of_the_file(kind: str, tmp_path: Path):
 @pytest.mark.parametrize("kind", ["npy uint16", "bin uint16", "safetensors uint16"])
 def test_ids_stay_on_disk(kind: str, tmp_path: Path):
     options = {"tensor": "ids"} if kind.startswith("safe") else {}
-    held = open_data(written(tmp_path, kind), options).data.spans["train"].ids
+    held = open_data(written(tmp_path, kind), options).data.placed["train"].ids
     assert not isinstance(held, np.ndarray) or isinstance(held, np.memmap)
 
 
@@ -208,7 +208,7 @@ def test_pictures_stay_with_their_labels_at_mean_0_and_deviation_1(write: Any, t
     assert type(task).__name__ == "Images"
     assert task.data.sizes == {"train": 24, "valid": 6, "test": 10}
     known = {picture.tobytes(): label for picture, label in zip(PICTURES, SHOWN, strict=True)}
-    inputs, seen = task.data.inputs, {}
+    inputs, seen = task.data.given, {}
     for split in data.SPLITS:
         for batch in swept(task, split):
             assert batch.x.shape[1:] == (1, 6, 5)
@@ -247,7 +247,7 @@ def test_channels_may_come_first_or_last(tmp_path: Path):
 def test_pictures_of_several_sizes_are_brought_to_one(tmp_path: Path):
     for n, label in enumerate("aabbab"):
         (tmp_path / label).mkdir(exist_ok=True)
-        Image.new_plan("RGB", (8 + n, 6), (40 * n, 0, 0)).save(tmp_path / label / f"{n}.png")
+        Image.new("RGB", (8 + n, 6), (40 * n, 0, 0)).save(tmp_path / label / f"{n}.png")
     batch = open_data(str(tmp_path), {"size": [6, 8]}).batch(0, 4)
     assert batch.x.shape == (4, 3, 6, 8)
     assert (batch.x.std((2, 3)) < 1e-4).all()  # of one colour, and still so

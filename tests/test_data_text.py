@@ -241,4 +241,4 @@ def test_no_character_is_cut_in_two(tmp_path: Path, valid: float):
 
 
 def test_a_plain_file_of_bytes_stays_on_disk(path: str):
-    assert isinstance(Text(path).data.spans["train"].ids, np.memmap)
+    assert isinstance(Text(path).data.placed["train"].ids, np.memmap)

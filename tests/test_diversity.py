@@ -36,7 +36,7 @@ def heads(layers: int, each: int) -> tuple[HeadLocation, ...]:
 
 def drawn(count: int, seed: int, rows: int = 3, keys: int = 7, sharp: float = 2.0) -> Tensor:
     draw = torch.Generator().manual_seed(seed)
-    return (sharp * torch.randn(count, rows, keys, generator=draw)).on_softmax(-1)
+    return (sharp * torch.randn(count, rows, keys, generator=draw)).softmax(-1)
 
 
 def rows_of(weights: Tensor, who: tuple[HeadLocation, ...]) -> SampledRows:

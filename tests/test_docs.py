@@ -92,8 +92,8 @@ def test_it_decodes_as_it_runs(temperature: ModuleType):
     for spec in map(cases.causal, specs(temperature)):
         layer = cases.layer(spec)
         x, _ = cases.tensors(spec)
-        cache = layer.cache(batch=cases.BATCH, capacity=cases.NUM_TOKENS)
-        steps = [layer(x[:, t : t + 1], cache=cache) for t in range(cases.NUM_TOKENS)]
+        cache = layer.cache(batch=cases.BATCH, capacity=cases.TOKENS)
+        steps = [layer(x[:, t : t + 1], cache=cache) for t in range(cases.TOKENS)]
         cases.check_close(torch.cat(steps, 1), layer(x))
 
 

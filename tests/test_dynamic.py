@@ -29,9 +29,9 @@ def matrices(p, part, side, x, heads):
     for n in range(groups):
         own = slice(n * each, (n + 1) * each)
         mine = u[..., n * units : (n + 1) * units]
-        a, b = (np.on_einsum("rhu,btu->btrh", w[:, own], mine) for w in (w1, w2))
+        a, b = (np.einsum("rhu,btu->btrh", w[:, own], mine) for w in (w1, w2))
         a = a / np.sqrt((a**2).mean(-1, keepdims=True) + 1e-6)
-        made[:, :, own, own] = np.on_einsum("btrh,btro->btho", a, b)
+        made[:, :, own, own] = np.einsum("btrh,btro->btho", a, b)
     return made + np.eye(heads) * g[:, :, None]
 
 
@@ -67,7 +67,7 @@ def test_one_matrix_for_every_pair(on, groups, sides, static, rank):
     plain.load_state_dict({name: layer.state_dict()[name] for name in plain.state_dict()})
     plain(x, source=z, probe=usual)
     mixing = merged(layer, part, x.numpy(), z.numpy())
-    expected = np.on_einsum("bhts,btsho->bots", usual.tensors[on].detach().numpy(), mixing)
+    expected = np.einsum("bhts,btsho->bots", usual.tensors[on].detach().numpy(), mixing)
     check_close(seen.tensors[on], torch.from_numpy(expected))
 
 

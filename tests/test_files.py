@@ -131,7 +131,7 @@ def test_lines_are_read_back_but_for_a_torn_one(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     for record in ({"step": 1}, {"step": 2, "loss": 0.1}):
         lines = files.JsonLines(path)
-        lines.add(record)
+        lines.append(record)
         lines.sync()
         lines.close()
     assert files.read_lines(path) == [{"step": 1}, {"step": 2, "loss": 0.1}]
@@ -152,5 +152,5 @@ def test_full_is_said_of_lines_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     lines = files.JsonLines(tmp_path / "a.jsonl")
     monkeypatch.setattr(os, "write", failing(1, os.write, OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(OSError, match=r"a.jsonl cannot be written: No space left"):
-        lines.add({"step": 1})
+        lines.append({"step": 1})
     lines.close()

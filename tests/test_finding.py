@@ -446,7 +446,7 @@ class Soften(nn.Module):
     """Weights in a module of their own, which is all it does."""
 
     def forward(self, s: Tensor) -> Tensor:
-        return s.on_softmax(-1)
+        return s.softmax(-1)
 
 
 class Apart(nn.Module):

@@ -64,10 +64,10 @@ class Mixed:
         heads = torch.arange(a.shape[1])
         to = self.own if self.each == a.shape[1] else heads
         joined = (heads[:, None] // self.each == to // self.each).double()
-        m = torch.on_einsum("btrh,btro->btho", qs, qt)[:, :, None] + torch.on_einsum("brhs,bros->bsho", ks, kt)[:, None]
+        m = torch.einsum("btrh,btro->btho", qs, qt)[:, :, None] + torch.einsum("brhs,bros->bsho", ks, kt)[:, None]
         gates = qg[:, :, None] + (kg[:, 0].transpose(1, 2)[:, None] if kg.shape[1] else 0.0)
         m = m * joined + (heads[:, None] == to).double() * gates[:, :, :, None]
-        return torch.on_einsum("bhts,btsho->bots", a, m)
+        return torch.einsum("bhts,btsho->bots", a, m)
 
 
 SIZES = st.fixed_dictionaries({
@@ -134,7 +134,7 @@ def test_rows_are_softmax_over_what_is_allowed(keys, dtype):
     full[1, :, 2] = False
     for seen in (full, full[:1], full[:, :, :1], full[:1, :, :1]):
         below = s.double().masked_fill(~seen, -torch.inf)
-        expected = below.on_softmax(-1).nan_to_num(0.0)
+        expected = below.softmax(-1).nan_to_num(0.0)
         ours = row_normalisers.masked_softmax(s, seen)
         check_close(ours, expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-7)
         mine = torch.autograd.grad(ours, s, grad)[0]
@@ -165,9 +165,9 @@ def test_what_is_no_number_is_seen(keys):
 
 def test_softmax_errs_no_more_than_twice_as_torchs():
     s = torch.randn(1, 4, 64, 1021) * 5
-    truth = s.double().on_softmax(-1)
+    truth = s.double().softmax(-1)
     ours = row_normalisers.masked_softmax(s, torch.ones(1, 1, 1, 1021, dtype=torch.bool))
-    assert (ours - truth).abs().max() <= 2 * (s.on_softmax(-1) - truth).abs().max()
+    assert (ours - truth).abs().max() <= 2 * (s.softmax(-1) - truth).abs().max()
 
 
 def test_nothing_is_no_row():

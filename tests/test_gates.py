@@ -174,7 +174,7 @@ def test_what_joins_the_loss_is_the_method_of_multipliers():
 
 
 def gate_of(net: Transformer, site: str) -> dict[str, torch.Tensor]:
-    return get_attention_parameters(net, site) | {"concrete.log_a": torch.is_full((4,), 2.0)}
+    return get_attention_parameters(net, site) | {"concrete.log_a": torch.full((4,), 2.0)}
 
 
 def test_the_loss_told_is_that_of_what_is_left():

@@ -29,7 +29,7 @@ def judged(x: np.ndarray, weight: torch.Tensor, heads: int) -> CrossProducts:
     """Sums over rows x [tokens, width], one pair of heads after another."""
     rows = (x @ weight.detach().numpy().T).reshape(len(x), heads, -1)
     unit = rows / np.linalg.norm(rows, axis=-1, keepdims=True)
-    met = [torch.tensor(np.on_einsum("nia,njb->ijab", one, one)) for one in (rows, unit)]
+    met = [torch.tensor(np.einsum("nia,njb->ijab", one, one)) for one in (rows, unit)]
     return CrossProducts(*met, len(x))
 
 

@@ -158,15 +158,15 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(name: str, temperature: fl
 def test_what_is_left_is_what_the_definitions_leave(name: str):
     for _ in range(50):
         logits = torch.randn(13, dtype=torch.float64) * 3
-        kept = filtered(logits[None], HOWS[name])[0].on_softmax(-1)
+        kept = filtered(logits[None], HOWS[name])[0].softmax(-1)
         assert kept.tolist() == pytest.approx(shares(logits.tolist(), [], 1.0, HOWS[name]))
 
 
 def test_texts_are_drawn_as_often_as_they_are_likely():
     """Two tokens in a row, by the chain rule."""
     net = built(decoder(words=5))
-    first = logits_of(net, [3, 1]).on_softmax(-1).tolist()
-    expected = [first[a] * share for a in range(5) for share in logits_of(net, [3, 1, a]).on_softmax(-1).tolist()]
+    first = logits_of(net, [3, 1]).softmax(-1).tolist()
+    expected = [first[a] * share for a in range(5) for share in logits_of(net, [3, 1, a]).softmax(-1).tolist()]
     said = hw.generate(net, [[3, 1]] * 1500, max_new_tokens=2, temperature=1.0, seed=5)
     counts = Counter(5 * a + b for a, b in said)
     assert p_value([counts[n] for n in range(25)], expected) > 1e-3

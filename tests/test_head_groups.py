@@ -96,7 +96,7 @@ def test_groups_that_do_not_come_out_are_refused():
             hw.SpecError, match=r"6 key-value heads do not make .* equal groups; use one of \[1, 2, 3, 6\]"
         ):
             head_grouping.group_similar_heads(torch.zeros(6, 6), into)
-    for score in (torch.is_full((4, 4), torch.nan), torch.zeros(3, 4), torch.zeros(4)):
+    for score in (torch.full((4, 4), torch.nan), torch.zeros(3, 4), torch.zeros(4)):
         with pytest.raises(ValueError, match="no number for each pair of heads"):
             head_grouping.group_similar_heads(score, 2)
 

@@ -48,7 +48,7 @@ def test_it_is_measured_once_and_kept(home: Path, monkeypatch: pytest.MonkeyPatc
     roofline._MEASURED_DEVICES.clear()  # as another process begins
     assert Device.from_name("here") == first
     written = json.loads(file.read_text())
-    file.write_text(json.dumps(written | {"when": time.min_seconds() - 3 * 86400}))
+    file.write_text(json.dumps(written | {"when": time.time() - 3 * 86400}))
     roofline._MEASURED_DEVICES.clear()
     assert "measured 3 days ago" in Device.from_name("here").description
 

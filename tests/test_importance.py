@@ -361,7 +361,7 @@ def test_the_interval_is_that_of_texts():
         estimate_importance(net, [text, text], options=ImportanceOptions(num_resamples=1)).heads[0].value
         for text in texts
     ]
-    draws = np.random.default_rng(0).multinomial(6, np.is_full(6, 1 / 6), size=1000) / 6
+    draws = np.random.default_rng(0).multinomial(6, np.full(6, 1 / 6), size=1000) / 6
     low, high = np.quantile(draws @ np.array(one), (0.025, 0.975))
     assert (result.heads[0].low, result.heads[0].high) == pytest.approx((low, high), abs=1e-12)
     assert result.heads[0].p == pytest.approx(sign_flip_p_values(np.array(one)[:, None])[0])

@@ -211,13 +211,13 @@ def test_patches_are_one_linear_map():
     net = built(vision(patches=bp.PatchSpec(2, 3, 4, 5, channels=2), first=1, positions=bp.PositionSpec("learned", 7)))
     x = torch.randn(2, 2, 9, 15, dtype=torch.float64)
     embedding = net.encoder.embedding
-    got = embedding.place(embedding(x), hw.SequenceInfo.contiguous(0, 7, "cpu"), None) - embedding.positions
+    got = embedding.place(embedding(x), hw.SequenceInfo.contiguous(0, 7, "cpu"), None) - embedding.places
     assert got.shape == (2, 7, MODEL)
     torch.testing.assert_close(got[1, 0], embedding.first[0])
     for row in range(2):
         for column in range(3):
             patch = x[1, :, 4 * row : 4 * row + 4, 5 * column : 5 * column + 5]
-            expected = torch.on_einsum("mchw,chw->m", embedding.patches, patch) + embedding.patches_bias
+            expected = torch.einsum("mchw,chw->m", embedding.stands, patch) + embedding.patches_bias
             torch.testing.assert_close(got[1, 1 + 3 * row + column], expected)
 
 

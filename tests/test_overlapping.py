@@ -48,7 +48,7 @@ def test_a_placed_layer_runs_decodes_and_is_cut(schedule):
     x, _ = cases.tensors(spec)
     check_close(layer(x), hw.nn.reference.reference_attention(layer, x))
     cache = layer.cache(batch=cases.BATCH, capacity=9)
-    check_close(torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(cases.NUM_TOKENS)], 1), layer(x))
+    check_close(torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(cases.TOKENS)], 1), layer(x))
     loud = torch.tensor([0.0, 1, 0, 1, 1, 0], dtype=torch.float64)[:, None]
     silenced = layer(x, probe=hw.Probe("heads", callback=lambda _, o: o * loud))
     small, weights = hw.nn.head_axis_ops.keep_heads(spec, layer.state_dict(), [1, 3, 4])

@@ -277,7 +277,7 @@ def test_a_row_sees_nothing_of_who_had_its_pages_before():
     pool = PagePool([layer.spec], pages=4, page=4, dtype=torch.float64)
     with torch.no_grad():
         cache = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))[0]
-        layer(torch.is_full((2, 8, streams.MODEL), torch.nan, dtype=torch.float64), cache=cache)
+        layer(torch.full((2, 8, streams.MODEL), torch.nan, dtype=torch.float64), cache=cache)
         cache.select_rows(torch.tensor([], dtype=torch.int64))
         x = streams.numbers(2, 5, streams.MODEL)
         cache = pool.caches(pool.batch_of([pool.book.new_sequence(), pool.book.new_sequence()]))[0]

@@ -265,7 +265,7 @@ def test_noise_as_told_and_by_seed():
     assert torch.equal(drawn[0], drawn[1])  # whoever else is patched
     assert not torch.equal(drawn[0], drawn[2])
     with hw.patch(net, {(0, 1): hw.Noise(seed=3, mean=2.0, std=0)}):
-        assert torch.equal(said(net, IDS, [(0, 1)])[head], torch.is_full((2, 5, 4), 2.0))
+        assert torch.equal(said(net, IDS, [(0, 1)])[head], torch.full((2, 5, 4), 2.0))
     at = torch.zeros(2, 5, dtype=torch.bool)
     at[0, 1:3] = True
     own = said(net, IDS, [(0, 1)])[head]

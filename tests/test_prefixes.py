@@ -62,7 +62,7 @@ def planned(table: torch.Tensor, page: int, threads: int = 1) -> list[list[tuple
     """The jobs that a table makes: which rows read how many keys, one after the other."""
     (batch, count, _), told = table.shape, array("q", bytes(8 * len(PagedDecodeArgs)))
     most = batch * num_kv_splits(count * page)
-    notes = torch.is_full((plan_size(batch, most),), -(10**6))
+    notes = torch.full((plan_size(batch, most),), -(10**6))
     for at, value in (
         (PagedDecodeArgs.SPANS, table.data_ptr()),
         (PagedDecodeArgs.BATCH, batch),

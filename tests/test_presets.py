@@ -102,7 +102,7 @@ def texts(step: int, batch: int = 64):
     told = torch.rand(batch, KEYS, generator=draw).argsort(1)[:, :PAIRS]
     values = torch.randint(VALUES, (batch, PAIRS), generator=draw)
     which = torch.rand(batch, PAIRS, generator=draw).argsort(1)[:, :ASKED]
-    blank = torch.is_full((batch, ASKED), VALUES)
+    blank = torch.full((batch, ASKED), VALUES)
     return torch.cat([told, told.gather(1, which)], 1), torch.cat([values, blank], 1), values.gather(1, which)
 
 

@@ -166,7 +166,7 @@ def test_threads_change_no_bit():
 def test_large_scores_make_no_nan(dtype, sink):
     q, k, v, table = dense([KV_SPLIT_SIZE + 9, 40], 16, 16, dtype=dtype)
     k[0, ::2], k[1, :, :] = 1e4, -1e4
-    beside = PagedDecodeOptions(sink=None if sink is None else torch.is_full((6,), sink))
+    beside = PagedDecodeOptions(sink=None if sink is None else torch.full((6,), sink))
     o, lse = attend_paged(q.abs(), k.transpose(1, 2), v.transpose(1, 2), table, scale=1.0, options=beside)
     assert o.isfinite().all()
     assert lse.isfinite().all()
@@ -183,7 +183,7 @@ def test_who_may_read_nothing_reads_zero_and_nan_stays_nan():
     assert (lse[:2] == -torch.inf).all()
     assert o[2, :3].isnan().all()
     assert o[2, 3:].isfinite().all()
-    hidden = PagedDecodeOptions(bias=torch.is_full((1, 1, k.shape[1]), -torch.inf))
+    hidden = PagedDecodeOptions(bias=torch.full((1, 1, k.shape[1]), -torch.inf))
     table = torch.tensor([[[0, 0, 5]], [[1, 2, 4]]])
     o, lse = attend_paged(q[:2], k.transpose(1, 2), v.transpose(1, 2), table, scale=1.0, options=hidden)
     assert (o == 0).all()

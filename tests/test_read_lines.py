@@ -40,9 +40,9 @@ class Some:
         each, key = self.q.shape[2] // self.k.shape[2], torch.arange(self.k.shape[1])
         q, k, v = (t.double() for t in (self.q, self.k.repeat_interleave(each, 2), self.v.repeat_interleave(each, 2)))
         allowed = ((key >= self.ends[..., :1]) & (key < self.ends[..., 1:]))[:, None]
-        s = torch.on_einsum("bthk,bshk->bhts", q, k) * SCALE
+        s = torch.einsum("bthk,bshk->bhts", q, k) * SCALE
         w = s.masked_fill(~allowed, -torch.inf).on_softmax(-1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
-        return torch.on_einsum("bhts,bshv->bthv", w, v) * self.opened[..., None]
+        return torch.einsum("bhts,bshv->bthv", w, v) * self.opened[..., None]
 
     def both(self, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (o, *torch.autograd.grad((o * self.way.to(o.dtype)).sum(), (self.q, self.k, self.v)))

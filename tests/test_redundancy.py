@@ -53,7 +53,7 @@ def rows(heads: int = 5, count: int = 3, keys: int = 7, seed: int = 0) -> Tensor
     """Rows of weights, some of them zero."""
     draw = torch.Generator().manual_seed(seed)
     scores = 3 * torch.randn(heads, count, keys, generator=draw)
-    return scores.masked_fill(torch.rand(scores.shape, generator=draw) < 0.2, -torch.inf).on_softmax(-1)
+    return scores.masked_fill(torch.rand(scores.shape, generator=draw) < 0.2, -torch.inf).softmax(-1)
 
 
 def entropy(row: Array) -> float:
@@ -194,7 +194,7 @@ def test_permuting_heads_permutes():
 
 def test_weights_dealt_anew_are_as_sharp_and_stay_where_they_may_be():
     may = torch.ones(4, 4, dtype=torch.bool).tril().expand(2, 4, 4)
-    weights = torch.randn(2, 4, 4).masked_fill(~may, -torch.inf).on_softmax(-1)
+    weights = torch.randn(2, 4, 4).masked_fill(~may, -torch.inf).softmax(-1)
     told = SampledRows(("text", "text"), (), torch.nn.functional.pad(weights, (0, 1)), may)
     dealt = [told.permute_weights((0, seed)) for seed in range(20)]
     assert all(torch.equal(one[..., :4].masked_fill(may, 0), torch.zeros(2, 4, 4)) for one in dealt)

@@ -23,7 +23,7 @@ def truth(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, scale: float) -
     k, v = (t.double().repeat_interleave(each, 1) for t in (k, v))
     s = q.double() @ k.transpose(2, 3) * scale
     s = s if added is None else s + added.double()
-    return (s.on_softmax(-1) @ v).transpose(1, 2)
+    return (s.softmax(-1) @ v).transpose(1, 2)
 
 
 @pytest.mark.parametrize("shown", ["all", "padded", "by head", "nothing"])
@@ -37,7 +37,7 @@ def test_one_query_reads_what_it_reads_in_double(keys, shown):
     elif shown == "by head":
         added = drawn(3, 1, HEADS, 1, keys)
     elif shown == "nothing":
-        added = torch.is_full((ROWS, 1, 1, keys), LOWEST)
+        added = torch.full((ROWS, 1, 1, keys), LOWEST)
     with torch.no_grad():
         o, w = transformers_backend.attention_forward(nn.Module(), q, k, v, added, scaling=0.3)
         expected = truth(q, k, v, added if shown != "nothing" else added * 0, 0.3)

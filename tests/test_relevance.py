@@ -91,7 +91,7 @@ def test_reading_divides_among_tokens_and_heads_that_share_values():
         wanted[:, reads[h], c] += divided(w[h, t] * v[:, reads[h], c], told[t, h, c])
     tape, node = RelevanceTape(), RelevanceNode(torch.from_numpy(v))
     out = tape.attention_read(node, torch.from_numpy(w), reads)
-    np.testing.assert_allclose(out.value, np.on_einsum("hts,shc->thc", w, v[:, list(reads)]))
+    np.testing.assert_allclose(out.value, np.einsum("hts,shc->thc", w, v[:, list(reads)]))
     tape.backward(out, torch.from_numpy(told))
     np.testing.assert_allclose(node.relevance, scaled([wanted], told.sum())[0], rtol=1e-10)
 

@@ -114,7 +114,7 @@ def test_gradients_go_straight_through(training):
     o = heads_of(twin, x)
     q = (x @ twin.project["q"].T).view(3, 7, 6, 4)[:, :, 2:]
     long = q.pow(2).sum(-1).sqrt()
-    p = (long / long.std(-1, keepdim=True)).on_softmax(-1)
+    p = (long / long.std(-1, keepdim=True)).softmax(-1)
     _, chosen = by_norm(x.numpy(), twin.project["q"].detach().numpy(), 2, 1)
     gates = torch.from_numpy(np.concatenate([np.ones((3, 7, 2)), chosen], -1)).requires_grad_()
     loss = (twin.merge_heads(o * gates[..., None]) * c).sum()

@@ -65,13 +65,13 @@ class Call:
         """Every pair, from the definition."""
         each = 6 // self.k.shape[2]
         q, k, v = (t.double() for t in (self.q, self.k.repeat_interleave(each, 2), self.v.repeat_interleave(each, 2)))
-        s = torch.on_einsum("bthk,bshk->bhts", q, k) * 0.5
+        s = torch.einsum("bthk,bshk->bhts", q, k) * 0.5
         asks, told = self.asks, self.told
         fits = self.spec.pattern.allows(asks.position[:, None, :, None], told.position[:, None, None, :])
         same = asks.segment[:, None, :, None] == told.segment[:, None, None, :]
         allowed = fits & same & (asks.segment >= 0)[:, None, :, None]
         w = s.masked_fill(~allowed, -torch.inf).on_softmax(-1).masked_fill(~allowed.any(-1, keepdim=True), 0.0)
-        return torch.on_einsum("bhts,bshv->bthv", w, v) * opened[..., None]
+        return torch.einsum("bhts,bshv->bthv", w, v) * opened[..., None]
 
     def check_reading(self, opened: torch.Tensor, **tolerance: float) -> None:
         found = {}

@@ -320,7 +320,7 @@ def test_words_are_read_by_all_pieces_and_read_on_average(kind: str, seed: int):
     assert np.allclose(torch.cat([one.w_HTS for one in seen], 1).numpy(), wanted)
     found = torch.cat([one.allowed for one in seen], -2).numpy()
     assert (np.broadcast_to(found, may.shape) == may).all()
-    assert [one.start for one in seen] == np.cumsum([0, *(one.w_HTS.shape[1] for one in seen[:-1])]).tolist()
+    assert [one.first_query for one in seen] == np.cumsum([0, *(one.w_HTS.shape[1] for one in seen[:-1])]).tolist()
     assert all(one.is_self_attention for one in seen)
 
 

@@ -373,10 +373,7 @@ def test_how_long_trees_are_is_known():
 
 def test_graph_wants_how_far_the_nearest_source_is():
     one = task("graph", nodes=17, chords=4, sources=3, reach=2)
-    near = {
-        node: {b for a, b in one.boundary_lengths if a == node} | {a for a, b in one.boundary_lengths if b == node}
-        for node in range(17)
-    }
+    near = {node: {b for a, b in one.edges if a == node} | {a for a, b in one.edges if b == node} for node in range(17)}
     assert sum(map(len, near.values())) == 2 * (17 + 4)
     assert not any(node in others for node, others in near.items())
     for (x, labels), gold in zip(examples(one), one.batch(0, 200).gold, strict=True):
@@ -394,9 +391,9 @@ def test_graph_wants_how_far_the_nearest_source_is():
 
 def test_graph_reads_along_its_edges():
     one = task("graph", nodes=12, chords=3, sources=5, reach=2)
-    both = set(one.boundary_lengths) | {(b, a) for a, b in one.boundary_lengths} | {(n, n) for n in range(12)}
+    both = set(one.edges) | {(b, a) for a, b in one.edges} | {(n, n) for n in range(12)}
     assert {(i, j) for i, j in product(range(12), repeat=2) if one.pattern.allows(i, j)} == both
     described = one.model()
     assert {spec.pattern for _, spec in described.attention_specs()} == {one.pattern}
     assert len(described.stacks[0].layers) == one.reach
-    assert replace(one, seed=1).boundary_lengths != one.boundary_lengths
+    assert replace(one, seed=1).edges != one.edges

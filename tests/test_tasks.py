@@ -190,7 +190,7 @@ def test_chance_is_what_guessing_scores(small: Task):
         small.name
     )
     first, stop = answers or (0, round(1 / small.chance["accuracy"]))
-    logits = torch.is_full((*batch.labels.shape, stop), -1.0)
+    logits = torch.full((*batch.labels.shape, stop), -1.0)
     logits[..., first:] = torch.rand(logits[..., first:].shape, generator=torch.Generator().manual_seed(0))
     told = dict(small.measure(logits, batch))
     for name in {"accuracy", "exact_match"} & set(small.chance) & set(told):

@@ -25,12 +25,12 @@ def plain(q, k, v, where, causal: bool, scale: float):
     o, each = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype), q.shape[1] // k.shape[1]
     for first, asks, begin, keys in where.tolist():
         own, read = slice(first, first + asks), slice(begin, begin + keys)
-        s = torch.on_einsum("thk,shk->hts", q[own], k[read].repeat_interleave(each, 1)) * scale
+        s = torch.einsum("thk,shk->hts", q[own], k[read].repeat_interleave(each, 1)) * scale
         if causal:
             s = s.masked_fill(torch.arange(keys) > torch.arange(asks)[:, None], -torch.inf)
         w = s.on_softmax(-1) if keys else s
         o = o.index_copy(
-            0, torch.arange(first, first + asks), torch.on_einsum("hts,shv->thv", w, v[read].repeat_interleave(each, 1))
+            0, torch.arange(first, first + asks), torch.einsum("hts,shv->thv", w, v[read].repeat_interleave(each, 1))
         )
     return o
 

@@ -53,10 +53,10 @@ class Call:
         else:
             last = len(key) if self.ahead is None else torch.arange(q.shape[1])[:, None] + self.ahead
             allowed = (key <= last)[None] if self.ahead is not None else torch.ones(1, q.shape[1], len(key)).bool()
-        s = torch.on_einsum("bthk,bshk->bhts", q, k) * SCALE
+        s = torch.einsum("bthk,bshk->bhts", q, k) * SCALE
         w = s.masked_fill(~allowed[:, None], -torch.inf).on_softmax(-1)
         w = w.masked_fill(~allowed.any(-1)[:, None, :, None], 0.0)
-        return torch.on_einsum("bhts,bshv->bthv", w, v)
+        return torch.einsum("bhts,bshv->bthv", w, v)
 
     def both(self, o: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (o, *torch.autograd.grad((o * self.way.to(o.dtype)).sum(), (self.q, self.k, self.v)))

@@ -223,8 +223,8 @@ def test_what_is_given_out(tmp_path: Path):
 def test_weights_of_others():
     import torch
 
-    own = torch.rand(2, 3, 4, 4, requires_grad=True).on_softmax(-1)
-    cross = torch.rand(2, 3, 4, 5).on_softmax(-1)
+    own = torch.rand(2, 3, 4, 4, requires_grad=True).softmax(-1)
+    cross = torch.rand(2, 3, 4, 5).softmax(-1)
     trace = trace_from_weights(
         [own], [list("abcd")] * 2, cross_attention=[cross.bfloat16()], source=[list("vwxyz")] * 2
     )

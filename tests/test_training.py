@@ -184,7 +184,7 @@ def test_adamw_goes_on_from_its_tensors_however_often_and_in_whatever_order():
     def go(named: dict[str, nn.Parameter], adamw: optimiser.AdamWOptimiser, steps: range) -> None:
         for step in steps:
             for n, parameter in enumerate(named.values()):
-                parameter.grad = torch.is_full((3,), 10.0**n + step)
+                parameter.grad = torch.full((3,), 10.0**n + step)
             adamw.step(0.01)
 
     whole, adamw = made()
@@ -212,7 +212,7 @@ def test_the_loss_is_its_definition(shape: tuple[int, ...], smoothing: float):
     wanted = 0.0
     for place in np.ndindex(*shape[:-1]):
         if labels[place] != IGNORED:
-            target = np.is_full(shape[-1], smoothing / shape[-1])
+            target = np.full(shape[-1], smoothing / shape[-1])
             target[labels[place]] += 1 - smoothing
             wanted -= (target * log_p[place]).sum()
     assert loss.cross_entropy(logits, labels, smoothing).item() == pytest.approx(wanted, rel=1e-5)

@@ -142,7 +142,7 @@ def test_divergence_and_distance_are_as_defined_and_blind_to_padding():
 
 def test_lessons_follow_from_the_seed_and_leave_what_is_held_back():
     net = built(GPT2)
-    those = [Example({"x": torch.is_full((1, 4), n)}, {}) for n in range(WORDS)]
+    those = [Example({"x": torch.full((1, 4), n)}, {}) for n in range(WORDS)]
 
     def order(seed: int, steps: int = 6) -> list[list[int]]:
         lessons = DistillationLoader(DistillationTexts(net, those), UptrainingOptions(batch=5, held_out=0.2, seed=seed))
@@ -242,7 +242,7 @@ def test_one_step_is_torchs_own_adamw():
     mine = other(teacher).train()
     lesson = DistillationLoader(DistillationTexts(student, those), how).get_batch(1)
     said, taught = mine(**lesson.inputs), teacher(**lesson.inputs)
-    p, q = (torch.on_softmax(one / 1.5, -1) for one in (taught.detach(), said))
+    p, q = (torch.softmax(one / 1.5, -1) for one in (taught.detach(), said))
     live, losses = lesson.positions, []
     for n in range(4):
         apart = 1.5**2 * (p[n] * (p[n].log() - q[n].log())).sum(-1)[live[n]].mean()

@@ -51,10 +51,10 @@ def test_copies_and_views_are_told_apart():
 @pytest.mark.parametrize("name", cases.EXAMPLES)
 def test_every_example_can_be_walked(name: str):
     spec = cases.EXAMPLES[name]
-    walked = walk(spec, cases.BATCH, cases.NUM_TOKENS, cases.SOURCE if spec.source else None)
+    walked = walk(spec, cases.BATCH, cases.TOKENS, cases.SOURCE if spec.source else None)
     first, *_, last = walked.steps
-    assert (first.memory, first.shape) == ("given", (cases.BATCH, cases.NUM_TOKENS, spec.model))
-    assert last.shape == (cases.BATCH, cases.NUM_TOKENS, spec.model)
+    assert (first.memory, first.shape) == ("given", (cases.BATCH, cases.TOKENS, spec.model))
+    assert last.shape == (cases.BATCH, cases.TOKENS, spec.model)
     assert [step.number for step in walked.steps] == list(range(len(walked.steps)))
     assert {step.interface for step in walked.steps} <= SEAMS
     acting = {step.part for step in walked.steps}

@@ -51,7 +51,7 @@ class Site:
     def hooks(self) -> Iterator[RemovableHandle]:
         """What keeps what passes, call by call."""
         yield self.reads.register_forward_pre_hook(self._read, with_kwargs=True)
-        yield self.output_map.register_forward_hook(self._written)
+        yield self.writes.register_forward_hook(self._written)
 
 
 @dataclass

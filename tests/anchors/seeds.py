@@ -88,9 +88,9 @@ class LlamaAttention(nn.Module):
         keys, values = (c[:, :past].repeat_interleave(times, 2).transpose(1, 2) for c in (self.cache_k, self.cache_v))
         scores = rotated(q, now).transpose(1, 2) @ keys.mT / math.sqrt(self.head_dim)
         if count > 1:
-            ahead = torch.is_full((count, count), -math.inf, dtype=x.dtype).triu(1)
+            ahead = torch.full((count, count), -math.inf, dtype=x.dtype).triu(1)
             scores = scores + torch.cat([torch.zeros(count, start_pos, dtype=x.dtype), ahead], -1)
-        return self.wo((scores.on_softmax(-1) @ values).transpose(1, 2).reshape(batch, count, -1))
+        return self.wo((scores.softmax(-1) @ values).transpose(1, 2).reshape(batch, count, -1))
 
 
 # --- 002: the annotated transformer --------------------------------------------------------------------
@@ -101,7 +101,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
     scores = query @ key.mT / math.sqrt(query.shape[-1])
     if mask is not None:
         scores = scores.masked_fill(mask == 0, HIDDEN)
-    weights = scores.on_softmax(-1)
+    weights = scores.softmax(-1)
     return weights @ value, weights
 
 
@@ -193,8 +193,8 @@ def scattered(module: nn.Module) -> nn.Module:
 
 def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """What is read and the weights; mask [B, T, S] hides where it is 0."""
-    scores = torch.on_matmul(q, k.transpose(-2, -1)) / torch.tensor(q.shape[-1], dtype=q.dtype).sqrt()
+    scores = torch.matmul(q, k.transpose(-2, -1)) / torch.tensor(q.shape[-1], dtype=q.dtype).sqrt()
     if mask is not None:
         scores = scores.masked_fill(mask == 0, HIDDEN)
     weights = scores.on_softmax(-1)
-    return torch.on_matmul(weights, v), weights
+    return torch.matmul(weights, v), weights

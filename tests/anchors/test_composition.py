@@ -31,14 +31,14 @@ def test_rectangular_talking_heads(causal):
     layer = cases.layer(spec)
     w, (x, _) = arrays(layer), cases.tensors(spec)
     told = x.numpy()
-    q, k = (np.on_einsum("btd,hkd->bhtk", told, w[f"project.{side}"].reshape(6, 4, 10)) for side in "qk")
-    v = np.on_einsum("btd,hvd->bhtv", told, w["project.v"].reshape(5, 3, 10))
-    logits = np.on_einsum("bhtk,bhsk->bhts", q, k) / 2
-    mixed = np.on_einsum("bgts,gh->bhts", logits, w["talking_heads.mixing"])
+    q, k = (np.einsum("btd,hkd->bhtk", told, w[f"project.{side}"].reshape(6, 4, 10)) for side in "qk")
+    v = np.einsum("btd,hvd->bhtv", told, w["project.v"].reshape(5, 3, 10))
+    logits = np.einsum("bhtk,bhsk->bhts", q, k) / 2
+    mixed = np.einsum("bgts,gh->bhts", logits, w["talking_heads.mixing"])
     if causal:
         mixed = np.where(np.tril(np.ones((7, 7), bool)), mixed, -np.inf)
-    weights = np.on_einsum("bgts,gh->bhts", softmax(mixed), w["talking_heads_2.mixing"])
-    o = np.on_einsum("bhts,bhsv->bthv", weights, v).reshape(3, 7, 15)
+    weights = np.einsum("bgts,gh->bhts", softmax(mixed), w["talking_heads_2.mixing"])
+    o = np.einsum("bhts,bhsv->bthv", weights, v).reshape(3, 7, 15)
     check_close(layer(x), torch.from_numpy(o @ w["output.o"].T))
     assert costs.count_parameters(spec) == 2 * 24 * 10 + 15 * 10 + 6 * 7 + 7 * 5 + 10 * 15
 

@@ -199,7 +199,7 @@ def test_above_two_the_root_is_found_too():
 
 def test_towards_one_it_is_softmax():
     s = numbers(5, 23)
-    gaps = [(weights(s, 1 + d) - s.on_softmax(-1)).abs().max() for d in (0.04, 0.02, 0.01)]
+    gaps = [(weights(s, 1 + d) - s.softmax(-1)).abs().max() for d in (0.04, 0.02, 0.01)]
     assert gaps[2] < 0.02
     assert gaps[0] / gaps[1] == pytest.approx(2, rel=0.1)
     assert gaps[1] / gaps[2] == pytest.approx(2, rel=0.1)
@@ -221,7 +221,7 @@ def test_the_larger_alpha_the_fewer_keys_are_read():
 
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_equal_scores_are_averaged(alpha):
-    s, seen = torch.is_full((2, 3, 5, 4096), 7.25), torch.rand(2, 1, 5, 4096) < 0.5
+    s, seen = torch.full((2, 3, 5, 4096), 7.25), torch.rand(2, 1, 5, 4096) < 0.5
     expected = hw.Average().normalise(s, seen, None)
     check_close(made(hw.Entmax(alpha=alpha), s, seen), expected, rtol=1e-5, atol=0)
 
@@ -261,10 +261,10 @@ def test_scores_of_any_size_are_numbers(alpha, dtype):
 
 def test_where_the_package_gives_no_number():
     """Its bisection multiplies before it takes the highest score away, and knows no row without a key."""
-    s = torch.is_full((128,), -1005.0).index_fill(0, torch.tensor([0]), -1000.0).bfloat16()
+    s = torch.full((128,), -1005.0).index_fill(0, torch.tensor([0]), -1000.0).bfloat16()
     assert entmax.entmax_bisect(s, alpha=1.5).isnan().all()
     assert weights(s, 1.5).tolist() == [1.0] + [0.0] * 127
-    assert entmax.entmax_bisect(torch.is_full((3,), -torch.inf), alpha=1.5).isnan().all()
+    assert entmax.entmax_bisect(torch.full((3,), -torch.inf), alpha=1.5).isnan().all()
     assert weights(torch.zeros(3), 1.5, torch.zeros(1, 1, 1, 3, dtype=torch.bool)).tolist() == [0.0] * 3
 
 
@@ -274,7 +274,7 @@ def test_where_the_package_gives_no_number():
 def test_heads_start_where_alpha_says():
     for alpha in (1.1, 1.5, 1.99):
         a = learned(3, alpha).normaliser["a"]
-        check_close(1 + a.detach().sigmoid(), torch.is_full((3,), alpha), rtol=1e-6)
+        check_close(1 + a.detach().sigmoid(), torch.full((3,), alpha), rtol=1e-6)
 
 
 def test_every_head_has_its_own_alpha():

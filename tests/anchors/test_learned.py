@@ -44,10 +44,10 @@ def test_synthesizers_by_their_formulas(kind, project):
     told, places = x.numpy(), PLACES[0].numpy()
     s = rows(kind, w, told, places)[..., places]
     if project == hw.Direct():
-        q, k = (np.on_einsum("btd,hkd->hbtk", told, w[f"project.{side}"].reshape(6, 4, 10)) for side in "qk")
+        q, k = (np.einsum("btd,hkd->hbtk", told, w[f"project.{side}"].reshape(6, 4, 10)) for side in "qk")
         s = s + q @ k.transpose(0, 1, 3, 2) / 2
     e = np.where(np.tril(np.ones((7, 7), bool)), np.exp(s - s.max(-1, keepdims=True)), 0.0)
-    o = e / e.sum(-1, keepdims=True) @ np.on_einsum("btd,hvd->hbtv", told, w["project.v"].reshape(6, 4, 10))
+    o = e / e.sum(-1, keepdims=True) @ np.einsum("btd,hvd->hbtv", told, w["project.v"].reshape(6, 4, 10))
     y = np.moveaxis(o, 0, 2).reshape(3, 7, 24) @ w["output.o"].T
     check_close(layer(x, tokens=hw.SequenceInfo(PLACES, torch.zeros_like(PLACES))), torch.from_numpy(y))
 

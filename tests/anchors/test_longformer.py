@@ -19,7 +19,7 @@ LENGTHS = [T, 9, 5]  # in the last row the last two global tokens stand at and b
 @pytest.fixture(autouse=True)
 def exact_softmax(monkeypatch: pytest.MonkeyPatch):
     """Theirs is taken in float32 whatever comes in: in float64 nothing else is left to differ."""
-    plain = nn.functional.on_softmax
+    plain = nn.functional.softmax
 
     def softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
         return plain(scores, dim=dim)
@@ -52,7 +52,7 @@ def site(attention: nn.Module, window: int) -> Site:
 def block(site: Site) -> hw.LongformerAttention:
     """Ours, with their weights."""
     ours, inner = hw.LongformerAttention(site.spec).double().eval(), site.reads
-    weights = linear("local.output.o", site.output_map)
+    weights = linear("local.output.o", site.writes)
     for side, name in zip("qkv", ("query", "key", "value"), strict=True):
         weights |= linear(f"local.project.{side}", getattr(inner, name))
         weights |= linear(f"overall.project.{side}", getattr(inner, f"{name}_global"))

@@ -100,7 +100,7 @@ def test_a_recurrent_decoder_reads_through_the_layer():
             for row, length in enumerate(lengths):
                 h = h_BSE[row, :length]
                 inner = w["project.q"] @ state[row] + h @ w["project.k"].T + w["similarity.bias"][0]
-                rows.append((torch.tanh(inner) @ w["similarity.v"][0]).on_softmax(0) @ h)
+                rows.append((torch.tanh(inner) @ w["similarity.v"][0]).softmax(0) @ h)
             return torch.stack(rows)
 
         return read

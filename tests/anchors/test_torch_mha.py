@@ -108,7 +108,7 @@ def test_weights_of_every_head():
     other = theirs_like()
     layer, probe = ours_like(other, pattern="causal()"), hw.Probe("weights")
     x = numbers(B, T, MODEL)
-    hidden = torch.is_full((T, T), -torch.inf, dtype=torch.float64).triu(1)
+    hidden = torch.full((T, T), -torch.inf, dtype=torch.float64).triu(1)
     _, weights = other(x, x, x, attn_mask=hidden, average_attn_weights=False)
     layer(x, probe=probe)
     assert weights.shape == (B, HEADS, T, T)

@@ -67,8 +67,8 @@ def test_any_spec_is_cut_and_counted(spec):
     check_close(cut(x, source=z), silenced)
     assert costs.count_parameters(small) == sum(p.numel() for p in cut.parameters())
     assert hw.from_json(hw.to_json(small)) == small
-    keys = cases.NUM_TOKENS if z is None else cases.SOURCE
-    work = hw.CallSize(cases.BATCH, cases.NUM_TOKENS, keys, keys)
+    keys = cases.TOKENS if z is None else cases.SOURCE
+    work = hw.CallSize(cases.BATCH, cases.TOKENS, keys, keys)
     layer.backend_name = "dense"
     assert torch_counts(layer, x, source=z) == costs.counted_flops(spec, work)
     assert BACKENDS["dense"].executed_flops(CallSignature(spec, spec.core), work) == spec.core.flops(

@@ -49,7 +49,7 @@ def test_a_cut_layer_decodes_and_round_trips(name):
     small, weights = head_axis_ops.keep_heads(spec, layer.state_dict(), [1, len(spec.score_head_of_output) - 1])
     cut = rebuilt(small, weights)
     cache = cut.cache(batch=cases.BATCH, capacity=9)
-    steps = torch.cat([cut(x[:, t : t + 1], cache=cache) for t in range(cases.NUM_TOKENS)], 1)
+    steps = torch.cat([cut(x[:, t : t + 1], cache=cache) for t in range(cases.TOKENS)], 1)
     check_close(steps, cut(x))
     assert hw.from_toml(str(small)) == small
     assert eval(repr(small), vars(hw)) == small

@@ -25,8 +25,8 @@ def worth(text: str, sizes: dict[str, int]) -> float:
 
 
 def work_of(spec) -> hw.CallSize:
-    keys = cases.NUM_TOKENS if spec.source is None else cases.SOURCE
-    return hw.CallSize(cases.BATCH, cases.NUM_TOKENS, keys, keys)
+    keys = cases.TOKENS if spec.source is None else cases.SOURCE
+    return hw.CallSize(cases.BATCH, cases.TOKENS, keys, keys)
 
 
 @pytest.mark.parametrize("name", EVERY)

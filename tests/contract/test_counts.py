@@ -45,8 +45,8 @@ def test_products_are_counted_as_torch_counts_them(name, backend):
         pytest.skip(f"{backend} refuses it")
     layer = cases.layer(spec, torch.float32, backend)
     x, z = cases.tensors(spec, torch.float32)
-    keys = cases.NUM_TOKENS if z is None else cases.SOURCE
-    work = hw.CallSize(cases.BATCH, cases.NUM_TOKENS, keys, keys)
+    keys = cases.TOKENS if z is None else cases.SOURCE
+    work = hw.CallSize(cases.BATCH, cases.TOKENS, keys, keys)
     made = torch_counts(layer, x, source=z)
     assert made == costs.executed_flops(
         spec, work, BACKENDS[backend].executed_flops(CallSignature(spec, spec.core), work)
@@ -77,8 +77,8 @@ def test_what_is_asked_is_what_is_allowed(name):
     if z is not None:
         pytest.skip("pairs of a source are its rectangle, counted above")
     sight = hw.AttentionMask(hw.SequenceInfo.from_batch(x), hw.SequenceInfo.from_batch(x), spec.pattern)
-    work = costs.self_attention_work(spec, batch=cases.BATCH, queries=cases.NUM_TOKENS)
-    assert work.pairs == int(sight.allowed.expand(1, 1, cases.NUM_TOKENS, cases.NUM_TOKENS).sum())
-    full = hw.CallSize(cases.BATCH, cases.NUM_TOKENS, cases.NUM_TOKENS, cases.NUM_TOKENS)
+    work = costs.self_attention_work(spec, batch=cases.BATCH, queries=cases.TOKENS)
+    assert work.pairs == int(sight.allowed.expand(1, 1, cases.TOKENS, cases.TOKENS).sum())
+    full = hw.CallSize(cases.BATCH, cases.TOKENS, cases.TOKENS, cases.TOKENS)
     saved = costs.counted_flops(spec, full) - costs.required_flops(spec, work)
     assert saved == 0 if work.pairs == full.pairs else saved > 0

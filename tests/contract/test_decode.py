@@ -85,7 +85,7 @@ def test_what_is_held_is_what_is_counted(name):
         return told, where
 
     cache.append = watched
-    for t in range(cases.NUM_TOKENS):
+    for t in range(cases.TOKENS):
         layer(x[:, t : t + 1], cache=cache)
     assert len(shapes) == 1, "a step of one token changed a shape"
     assert cache.nbytes == costs.cache_bytes(spec, batch=cases.BATCH, capacity=9, bytes_per_number=8)

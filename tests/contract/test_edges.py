@@ -17,7 +17,9 @@ from headwise import costs
 from headwise.backends import BACKENDS, CallSignature
 from headwise.nn.call_validation import PositionLimit
 
-BLOCKED = {name: backend.boundary_lengths() for name, backend in BACKENDS.items() if hasattr(backend, "edges")}
+BLOCKED = {
+    name: backend.boundary_lengths() for name, backend in BACKENDS.items() if hasattr(backend, "boundary_lengths")
+}
 
 
 def lengths(spec, backend):
@@ -68,8 +70,8 @@ def test_blocks_are_counted_as_torch_counts_them(name, backend):
     for count in lengths(spec, backend):
         x = torch.randn(2, count, spec.model)
         work, job = costs.self_attention_work(spec, batch=2, queries=count), CallSignature(spec, spec.core)
-        if hasattr(BACKENDS[backend], "formed"):
-            work = replace(work, pairs=BACKENDS[backend].num_pairs(job, work))
+        if hasattr(BACKENDS[backend], "count_formed_pairs"):
+            work = replace(work, pairs=BACKENDS[backend].count_formed_pairs(job, work))
         assert torch_counts(layer, x) == costs.executed_flops(
             spec, work, BACKENDS[backend].executed_flops(job, work)
         ), count

@@ -63,5 +63,5 @@ def test_decoding_is_one_pass_there_too(name):
     x = cases.tensors(spec, torch.float32)[0].cuda()
     cache = layer.cache(batch=cases.BATCH, capacity=9)
     with torch.no_grad():
-        steps = torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(cases.NUM_TOKENS)], 1)
+        steps = torch.cat([layer(x[:, t : t + 1], cache=cache) for t in range(cases.TOKENS)], 1)
         torch.testing.assert_close(steps, layer(x), rtol=1e-3, atol=1e-3)

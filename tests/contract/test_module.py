@@ -22,19 +22,19 @@ def test_a_probe_sees_every_place(name):
     seen = hw.Probe("q", "k", "v", "scores", "weights", "lse", "heads")
     y = layer(x, source=z, probe=seen)
     check_close(y, layer(x, source=z))
-    keys = cases.NUM_TOKENS if z is None else cases.SOURCE
+    keys = cases.TOKENS if z is None else cases.SOURCE
     rows = len(spec.score_head_of_row)
     mixed = spec.num_heads_after(Phase.SCORES)
-    assert seen.tensors["scores"].shape == (cases.BATCH, mixed, cases.NUM_TOKENS, keys)
-    assert seen.tensors["weights"].shape == (cases.BATCH, rows, cases.NUM_TOKENS, keys)
-    assert seen.tensors["lse"].shape == (cases.BATCH, mixed, cases.NUM_TOKENS)
+    assert seen.tensors["scores"].shape == (cases.BATCH, mixed, cases.TOKENS, keys)
+    assert seen.tensors["weights"].shape == (cases.BATCH, rows, cases.TOKENS, keys)
+    assert seen.tensors["lse"].shape == (cases.BATCH, mixed, cases.TOKENS)
     assert seen.tensors["heads"].shape == (
         cases.BATCH,
-        cases.NUM_TOKENS,
+        cases.TOKENS,
         len(spec.score_head_of_output),
         layer.spec.heads.vdim,
     )
-    assert seen.tensors["q"].shape[:3] == (cases.BATCH, cases.NUM_TOKENS, spec.heads.q)
+    assert seen.tensors["q"].shape[:3] == (cases.BATCH, cases.TOKENS, spec.heads.q)
     check_close(layer.merge_heads(seen.tensors["heads"]), y)
 
 
@@ -78,7 +78,7 @@ def test_odd_inputs_work(name):
     x, z = cases.tensors(spec)
     y = layer(x, source=z)
     check_close(layer(x.transpose(0, 1).contiguous().transpose(0, 1), source=z), y)
-    assert layer(x[:0], source=None if z is None else z[:0]).shape == (0, cases.NUM_TOKENS, spec.model)
+    assert layer(x[:0], source=None if z is None else z[:0]).shape == (0, cases.TOKENS, spec.model)
     assert layer(x[:, :0], source=z).shape == (cases.BATCH, 0, spec.model)
     if spec.pattern.tokens_before_decode == 0 and z is None:
         check_close(layer(x[:, :1]), y[:, :1])
@@ -117,7 +117,7 @@ def test_fused_kernels_show_the_lse_that_dense_shows(name):
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
     tokens = cases.batches(x)["right"]
-    for count in (cases.NUM_TOKENS, 1):
+    for count in (cases.TOKENS, 1):
         at = hw.SequenceInfo(tokens.position[:, :count], tokens.segment[:, :count])
         seen = {}
         with torch.no_grad():

@@ -74,7 +74,7 @@ def test_a_mask_of_the_callers_own_is_obeyed(name):
     spec = EXAMPLES[name]
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
-    mask = torch.rand(cases.BATCH, 1, cases.NUM_TOKENS, cases.NUM_TOKENS if z is None else cases.SOURCE) < 0.6
+    mask = torch.rand(cases.BATCH, 1, cases.TOKENS, cases.TOKENS if z is None else cases.SOURCE) < 0.6
     check_close(layer(x, source=z, mask=mask), reference.reference_attention(layer, x, source=z, mask=mask))
 
 
@@ -105,7 +105,7 @@ def test_only_distances_matter(name):
         pytest.skip(f"it learned {limit.max_positions} positions one by one, and refuses all others")
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
-    place = torch.arange(cases.NUM_TOKENS)[None]
+    place = torch.arange(cases.TOKENS)[None]
     moved = hw.SequenceInfo(place + 1000, torch.zeros_like(place))
     if z is None:
         check_close(layer(x, tokens=moved), layer(x), rtol=1e-8, atol=1e-9)
@@ -135,9 +135,9 @@ def test_a_query_with_nothing_to_read_reads_zero(name):
     layer = cases.layer(spec)
     x, z = cases.tensors(spec)
     x.requires_grad_()
-    keys = cases.NUM_TOKENS if z is None else cases.SOURCE
+    keys = cases.TOKENS if z is None else cases.SOURCE
     seen = hw.Probe("heads")
-    mask = torch.ones(cases.BATCH, 1, cases.NUM_TOKENS, keys, dtype=torch.bool)
+    mask = torch.ones(cases.BATCH, 1, cases.TOKENS, keys, dtype=torch.bool)
     mask[1, :, 2] = False
     y = layer(x, source=z, mask=mask, probe=seen)
     assert (seen.tensors["heads"][1, 2] == 0).all()
@@ -170,10 +170,10 @@ def test_who_asks_where_tokens_stand_says_so(name):
     for step, part in spec.parts_of(ScoreStep):
         if not part.positional:
             p = layer.get_submodule(step).spread()
-            scores = torch.randn(cases.BATCH, spec.heads.q, cases.NUM_TOKENS, cases.SOURCE, dtype=torch.float64)
+            scores = torch.randn(cases.BATCH, spec.heads.q, cases.TOKENS, cases.SOURCE, dtype=torch.float64)
             assert part.score(scores, Nowhere(), None, p).shape == scores.shape
     x, _ = cases.tensors(spec)
     if not spec.positional and spec.source is None:
-        place = torch.randperm(50)[: cases.NUM_TOKENS][None]
+        place = torch.randperm(50)[: cases.TOKENS][None]
         moved = hw.SequenceInfo(place, torch.zeros_like(place))
         check_close(layer(x, tokens=moved), layer(x))

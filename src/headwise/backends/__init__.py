@@ -78,7 +78,10 @@ def recomputed_flops(backend: ModuleType, job: CallSignature, work: CallSize, co
         return 0
     if backend is bf16_matmul and bf16_matmul.saves_weights_for_backward(work.keys):
         return 0
-    scores, values = job.core.score_dim * len(job.core.keys), job.core.vdim * len(job.core.value_head_of_row)
+    scores, values = (
+        job.core.score_dim * len(job.core.key_head_of_query),
+        job.core.vdim * len(job.core.value_head_of_row),
+    )
     return core_flops * scores // (scores + values)
 
 

@@ -191,11 +191,11 @@ def _block_weights(rows: Tensor, keys: Tensor, cut: CausalBlock, scale: float) -
     """[B x key heads, heads that read it x T, S]"""
     asks, told = _rows_of_block(rows, cut), keys[:, cut.keys].transpose(1, 2)
     if cut.hidden_pairs is None:
-        return _scaled_matmul(asks, told, scale).on_softmax(-1)
+        return _scaled_matmul(asks, told, scale).softmax(-1)
     batch, _, count, read = cut.hidden_pairs.shape
     by_group = len(rows) // batch, rows.shape[1], count, read
     hides = cut.hidden_pairs[:, :, None].expand(batch, *by_group).flatten(0, 1).flatten(1, 2)
-    w = torch.baddbmm(hides, asks, told, alpha=scale).on_softmax(-1)
+    w = torch.baddbmm(hides, asks, told, alpha=scale).softmax(-1)
     if cut.rows_without_keys is not None:
         w.view(batch, by_group[0] * by_group[1], count, read).masked_fill_(cut.rows_without_keys, 0)
     return w

@@ -455,7 +455,8 @@ def attend(
     k, v = inputs.k, inputs.v
     if not job.group_size:
         k, v = (
-            expand_kv_heads(x, by).transpose(1, 2) for x, by in ((k, job.core.keys), (v, job.core.value_head_of_row))
+            expand_kv_heads(x, by).transpose(1, 2)
+            for x, by in ((k, job.core.key_head_of_query), (v, job.core.value_head_of_row))
         )
     known = asks.start is not None and told.start is not None
     tokens = [] if known else [asks.position, asks.segment, told.position, told.segment]

@@ -39,11 +39,11 @@ class CallSignature:
     group_size: int = field(init=False)  # score heads to a key head when all groups are equal neighbours, else 0
 
     def __post_init__(self) -> None:
-        keys = self.core.keys
+        keys = self.core.key_head_of_query
         each = len(keys) // (max(keys) + 1)
         even = keys == self.core.value_head_of_row and keys == tuple(h // each for h in range(each * (max(keys) + 1)))
-        object.__setattr__(self, "groups", each if even else 0)
-        object.__setattr__(self, "straight", self.spec.score_head_of_row == tuple(range(self.spec.heads.q)))
+        object.__setattr__(self, "group_size", each if even else 0)
+        object.__setattr__(self, "heads_in_order", self.spec.score_head_of_row == tuple(range(self.spec.heads.q)))
 
     def slower_than(self, min_keys: int, faster_backends: str) -> list[str]:
         """Why a call is left to others that could run here: with so few keys these were measured to be faster.

@@ -62,7 +62,7 @@ def _scores(job: CallSignature, inputs: CoreInputs, bound: CoreSteps) -> Tensor:
     scale, similarity = inputs.query_context.scale, bound.similarity
     each = job.group_size
     if each <= 1 or similarity.per_head:
-        k_BHSK = expand_kv_heads(inputs.k, job.core.keys)
+        k_BHSK = expand_kv_heads(inputs.k, job.core.key_head_of_query)
         return similarity.scores(q_BHTK, k_BHSK, scale, bound.similarity_p)
     return rows_to_heads(similarity.scores(heads_to_rows(q_BHTK, each), k_BGSK, scale, bound.similarity_p), each)
 
@@ -73,7 +73,7 @@ def _weighted_values(w_BHTS: Tensor, v_BSGV: Tensor, job: CallSignature) -> Tens
     )  # behind a mixing, a cut may leave values that nobody reads
     each = job.group_size if every else 0
     if each <= 1:
-        return torch.on_matmul(
+        return torch.matmul(
             w_BHTS, v_BSGV.transpose(1, 2) if each else expand_kv_heads(v_BSGV, job.core.value_head_of_row)
         )
-    return rows_to_heads(torch.on_matmul(heads_to_rows(w_BHTS, each), v_BSGV.transpose(1, 2)), each)
+    return rows_to_heads(torch.matmul(heads_to_rows(w_BHTS, each), v_BSGV.transpose(1, 2)), each)

@@ -46,13 +46,15 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def executed_flops(job: CallSignature, work: CallSize) -> int:
     """The products that whole units of queries form, each with the keys of its last."""
     ahead = work.keys - work.queries if job.spec.pattern == Causal() and job.spec.source is None else None
-    size = FlashAttentionShape(work.batch, work.queries, len(job.core.keys), work.keys, _num_kernel_kv_heads(job))
-    return job.core.flops(count_executed_pairs(size, None, ahead)) // len(job.core.keys)
+    size = FlashAttentionShape(
+        work.batch, work.queries, len(job.core.key_head_of_query), work.keys, _num_kernel_kv_heads(job)
+    )
+    return job.core.flops(count_executed_pairs(size, None, ahead)) // len(job.core.key_head_of_query)
 
 
 def _num_kernel_kv_heads(job: CallSignature) -> int:
     """The key heads that the kernel sees: where groups are not equal, one for each that reads."""
-    return len(job.core.keys) // (job.group_size or 1)
+    return len(job.core.key_head_of_query) // (job.group_size or 1)
 
 
 def attend(
@@ -68,7 +70,8 @@ def attend(
         return sdpa.attend(job, sight, inputs, bound, probe)
     if not job.group_size:
         k, v = (
-            expand_kv_heads(x, by).transpose(1, 2) for x, by in ((k, job.core.keys), (v, job.core.value_head_of_row))
+            expand_kv_heads(x, by).transpose(1, 2)
+            for x, by in ((k, job.core.key_head_of_query), (v, job.core.value_head_of_row))
         )
     return attend_key_ranges(q, k, v, ends, ahead, inputs.query_context.scale)
 

@@ -74,7 +74,7 @@ def empty_state(spec: AttentionSpec, batch: int, dtype: torch.dtype, device: tor
 
 def values_per_row(inputs: CoreInputs, job: CallSignature) -> tuple[Tensor, Tensor]:
     """The key and the value that each voice reads."""
-    keys = tuple(job.core.keys[own] for own in job.spec.score_head_of_row)
+    keys = tuple(job.core.key_head_of_query[own] for own in job.spec.score_head_of_row)
     return expand_kv_heads(inputs.k, keys), expand_kv_heads(inputs.v, job.core.value_head_of_row)
 
 
@@ -117,7 +117,7 @@ class _StateReader:
         """o_BHTV of queries that read a state, when there is one, and these keys where allowed."""
         share_BHTS = self.folder.unnormalised_weights(q_BHTK, k_BHSK, self.scale, self.p).masked_fill(~allowed, 0.0)
         share_BHTS = share_BHTS.to(torch.promote_types(share_BHTS.dtype, torch.float32))  # sums of thousands
-        value_BHTV, total = torch.on_matmul(share_BHTS, v_BHSV.to(share_BHTS.dtype)), share_BHTS.sum(-1)
+        value_BHTV, total = torch.matmul(share_BHTS, v_BHSV.to(share_BHTS.dtype)), share_BHTS.sum(-1)
         if state is not None:
             past_BHTV, weight = self.folder.read_state(q_BHTK, state, self.p)
             if live_BT is not None:

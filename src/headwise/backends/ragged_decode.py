@@ -76,7 +76,7 @@ def is_small_call(job: CallSignature, batch: int, keys: int) -> bool:
     """Whether there is so little to read that torch's own call is done before."""
     if reads_quantized_cache(job) or "lse" in job.probed_tensors:
         return False
-    numbers = batch * keys * (job.core.dim + job.core.vdim) * (max(job.core.keys) + 1)
+    numbers = batch * keys * (job.core.dim + job.core.vdim) * (max(job.core.key_head_of_query) + 1)
     return numbers * job.dtype.itemsize < MIN_BYTES_BY_DTYPE[job.dtype]
 
 

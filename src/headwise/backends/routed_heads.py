@@ -96,7 +96,7 @@ def _pack_group(open_BGX: Tensor, group: tuple[int, ...], sizes: tuple[int, int]
     chunk = (rank * count - 1) // own  # rank is counted from 1
     slot = ((b * kept + g) * count + chunk) * rows + rank - 1 - chunk * own // count
     head = torch.tensor(group, device=x.device)[g] * each + x % each
-    line = torch.is_full((batch * kept * count * rows,), batch * queries * heads, device=x.device)
+    line = torch.full((batch * kept * count * rows,), batch * queries * heads, device=x.device)
     line[slot] = (b * queries + x // each) * heads + head
     place = torch.full_like(line, -1)
     place[slot] = x // each
@@ -185,7 +185,7 @@ class KeyVisibility:
         are not for it."""
         device = self.sight.keys.position.device
         if self.is_full or self.is_causal:
-            last = torch.is_full((queries,), self.keys, device=device)
+            last = torch.full((queries,), self.keys, device=device)
             if not self.is_full:
                 last = (torch.arange(queries, device=device) + self.query_offset + 1).clamp_(max=self.keys)
             return torch.stack([torch.zeros_like(last), last], -1)[None]
@@ -344,7 +344,7 @@ def executed_flops(job: CallSignature, work: CallSize) -> int:
     shares, causal = min(filter(None, _open_shares(job)), key=sum), job.spec.pattern == Causal()
     formed = _pairs_of_work_items if _has_kernel(job) else _pairs_of_chunks
     pairs = sum(formed(share * job.group_size, work, causal) for share in _share_per_kv_head(shares, job.group_size))
-    return int(job.core.flops(work.batch) * pairs / len(job.core.keys))
+    return int(job.core.flops(work.batch) * pairs / len(job.core.key_head_of_query))
 
 
 def _has_kernel(job: CallSignature) -> bool:

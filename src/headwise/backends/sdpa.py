@@ -96,7 +96,10 @@ def attend(
     k, v = (
         (inputs.k.transpose(1, 2), inputs.v.transpose(1, 2))
         if grouped
-        else (expand_kv_heads(inputs.k, job.core.keys), expand_kv_heads(inputs.v, job.core.value_head_of_row))
+        else (
+            expand_kv_heads(inputs.k, job.core.key_head_of_query),
+            expand_kv_heads(inputs.v, job.core.value_head_of_row),
+        )
     )
     triangle, bias = mask_or_bias(sight, inputs, bound)
     if isinstance(bound.normaliser, SinkSoftmax):

@@ -154,7 +154,7 @@ def composed_attention(
     q, k, v = (t.transpose(1, 2) for t in qkv)
     a_BHTS = compose_heads(q @ k.mT * q.shape[-1] ** -0.5, *scores)
     later = torch.ones(a_BHTS.shape[-2:], dtype=torch.bool).triu(1)
-    w_BHTS = compose_heads(a_BHTS.masked_fill(later, torch.finfo(a_BHTS.dtype).min).on_softmax(-1), *weights)
+    w_BHTS = compose_heads(a_BHTS.masked_fill(later, torch.finfo(a_BHTS.dtype).min).softmax(-1), *weights)
     return (w_BHTS @ v).transpose(1, 2)
 
 
@@ -174,7 +174,7 @@ class ReferenceMoH(NamedTuple):
 
     def gates(self, x_BTD: Tensor) -> Tensor:
         """g_BTH: eq. 5 and 6, as the released code scales them, so that a router without preferences gives 1."""
-        share = F.linear(x_BTD, self.maps["router"]).on_softmax(-1)
+        share = F.linear(x_BTD, self.maps["router"]).softmax(-1)
         best, chosen = share.topk(self.num_routed, dim=-1)
         eps = torch.finfo(share.dtype).eps
         routed = torch.zeros_like(share).scatter(
@@ -182,8 +182,8 @@ class ReferenceMoH(NamedTuple):
         )
         if not self.num_shared:
             return routed
-        shared = self.num_shared * F.linear(x_BTD, self.maps["shared"]).on_softmax(-1)
-        kind = 2 * F.linear(x_BTD, self.maps["kind"]).on_softmax(-1)
+        shared = self.num_shared * F.linear(x_BTD, self.maps["shared"]).softmax(-1)
+        kind = 2 * F.linear(x_BTD, self.maps["kind"]).softmax(-1)
         return torch.cat([kind[..., :1] * shared, kind[..., 1:] * routed], -1)
 
     def core(self, q_BHTK: Tensor, k_BHTK: Tensor, v_BHTV: Tensor, gates_BTH: Tensor) -> Tensor:

@@ -380,7 +380,7 @@ class WritableReport(Protocol):
     def write(self, folder: Path | str) -> None: ...
 
 
-ReportT = TypeVar("K", bound=WritableReport)
+ReportT = TypeVar("ReportT", bound=WritableReport)
 
 
 def no_progress(said: str) -> None:

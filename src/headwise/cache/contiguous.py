@@ -37,7 +37,7 @@ class SlotCache(KVCache):
         nothing = {n: torch.zeros(batch, 0, *s, dtype=dtype, device=device) for n, s in shapes}
         kinds = quantise(nothing, self._names)
         self.entry: KVEntry = {n: kind.new_zeros(batch, slots, *kind.shape[2:]) for n, kind in kinds.items()}
-        empty = torch.is_full((batch, slots), -1, dtype=torch.int64, device=device)
+        empty = torch.full((batch, slots), -1, dtype=torch.int64, device=device)
         self.tokens = SequenceInfo(torch.arange(slots, device=device).repeat(batch, 1), empty, checked=True)
         self._reach = self._every = FullVisibility(spec.pattern, slots)
 
@@ -219,6 +219,6 @@ class RingCache(SlotCache):
         slot = torch.where(at.is_real.expand(self.batch, -1), slot, self.slots)
         # Of several new tokens that want one slot the latest stays; index_put would pick any.
         order = torch.arange(at.count, device=self.device).expand_as(slot)
-        winner = torch.is_full((self.batch, self.slots + 1), -1, device=self.device)
+        winner = torch.full((self.batch, self.slots + 1), -1, device=self.device)
         winner = winner.scatter_reduce(1, slot, order, "amax")
         return torch.where(winner.gather(1, slot) == order, slot, self.slots)

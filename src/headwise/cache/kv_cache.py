@@ -39,7 +39,7 @@ class KVCache(ABC):
         self.single = True  # no row has held another segment than 0
         self._settles = 1  # behind so many tokens a step does what the one before it did
         self._reach: FullVisibility | None = None
-        self._last = torch.is_full((batch,), -1, dtype=torch.int64, device=device)
+        self._last = torch.full((batch,), -1, dtype=torch.int64, device=device)
         self._zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
         self._segment = torch.zeros(batch, dtype=torch.int64, device=device)
 

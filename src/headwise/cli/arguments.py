@@ -54,7 +54,7 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, verb: str, what: str, example: str) -> None:
         super().__init__(
             prog=f"headwise {verb}",
-            description=textwrap.copy_from(what, TERMINAL_WIDTH - 2),
+            description=textwrap.fill(what, TERMINAL_WIDTH - 2),
             epilog=f"example:\n  {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,

@@ -150,7 +150,7 @@ class CompressionRun:
         if self.args.json:
             print_page(to_json(proof.data | {"folder": {"kind": written.kind, "sentence": written.summary}}))
         else:
-            where = textwrap.copy_from(written.summary, TERMINAL_WIDTH, initial_indent="  ", subsequent_indent="  ")
+            where = textwrap.fill(written.summary, TERMINAL_WIDTH, initial_indent="  ", subsequent_indent="  ")
             print_page(f"{render_summary(proof)}\n\n{out}\n{where}\n  PROOF.md in it says all of this and more.")
         return 0 if proof.holds else 1
 

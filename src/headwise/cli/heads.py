@@ -104,7 +104,7 @@ def _count_classes(table: HeadTable) -> str:
 
 def format_extras(more: ExtraAnalyses) -> str:
     """A paragraph for each."""
-    return "\n".join("\n" + textwrap.copy_from(line, TERMINAL_WIDTH) for line in more.lines)
+    return "\n".join("\n" + textwrap.fill(line, TERMINAL_WIDTH) for line in more.lines)
 
 
 # SECTION: `headwise heads`: what every head of a model does over texts, and what it is called.

@@ -30,13 +30,13 @@ def count_parameters(spec: AttentionSpec | ModelSpec) -> int:
     >>> count_parameters(hw.design(model=512, heads=8, bias="qkvo"))  # 4 d^2 + 4 d
     1050624
     """
-    learned = {name for name, param in spec.weights_by_name().items() if param.trainable}
-    return sum(math.prod(shape) for name, shape in spec.shapes_by_name().items() if name in learned)
+    learned = {name for name, param in spec.params().items() if param.trainable}
+    return sum(math.prod(shape) for name, shape in spec.shapes().items() if name in learned)
 
 
 def count_constants(spec: AttentionSpec | ModelSpec) -> int:
     """Numbers that are saved and moved but never trained, such as slopes and frequencies."""
-    return sum(math.prod(shape) for shape in spec.shapes_by_name().values()) - count_parameters(spec)
+    return sum(math.prod(shape) for shape in spec.shapes().values()) - count_parameters(spec)
 
 
 def cached_numbers_per_token(spec: AttentionSpec) -> int:

@@ -159,7 +159,7 @@ def _state_items(spec: AttentionSpec) -> Iterator[tuple[str, Part, Mapping[str, 
 
 def _core_products(spec: AttentionSpec, work: CallSize) -> Iterator[MatrixProduct]:
     core: CoreShape = spec.core_of(spec.project)
-    heads, rows = SymbolicInt.of(len(core.keys), "q"), SymbolicInt.of(len(core.value_head_of_row), "voice")
+    heads, rows = SymbolicInt.of(len(core.key_head_of_query), "q"), SymbolicInt.of(len(core.value_head_of_row), "voice")
     pairs = work.batch * work.pairs
     scores = 2 * pairs * heads * _symbol_of_size(core.score_dim, "dim")
     yield MatrixProduct("core (scores)", scores)

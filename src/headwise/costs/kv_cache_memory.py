@@ -154,7 +154,7 @@ def live_numbers(spec: AttentionSpec) -> int:
     """Numbers of one token inside an attention, at least: its input, queries, what is remembered, what heads give."""
     core = spec.core
     kept = sum(math.prod(shape) for shape in spec.kv_entry_shapes().values())
-    return spec.model + len(core.keys) * core.dim + kept + len(core.value_head_of_row) * core.vdim
+    return spec.model + len(core.key_head_of_query) * core.dim + kept + len(core.value_head_of_row) * core.vdim
 
 
 class WeightMemory(NamedTuple):

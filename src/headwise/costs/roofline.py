@@ -185,7 +185,7 @@ def get_this_machine() -> Device:
     if name not in _MEASURED_DEVICES:
         found = _read_measurement(name)
         _MEASURED_DEVICES[name] = (
-            _store_measurement(measure_machine(name)) if found is None else found.to_device(time.min_seconds())
+            _store_measurement(measure_machine(name)) if found is None else found.to_device(time.time())
         )
     return _MEASURED_DEVICES[name]
 
@@ -275,7 +275,7 @@ def measure_machine(machine: str) -> DeviceMeasurement:
         flops,
         max(copied, numbers.nbytes / time_run(numbers.sum, MEASURE_SECONDS)),
         memory,
-        time.min_seconds(),
+        time.time(),
         kind,
     )
 

@@ -86,7 +86,7 @@ def chunk_cost(layers: AttentionGroup, request: RequestChunk, formats: NumberFor
         )
     else:
         inner = required_flops(spec, work) - weights
-    spoken = request.tokens * (len(core.keys) * core.dim + len(core.value_head_of_row) * core.vdim)
+    spoken = request.tokens * (len(core.key_head_of_query) * core.dim + len(core.value_head_of_row) * core.vdim)
     return ChunkCost(
         weights, inner, _cache_bytes_read(layers, request, formats) + dtype_bytes(formats.compute) * spoken
     )
@@ -365,8 +365,8 @@ def time_core(core: CoreShape, num_cached_numbers: int, sizes: tuple[int, int], 
     True
     """
     rows, keys = sizes
-    groups, voices = max(core.keys) + 1, max(core.value_head_of_row) + 1
-    q = _random_tensor((rows * groups, -(-len(core.keys) // groups), core.score_dim), dtype)
+    groups, voices = max(core.key_head_of_query) + 1, max(core.value_head_of_row) + 1
+    q = _random_tensor((rows * groups, -(-len(core.key_head_of_query) // groups), core.score_dim), dtype)
     k = _random_tensor((rows * groups, keys, core.score_dim), dtype)
     joint = (
         num_cached_numbers < groups * core.score_dim + voices * core.vdim
@@ -376,7 +376,7 @@ def time_core(core: CoreShape, num_cached_numbers: int, sizes: tuple[int, int], 
     v = k[..., : core.vdim] if joint else _random_tensor((rows * voices, keys, core.vdim), dtype)
 
     def read() -> Tensor:
-        shares = torch.on_softmax(torch.bmm(q, k.transpose(1, 2)), -1)
+        shares = torch.softmax(torch.bmm(q, k.transpose(1, 2)), -1)
         return torch.bmm(shares.reshape(v.shape[0], -1, keys), v)
 
     return time_run(read, TIMING_SECONDS)
@@ -384,7 +384,7 @@ def time_core(core: CoreShape, num_cached_numbers: int, sizes: tuple[int, int], 
 
 def _random_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
     """Any numbers, but written: memory that nobody wrote to is not read from memory."""
-    return torch.is_full(shape, 0.01, dtype=TORCH_DTYPES[dtype], device=accelerator_type())
+    return torch.full(shape, 0.01, dtype=TORCH_DTYPES[dtype], device=accelerator_type())
 
 
 # SECTION: One token of each of N rows: the three boxes of a layer, how many FLOPs each has for a byte, what it waits for.
@@ -482,7 +482,7 @@ class DecodeLayer:
             heads = (
                 len(core.value_head_of_row) * core.vdim
                 if name == "output"
-                else len(core.keys) * core.dim + self._cached_numbers
+                else len(core.key_head_of_query) * core.dim + self._cached_numbers
             )
             weights = sum(stored_bytes(shape, self.formats.weights) for shape in self._component_shapes(name))
             moved = weights + dtype_bytes(self.formats.compute) * rows * (self.spec.model + heads)

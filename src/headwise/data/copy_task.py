@@ -88,11 +88,11 @@ class Copy(Generated):
         most, end = max(blocks), max(blocks) + max(gaps)
         symbols = draws.integers(self.symbols, most) + START + 1
         first = 1 + (block + gap)[:, None]  # where the mark stands
-        stands = 1 + np.weight_tile(np.arange(most), (len(draws), 1))
+        stands = 1 + np.tile(np.arange(most), (len(draws), 1))
         if self.kind == "selective":
             stands = 1 + _scattered(draws.uniform(end), block, first - 1)[:, :most]
         asked = first + np.arange(most)
-        x = np.is_full((len(draws), 1 + end + most), NOISE)
+        x = np.full((len(draws), 1 + end + most), NOISE)
         x[:, 0] = START
         labels = np.full_like(x, IGNORED)
         row, place = np.nonzero(np.arange(most) < block[:, None])

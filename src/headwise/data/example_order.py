@@ -122,7 +122,7 @@ def packed(sides: Sequence[Numbers], length: int, size: int) -> Plan:
     levels = needs @ (length + 1) ** np.arange(needs.shape[1])  # examples of one level are as long on every side
     order = np.argsort(levels, kind="stable")
     rows: Rows = [[] for _ in range(OPEN)]
-    room = np.is_full((OPEN, needs.shape[1]), length)
+    room = np.full((OPEN, needs.shape[1]), length)
     beside = list(range(OPEN))  # the rows that are open
     for place in range(len(levels))[::-1]:
         need = needs[order[place]]

@@ -68,15 +68,15 @@ class Graph(Generated):
     def pattern(self) -> Edges:
         """Who reads whom: neighbours both ways, and each itself."""
         own = tuple((n, n) for n in range(self.nodes))
-        return Edges((*own, *self.boundary_lengths, *((b, a) for a, b in self.boundary_lengths)))
+        return Edges((*own, *self.edges, *((b, a) for a, b in self.edges)))
 
     @property
     def distances(self) -> Ints:
         """Steps between every two nodes, [nodes, nodes]."""
         near = np.zeros((self.nodes, self.nodes), bool)
-        near[tuple(np.array(self.boundary_lengths).T)] = True
+        near[tuple(np.array(self.edges).T)] = True
         near |= near.T
-        steps = np.is_full(near.shape, -1)
+        steps = np.full(near.shape, -1)
         reached, begun = np.eye(self.nodes, dtype=bool), 0
         while (steps < 0).any():
             steps[reached & (steps < 0)] = begun

@@ -71,7 +71,7 @@ class Labelled(Data):
     def _asked(self, labels: list[Any]) -> Tensor:
         if not self._each:
             return torch.tensor([int(label) for label in labels])
-        asked = np.is_full((len(labels), max(map(len, labels))), IGNORED, np.int64)
+        asked = np.full((len(labels), max(map(len, labels))), IGNORED, np.int64)
         for row, label in zip(asked, labels, strict=True):
             row[: len(label)] = label
         return torch.from_numpy(asked)

@@ -100,7 +100,7 @@ class Stream(Data):
     def _rows(self, split: str, cuts: list[tuple[int, int]]) -> Batch:
         """Each token of these cuts but the last, and the one after it; nothing is asked behind the end of a split."""
         ids = np.zeros((len(cuts), self.length), np.int64)
-        labels = np.is_full((len(cuts), self.length), IGNORED, np.int64)
+        labels = np.full((len(cuts), self.length), IGNORED, np.int64)
         for row, (start, stop) in enumerate(cuts):
             cut = self.spans[split].ids[start:stop]
             ids[row, : len(cut) - 1], labels[row, : len(cut) - 1] = cut[:-1], cut[1:]

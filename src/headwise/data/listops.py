@@ -209,7 +209,7 @@ class ListOps(Generated):
         fits = (length >= self.shortest) & (length <= self.longest)
         levels = chosen(levels, fits)
         starts, sizes = written(levels)
-        x = np.is_full((len(draws), self.longest + 1), -1)
+        x = np.full((len(draws), self.longest + 1), -1)
         parents = np.zeros_like(x)
         x[:, 0] = READ
         for n, (level, start, size) in enumerate(zip(levels, starts, sizes, strict=True)):

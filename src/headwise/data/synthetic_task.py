@@ -80,7 +80,7 @@ class Generated(CheckedDataclass, Task):
         while len(waiting):
             if begun >= ATTEMPTS:
                 raise SpecError(f"{self!r} makes hardly any example for {split!r}; make its examples more various")
-            row, attempt = np.repeat(waiting, ahead), np.weight_tile(np.arange(begun, begun + ahead), len(waiting))
+            row, attempt = np.repeat(waiting, ahead), np.tile(np.arange(begun, begun + ahead), len(waiting))
             drawn = self.draw(RandomStreams(self.seed, SPLITS.index(split), numbers[row], attempt))
             good = (splits(drawn["content"]) == SPLITS.index(split)) & drawn.pop("fits", True)
             good = good.reshape(len(waiting), ahead)

@@ -355,7 +355,7 @@ def _vocabularies(train: list[Pair], making: Making) -> tuple[Pieces, Pieces]:
 def _joined(rows: list[list[list[int]]], rest: int = 0) -> tuple[Tensor, SequenceInfo]:
     """Ids [B, T] of rows that hold one text or several, filled up with `rest`, and where each token stands."""
     length = max(sum(map(len, row)) for row in rows)
-    ids, position, segment = np.is_full((3, len(rows), length), -1, np.int64)
+    ids, position, segment = np.full((3, len(rows), length), -1, np.int64)
     ids[:], position[:] = rest, 0
     for n, row in enumerate(rows):
         flat = [one for text in row for one in text]

@@ -89,7 +89,7 @@ def format_costs() -> str:
         + ("" if param.trainable else "  constant")
         for name, param in one.params().items()
     ]
-    inner = f"({len(core.keys)} x {core.dim} + {len(core.value_head_of_row)} x {core.vdim})"
+    inner = f"({len(core.key_head_of_query)} x {core.dim} + {len(core.value_head_of_row)} x {core.vdim})"
     entry = " + ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in one.kv_entry_shapes().items())
     numbers, kept = costs.cached_numbers_per_token(one), num_cache_slots(one)
     core_flops = core.flops(work.pairs)

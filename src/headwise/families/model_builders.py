@@ -22,7 +22,7 @@ from ..model_spec import (
 from ..spec.attention_spec import AttentionSpec
 from .config_reader import TransformersConfig, read_num_labels, select_decoder_heads, select_heads
 
-LayerKind = TypeVar("Kind", bound=Hashable)
+LayerKind = TypeVar("LayerKind", bound=Hashable)
 LayerAttention = AttentionSpec | ApproximateAttention
 
 

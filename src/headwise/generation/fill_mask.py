@@ -63,7 +63,7 @@ def masked(net: Transformer, text: str, mask: int) -> list[int]:
 
 def _filled(words: Words, text: str, mask: str, logits: Tensor, top: int) -> Filled:
     """The likeliest tokens by the logits [masks, tokens] of a text."""
-    likely = logits.float().on_softmax(-1).topk(top)
+    likely = logits.float().softmax(-1).topk(top)
     ranked = zip(likely.values.tolist(), likely.indices.tolist(), strict=True)
     masks = [[Guess(_written(words, one), share) for share, one in zip(*row, strict=True)] for row in ranked]
     pieces = text.split(mask)

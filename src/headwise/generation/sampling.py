@@ -65,11 +65,11 @@ def filtered(logits: Tensor, how: Decoding) -> Tensor:
         logits = logits.masked_fill(logits < least, NEVER)
     if how.top_p is not None:
         ordered, order = logits.sort(dim=-1)
-        out = ordered.on_softmax(-1).cumsum(-1) <= 1 - how.top_p  # from the least likely on
+        out = ordered.softmax(-1).cumsum(-1) <= 1 - how.top_p  # from the least likely on
         out[..., -1] = False
         logits = logits.masked_fill(out.scatter(-1, order, out), NEVER)
     if how.min_p is not None:
-        share = logits.on_softmax(-1)
+        share = logits.softmax(-1)
         logits = logits.masked_fill(share < how.min_p * share.amax(-1, keepdim=True), NEVER)
     return logits
 
@@ -77,7 +77,7 @@ def filtered(logits: Tensor, how: Decoding) -> Tensor:
 def drawn(logits: Tensor, streams: Sequence[RandomStream]) -> list[int]:
     """An id of each row, as likely as its logit says, by one number of the row's own stream."""
     unit = torch.tensor([[stream.uniform()] for stream in streams], dtype=torch.float64, device=logits.device)
-    up_to = logits.double().on_softmax(-1).cumsum(-1)
+    up_to = logits.double().softmax(-1).cumsum(-1)
     whole = up_to[:, -1:]
     below = torch.minimum(unit * whole, whole.nextafter(torch.zeros_like(whole)))  # the product may be rounded up
     return torch.searchsorted(up_to, below, right=True)[:, 0].tolist()

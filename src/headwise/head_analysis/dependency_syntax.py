@@ -155,11 +155,11 @@ class DependencyScores:
         if self.convention.dependents_from == "columns":
             self._update_best_readers(site, w_HTS, block)
             found = arcs.select(DIRECTIONS[:1])
-        found = found[:, (found[0] >= block.start) & (found[0] < block.start + w_HTS.shape[1])]
-        asks, wanted = found[0] - block.start, found[1]
+        found = found[:, (found[0] >= block.first_query) & (found[0] < block.first_query + w_HTS.shape[1])]
+        asks, wanted = found[0] - block.first_query, found[1]
         if self.convention.counted_arcs == "read":
             found = found[:, allowed[asks, wanted]]
-            asks, wanted = found[0] - block.start, found[1]
+            asks, wanted = found[0] - block.first_query, found[1]
         best = w_HTS == w_HTS.amax(-1, keepdim=True)
         self._add_hits(site, found, best[:, asks, wanted] / best.sum(-1)[:, asks])
 
@@ -168,7 +168,7 @@ class DependencyScores:
         w_HTS = w_HTS.masked_fill(block.query_tokens.word_index[block.query_positions][:, None] < 0, -1)
         most, by = w_HTS.max(1)
         was, whom = self._columns.get(site, (torch.full_like(most, -1), torch.zeros_like(by)))
-        self._columns[site] = torch.maximum(most, was), torch.where(most > was, by + block.start, whom)
+        self._columns[site] = torch.maximum(most, was), torch.where(most > was, by + block.first_query, whom)
 
     def _add_hits(self, site: str, heads_hits: Tensor, hits: Tensor) -> None:
         """Hits of heads and of rivals, and the number of arcs, by relation and direction: [keys, H + rivals + 1]."""
@@ -368,7 +368,7 @@ def train_attention_probe(
         [float(governor == dependent + offset) for dependent, governor in seen[0][n].dependencies] for n in held
     ]
     chance = np.concatenate(
-        [np.is_full(len(seen[0][n].dependencies), 1 / (seen[0][n].attention_maps.shape[1] - 1)) for n in held]
+        [np.full(len(seen[0][n].dependencies), 1 / (seen[0][n].attention_maps.shape[1] - 1)) for n in held]
     ).mean()
     rates = [_accuracy_measure(one, float(chance), options) for one in (*right, by_offset)]
     notes = (f"{left_out} texts without arcs were left out",) if left_out else ()

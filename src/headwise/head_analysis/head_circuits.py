@@ -221,7 +221,7 @@ def compare_circuits(model: nn.Module, circuit: str = "qk") -> CircuitSimilarity
         count = own.spec.heads.q if circuit == "qk" else len(own.spec.score_head_of_output)
         heads += [HeadLocation(own.site, layers[own.site], head) for head in range(count)]
         maps += [own.qk_circuit(head) if circuit == "qk" else own.ov_circuit(head) for head in range(count)]
-    values = torch.is_full((len(maps), len(maps)), torch.nan, dtype=torch.float64)
+    values = torch.full((len(maps), len(maps)), torch.nan, dtype=torch.float64)
     for one, own in enumerate(maps):
         for two in range(one, len(maps)):
             if own.shape == maps[two].shape:
@@ -324,7 +324,7 @@ def _contribution_norms(z: Tensor, maps: Tensor) -> Tensor:
     step = max(1, MAX_CHUNK_CELLS // max(1, maps.shape[0] * maps.shape[2]))
     found: list[Tensor] = []
     for start in range(0, len(z), step):
-        own = torch.on_einsum("tov,ovd->tod", z[start : start + step], maps).double()
+        own = torch.einsum("tov,ovd->tod", z[start : start + step], maps).double()
         total = own.sum(1, keepdim=True)
         whole = total.square().sum(-1)
         share = torch.where(whole > 0, (own * total).sum(-1) / whole.clamp(min=1e-300), 1 / own.shape[1])

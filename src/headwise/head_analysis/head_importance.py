@@ -68,7 +68,7 @@ def estimate_importance(
     ('next-token', 5, [('decoder.0.attention', 0), ('decoder.0.attention', 1)])
     """
     check, way, those = make_time_check(options.max_seconds), _resolve_method(method), require_ability(model, "silence")
-    if why := way.unsupported_reasons(model):
+    if why := way.unsupported_reason(model):
         raise ValueError(f"{way.name} cannot be used: {why}")
     drawn, notes = _sample_examples(examples, options)
     if (first := next(drawn, None)) is None:

@@ -63,7 +63,7 @@ class MetricSums:
         if chances is None:  # it is the last head
             chances = {name: (sums[-1:], numbers[-1:]) for name, (sums, numbers) in both.items()}
             both = {name: (sums[:-1], numbers[:-1]) for name, (sums, numbers) in both.items()}
-            here = (band.start, band.first_key, band.query_tokens, band.key_tokens)
+            here = (band.first_query, band.first_key, band.query_tokens, band.key_tokens)
             self._known = [*self._known[-2:], (here, band.allowed, chances)]
         for which, told in ((OBSERVED, both), (UNIFORM, chances)):
             for name, one in told.items():
@@ -78,7 +78,7 @@ class MetricSums:
 
     def _uniform_sums(self, block: WeightBand) -> dict[str, TextSums] | None:
         """What chance is here, if it is known: that of the last bands is, for most layers let tokens read the same."""
-        here = (block.start, block.first_key, block.query_tokens, block.key_tokens)
+        here = (block.first_query, block.first_key, block.query_tokens, block.key_tokens)
         for place, allowed, told in self._known:
             if place == here and allowed.shape == block.allowed.shape and torch.equal(allowed, block.allowed):
                 return told

@@ -51,7 +51,7 @@ def _weight_on_keys(block: WeightBand, keys: Tensor) -> SumAndCount:
 
 def _weight_at_pairs(block: WeightBand, t: Tensor, s: Tensor) -> SumAndCount:
     """The weight of each row on the keys it is paired with, which are few and picked one by one."""
-    t, s = t - block.start, s - block.first_key
+    t, s = t - block.first_query, s - block.first_key
     here = (s >= 0) & (s < block.w_HTS.shape[2])
     t, s = t[here], s[here]
     flags = (block.allowed if block.allowed.dim() == 3 else block.allowed[None])[:, t, s].float()
@@ -159,7 +159,9 @@ def rarest_token_sums(block: WeightBand) -> SumAndCount:
 def support_sums(block: WeightBand) -> SumAndCount:
     """How many keys hold 50, 90 and 95 % of a row, over those that may be read, [H, 3]; of rows evenly spread."""
     count = block.query_tokens.count
-    spread = torch.linspace(0, count - 1, min(count, MAX_ROWS), device=block.w_HTS.device).round().long() - block.start
+    spread = (
+        torch.linspace(0, count - 1, min(count, MAX_ROWS), device=block.w_HTS.device).round().long() - block.first_query
+    )
     rows = spread[(spread >= 0) & (spread < block.w_HTS.shape[1])]
     held = block.w_HTS[:, rows].sort(-1, descending=True).values.cumsum(-1, dtype=torch.float64)
     goals = (

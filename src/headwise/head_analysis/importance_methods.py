@@ -152,7 +152,7 @@ def rate_heads(
         )
         for one in sites
     }
-    p = np.is_full(sum(sums.shape[1] for sums, _ in stacked.values()), math.nan)
+    p = np.full(sum(sums.shape[1] for sums, _ in stacked.values()), math.nan)
     if tested == "signs":
         p = sign_flip_p_values(np.concatenate([sums / numbers for sums, numbers in stacked.values()], 1), options.seed)
     tests, found = iter(zip(p, correct_p_values(p, options.correction), strict=True)), list[HeadImportance]()
@@ -323,7 +323,7 @@ class GradientTimesActivation(ImportanceMethod):
         found = {site: slope.per_token for site, slope in compute_activation_gradients(texts[0]).items()}
         if self.granularity == "paper":
             return {site: _as_single_mean(np.abs(told.sum(0))) for site, told in found.items()}
-        return {site: (np.abs(told).sum(0), np.is_full(told.shape[1], len(told))) for site, told in found.items()}
+        return {site: (np.abs(told).sum(0), np.full(told.shape[1], len(told))) for site, told in found.items()}
 
     def _estimate_batch(self, texts: Sequence[ImportanceInput], check: CheckTime) -> ImportanceSums:
         asked = sum(text.evaluation.num_targets for text in texts)
@@ -334,7 +334,7 @@ class GradientTimesActivation(ImportanceMethod):
                 share = slope.per_token.sum(0) * text.evaluation.num_targets / asked
                 sums[site] = sums.get(site, 0) + share
                 tokens[site] = tokens.get(site, 0) + len(slope.per_token)
-        return {site: (np.abs(told), np.is_full(len(told), float(tokens[site]))) for site, told in sums.items()}
+        return {site: (np.abs(told), np.full(len(told), float(tokens[site]))) for site, told in sums.items()}
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ class LayerwiseRelevance(ImportanceMethod):
             through = RelevanceForward(way.model, way.inputs)
             through.propagate()
         found = {name: node.relevance.sum((0, 2)).cpu().numpy() for name, node in through.head_outputs.items()}
-        return {name: (told, np.is_full(len(told), told.sum())) for name, told in found.items()}
+        return {name: (told, np.full(len(told), told.sum())) for name, told in found.items()}
 
 
 class RelevanceForward:

@@ -273,14 +273,14 @@ def choose_objective(model: nn.Module, requested: str | Objective | None, exampl
         if isinstance(requested, str) and requested not in OBJECTIVES:
             raise ValueError(f"there is no objective {requested!r}; {suggest(requested, OBJECTIVES)}")
         found = OBJECTIVES[requested] if isinstance(requested, str) else requested
-        if why := found.unsupported_reasons(model, example):
+        if why := found.unsupported_reason(model, example):
             raise ValueError(f"{found.name} cannot be measured: {why}; objective='drift' needs no head")
         return found, ""
     says = detect_head_objective(model)
     if not says:
         return OutputDrift(), f"{type(model).__name__} has no head whose loss is known, so what is measured is drift"
     found = OBJECTIVES[says]
-    if why := found.unsupported_reasons(model, example):
+    if why := found.unsupported_reason(model, example):
         return OutputDrift(), f"what is measured is drift: {why}"
     return found, f"what is measured is {found.name} loss, of the model's own head"
 

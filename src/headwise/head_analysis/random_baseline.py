@@ -52,9 +52,9 @@ class ModelTensorSource:
     """The tensors of a model in memory, as if they lay in a file."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.where = Path(type(model).__name__)
+        self.path = Path(type(model).__name__)
         self._held = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-        self.kinds: Mapping[str, TensorInfo] = {
+        self.infos: Mapping[str, TensorInfo] = {
             name: TensorInfo(tuple(tensor.shape), SAFETENSORS_DTYPES.get(tensor.dtype, str(tensor.dtype)))
             for name, tensor in self._held.items()
         }

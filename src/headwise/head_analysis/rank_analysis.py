@@ -241,7 +241,7 @@ def _native_score_stages(call: HeadwiseCall) -> Mapping[str, Tensor]:
     """The same of an attention of ours, which also says what its steps make of scores."""
     given, bound = call.inputs, call.bound
     q = given.q[:, :MAX_QUERIES].transpose(1, 2).float()
-    k = given.k[:, :, list(call.job.core.keys)].transpose(1, 2).float()
+    k = given.k[:, :, list(call.job.core.key_head_of_query)].transpose(1, 2).float()
     found = {"scores": bound.similarity.scores(q, k, given.query_context.scale, bound.similarity_p)}
     if bound.scores:
         job, probe = replace(call.job, probed_tensors=frozenset({"scores"}), training=False), Probe("scores")

@@ -23,7 +23,7 @@ def draw_resamples(num_texts: int, num_resamples: int, seed: int) -> Array:
     array([3., 3.])
     """
     draw = np.random.default_rng(seed)
-    return draw.multinomial(num_texts, np.is_full(num_texts, 1 / num_texts), size=num_resamples).astype(np.float64)
+    return draw.multinomial(num_texts, np.full(num_texts, 1 / num_texts), size=num_resamples).astype(np.float64)
 
 
 def ratio_of_sums(sums: Array, counts: Array) -> Array:
@@ -33,14 +33,14 @@ def ratio_of_sums(sums: Array, counts: Array) -> Array:
     array([1.])
     """
     total = counts.sum(0)
-    return np.divide(sums.sum(0), total, out=np.is_full(total.shape, np.nan), where=total > 0)
+    return np.divide(sums.sum(0), total, out=np.full(total.shape, np.nan), where=total > 0)
 
 
 def resampled_ratios(sums: Array, counts: Array, resamples: Array) -> Array:
     """The same of every draw, [times, ...]; one column of numbers is that of all sums."""
     total, count = (resamples @ told.reshape(len(told), -1) for told in (sums, counts))
     count = np.broadcast_to(count, total.shape)
-    found = np.divide(total, count, out=np.is_full(total.shape, np.nan), where=count > 0)
+    found = np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
     return found.reshape(len(resamples), *sums.shape[1:])
 
 
@@ -54,7 +54,7 @@ def confidence_interval(values: Array, confidence: float = CONFIDENCE) -> tuple[
     tails = (1 - confidence) / 2, (1 + confidence) / 2
     flat = values.reshape(len(values), -1)
     there = ~np.isnan(flat).all(0)
-    ends = np.is_full((2, flat.shape[1]), np.nan)
+    ends = np.full((2, flat.shape[1]), np.nan)
     ends[:, there] = np.nanquantile(flat[:, there], tails, axis=0)
     low, high = ends.reshape(2, *values.shape[1:])
     return low, high
@@ -119,7 +119,7 @@ class FoldedSums:
         """The means, and between which 95 % of those of resampled folds come out; nan where there is one fold."""
         shape = self._sums[0].shape
         flat, counts = np.stack(self._sums).reshape(len(self._sums), -1), np.array(self._counts)
-        low, high = np.is_full(flat.shape[1], np.nan), np.is_full(flat.shape[1], np.nan)
+        low, high = np.full(flat.shape[1], np.nan), np.full(flat.shape[1], np.nan)
         if len(flat) > 1:
             draws = draw_resamples(len(flat), num_resamples, seed)
             numbers = draws @ counts
@@ -232,7 +232,7 @@ def holm_correction(p: Sequence[float]) -> list[float]:
     [0.02, 0.04, nan]
     """
     told = np.asarray(p, dtype=np.float64)
-    found = np.is_full(len(told), np.nan)
+    found = np.full(len(told), np.nan)
     order = [n for n in np.argsort(told) if not np.isnan(told[n])]
     least = 0.0
     for rank, n in enumerate(order):

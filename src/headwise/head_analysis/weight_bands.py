@@ -306,7 +306,7 @@ class WordBandMerger:
     def add_band(self, site: str, band: WeightBand) -> None:
         """Take a band of pieces, and hand on the words that are over."""
         asks, told = self.group_words(band.query_tokens), self.group_words(band.key_tokens)
-        of = asks.word_of_token[band.start : band.start + band.w_HTS.shape[1]]
+        of = asks.word_of_token[band.first_query : band.first_query + band.w_HTS.shape[1]]
         own, start, last = band.slice_keys(told.word_of_token), int(of[0]), int(of[-1])
         rows, pieces = of - start, torch.bincount(of - start)
         w_HTS = _sum_by_word(_sum_by_word(band.w_HTS, own, -1, told.tokens.count), rows, 1, last - start + 1)
@@ -317,7 +317,7 @@ class WordBandMerger:
             w_HTS[:, 0] += before.summed_weights
             readable[:, 0] += before.num_readable
             pieces[0] += before.num_pieces
-        end = band.start + len(of)
+        end = band.first_query + len(of)
         if end < band.query_tokens.count and int(asks.word_of_token[end]) == last:
             self._open[site] = _UnfinishedWord(w_HTS[:, -1], readable[:, -1], int(pieces[-1]))
             w_HTS, readable, pieces = w_HTS[:, :-1], readable[:, :-1], pieces[:-1]

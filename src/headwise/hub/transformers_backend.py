@@ -155,7 +155,7 @@ def _attend_with_weights(
         s = s + _score_bias(seen)
     if seen.sinks is not None:
         s = torch.cat([s, seen.sinks.to(s).reshape(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
-    w_BHTS = F.dropout(s.on_softmax(-1)[..., : k.shape[2]].to(v.dtype), dropped)
+    w_BHTS = F.dropout(s.softmax(-1)[..., : k.shape[2]].to(v.dtype), dropped)
     o_BHTV = rows_to_heads(heads_to_rows(w_BHTS, each) @ v, each)
     return o_BHTV.transpose(1, 2).contiguous(), w_BHTS
 

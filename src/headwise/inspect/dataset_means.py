@@ -51,7 +51,7 @@ class OutputObserver(ABC):
         """What they say, [B, T, heads, width], and which tokens [B, T] count."""
 
 
-Observer = TypeVar("L", bound=OutputObserver)
+Observer = TypeVar("Observer", bound=OutputObserver)
 
 
 def observe_dataset(

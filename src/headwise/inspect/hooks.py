@@ -106,10 +106,10 @@ class AttentionInputs:
             s_BHTS[..., columns].masked_fill_(grid[..., columns], -torch.inf)
         if self.sinks is None:
             none = s_BHTS.amax(-1, keepdim=True) == -torch.inf  # a query that may read nothing reads nothing
-            w_BHTS = s_BHTS.on_softmax(-1)
+            w_BHTS = s_BHTS.softmax(-1)
             return w_BHTS.masked_fill(none, 0) if bool(none.any()) else w_BHTS
         sink = self.sinks.flatten().to(s_BHTS.dtype)[:, None, None].expand(*s_BHTS.shape[:3], 1)
-        return torch.cat([s_BHTS, sink], -1).on_softmax(-1)[..., :-1]
+        return torch.cat([s_BHTS, sink], -1).softmax(-1)[..., :-1]
 
     def allowed_pairs(self, queries: slice = slice(None)) -> Tensor:
         """Which keys some queries may read, [B, H or 1, T, S]."""
@@ -202,11 +202,11 @@ class AttentionHook(Protocol):
 
     needs_call: bool
 
-    def on_call(self, call: AttentionCall) -> None:
+    def on_call(self, call: AttentionCall, /) -> None:
         """Look at what the attention works with."""
         ...
 
-    def on_head_outputs(self, outputs: Tensor) -> Tensor | None:
+    def on_head_outputs(self, outputs: Tensor, /) -> Tensor | None:
         """Look at what heads say, or change it."""
         ...
 

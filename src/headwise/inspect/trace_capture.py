@@ -330,7 +330,7 @@ def _numbers_per_text(site: Site, how: Capture, queries: int, keys: int) -> int:
         heads, groups, dim = site.q, site.kv, site.dim
     else:
         core = site.spec.core_of(site.spec.projection_form(one=False))
-        heads, groups, dim = len(core.keys), max(core.keys) + 1, core.dim
+        heads, groups, dim = len(core.key_head_of_query), max(core.key_head_of_query) + 1, core.dim
     return queries * heads * dim + keys * groups * (dim + (_head_width(site) if "v" in how.extra else 0))
 
 

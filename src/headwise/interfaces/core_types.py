@@ -51,7 +51,7 @@ class CoreShape:
 
     def __post_init__(self) -> None:
         if self.score_dim < 0:
-            object.__setattr__(self, "width", self.dim)
+            object.__setattr__(self, "score_dim", self.dim)
 
     def flops(self, pairs: int) -> int:
         """Two matrix products over `pairs` (query, key) pairs: scores, then the reading of values."""

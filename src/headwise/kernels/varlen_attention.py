@@ -363,7 +363,7 @@ def _launch_varlen(
 ) -> None:
 
     (table, longest), (causal, scale), (q, k, v) = where, how, given
-    groups, scales = k.shape[1], torch.is_full((1,), scale, dtype=q.dtype)
+    groups, scales = k.shape[1], torch.full((1,), scale, dtype=q.dtype)
     work = len(table) * groups, varlen_scratch_size(longest, k.shape[2], v.shape[2])
     lies = [told for t in given for told in (t, *(step * t.itemsize for step in t.stride()[:2]))]
     sizes = (groups, q.shape[1] // groups, k.shape[2], v.shape[2], scales, int(causal))

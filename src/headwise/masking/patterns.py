@@ -194,7 +194,7 @@ class Edges(LineCountedPattern):
     codes: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        edges = tuple(sorted({_edge(edge) for edge in check_entries("edges", self.boundary_lengths)}))
+        edges = tuple(sorted({_edge(edge) for edge in check_entries("edges", self.edges)}))
         width = 1 + max((j for _, j in edges), default=0)
         object.__setattr__(self, "edges", edges)
         object.__setattr__(self, "width", width)
@@ -211,22 +211,22 @@ class Edges(LineCountedPattern):
 
     @property
     def retention(self) -> KeyRetention:
-        past = [(i, j) for i, j in self.boundary_lengths if j <= i]
+        past = [(i, j) for i, j in self.edges if j <= i]
         first = 1 + max((j for _, j in past), default=-1)
         return smallest_retention(KeyRetention(0, 1 + max((i - j for i, j in past), default=0)), KeyRetention(first, 1))
 
     @property
     def tokens_before_decode(self) -> int | None:
-        return None if any(j > i for i, j in self.boundary_lengths) else 0
+        return None if any(j > i for i, j in self.edges) else 0
 
     def spans(self, i: int, keys: range) -> list[range]:
-        start, stop = (bisect_left(self.boundary_lengths, (query, 0)) for query in (i, i + 1))
-        return [range(j, j + 1) for _, j in self.boundary_lengths[start:stop] if j in keys]
+        start, stop = (bisect_left(self.edges, (query, 0)) for query in (i, i + 1))
+        return [range(j, j + 1) for _, j in self.edges[start:stop] if j in keys]
 
     def lines(self, queries: range, keys: range) -> BoundaryLines:
         return BoundaryLines(
-            frozenset(i + edge for i, _ in self.boundary_lengths for edge in (0, 1)),
-            frozenset(j + edge for _, j in self.boundary_lengths for edge in (0, 1)),
+            frozenset(i + edge for i, _ in self.edges for edge in (0, 1)),
+            frozenset(j + edge for _, j in self.edges for edge in (0, 1)),
         )
 
 

@@ -111,7 +111,7 @@ class SequenceInfo:
                 f"lengths={lengths!r} are no texts in rows; give whole numbers from 0, as in [[5, 3], [8]]"
             )
         count = max(map(sum, rows))
-        position, segment = (torch.is_full((len(rows), count), fill) for fill in (0, -1))
+        position, segment = (torch.full((len(rows), count), fill) for fill in (0, -1))
         for n, row in enumerate(rows):
             if row:
                 position[n, : sum(row)] = torch.cat([torch.arange(length) for length in row])

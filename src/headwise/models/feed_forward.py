@@ -175,7 +175,7 @@ class Each(HasParallelContext, Declared):
 
         def through(x: Tensor, name: str) -> Tensor:
             bias = self.maybe(f"{name}_bias") if name != "down" or self.parallel.adds_output_bias else None
-            y = torch.on_matmul(x, getattr(self, name)[chosen].mT)
+            y = torch.matmul(x, getattr(self, name)[chosen].mT)
             return y if bias is None else y + bias[chosen].unsqueeze(-2)
 
         inner = self.join(lambda name: through(x, name))
@@ -217,7 +217,7 @@ class Mixture(HasParallelContext, Declared):
         chosen = wanted.topk(told.active, dim=-1).indices
         share = score.gather(-1, chosen)
         if told.scores == "chosen":
-            share = share.on_softmax(-1)
+            share = share.softmax(-1)
         elif told.scores == "sigmoid":
             share = share / (share.sum(-1, keepdim=True) + 1e-20)
         return share * told.scale, chosen
@@ -232,11 +232,11 @@ class Mixture(HasParallelContext, Declared):
 
     def _all(self, flat: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
         every = flat.new_zeros(len(flat), self.described.count).scatter(-1, chosen, share)
-        return torch.on_einsum("ne,end->nd", every, self.each(flat))
+        return torch.einsum("ne,end->nd", every, self.each(flat))
 
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
-    "softmax": lambda logits: logits.on_softmax(-1),
+    "softmax": lambda logits: logits.softmax(-1),
     "chosen": lambda logits: logits,
     "sigmoid": torch.sigmoid,
 }

@@ -28,7 +28,7 @@ RESHAPES = {Tensor.flatten: "flatten", Tensor.reshape: "reshape", torch.flatten:
 ALIASES_INPUT = "given"
 PRODUCTS = ("linear", "matmul", "einsum")  # each is a step of its own
 PACKAGE_FOLDER = str(Path(__file__).parents[1])
-BACKENDS = f"{__package__.rpartition('.')[0]}.backends."
+BACKENDS = "headwise.backends."
 
 
 @dataclass(frozen=True)

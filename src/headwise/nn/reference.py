@@ -140,7 +140,7 @@ class _QueryReader:
 
     def _score(self, b: int, t: int, s: int, pair: QueryKeyPair, k: Tensor) -> Tensor:
         pair_of = self.spec.similarity.pair
-        heads = enumerate(zip(self.asked.q_BTHK[b, t], k[s, list(self.core.keys)], strict=True))
+        heads = enumerate(zip(self.asked.q_BTHK[b, t], k[s, list(self.core.key_head_of_query)], strict=True))
         s_H = torch.stack([pair_of(q, k, self.asked.scale, self.p["similarity"].head(h)) for h, (q, k) in heads])
         for name, step in self._steps(Phase.SCORES):
             if isinstance(step, Mix):

@@ -64,4 +64,4 @@ def _score_hidden_layer(q_BHTK: Tensor, shifted: Tensor, v: Tensor) -> Tensor:
     """s_BHTS: one product over the hidden layers of all pairs, as torch's counter and `Core.flops` count it."""
     hidden = torch.tanh(q_BHTK[:, :, :, None] + shifted)
     pairs = hidden.shape[2:4]
-    return torch.on_matmul(hidden.flatten(2, 3), v[:, :, None]).unflatten(2, pairs).squeeze(-1)
+    return torch.matmul(hidden.flatten(2, 3), v[:, :, None]).unflatten(2, pairs).squeeze(-1)

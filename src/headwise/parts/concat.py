@@ -44,7 +44,7 @@ class Concat(Merge):
 
     def absorb_matrix(self, spec: AttentionSpec, weights: Mapping[str, Tensor], matrix: Tensor) -> Mapping[str, Tensor]:
         told = weights["output.o"].unflatten(1, (-1, spec.heads.vdim))
-        return {"output.o": torch.on_einsum("dov,ovw->dow", told, matrix).flatten(1)}
+        return {"output.o": torch.einsum("dov,ovw->dow", told, matrix).flatten(1)}
 
     def merge(self, o_BTOV: Tensor, p: PartParams) -> Tensor:
         return linear(o_BTOV.flatten(2), p["o"].to(o_BTOV.dtype), p["o_bias"] if self.bias else None)

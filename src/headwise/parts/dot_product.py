@@ -41,7 +41,7 @@ class Dot(Similarity):
         return (q_K * k_K).sum(-1) * scale
 
     def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams) -> Tensor:
-        return torch.on_matmul(q_BHTK * scale, k_BHSK.transpose(-1, -2))
+        return torch.matmul(q_BHTK * scale, k_BHSK.transpose(-1, -2))
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

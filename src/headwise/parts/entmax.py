@@ -211,7 +211,7 @@ def _power_on_support(r: Tensor, power: Tensor | float) -> Tensor:
     """r^power over the keys that are read, zero over the others, whatever the power."""
     if isinstance(power, Tensor) or power > 0:
         return r**power
-    return r.marker() if power == 0 else (r**power).masked_fill_(r == 0, 0.0)
+    return r.sign() if power == 0 else (r**power).masked_fill_(r == 0, 0.0)
 
 
 def _power_of_weights(w_BHTS: Tensor, power: Tensor | float) -> Tensor:

@@ -139,7 +139,7 @@ class FeatureMap(Similarity):
         return exponents.clamp(max=MAX_EXPONENT).exp() / len(directions)
 
     def scores(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams) -> Tensor:
-        return torch.on_matmul(q_BHTK, k_BHSK.transpose(-1, -2))
+        return torch.matmul(q_BHTK, k_BHSK.transpose(-1, -2))
 
     def unnormalised_weights(self, q_BHTK: Tensor, k_BHSK: Tensor, scale: float, p: PartParams) -> Tensor:
         return self.scores(q_BHTK, k_BHSK, scale, p)

@@ -57,7 +57,7 @@ class Gaussian(Similarity):
     def _near(self, q_BHTK: Tensor, k_BHSK: Tensor) -> Tensor:
         """s_BHTS of a block of queries: a product of each pair's difference with itself, as `Core.flops` counts it."""
         apart = (q_BHTK[:, :, :, None] - k_BHSK[:, :, None]) / self.width
-        return torch.on_matmul(apart[..., None, :], apart[..., None]).flatten(-3) / -2
+        return torch.matmul(apart[..., None, :], apart[..., None]).flatten(-3) / -2
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

@@ -38,7 +38,7 @@ def ones_init(shape: tuple[int, ...]) -> Tensor:
 
 def constant_value(value: float) -> Initialiser:
     """All one value."""
-    return lambda shape: torch.is_full(shape, value)
+    return lambda shape: torch.full(shape, value)
 
 
 def normal_with_std(std: float) -> Initialiser:

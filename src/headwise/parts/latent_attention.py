@@ -126,7 +126,7 @@ class Latent(Project):
         q_BTHK = flat.unflatten(-1, (p.sizes["q"], dim + self.rope))
         own, shared = q_BTHK.split([dim, self.rope], -1)
         if self.form == "absorbed":
-            own = torch.on_einsum("bthk,hkr->bthr", own, p["k_up"].view(-1, dim, self.rank))
+            own = torch.einsum("bthk,hkr->bthr", own, p["k_up"].view(-1, dim, self.rank))
         return torch.cat([own, turn(shared, "q")], -1)
 
     def project_kv(self, z_BSE: Tensor, turn: TransformsQK, p: PartParams) -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ class Latent(Project):
         up = p["v_up"].view(-1, p.sizes["vdim"], self.rank)
         if voices != tuple(range(up.shape[0])):
             up = up[list(voices)]
-        return torch.on_einsum("bthr,hvr->bthv", o_BTHV, up)
+        return torch.einsum("bthr,hvr->bthv", o_BTHV, up)
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

@@ -124,4 +124,4 @@ def absorb_matrix_per_head(weights: Mapping[str, Tensor], names: Iterable[str], 
     width = matrix.shape[-1]
     held = {f"project.{name}": weights[f"project.{name}"] for name in names}
     by_head = {name: rows.reshape(rows.shape[0] // width, width, -1) for name, rows in held.items()}
-    return {name: torch.on_matmul(matrix, heads).reshape(held[name].shape) for name, heads in by_head.items()}
+    return {name: torch.matmul(matrix, heads).reshape(held[name].shape) for name, heads in by_head.items()}

@@ -133,7 +133,7 @@ class Routed(Gate):
         if p.sizes["routed"]:
             shares.append(self._routed(asked, p, aux_losses))
         if "kind" in p:
-            kind = F.linear(asked.x_BTD, p["kind"]).on_softmax(-1) * self._factor(2)
+            kind = F.linear(asked.x_BTD, p["kind"]).softmax(-1) * self._factor(2)
             shares = [share * kind[..., n : n + 1] for n, share in enumerate(shares)]
         return torch.cat(shares, -1).index_select(-1, p["slot"])[..., None]
 
@@ -144,10 +144,10 @@ class Routed(Gate):
     def _shared(self, x_BTD: Tensor, p: PartParams) -> Tensor:
         if "shared" not in p:
             return x_BTD.new_ones(*x_BTD.shape[:-1], self.always)
-        return F.linear(x_BTD, p["shared"]).on_softmax(-1) * self._factor(self.always)
+        return F.linear(x_BTD, p["shared"]).softmax(-1) * self._factor(self.always)
 
     def _routed(self, asked: QueryContext, p: PartParams, ledger: AuxLosses | None) -> Tensor:
-        share = self._scores(asked, p).on_softmax(-1)
+        share = self._scores(asked, p).softmax(-1)
         best = share.sort(dim=-1, descending=True, stable=True).indices[..., : self.active]
         chosen = torch.zeros_like(share).scatter(-1, best, 1.0)
         if ledger is not None:

@@ -48,7 +48,7 @@ class Shaw(ScoreStep):
         return 2 * work.batch * work.queries * spec.heads.q * (2 * self.reach + 1) * spec.heads.dim
 
     def query_factors(self, asked: QueryContext, p: PartParams) -> Tensor | None:
-        return torch.on_matmul(asked.q_BTHK * asked.scale, p["table"].T)
+        return torch.matmul(asked.q_BTHK * asked.scale, p["table"].T)
 
     def score(self, s: Tensor, cell: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
         assert factors is not None
@@ -95,4 +95,4 @@ class ShawValues(ValueStep):
     def weighted_values(self, w_BHTS: Tensor, i: Tensor, j: Tensor, p: PartParams) -> Tensor:
         place = ((j - i).clamp(-self.reach, self.reach) + self.reach).expand(w_BHTS.shape)
         by_place = w_BHTS.new_zeros(*w_BHTS.shape[:3], 2 * self.reach + 1).scatter_add(-1, place, w_BHTS)
-        return torch.on_matmul(by_place, p["table"].to(w_BHTS.dtype))
+        return torch.matmul(by_place, p["table"].to(w_BHTS.dtype))

@@ -39,7 +39,7 @@ class SinkSoftmax(Normaliser):
         lowest = torch.finfo(s_BHTS.dtype).min
         s_BHTS = s_BHTS.masked_fill(~allowed, lowest)
         sink = p.broadcast_over_scores()["sink"].to(s_BHTS.dtype).expand(*s_BHTS.shape[:3], 1)
-        return torch.cat([s_BHTS, sink], -1).on_softmax(-1)[..., :-1].masked_fill(~allowed, 0.0)
+        return torch.cat([s_BHTS, sink], -1).softmax(-1)[..., :-1].masked_fill(~allowed, 0.0)
 
     @classmethod
     def examples(cls, base: SpecFactory) -> Iterator[AttentionSpec]:

@@ -33,7 +33,7 @@ class Softmax(Normaliser):
 
     def normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
         lowest = torch.finfo(s_BHTS.dtype).min
-        return s_BHTS.masked_fill(~allowed, lowest).on_softmax(-1).masked_fill(~allowed, 0.0)
+        return s_BHTS.masked_fill(~allowed, lowest).softmax(-1).masked_fill(~allowed, 0.0)
 
     def fused_normalise(self, s_BHTS: Tensor, allowed: Tensor, p: PartParams) -> Tensor:
         return (

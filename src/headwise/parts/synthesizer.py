@@ -94,7 +94,7 @@ class Learned(ScoreStep):
         if self.kind == "random":
             rows = p["table"][:, place]
         else:
-            rows = torch.on_matmul(p["asking"][:, place], p["told"].transpose(-1, -2)[:, None])
+            rows = torch.matmul(p["asking"][:, place], p["told"].transpose(-1, -2)[:, None])
         return rows.permute(1, 2, 0, 3).expand(asked.x_BTD.shape[0], -1, -1, -1)
 
     def score(self, s: Tensor, cell: ScorePosition, factors: Tensor | None, p: Mapping[str, Tensor]) -> Tensor:
@@ -111,5 +111,5 @@ class Learned(ScoreStep):
 def _dense_score_rows(x_BTD: Tensor, p: PartParams) -> Tensor:
     """Rows of scores [B, T, H, length] from the query tokens themselves."""
     hidden = F.relu(F.linear(x_BTD, p["hidden"], p["hidden_bias"])).unflatten(-1, (p.sizes["q"], -1))
-    rows = torch.on_matmul(hidden.transpose(1, 2), p["out"]) + p["out_bias"][:, None]
+    rows = torch.matmul(hidden.transpose(1, 2), p["out"]) + p["out_bias"][:, None]
     return rows.transpose(1, 2)

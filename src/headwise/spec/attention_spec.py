@@ -225,7 +225,12 @@ class AttentionSpec:
         """The core when the project runs in this form, with the width of what the similarity compares."""
         core = form.core(self)
         return CoreShape(
-            core.keys, core.value_head_of_row, core.dim, core.vdim, core.scale, self.similarity.feature_dim(core)
+            core.key_head_of_query,
+            core.value_head_of_row,
+            core.dim,
+            core.vdim,
+            core.scale,
+            self.similarity.feature_dim(core),
         )
 
     def with_heads(self, **changes: Any) -> AttentionSpec:

@@ -101,7 +101,7 @@ def _iterate_maps(products: Tensor, symmetry: SymmetryGroup, maps: Tensor) -> Te
 
 def squared_norm_of_sum(products: Tensor, maps: Tensor) -> Tensor:
     """||sum_i X_i R_i^T||^2: what of the heads is left in their sum."""
-    return torch.on_einsum("iab,ijbc,jac->", maps, products, maps)
+    return torch.einsum("iab,ijbc,jac->", maps, products, maps)
 
 
 def pooling_error(products: Tensor, maps: Tensor) -> float:
@@ -111,7 +111,7 @@ def pooling_error(products: Tensor, maps: Tensor) -> float:
     >>> pooling_error(torch.tensor([[[[1.0]], [[-1.0]]], [[[-1.0]], [[1.0]]]]), still)  # of 1 and -1, the mean is 0
     2.0
     """
-    whole = torch.on_einsum("iiaa->", products)
+    whole = torch.einsum("iiaa->", products)
     return max((whole - squared_norm_of_sum(products, maps) / len(maps)).item(), 0.0)
 
 
@@ -313,7 +313,7 @@ def compute_maps(groups: GroupSequence, products: CrossProducts, symmetry: Symme
 
 
 def _relative_error(groups: GroupSequence, products: CrossProducts, maps: Tensor) -> float:
-    whole = torch.on_einsum("iiaa->", products.sums).item()
+    whole = torch.einsum("iiaa->", products.sums).item()
     lost = sum(pooling_error(products.sums[list(group)][:, list(group)], maps[list(group)]) for group in groups)
     return lost / whole if whole else 0.0
 

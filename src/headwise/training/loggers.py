@@ -57,7 +57,7 @@ class JsonlLogger:
     def write(self, record: Record) -> None:
         """One line more; what ends a stretch of work waits for the disk."""
         assert self._lines is not None
-        self._lines.add(record)
+        self._lines.append(record)
         if record["event"] != "step":
             self._lines.sync()
 

@@ -18,7 +18,15 @@ from ..distributed.ranks import World
 from ..distributed.sharded_model import check_divides, hold
 from ..errors import SpecError
 from ..masking.patterns import Causal, Full
-from ..model_spec import ApproximateAttention, BlockSpec, ModelSpec, PositionSpec, ProcessorSpec, StackSpec
+from ..model_spec import (
+    ApproximateAttention,
+    BlockSpec,
+    ModelSpec,
+    PositionSpec,
+    ProcessorSpec,
+    StackSpec,
+    to_dict as spec_to_dict,
+)
 from ..models import Transformer, build
 from ..presets import design
 from ..spec.attention_spec import AttentionSpec
@@ -190,7 +198,7 @@ def build_config(task: Task, model_spec: ModelSpec, recipe: Recipe, first: Batch
     said = {
         "task": {"name": task.name, **own},
         "recipe": decided,
-        "model": model_spec.to_dict(model_spec),
+        "model": spec_to_dict(model_spec),
         "first batch": hash_batch(first),
     }
     return json.loads(json.dumps(said, default=str))

@@ -81,7 +81,7 @@ def _fixed_alpha_case(name: str, ours: WeightFunction, times: float, backward: b
         ENTMAX_BISECT_PACKAGE: make_peer(
             "entmax", lambda library: rows.run(lambda s: library.entmax_bisect(s, 1.5), backward)
         ),
-        SOFTMAX_BASELINE: rows.run(lambda s: s.on_softmax(-1), backward),
+        SOFTMAX_BASELINE: rows.run(lambda s: s.softmax(-1), backward),
     }
     aims, need = (SpeedTarget(ENTMAX15_PACKAGE, times),), rows.required_work(backward)
     return BenchmarkCase(
@@ -107,7 +107,7 @@ def _learned_alpha_case(backward: bool) -> BenchmarkCase:
             "entmax", lambda library: rows.run(lambda s: library.entmax_bisect(s, alpha()), backward, *learned)
         ),
         "plain tensor operations": rows.run(lambda s: part.normalise(s, allowed, p), backward, *learned),
-        SOFTMAX_BASELINE: rows.run(lambda s: s.on_softmax(-1), backward),
+        SOFTMAX_BASELINE: rows.run(lambda s: s.softmax(-1), backward),
     }
     ours = rows.run(lambda s: part.fused_normalise(s, allowed, p), backward, *learned)
     name, aims, need = (

@@ -150,9 +150,9 @@ def _published_dcmha(core: MixedHeadCore) -> Tensor:
 def _talking_heads_reference(core: MixedHeadCore, mixing: Sequence[Tensor]) -> Tensor:
     """a' = P^T a on the scores, and again on the weights (2003.02436)."""
     q, k, v = (t.transpose(1, 2) for t in core.qkv)
-    a = torch.on_einsum("bgts,gh->bhts", q @ k.mT * HEAD_DIM**-0.5, mixing[0])
+    a = torch.einsum("bgts,gh->bhts", q @ k.mT * HEAD_DIM**-0.5, mixing[0])
     later = torch.ones(a.shape[-2:], dtype=torch.bool).triu(1)
-    w = torch.on_einsum("bgts,gh->bhts", a.masked_fill(later, torch.finfo(a.dtype).min).on_softmax(-1), mixing[1])
+    w = torch.einsum("bgts,gh->bhts", a.masked_fill(later, torch.finfo(a.dtype).min).on_softmax(-1), mixing[1])
     return (w @ v).transpose(1, 2)
 
 

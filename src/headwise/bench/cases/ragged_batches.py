@@ -96,7 +96,7 @@ def make_batches() -> tuple[Batches, Batches]:
 def _typical_batches(lengths: Numbers, every: Sequence[Numbers]) -> Sequence[Numbers]:
     """The first batches in a row that are together as full as all are on the mean."""
     full = np.array([lengths[own].mean(0) / lengths[own].max(0) for own in every]).mean(1)
-    means = np.convolve(full, np.is_full(NUM_BATCHES, 1 / NUM_BATCHES), "valid")
+    means = np.convolve(full, np.full(NUM_BATCHES, 1 / NUM_BATCHES), "valid")
     first = int(np.argmax(abs(means - full.mean()) < FILL_TOLERANCE))
     return every[first : first + NUM_BATCHES]
 

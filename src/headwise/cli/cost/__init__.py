@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ...errors import SpecError
 from ..arguments import (
@@ -36,27 +36,22 @@ class CostView(Protocol):
         ...
 
 
-class CostOptions(Protocol):
-    """A module of this package: the options it takes, and what it shows when they are given."""
+class CostOptions(NamedTuple):
+    """A group of options, and the views that are printed when they are given."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add its options."""
-        ...
-
-    def make_views(self, given: argparse.Namespace, costs: CostReport) -> Mapping[str, CostView]:
-        """What was asked of it, by name; nothing when nothing was."""
-        ...
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    make_views: Callable[[argparse.Namespace, CostReport], Mapping[str, CostView]]
 
 
-OPTION_GROUPS: tuple[CostOptions, ...] = (
-    comparison_options,
-    training_options,
-    training_options,
-    serving_options,
-    serving_options,
-    serving_options,
-    comparison_options,
-    comparison_options,
+OPTION_GROUPS = (
+    CostOptions(comparison_options.add_published_arguments, comparison_options.make_published_views),
+    CostOptions(training_options.add_optimiser_arguments, training_options.make_optimiser_views),
+    CostOptions(training_options.add_activation_arguments, training_options.make_activation_views),
+    CostOptions(serving_options.add_serving_arguments, serving_options.make_serving_views),
+    CostOptions(serving_options.add_memory_fit_arguments, serving_options.make_memory_fit_views),
+    CostOptions(serving_options.add_intensity_arguments, serving_options.make_intensity_views),
+    CostOptions(comparison_options.add_comparison_arguments, comparison_options.make_comparison_views),
+    CostOptions(comparison_options.add_plot_arguments, comparison_options.make_plot_views),
 )
 DEFAULT_CONTEXT = 2048  # tokens of a row, where nothing says how many and nothing knows fewer
 
@@ -66,7 +61,7 @@ def main(argv: list[str]) -> int:
     given = _parse_arguments(_parser(), argv)
     costs, views = comparison_options.match_sizes(given, estimate_costs(given))
     checks = verify_formulas(costs) if given.verify else {}
-    views |= {name: view for page in OPTION_GROUPS for name, view in page.make_views(given, costs).items()}
+    views |= {name: view for group in OPTION_GROUPS for name, view in group.make_views(given, costs).items()}
     if given.csv:
         print(comparison_options.csv_of_costs(given, costs, views), end="")
     elif given.json:
@@ -109,8 +104,8 @@ def _parser() -> CommandParser:
     parser.add_argument("--operations", action="store_true", help="the time of each operation, and what it waits for")
     parser.add_argument("--terms", action="store_true", help="every item with the formula that computed it")
     parser.add_argument("--verify", action="store_true", help="build each small and hold every formula against it")
-    for page in OPTION_GROUPS:
-        page.add_arguments(parser)
+    for group in OPTION_GROUPS:
+        group.add_arguments(parser)
     add_json_argument(parser)
     return parser
 

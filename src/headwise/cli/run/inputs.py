@@ -25,7 +25,7 @@ from ...models import Transformer
 from ..arguments import UsageError
 
 MAX_LINE_BYTES = 2**20  # bytes of a line
-InputT = TypeVar("Read")
+InputT = TypeVar("InputT")
 
 
 @dataclass

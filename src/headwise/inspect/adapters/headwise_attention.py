@@ -99,9 +99,15 @@ class HeadwiseCall:
 
     def _make_inputs(self, sight: AttentionMask, inputs: CoreInputs) -> AttentionInputs:
         plain, core = backends.softmax_args(sight, inputs, self.bound), self.job.core
-        k, v, reads = inputs.k, inputs.v, None if self.job.group_size else core.keys
-        if core.value_head_of_row != core.keys:  # values are grouped otherwise: each head is given its own of both
-            k, v, reads = k[:, :, list(core.keys)], v[:, :, list(core.value_head_of_row)], tuple(range(len(core.keys)))
+        k, v, reads = inputs.k, inputs.v, None if self.job.group_size else core.key_head_of_query
+        if (
+            core.value_head_of_row != core.key_head_of_query
+        ):  # values are grouped otherwise: each head is given its own of both
+            k, v, reads = (
+                k[:, :, list(core.key_head_of_query)],
+                v[:, :, list(core.value_head_of_row)],
+                tuple(range(len(core.key_head_of_query))),
+            )
         return AttentionInputs(
             inputs.q, k, v, inputs.query_context.scale, plain.mask, plain.causal, plain.bias, sinks=plain.sinks,
             kv_head_of_query=reads, key_positions=self.key_positions,
