@@ -182,7 +182,7 @@ def test_what_is_kept_is_not_formed_again(small):
 
 def ran(layer: hw.Attention) -> list[str]:
     """Who ran the calls of a layer so far."""
-    known = {module.attend_recomputed: name for name, module in BACKENDS.items()}
+    known = {module.attend: name for name, module in BACKENDS.items()}
     return [known[plan.attend] for plan in layer._plans.values()]
 
 

@@ -141,7 +141,7 @@ class VarlenRunner(NamedTuple):
         """With the backend alone where the caller insists on it, or another than a fused one was chosen."""
         fused = only is None and job.device == "cpu" and backend in (sdpa, bf16_matmul, flash_cpu, block_sparse)
         whole = MAX_KERNEL_LENGTH if fused and backend is not block_sparse and _can_use_kernel(job) else -1
-        return VarlenRunner(backend.attend_recomputed, MAX_DENSE_LENGTH if fused else 0, whole)
+        return VarlenRunner(backend.attend, MAX_DENSE_LENGTH if fused else 0, whole)
 
     def attend(
         self, job: CallSignature, sight: AttentionMask, inputs: CoreInputs, bound: CoreSteps, probe: Probe | None

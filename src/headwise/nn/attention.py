@@ -311,7 +311,7 @@ class Attention(HasParallelContext, nn.Module):
         attend = (
             varlen.VarlenRunner.from_backend(backend, job, self.backend_name).attend
             if apart
-            else backend.attend_recomputed
+            else backend.attend
         )
         raw = backends.reads_quantized_cache(backend, job)
         plan = ExecutionPlan(project, job, attend, raw, scale, self.spec.score_head_of_row)
